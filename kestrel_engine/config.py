@@ -1,0 +1,178 @@
+"""RuntimeConfig: what the user decides, checked once, before any weight is read.
+
+Knows no torch and probes no device: what the device decides (number of pages, captured batch sizes) is
+``step.RuntimeLimits``. Reads no environment; that is the service's ``settings.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_MODEL = "kestrel-tiny"
+DTYPES = ("float32", "bfloat16", "float16")
+_DTYPE_ALIASES = {
+    "float32": "float32",
+    "float": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+    "fp16": "float16",
+    "auto": "auto",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageLimits:
+    """Limits on a picture, checked from its header before any pixel is decoded."""
+
+    max_bytes: int = 32 * 1024 * 1024
+    """Encoded size in bytes. 32 MiB holds a 24 megapixel PNG."""
+    max_pixels: int = 100_000_000
+    """Width times height. 100 megapixels is the largest common camera."""
+    max_aspect_ratio: float = 20.0
+    """Longer side over shorter. Beyond it the resize to crops leaves nothing to see."""
+
+    def __post_init__(self) -> None:
+        _whole("image_limits.max_bytes", self.max_bytes, 1)
+        _whole("image_limits.max_pixels", self.max_pixels, 1)
+        if not _finite(self.max_aspect_ratio) or self.max_aspect_ratio < 1:
+            raise ConfigError(
+                "image_limits.max_aspect_ratio", self.max_aspect_ratio, "must be at least 1"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeConfig:
+    """How to build an engine.
+
+    ``model`` and ``model_path`` are alternatives: a name (``kestrel-tiny``, ``moondream2``,
+    ``moondream3-preview``, ``moondream3.1-9b-a2b``, a hub id ``org/repo[@revision][:file]``, or a path), or a path.
+    Raises ConfigError naming field, value and limit.
+    """
+
+    model: str = DEFAULT_MODEL
+    """Name, hub id or path of the model."""
+    model_path: str | Path | None = None
+    """A checkpoint folder, or one .safetensors or .pt file. Overrides ``model`` as the source of weights."""
+    tokenizer_path: str | Path | None = None
+    """tokenizer.json; default: beside the weights, else the model's own from the hub."""
+    device: str = "auto"
+    """"auto" (CUDA if there is one, else CPU), "cpu", "cuda" or "cuda:N"."""
+    dtype: str | torch.dtype = "auto"
+    """Computation type, a torch.dtype or its name. "auto": float32 on CPU, bfloat16 on CUDA."""
+    max_batch_size: int = 4
+    """Most sequences that decode in one step."""
+    max_seq_length: int | None = None
+    """Most positions of one sequence, image prefix included. Default: the model's context."""
+    page_size: int | None = None
+    """KV positions a page; must divide the image prefix. Default: the largest divisor up to 16."""
+    kv_cache_pages: int | None = None
+    """Pages in the pool. Default: max_batch_size full sequences, bounded by memory."""
+    max_queue: int = 512
+    """Requests that may wait, preprocessing included, before EngineOverloaded is raised."""
+    default_max_tokens: int = 768
+    """Tokens generated when a request names no max_tokens; shrinks to the room that is left."""
+    default_temperature: float = 0.2
+    """For query and caption; point, detect and segment are greedy."""
+    default_top_p: float = 0.9
+    """For query and caption."""
+    default_max_objects: int = 150
+    """For point and detect."""
+    max_text_bytes: int = 32 * 1024 - 1
+    """Most UTF-8 bytes of a question or object name: 32 KiB are refused."""
+    image_limits: ImageLimits = field(default_factory=ImageLimits)
+    preprocess_threads: int = 2
+    """Pictures decoded at once."""
+    cpu_threads: int | None = None
+    """Threads of one CPU operator (torch intra-op). Default: torch's own choice, the physical cores."""
+    seed: int | None = None
+    """Seed of the per-request seeds when a request names none. Default: drawn from the system."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model.strip():
+            raise ConfigError("model", self.model, "must be a model name, hub id or path")
+        for name in ("model_path", "tokenizer_path"):
+            value = getattr(self, name)
+            if value is not None and not str(value):
+                raise ConfigError(name, value, "must not be empty")
+        self._check_device()
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        _whole("max_batch_size", self.max_batch_size, 1, 4096)
+        for name, low in (
+            ("max_seq_length", 2),
+            ("page_size", 1),
+            ("kv_cache_pages", 1),
+            ("cpu_threads", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                _whole(name, value, low)
+        for name in (
+            "max_queue",
+            "default_max_tokens",
+            "default_max_objects",
+            "preprocess_threads",
+        ):
+            _whole(name, getattr(self, name), 1)
+        _whole("max_text_bytes", self.max_text_bytes, 1)
+        if not _finite(self.default_temperature) or self.default_temperature < 0:
+            raise ConfigError(
+                "default_temperature", self.default_temperature, "must be finite and at least 0"
+            )
+        if not _finite(self.default_top_p) or not 0 < self.default_top_p <= 1:
+            raise ConfigError("default_top_p", self.default_top_p, "must be in (0, 1]")
+        if self.seed is not None:
+            _whole("seed", self.seed, 0, 2**64 - 1)
+
+    def _check_device(self) -> None:
+        kind, _, index = (
+            self.device.partition(":") if isinstance(self.device, str) else ("", "", "")
+        )
+        if kind not in ("auto", "cpu", "cuda") or (
+            index and (kind != "cuda" or not index.isdigit())
+        ):
+            raise ConfigError("device", self.device, 'must be "auto", "cpu", "cuda" or "cuda:N"')
+
+
+def dtype_name(dtype: object) -> str:
+    """The canonical name of a dtype given as torch.dtype or string; raises ConfigError."""
+    name = _DTYPE_ALIASES.get(str(dtype).removeprefix("torch."))
+    if name is None:
+        raise ConfigError(
+            "dtype", dtype, f"must be auto, {', '.join(DTYPES)} or the torch.dtype of that name"
+        )
+    return name
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or value < low
+        or (high is not None and value > high)
+    ):
+        raise ConfigError(
+            name,
+            value,
+            f"must be a whole number of at least {low}" + (f" and at most {high}" if high else ""),
+        )
+
+
+def describe(config: RuntimeConfig) -> Mapping[str, Any]:
+    """The configuration as plain values, for logs and GetServerInfo."""
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}

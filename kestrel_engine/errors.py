@@ -1,0 +1,135 @@
+"""Every error that the engine raises on purpose.
+
+    KestrelError
+    ├── ConfigError              a RuntimeConfig field is invalid (field, value, limit)
+    ├── RequestError             the caller's fault; names the field
+    │   ├── InvalidRequest       a field is missing, malformed or out of range
+    │   ├── ContextLengthError   prompt plus max_tokens do not fit the context
+    │   ├── ImageError
+    │   │   ├── ImageDecodeError        broken or truncated picture
+    │   │   ├── UnsupportedImageError   a format that is not on the allow-list
+    │   │   └── ImageTooLargeError      bytes, pixels or aspect ratio over the limit
+    │   ├── ModelNotFoundError   the request names a model that is not served
+    │   └── SkillUnavailable     the served model cannot do this skill
+    ├── ModelLoadError           a model can't be made ready
+    │   ├── CheckpointError      missing, extra, misshaped or non-finite tensors, by name
+    │   ├── DownloadError        the hub refused, is unreachable, or the file is absent
+    │   └── InsufficientMemoryError
+    ├── EngineOverloaded         a bounded queue is full; try again later
+    ├── EngineClosed             the engine is shut down, or shutting down
+    ├── RequestCancelled         the caller gave the request up
+    └── RuntimeFailure           our fault: a step failed
+
+Nobody decides by the text of an error. What is impossible unless we made a mistake is an ``assert``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class KestrelError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(KestrelError, ValueError):
+    """A configuration field is invalid.
+
+    Attributes: ``field`` (name), ``value`` (as given), ``limit`` (what is allowed, in words).
+    """
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        super().__init__(f"{field}={value!r}: {limit}")
+        self.field, self.value, self.limit = field, value, limit
+
+
+class RequestError(KestrelError, ValueError):
+    """The request can't be served as given; ``field`` names the part at fault."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field, self.message = field, message
+
+
+class InvalidRequest(RequestError):
+    """A field is missing, malformed or out of range."""
+
+
+class ContextLengthError(RequestError):
+    """Prompt and requested tokens exceed the model's context."""
+
+
+class ImageError(RequestError):
+    """Base of the picture errors."""
+
+
+class ImageDecodeError(ImageError):
+    """The picture is broken, truncated or empty."""
+
+
+class UnsupportedImageError(ImageError):
+    """The picture's format is not on the allow-list."""
+
+
+class ImageTooLargeError(ImageError):
+    """The picture exceeds a limit on bytes, pixels or aspect ratio."""
+
+
+class ModelNotFoundError(RequestError):
+    """The request names a model that this engine does not serve."""
+
+
+class SkillUnavailable(RequestError):
+    """The model can't do this skill (segment on Moondream 2), or no such skill is registered."""
+
+
+class ModelLoadError(KestrelError):
+    """Base of the errors that keep a model from becoming ready."""
+
+
+class CheckpointError(ModelLoadError):
+    """The checkpoint does not hold exactly the tensors that the architecture needs.
+
+    All findings come in one error: ``missing``, ``unexpected``, ``misshaped`` and ``nonfinite`` list tensor names.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        misshaped: Sequence[str] = (),
+        nonfinite: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.missing, self.unexpected = tuple(missing), tuple(unexpected)
+        self.misshaped, self.nonfinite = tuple(misshaped), tuple(nonfinite)
+
+
+class DownloadError(ModelLoadError):
+    """A model could not be fetched from the hub."""
+
+
+class InsufficientMemoryError(ModelLoadError):
+    """Weights and cache don't fit the memory that is available."""
+
+
+class EngineOverloaded(KestrelError):
+    """A bounded queue is full. ``retry_after_s`` is a hint in seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineClosed(KestrelError):
+    """The engine takes no more work."""
+
+
+class RequestCancelled(KestrelError):
+    """The request was given up by its caller before it finished."""
+
+
+class RuntimeFailure(KestrelError):
+    """A step failed on the device or in our code; the request is lost, the engine goes on."""

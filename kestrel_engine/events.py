@@ -1,0 +1,68 @@
+"""What a request gives while it runs, and at its end: updates, metrics, result. Plain values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamUpdate:
+    """One step forward of a stream; exactly one of the payload fields is set.
+
+    ``text`` and ``reasoning`` are deltas that never split a character and, joined, equal the final text. ``object`` is a
+    finished point ``{"x", "y"}`` or box ``{"x_min", "y_min", "x_max", "y_max"}`` (normalised, not clipped). ``path`` is
+    one SVG command with its arguments; joined with single spaces the pieces equal ``svg_path``. ``token_index``: number
+    of tokens generated when it was emitted.
+    """
+
+    request_id: str = ""
+    token_index: int = 0
+    text: str = ""
+    reasoning: str = ""
+    object: dict[str, float] | None = None
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMetrics:
+    """Counts, and milliseconds by the host's monotonic clock."""
+
+    input_tokens: int = 0
+    """Prompt positions, BOS and picture included."""
+    output_tokens: int = 0
+    """Generated tokens, spatial ones included, stop id not."""
+    cached_tokens: int = 0
+    """KV positions reused from a cache."""
+    queue_time_ms: float = 0.0
+    """Accepted to first scheduled, less preprocessing."""
+    preprocess_time_ms: float = 0.0
+    """Decoding and tiling the picture, tokenising."""
+    prefill_time_ms: float = 0.0
+    """First scheduled to first token; vision included."""
+    decode_time_ms: float = 0.0
+    """First token to the last."""
+    ttft_ms: float = 0.0
+    """Accepted to first token."""
+    processing_time_ms: float = 0.0
+    """Total less queue."""
+    total_time_ms: float = 0.0
+    """Accepted to finished."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineResult:
+    """The whole result of one request. ``output``: the skill's dict (moondream.md section 13)."""
+
+    request_id: str
+    output: dict[str, Any]
+    finish_reason: FinishReason
+    token_ids: tuple[int, ...] = ()
+    metrics: EngineMetrics = field(default_factory=EngineMetrics)
+    model: str = ""
+    image_size: tuple[int, int] | None = None
+    """Width and height in pixels of the upright picture, if there was one."""
+    seed: int = 0
+    """The seed that the sampling used."""

@@ -1,0 +1,32 @@
+"""What a device must do. Small enough to fake: see fake.py."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..step import RuntimeLimits, StepPlan, StepResult
+
+
+class StepHandle(Protocol):
+    """An enqueued step; opaque to everybody but the runtime that made it."""
+
+
+class Runtime(Protocol):
+    """Executes steps in the order they are launched. All calls come from one thread."""
+
+    @property
+    def limits(self) -> RuntimeLimits:
+        """Fixed for the runtime's life."""
+        ...
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Enqueues a step and returns without waiting for the device."""
+        ...
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        """Waits for this step only. Raises what the step raised; the pages it touched then hold garbage."""
+        ...
+
+    def close(self) -> None:
+        """Frees the device. Idempotent."""
+        ...

@@ -1,0 +1,123 @@
+"""The contract between scheduler and runtime: what one step computes, and what comes back.
+
+Everything is plain data. The scheduler fills a StepPlan with ints; a runtime turns it into tensors and returns a
+StepResult. Constraints on sampling (allowed, suppressed, forced ids, which head to read) travel as a TokenRule, never as
+a callback, so that a captured graph or another process can apply them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .requests import Coord, PreparedImage, SamplingParams, Size, Token
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRule:
+    """What may be sampled at one position, and whether a value is read from the region heads.
+
+    Order: ``forced`` wins over all; else logits outside ``allowed`` and inside ``suppressed`` become -inf, an id is
+    drawn, and if ``otherwise`` is set every id but ``stop`` turns into it (point and detect of Moondream 2 read any
+    token but the end as "another object"). Then id ``coord``/``size`` takes a value from its head at the same hidden
+    state if ``read_coord``/``read_size``; else it is an ordinary text token.
+    """
+
+    allowed: tuple[int, ...] | None = None
+    suppressed: tuple[int, ...] = ()
+    forced: int | None = None
+    otherwise: int | None = None
+    stop: int = 0
+    read_coord: bool = False
+    read_size: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepToken:
+    """One sampled token: its id, its value if a region head was read, its log-probability if known (float32)."""
+
+    id: int
+    value: Coord | Size | None = None
+    logprob: float | None = None
+
+    def as_input(self) -> Token:
+        """What is fed at the next position."""
+        return self.id if self.value is None else self.value
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """Asks for one token after a row's last position. ``draw`` counts this request's tokens: (seed, draw) names the
+    random number, so a seeded request gives the same samples whatever its neighbours."""
+
+    rule: TokenRule
+    sampling: SamplingParams
+    draw: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's share of a step: ``tokens`` at positions start.., written to the pages of ``page_table``.
+
+    ``page_table`` covers every position up to the end of ``tokens``. ``sample`` is None while prefill is incomplete.
+    An ImageBlock occurs only whole, directly after a BOS in the same row.
+    """
+
+    sequence_id: int
+    tokens: tuple[Token, ...]
+    start: int
+    page_table: tuple[int, ...]
+    sample: SampleSpec | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. Encoding comes first, then prefill, then decode; rows are independent of one another."""
+
+    step_id: int
+    encode: tuple[PreparedImage, ...] = ()
+    """Pictures whose embeddings are computed, and kept by the runtime under their key until ``drop_images``."""
+    prefill: tuple[Row, ...] = ()
+    """Rows of many tokens."""
+    decode: tuple[Row, ...] = ()
+    """Rows of exactly one token; they share one batched forward pass."""
+    drop_images: tuple[str, ...] = ()
+    """Keys of pictures whose embeddings are no longer needed after this step."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.encode or self.prefill or self.decode or self.drop_images)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave: one StepToken for each row that asked, by sequence id; seconds spent, by phase."""
+
+    tokens: dict[int, StepToken] = field(default_factory=dict)
+    vision_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeLimits:
+    """What the device and model decided. Positions are KV positions."""
+
+    num_pages: int
+    page_size: int
+    max_batch_size: int
+    max_seq_length: int
+    vocab_size: int
+
+
+def uniform(seed: int, draw: int) -> float:
+    """The random number in [0, 1) for token ``draw`` of a request: SplitMix64 (Steele, Lea, Flood 2014) of the pair.
+
+    A counter-based draw needs no generator state, so batching and restarts can't change samples.
+    """
+    mask = (1 << 64) - 1
+    z = (seed * 0xD1342543DE82EF95 + (draw + 1) * 0x9E3779B97F4A7C15) & mask
+    for _ in range(2):
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        z ^= z >> 31
+    return (z >> 11) / (1 << 53)
