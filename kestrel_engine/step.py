@@ -1,8 +1,8 @@
 """The contract between scheduler and runtime: what one step computes, and what comes back.
 
 Everything is plain data. The scheduler fills a StepPlan with ints; a runtime turns it into tensors and returns a
-StepResult. Constraints on sampling (allowed, suppressed, forced ids, which head to read) travel as a TokenRule, never as
-a callback, so that a captured graph or another process can apply them.
+StepResult. Constraints on sampling (allowed, suppressed, forced ids, which head to read) travel as a TokenRule, never
+as a callback, so that a captured graph or another process can apply them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What a skill is: checked arguments, a prompt, and a state machine from sampled tokens to events.
 
-A skill sees typed tokens and gives typed tokens, rules and events. It never sees the runtime, the scheduler or a tensor.
+A skill sees typed tokens and gives typed tokens, rules and events. It never sees the runtime, the scheduler or a
+tensor.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class SkillContext:
 class SkillRequest:
     """A request in the skill's own terms, checked. ``prompt_suffix`` follows BOS and, if any, the picture.
 
-    ``max_tokens``: most tokens generated; None means the default, shrunk to the room left in the context. ``sampling``
-    has no seed yet. ``options``: the skill's own fields, for its state.
+    ``max_tokens``: what the caller asked for; None means the default, shrunk to the room left in the context.
+    ``seed``: the caller's, else None and the engine draws one. ``options``: the skill's own fields, for its state.
     """
 
     skill: str
@@ -75,8 +76,10 @@ class SkillRequest:
     sampling: SamplingParams
     needs_image: bool = True
     max_tokens: int | None = None
+    seed: int | None = None
     token_budget: int | None = None
-    """Upper bound on generated tokens if the skill knows one that replaces max_tokens (3 a box); else None."""
+    """Most tokens that may be sampled, if that differs from max_tokens: 3 a box, or a reasoning phase and an answer
+    of max_tokens each. Shrinks to the room left in the context."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -1,0 +1,22 @@
+"""The five skills and what a skill is."""
+
+from .base import SkillContext, SkillRequest, SkillSpec, SkillState
+from .caption import CaptionSkill
+from .detect import DetectSkill
+from .point import PointSkill
+from .query import QuerySkill
+from .registry import SkillRegistry
+from .segment import SegmentSkill
+
+__all__ = [
+    "CaptionSkill",
+    "DetectSkill",
+    "PointSkill",
+    "QuerySkill",
+    "SegmentSkill",
+    "SkillContext",
+    "SkillRegistry",
+    "SkillRequest",
+    "SkillSpec",
+    "SkillState",
+]

@@ -1,0 +1,41 @@
+"""Caption: describes a picture in one of three lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import InvalidRequest
+from .answer import AnswerState
+from .base import SkillContext, SkillRequest, SkillState
+from .settings import read_settings, reject_unknown
+
+LENGTHS = ("short", "normal", "long")
+
+
+class CaptionSkill:
+    """Arguments: length ("short", "normal" or "long", any case; default normal). Output: {"caption"}."""
+
+    name = "caption"
+
+    def build(
+        self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
+    ) -> SkillRequest:
+        reject_unknown(arguments, frozenset({"length"}))
+        length = arguments.get("length", "normal")
+        key = length.lower() if isinstance(length, str) else ""
+        if key not in LENGTHS:
+            raise InvalidRequest("length", f"{length!r} is not one of {', '.join(LENGTHS)}")
+        read = read_settings(settings, context.defaults, greedy=False)
+        return SkillRequest(
+            skill=self.name,
+            prompt_suffix=tuple(context.model.templates.caption[key]),
+            sampling=read.sampling,
+            seed=read.seed,
+            max_tokens=read.max_tokens,
+        )
+
+    def new_state(
+        self, request: SkillRequest, max_tokens: int, context: SkillContext
+    ) -> SkillState:
+        return AnswerState("caption", context)

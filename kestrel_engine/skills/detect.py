@@ -1,0 +1,48 @@
+"""Detect: a box around each object that answers to a name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .base import SkillContext, SkillRequest, SkillState, checked_text
+from .locate import LocateState
+from .settings import read_settings, reject_unknown
+
+
+class DetectSkill:
+    """Arguments: object. Output: {"objects": [{"x_min", "y_min", "x_max", "y_max"}]}, normalised, not clipped.
+
+    ``max_tokens`` is accepted and ignored, as by the vendor's engine; ``max_objects`` is the bound.
+    """
+
+    name = "detect"
+
+    def build(
+        self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
+    ) -> SkillRequest:
+        reject_unknown(arguments, frozenset({"object"}))
+        text = checked_text("object", arguments.get("object"), context)
+        read = read_settings(
+            settings, context.defaults, greedy=True, extra=frozenset({"max_tokens", "max_objects"})
+        )
+        max_objects = read.max_objects or context.defaults.max_objects
+        templates = context.model.templates
+        return SkillRequest(
+            skill=self.name,
+            prompt_suffix=(
+                *templates.detect_prefix,
+                *context.codec.encode(" " + text),
+                *templates.detect_suffix,
+            ),
+            sampling=read.sampling,
+            seed=read.seed,
+            token_budget=3 * max_objects,
+            options={"max_objects": max_objects},
+        )
+
+    def new_state(
+        self, request: SkillRequest, max_tokens: int, context: SkillContext
+    ) -> SkillState:
+        max_objects = request.options["max_objects"]
+        return LocateState("objects", boxes=True, max_objects=max_objects, model=context.model)

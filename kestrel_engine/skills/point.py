@@ -1,0 +1,49 @@
+"""Point: one point for each object that answers to a name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..requests import check_spatial_refs, spatial_tokens
+from .base import SkillContext, SkillRequest, SkillState, checked_text
+from .locate import LocateState
+from .settings import read_settings, reject_unknown
+
+
+class PointSkill:
+    """Arguments: object, spatial_refs. Output: {"points": [{"x", "y"}]}, normalised to [0, 1]."""
+
+    name = "point"
+
+    def build(
+        self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
+    ) -> SkillRequest:
+        reject_unknown(arguments, frozenset({"object", "spatial_refs"}))
+        text = checked_text("object", arguments.get("object"), context)
+        refs = check_spatial_refs(arguments.get("spatial_refs"))
+        read = read_settings(
+            settings, context.defaults, greedy=True, extra=frozenset({"max_tokens", "max_objects"})
+        )
+        max_objects = read.max_objects or context.defaults.max_objects
+        templates = context.model.templates
+        return SkillRequest(
+            skill=self.name,
+            prompt_suffix=(
+                *templates.point_prefix,
+                *spatial_tokens(refs),
+                *context.codec.encode(" " + text),
+                *templates.point_suffix,
+            ),
+            sampling=read.sampling,
+            seed=read.seed,
+            max_tokens=read.max_tokens,
+            token_budget=min(read.max_tokens or 2 * max_objects, 2 * max_objects),
+            options={"max_objects": max_objects},
+        )
+
+    def new_state(
+        self, request: SkillRequest, max_tokens: int, context: SkillContext
+    ) -> SkillState:
+        max_objects = request.options["max_objects"]
+        return LocateState("points", boxes=False, max_objects=max_objects, model=context.model)

@@ -1,0 +1,159 @@
+"""Segment: a box and an SVG path around one object (Moondream 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import SkillUnavailable
+from ..events import StreamUpdate
+from ..requests import Coord, Size, check_spatial_refs, spatial_tokens
+from ..step import StepToken, TokenRule
+from .base import Advance, SkillContext, SkillRequest, SkillState, checked_text
+from .settings import read_settings, reject_unknown
+from .svg_path import PathError, SvgPathDecoder
+
+LAST_NON_TEXT_ID = 20
+"""Ids up to here are no part of a path (moondream.md section 9.3)."""
+
+
+class SegmentSkill:
+    """Arguments: object, spatial_refs. Output: {"segments": [one]} (moondream.md section 9.7)."""
+
+    name = "segment"
+
+    def build(
+        self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
+    ) -> SkillRequest:
+        reject_unknown(arguments, frozenset({"object", "spatial_refs"}))
+        templates = context.model.templates
+        if templates.segment_prefix is None:
+            raise SkillUnavailable("segment", "this model can't segment; Moondream 3 models can")
+        text = checked_text("object", arguments.get("object"), context)
+        refs = check_spatial_refs(arguments.get("spatial_refs"))
+        read = read_settings(settings, context.defaults, greedy=True)
+        return SkillRequest(
+            skill=self.name,
+            prompt_suffix=(
+                *templates.segment_prefix,
+                *spatial_tokens(refs),
+                *context.codec.encode(text),
+                *templates.segment_suffix,
+            ),
+            sampling=read.sampling,
+            seed=read.seed,
+            max_tokens=read.max_tokens,
+            options={"object": text},
+        )
+
+    def new_state(
+        self, request: SkillRequest, max_tokens: int, context: SkillContext
+    ) -> SkillState:
+        return SegmentState(request.options["object"], context)
+
+
+class SegmentState:
+    """Reads coordinates, sizes and path tokens in whatever order they come; nothing is enforced.
+
+    The box is streamed first, then the path command by command; pieces are held back until the box is there. After a
+    parse error the final path is empty and ``parse_error`` says why, whatever was streamed before.
+    """
+
+    def __init__(self, name: str, context: SkillContext) -> None:
+        self._name, self._codec = name, context.codec
+        self._eos = context.model.ids.eos_id
+        self._rule = TokenRule(stop=self._eos, read_coord=True, read_size=True)
+        self._ids: list[int] = []
+        self._coordinates: list[float] = []
+        self._sizes: list[Size] = []
+        self._path_tokens: list[str] = []
+        self._decoder = SvgPathDecoder()
+        self._error: str | None = None
+        self._box: dict[str, float] | None = None
+        self._held: list[StreamUpdate] = []
+
+    def rule(self) -> TokenRule:
+        return self._rule
+
+    def consume(self, token: StepToken) -> Advance:
+        if token.id == self._eos:
+            return Advance(self._finish(), "stop")
+        self._ids.append(token.id)
+        if isinstance(token.value, Coord):
+            self._coordinates.append(_clamp(token.value.value))
+            return Advance(self._box_updates())
+        if isinstance(token.value, Size):
+            self._sizes.append(Size(_clamp(token.value.width), _clamp(token.value.height)))
+            return Advance(self._box_updates())
+        if token.id <= LAST_NON_TEXT_ID:
+            return Advance()
+        text = self._codec.decode([token.id]).strip()
+        if not text:
+            return Advance()
+        self._path_tokens.append(text)
+        if self._error is not None:
+            return Advance()
+        try:
+            return Advance(self._path_updates(self._decoder.push(text)))
+        except PathError as error:
+            self._error = str(error)
+            return Advance()
+
+    def stop_at_limit(self) -> Advance:
+        return Advance(self._finish(), "length")
+
+    def output(self) -> dict[str, Any]:
+        path = "" if self._error is not None else self._decoder.path
+        pairs = zip(self._coordinates[::2], self._coordinates[1::2], strict=False)
+        segment: dict[str, Any] = {
+            "object": self._name,
+            "text": self._codec.decode([i for i in self._ids if i > LAST_NON_TEXT_ID]),
+            "svg_path": path,
+            "path_tokens": list(self._path_tokens),
+            "token_ids": list(self._ids),
+            "points": [{"x": x, "y": y} for x, y in pairs],
+            "coarse_path": path,
+        }
+        if self._box is not None:
+            segment["bbox"] = dict(self._box)
+            segment["coarse_bbox"] = dict(self._box)
+        if self._sizes:
+            segment["sizes"] = [{"width": s.width, "height": s.height} for s in self._sizes]
+        if self._error is not None:
+            segment["parse_error"] = self._error
+        return {"segments": [segment]}
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(self._ids)
+
+    def _box_updates(self) -> list[StreamUpdate]:
+        if self._box is not None or len(self._coordinates) < 2 or not self._sizes:
+            return []
+        (x, y), size = self._coordinates[:2], self._sizes[0]
+        self._box = {
+            "x_min": _clamp(x - size.width / 2),
+            "y_min": _clamp(y - size.height / 2),
+            "x_max": _clamp(x + size.width / 2),
+            "y_max": _clamp(y + size.height / 2),
+        }
+        held, self._held = self._held, []
+        return [StreamUpdate(object=self._box), *held]
+
+    def _path_updates(self, piece: str) -> list[StreamUpdate]:
+        if not piece:
+            return []
+        update = StreamUpdate(path=piece)
+        if self._box is None:
+            self._held.append(update)
+            return []
+        return [update]
+
+    def _finish(self) -> list[StreamUpdate]:
+        updates = [] if self._error is not None else self._path_updates(self._decoder.finish())
+        held, self._held = self._held, []
+        return [*held, *updates]
+
+
+def _clamp(value: float) -> float:
+    return min(1.0, max(0.0, value))

@@ -1,0 +1,78 @@
+"""The settings dictionary of a call, checked: temperature, top_p, top_k, seed, max_tokens, max_objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InvalidRequest
+from ..requests import SamplingParams
+from .base import SkillDefaults
+
+SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "seed"})
+_MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """``seed``, ``max_tokens`` and ``max_objects`` are None where the caller named none."""
+
+    sampling: SamplingParams
+    seed: int | None
+    max_tokens: int | None
+    max_objects: int | None
+
+
+def read_settings(
+    settings: Mapping[str, Any],
+    defaults: SkillDefaults,
+    *,
+    greedy: bool,
+    extra: frozenset[str] = frozenset({"max_tokens"}),
+) -> Settings:
+    """Checks ``settings``; None values count as absent. ``greedy``: temperature defaults to 0, top_p to 1.
+
+    Raises InvalidRequest naming the key: one that is unknown, or a value out of range.
+    """
+    if not isinstance(settings, Mapping):
+        raise InvalidRequest("settings", "must be a mapping of names to values")
+    known = SAMPLING_KEYS | extra
+    for key in settings:
+        if key == "adapter" and settings[key] is not None:
+            raise InvalidRequest("adapter", "adapters are not served by this engine")
+        if key not in known and key != "adapter":
+            raise InvalidRequest(
+                str(key), f"is not a setting of this skill; known: {', '.join(sorted(known))}"
+            )
+    given = {k: v for k, v in settings.items() if v is not None}
+    seed = given.get("seed")
+    sampling = SamplingParams(
+        temperature=given.get("temperature", 0.0 if greedy else defaults.temperature),
+        top_p=given.get("top_p", 1.0 if greedy else defaults.top_p),
+        top_k=given.get("top_k", 0),
+        seed=0 if seed is None else seed,
+    )
+    return Settings(
+        sampling=sampling,
+        seed=seed,
+        max_tokens=_positive("max_tokens", given.get("max_tokens")),
+        max_objects=_positive("max_objects", given.get("max_objects")),
+    )
+
+
+def _positive(name: str, value: object) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidRequest(name, f"{value!r} is not a whole number of at least 1")
+    return value
+
+
+def reject_unknown(arguments: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Raises InvalidRequest for an argument that the skill does not take."""
+    for name in arguments:
+        if name not in known:
+            raise InvalidRequest(
+                name, f"is not an argument of this skill; known: {', '.join(sorted(known))}"
+            )
