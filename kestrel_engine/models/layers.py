@@ -1,0 +1,73 @@
+"""The few layers that every part of Moondream is made of. They hold references to checkpoint tensors, never copies.
+
+``tensors`` is everywhere the checkpoint as a dict of canonical names without the leading ``model.``
+(moondream.md section 2.2), already in the type and on the device of the computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch.nn.functional as F
+from torch import Tensor
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+
+LAYER_NORM_EPS = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """``x @ weight.T + bias``; weight [out, in], bias [out] or None."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @classmethod
+    def load(cls, tensors: Tensors, name: str) -> Linear:
+        return cls(tensors[f"{name}.weight"], tensors[f"{name}.bias"])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """Normalises the last dimension; torch keeps the statistics in float32 for half types."""
+
+    weight: Tensor
+    bias: Tensor
+
+    @classmethod
+    def load(cls, tensors: Tensors, name: str) -> LayerNorm:
+        return cls(tensors[f"{name}.weight"], tensors[f"{name}.bias"])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, LAYER_NORM_EPS)
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """``fc2(gelu_tanh(fc1(x)))``: vision blocks, projector, dense text layers and Moondream 2's region decoders."""
+
+    fc1: Linear
+    fc2: Linear
+
+    @classmethod
+    def load(cls, tensors: Tensors, name: str) -> Mlp:
+        return cls(Linear.load(tensors, f"{name}.fc1"), Linear.load(tensors, f"{name}.fc2"))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.fc2(gelu_tanh(self.fc1(x)))
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The tanh approximation of GELU: all MLPs."""
+    return F.gelu(x, approximate="tanh")
+
+
+def gelu_erf(x: Tensor) -> Tensor:
+    """The exact GELU: tau attention and experts (moondream.md section 15)."""
+    return F.gelu(x)

@@ -1,0 +1,115 @@
+"""The vision tower: crops of pictures in, one [grid * grid, dim] embedding per picture out.
+
+The sides of a crop and of the pooled picture are ``VisionConfig.grid`` patches (moondream.md sections 4 and 5).
+Decoding and tiling of pictures happen elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..model_config import VisionConfig
+from .layers import LayerNorm, Linear, Mlp, Tensors
+
+CROPS_PER_PASS = 8
+"""Crops that go through the tower together: bounds the activations (full size, float32: about 30 MB a crop)."""
+
+
+class VisionBlock:
+    """Pre-norm transformer block over the patches of each crop, unmasked."""
+
+    def __init__(self, config: VisionConfig, tensors: Tensors, index: int) -> None:
+        name = f"vision.blocks.{index}"
+        self.n_heads = config.enc_n_heads
+        self.ln1 = LayerNorm.load(tensors, f"{name}.ln1")
+        self.qkv = Linear.load(tensors, f"{name}.attn.qkv")
+        self.proj = Linear.load(tensors, f"{name}.attn.proj")
+        self.ln2 = LayerNorm.load(tensors, f"{name}.ln2")
+        self.mlp = Mlp.load(tensors, f"{name}.mlp")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_crops, patches, enc_dim] in and out."""
+        qkv = self.qkv(self.ln1(x)).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2])
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.ln2(x))
+
+
+class VisionModel:
+    """Encoder, stitching, pooling and projector."""
+
+    def __init__(self, config: VisionConfig, tensors: Tensors) -> None:
+        self.config = config
+        self.patch_emb = Linear.load(tensors, "vision.patch_emb")
+        self.pos_emb = tensors["vision.pos_emb"]
+        self.blocks = [VisionBlock(config, tensors, i) for i in range(config.enc_n_layers)]
+        self.post_ln = LayerNorm.load(tensors, "vision.post_ln")
+        self.projector = Mlp.load(tensors, "vision.proj_mlp")
+
+    def encode_images(self, pictures: Sequence[tuple[Tensor, tuple[int, int]]]) -> list[Tensor]:
+        """Embeds pictures together; each is its crops [n, crop_size, crop_size, 3] uint8 and its tiling.
+
+        A tiling of (1, 1) has two equal crops, the whole picture twice; it is computed once. Returns one
+        [grid * grid, proj_out_dim] per picture.
+        """
+        needed = [crops[:1] if tiling == (1, 1) else crops for crops, tiling in pictures]
+        features = self.encode_crops(torch.cat(needed)).split([len(crops) for crops in needed])
+        embeddings = []
+        for of_picture, (_, tiling) in zip(features, pictures, strict=True):
+            local = of_picture if tiling == (1, 1) else of_picture[1:]
+            embeddings.append(self.project(of_picture[0], self.pool(self.stitch(local, tiling))))
+        return embeddings
+
+    def encode_crops(self, crops: Tensor) -> Tensor:
+        """[n, crop_size, crop_size, 3] uint8 on any device -> [n, patches, enc_dim], after the last LayerNorm."""
+        return torch.cat([self._encode_pass(part) for part in crops.split(CROPS_PER_PASS)])
+
+    def _encode_pass(self, crops: Tensor) -> Tensor:
+        weight = self.patch_emb.weight
+        x = patches(crops.to(weight.device), self.config.enc_patch_size).to(weight.dtype)
+        x = self.patch_emb(x) + self.pos_emb
+        for block in self.blocks:
+            x = block(x)
+        return self.post_ln(x)
+
+    def stitch(self, local: Tensor, tiling: tuple[int, int]) -> Tensor:
+        """Tiles' features [th * tw, patches, enc_dim] -> one [rows, columns, enc_dim] grid; overlaps are cut."""
+        grid, margin = self.config.grid, self.config.overlap_margin
+        th, tw = tiling
+        assert local.shape[:2] == (th * tw, grid * grid), (tuple(local.shape), tiling, grid)
+        tiles = local.unflatten(1, (grid, grid)).unflatten(0, (th, tw))
+        rows = []
+        for i in range(th):
+            top, bottom = _kept(i, th, grid, margin)
+            row = []
+            for j in range(tw):
+                left, right = _kept(j, tw, grid, margin)
+                row.append(tiles[i, j, top:bottom, left:right])
+            rows.append(torch.cat(row, dim=1))
+        return torch.cat(rows)
+
+    def pool(self, stitched: Tensor) -> Tensor:
+        """[rows, columns, enc_dim] -> [grid * grid, enc_dim]: output cell k averages inputs floor(k S / grid) up to
+        ceil((k + 1) S / grid), on each axis; in float32."""
+        grid = self.config.grid
+        pooled = F.adaptive_avg_pool2d(stitched.float().permute(2, 0, 1), (grid, grid))
+        return pooled.flatten(1).T.to(stitched.dtype)
+
+    def project(self, whole: Tensor, pooled: Tensor) -> Tensor:
+        """Features of the whole picture beside those of its tiles, each [patches, enc_dim], to text embeddings."""
+        return self.projector(torch.cat([whole, pooled], dim=-1))
+
+
+def patches(crops: Tensor, size: int) -> Tensor:
+    """[n, S, S, 3] uint8 -> [n, (S / size)^2, 3 * size^2] float32 in [-1, 1]; in a patch: channel, row, column."""
+    cells = crops.unflatten(2, (-1, size)).unflatten(1, (-1, size))
+    return (cells.permute(0, 1, 3, 5, 2, 4).flatten(3).flatten(1, 2).float() / 255 - 0.5) / 0.5
+
+
+def _kept(index: int, count: int, grid: int, margin: int) -> tuple[int, int]:
+    """First and one past the last cell that tile ``index`` of ``count`` contributes along one axis."""
+    return (0 if index == 0 else margin), (grid if index == count - 1 else grid - margin)

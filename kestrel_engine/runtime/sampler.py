@@ -1,0 +1,90 @@
+"""Logits and TokenRules to ids and log-probabilities. Every row is computed for itself: neighbours change nothing.
+
+Order: forced id; masks; temperature, then top-k, then top-p (the token that crosses the threshold stays), then one
+inverse-CDF draw with ``step.uniform(seed, draw)``; then ``otherwise``. Values of region heads are read elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import RuntimeFailure
+from ..step import SampleSpec, TokenRule, uniform
+
+
+def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int, float]]:
+    """One (id, logprob) per row of ``logits`` [rows, vocab] float32, which is overwritten; waits for the device.
+
+    The logprob is that of the id under the rule, before temperature and truncation; an id that stands for all but the
+    stop id (``otherwise``) has their joint probability. Raises RuntimeFailure for non-finite logits.
+    """
+    assert len(logits) == len(specs), (len(logits), len(specs))
+    if not specs:
+        return []
+    if not bool(torch.isfinite(logits).all()):
+        bad = (~torch.isfinite(logits)).any(dim=-1).nonzero().flatten().tolist()
+        raise RuntimeFailure(f"non-finite logits in rows {bad} of {len(specs)}")
+    for row, spec in zip(logits, specs, strict=True):
+        _mask_(row, spec.rule)
+    ids = logits.argmax(dim=-1)
+    drawn = [i for i, spec in enumerate(specs) if spec.sampling.temperature > 0]
+    if drawn:
+        ids[drawn] = _draw(logits[drawn], [specs[i] for i in drawn])
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = logprobs.gather(1, ids[:, None]).flatten()
+    return [
+        _apply_otherwise(spec.rule, int(i), float(logprob), logprobs[row])
+        for row, (spec, i, logprob) in enumerate(
+            zip(specs, ids.tolist(), chosen.tolist(), strict=True)
+        )
+    ]
+
+
+def _mask_(row: Tensor, rule: TokenRule) -> None:
+    """Sets what ``rule`` forbids to -inf, in place."""
+    assert rule.forced is None, f"id {rule.forced} is forced: nothing to sample"
+    if rule.allowed is not None:
+        allowed = torch.tensor(rule.allowed, device=row.device)
+        kept = row[allowed]
+        row.fill_(-math.inf)
+        row[allowed] = kept
+    if rule.suppressed:
+        row[torch.tensor(rule.suppressed, device=row.device)] = -math.inf
+    if rule.allowed is not None:
+        assert set(rule.allowed) - set(rule.suppressed), f"{rule} forbids every id"
+
+
+def _draw(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+    """[rows] int64. In float64: a draw beside a boundary falls the same way on every device."""
+    device = logits.device
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
+
+    ranked, ids = logits.double().sort(dim=-1, descending=True, stable=True)
+    # The best is subtracted before dividing: a tiny temperature then tends to greedy, never to inf - inf.
+    scaled = (ranked - ranked[:, :1]) / column([s.sampling.temperature for s in specs])
+    top_k = column([s.sampling.top_k or logits.shape[-1] for s in specs])
+    ranks = torch.arange(logits.shape[-1], device=device)
+    mass = scaled.masked_fill(ranks >= top_k, -math.inf).softmax(dim=-1)
+    before = mass.cumsum(dim=-1) - mass
+    mass = mass.masked_fill(before > column([s.sampling.top_p for s in specs]), 0.0)
+    # Rank 0 survives whatever top_p and top_k say, so the total is positive.
+    cumulative = mass.cumsum(dim=-1)
+    points = column([uniform(s.sampling.seed, s.draw) for s in specs]) * cumulative[:, -1:]
+    rank = torch.searchsorted(cumulative, points, right=True)
+    rank = rank.minimum((mass > 0).sum(dim=-1, keepdim=True) - 1)
+    return ids.gather(1, rank).flatten()
+
+
+def _apply_otherwise(
+    rule: TokenRule, token: int, logprob: float, logprobs: Tensor
+) -> tuple[int, float]:
+    if rule.otherwise is None or token == rule.stop:
+        return token, logprob
+    stopping = float(logprobs[rule.stop].exp())
+    return rule.otherwise, math.log1p(-stopping) if stopping < 1 else logprob

@@ -1,0 +1,197 @@
+"""Executes StepPlans with plain torch, on CPU or CUDA: the reference that every faster runtime is compared with.
+
+Owns the K/V pool and the embeddings of pictures between their encoding and ``drop_images``. Decides nothing: what is
+computed, where it is stored and what may be sampled stands in the plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..model_config import ModelConfig
+from ..models.moondream import Moondream
+from ..models.region import coord_of_bin, size_of_bins
+from ..requests import Coord, PreparedImage, Size
+from ..step import Row, RuntimeLimits, SampleSpec, StepPlan, StepResult, StepToken
+from .batch import build_batch
+from .kv_cache import KvCache
+from .protocol import StepHandle
+from .sampler import sample
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingStep:
+    """A step that was launched and not yet collected."""
+
+    plan: StepPlan
+
+
+class TorchRuntime:
+    """Implements ``protocol.Runtime``. Steps run when they are collected, in the order of their launch, so ``launch``
+    never waits. A step that raises loses its own rows only."""
+
+    def __init__(
+        self,
+        model: Moondream,
+        config: ModelConfig,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_batch_size: int,
+        max_seq_length: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        device = torch.device(device)
+        assert model.device.type == device.type, f"weights on {model.device}, runtime on {device}"
+        assert model.dtype == dtype, f"weights are {model.dtype}, the runtime computes in {dtype}"
+        assert max_seq_length <= config.text.max_context, (
+            f"max_seq_length {max_seq_length} over the model's context {config.text.max_context}"
+        )
+        self.model = model
+        self._config = config
+        self._limits = RuntimeLimits(
+            num_pages=num_pages,
+            page_size=page_size,
+            max_batch_size=max_batch_size,
+            max_seq_length=max_seq_length,
+            vocab_size=config.text.vocab_size,
+        )
+        self._cache: KvCache | None = KvCache(
+            config.text, num_pages=num_pages, page_size=page_size, dtype=dtype, device=model.device
+        )
+        self._images: dict[str, Tensor] = {}
+        self._pending: deque[PendingStep] = deque()
+
+    @property
+    def limits(self) -> RuntimeLimits:
+        return self._limits
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        handle = PendingStep(plan)
+        self._pending.append(handle)
+        return handle
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        """Raises RuntimeFailure for non-finite logits, AssertionError for a wrong plan, and torch's own errors."""
+        assert isinstance(handle, PendingStep), handle
+        assert self._pending and self._pending[0] is handle, "steps are collected as launched"
+        self._pending.popleft()
+        try:
+            return self._execute(handle.plan)
+        finally:
+            for key in handle.plan.drop_images:
+                self._images.pop(key, None)
+
+    def close(self) -> None:
+        self._pending.clear()
+        self._images.clear()
+        self._cache = None
+
+    @torch.inference_mode()
+    def _execute(self, plan: StepPlan) -> StepResult:
+        tokens: dict[int, StepToken] = {}
+        began = time.perf_counter()
+        self._encode(plan.encode)
+        encoded = self._now()
+        tokens.update(self._run(plan.prefill))
+        prefilled = self._now()
+        for row in plan.decode:
+            assert len(row.tokens) == 1, f"{len(row.tokens)} tokens in a decode row"
+        assert len(plan.decode) <= self._limits.max_batch_size, len(plan.decode)
+        tokens.update(self._run(plan.decode))
+        return StepResult(
+            tokens=tokens,
+            vision_s=encoded - began,
+            prefill_s=prefilled - encoded,
+            decode_s=self._now() - prefilled,
+        )
+
+    def _now(self) -> float:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return time.perf_counter()
+
+    def _encode(self, pictures: Sequence[PreparedImage]) -> None:
+        new = {p.key: p for p in pictures if p.key not in self._images}
+        if new:
+            inputs = [(torch.from_numpy(p.crops), p.tiling) for p in new.values()]
+            embeddings = self.model.vision.encode_images(inputs)
+            self._images.update(zip(new, embeddings, strict=True))
+
+    def _run(self, rows: Sequence[Row]) -> dict[int, StepToken]:
+        if not rows:
+            return {}
+        hidden = self.hidden(rows)
+        wanted = [i for i, row in enumerate(rows) if row.sample is not None]
+        specs = [row.sample for row in rows if row.sample is not None]
+        sampled = self._sample(hidden[wanted], specs) if specs else []
+        return {rows[i].sequence_id: token for i, token in zip(wanted, sampled, strict=True)}
+
+    @torch.inference_mode()
+    def hidden(self, rows: Sequence[Row]) -> Tensor:
+        """One forward pass: stores the rows' keys and values and returns [num_rows, dim], the residual stream before
+        ``post_ln`` at each row's last position. ``model.text.logits`` and the region heads read it."""
+        assert self._cache is not None, "the runtime is closed"
+        for row in rows:
+            self._check(row)
+        batch = build_batch(rows, self.model, self._cache, self._images)
+        return self.model.text(batch.embeddings, batch.positions, batch.attention)[batch.last]
+
+    def _check(self, row: Row) -> None:
+        limits = self._limits
+        positions = len(row.page_table) * limits.page_size
+        assert positions < limits.max_seq_length + limits.page_size, (
+            f"sequence {row.sequence_id}: {positions} positions, limit {limits.max_seq_length}"
+        )
+        assert (
+            row.page_table and 0 <= min(row.page_table) <= max(row.page_table) < limits.num_pages
+        ), f"sequence {row.sequence_id}: pages outside 0..{limits.num_pages - 1}"
+
+    def _sample(self, hidden: Tensor, specs: Sequence[SampleSpec]) -> list[StepToken]:
+        """Ids from the vocabulary head, or forced, and values from the region heads where the rule reads them."""
+        free = [i for i, spec in enumerate(specs) if spec.rule.forced is None]
+        ids = [(spec.rule.forced or 0, 0.0) for spec in specs]
+        if free:
+            logits = self.model.text.logits(hidden[free])
+            for i, drawn in zip(free, sample(logits, [specs[i] for i in free]), strict=True):
+                ids[i] = drawn
+        special = self._config.ids
+        coords = [
+            i for i, s in enumerate(specs) if s.rule.read_coord and ids[i][0] == special.coord_id
+        ]
+        sizes = [
+            i for i, s in enumerate(specs) if s.rule.read_size and ids[i][0] == special.size_id
+        ]
+        values: dict[int, tuple[Coord | Size, float]] = {}
+        if coords:
+            values.update(zip(coords, self._read_coords(hidden[coords]), strict=True))
+        if sizes:
+            values.update(zip(sizes, self._read_sizes(hidden[sizes]), strict=True))
+        tokens = []
+        for i, (token, logprob) in enumerate(ids):
+            value, value_logprob = values.get(i, (None, 0.0))
+            tokens.append(StepToken(token, value, logprob + value_logprob))
+        return tokens
+
+    def _read_coords(self, hidden: Tensor) -> list[tuple[Coord, float]]:
+        logits = self.model.region.coord_logits(hidden)
+        best = logits.log_softmax(dim=-1).max(dim=-1)
+        return [
+            (coord_of_bin(index, logits.shape[-1]), logprob)
+            for index, logprob in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
+
+    def _read_sizes(self, hidden: Tensor) -> list[tuple[Size, float]]:
+        logits = self.model.region.size_logits(hidden)
+        best = logits.log_softmax(dim=-1).max(dim=-1)
+        return [
+            (size_of_bins(w, h, logits.shape[-1]), sum(logprobs))
+            for (w, h), logprobs in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
