@@ -1,0 +1,171 @@
+"""Checkpoint files on disk: which ones belong together, and the names, shapes and dtypes that they hold.
+
+A checkpoint is a folder or one file: .safetensors (alone, or several behind ``*.safetensors.index.json``) or .pt/.pth.
+Reads headers only. Knows no model and no canonical names; torch is imported for .pt alone.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ..errors import CheckpointError
+
+INDEX_SUFFIX = ".safetensors.index.json"
+PICKLE_SUFFIXES = (".pt", ".pth")
+_SHARD = re.compile(r"^(.+)-\d+-of-(\d+)\.safetensors$")
+# Where training scripts put the weights inside a saved dictionary.
+_NESTED_KEYS = ("state_dict", "model_state_dict", "model", "module", "weights")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """``dtype`` is safetensors' name of it: F32, BF16, F8_E4M3, I64."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path
+
+    @property
+    def is_float8(self) -> bool:
+        return self.dtype.startswith("F8")
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype.startswith(("F", "BF"))
+
+
+def find_files(path: Path) -> tuple[Path, ...]:
+    """The weight files of a checkpoint given as folder or file. Raises CheckpointError for none or several."""
+    if path.is_file():
+        return _expand(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such file or folder")
+    indices = sorted(path.glob(f"*{INDEX_SUFFIX}"))
+    plain = sorted(path.glob("*.safetensors"))
+    pickles = sorted(p for suffix in PICKLE_SUFFIXES for p in path.glob(f"*{suffix}"))
+    for candidates in (
+        [p for p in indices if p.name == f"model{INDEX_SUFFIX}"],
+        [p for p in plain if p.name == "model.safetensors"],
+        indices,
+    ):
+        if len(candidates) == 1:
+            return _expand(candidates[0])
+    shards = [m for p in plain if (m := _SHARD.match(p.name))]
+    if plain and len(shards) == len(plain) and len({m[1] for m in shards}) == 1:
+        if len(shards) != int(shards[0][2]):
+            raise CheckpointError(f"{path}: {len(shards)} of {shards[0][2]} shards are there")
+        return tuple(plain)
+    choice = plain or pickles
+    if len(choice) == 1:
+        return (choice[0],)
+    if not choice:
+        raise CheckpointError(f"{path}: holds no .safetensors, .pt or .pth file")
+    names = ", ".join(p.name for p in choice)
+    raise CheckpointError(f"{path}: several checkpoints ({names}); give the path of one file")
+
+
+def shard_names(index: Path) -> tuple[str, ...]:
+    """File names listed in an index, each once, in order. Raises CheckpointError for anything but plain names."""
+    try:
+        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+        names = tuple(dict.fromkeys(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{index}: is not a readable index ({error})") from error
+    for name in names:
+        # An index comes with the weights from elsewhere: it must not reach outside its folder.
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith("safetensors"):
+            raise CheckpointError(f"{index}: {name!r} is not the name of a safetensors file")
+    return names
+
+
+def read_headers(files: tuple[Path, ...]) -> dict[str, StoredTensor]:
+    """Stored name -> description, in the order of the data. Raises CheckpointError naming the broken file."""
+    out: dict[str, StoredTensor] = {}
+    for file in files:
+        for tensor in _pickle_header(file) if is_pickle(file) else _safetensors_header(file):
+            if tensor.name in out:
+                raise CheckpointError(
+                    f"{tensor.name} is in {out[tensor.name].file.name} and in {file.name}"
+                )
+            out[tensor.name] = tensor
+    return out
+
+
+def is_pickle(file: Path) -> bool:
+    return file.suffix in PICKLE_SUFFIXES
+
+
+def load_pickle(file: Path) -> dict[str, Any]:
+    """Name -> tensor of a .pt file, memory-mapped, on the CPU. Runs no code from the file (weights_only)."""
+    import torch
+
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"{file}: can't be read as a torch file of tensors ({reason})"
+        ) from error
+    for _ in range(3):
+        if not isinstance(loaded, Mapping):
+            break
+        tensors = {k: v for k, v in loaded.items() if isinstance(v, torch.Tensor)}
+        if tensors:
+            return {str(k): v.detach() for k, v in tensors.items()}
+        loaded = next((loaded[k] for k in _NESTED_KEYS if isinstance(loaded.get(k), Mapping)), None)
+    raise CheckpointError(f"{file}: holds no dictionary of tensors")
+
+
+def _expand(path: Path) -> tuple[Path, ...]:
+    if path.name.endswith(INDEX_SUFFIX):
+        files = tuple(path.parent / name for name in shard_names(path))
+        absent = [file.name for file in files if not file.is_file()]
+        if absent:
+            raise CheckpointError(f"{path}: lists files that are not there: {', '.join(absent)}")
+        return files
+    if path.suffix == ".safetensors" or is_pickle(path):
+        return (path,)
+    raise CheckpointError(f"{path}: expected .safetensors, {INDEX_SUFFIX[1:]}, .pt or .pth")
+
+
+def _safetensors_header(file: Path) -> list[StoredTensor]:
+    try:
+        with safe_open(file, framework="np") as handle:
+            out = []
+            for name in handle.offset_keys():
+                view = handle.get_slice(name)
+                out.append(StoredTensor(name, tuple(view.get_shape()), view.get_dtype(), file))
+            return out
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: broken or truncated ({error})") from error
+
+
+def _pickle_header(file: Path) -> list[StoredTensor]:
+    import torch
+
+    names = {
+        torch.float64: "F64",
+        torch.float32: "F32",
+        torch.bfloat16: "BF16",
+        torch.float16: "F16",
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float8_e5m2: "F8_E5M2",
+    }
+    return [
+        StoredTensor(
+            name,
+            tuple(tensor.shape),
+            names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")),
+            file,
+        )
+        for name, tensor in load_pickle(file).items()
+    ]

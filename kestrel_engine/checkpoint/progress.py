@@ -1,0 +1,43 @@
+"""Progress of downloading and loading: the callback's type, and one that writes to the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+Progress = Callable[[int, int, str], None]
+"""Called with bytes done, bytes in total (0: not known) and the name of what is being worked on."""
+
+logger = logging.getLogger(__name__)
+
+
+def log_progress(action: str, *, interval_s: float = 2.0) -> Progress:
+    """A callback that logs ``action`` with percentage and GiB, at most every ``interval_s``, and at the end.
+
+    What is over within the interval logs nothing: a small model needs no progress.
+    """
+    started_at = last_at = time.monotonic()
+
+    def report(done_bytes: int, total_bytes: int, name: str) -> None:
+        nonlocal started_at, last_at
+        now = time.monotonic()
+        finished = total_bytes > 0 and done_bytes >= total_bytes
+        if now - last_at < interval_s and not (finished and last_at > started_at):
+            return
+        last_at = now
+        if total_bytes > 0:
+            percent = 100 * done_bytes // total_bytes
+            sizes = f"{gib(done_bytes)} of {gib(total_bytes)}"
+            logger.info("%s: %d %% (%s), %s", action, percent, sizes, name)
+        else:
+            logger.info("%s: %s, %s", action, gib(done_bytes), name)
+
+    return report
+
+
+def gib(size_bytes: int) -> str:
+    """A size in words: ``18.5 GiB``, ``21.0 MiB``."""
+    if size_bytes >= 2**30:
+        return f"{size_bytes / 2**30:.1f} GiB"
+    return f"{size_bytes / 2**20:.1f} MiB"
