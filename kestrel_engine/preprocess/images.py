@@ -1,0 +1,253 @@
+"""Any accepted picture to upright 8-bit RGB pixels. Owns formats, colours, limits, libvips settings.
+
+Knows no model, crop or cache. Importing this module changes libvips for the whole process:
+
+- Only the loaders of FORMATS may run; all others (SVG, PDF, ImageMagick, raw, CSV, ...) are blocked inside libvips
+  itself, so that no sniffing of content can reach them.
+- libvips' operation cache is off: it would keep pictures in memory after their request.
+- libvips' own concurrency is 1: the pool decodes several pictures side by side, and decoding one JPEG or PNG does not
+  split.
+
+Pictures are read in one sequential pass into memory. libvips writes a temporary file only for random access to a large
+picture, which never happens here: no picture reaches the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyvips
+from pyvips import ffi, vips_lib
+
+from ..config import ImageLimits
+from ..errors import ImageDecodeError, ImageTooLargeError, InvalidRequest, UnsupportedImageError
+
+ImageSource: TypeAlias = (
+    "bytes | bytearray | memoryview | str | os.PathLike[str] | pyvips.Image | np.ndarray"
+)
+"""Encoded bytes, a path, a pyvips.Image, or uint8 pixels: [height, width, 3 or 4 or 1] or [height, width]."""
+
+FIELD = "image"
+"""The request's field that errors name."""
+
+_LOADERS = {
+    "JPEG": "VipsForeignLoadJpeg",
+    "PNG": "VipsForeignLoadPng",
+    "WebP": "VipsForeignLoadWebp",
+    "TIFF": "VipsForeignLoadTiff",
+    "GIF": "VipsForeignLoadNsgif",
+    "AVIF and HEIC": "VipsForeignLoadHeif",
+}
+"""The allow-list: format to libvips class. A class covers loading from a file, a buffer and a source."""
+
+_CONVERTED_SPACES = frozenset(
+    {"cmyk", "lab", "labs", "labq", "lch", "cmc", "oklab", "oklch", "xyz", "yxy", "scrgb", "hsv"}
+)
+"""Colour spaces that libvips converts to sRGB (CMYK by the embedded ICC profile, else its built-in one). RGB and grey
+are taken as stored, whatever profile is embedded: the reference does so."""
+
+_MAX_BANDS = 5
+"""CMYK with alpha. More are no photograph, and each costs time to decompress."""
+
+
+def _configure_libvips() -> tuple[str, ...]:
+    """Applies the settings in the module's docstring; returns the formats that this libvips can load."""
+    pyvips.cache_set_max(0)
+    pyvips.concurrency_set(1)
+    pyvips.block_untrusted_set(True)
+    pyvips.operation_block_set("VipsForeignLoad", True)
+    present = tuple(name for name, cls in _LOADERS.items() if pyvips.type_from_name(cls))
+    for name in present:
+        pyvips.operation_block_set(_LOADERS[name], False)
+    return present
+
+
+FORMATS = _configure_libvips()
+"""Names of the formats that are taken, for messages and for the model service."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodedImage:
+    """``pixels``: [height, width, 3] uint8 sRGB, C-contiguous, upright. Not to be written to."""
+
+    pixels: np.ndarray
+
+    @property
+    def width(self) -> int:
+        return int(self.pixels.shape[1])
+
+    @property
+    def height(self) -> int:
+        return int(self.pixels.shape[0])
+
+
+def open_image(source: ImageSource, limits: ImageLimits) -> DecodedImage:
+    """Reads, checks and decodes one picture; blocks, so call it in a worker thread.
+
+    Of several frames or pages the first is taken. EXIF orientation is applied; alpha is dropped, not composited; grey
+    is replicated; 16 bits keep their upper 8. Limits are checked on the header, before a pixel is decoded. An array is
+    not copied if it is [height, width, 3] and contiguous: don't change it while the request runs.
+
+    Raises InvalidRequest (not a picture at all: wrong type, dtype or shape, unreadable path), UnsupportedImageError,
+    ImageTooLargeError, ImageDecodeError (empty, broken or truncated).
+    """
+    if isinstance(source, np.ndarray):
+        return DecodedImage(_array_pixels(source, limits))
+    if isinstance(source, pyvips.Image):
+        return DecodedImage(_vips_pixels(source, limits, "pyvips.Image"))
+    if isinstance(source, (str, os.PathLike)):
+        source = _read_file(source, limits)
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return DecodedImage(_encoded_pixels(source, limits))
+    raise InvalidRequest(
+        FIELD,
+        f"must be encoded bytes, a path, a pyvips.Image or a uint8 array, not {type(source).__name__}",
+    )
+
+
+def _read_file(path: str | os.PathLike[str], limits: ImageLimits) -> bytes:
+    """The file's bytes. libvips is never given the name, so names with its option syntax mean nothing."""
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise InvalidRequest(FIELD, f"{os.fspath(path)!r} is not a regular file")
+        _check_bytes(status.st_size, limits)
+        with open(path, "rb") as file:
+            return file.read(limits.max_bytes + 1)
+    except (OSError, ValueError) as error:
+        if isinstance(error, (InvalidRequest, ImageTooLargeError)):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else "not a valid path"
+        raise InvalidRequest(
+            FIELD, f"cannot read {os.fspath(path)!r}: {reason or 'input/output error'}"
+        ) from error
+
+
+def _encoded_pixels(source: bytes | bytearray | memoryview, limits: ImageLimits) -> np.ndarray:
+    _check_bytes(memoryview(source).nbytes, limits)
+    data = source if isinstance(source, bytes) else bytes(source)
+    if not data:
+        raise ImageDecodeError(FIELD, "is empty: 0 bytes")
+    name = _sniff(data)
+    try:
+        # "error" refuses truncated and damaged data, but not harmless oddities such as unknown TIFF tags.
+        image = pyvips.Image.new_from_buffer(data, "", access="sequential", fail_on="error")
+    except (pyvips.Error, UnicodeDecodeError) as error:
+        raise _decode_error(name, error) from None
+    if name == "AVIF and HEIC":
+        name = "HEIC" if _metadata(image, "heif-compression") == "hevc" else "AVIF"
+    return _vips_pixels(image, limits, name)
+
+
+def _sniff(data: bytes) -> str:
+    """The format of ``data`` by content, as libvips sees it. Raises UnsupportedImageError for all but FORMATS."""
+    loader = vips_lib.vips_foreign_find_load_buffer(ffi.from_buffer(data), len(data))
+    if loader != ffi.NULL:
+        found = ffi.string(loader).decode()
+        for name, cls in _LOADERS.items():
+            if found == f"{cls}Buffer":
+                return name
+    vips_lib.vips_error_clear()
+    raise UnsupportedImageError(
+        FIELD, f"is not in a supported format; supported are {', '.join(FORMATS)}"
+    )
+
+
+def _vips_pixels(image: pyvips.Image, limits: ImageLimits, name: str) -> np.ndarray:
+    """The pixels of a libvips image, [height, width, 3] uint8; only here is anything decoded."""
+    try:
+        # All frames loaded at once stand below one another.
+        height = image.get_page_height()
+        if height != image.height:
+            image = image.crop(0, 0, image.width, height)
+        _check_size(image.width, image.height, limits)
+        image = _rgb8(image)
+        if _metadata(image, "orientation") in range(2, 9):
+            # Turning needs random access, which a sequential source does not give: decode first.
+            image = image.copy_memory().autorot()
+        flat = np.frombuffer(image.write_to_memory(), np.uint8)
+    except (pyvips.Error, UnicodeDecodeError) as error:
+        raise _decode_error(name, error) from None
+    return flat.reshape(image.height, image.width, 3)
+
+
+def _rgb8(image: pyvips.Image) -> pyvips.Image:
+    """``image`` as 3 bands of uint8 sRGB. Other types than uint8 and uint16 are taken as 0..255 and clipped."""
+    if image.bands > _MAX_BANDS or image.format in ("complex", "dpcomplex"):
+        raise UnsupportedImageError(
+            FIELD,
+            f"has {image.bands} channels of type {image.format}; taken are 1 to {_MAX_BANDS} real ones",
+        )
+    if image.interpretation in _CONVERTED_SPACES:
+        image = image.colourspace("srgb")
+    if image.format == "ushort":
+        image = image.cast("uchar", shift=True)
+    elif image.format != "uchar":
+        image = image.cast("uchar")
+    if image.bands < 3:
+        grey = image.extract_band(0) if image.bands == 2 else image
+        return grey.bandjoin([grey, grey])
+    return image.extract_band(0, n=3) if image.bands > 3 else image
+
+
+def _array_pixels(array: np.ndarray, limits: ImageLimits) -> np.ndarray:
+    if array.dtype != np.uint8:
+        raise InvalidRequest(FIELD, f"array must have dtype uint8, not {array.dtype}")
+    if array.ndim == 2:
+        array = array[:, :, None]
+    if array.ndim != 3 or array.shape[2] not in (1, 3, 4):
+        raise InvalidRequest(
+            FIELD,
+            "array must have shape [height, width, 3], with 1 or 4 channels, or [height, width]; "
+            f"it has {list(array.shape)}",
+        )
+    height, width, channels = array.shape
+    _check_size(width, height, limits)
+    if channels == 1:
+        return np.repeat(array, 3, axis=2)
+    return np.ascontiguousarray(array[:, :, :3])
+
+
+def _check_bytes(size: int, limits: ImageLimits) -> None:
+    if size > limits.max_bytes:
+        raise ImageTooLargeError(FIELD, f"has {size} bytes, the limit is {limits.max_bytes}")
+
+
+def _check_size(width: int, height: int, limits: ImageLimits) -> None:
+    """Raises ImageDecodeError for an empty picture, ImageTooLargeError beyond the limits."""
+    if width < 1 or height < 1:
+        raise ImageDecodeError(FIELD, f"is empty: {width}x{height} pixels")
+    if width * height > limits.max_pixels:
+        raise ImageTooLargeError(
+            FIELD,
+            f"has {width}x{height} = {width * height} pixels, the limit is {limits.max_pixels}",
+        )
+    ratio = max(width, height) / min(width, height)
+    if ratio > limits.max_aspect_ratio:
+        raise ImageTooLargeError(
+            FIELD,
+            f"of {width}x{height} has sides of {ratio:.4g}:1, the limit is {limits.max_aspect_ratio:g}:1",
+        )
+
+
+def _metadata(image: pyvips.Image, name: str) -> Any:
+    """A header field's value, None if there is none."""
+    return image.get(name) if image.get_typeof(name) else None
+
+
+def _decode_error(name: str, error: Exception) -> ImageDecodeError | UnsupportedImageError:
+    """One line for the caller. libvips' own words are left out: its error buffer is shared by all threads, so they may
+    speak of another request's picture."""
+    del error
+    if name == "HEIC":
+        # The container is read by every libvips; the HEVC decoder is missing in builds without that patent licence.
+        return UnsupportedImageError(
+            FIELD,
+            "is HEIC, and either damaged or this build of libvips has no HEVC decoder; "
+            f"other formats are {', '.join(FORMATS)}",
+        )
+    return ImageDecodeError(FIELD, f"is broken or truncated {name} data")

@@ -1,0 +1,123 @@
+"""Tiling, resizing and keys against the stored reference (moondream.md section 4)."""
+
+import hashlib
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kestrel_engine.config import ImageLimits
+from kestrel_engine.model_config import VisionConfig
+from kestrel_engine.preprocess.crops import prepare, select_tiling
+from kestrel_engine.preprocess.images import DecodedImage, open_image
+
+GOLDENS = Path(__file__).parents[2] / "data" / "goldens"
+EXPECTED = json.loads((GOLDENS / "preprocess" / "preprocess.json").read_text())
+VISION = VisionConfig()
+
+
+def sha256(array: np.ndarray) -> str:
+    return hashlib.sha256(array.tobytes()).hexdigest()
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("name", sorted(EXPECTED["images"]))
+def test_crops_equal_the_reference(name):
+    golden = EXPECTED["images"][name]
+    image = open_image(GOLDENS / golden["file"], ImageLimits())
+    assert (image.width, image.height) == (golden["width"], golden["height"])
+    assert sha256(image.pixels) == golden["decoded_rgb_sha256"]
+    prepared = prepare(image, VISION)
+    assert prepared.tiling == tuple(golden["tiling"])
+    assert list(prepared.crops.shape) == golden["crops_shape"]
+    assert prepared.crops.dtype == np.uint8 and prepared.crops.flags.c_contiguous
+    assert prepared.num_crops == golden["n_crops"]
+    assert [int(crop.sum(dtype=np.int64)) for crop in prepared.crops] == golden["crop_sums"]
+    for crop, y, x, rgb in golden["samples"]:
+        assert prepared.crops[crop, y, x].tolist() == rgb
+    assert sha256(prepared.crops) == golden["crops_sha256"]
+    assert (prepared.width, prepared.height) == (golden["width"], golden["height"])
+
+
+@pytest.mark.golden
+def test_tiling_equals_the_reference_table():
+    rows = EXPECTED["tiling_table"]["rows"]
+    assert len(rows) == 257
+    for height, width, tiles_h, tiles_w in rows:
+        assert select_tiling(width, height, VISION) == (tiles_h, tiles_w), (width, height)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tiling"),
+    [
+        ([(100, 100), (378, 378), (3000, 300)], (1, 1)),
+        ([(379, 379), (1536, 1536)], (3, 3)),
+        ([(640, 480), (800, 600), (1280, 720), (1920, 1080), (4000, 3000)], (2, 4)),
+        ([(1024, 768)], (3, 4)),
+        ([(768, 1024)], (4, 3)),
+        ([(1200, 630)], (2, 5)),
+        ([(5000, 500)], (1, 10)),
+        ([(600, 10000)], (15, 1)),
+    ],
+)
+def test_tiling_vectors_of_the_specification(sizes, tiling):
+    assert {select_tiling(width, height, VISION) for width, height in sizes} == {tiling}
+
+
+SMALL = VisionConfig(crop_size=252, max_crops=6, overlap_margin=4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 20000), st.integers(1, 20000), st.sampled_from([VISION, SMALL]))
+def test_tiling_is_bounded(width, height, vision):
+    rows, columns = select_tiling(width, height, vision)
+    assert rows >= 1 and columns >= 1
+    assert rows * columns <= vision.max_crops or min(rows, columns) == 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 900), st.integers(1, 900), st.sampled_from([VISION, SMALL]))
+def test_every_size_gives_whole_crops_that_overlap_exactly(width, height, vision):
+    rng = np.random.default_rng(width * 1000 + height)
+    image = DecodedImage(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+    prepared = prepare(image, vision)
+    rows, columns = prepared.tiling
+    side, overlap = vision.crop_size, 2 * vision.overlap_margin * vision.enc_patch_size
+    assert prepared.crops.shape == (1 + rows * columns, side, side, 3)
+    tiles = prepared.crops[1:].reshape(rows, columns, side, side, 3)
+    if (rows, columns) == (1, 1):
+        assert np.array_equal(prepared.crops[0], prepared.crops[1])
+    for row in tiles:
+        for left, right in pairwise(row):
+            assert np.array_equal(left[:, -overlap:], right[:, :overlap])
+    for column in tiles.swapaxes(0, 1):
+        for upper, lower in pairwise(column):
+            assert np.array_equal(upper[-overlap:], lower[:overlap])
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 20), (2000, 100), (100, 2000), (378, 1), (379, 379)])
+def test_extreme_sizes(size):
+    width, height = size
+    prepared = prepare(DecodedImage(np.full((height, width, 3), 77, np.uint8)), VISION)
+    assert (prepared.width, prepared.height) == size
+    assert (prepared.crops == 77).all()
+
+
+def test_key_depends_on_pixels_size_and_geometry_only():
+    pixels = np.arange(40 * 60 * 3, dtype=np.uint32).astype(np.uint8).reshape(40, 60, 3)
+    key = prepare(DecodedImage(pixels), VISION).key
+    assert key == prepare(DecodedImage(pixels.copy()), VISION).key
+    changed = pixels.copy()
+    changed[39, 59, 2] ^= 1
+    others = [
+        prepare(DecodedImage(changed), VISION).key,
+        prepare(DecodedImage(pixels.reshape(60, 40, 3)), VISION).key,
+        prepare(DecodedImage(pixels), SMALL).key,
+        prepare(DecodedImage(pixels), replace(VISION, max_crops=11)).key,
+    ]
+    assert len({key, *others}) == 5
