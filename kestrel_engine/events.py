@@ -12,10 +12,10 @@ FinishReason = Literal["stop", "length", "cancelled"]
 class StreamUpdate:
     """One step forward of a stream; exactly one of the payload fields is set.
 
-    ``text`` and ``reasoning`` are deltas that never split a character and, joined, equal the final text. ``object`` is a
-    finished point ``{"x", "y"}`` or box ``{"x_min", "y_min", "x_max", "y_max"}`` (normalised, not clipped). ``path`` is
-    one SVG command with its arguments; joined with single spaces the pieces equal ``svg_path``. ``token_index``: number
-    of tokens generated when it was emitted.
+    ``text`` and ``reasoning`` are deltas that never split a character and, joined, equal the final text. ``object`` is
+    a finished point ``{"x", "y"}`` or box ``{"x_min", "y_min", "x_max", "y_max"}`` (normalised, not clipped). ``path``
+    is one SVG command with its arguments; joined with single spaces the pieces equal ``svg_path``. ``token_index``:
+    number of tokens generated when it was emitted.
     """
 
     request_id: str = ""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from .errors import ConfigError
 
+_Config = TypeVar("_Config")
 Family = Literal["moondream2", "moondream3"]
 
 
@@ -186,14 +187,14 @@ def _present(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in raw.items() if v is not None}
 
 
-def _fill(cls: type[Any], raw: Mapping[str, Any], **fixed: Any) -> Any:
-    known = {f.name for f in fields(cls)}
+def _fill(cls: type[_Config], raw: Mapping[str, Any], **fixed: Any) -> _Config:
+    known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
     return cls(**{k: v for k, v in raw.items() if k in known and k not in fixed}, **fixed)
 
 
 def _templates(raw: Mapping[str, Any], family: Family, ids: SpecialIds) -> Templates:
     answer, thinking = ids.answer_id, ids.thinking_id
-    caption = {
+    caption: dict[str, tuple[int, ...]] = {
         "short": (1, 32708, 2, 12492, 3),
         "normal": (1, 32708, 2, 6382, 3),
         "long": (1, 32708, 2, 4059, 3),

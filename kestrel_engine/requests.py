@@ -55,7 +55,7 @@ def num_positions(tokens: tuple[Token, ...] | list[Token]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` 0 keeps all; ``seed`` is always set by the engine."""
+    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` 0 keeps all; the engine always sets ``seed``."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -88,7 +88,7 @@ class PreparedImage:
     """A decoded, tiled picture, ready for the vision tower.
 
     ``crops``: [num_crops, crop_size, crop_size, 3] uint8 RGB; crop 0 is the whole picture, then the tiles row by row.
-    ``key``: hash of the crops' source pixels and the preprocessing version. ``width``/``height``: upright picture, pixels.
+    ``key``: hash of the decoded pixels and the preprocessing version. ``width``, ``height``: the upright picture's.
     """
 
     key: str

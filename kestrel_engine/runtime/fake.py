@@ -1,13 +1,13 @@
-"""FakeRuntime: a scripted CPU runtime without torch, for tests of the scheduler, the loop and the service.
+"""FakeRuntime: a scripted runtime without torch, for tests of the scheduler, the loop and the service.
 
-It samples from a script or by a hash of what each sequence was fed, so that a result depends only on its own tokens, and
-it checks every plan as strictly as a device would suffer from it: pages of live rows must not overlap, positions follow on.
+It samples from a script or by a hash of what each sequence was fed, so that a result depends only on its own tokens,
+and it checks every plan as strictly as a device would suffer from it: pages of live rows must not overlap.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from ..requests import Coord, ImageBlock, Size, Token, num_positions
 from ..step import Row, RuntimeLimits, StepPlan, StepResult, StepToken
@@ -63,7 +63,7 @@ class FakeRuntime:
     def close(self) -> None:
         self.closed = True
 
-    def _run(self, rows: tuple[Row, ...]) -> Mapping[int, StepToken]:
+    def _run(self, rows: tuple[Row, ...]) -> dict[int, StepToken]:
         owners: dict[int, int] = {}
         for row in rows:
             for page in row.page_table:

@@ -1,9 +1,9 @@
 """Scheduler: which sequences compute what in the next step.
 
-Pure Python: ints in, ints out; it owns sequences and pages and knows no tensor, text or skill. One thread uses it.
-Policy: everybody who decodes decodes in every step; those who wait join in order of arrival as soon as a batch place and
-all the pages that they can ever need are free, within a budget of prompt positions and crops a step. Reserving the worst
-case means that nobody who started is ever preempted.
+Pure Python, ints in and ints out; it owns sequences and pages and knows no tensor, text or skill. One thread uses it.
+Policy: everybody who decodes decodes in every step; those who wait join in order of arrival as soon as a batch place
+and all the pages that they can ever need are free, within a budget of prompt positions and crops a step. Reserving the
+worst case means that nobody who started is ever preempted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .sequence import Phase, Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBudget:
-    """Bounds on the new work of one step, so that running requests are not held up for long. The first request of a step
-    is always let in, however large."""
+    """Bounds on the new work of one step, so that running requests are not held up for long. The first request of a
+    step is always let in, however large."""
 
     prefill_positions: int = 2048
     crops: int = 28
@@ -84,7 +84,7 @@ class Scheduler:
                 return
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to do. Admits, reserves pages; commit() or fail_step() must follow."""
+        """The next step, or None if there is nothing to do. Admits; commit() or fail_step() must follow."""
         decode = tuple(
             self._decode_row(s) for s in self._running.values() if s.phase is Phase.DECODE
         )

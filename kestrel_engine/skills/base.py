@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from ..errors import InvalidRequest
 from ..events import EngineMetrics, EngineResult, FinishReason, StreamUpdate
@@ -119,7 +119,8 @@ class SkillState(Protocol):
 class SkillSpec(Protocol):
     """A skill: register an instance through SkillRegistry."""
 
-    name: ClassVar[str] | str
+    @property
+    def name(self) -> str: ...
 
     def build(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext

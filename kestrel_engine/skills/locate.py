@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..events import StreamUpdate
+from ..events import FinishReason, StreamUpdate
 from ..model_config import ModelConfig
 from ..requests import Coord, Size
 from ..step import StepToken, TokenRule
@@ -72,5 +72,5 @@ class LocateState:
     def _complete(self, found: dict[str, float]) -> Advance:
         self._objects.append(found)
         self._coordinates = []
-        finish = "length" if len(self._objects) == self._max_objects else None
-        return Advance([StreamUpdate(object=found)], finish)  # type: ignore[arg-type]
+        finish: FinishReason | None = "length" if len(self._objects) == self._max_objects else None
+        return Advance([StreamUpdate(object=found)], finish)

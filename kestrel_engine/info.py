@@ -1,0 +1,31 @@
+"""EngineInfo: what a running engine is, in plain values, for callers, ModelService and logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .model_config import Family
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """Fixed for the engine's life. Positions are KV positions; sizes are bytes."""
+
+    model: str
+    """Name that requests and results carry, e.g. "kestrel-tiny"."""
+    family: Family
+    skills: tuple[str, ...]
+    max_context: int
+    """Most positions of one sequence as served: the model's context, or less if configured or short of pages."""
+    image_positions: int
+    vocab_size: int
+    num_parameters: int
+    weights_bytes: int
+    weights_fingerprint: str
+    device: str
+    dtype: str
+    max_batch_size: int
+    num_pages: int
+    page_size: int
+    max_queue: int
+    torch_version: str
