@@ -1,0 +1,73 @@
+"""Bounded threads that prepare pictures beside the event loop. Owns the threads and the jobs between loop and thread.
+
+How many jobs may wait is the engine's decision (``max_queue``); the pool bounds only how many run. All methods but
+``close`` belong to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ..config import ImageLimits
+from ..errors import EngineClosed
+from ..model_config import VisionConfig
+from ..requests import PreparedImage
+from .crops import prepare
+from .images import ImageSource, open_image
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Preprocessed:
+    """``seconds``: the work alone, without waiting for a thread."""
+
+    image: PreparedImage
+    seconds: float
+
+
+class PreprocessPool:
+    """``threads`` pictures at once, so pixels in memory are bounded by ``threads`` times ``limits.max_pixels``."""
+
+    def __init__(self, threads: int, limits: ImageLimits, vision: VisionConfig) -> None:
+        self._limits, self._vision = limits, vision
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="kestrel-preprocess")
+        # Jobs wait here, not in the executor's queue, so that a cancelled one lets its picture go at once.
+        self._free = asyncio.Semaphore(threads)
+        self._closed = False
+
+    async def prepare(self, source: ImageSource) -> Preprocessed:
+        """Opens and tiles one picture; first come, first served.
+
+        A job cancelled while it waits never starts. One cancelled while it runs ends on its own (a thread can't be
+        stopped; its length is bounded by the limits) and counts against ``threads`` until then. Raises what
+        ``open_image`` raises, and EngineClosed after ``close``.
+        """
+        await self._free.acquire()
+        try:
+            if self._closed:
+                raise EngineClosed("preprocessing is shut down")
+            job = asyncio.wrap_future(self._executor.submit(self._run, source))
+        except BaseException:
+            self._free.release()
+            raise
+        job.add_done_callback(self._job_done)
+        # Unlike awaiting the job itself, this leaves it alone when the caller is cancelled.
+        await asyncio.wait([job])
+        return job.result()
+
+    def close(self) -> None:
+        """Takes no more jobs and waits for the running ones. Blocks: an event loop calls it in a thread. Idempotent."""
+        self._closed = True
+        self._executor.shutdown(wait=True)
+
+    def _run(self, source: ImageSource) -> Preprocessed:
+        started = time.perf_counter()
+        image = prepare(open_image(source, self._limits), self._vision)
+        return Preprocessed(image, time.perf_counter() - started)
+
+    def _job_done(self, job: asyncio.Future[Preprocessed]) -> None:
+        self._free.release()
+        if not job.cancelled():
+            job.exception()  # seen: the caller may be gone, and then nobody else looks

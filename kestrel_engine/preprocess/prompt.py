@@ -1,0 +1,73 @@
+"""Text to ids and back: a tokenizer.json, as the skills' TextCodec. Knows no prompt template and no model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import tokenizers
+
+from ..errors import CheckpointError
+
+_APPEND_ONLY_DECODERS = frozenset({"ByteLevel", "Metaspace", "WordPiece", "BPEDecoder", "Fuse"})
+"""Decoders under which more ids never change earlier text, a trailing incomplete UTF-8 sequence aside."""
+
+
+class Tokenizer:
+    """A ``tokenizers`` tokenizer with the library's defaults, as the reference uses it; safe to call from any thread.
+
+    Truncation and padding set inside tokenizer.json are switched off: they would cut or stretch prompts.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        inner.no_truncation()
+        inner.no_padding()
+        self._inner = inner
+        decoder = json.loads(inner.to_str()).get("decoder") or {"type": "Sequence", "decoders": []}
+        parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+        self.append_only: bool = all(part["type"] in _APPEND_ONLY_DECODERS for part in parts)
+        """See ``detokenize.StreamingText``. True for every byte-level BPE, hence for all Moondream models."""
+
+    @classmethod
+    def from_file(cls, path: str | Path, *, vocab_size: int | None = None) -> Tokenizer:
+        """Loads tokenizer.json. ``vocab_size``: rows of the model's embedding, which ids must not exceed.
+
+        Raises CheckpointError: file missing or unreadable, not a tokenizer, or too many ids for the model.
+        """
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(f"tokenizer {path}: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"tokenizer {path}: is not UTF-8 text") from error
+        try:
+            inner = tokenizers.Tokenizer.from_str(text)
+        except (
+            Exception
+        ) as error:  # the library raises bare Exception for whatever is wrong in the JSON
+            raise CheckpointError(
+                f"tokenizer {path}: is not a valid tokenizer.json: {error}"
+            ) from error
+        tokenizer = cls(inner)
+        if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+            raise CheckpointError(
+                f"tokenizer {path}: has ids up to {tokenizer.vocab_size - 1}, the model only {vocab_size} embeddings; "
+                "it belongs to another model"
+            )
+        return tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest id, added tokens included."""
+        return 1 + max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text``. A special token spelt out in the text becomes its id, as in the reference."""
+        ids: list[int] = self._inner.encode(text).ids
+        return ids
+
+    def decode(self, ids: list[int] | tuple[int, ...]) -> str:
+        """Text of ``ids``; special tokens and unknown ids are left out, bytes that are no UTF-8 show as U+FFFD."""
+        text: str = self._inner.decode(list(ids))
+        return text
