@@ -1,0 +1,1 @@
+"""Checkpoints: finding, downloading, checking and loading a model's weights. Entry: ``open.py``."""

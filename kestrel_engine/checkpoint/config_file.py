@@ -34,9 +34,12 @@ def config_beside(weights: Path) -> Mapping[str, Any] | None:
 def check_fits(runtime: RuntimeConfig, model: ModelConfig) -> None:
     """Raises ConfigError for a runtime setting that this model can't have."""
     limit = model.text.max_context
-    if runtime.max_seq_length is not None and runtime.max_seq_length > limit:
+    length = runtime.max_seq_length
+    if length is not None and not model.image_prefix < length <= limit:
         raise ConfigError(
-            "max_seq_length", runtime.max_seq_length, f"the model's context is {limit} positions"
+            "max_seq_length",
+            length,
+            f"must exceed the image prefix of {model.image_prefix} positions and fit the model's context of {limit}",
         )
     if runtime.page_size is not None and model.image_prefix % runtime.page_size:
         raise ConfigError(

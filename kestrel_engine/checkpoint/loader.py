@@ -8,11 +8,11 @@ shapes, not what the model does with them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,11 +26,12 @@ from .memory import require_memory
 from .names import Part
 from .plan import (
     CheckpointPlan,
+    Faults,
     TensorPlan,
     checkpoint_error,
     model_config_for,
+    no_config_hint,
     plan_checkpoint,
-    stored_config_is_empty,
 )
 from .progress import log_progress
 
@@ -80,13 +81,6 @@ def load_checkpoint(
     return load_planned(
         plan_checkpoint(stored, config), config, files, dtype, device, progress, hint=hint
     )
-
-
-def no_config_hint(raw: Mapping[str, Any] | None, config: ModelConfig) -> str:
-    """What to add to an error when the model's numbers had to be assumed."""
-    if not stored_config_is_empty(raw):
-        return ""
-    return f" (config.json gives no numbers: the released {config.family} shape was assumed)"
 
 
 def load_planned(
@@ -191,7 +185,7 @@ def _scan(
             report(done, total, item.name)
 
 
-def _with_nonfinite(plan: CheckpointPlan, names: list[str]) -> Any:
+def _with_nonfinite(plan: CheckpointPlan, names: list[str]) -> Faults:
     stored = {item.name: item.stored.name for item in plan.tensors}
     details = {**plan.faults.details, **{name: stored[name] for name in names}}
     return replace(plan.faults, nonfinite=names, details=details)

@@ -166,9 +166,16 @@ def checkpoint_error(where: str, faults: Faults, *, hint: str = "") -> Checkpoin
     )
 
 
-def stored_config_is_empty(raw: Mapping[str, Any] | None) -> bool:
-    """Whether config.json holds no numbers, so that the released shapes were assumed."""
-    return not ((raw or {}).get("config") or {}).get("text")
+def states_numbers(raw: Mapping[str, Any] | None) -> bool:
+    """Whether config.json's contents give the model's numbers; released ones may not."""
+    return bool(((raw or {}).get("config") or {}).get("text"))
+
+
+def no_config_hint(raw: Mapping[str, Any] | None, config: ModelConfig) -> str:
+    """What to add to an error when the model's numbers had to be assumed."""
+    if states_numbers(raw):
+        return ""
+    return f" (no config.json gives the model's numbers: the released {config.family} shape was assumed)"
 
 
 def _problem(

@@ -1,0 +1,166 @@
+"""What a user calls a model -> where its weights and tokenizer are. Touches neither the network nor any weight.
+
+Names: `KNOWN`; a hub id ``org/repo[@revision][:file]`` (a known name takes the same suffixes); a path.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+
+from ..config import DEFAULT_MODEL
+from ..errors import ConfigError
+from ..model_config import Family
+
+BUNDLED = Path(__file__).parent.parent / "bundled"
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of a hub repository at a revision (branch, tag or commit)."""
+
+    repo: str
+    revision: str
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class HubCheckpoint:
+    """A checkpoint on the hub. ``file``: weights or their index; None: whichever usual name the repository has."""
+
+    repo: str
+    revision: str = "main"
+    file: str | None = None
+
+
+STARMIE = HubFile(
+    "moondream/starmie-v1", "35192e10a54e36eabe0a7cc57a2c1aab371cafc5", "tokenizer.json"
+)
+"""The tokenizer of all released models. The files inside vikhyatk/moondream2 are an older vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Exactly one of ``path`` and ``hub`` is set. ``tokenizer``: where to look first; None: beside the weights.
+
+    ``family``: what the weights must be, when the name says so.
+    """
+
+    name: str
+    path: Path | None = None
+    hub: HubCheckpoint | None = None
+    tokenizer: Path | HubFile | None = None
+    family: Family | None = None
+
+
+KNOWN: dict[str, ModelSource] = {
+    source.name: source
+    for source in (
+        ModelSource(DEFAULT_MODEL, path=BUNDLED / "kestrel_tiny", family="moondream3"),
+        ModelSource(
+            "moondream2",
+            hub=HubCheckpoint("vikhyatk/moondream2", "2025-06-21", "model.safetensors"),
+            tokenizer=STARMIE,
+            family="moondream2",
+        ),
+        ModelSource(
+            "moondream3-preview",
+            hub=HubCheckpoint(
+                "moondream/moondream3-preview", "main", "model.safetensors.index.json"
+            ),
+            tokenizer=STARMIE,
+            family="moondream3",
+        ),
+        ModelSource(
+            "moondream3.1-9b-a2b",
+            hub=HubCheckpoint("moondream/moondream3.1-9B-A2B", "main", "model.safetensors"),
+            tokenizer=STARMIE,
+            family="moondream3",
+        ),
+    )
+}
+
+_REFERENCE = re.compile(r"^(?P<base>[^@:]+)(?:@(?P<revision>[^:]+))?(?::(?P<file>[^:]+))?$")
+_REPO = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+_PATH_START = ("/", "./", "../", "~", ".\\", "..\\")
+_PATH_END = (".safetensors", ".pt", ".pth", ".safetensors.index.json")
+
+
+def resolve(
+    model: str, model_path: str | Path | None = None, tokenizer_path: str | Path | None = None
+) -> ModelSource:
+    """Finds out what ``model`` or ``model_path`` means. Raises ConfigError naming what is known."""
+    if model_path is None:
+        source = _from_name(model.strip())
+    else:
+        source = _from_path("model_path", Path(model_path).expanduser(), model.strip())
+    if tokenizer_path is not None:
+        source = replace(source, tokenizer=_tokenizer_file(tokenizer_path))
+    return source
+
+
+def _from_path(field: str, path: Path, name: str) -> ModelSource:
+    if not path.exists():
+        raise ConfigError(field, str(path), "no such file or folder")
+    known = KNOWN.get(name.lower())
+    # The default name says nothing about weights that were given by path.
+    if known is not None and known.name != DEFAULT_MODEL:
+        return ModelSource(known.name, path=path, family=known.family)
+    return ModelSource(_name_of(path), path=path)
+
+
+def _from_name(model: str) -> ModelSource:
+    if model.lower() in KNOWN:
+        return KNOWN[model.lower()]
+    path = Path(model).expanduser()
+    if model.startswith(_PATH_START) or path.exists():
+        return _from_path("model", path, "")
+    reference = _REFERENCE.match(model)
+    base = reference["base"] if reference else model
+    known = KNOWN.get(base.lower())
+    if reference and (known and known.hub):
+        return replace(known, hub=_at(known.hub, reference["revision"], reference["file"]))
+    if reference and _REPO.match(base):
+        released = next((s for s in KNOWN.values() if s.hub and s.hub.repo == base), None)
+        hub = HubCheckpoint(base, reference["revision"] or "main", reference["file"])
+        # However it is spelled, a released repository has the released tokenizer.
+        tokenizer = released.tokenizer if released else None
+        return ModelSource(
+            model, hub=hub, tokenizer=tokenizer, family=released.family if released else None
+        )
+    if model.endswith(_PATH_END):
+        raise ConfigError("model", model, "no such file")
+    near = get_close_matches(model.lower(), KNOWN, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(
+        "model",
+        model,
+        f"must be one of {', '.join(KNOWN)}, a hub id org/repo[@revision][:file], or a path{hint}",
+    )
+
+
+def _at(hub: HubCheckpoint, revision: str | None, file: str | None) -> HubCheckpoint:
+    # Another revision may hold other files than the released one.
+    return HubCheckpoint(
+        hub.repo, revision or hub.revision, file or (hub.file if not revision else None)
+    )
+
+
+def _tokenizer_file(tokenizer_path: str | Path) -> Path:
+    path = Path(tokenizer_path).expanduser()
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError("tokenizer_path", str(tokenizer_path), "no such tokenizer.json")
+    return path
+
+
+def _name_of(path: Path) -> str:
+    """A folder's own name; a file's, or its folder's for the usual names that say nothing."""
+    path = path.resolve()
+    if path.is_dir():
+        return path.name
+    stem = path.name.split(".")[0]
+    return path.parent.name if stem in ("model", "pytorch_model") else stem

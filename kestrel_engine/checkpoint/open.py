@@ -1,0 +1,116 @@
+"""From a RuntimeConfig to a model's files, and from there to its weights: the entry of this package.
+
+Two stages, so that a wrong setting, an absent file or a refused download shows before any weight is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config import RuntimeConfig
+from ..errors import CheckpointError
+from ..model_config import ModelConfig, parse_model_config
+from .catalog import HubFile, ModelSource, resolve
+from .config_file import NAME as CONFIG_NAME
+from .config_file import check_fits, config_beside, read_config
+from .files import find_files, read_headers
+from .hub import Hub, sibling
+from .plan import CheckpointPlan, model_config_for, no_config_hint, plan_checkpoint, states_numbers
+from .tokenizer_file import NAME as TOKENIZER_NAME
+from .tokenizer_file import find_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from .loader import LoadedCheckpoint
+    from .progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model whose files are on this machine and whose settings are checked; no weight is read yet.
+
+    ``name`` is what it is served as. ``plan`` is for `load_weights`.
+    """
+
+    name: str
+    config: ModelConfig
+    tokenizer_path: Path
+    files: tuple[Path, ...]
+    plan: CheckpointPlan
+    hint: str = ""
+
+
+def open_model(
+    runtime: RuntimeConfig, *, hub: Hub | None = None, progress: Progress | None = None
+) -> OpenedModel:
+    """Resolves, downloads if need be, and checks. ``progress`` is for the downloads.
+
+    Raises ConfigError (unknown name, setting beyond the model), DownloadError, CheckpointError (no or broken files).
+    """
+    source = resolve(runtime.model, runtime.model_path, runtime.tokenizer_path)
+    hub = hub or Hub(progress=progress)
+    if source.hub is not None:
+        weights, tokenizer = _download(source, runtime, hub)
+    else:
+        weights, tokenizer = _local(source)
+    files = find_files(weights)
+    raw = config_beside(files[0])
+    stored = read_headers(files)
+    config = model_config_for(raw, stored, hint=source.family)
+    check_fits(runtime, config)
+    plan = plan_checkpoint(stored, config)
+    return OpenedModel(
+        name=source.name,
+        config=config,
+        tokenizer_path=find_tokenizer(source, tokenizer, config, hub),
+        files=files,
+        plan=plan,
+        hint=no_config_hint(raw, config),
+    )
+
+
+def load_weights(
+    opened: OpenedModel,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: Progress | None = None,
+) -> LoadedCheckpoint:
+    """Reads the weights of an opened model, checked, as ``dtype`` on ``device``. See `loader.load_checkpoint`."""
+    from .loader import load_planned
+
+    return load_planned(
+        opened.plan, opened.config, opened.files, dtype, device, progress, hint=opened.hint
+    )
+
+
+def _local(source: ModelSource) -> tuple[Path, Path | None]:
+    assert source.path is not None
+    if not source.path.exists():
+        raise CheckpointError(f"{source.name}: {source.path} is not part of this installation")
+    folder = source.path if source.path.is_dir() else source.path.parent
+    tokenizer = folder / TOKENIZER_NAME
+    return source.path, tokenizer if tokenizer.is_file() else None
+
+
+def _download(source: ModelSource, runtime: RuntimeConfig, hub: Hub) -> tuple[Path, Path | None]:
+    """Small files first: a mistake in the settings must not cost gigabytes."""
+    checkpoint = source.hub
+    assert checkpoint is not None
+
+    def beside(name: str) -> HubFile:
+        return HubFile(checkpoint.repo, checkpoint.revision, sibling(checkpoint, name))
+
+    config_path = hub.fetch_optional(beside(CONFIG_NAME))
+    raw = read_config(config_path) if config_path is not None else {}
+    if source.family is not None or states_numbers(raw):
+        check_fits(runtime, parse_model_config(raw, family=source.family))
+    tokenizer = None
+    if isinstance(source.tokenizer, HubFile):
+        hub.fetch(source.tokenizer)
+    elif source.tokenizer is None:
+        tokenizer = hub.fetch_optional(beside(TOKENIZER_NAME))
+    return hub.fetch_checkpoint(checkpoint), tokenizer
