@@ -1,0 +1,31 @@
+"""Fixtures that every part of the suite may use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def golden_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """From "md2" or "md3" to that golden model's checkpoint folder, unpacked once a session. Don't write to it."""
+    from tests.golden.checkpoint import unpack
+
+    folders: dict[str, Path] = {}
+
+    def folder(model: str) -> Path:
+        if model not in folders:
+            folders[model] = unpack(model, tmp_path_factory.mktemp("golden") / model)
+        return folders[model]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def golden_images() -> Path:
+    """The folder of the golden pictures."""
+    from tests.golden.checkpoint import DATA
+
+    return DATA / "images"
