@@ -67,8 +67,8 @@ class QuerySkill:
 class ReasoningState:
     """Reasoning up to the answer id, then the answer.
 
-    A coordinate id reads its value; pairs of them ground the chunk of text in which they occur; the start-of-ground id
-    opens a new chunk (moondream.md section 8). End-of-text is no stop here: as the first token it is fed, later it is
+    A coordinate id reads its value; pairs of them ground the chunk of text in which they occur; the ids that start
+    and end a ground open a new chunk (moondream.md section 8). End-of-text is no stop here: as the first token it is fed, later it is
     suppressed. When reasoning runs out of tokens the answer id is forced and the answer follows.
     """
 
@@ -101,7 +101,7 @@ class ReasoningState:
             self._answer = AnswerState("answer", self._context)
             return Advance(self._reasoning(self._chunks[-1].finish()))
         before = ""
-        if token.id == self._ids.start_ground_points_id:
+        if token.id in (self._ids.start_ground_points_id, self._ids.end_ground_id):
             before = self._chunks[-1].finish()
             self._chunks.append(_Chunk(self._context))
         self._reasoning_ids.append(token.id)

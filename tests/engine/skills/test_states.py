@@ -1,0 +1,271 @@
+"""The skills' state machines, token by token: rules asked for, events given, results."""
+
+import pytest
+
+from kestrel_engine.errors import InvalidRequest, SkillUnavailable
+from kestrel_engine.requests import Coord, Size
+from kestrel_engine.skills import (
+    CaptionSkill,
+    DetectSkill,
+    PointSkill,
+    QuerySkill,
+    SegmentSkill,
+    SkillRegistry,
+)
+from kestrel_engine.step import StepToken, TokenRule
+
+
+def start(skill, context, max_tokens=100, settings=None, **arguments):
+    request = skill.build(arguments, settings or {}, context)
+    return request, skill.new_state(request, max_tokens, context)
+
+
+def feed(state, tokens):
+    """Consumes tokens under their rules; returns all updates and the finish reason."""
+    updates, finish = [], None
+    for token in tokens:
+        assert finish is None, "fed beyond the end"
+        state.rule()
+        advance = state.consume(token)
+        updates += advance.updates
+        finish = advance.finish
+    return updates, finish
+
+
+def text(codec, value):
+    return [StepToken(i) for i in codec.encode(value)]
+
+
+def test_caption_streams_text_that_joins_to_the_result(moondream3, codec):
+    _, state = start(CaptionSkill(), moondream3, length="Short")
+    updates, finish = feed(state, [*text(codec, "ein Käfer 🐞"), StepToken(0)])
+    assert finish == "stop"
+    assert "".join(u.text for u in updates) == "ein Käfer 🐞"
+    assert all("\ufffd" not in u.text for u in updates)
+    assert state.output() == {"caption": "ein Käfer 🐞"}
+    assert 0 not in state.token_ids
+
+
+def test_the_answer_id_is_suppressed_from_the_second_token_on(moondream2, codec):
+    _, state = start(CaptionSkill(), moondream2)
+    assert state.rule() == TokenRule()
+    state.consume(StepToken(codec.encode("a")[0]))
+    assert state.rule() == TokenRule(suppressed=(3,))
+
+
+def test_a_character_cut_at_the_limit_still_comes_out(moondream3, codec):
+    _, state = start(CaptionSkill(), moondream3)
+    updates, _ = feed(state, text(codec, "é")[:1])
+    limit = state.stop_at_limit()
+    assert limit.finish == "length"
+    assert "".join(u.text for u in [*updates, *limit.updates]) == state.output()["caption"]
+
+
+@pytest.mark.parametrize(
+    ("family", "direct", "reasoning"),
+    [("moondream2", (3, 3), (3, 4)), ("moondream3", (3,), (4,))],
+)
+def test_query_prompts_follow_the_family(request, family, direct, reasoning):
+    context = request.getfixturevalue(family)
+    built, _ = start(QuerySkill(), context, question="  hi ")
+    assert built.prompt_suffix == (1, 15381, 2, 204, 205, *direct)
+    assert not built.needs_image
+    built, _ = start(QuerySkill(), context, question="hi", reasoning=True)
+    assert built.prompt_suffix == (1, 15381, 2, 204, 205, *reasoning)
+
+
+def test_spatial_references_become_coordinates_and_sizes(moondream3):
+    built, _ = start(
+        QuerySkill(), moondream3, question="x", spatial_refs=[[0.5, 0.25], (0.0, 0.0, 0.5, 1.0)]
+    )
+    assert built.prompt_suffix[3:8] == (
+        Coord(0.5),
+        Coord(0.25),
+        Coord(0.25),
+        Coord(0.5),
+        Size(0.5, 1.0),
+    )
+    assert built.needs_image
+
+
+def test_reasoning_grounds_its_chunks_then_answers(moondream3, codec):
+    _, state = start(QuerySkill(), moondream3, question="q", reasoning=True)
+    assert state.rule() == TokenRule(read_coord=True)
+    tokens = [
+        *text(codec, "Two: "),
+        StepToken(7),
+        *text(codec, "here"),
+        StepToken(5, Coord(0.25)),
+        StepToken(5, Coord(0.5)),
+        StepToken(5, Coord(0.75)),
+        StepToken(9),
+        StepToken(3),
+        *text(codec, "2"),
+    ]
+    updates, finish = feed(state, tokens)
+    assert finish is None
+    assert state.rule() == TokenRule(suppressed=(3,))
+    updates += state.consume(StepToken(0)).updates
+    output = state.output()
+    assert output["answer"] == "2"
+    assert output["reasoning"]["text"] == "Two: here"
+    assert output["reasoning"]["grounding"] == [
+        {"start_idx": 5, "end_idx": 9, "points": [(0.25, 0.5)]}
+    ]
+    assert "".join(u.reasoning for u in updates) == "Two: here"
+    assert "".join(u.text for u in updates) == "2"
+    assert state.token_ids == tuple(t.id for t in tokens if t.id != 3)
+
+
+def test_end_of_text_is_no_stop_while_reasoning(moondream2, codec):
+    _, state = start(QuerySkill(), moondream2, question="q", reasoning=True)
+    assert state.consume(StepToken(0)).finish is None
+    assert state.rule() == TokenRule(suppressed=(0, 6), read_coord=True)
+
+
+def test_reasoning_out_of_tokens_forces_the_answer(moondream3, codec):
+    request, state = start(
+        QuerySkill(), moondream3, 11, {"max_tokens": 5}, question="q", reasoning=True
+    )
+    assert request.token_budget == 11
+    feed(state, text(codec, "think"))
+    assert state.rule() == TokenRule(forced=3)
+    assert state.consume(StepToken(3)).finish is None
+    assert state.rule() == TokenRule()
+    updates, finish = feed(state, text(codec, "abcde"))
+    assert (finish, state.output()["answer"]) == ("length", "abcde")
+    assert "".join(u.text for u in updates) == "abcde"
+
+
+def test_point_cycles_x_and_y(moondream3):
+    _, state = start(PointSkill(), moondream3, object="cat")
+    first = state.rule()
+    assert first == TokenRule(otherwise=5, read_coord=True)
+    assert state.consume(StepToken(5, Coord(0.1))).updates == []
+    assert state.rule() == TokenRule(forced=5, read_coord=True)
+    advance = state.consume(StepToken(5, Coord(0.2)))
+    assert [u.object for u in advance.updates] == [{"x": 0.1, "y": 0.2}]
+    assert state.rule() == TokenRule(allowed=(5, 0), read_coord=True)
+    assert state.consume(StepToken(0)).finish == "stop"
+    assert state.output() == {"points": [{"x": 0.1, "y": 0.2}]}
+    assert state.token_ids == (5, 5)
+
+
+def test_moondream2_decides_over_the_whole_vocabulary_every_time(moondream2):
+    _, state = start(PointSkill(), moondream2, object="cat")
+    first = state.rule()
+    feed(state, [StepToken(5, Coord(0.1)), StepToken(5, Coord(0.2))])
+    assert state.rule() == first
+
+
+def test_detect_adds_a_size_and_ends_at_max_objects(moondream3):
+    request, state = start(DetectSkill(), moondream3, settings={"max_objects": 2}, object="cat")
+    assert request.token_budget == 6
+    box = [StepToken(5, Coord(0.5)), StepToken(5, Coord(0.25)), StepToken(6, Size(0.5, 1.0))]
+    feed(state, box[:2])
+    assert state.rule() == TokenRule(forced=6, read_size=True)
+    advance = state.consume(box[2])
+    assert [u.object for u in advance.updates] == [
+        {"x_min": 0.25, "y_min": -0.25, "x_max": 0.75, "y_max": 0.75}
+    ]
+    _, finish = feed(state, box)
+    assert finish == "length"
+    assert len(state.output()["objects"]) == 2
+
+
+def test_segment_streams_the_box_before_the_path(moondream3, codec):
+    _, state = start(SegmentSkill(), moondream3, object="cat")
+    assert state.rule() == TokenRule(read_coord=True, read_size=True)
+    path = [StepToken(codec.encode(c)[0]) for c in "M"]
+    updates, finish = feed(
+        state,
+        [
+            *path,
+            *[StepToken(codec.encode(c)[0]) for c in "48L"],
+            StepToken(5, Coord(0.5)),
+            StepToken(5, Coord(0.5)),
+            StepToken(6, Size(0.5, 2.0)),
+            StepToken(codec.encode("9")[0]),
+            StepToken(codec.encode("0")[0]),
+            StepToken(15),
+            StepToken(0),
+        ],
+    )
+    assert finish == "stop"
+    assert updates[0].object == {"x_min": 0.25, "y_min": 0.0, "x_max": 0.75, "y_max": 1.0}
+    assert [u.path for u in updates[1:]] == ["M 0.004 0.008", "L 0.009 0"]
+    segment = state.output()["segments"][0]
+    assert segment["svg_path"] == "M 0.004 0.008 L 0.009 0"
+    assert segment["bbox"] == updates[0].object
+    assert segment["points"] == [{"x": 0.5, "y": 0.5}]
+    assert segment["path_tokens"] == ["M", "4", "8", "L", "9", "0"]
+    assert 15 in segment["token_ids"]
+    assert "parse_error" not in segment
+
+
+def test_a_path_that_does_not_parse_says_so_and_stays_empty(moondream3, codec):
+    _, state = start(SegmentSkill(), moondream3, object="cat")
+    feed(state, [*text(codec, "?"), *text(codec, "M"), StepToken(0)])
+    segment = state.output()["segments"][0]
+    assert segment["svg_path"] == ""
+    assert "'?'" in segment["parse_error"]
+    assert "bbox" not in segment
+
+
+def test_moondream2_cannot_segment(moondream2):
+    with pytest.raises(SkillUnavailable, match="can't segment"):
+        start(SegmentSkill(), moondream2, object="cat")
+
+
+@pytest.mark.parametrize(
+    ("skill", "arguments", "settings", "field"),
+    [
+        (QuerySkill(), {"question": " "}, {}, "question"),
+        (QuerySkill(), {}, {}, "question"),
+        (QuerySkill(), {"question": "a" * 40_000}, {}, "question"),
+        (QuerySkill(), {"question": "\ud800"}, {}, "question"),
+        (QuerySkill(), {"question": "q", "reasoning": "yes"}, {}, "reasoning"),
+        (QuerySkill(), {"question": "q", "spatial_refs": [[1, 2, 3]]}, {}, "spatial_refs[0]"),
+        (QuerySkill(), {"question": "q", "spatial_refs": [[0.1, 1.2]]}, {}, "spatial_refs[0]"),
+        (
+            QuerySkill(),
+            {"question": "q", "spatial_refs": [[0.1, float("nan")]]},
+            {},
+            "spatial_refs[0]",
+        ),
+        (
+            QuerySkill(),
+            {"question": "q", "spatial_refs": [[0.5, 0, 0.1, 1]]},
+            {},
+            "spatial_refs[0]",
+        ),
+        (QuerySkill(), {"question": "q"}, {"top_p": 1.5}, "top_p"),
+        (QuerySkill(), {"question": "q"}, {"top_p": 0}, "top_p"),
+        (QuerySkill(), {"question": "q"}, {"temperature": float("nan")}, "temperature"),
+        (QuerySkill(), {"question": "q"}, {"temperature": -0.1}, "temperature"),
+        (QuerySkill(), {"question": "q"}, {"top_k": -1}, "top_k"),
+        (QuerySkill(), {"question": "q"}, {"seed": 2**64}, "seed"),
+        (QuerySkill(), {"question": "q"}, {"max_tokens": 0}, "max_tokens"),
+        (QuerySkill(), {"question": "q"}, {"max_tokens": True}, "max_tokens"),
+        (QuerySkill(), {"question": "q"}, {"max_token": 5}, "max_token"),
+        (QuerySkill(), {"question": "q", "objekt": 1}, {}, "objekt"),
+        (CaptionSkill(), {"length": "huge"}, {}, "length"),
+        (CaptionSkill(), {"length": None}, {}, "length"),
+        (PointSkill(), {"object": ""}, {}, "object"),
+        (PointSkill(), {"object": "cat"}, {"max_objects": 0}, "max_objects"),
+        (DetectSkill(), {"object": 3}, {}, "object"),
+    ],
+)
+def test_bad_input_names_its_field(moondream3, skill, arguments, settings, field):
+    with pytest.raises(InvalidRequest) as caught:
+        skill.build(arguments, settings, moondream3)
+    assert caught.value.field == field
+
+
+def test_the_registry_knows_the_five_and_refuses_doubles():
+    registry = SkillRegistry.default()
+    assert registry.names == ("query", "caption", "point", "detect", "segment")
+    with pytest.raises(SkillUnavailable, match="there are query"):
+        registry.get("paint")
+    with pytest.raises(ValueError, match="twice"):
+        SkillRegistry([QuerySkill(), QuerySkill()])
