@@ -1,1 +1,70 @@
-"""Kestrel's inference engine for Moondream vision-language models. Importing it loads no torch."""
+"""Kestrel's inference engine for Moondream vision-language models.
+
+    engine = await InferenceEngine.create(RuntimeConfig())
+    result = await engine.query("photo.jpg", "How many red circles are there?")
+    print(result.output["answer"])
+
+Importing this package loads no torch; creating an engine does.
+"""
+
+from .config import ImageLimits, RuntimeConfig
+from .engine import InferenceEngine
+from .errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    DownloadError,
+    EngineClosed,
+    EngineOverloaded,
+    ImageDecodeError,
+    ImageError,
+    ImageTooLargeError,
+    InsufficientMemoryError,
+    InvalidRequest,
+    KestrelError,
+    ModelLoadError,
+    ModelNotFoundError,
+    RequestCancelled,
+    RequestError,
+    RuntimeFailure,
+    SkillUnavailable,
+    UnsupportedImageError,
+)
+from .events import EngineMetrics, EngineResult, FinishReason, StreamUpdate
+from .info import EngineInfo
+from .skills.base import SkillSpec
+from .skills.registry import SkillRegistry
+from .stream import EngineStream
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "ContextLengthError",
+    "DownloadError",
+    "EngineClosed",
+    "EngineInfo",
+    "EngineMetrics",
+    "EngineOverloaded",
+    "EngineResult",
+    "EngineStream",
+    "FinishReason",
+    "ImageDecodeError",
+    "ImageError",
+    "ImageLimits",
+    "ImageTooLargeError",
+    "InferenceEngine",
+    "InsufficientMemoryError",
+    "InvalidRequest",
+    "KestrelError",
+    "ModelLoadError",
+    "ModelNotFoundError",
+    "RequestCancelled",
+    "RequestError",
+    "RuntimeConfig",
+    "RuntimeFailure",
+    "SkillRegistry",
+    "SkillSpec",
+    "SkillUnavailable",
+    "StreamUpdate",
+    "UnsupportedImageError",
+]

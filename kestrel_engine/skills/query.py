@@ -67,9 +67,9 @@ class QuerySkill:
 class ReasoningState:
     """Reasoning up to the answer id, then the answer.
 
-    A coordinate id reads its value; pairs of them ground the chunk of text in which they occur; the ids that start
-    and end a ground open a new chunk (moondream.md section 8). End-of-text is no stop here: as the first token it is fed, later it is
-    suppressed. When reasoning runs out of tokens the answer id is forced and the answer follows.
+    A coordinate id reads its value; pairs of them ground the chunk of text in which they occur; the ids that start and
+    end a ground open a new chunk (moondream.md section 8). End-of-text is no stop here: as the first token it is fed,
+    later it is suppressed. When reasoning runs out of tokens the answer id is forced and the answer follows.
     """
 
     def __init__(self, max_reasoning: int, max_answer: int, context: SkillContext) -> None:
