@@ -228,5 +228,5 @@ class SkillCalls:
         settings: Settings | None,
         stream: bool,
         request_id: str | None,
-    ) -> Any:
+    ) -> EngineResult | EngineStream:
         raise AssertionError("supplied by InferenceEngine")

@@ -204,7 +204,7 @@ class InferenceEngine(SkillCalls):
         settings: Mapping[str, Any] | None,
         stream: bool,
         request_id: str | None,
-    ) -> Any:
+    ) -> EngineResult | EngineStream:
         started = await self.submit(skill, image, arguments, settings, request_id=request_id)
         if stream:
             return started

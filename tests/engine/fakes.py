@@ -1,0 +1,50 @@
+"""Builds engines on the fake runtime: the real loop, scheduler, skills and preprocessing, no torch and no weights."""
+
+from __future__ import annotations
+
+from kestrel_engine import EngineInfo, RuntimeConfig
+from kestrel_engine.factory import Built
+from kestrel_engine.model_config import parse_model_config
+from kestrel_engine.runtime.fake import FakeRuntime
+
+SMALL = {
+    "config": {
+        "text": {"vocab_size": 400},
+        "vision": {"crop_size": 126, "overlap_margin": 1, "max_crops": 4},
+    }
+}
+"""9 x 9 patches: a picture takes 81 positions."""
+
+
+class ByteCodec:
+    """id = 100 + byte; ids below 100 are special."""
+
+    def encode(self, text: str) -> list[int]:
+        return [100 + byte for byte in text.encode()]
+
+    def decode(self, ids: list[int] | tuple[int, ...]) -> str:
+        return bytes(i - 100 for i in ids if 100 <= i < 356).decode(errors="replace")
+
+
+def fake_build(config: RuntimeConfig, runtime: FakeRuntime, family: str = "moondream3") -> Built:
+    model = parse_model_config(SMALL, family=family)  # type: ignore[arg-type]
+    limits = runtime.limits
+    info = EngineInfo(
+        model="fake",
+        family=model.family,
+        skills=model.skills,
+        max_context=limits.max_seq_length,
+        image_positions=model.image_positions,
+        vocab_size=limits.vocab_size,
+        num_parameters=0,
+        weights_bytes=0,
+        weights_fingerprint="",
+        device="fake",
+        dtype="none",
+        max_batch_size=limits.max_batch_size,
+        num_pages=limits.num_pages,
+        page_size=limits.page_size,
+        max_queue=config.max_queue,
+        torch_version="",
+    )
+    return Built(runtime, model, ByteCodec(), info)

@@ -1,0 +1,328 @@
+"""The engine's front on the fake runtime: results, streams, cancellation, pressure, failure, shutdown."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import kestrel_engine
+from kestrel_engine import (
+    ConfigError,
+    ContextLengthError,
+    EngineClosed,
+    EngineOverloaded,
+    EngineResult,
+    EngineStream,
+    ImageDecodeError,
+    InvalidRequest,
+    RequestCancelled,
+    RuntimeConfig,
+    RuntimeFailure,
+    SkillRegistry,
+    SkillUnavailable,
+)
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_engine.skills import QuerySkill
+from tests.engine.fakes import fake_build
+
+PICTURE = np.full((40, 60, 3), 200, np.uint8)
+GREEDY = {"temperature": 0.0, "max_tokens": 6}
+
+
+def never_ends(fed):
+    return 100 + 97
+
+
+class Gate:
+    """A script that holds the step thread until it is opened."""
+
+    def __init__(self):
+        self.entered, self.open = threading.Event(), threading.Event()
+
+    def __call__(self, fed):
+        self.entered.set()
+        assert self.open.wait(20)
+        return 100 + 97
+
+
+async def test_query_gives_the_whole_result(make_engine):
+    engine = make_engine()
+    result = await engine.query(PICTURE, "what?", settings=GREEDY, request_id="mine")
+    assert isinstance(result, EngineResult)
+    assert result.request_id == "mine"
+    assert isinstance(result.output["answer"], str)
+    assert result.finish_reason == "length"
+    assert len(result.token_ids) == 6
+    assert result.image_size == (60, 40)
+    metrics = result.metrics
+    # BOS, 81 of the picture, 3 of the template, 5 letters, 1 opener.
+    assert metrics.input_tokens == 1 + 81 + 3 + 5 + 1
+    assert metrics.output_tokens == 6
+    assert metrics.total_time_ms >= metrics.ttft_ms >= metrics.preprocess_time_ms > 0
+    assert metrics.processing_time_ms == pytest.approx(
+        metrics.total_time_ms - metrics.queue_time_ms
+    )
+
+
+async def test_all_skills_share_a_batch_and_give_what_each_gives_alone(make_engine, fake_limits):
+    calls = {
+        "query": {"question": "how many?"},
+        "caption": {"length": "long"},
+        "point": {"object": "cat"},
+        "detect": {"object": "dog"},
+        "segment": {"object": "bird"},
+    }
+
+    async def run(engine, names):
+        streams = []
+        for name in names:
+            settings = {"max_objects": 3} if name in ("point", "detect") else GREEDY
+            streams.append(await engine.submit(name, PICTURE, calls[name], settings))
+        return {name: (await s.result()).output for name, s in zip(names, streams, strict=True)}
+
+    runtime = FakeRuntime(fake_limits, step_s=0.01)
+    together = await run(make_engine(runtime), list(calls))
+    assert max(len(plan.decode) for plan in runtime.plans) == fake_limits.max_batch_size
+    for name in calls:
+        assert (await run(make_engine(), [name]))[name] == together[name]
+
+
+async def test_stream_deltas_join_to_the_answer(make_engine):
+    stream = await make_engine().query(PICTURE, "what?", stream=True, settings={"max_tokens": 40})
+    assert isinstance(stream, EngineStream)
+    updates = [update async for update in stream]
+    result = await stream.result()
+    assert "".join(u.text for u in updates) == result.output["answer"]
+    assert [u.token_index for u in updates] == sorted(u.token_index for u in updates)
+    assert {u.request_id for u in updates} == {result.request_id}
+
+
+async def test_objects_come_as_soon_as_they_are_complete(make_engine):
+    stream = await make_engine().detect(PICTURE, "cat", stream=True, settings={"max_objects": 4})
+    updates = [update async for update in stream]
+    objects = (await stream.result()).output["objects"]
+    assert [u.object for u in updates if u.object] == objects
+    assert [u.token_index for u in updates] == [3 * (i + 1) for i in range(len(objects))]
+
+
+async def test_a_seed_decides_and_is_reported(make_engine):
+    engine = make_engine()
+    assert (await engine.query(question="a", settings={"seed": 7, "max_tokens": 2})).seed == 7
+    drawn = {(await engine.query(question="a", settings={"max_tokens": 2})).seed for _ in range(3)}
+    assert len(drawn) == 3
+    configured = make_engine(seed=5)
+    seeds = [
+        (await configured.query(question="a", settings={"max_tokens": 2})).seed for _ in range(2)
+    ]
+    assert seeds == [5, 6]
+
+
+async def test_aclose_cancels_and_frees(make_engine, fake_limits):
+    runtime = FakeRuntime(fake_limits, never_ends, step_s=0.001)
+    engine = make_engine(runtime)
+    stream = await engine.query(question="go on", stream=True, settings={"max_tokens": 200})
+    assert (await anext(stream)).text
+    await stream.aclose()
+    assert engine.num_requests == 0
+    with pytest.raises(RequestCancelled):
+        await stream.result()
+    steps = len(runtime.plans)
+    await asyncio.sleep(0.05)
+    assert len(runtime.plans) <= steps + 1
+    # All pages are back: a request that needs most of the pool is served at once.
+    await engine.query(question="x" * 200, settings={"max_tokens": 60})
+
+
+async def test_a_cancelled_caller_frees_its_request(make_engine, fake_limits):
+    engine = make_engine(FakeRuntime(fake_limits, never_ends, step_s=0.001))
+    task = asyncio.create_task(engine.query(question="go on", settings={"max_tokens": 250}))
+    while engine.num_requests == 0:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.num_requests == 0
+
+
+async def test_the_queue_is_bounded(make_engine, fake_limits):
+    gate = Gate()
+    engine = make_engine(FakeRuntime(fake_limits, gate), max_queue=2)
+    streams = [
+        await engine.submit("query", None, {"question": "a"}, {"max_tokens": 1}) for _ in range(5)
+    ]
+    with pytest.raises(EngineOverloaded, match="max_queue=2"):
+        await engine.submit("query", None, {"question": "a"})
+    gate.open.set()
+    for stream in streams:
+        await stream.result()
+    await engine.query(question="a", settings={"max_tokens": 1})
+
+
+async def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(make_engine, fake_limits):
+    runtime = FakeRuntime(fake_limits)
+    engine = make_engine(runtime)
+    runtime.fail_next = RuntimeError("device lost")
+    with pytest.raises(RuntimeFailure) as caught:
+        await engine.query(question="a", settings=GREEDY)
+    assert "device lost" not in str(caught.value)
+    assert (await engine.query(question="a", settings=GREEDY)).output["answer"]
+
+
+class BrokenQuery(QuerySkill):
+    name = "broken"
+
+    def new_state(self, request, max_tokens, context):
+        state = super().new_state(request, max_tokens, context)
+        state.consume = lambda token: 1 / 0  # type: ignore[method-assign]
+        return state
+
+
+async def test_a_broken_skill_fails_its_own_request_only(fake_limits):
+    config = RuntimeConfig(max_batch_size=3)
+    skills = SkillRegistry([QuerySkill(), BrokenQuery()])
+    engine = kestrel_engine.InferenceEngine(
+        config, fake_build(config, FakeRuntime(fake_limits)), skills
+    )
+    broken = await engine.submit("broken", None, {"question": "a"}, GREEDY)
+    good = await engine.submit("query", None, {"question": "a"}, GREEDY)
+    with pytest.raises(RuntimeFailure):
+        await broken.result()
+    assert (await good.result()).output["answer"]
+    await engine.shutdown()
+
+
+async def test_shutdown_lets_running_requests_end_then_refuses(make_engine, fake_limits):
+    engine = make_engine(FakeRuntime(fake_limits, step_s=0.002))
+    stream = await engine.query(question="a", stream=True, settings=GREEDY)
+    await engine.shutdown()
+    assert (await stream.result()).finish_reason
+    assert not engine.is_ready
+    with pytest.raises(EngineClosed):
+        await engine.query(question="a")
+    await engine.shutdown()
+
+
+async def test_shutdown_without_grace_fails_what_is_unfinished(make_engine, fake_limits):
+    runtime = FakeRuntime(fake_limits, never_ends, step_s=0.005)
+    engine = make_engine(runtime)
+    streams = [
+        await engine.submit("query", None, {"question": "a"}, {"max_tokens": 250}) for _ in range(6)
+    ]
+    await engine.shutdown(grace_s=0)
+    for stream in streams:
+        with pytest.raises(EngineClosed):
+            await stream.result()
+    assert runtime.closed
+    assert engine.num_requests == 0
+
+
+async def test_requests_that_do_not_fit_are_refused_with_the_numbers(make_engine):
+    engine = make_engine()
+    with pytest.raises(ContextLengthError, match=r"209 positions left.*91.*300") as caught:
+        await engine.query(PICTURE, "what?", settings={"max_tokens": 250})
+    assert caught.value.field == "max_tokens"
+    with pytest.raises(ContextLengthError) as caught:
+        await engine.query(question="x" * 300)
+    assert caught.value.field == "question"
+    # A default shrinks instead.
+    assert (await engine.query(PICTURE, "what?")).metrics.output_tokens <= 209
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "field"),
+    [
+        (lambda e: e.caption(None), InvalidRequest, "image"),
+        (lambda e: e.caption(b""), ImageDecodeError, "image"),
+        (lambda e: e.query(None, "q", spatial_refs=[[0.1, 0.1]]), InvalidRequest, "image"),
+        (lambda e: e.query(None, ""), InvalidRequest, "question"),
+        (lambda e: e.query(None, "q", request_id=""), InvalidRequest, "request_id"),
+        (lambda e: e.query(None, "q", request_id="x" * 200), InvalidRequest, "request_id"),
+        (lambda e: e.query(None, "q", settings={"top_p": 1.5}), InvalidRequest, "top_p"),
+        (lambda e: e.query(None, "q", settings={"adapter": "x@1"}), InvalidRequest, "adapter"),
+        (lambda e: e.submit("paint"), SkillUnavailable, "skill"),
+    ],
+)
+async def test_bad_requests_name_their_field_and_hold_nothing(make_engine, call, error, field):
+    engine = make_engine()
+    with pytest.raises(error) as caught:
+        await call(engine)
+    assert caught.value.field == field
+    assert engine.num_requests == 0
+
+
+async def test_moondream2_does_not_offer_segment(make_engine):
+    engine = make_engine(family="moondream2")
+    assert "segment" not in engine.info.skills
+    with pytest.raises(SkillUnavailable):
+        await engine.segment(PICTURE, "cat")
+
+
+async def test_reasoning_is_streamed_apart_from_the_answer(make_engine, fake_limits):
+    def script(fed):
+        return 3 if len(fed) > 12 and fed[-1] != 3 and 3 not in fed[6:] else 100 + 98
+
+    engine = make_engine(FakeRuntime(fake_limits, script))
+    stream = await engine.query(
+        question="a", reasoning=True, stream=True, settings={"max_tokens": 20, "temperature": 0}
+    )
+    updates = [u async for u in stream]
+    output = (await stream.result()).output
+    assert "".join(u.reasoning for u in updates) == output["reasoning"]["text"] != ""
+    assert "".join(u.text for u in updates) == output["answer"] != ""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_batch_size": 0},
+        {"dtype": "int8"},
+        {"device": "tpu"},
+        {"default_top_p": 0.0},
+        {"default_temperature": float("inf")},
+        {"page_size": 0},
+        {"seed": -1},
+        {"model": ""},
+        {"max_queue": True},
+    ],
+)
+def test_invalid_configurations_name_field_value_and_limit(settings):
+    with pytest.raises(ConfigError) as caught:
+        RuntimeConfig(**settings)
+    (field,) = settings
+    assert caught.value.field == field
+    assert repr(settings[field]) in str(caught.value)
+
+
+def test_dtype_may_be_a_torch_dtype_or_its_name():
+    import torch
+
+    assert (
+        RuntimeConfig(dtype=torch.bfloat16).dtype == RuntimeConfig(dtype="bf16").dtype == "bfloat16"
+    )
+
+
+def test_importing_the_package_loads_no_torch():
+    code = "import sys, kestrel_engine; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_the_public_names_are_these():
+    assert set(kestrel_engine.__all__) >= {
+        "InferenceEngine",
+        "RuntimeConfig",
+        "EngineResult",
+        "SkillRegistry",
+    }
+    from kestrel_engine import config, engine
+    from kestrel_engine.skills import base
+
+    for module in (engine, base):
+        assert module.EngineResult is kestrel_engine.EngineResult
+        assert module.EngineStream is kestrel_engine.EngineStream
+    assert base.SkillSpec is kestrel_engine.SkillSpec
+    assert config.RuntimeConfig is kestrel_engine.RuntimeConfig
+    assert engine.InferenceEngine is kestrel_engine.InferenceEngine
