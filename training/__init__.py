@@ -1,0 +1,5 @@
+"""How kestrel-tiny is made: scenes, pictures, prompts, training, export and evaluation.
+
+Nothing here is imported by the served packages; the engine only reads the files that ``training.export``
+writes into ``kestrel_engine/bundled/kestrel_tiny``.
+"""

@@ -1,0 +1,91 @@
+"""The closed world of kestrel-tiny: shapes, colours, fill styles and the words for them."""
+
+from __future__ import annotations
+
+SHAPES: tuple[str, ...] = (
+    "circle",
+    "square",
+    "triangle",
+    "diamond",
+    "star",
+    "cross",
+    "heart",
+    "crescent",
+    "arrow",
+    "semicircle",
+)
+PLURALS: tuple[str, ...] = tuple("crosses" if s == "cross" else s + "s" for s in SHAPES)
+
+COLOURS: tuple[str, ...] = (
+    "red",
+    "orange",
+    "yellow",
+    "green",
+    "blue",
+    "purple",
+    "pink",
+    "brown",
+    "black",
+    "white",
+)
+
+# Hue (degrees, may wrap below zero), saturation and value ranges that count as each colour.
+COLOUR_RANGES: dict[str, tuple[tuple[float, float], tuple[float, float], tuple[float, float]]] = {
+    "red": ((-6, 6), (0.78, 1.0), (0.74, 1.0)),
+    "orange": ((22, 40), (0.85, 1.0), (0.92, 1.0)),
+    "yellow": ((51, 62), (0.75, 1.0), (0.9, 1.0)),
+    "green": ((95, 150), (0.6, 1.0), (0.45, 1.0)),
+    "blue": ((208, 244), (0.68, 1.0), (0.6, 1.0)),
+    "purple": ((270, 300), (0.6, 1.0), (0.45, 0.78)),
+    "pink": ((320, 350), (0.25, 0.6), (0.93, 1.0)),
+    "brown": ((14, 31), (0.58, 0.88), (0.34, 0.56)),
+    "black": ((0, 360), (0.0, 0.3), (0.0, 0.12)),
+    "white": ((0, 360), (0.0, 0.03), (0.95, 1.0)),
+}
+
+STYLES: tuple[str, ...] = ("solid", "outlined", "striped")
+STYLE_WORDS: tuple[tuple[str, ...], ...] = (
+    ("solid", "filled", "plain"),
+    ("outlined", "hollow"),
+    ("striped",),
+)
+
+# Pairs (colour, shape) that no training picture and no training text contains.
+HELD_OUT: frozenset[tuple[int, int]] = frozenset(
+    (COLOURS.index(colour), SHAPES.index(shape))
+    for colour, shape in (
+        ("purple", "star"),
+        ("green", "heart"),
+        ("orange", "cross"),
+        ("blue", "crescent"),
+        ("yellow", "arrow"),
+        ("pink", "diamond"),
+    )
+)
+
+# Words a user may say instead; (singular, plural).
+SYNONYMS: dict[str, tuple[str, str]] = {
+    "cross": ("plus sign", "plus signs"),
+    "crescent": ("moon", "moons"),
+    "semicircle": ("half circle", "half circles"),
+}
+ANY_NOUNS: tuple[tuple[str, str], ...] = (
+    ("shape", "shapes"),
+    ("object", "objects"),
+    ("thing", "things"),
+    ("figure", "figures"),
+)
+
+# Things that are never in a picture; asking for one must give nothing.
+FOREIGN_NOUNS: tuple[str, ...] = (
+    "dog", "cat", "car", "person", "tree", "house", "bird", "horse", "chair", "table", "bottle", "cup",
+    "face", "hand", "flower", "boat", "train", "bus", "phone", "book", "clock", "hat", "shoe", "ball",
+    "banana", "apple", "cake", "knife", "bear", "fish", "plane", "truck", "bicycle", "laptop", "mouse",
+    "traffic light", "stop sign", "hexagon", "pentagon", "octagon", "spiral", "letter", "number",
+)  # fmt: skip
+
+NUMBER_WORDS: tuple[str, ...] = (
+    "no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+)  # fmt: skip
+
+MAX_OBJECTS = 12
