@@ -1,0 +1,68 @@
+# `make demo` and `make test` do everything on a fresh machine with Python 3.11+, git and make.
+
+PYTHON ?= $(shell command -v python3.13 || command -v python3.12 || command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+SOURCES := kestrel_engine kestrel_grpc clients/python tests training benchmarks
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo serve test test-unit test-gpu check fmt lint types imports buf protos check-stubs wheels clean
+
+help: ## Show the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(INSTALLED): pyproject.toml clients/python/pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=…")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e 'clients/python[images,numpy]' -e '.[dev,telemetry]'
+	@touch $@
+
+install: $(INSTALLED) ## Make .venv with everything in it
+
+demo: $(INSTALLED) ## Serve the bundled model on the CPU, call every RPC, paint the answers into out/
+	$(BIN)/kestrel-grpc demo --output out
+
+serve: $(INSTALLED) ## Serve the bundled model on 127.0.0.1:50051
+	$(BIN)/kestrel-grpc serve
+
+test: $(INSTALLED) ## Run all tests but those that need a GPU
+	$(BIN)/python -m pytest
+
+test-unit: $(INSTALLED) ## Run the tests that take seconds
+	$(BIN)/python -m pytest -q -m "not slow and not golden" tests/engine tests/client tests/test_architecture.py
+
+test-gpu: ## Run the tests that need a CUDA device, with the Python at hand
+	python3 -m pytest -q -m gpu
+
+check: lint types imports buf ## Lint, format, types, import rules, protos
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check $(wildcard $(SOURCES))
+	$(BIN)/ruff check $(wildcard $(SOURCES))
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+imports: $(INSTALLED)
+	$(BIN)/lint-imports --no-cache
+
+buf: $(INSTALLED)
+	$(BIN)/buf lint
+	$(BIN)/buf format -d --exit-code
+	$(BIN)/buf breaking --against protos/released.binpb
+
+fmt: $(INSTALLED) ## Format the code and the protos
+	$(BIN)/ruff format $(wildcard $(SOURCES))
+	$(BIN)/ruff check --fix $(wildcard $(SOURCES))
+	$(BIN)/buf format -w
+
+protos: ## Generate the Python stubs anew
+	$(PYTHON) clients/python/generate_stubs.py
+
+wheels: $(INSTALLED) ## Build the wheels of both distributions into dist/
+	$(BIN)/python -m build -q --outdir dist clients/python
+	$(BIN)/python -m build -q --outdir dist .
+
+clean: ## Remove what the other targets made
+	rm -rf $(VENV) .venv-* build dist out *.egg-info clients/python/*.egg-info
