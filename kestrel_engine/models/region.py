@@ -55,7 +55,7 @@ class RegionModel:
 
     def size_logits(self, hidden: Tensor) -> Tensor:
         """Hidden [n, dim] -> [n, 2, size bins] float32: width, then height."""
-        return self.size_decoder(self._normed(hidden)).float().unflatten(-1, (2, -1))
+        return self.size_decoder(self._normed(hidden)).float().view(len(hidden), 2, -1)
 
     def _normed(self, hidden: Tensor) -> Tensor:
         return hidden if self.ln is None else self.ln(hidden)

@@ -33,8 +33,10 @@ class VisionBlock:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_crops, patches, enc_dim] in and out."""
-        qkv = self.qkv(self.ln1(x)).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2])
+        crops, patch_count, dim = x.shape
+        qkv = self.qkv(self.ln1(x)).view(crops, patch_count, 3, self.n_heads, dim // self.n_heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v)
         x = x + self.proj(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.ln2(x))
 
@@ -57,16 +59,19 @@ class VisionModel:
         [grid * grid, proj_out_dim] per picture.
         """
         needed = [crops[:1] if tiling == (1, 1) else crops for crops, tiling in pictures]
-        features = self.encode_crops(torch.cat(needed)).split([len(crops) for crops in needed])
-        embeddings = []
-        for of_picture, (_, tiling) in zip(features, pictures, strict=True):
+        features = self.encode_crops(torch.cat(needed))
+        embeddings, begin = [], 0
+        for crops, (_, tiling) in zip(needed, pictures, strict=True):
+            of_picture = features[begin : begin + len(crops)]
+            begin += len(crops)
             local = of_picture if tiling == (1, 1) else of_picture[1:]
             embeddings.append(self.project(of_picture[0], self.pool(self.stitch(local, tiling))))
         return embeddings
 
     def encode_crops(self, crops: Tensor) -> Tensor:
         """[n, crop_size, crop_size, 3] uint8 on any device -> [n, patches, enc_dim], after the last LayerNorm."""
-        return torch.cat([self._encode_pass(part) for part in crops.split(CROPS_PER_PASS)])
+        passes = range(0, len(crops), CROPS_PER_PASS)
+        return torch.cat([self._encode_pass(crops[i : i + CROPS_PER_PASS]) for i in passes])
 
     def _encode_pass(self, crops: Tensor) -> Tensor:
         weight = self.patch_emb.weight
@@ -81,7 +86,7 @@ class VisionModel:
         grid, margin = self.config.grid, self.config.overlap_margin
         th, tw = tiling
         assert local.shape[:2] == (th * tw, grid * grid), (tuple(local.shape), tiling, grid)
-        tiles = local.unflatten(1, (grid, grid)).unflatten(0, (th, tw))
+        tiles = local.view(th, tw, grid, grid, -1)
         rows = []
         for i in range(th):
             top, bottom = _kept(i, th, grid, margin)
@@ -106,8 +111,10 @@ class VisionModel:
 
 def patches(crops: Tensor, size: int) -> Tensor:
     """[n, S, S, 3] uint8 -> [n, (S / size)^2, 3 * size^2] float32 in [-1, 1]; in a patch: channel, row, column."""
-    cells = crops.unflatten(2, (-1, size)).unflatten(1, (-1, size))
-    return (cells.permute(0, 1, 3, 5, 2, 4).flatten(3).flatten(1, 2).float() / 255 - 0.5) / 0.5
+    n, side, _, channels = crops.shape
+    cells = crops.view(n, side // size, size, side // size, size, channels)
+    rows = cells.permute(0, 1, 3, 5, 2, 4).reshape(n, -1, channels * size * size)
+    return (rows.float() / 255 - 0.5) / 0.5
 
 
 def _kept(index: int, count: int, grid: int, margin: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from ..models.moondream import Moondream
 from ..models.region import coord_of_bin, size_of_bins
 from ..requests import Coord, PreparedImage, Size
 from ..step import Row, RuntimeLimits, SampleSpec, StepPlan, StepResult, StepToken
-from .batch import build_batch
+from .batch import Batch, build_batch
 from .kv_cache import KvCache
 from .protocol import StepHandle
 from .sampler import sample
@@ -138,11 +138,15 @@ class TorchRuntime:
     def hidden(self, rows: Sequence[Row]) -> Tensor:
         """One forward pass: stores the rows' keys and values and returns [num_rows, dim], the residual stream before
         ``post_ln`` at each row's last position. ``model.text.logits`` and the region heads read it."""
+        batch = self.batch(rows)
+        return self.model.text(batch.embeddings, batch.positions, batch.attention)[batch.last]
+
+    def batch(self, rows: Sequence[Row]) -> Batch:
+        """The rows as one pass's input, against this runtime's pool and pictures."""
         assert self._cache is not None, "the runtime is closed"
         for row in rows:
             self._check(row)
-        batch = build_batch(rows, self.model, self._cache, self._images)
-        return self.model.text(batch.embeddings, batch.positions, batch.attention)[batch.last]
+        return build_batch(rows, self.model, self._cache, self._images)
 
     def _check(self, row: Row) -> None:
         limits = self._limits
