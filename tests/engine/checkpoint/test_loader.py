@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from kestrel_engine.checkpoint.expected import expected_tensors
 from kestrel_engine.checkpoint.loader import load_checkpoint
@@ -50,20 +50,18 @@ def test_both_schemes_load_alike_bit_for_bit(
     assert len(fingerprints) == 1 and len(fingerprints.pop()) == 64
 
 
-def test_the_stored_reference_loads_under_its_other_names(tmp_path, goldens):
-    from safetensors.torch import load_file
-
+def test_the_stored_reference_loads_under_its_other_names(tmp_path, golden_folder, golden_names):
     for model in ("md2", "md3"):
-        stored = load_file(goldens / model / "model.safetensors")
-        entries = json.loads((goldens / model / "tensor_names.json").read_text())["tensors"]
+        folder = golden_folder(model)
+        stored = load_file(folder / "model.safetensors")
         other = {
-            e["other_layout"]: stored[e["name"]].t()
-            if "other_layout_is" in e
-            else stored[e["name"]]
-            for e in entries
+            entry["other_layout"]: stored[entry["name"]].t()
+            if "other_layout_is" in entry
+            else stored[entry["name"]]
+            for entry in golden_names(model)
         }
-        raw = json.loads((goldens / model / "config.json").read_text())
-        left = load_checkpoint(goldens / model)
+        raw = json.loads((folder / "config.json").read_text())
+        left = load_checkpoint(folder)
         right = load_checkpoint(save(tmp_path / model, other, raw))
         assert same(right.tensors, left.tensors, torch.float32)
         assert right.fingerprint == left.fingerprint

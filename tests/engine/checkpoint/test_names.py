@@ -21,12 +21,9 @@ def test_every_released_name_of_either_scheme_is_known(family: Family, schemes) 
         assert detect_family(found.tensors) == family
 
 
-def test_the_stored_reference_names_agree(goldens) -> None:
-    import json
-
+def test_the_stored_reference_names_agree(golden_names) -> None:
     for model in ("md2", "md3"):
-        entries = json.loads((goldens / model / "tensor_names.json").read_text())["tensors"]
-        for entry in entries:
+        for entry in golden_names(model):
             canonical = entry["name"].removeprefix("model.")
             other = map_names([entry["other_layout"]]).tensors
             part = Part.TRANSPOSED if entry.get("other_layout_is") == "transposed" else Part.WHOLE
