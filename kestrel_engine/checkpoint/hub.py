@@ -46,6 +46,11 @@ class Hub:
         self._online: bool | None = None
         self._offline_reason = ""
 
+    @property
+    def online(self) -> bool:
+        """False once the hub did not answer; from then on only the cache is used."""
+        return self._online is not False
+
     def fetch(self, file: HubFile) -> Path:
         """The file's path in the cache, downloaded if need be."""
         try:

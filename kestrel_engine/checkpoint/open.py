@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import RuntimeConfig
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DownloadError
 from ..model_config import ModelConfig, parse_model_config
 from .catalog import HubFile, ModelSource, resolve
 from .config_file import NAME as CONFIG_NAME
@@ -108,9 +108,22 @@ def _download(source: ModelSource, runtime: RuntimeConfig, hub: Hub) -> tuple[Pa
     raw = read_config(config_path) if config_path is not None else {}
     if source.family is not None or states_numbers(raw):
         check_fits(runtime, parse_model_config(raw, family=source.family))
-    tokenizer = None
-    if isinstance(source.tokenizer, HubFile):
-        hub.fetch(source.tokenizer)
-    elif source.tokenizer is None:
-        tokenizer = hub.fetch_optional(beside(TOKENIZER_NAME))
-    return hub.fetch_checkpoint(checkpoint), tokenizer
+    problems: list[str] = []
+    tokenizer = weights = None
+    try:
+        if isinstance(source.tokenizer, HubFile):
+            tokenizer = hub.fetch(source.tokenizer)
+        elif source.tokenizer is None:
+            tokenizer = hub.fetch_optional(beside(TOKENIZER_NAME))
+    except DownloadError as error:
+        if hub.online:
+            raise
+        # Without network nothing is waited for: tell all that is absent at once.
+        problems.append(str(error))
+    try:
+        weights = hub.fetch_checkpoint(checkpoint)
+    except DownloadError as error:
+        problems.append(str(error))
+    if weights is None or problems:
+        raise DownloadError("; ".join(problems))
+    return weights, tokenizer

@@ -172,6 +172,14 @@ def test_index_and_shards_come_together(stand: Stand, hub: Hub) -> None:
     assert hub.fetch_optional(HubFile(REPO, "main", "config.json")) is None
 
 
+def test_shards_in_a_folder_of_the_repository(stand: Stand, hub: Hub) -> None:
+    index = {"weight_map": {"a": "m-1.safetensors"}}
+    stand.add("sub/w.safetensors.index.json", json.dumps(index).encode())
+    stand.add("sub/m-1.safetensors", b"1")
+    path = hub.fetch_checkpoint(HubCheckpoint(REPO, "main", "sub/w.safetensors.index.json"))
+    assert (path.parent / "m-1.safetensors").read_bytes() == b"1"
+
+
 def test_the_single_file_is_the_second_choice_and_then_a_name_is_asked_for(
     stand: Stand, hub: Hub
 ) -> None:

@@ -327,3 +327,22 @@ def test_too_little_memory_is_said_before_anything_is_read(tmp_path, raw_of):
     ):
         load_checkpoint(tmp_path, config=config, progress=lambda *report: seen.append(report))
     assert not seen
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_device_gets_the_same_values(
+    tmp_path, family: Family, config_of, random_of, raw_of, schemes
+):
+    wanted = random_of(config_of(family))
+    folder = save(tmp_path / "m", schemes["b"](wanted), raw_of(family))
+    for dtype in (BF16, torch.float16, torch.float32):
+        on_cpu = load_checkpoint(folder, dtype=dtype)
+        on_cuda = load_checkpoint(folder, dtype=dtype, device="cuda")
+        assert all(tensor.is_cuda for tensor in on_cuda.tensors.values())
+        assert same({k: v.cpu() for k, v in on_cuda.tensors.items()}, on_cpu.tensors, dtype)
+        assert on_cuda.fingerprint == on_cpu.fingerprint
+    wanted["text.wte"][0, 0] = float("nan")
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(save(tmp_path / "n", wanted, raw_of(family)), device="cuda")
+    assert caught.value.nonfinite == ("text.wte",)

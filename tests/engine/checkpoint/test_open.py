@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from kestrel_engine.checkpoint.catalog import BUNDLED
 from kestrel_engine.checkpoint.hub import Hub
 from kestrel_engine.checkpoint.open import load_weights, open_model
 from kestrel_engine.config import RuntimeConfig
@@ -89,6 +90,18 @@ def test_weights_of_a_released_vocabulary_fall_back_to_the_released_tokenizer(
     assert open_model(RuntimeConfig(model_path=tmp_path), hub=offline).files
 
 
+def test_without_network_all_that_a_released_model_lacks_is_told_at_once(offline):
+    with pytest.raises(DownloadError) as caught:
+        open_model(RuntimeConfig(model="moondream2"), hub=offline)
+    for word in (
+        "hf download moondream/starmie-v1 --revision 35192e10a54e36eabe0a7cc57a2c1aab371cafc5",
+        "hf download vikhyatk/moondream2 --revision 2025-06-21",
+        "--weights",
+        "--tokenizer",
+    ):
+        assert word in str(caught.value)
+
+
 def test_wrong_tensors_are_told_when_loading(folder, random_of, config_of):
     tensors = random_of(config_of("moondream3"))
     del tensors["text.wte"]
@@ -97,6 +110,16 @@ def test_wrong_tensors_are_told_when_loading(folder, random_of, config_of):
     with pytest.raises(CheckpointError) as caught:
         load_weights(opened, dtype=torch.float32, device="cpu")
     assert caught.value.missing == ("text.wte",)
+
+
+def test_the_bundled_model_opens_and_loads_by_default():
+    if not (BUNDLED / "kestrel_tiny/model.safetensors").is_file():
+        pytest.skip("kestrel-tiny is not in this checkout")
+    opened = open_model(RuntimeConfig())
+    assert opened.name == "kestrel-tiny" and opened.config.family == "moondream3"
+    assert opened.config.text.tau_attn and opened.config.text.moe is not None
+    loaded = load_weights(opened, dtype=torch.float32, device="cpu")
+    assert loaded.tensors["text.wte"].shape[0] == opened.config.text.vocab_size
 
 
 def test_opening_needs_no_torch(folder):
