@@ -1,0 +1,185 @@
+"""What counts as a picture, and its way into a message.
+
+numpy and Pillow are never imported to send: an array or a Pillow image is recognised by what it offers. Arrays and
+Pillow images are sent as raw pixels, or as PNG where raw pixels would not fit into a message: losslessly either way.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
+
+from ._pb.kestrel.v1 import common_pb2
+from .errors import InvalidImageError, MissingDependencyError, RequestTooLargeError
+
+if TYPE_CHECKING:
+    import PIL.Image
+
+
+@runtime_checkable
+class PixelArray(Protocol):
+    """As much of a numpy array as is needed: uint8, [height, width], or [height, width, 1, 3 (RGB) or 4 (RGBA)]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+    def tobytes(self) -> bytes: ...
+
+
+ImageInput: TypeAlias = (
+    "str | os.PathLike[str] | bytes | bytearray | memoryview | PixelArray | PIL.Image.Image"
+)
+"""A picture: path of a file, contents of a file, array of pixels, or Pillow image."""
+
+_ARRAY_FORMATS = {
+    1: common_pb2.PIXEL_FORMAT_GRAY8,
+    3: common_pb2.PIXEL_FORMAT_RGB8,
+    4: common_pb2.PIXEL_FORMAT_RGBA8,
+}
+_PILLOW_FORMATS = {
+    "L": common_pb2.PIXEL_FORMAT_GRAY8,
+    "RGB": common_pb2.PIXEL_FORMAT_RGB8,
+    "RGBA": common_pb2.PIXEL_FORMAT_RGBA8,
+}
+_ENVELOPE_BYTES = 64 * 1024
+"""Room kept for what a message holds beside the picture."""
+
+
+def to_image(image: ImageInput, max_message_bytes: int) -> common_pb2.Image:
+    """The picture as a message; waits for the file system if it is a path.
+
+    Raises InvalidImageError for what is no picture, RequestTooLargeError for what would not fit into
+    ``max_message_bytes`` (files are measured before they are read).
+    """
+    if isinstance(image, (str, os.PathLike)):
+        return common_pb2.Image(encoded=_read(Path(image), max_message_bytes))
+    if isinstance(image, (bytes, bytearray, memoryview)):
+        data = bytes(image)
+        if not data:
+            raise InvalidImageError("the picture has no bytes")
+        return common_pb2.Image(encoded=data)
+    if is_pillow(image):
+        return _from_pillow(image, max_message_bytes)
+    if isinstance(image, PixelArray):
+        return _from_array(image, max_message_bytes)
+    raise InvalidImageError(
+        f"a picture must be a path, bytes, a uint8 array or a Pillow image, not {type(image).__name__}"
+    )
+
+
+def to_pillow(image: ImageInput) -> PIL.Image.Image:
+    """The picture upright, as a new RGB Pillow image. Raises MissingDependencyError without Pillow."""
+    pillow, ops = _pillow()
+    try:
+        if isinstance(image, (str, os.PathLike)):
+            with pillow.open(image) as opened:
+                upright = ops.exif_transpose(opened)
+        elif isinstance(image, (bytes, bytearray, memoryview)):
+            with pillow.open(io.BytesIO(image)) as opened:
+                upright = ops.exif_transpose(opened)
+        elif is_pillow(image):
+            upright = ops.exif_transpose(image)
+        elif isinstance(image, PixelArray):
+            height, width, channels = _array_shape(image)
+            mode = {1: "L", 3: "RGB", 4: "RGBA"}[channels]
+            upright = pillow.frombytes(mode, (width, height), image.tobytes())
+        else:
+            raise InvalidImageError(f"not a picture: {type(image).__name__}")
+    except OSError as error:
+        raise InvalidImageError(f"Pillow can't read the picture: {error}") from error
+    if upright.mode.startswith("I;16"):
+        upright = upright.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+    # Always a copy: what is painted on it does not reach the caller's picture.
+    rgb: PIL.Image.Image = upright.convert("RGB")
+    return rgb
+
+
+def is_pillow(image: object) -> TypeGuard[PIL.Image.Image]:
+    module = sys.modules.get("PIL.Image")
+    return module is not None and isinstance(image, module.Image)
+
+
+def _pillow() -> tuple[Any, Any]:
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise MissingDependencyError(
+            "this needs Pillow: pip install 'kestrel-client[images]'"
+        ) from error
+    return Image, ImageOps
+
+
+def _read(path: Path, limit: int) -> bytes:
+    try:
+        size = path.stat().st_size
+        if size > limit:
+            raise RequestTooLargeError(size, limit)
+        data = path.read_bytes()
+    except OSError as error:
+        raise InvalidImageError(f"can't read {path}: {error.strerror or error}") from error
+    if not data:
+        raise InvalidImageError(f"{path} is empty")
+    return data
+
+
+def _from_array(array: PixelArray, limit: int) -> common_pb2.Image:
+    height, width, channels = _array_shape(array)
+    size = height * width * channels
+    if size + _ENVELOPE_BYTES > limit:
+        try:
+            return _png(to_pillow(array), size, limit)
+        except MissingDependencyError as error:
+            raise RequestTooLargeError(size, limit) from error
+    raw = common_pb2.RawImage(
+        data=array.tobytes(), width=width, height=height, format=_ARRAY_FORMATS[channels]
+    )
+    return common_pb2.Image(raw=raw)
+
+
+def _array_shape(array: PixelArray) -> tuple[int, int, int]:
+    shape = tuple(int(n) for n in array.shape)
+    if len(shape) == 2:
+        shape = (*shape, 1)
+    if str(array.dtype) != "uint8" or len(shape) != 3 or shape[2] not in _ARRAY_FORMATS:
+        raise InvalidImageError(
+            "an array must be uint8 of shape [height, width] or [height, width, 1, 3 or 4], "
+            f"not {array.dtype} of shape {list(array.shape)}"
+        )
+    if 0 in shape:
+        raise InvalidImageError(f"the array is empty: shape {list(array.shape)}")
+    return shape
+
+
+def _from_pillow(image: Any, limit: int) -> common_pb2.Image:
+    _, ops = _pillow()
+    upright = ops.exif_transpose(image)
+    if upright.mode.startswith("I;16"):
+        # The server reduces 16 bit to 8 as it does for files; Pillow's own conversion would clip.
+        return _png(upright, 2 * upright.width * upright.height, limit)
+    if upright.mode not in _PILLOW_FORMATS:
+        has_alpha = upright.mode in ("LA", "PA", "La", "RGBa") or "transparency" in upright.info
+        upright = upright.convert("RGBA" if has_alpha else "RGB")
+    size = upright.width * upright.height * len(upright.getbands())
+    if size + _ENVELOPE_BYTES > limit:
+        return _png(upright, size, limit)
+    raw = common_pb2.RawImage(
+        data=upright.tobytes(),
+        width=upright.width,
+        height=upright.height,
+        format=_PILLOW_FORMATS[upright.mode],
+    )
+    return common_pb2.Image(raw=raw)
+
+
+def _png(image: Any, raw_size: int, limit: int) -> common_pb2.Image:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    if buffer.tell() > limit:
+        raise RequestTooLargeError(min(raw_size, buffer.tell()), limit)
+    return common_pb2.Image(encoded=buffer.getvalue())

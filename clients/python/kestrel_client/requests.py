@@ -1,0 +1,233 @@
+"""From arguments to messages, the same for both clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar
+
+from google.protobuf.message import Message
+
+from ._pb.kestrel.v1 import common_pb2
+from ._pb.kestrel.v1 import vision_service_pb2 as pb
+from .connection import Connection, Metadata
+from .errors import InvalidRequestError, RequestTooLargeError
+from .geometry import SpatialRef, to_spatial_refs
+from .images import ImageInput, to_image
+from .results import (
+    CaptionResult,
+    DetectResult,
+    MaskFormat,
+    PointResult,
+    QueryResult,
+    Result,
+    SegmentResult,
+    caption_result,
+    detect_result,
+    point_result,
+    query_result,
+    segment_result,
+)
+
+CaptionLength: TypeAlias = Literal["short", "normal", "long"]
+Priority: TypeAlias = Literal["low", "normal", "high"]
+
+
+class CallOptions(TypedDict, total=False):
+    """What every skill takes beside its own arguments. What is left out, or None, is the server's to decide."""
+
+    temperature: float | None
+    """0 is greedy; in [0, 100]."""
+    top_p: float | None
+    """In (0, 1]."""
+    top_k: int | None
+    """At least 0; 0 keeps all tokens."""
+    max_tokens: int | None
+    """Most tokens to generate, at least 1."""
+    seed: int | None
+    """In [0, 2^64): the same seed and request give the same result."""
+    model: str | None
+    """Name of the model that must answer."""
+    request_id: str | None
+    """Your name for the request: 1 to 128 visible ASCII characters."""
+    priority: Priority | None
+    """How urgent the request is compared with others that wait."""
+    timeout: float | None
+    """Seconds for the whole call; default: the client's."""
+    metadata: Metadata | None
+    """Sent with the call, after the client's own."""
+
+
+_CAPTION_LENGTHS = {
+    "short": pb.CAPTION_LENGTH_SHORT,
+    "normal": pb.CAPTION_LENGTH_NORMAL,
+    "long": pb.CAPTION_LENGTH_LONG,
+}
+_PRIORITIES = {
+    "low": common_pb2.PRIORITY_LOW,
+    "normal": common_pb2.PRIORITY_NORMAL,
+    "high": common_pb2.PRIORITY_HIGH,
+}
+_MASK_FORMATS = {
+    "none": pb.MASK_FORMAT_NONE,
+    "svg": pb.MASK_FORMAT_SVG,
+    "png": pb.MASK_FORMAT_PNG,
+    "rle": pb.MASK_FORMAT_RLE,
+}
+_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+
+_STREAM_WRAPPER_BYTES = 16
+"""What a stream's request adds around the request: a tag and a length."""
+
+_Q = TypeVar("_Q", bound=Message)
+_R = TypeVar("_R", bound=Result)
+_E = TypeVar("_E")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared(Generic[_Q, _R]):
+    """A request ready to be sent, and how to read its answer (the response message of its method)."""
+
+    request: _Q
+    read_result: Callable[[Any], _R]
+    timeout: float | None
+    metadata: tuple[tuple[str, str | bytes], ...]
+
+
+class Preparer:
+    """Makes requests for one connection. Every method waits for the file system if the picture is a path.
+
+    All raise InvalidRequestError for what can't be sent.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def query(
+        self,
+        image: ImageInput | None,
+        question: str,
+        reasoning: bool | None,
+        spatial_refs: Iterable[SpatialRef],
+        options: CallOptions,
+    ) -> Prepared[pb.QueryRequest, QueryResult]:
+        request = _build(
+            pb.QueryRequest,
+            image=None if image is None else self._image(image),
+            question=question,
+            reasoning=reasoning,
+            spatial_refs=to_spatial_refs(spatial_refs),
+            **_shared(options),
+        )
+        return self._prepared(request, lambda reply: query_result(reply, image), options)
+
+    def caption(
+        self, image: ImageInput, length: CaptionLength, options: CallOptions
+    ) -> Prepared[pb.CaptionRequest, CaptionResult]:
+        request = _build(
+            pb.CaptionRequest,
+            image=self._image(image),
+            length=_choice("length", length, _CAPTION_LENGTHS),
+            **_shared(options),
+        )
+        return self._prepared(request, lambda reply: caption_result(reply, image), options)
+
+    def point(
+        self,
+        image: ImageInput,
+        object: str,
+        max_objects: int | None,
+        spatial_refs: Iterable[SpatialRef],
+        options: CallOptions,
+    ) -> Prepared[pb.PointRequest, PointResult]:
+        request = _build(
+            pb.PointRequest,
+            image=self._image(image),
+            object=object,
+            max_objects=max_objects,
+            spatial_refs=to_spatial_refs(spatial_refs),
+            **_shared(options),
+        )
+        return self._prepared(request, lambda reply: point_result(reply, image, object), options)
+
+    def detect(
+        self, image: ImageInput, object: str, max_objects: int | None, options: CallOptions
+    ) -> Prepared[pb.DetectRequest, DetectResult]:
+        request = _build(
+            pb.DetectRequest,
+            image=self._image(image),
+            object=object,
+            max_objects=max_objects,
+            **_shared(options),
+        )
+        return self._prepared(request, lambda reply: detect_result(reply, image, object), options)
+
+    def segment(
+        self,
+        image: ImageInput,
+        object: str,
+        spatial_refs: Iterable[SpatialRef],
+        mask: MaskFormat,
+        options: CallOptions,
+    ) -> Prepared[pb.SegmentRequest, SegmentResult]:
+        request = _build(
+            pb.SegmentRequest,
+            image=self._image(image),
+            object=object,
+            spatial_refs=to_spatial_refs(spatial_refs),
+            mask_format=_choice("mask", mask, _MASK_FORMATS),
+            **_shared(options),
+        )
+        return self._prepared(request, lambda reply: segment_result(reply, image, object), options)
+
+    def _image(self, image: ImageInput) -> common_pb2.Image:
+        return to_image(image, self._connection.max_message_bytes)
+
+    def _prepared(
+        self, request: _Q, read_result: Callable[[Any], _R], options: CallOptions
+    ) -> Prepared[_Q, _R]:
+        size, limit = request.ByteSize() + _STREAM_WRAPPER_BYTES, self._connection.max_message_bytes
+        if size > limit:
+            raise RequestTooLargeError(size, limit)
+        timeout = options.get("timeout")
+        return Prepared(
+            request,
+            read_result,
+            self._connection.timeout if timeout is None else timeout,
+            self._connection.call_metadata(options.get("metadata")),
+        )
+
+
+def _shared(options: CallOptions) -> dict[str, Any]:
+    """Sampling and options as fields of a request; neither is set if nothing in it is."""
+    unknown = options.keys() - CallOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"unexpected keyword argument {sorted(unknown)[0]!r}")
+    given = {name: value for name, value in options.items() if value is not None}
+    sampling: dict[str, object] = {name: given[name] for name in _SAMPLING if name in given}
+    handling: dict[str, object] = {n: given[n] for n in ("model", "request_id") if n in given}
+    if "priority" in given:
+        handling["priority"] = _choice("priority", given["priority"], _PRIORITIES)
+    return {
+        "sampling": _build(common_pb2.Sampling, **sampling) if sampling else None,
+        "options": _build(common_pb2.RequestOptions, **handling) if handling else None,
+    }
+
+
+def _choice(name: str, value: object, choices: Mapping[str, _E]) -> _E:
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidRequestError(f"{name}: {value!r} is not one of {', '.join(choices)}")
+    return choices[value]
+
+
+def _build(kind: Callable[..., _Q], **values: Any) -> _Q:
+    """Each field that protobuf refuses (a wrong type, a number out of the field's range) is named in the error."""
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        for name, value in values.items():
+            try:
+                kind(**{name: value})
+            except (TypeError, ValueError):
+                raise InvalidRequestError(f"{name}: {error}") from error
+        raise InvalidRequestError(str(error)) from error

@@ -1,0 +1,305 @@
+"""What the skills give: frozen dataclasses, read from the messages.
+
+``to_dict()`` gives plain values for JSON. ``draw()`` and ``save()`` paint the result on the picture (Pillow needed).
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from ._pb.kestrel.v1 import common_pb2, vision_service_pb2
+from .errors import InvalidImageError
+from .geometry import Box, ImageSize, Point, from_box, from_point
+from .images import ImageInput
+
+if TYPE_CHECKING:
+    import PIL.Image
+
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "unknown"]
+"""Why generation ended: by itself, at a limit, given up; "unknown" from a server newer than this client."""
+
+MaskFormat: TypeAlias = Literal["none", "svg", "png", "rle"]
+
+_FINISH_REASONS: dict[int, FinishReason] = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_CANCELLED: "cancelled",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Positions of the model's context that a request used."""
+
+    input_tokens: int = 0
+    """Positions of the prompt: text, picture and spatial references."""
+    output_tokens: int = 0
+    """Tokens generated, reasoning and spatial tokens included."""
+    cached_tokens: int = 0
+    """Of input_tokens, those reused from a cache."""
+    image_tokens: int = 0
+    """Of input_tokens, those of the picture."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Where the time of a request went on the server, in milliseconds."""
+
+    queue_time_ms: float = 0.0
+    preprocess_time_ms: float = 0.0
+    prefill_time_ms: float = 0.0
+    """Start of the computation to the first token, vision included."""
+    decode_time_ms: float = 0.0
+    """First token to the last."""
+    ttft_ms: float = 0.0
+    """Acceptance to the first token."""
+    processing_time_ms: float = 0.0
+    """Total less queue."""
+    total_time_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What all results have in common."""
+
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    model: str
+    """Name of the model that answered."""
+    request_id: str
+    image_size: ImageSize | None
+    """Width and height in pixels of the upright picture that coordinates refer to; None without a picture."""
+    seed: int
+    """Seed of the draw; sent again it gives the same result."""
+    source: ImageInput | None = field(default=None, repr=False, compare=False)
+    """The picture as it was given to the call; what ``draw()`` paints on."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that ``json.dumps`` takes; the skill's own first. ``source`` is left out."""
+        common = {f.name for f in fields(Result)}
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in common}
+        shared = {f.name: getattr(self, f.name) for f in fields(Result) if f.name != "source"}
+        return {name: _plain(value) for name, value in {**own, **shared}.items()}
+
+    def draw(self, image: ImageInput | None = None) -> PIL.Image.Image:
+        """The picture with the result painted on it, as a new Pillow image.
+
+        ``image``: the picture to paint on; default: the one that was sent. Raises MissingDependencyError without
+        Pillow, InvalidImageError if there is no picture or Pillow can't read it.
+        """
+        from . import drawing  # needs Pillow, which sending does not
+
+        picture = self.source if image is None else image
+        if picture is None:
+            raise InvalidImageError("there is no picture to draw on: pass one")
+        return drawing.draw(self, picture)
+
+    def save(self, path: str | os.PathLike[str], image: ImageInput | None = None) -> None:
+        """Writes ``draw(image)`` to a file, in the format that its name ends with."""
+        self.draw(image).save(path)
+
+
+@dataclass(frozen=True, slots=True)
+class GroundingSpan:
+    """A span of the reasoning that refers to places in the picture; ``text[start:end]`` is the span."""
+
+    start: int
+    end: int
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What the model thought before it answered."""
+
+    text: str
+    grounding: tuple[GroundingSpan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryResult(Result):
+    """The answer to a question."""
+
+    answer: str
+    reasoning: Reasoning | None = None
+    """None unless it was asked for."""
+
+    @property
+    def grounding(self) -> tuple[GroundingSpan, ...]:
+        """Spans of the reasoning that refer to places; empty without reasoning."""
+        return () if self.reasoning is None else self.reasoning.grounding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptionResult(Result):
+    """A description."""
+
+    caption: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PointResult(Result):
+    """The centres of objects. ``object``: what was asked for."""
+
+    object: str
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetectResult(Result):
+    """The bounding boxes of objects. ``object``: what was asked for."""
+
+    object: str
+    objects: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """A drawn mask of the picture's size, in the encoding that was asked for."""
+
+    format: MaskFormat
+    width: int
+    height: int
+    svg: str = ""
+    """For "svg": a document whose viewBox is the picture in pixels, the object white on nothing."""
+    png: bytes = field(default=b"", repr=False)
+    """For "png": a file of one channel, 255 inside and 0 outside."""
+    rle: tuple[int, ...] = field(default=(), repr=False)
+    """For "rle": run lengths as COCO counts them: column by column, outside first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentResult(Result):
+    """The outline of an object. ``object``: what was asked for."""
+
+    object: str
+    svg_path: str
+    """SVG path data in coordinates relative to ``box``, each from 0 to 1; empty if the model found nothing."""
+    box: Box | None
+    mask: Mask | None = None
+    """Set if a mask was asked for and there is an outline."""
+    parse_error: str | None = None
+    """Why the model's path can't be read; None if it can."""
+
+    def to_mask(self, size: tuple[int, int] | None = None) -> PIL.Image.Image:
+        """The outline as a Pillow image of mode "L": 255 inside, 0 outside.
+
+        ``size``: width and height in pixels; default: the picture's. Raises MissingDependencyError without Pillow.
+        """
+        from . import drawing
+
+        return drawing.mask_image(self, size or self.image_size or (0, 0))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, ImageSize):
+        return {"width": value.width, "height": value.height}
+    if isinstance(value, Mask):
+        data = {"svg": value.svg, "png": _base64(value.png), "rle": list(value.rle)}
+        return {
+            "format": value.format,
+            "width": value.width,
+            "height": value.height,
+            value.format: data[value.format],
+        }
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    return value
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+_Response: TypeAlias = (
+    vision_service_pb2.QueryResponse
+    | vision_service_pb2.CaptionResponse
+    | vision_service_pb2.PointResponse
+    | vision_service_pb2.DetectResponse
+    | vision_service_pb2.SegmentResponse
+)
+
+
+def _common(response: _Response, source: ImageInput | None) -> dict[str, Any]:
+    usage, timings = response.usage, response.timings
+    size = response.image_size
+    return {
+        "finish_reason": _FINISH_REASONS.get(response.finish_reason, "unknown"),
+        "usage": Usage(**{f.name: getattr(usage, f.name) for f in fields(Usage)}),
+        "timings": Timings(**{f.name: getattr(timings, f.name) for f in fields(Timings)}),
+        "model": response.model,
+        "request_id": response.request_id,
+        "image_size": ImageSize(size.width, size.height)
+        if response.HasField("image_size")
+        else None,
+        "seed": response.seed,
+        "source": source,
+    }
+
+
+def query_result(
+    response: vision_service_pb2.QueryResponse, source: ImageInput | None
+) -> QueryResult:
+    reasoning = None
+    if response.HasField("reasoning"):
+        reasoning = Reasoning(
+            response.reasoning.text,
+            tuple(
+                GroundingSpan(span.start, span.end, tuple(map(from_point, span.points)))
+                for span in response.reasoning.grounding
+            ),
+        )
+    return QueryResult(answer=response.answer, reasoning=reasoning, **_common(response, source))
+
+
+def caption_result(
+    response: vision_service_pb2.CaptionResponse, source: ImageInput | None
+) -> CaptionResult:
+    return CaptionResult(caption=response.caption, **_common(response, source))
+
+
+def point_result(
+    response: vision_service_pb2.PointResponse, source: ImageInput | None, object: str
+) -> PointResult:
+    points = tuple(map(from_point, response.points))
+    return PointResult(object=object, points=points, **_common(response, source))
+
+
+def detect_result(
+    response: vision_service_pb2.DetectResponse, source: ImageInput | None, object: str
+) -> DetectResult:
+    boxes = tuple(map(from_box, response.objects))
+    return DetectResult(object=object, objects=boxes, **_common(response, source))
+
+
+def segment_result(
+    response: vision_service_pb2.SegmentResponse, source: ImageInput | None, object: str
+) -> SegmentResult:
+    return SegmentResult(
+        object=object,
+        svg_path=response.svg_path,
+        box=from_box(response.box) if response.HasField("box") else None,
+        mask=_mask(response.mask) if response.HasField("mask") else None,
+        parse_error=response.parse_error if response.HasField("parse_error") else None,
+        **_common(response, source),
+    )
+
+
+def _mask(message: vision_service_pb2.Mask) -> Mask | None:
+    encoding = message.WhichOneof("encoding")
+    if encoding is None:
+        return None
+    return Mask(
+        encoding,
+        message.width,
+        message.height,
+        svg=message.svg,
+        png=message.png,
+        rle=tuple(message.rle.counts),
+    )

@@ -1,0 +1,187 @@
+"""Every skill, sync and async, unary and streaming: what goes out and what comes back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kestrel_client import (
+    AsyncKestrelClient,
+    Box,
+    ImageSize,
+    KestrelClient,
+    PathPiece,
+    Point,
+    ReasoningDelta,
+    Result,
+    TextDelta,
+)
+from kestrel_client._pb.kestrel.v1 import common_pb2, vision_service_pb2
+
+ANSWER = "Two red circles – één is größer. 👍"
+REASONING = "I see 👀 a circle here."
+POINTS = (Point(0.25, 0.5), Point(0.75, 0.125))
+BOXES = (Box(0.125, 0.25, 0.5, 0.75), Box(0.5, 0.5, 1.0, 1.0))
+SVG_PATH = "M 0 0 L 1 0 L 1 1 L 0 1 z"
+PICTURE = b"not decoded by anybody here"
+
+# Skill, arguments, what of the result is the skill's own.
+CASES: list[tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = [
+    ("query", (PICTURE, "How many?"), {}, {"answer": ANSWER, "reasoning": None, "grounding": ()}),
+    ("caption", (PICTURE, "short"), {}, {"caption": ANSWER}),
+    ("point", (PICTURE, "circle"), {"max_objects": 3}, {"points": POINTS, "object": "circle"}),
+    ("detect", (PICTURE, "circle"), {}, {"objects": BOXES, "object": "circle"}),
+    ("segment", (PICTURE, "circle"), {}, {"svg_path": SVG_PATH, "box": BOXES[0], "mask": None}),
+]
+EVENTS: dict[str, list[Any]] = {
+    "query": [TextDelta(t, i + 1) for i, t in enumerate(ANSWER.replace(" ", " \0").split("\0"))],
+    "caption": [TextDelta(t, i + 1) for i, t in enumerate(ANSWER.replace(" ", " \0").split("\0"))],
+    "point": list(POINTS),
+    "detect": list(BOXES),
+    "segment": [BOXES[0], *map(PathPiece, ["M 0 0", "L 1 0", "L 1 1", "L 0 1", "z"])],
+}
+IDS = [case[0] for case in CASES]
+
+
+def check(result: Result, own: dict[str, Any]) -> None:
+    for name, value in own.items():
+        assert getattr(result, name) == value
+    assert result.finish_reason == "stop"
+    assert result.usage.input_tokens == 740 and result.usage.image_tokens == 729
+    assert result.usage.output_tokens == 9 and result.usage.cached_tokens == 730
+    assert result.timings.queue_time_ms == 1.5 and result.timings.total_time_ms == 7.25
+    assert (result.model, result.request_id) == ("kestrel-tiny", "made-by-server")
+    assert result.image_size == (8, 4) == ImageSize(8, 4)
+    assert result.seed == 2**63 + 7
+    assert result.source is PICTURE
+    plain = json.loads(json.dumps(result.to_dict()))
+    assert plain["image_size"] == {"width": 8, "height": 4}
+    assert "source" not in plain and plain["usage"]["image_tokens"] == 729
+
+
+@pytest.mark.parametrize(("skill", "arguments", "options", "own"), CASES, ids=IDS)
+def test_unary(
+    client: KestrelClient, skill: str, arguments: Any, options: Any, own: dict[str, Any]
+) -> None:
+    check(getattr(client, skill)(*arguments, **options), own)
+
+
+@pytest.mark.parametrize(("skill", "arguments", "options", "own"), CASES, ids=IDS)
+async def test_unary_async(
+    async_client: AsyncKestrelClient, skill: str, arguments: Any, options: Any, own: dict[str, Any]
+) -> None:
+    check(await getattr(async_client, skill)(*arguments, **options), own)
+
+
+@pytest.mark.parametrize(("skill", "arguments", "options", "own"), CASES, ids=IDS)
+def test_stream(
+    client: KestrelClient, skill: str, arguments: Any, options: Any, own: dict[str, Any]
+) -> None:
+    with getattr(client, f"stream_{skill}")(*arguments, **options) as stream:
+        assert list(stream) == EVENTS[skill]
+        assert (stream.request_id, stream.model) == ("made-by-server", "kestrel-tiny")
+        check(stream.result(), own)
+    check(stream.result(), own)  # still there after the end
+
+
+@pytest.mark.parametrize(("skill", "arguments", "options", "own"), CASES, ids=IDS)
+async def test_stream_async(
+    async_client: AsyncKestrelClient, skill: str, arguments: Any, options: Any, own: dict[str, Any]
+) -> None:
+    async with getattr(async_client, f"stream_{skill}")(*arguments, **options) as stream:
+        assert [event async for event in stream] == EVENTS[skill]
+        check(await stream.result(), own)
+
+
+async def test_result_alone_needs_no_iteration(
+    client: KestrelClient, async_client: AsyncKestrelClient
+) -> None:
+    assert client.stream_caption(PICTURE).result().caption == ANSWER
+    assert (await async_client.stream_caption(PICTURE).result()).caption == ANSWER
+
+
+def test_reasoning_comes_first_and_grounds_code_points(client: KestrelClient) -> None:
+    with client.stream_query(PICTURE, "How many?", reasoning=True) as stream:
+        events = list(stream)
+        result = stream.result()
+    kinds = [type(event) for event in events]
+    assert kinds == sorted(kinds, key=[ReasoningDelta, TextDelta].index)
+    thought = "".join(e.text for e in events if isinstance(e, ReasoningDelta))
+    assert result.reasoning is not None and thought == result.reasoning.text == REASONING
+    (span,) = result.grounding
+    assert (
+        REASONING[span.start : span.end] == "a circle h"
+    )  # behind a character of two UTF-16 units
+    assert span.points == POINTS
+    assert result.to_dict()["reasoning"]["grounding"][0]["points"][0] == {"x": 0.25, "y": 0.5}
+
+
+def test_text_only_query_sends_no_image(client: KestrelClient, peer: Any) -> None:
+    result = client.query(None, "What is red?")
+    assert not peer.vision.requests[0].HasField("image")
+    assert result.image_size is None and result.source is None
+
+
+def test_what_is_not_given_is_not_sent(client: KestrelClient, peer: Any) -> None:
+    client.query(None, "q")
+    client.point(PICTURE, "x")
+    query, point = peer.vision.requests
+    assert [field.name for field, _ in query.ListFields()] == ["question"]
+    assert [field.name for field, _ in point.ListFields()] == ["image", "object"]
+
+
+def test_everything_given_is_sent(client: KestrelClient, peer: Any) -> None:
+    client.query(
+        PICTURE,
+        "q",
+        reasoning=False,
+        spatial_refs=[(0.5, 0.25), Point(0, 1), Box(0, 0.25, 0.5, 1), [0, 0, 1, 1]],
+        temperature=0,
+        top_p=0.9,
+        top_k=0,
+        max_tokens=12,
+        seed=2**64 - 1,
+        model="other",
+        request_id="mine-1",
+        priority="high",
+    )
+    (request,) = peer.vision.requests
+    assert request.image.encoded == PICTURE
+    assert request.HasField("reasoning") and request.reasoning is False
+    sampling = request.sampling
+    assert sampling.HasField("temperature") and sampling.temperature == 0
+    assert sampling.top_p == 0.9  # a double: not 0.8999999761581421
+    assert sampling.HasField("top_k") and sampling.top_k == 0
+    assert (sampling.max_tokens, sampling.seed) == (12, 2**64 - 1)
+    assert (request.options.model, request.options.request_id) == ("other", "mine-1")
+    assert request.options.priority == common_pb2.PRIORITY_HIGH
+    kinds = [ref.WhichOneof("ref") for ref in request.spatial_refs]
+    assert kinds == ["point", "point", "box", "box"]
+    assert request.spatial_refs[2].box.y_min == 0.25
+
+
+def test_choices_go_out_as_enums(client: KestrelClient, peer: Any) -> None:
+    client.caption(PICTURE, "long")
+    client.segment(PICTURE, "circle", mask="png")
+    caption, segment = peer.vision.requests
+    assert caption.length == vision_service_pb2.CAPTION_LENGTH_LONG
+    assert segment.mask_format == vision_service_pb2.MASK_FORMAT_PNG
+
+
+def test_models(client: KestrelClient) -> None:
+    (model,) = client.list_models()
+    assert client.get_model() == client.get_model("kestrel-tiny") == model
+    assert (model.name, model.state, model.image_positions) == ("kestrel-tiny", "ready", 729)
+    assert json.loads(json.dumps(model.to_dict()))["skills"][0] == "query"
+    info = client.server_info()
+    assert (info.api_version, info.device, info.limits.max_batch_size) == ("kestrel.v1", "cpu", 4)
+    assert info.capabilities.image_formats == ("jpeg", "png") and "grpcio" in info.library_versions
+    assert json.loads(json.dumps(info.to_dict()))["limits"]["default_top_p"] == 0.9
+
+
+async def test_models_async(async_client: AsyncKestrelClient) -> None:
+    (model,) = await async_client.list_models()
+    assert await async_client.get_model() == model
+    assert (await async_client.server_info()).default_model == "kestrel-tiny"
