@@ -7,6 +7,7 @@
 Importing this package loads no torch; creating an engine does.
 """
 
+from . import errors, masks
 from .config import ImageLimits, RuntimeConfig
 from .engine import InferenceEngine
 from .errors import (
@@ -32,11 +33,13 @@ from .errors import (
 )
 from .events import EngineMetrics, EngineResult, FinishReason, StreamUpdate
 from .info import EngineInfo
+from .preprocess.images import FORMATS as IMAGE_FORMATS
 from .skills.base import SkillSpec
 from .skills.registry import SkillRegistry
 from .stream import EngineStream
 
 __all__ = [
+    "IMAGE_FORMATS",
     "CheckpointError",
     "ConfigError",
     "ContextLengthError",
@@ -67,4 +70,6 @@ __all__ = [
     "SkillUnavailable",
     "StreamUpdate",
     "UnsupportedImageError",
+    "errors",
+    "masks",
 ]

@@ -1,0 +1,48 @@
+"""One line for each finished call, as text or JSON. Owns its fields."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any, Literal
+
+from .interceptors import Call
+
+Format = Literal["off", "text", "json"]
+
+logger = logging.getLogger("kestrel_grpc.access")
+
+
+class AccessLog:
+    """To be called with every finished call."""
+
+    def __init__(self, format: Format) -> None:
+        self._format = format
+
+    def __call__(self, call: Call) -> None:
+        if self._format == "off":
+            return
+        fields = _fields(call)
+        if self._format == "json":
+            logger.info(json.dumps(fields))
+        else:
+            logger.info(" ".join(f"{name}={value}" for name, value in fields.items()))
+
+
+def _fields(call: Call) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "method": call.method.removeprefix("/"),
+        "code": call.code.name,
+        "request_id": call.request_id,
+        "ms": round(call.duration_ms, 1),
+        "peer": call.peer,
+    }
+    if call.result is not None:
+        metrics = call.result.metrics
+        fields |= {
+            "input_tokens": metrics.input_tokens,
+            "output_tokens": metrics.output_tokens,
+            "queue_ms": round(metrics.queue_time_ms, 1),
+            "ttft_ms": round(metrics.ttft_ms, 1),
+        }
+    return fields

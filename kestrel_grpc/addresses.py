@@ -1,0 +1,97 @@
+"""Addresses to listen on: ``host:port``, ``[ipv6]:port`` or ``unix:path``. Owns their syntax and their files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import socket
+import stat
+
+_TCP = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[^\[\]:/\s]+):(?P<port>\d{1,5})")
+_MAX_UNIX_PATH = 103
+"""Bytes of a socket's path that every system takes: macOS 103, Linux 107."""
+
+
+class AddressError(Exception):
+    """The server can't listen there; the message says where and why, in one line."""
+
+
+def parse_address(text: str) -> str:
+    """The address as grpc takes it. Raises ValueError."""
+    if text.startswith("unix:"):
+        path = unix_path(text)
+        if not path or len(os.fsencode(path)) > _MAX_UNIX_PATH:
+            raise ValueError(f"a socket's path has 1 to {_MAX_UNIX_PATH} bytes")
+        return f"unix:{path}"
+    match = _TCP.fullmatch(text)
+    if match is None or int(match["port"]) > 65535:
+        raise ValueError("must be HOST:PORT, [IPV6]:PORT or unix:PATH")
+    return text
+
+
+def unix_path(address: str) -> str | None:
+    """The path of a unix socket, None for TCP."""
+    if not address.startswith("unix:"):
+        return None
+    path = address.removeprefix("unix:")
+    return path.removeprefix("//") if path.startswith("///") else path
+
+
+def with_port(address: str, port: int) -> str:
+    """``address`` with the port that was really given to it."""
+    return address if unix_path(address) is not None else f"{address.rpartition(':')[0]}:{port}"
+
+
+def check_free(address: str) -> None:
+    """Raises AddressError if nobody could listen there; removes the file of a dead server's unix socket.
+
+    grpc itself says only that it failed.
+    """
+    path = unix_path(address)
+    try:
+        if path is not None:
+            _check_unix(path)
+        else:
+            _check_tcp(address)
+    except OSError as error:
+        hint = "; is another server running?" if error.errno == errno.EADDRINUSE else ""
+        raise AddressError(
+            f"cannot listen on {address}: {(error.strerror or str(error)).lower()}{hint}"
+        ) from None
+
+
+def close_address(address: str) -> None:
+    """Removes the file of a unix socket, if the closed server left it behind."""
+    path = unix_path(address)
+    if path is not None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _check_tcp(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    family, kind, protocol, _, sockaddr = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(sockaddr)
+        # Binding succeeds beside a listener that allows it; listening does not.
+        probe.listen(1)
+
+
+def _check_unix(path: str) -> None:
+    if not os.path.isdir(os.path.dirname(path) or "."):
+        raise OSError(errno.ENOENT, "its directory does not exist")
+    if not os.path.lexists(path):
+        return
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise OSError(errno.EEXIST, "the file exists and is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+    raise OSError(errno.EADDRINUSE, "address already in use")

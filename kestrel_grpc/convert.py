@@ -1,0 +1,322 @@
+"""Messages to domain values and back: pure functions, no I/O, no state.
+
+Requests become a SkillCall in the engine's own terms; what the engine checks itself (ranges, text, pictures) is left to
+it, so that a rule stands in one place. Results become messages, with coordinates clipped to the picture.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from kestrel_client._pb.kestrel.v1 import common_pb2, vision_service_pb2
+from kestrel_engine import EngineMetrics, EngineResult, InvalidRequest, StreamUpdate
+
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_MAX_MODEL_NAME = 512
+
+_BYTES_PER_PIXEL = {
+    common_pb2.PIXEL_FORMAT_UNSPECIFIED: 3,
+    common_pb2.PIXEL_FORMAT_RGB8: 3,
+    common_pb2.PIXEL_FORMAT_RGBA8: 4,
+    common_pb2.PIXEL_FORMAT_GRAY8: 1,
+    common_pb2.PIXEL_FORMAT_BGR8: 3,
+}
+_LENGTHS = {
+    vision_service_pb2.CAPTION_LENGTH_UNSPECIFIED: "normal",
+    vision_service_pb2.CAPTION_LENGTH_SHORT: "short",
+    vision_service_pb2.CAPTION_LENGTH_NORMAL: "normal",
+    vision_service_pb2.CAPTION_LENGTH_LONG: "long",
+}
+_FINISH_REASONS = {
+    "stop": common_pb2.FINISH_REASON_STOP,
+    "length": common_pb2.FINISH_REASON_LENGTH,
+    "cancelled": common_pb2.FINISH_REASON_CANCELLED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkillCall:
+    """One request in the engine's terms. ``image``: encoded bytes, or [height, width(, channels)] uint8 RGB(A)."""
+
+    skill: str
+    image: bytes | np.ndarray | None
+    arguments: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    model: str | None = None
+    mask_format: vision_service_pb2.MaskFormat.ValueType = (
+        vision_service_pb2.MASK_FORMAT_UNSPECIFIED
+    )
+
+
+class Request(Protocol):
+    """What all five requests share."""
+
+    @property
+    def image(self) -> common_pb2.Image: ...
+    @property
+    def sampling(self) -> common_pb2.Sampling: ...
+    @property
+    def options(self) -> common_pb2.RequestOptions: ...
+    def HasField(self, field_name: Any, /) -> bool: ...
+
+
+def query_call(request: vision_service_pb2.QueryRequest) -> SkillCall:
+    arguments = {
+        "question": request.question,
+        "reasoning": request.reasoning,
+        "spatial_refs": spatial_refs(request.spatial_refs),
+    }
+    image = image_source(request.image) if request.HasField("image") else None
+    return _call("query", request, image, arguments)
+
+
+def caption_call(request: vision_service_pb2.CaptionRequest) -> SkillCall:
+    length = _known("length", request.length, vision_service_pb2.CaptionLength, _LENGTHS)
+    return _call("caption", request, _required_image(request), {"length": length})
+
+
+def point_call(request: vision_service_pb2.PointRequest) -> SkillCall:
+    arguments = {"object": request.object, "spatial_refs": spatial_refs(request.spatial_refs)}
+    return _call("point", request, _required_image(request), arguments, _max_objects(request))
+
+
+def detect_call(request: vision_service_pb2.DetectRequest) -> SkillCall:
+    arguments = {"object": request.object}
+    return _call("detect", request, _required_image(request), arguments, _max_objects(request))
+
+
+def segment_call(request: vision_service_pb2.SegmentRequest) -> SkillCall:
+    formats = {number: number for number in vision_service_pb2.MaskFormat.values()}
+    mask = _known("mask_format", request.mask_format, vision_service_pb2.MaskFormat, formats)
+    arguments = {"object": request.object, "spatial_refs": spatial_refs(request.spatial_refs)}
+    return _call("segment", request, _required_image(request), arguments, mask_format=mask)
+
+
+def image_source(image: common_pb2.Image) -> bytes | np.ndarray:
+    """Encoded bytes as they are; raw pixels as an array that shares the message's memory. Raises InvalidRequest."""
+    source = image.WhichOneof("source")
+    if source == "encoded":
+        return image.encoded
+    if source == "raw":
+        return _raw_pixels(image.raw)
+    raise InvalidRequest("image", "holds no picture: set encoded or raw")
+
+
+def _raw_pixels(raw: common_pb2.RawImage) -> np.ndarray:
+    depth = _known("image.raw.format", raw.format, common_pb2.PixelFormat, _BYTES_PER_PIXEL)
+    for side, length in (("width", raw.width), ("height", raw.height)):
+        if length < 1:
+            raise InvalidRequest(f"image.raw.{side}", "must be at least 1")
+    expected = raw.width * raw.height * depth
+    data = raw.data
+    if len(data) != expected:
+        raise InvalidRequest(
+            "image.raw.data",
+            f"has {len(data)} bytes, but {raw.width}x{raw.height} pixels of {depth} bytes are {expected}",
+        )
+    pixels = np.frombuffer(data, np.uint8).reshape(raw.height, raw.width, depth)
+    return pixels[:, :, ::-1] if raw.format == common_pb2.PIXEL_FORMAT_BGR8 else pixels
+
+
+def spatial_refs(refs: Sequence[common_pb2.SpatialRef]) -> list[tuple[float, ...]]:
+    """Points as (x, y), boxes as (x_min, y_min, x_max, y_max); the engine checks their ranges."""
+    values: list[tuple[float, ...]] = []
+    for index, ref in enumerate(refs):
+        kind = ref.WhichOneof("ref")
+        if kind == "point":
+            values.append((ref.point.x, ref.point.y))
+        elif kind == "box":
+            values.append((ref.box.x_min, ref.box.y_min, ref.box.x_max, ref.box.y_max))
+        else:
+            raise InvalidRequest(f"spatial_refs[{index}]", "is empty: set point or box")
+    return values
+
+
+def request_id(request: Request) -> str | None:
+    """The caller's id from the request, None if it names none. Raises InvalidRequest."""
+    options = request.options
+    if not options.HasField("request_id"):
+        return None
+    if not valid_request_id(options.request_id):
+        raise InvalidRequest("request_id", "must be 1 to 128 visible ASCII characters (! to ~)")
+    return options.request_id
+
+
+def valid_request_id(text: str) -> bool:
+    return _REQUEST_ID.fullmatch(text) is not None
+
+
+def _call(
+    skill: str,
+    request: Request,
+    image: bytes | np.ndarray | None,
+    arguments: Mapping[str, Any],
+    settings: Mapping[str, Any] | None = None,
+    mask_format: vision_service_pb2.MaskFormat.ValueType = vision_service_pb2.MASK_FORMAT_UNSPECIFIED,
+) -> SkillCall:
+    options = request.options
+    _known(
+        "priority",
+        options.priority,
+        common_pb2.Priority,
+        {number: number for number in common_pb2.Priority.values()},
+    )
+    model = options.model if options.HasField("model") else None
+    if model is not None and not 1 <= len(model) <= _MAX_MODEL_NAME:
+        raise InvalidRequest("model", f"must have 1 to {_MAX_MODEL_NAME} characters")
+    given = {descriptor.name: value for descriptor, value in request.sampling.ListFields()}
+    return SkillCall(
+        skill=skill,
+        image=image,
+        arguments=arguments,
+        settings={**given, **(settings or {})},
+        model=model,
+        mask_format=mask_format,
+    )
+
+
+def _required_image(request: Request) -> bytes | np.ndarray:
+    if not request.HasField("image"):
+        raise InvalidRequest("image", "is required")
+    return image_source(request.image)
+
+
+def _max_objects(
+    request: vision_service_pb2.PointRequest | vision_service_pb2.DetectRequest,
+) -> dict[str, int]:
+    return {"max_objects": request.max_objects} if request.HasField("max_objects") else {}
+
+
+def _known(name: str, number: int, enum: Any, meanings: Mapping[Any, Any]) -> Any:
+    """The meaning of an enum's number; numbers that this version does not define are refused."""
+    if number not in meanings:
+        raise InvalidRequest(name, f"{number} is not a value of {enum.DESCRIPTOR.name}")
+    return meanings[number]
+
+
+def query_response(result: EngineResult, image_positions: int) -> vision_service_pb2.QueryResponse:
+    output = result.output
+    reasoning = None
+    if "reasoning" in output:
+        # Python's indices into str are code points, as the wire wants them.
+        reasoning = vision_service_pb2.Reasoning(
+            text=output["reasoning"]["text"],
+            grounding=[
+                vision_service_pb2.GroundingSpan(
+                    start=span["start_idx"],
+                    end=span["end_idx"],
+                    points=[point({"x": x, "y": y}) for x, y in span["points"]],
+                )
+                for span in output["reasoning"]["grounding"]
+            ],
+        )
+    return vision_service_pb2.QueryResponse(
+        answer=output["answer"], reasoning=reasoning, **_shared(result, image_positions)
+    )
+
+
+def caption_response(
+    result: EngineResult, image_positions: int
+) -> vision_service_pb2.CaptionResponse:
+    return vision_service_pb2.CaptionResponse(
+        caption=result.output["caption"], **_shared(result, image_positions)
+    )
+
+
+def point_response(result: EngineResult, image_positions: int) -> vision_service_pb2.PointResponse:
+    return vision_service_pb2.PointResponse(
+        points=[point(found) for found in result.output["points"]],
+        **_shared(result, image_positions),
+    )
+
+
+def detect_response(
+    result: EngineResult, image_positions: int
+) -> vision_service_pb2.DetectResponse:
+    return vision_service_pb2.DetectResponse(
+        objects=[box(found) for found in result.output["objects"]],
+        **_shared(result, image_positions),
+    )
+
+
+def segment_response(
+    result: EngineResult, image_positions: int
+) -> vision_service_pb2.SegmentResponse:
+    """Without the mask, which takes time to draw: see drawn_mask.py."""
+    segment = result.output["segments"][0]
+    return vision_service_pb2.SegmentResponse(
+        svg_path=segment["svg_path"],
+        box=box(segment["bbox"]) if "bbox" in segment else None,
+        parse_error=segment.get("parse_error"),
+        **_shared(result, image_positions),
+    )
+
+
+def event(update: StreamUpdate) -> dict[str, Any]:
+    """The update as the one field of a stream event that it fills."""
+    tokens = update.token_index
+    if update.text:
+        delta = vision_service_pb2.TextDelta(text=update.text, output_tokens=tokens)
+        return {"text_delta": delta}
+    if update.reasoning:
+        thought = vision_service_pb2.ReasoningDelta(text=update.reasoning, output_tokens=tokens)
+        return {"reasoning_delta": thought}
+    if update.path:
+        return {"path_piece": vision_service_pb2.PathPiece(path=update.path, output_tokens=tokens)}
+    assert update.object is not None, "an update without a payload"
+    return {"object": box(update.object) if "x_min" in update.object else point(update.object)}
+
+
+def point(found: Mapping[str, float]) -> common_pb2.Point:
+    return common_pb2.Point(x=_clip(found["x"]), y=_clip(found["y"]))
+
+
+def box(found: Mapping[str, float]) -> common_pb2.Box:
+    """The part within the picture. The model's centres lie in the picture, so some of every box is left."""
+    return common_pb2.Box(
+        x_min=_clip(found["x_min"]),
+        y_min=_clip(found["y_min"]),
+        x_max=_clip(found["x_max"]),
+        y_max=_clip(found["y_max"]),
+    )
+
+
+def timings(metrics: EngineMetrics) -> common_pb2.Timings:
+    return common_pb2.Timings(
+        queue_time_ms=metrics.queue_time_ms,
+        preprocess_time_ms=metrics.preprocess_time_ms,
+        prefill_time_ms=metrics.prefill_time_ms,
+        decode_time_ms=metrics.decode_time_ms,
+        ttft_ms=metrics.ttft_ms,
+        processing_time_ms=metrics.processing_time_ms,
+        total_time_ms=metrics.total_time_ms,
+    )
+
+
+def _shared(result: EngineResult, image_positions: int) -> dict[str, Any]:
+    """The fields that every response has."""
+    size = result.image_size
+    metrics = result.metrics
+    return {
+        "finish_reason": _FINISH_REASONS[result.finish_reason],
+        "usage": common_pb2.Usage(
+            input_tokens=metrics.input_tokens,
+            output_tokens=metrics.output_tokens,
+            cached_tokens=metrics.cached_tokens,
+            image_tokens=image_positions if size is not None else 0,
+        ),
+        "timings": timings(metrics),
+        "model": result.model,
+        "request_id": result.request_id,
+        "image_size": None if size is None else common_pb2.ImageSize(width=size[0], height=size[1]),
+        "seed": result.seed,
+    }
+
+
+def _clip(value: float) -> float:
+    return min(1.0, max(0.0, value))

@@ -1,0 +1,56 @@
+"""Health by grpc.health.v1: readiness follows the served model. Owns the statuses that Check and Watch tell."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from .served_model import ServedModel, State
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME: str = health.SERVICE_NAME
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+POLL_INTERVAL_S = 1.0
+"""How often the engine's life is looked at: a dead step thread shows this much later."""
+
+
+class Health:
+    """``""`` stands for the whole server. The model service answers while the model loads, and says so."""
+
+    def __init__(self, served: ServedModel, *, vision: str, others: tuple[str, ...]) -> None:
+        """``vision`` is ready when the model is; ``others`` are from the start, until the server drains."""
+        self._served = served
+        self._following = ("", vision)
+        self._others = others
+        self._servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    async def start(self) -> None:
+        """To be called before the server starts."""
+        for name in self._others:
+            await self._servicer.set(name, _SERVING)
+        await self.update()
+
+    async def update(self) -> None:
+        """Brings the statuses in line with the model's state."""
+        if self._served.state is State.DRAINING:
+            await self._servicer.enter_graceful_shutdown()
+            return
+        status = _SERVING if self._served.state is State.READY else _NOT_SERVING
+        for name in self._following:
+            await self._servicer.set(name, status)
+
+    async def follow(self) -> None:
+        """Watches over the engine until it fails or this task is cancelled."""
+        while self._served.state is not State.FAILED:
+            await asyncio.sleep(POLL_INTERVAL_S)
+        logger.error("the engine has died; the server answers UNAVAILABLE until it is restarted")
+        await self.update()

@@ -1,0 +1,127 @@
+"""KestrelServer: one model behind gRPC. Owns the grpc server, its addresses and the order of starting and stopping.
+
+Start: listen first, so that health can be asked, with NOT_SERVING; then load; then serve. Stop: health turns
+NOT_SERVING and new requests are refused with UNAVAILABLE while the running ones end; what is left at the end of the
+grace period fails with UNAVAILABLE; then the listeners close. Knows no signals and no command line: see cli/serve.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+import grpc
+
+from kestrel_client._pb.kestrel.v1 import model_service_pb2, vision_service_pb2
+from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import (
+    add_ModelServiceServicer_to_server,
+)
+from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import (
+    add_VisionServiceServicer_to_server,
+)
+from kestrel_engine import InferenceEngine, RuntimeConfig
+
+from . import health
+from .access_log import AccessLog
+from .addresses import check_free, close_address, with_port
+from .interceptors import CallInterceptor, InFlight
+from .model_service import ModelService
+from .reflection import add_reflection
+from .served_model import ServedModel
+from .service import VisionService
+from .settings import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+VISION_SERVICE: str = vision_service_pb2.DESCRIPTOR.services_by_name["VisionService"].full_name
+MODEL_SERVICE: str = model_service_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
+
+LAST_WORDS_S = 2.0
+"""How long calls whose request has ended may take to tell their caller, once the server drains."""
+
+LoadEngine = Callable[[], Awaitable[InferenceEngine]]
+
+
+class KestrelServer:
+    """``start``, ``load``, ``stop``, in this order, on one event loop."""
+
+    def __init__(
+        self, config: ServerConfig, runtime: RuntimeConfig, load_engine: LoadEngine
+    ) -> None:
+        self._config = config
+        self._load_engine = load_engine
+        self.served = ServedModel(runtime)
+        self.addresses: tuple[str, ...] = ()
+        """What the server listens on, with the ports that it was given for port 0."""
+        self.load_seconds = 0.0
+        self._in_flight = InFlight()
+        self._health = health.Health(
+            self.served, vision=VISION_SERVICE, others=(MODEL_SERVICE, health.SERVICE_NAME)
+        )
+        self._server: grpc.aio.Server | None = None
+        self._following: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listens; requests get UNAVAILABLE until ``load`` is done. Raises AddressError."""
+        options = _channel_options(self._config.max_message_bytes)
+        interceptor = CallInterceptor(self._in_flight, AccessLog(self._config.access_log))
+        self._server = server = grpc.aio.server(interceptors=(interceptor,), options=options)
+        add_VisionServiceServicer_to_server(VisionService(self.served), server)
+        models = ModelService(self.served, max_message_bytes=self._config.max_message_bytes)
+        add_ModelServiceServicer_to_server(models, server)
+        self._health.add_to(server)
+        add_reflection(server, (VISION_SERVICE, MODEL_SERVICE, health.SERVICE_NAME))
+        bound: list[str] = []
+        for address in self._config.listen:
+            check_free(address)
+            bound.append(with_port(address, server.add_insecure_port(address)))
+        await self._health.start()
+        await server.start()
+        self.addresses = tuple(bound)
+        logger.info("listening on %s", ", ".join(bound))
+
+    async def load(self) -> InferenceEngine:
+        """Loads the model and takes requests. Raises ConfigError or ModelLoadError."""
+        started = time.monotonic()
+        engine = await self._load_engine()
+        self.load_seconds = time.monotonic() - started
+        self.served.ready(engine)
+        await self._health.update()
+        self._following = asyncio.create_task(self._health.follow())
+        return engine
+
+    async def stop(self, grace_s: float) -> None:
+        """Lets running requests end for up to ``grace_s`` seconds, fails the rest, closes everything. Idempotent."""
+        self.served.drain()
+        await self._health.update()
+        if self._following is not None:
+            self._following.cancel()
+        engine = self.served.loaded
+        if engine is not None:
+            if engine.num_requests:
+                logger.info("%d requests may end within %g s", engine.num_requests, grace_s)
+            await engine.shutdown(grace_s=grace_s)
+        if not await self._in_flight.wait_idle(LAST_WORDS_S):
+            logger.warning("%d calls were cut off", self._in_flight.count)
+        if self._server is not None:
+            # Whoever still watches health is cut off here: such a stream never ends by itself.
+            await self._server.stop(None)
+        for address in self.addresses:
+            close_address(address)
+
+
+def _channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        # Two servers on one port would share its connections silently; so the second fails to start.
+        ("grpc.so_reuseport", 0),
+        # Clients may ping every 5 s, during long calls and between calls, without being thrown out.
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # A client that vanished without closing its connection is noticed within about 80 s.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+    ]

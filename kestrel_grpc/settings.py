@@ -1,0 +1,344 @@
+"""Flags and environment: the only reader of either. From them come a frozen ServerConfig and a RuntimeConfig.
+
+Every flag ``--some-thing`` added through Flags has an environment variable KESTREL_SOME_THING: the flag wins over the
+variable, the variable over the default. What is invalid is said in one line that names the flag or the variable.
+
+Imports the engine only when an engine's configuration is asked for: a client's command line starts without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from .addresses import parse_address
+
+if TYPE_CHECKING:
+    from kestrel_engine import RuntimeConfig
+
+PROGRAM = "kestrel-grpc"
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+EXIT_USAGE = 2
+
+MIB = 1024 * 1024
+_SIZE = re.compile(r"(\d+)\s*(?:([KMG])(i?)B?|B)?", re.IGNORECASE)
+_LARGEST_MESSAGE = 2**31 - 1
+"""grpc counts a message's bytes in 32 bits."""
+
+
+class SettingsError(Exception):
+    """A flag or variable is invalid; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What the server itself needs to know; the engine's part is RuntimeConfig."""
+
+    listen: tuple[str, ...] = (DEFAULT_ADDRESS,)
+    """Addresses, TCP and unix. Loopback by default: there is no authentication yet."""
+    max_message_bytes: int = 64 * MIB
+    """Of one message, either way: the largest picture allowed (32 MiB) and raw pixels of a 20 megapixel one."""
+    grace_s: float = 30.0
+    """How long running requests may go on once the server is told to stop. Kubernetes' own default."""
+    access_log: Literal["off", "text", "json"] = "off"
+    log_level: str = "info"
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line and exits with EXIT_USAGE."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+class Flags:
+    """Adds flags whose defaults come from the environment."""
+
+    def __init__(
+        self, parser: argparse._ActionsContainer, environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._parser = parser
+        self._environ = os.environ if environ is None else environ
+
+    def add(
+        self,
+        flag: str,
+        *,
+        help: str,
+        default: Any = None,
+        type: Callable[[str], Any] = str,
+        shown: str | None = None,
+        **options: Any,
+    ) -> None:
+        """``shown``: the default as the help shows it, if not by itself. Raises SettingsError for a bad variable."""
+        variable = "KESTREL_" + flag.removeprefix("--").upper().replace("-", "_")
+        value = self._environ.get(variable)
+        if value is not None and value != "":
+            try:
+                parsed = type(value)
+            except (ValueError, argparse.ArgumentTypeError) as error:
+                raise SettingsError(f"{variable}={value!r}: {error}") from None
+            choices = options.get("choices")
+            if choices is not None and parsed not in choices:
+                raise SettingsError(f"{variable}={value!r}: must be one of {', '.join(choices)}")
+        shown = shown if shown is not None else f"{default}"
+        self._parser.add_argument(
+            flag,
+            default=default if not value else parsed,
+            type=_told(type),
+            help=f"{help} [{shown}; {variable}]",
+            **options,
+        )
+
+
+def add_server_flags(
+    parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None
+) -> None:
+    flags = Flags(parser.add_argument_group("server"), environ)
+    flags.add(
+        "--listen",
+        type=_addresses,
+        action="append",
+        metavar="ADDRESS",
+        shown=DEFAULT_ADDRESS,
+        help="where to listen: HOST:PORT, [IPV6]:PORT or unix:PATH; may be given several times, or several with commas",
+    )
+    flags.add(
+        "--max-message-bytes",
+        type=size,
+        metavar="SIZE",
+        default=_default(ServerConfig, "max_message_bytes"),
+        shown="64MiB",
+        help="largest message, either way",
+    )
+    flags.add(
+        "--grace",
+        type=_seconds,
+        metavar="SECONDS",
+        default=_default(ServerConfig, "grace_s"),
+        help="how long running requests may go on after SIGTERM or Ctrl-C; a second signal ends them",
+    )
+    flags.add(
+        "--access-log",
+        nargs="?",
+        const="text",
+        choices=("off", "text", "json"),
+        default=_default(ServerConfig, "access_log"),
+        help="write a line for each request: text (also if no format is named) or json",
+    )
+    flags.add(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default=_default(ServerConfig, "log_level"),
+        help="least urgent messages to log, on standard error",
+    )
+
+
+def server_config(args: argparse.Namespace) -> ServerConfig:
+    """Raises SettingsError."""
+    listen = tuple(dict.fromkeys(address for group in args.listen or () for address in group))
+    if not 1 <= args.max_message_bytes <= _LARGEST_MESSAGE:
+        raise SettingsError(
+            f"--max-message-bytes={args.max_message_bytes}: must be 1 to {_LARGEST_MESSAGE}"
+        )
+    return ServerConfig(
+        listen=listen or (DEFAULT_ADDRESS,),
+        max_message_bytes=args.max_message_bytes,
+        grace_s=args.grace,
+        access_log=args.access_log,
+        log_level=args.log_level,
+    )
+
+
+def add_model_flags(
+    parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None
+) -> None:
+    from kestrel_engine import ImageLimits, RuntimeConfig
+
+    model = Flags(parser.add_argument_group("model"), environ)
+    model.add(
+        "--model",
+        default=_default(RuntimeConfig, "model"),
+        help="kestrel-tiny, moondream2, moondream3-preview, moondream3.1-9b-a2b, "
+        "a hub id ORG/REPO[@REVISION][:FILE], or a path",
+    )
+    model.add(
+        "--weights",
+        metavar="PATH",
+        shown="the model's own",
+        help="a checkpoint folder, or one .safetensors or .pt file",
+    )
+    model.add(
+        "--tokenizer",
+        metavar="PATH",
+        shown="beside the weights, else the model's own",
+        help="tokenizer.json",
+    )
+    model.add(
+        "--device",
+        default=_default(RuntimeConfig, "device"),
+        help="auto (CUDA if there is one), cpu, cuda or cuda:N",
+    )
+    model.add(
+        "--dtype",
+        default=_default(RuntimeConfig, "dtype"),
+        help="float32, bfloat16, float16, or auto (float32 on a CPU, bfloat16 on CUDA)",
+    )
+    model.add(
+        "--threads",
+        type=whole,
+        metavar="N",
+        shown="torch's choice",
+        help="threads of one operator on a CPU",
+    )
+    model.add(
+        "--seed",
+        type=whole,
+        metavar="N",
+        shown="drawn anew",
+        help="makes the seeds of requests that name none repeatable",
+    )
+    limits = Flags(parser.add_argument_group("limits and defaults of requests"), environ)
+    limits.add(
+        "--max-batch-size",
+        type=whole,
+        metavar="N",
+        default=_default(RuntimeConfig, "max_batch_size"),
+        help="most requests that are computed together",
+    )
+    limits.add(
+        "--max-seq-length",
+        type=whole,
+        metavar="N",
+        shown="the model's context",
+        help="most positions of one request, picture, prompt and answer together",
+    )
+    limits.add(
+        "--max-queue",
+        type=whole,
+        metavar="N",
+        default=_default(RuntimeConfig, "max_queue"),
+        help="most requests that wait; more get RESOURCE_EXHAUSTED",
+    )
+    limits.add(
+        "--default-max-tokens",
+        type=whole,
+        metavar="N",
+        default=_default(RuntimeConfig, "default_max_tokens"),
+        help="most tokens generated when a request names no max_tokens",
+    )
+    limits.add(
+        "--max-image-bytes",
+        type=size,
+        metavar="SIZE",
+        default=_default(ImageLimits, "max_bytes"),
+        shown="32MiB",
+        help="largest encoded picture",
+    )
+    limits.add(
+        "--max-image-pixels",
+        type=whole,
+        metavar="N",
+        default=_default(ImageLimits, "max_pixels"),
+        help="most pixels of a picture, width times height",
+    )
+    limits.add(
+        "--max-image-aspect-ratio",
+        type=float,
+        metavar="RATIO",
+        default=_default(ImageLimits, "max_aspect_ratio"),
+        help="longest side of a picture over its shortest",
+    )
+
+
+_FLAG_OF_FIELD = {
+    "model_path": "--weights",
+    "tokenizer_path": "--tokenizer",
+    "cpu_threads": "--threads",
+    "image_limits.max_bytes": "--max-image-bytes",
+    "image_limits.max_pixels": "--max-image-pixels",
+    "image_limits.max_aspect_ratio": "--max-image-aspect-ratio",
+}
+"""Where a field of RuntimeConfig and its flag have different names."""
+
+
+def runtime_config(args: argparse.Namespace) -> RuntimeConfig:
+    """Raises SettingsError naming the flag at fault."""
+    from kestrel_engine import ConfigError, ImageLimits, RuntimeConfig
+
+    try:
+        return RuntimeConfig(
+            model=args.model,
+            model_path=args.weights,
+            tokenizer_path=args.tokenizer,
+            device=args.device,
+            dtype=args.dtype,
+            max_batch_size=args.max_batch_size,
+            max_seq_length=args.max_seq_length,
+            max_queue=args.max_queue,
+            default_max_tokens=args.default_max_tokens,
+            cpu_threads=args.threads,
+            seed=args.seed,
+            image_limits=ImageLimits(
+                max_bytes=args.max_image_bytes,
+                max_pixels=args.max_image_pixels,
+                max_aspect_ratio=args.max_image_aspect_ratio,
+            ),
+        )
+    except ConfigError as error:
+        raise SettingsError(config_error_line(error.field, error.value, error.limit)) from None
+
+
+def config_error_line(field: str, value: object, limit: str) -> str:
+    """A ConfigError in terms of flags."""
+    flag = _FLAG_OF_FIELD.get(field, "--" + field.replace("_", "-"))
+    return f"{flag}={value}: {limit}"
+
+
+def size(text: str) -> int:
+    """Bytes: a number, or one with K, M, G (thousands) or KiB, MiB, GiB (1024s). Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError("must be a number of bytes, like 1000000, 64MiB or 2G")
+    power: int = " KMG".index(match[2].upper()) if match[2] else 0
+    unit: int = (1024 if match[3] else 1000) ** power
+    return int(match[1]) * unit
+
+
+def whole(text: str) -> int:
+    """A whole number. Raises ValueError."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("must be a whole number") from None
+
+
+def _seconds(text: str) -> float:
+    value = float(text) if re.fullmatch(r"\d+(\.\d*)?", text.strip()) else -1.0
+    if not 0 <= value <= 86_400:
+        raise ValueError("must be a number of seconds from 0 to 86400")
+    return value
+
+
+def _addresses(text: str) -> list[str]:
+    return [parse_address(part.strip()) for part in text.split(",")]
+
+
+def _told(type: Callable[[str], Any]) -> Callable[[str], Any]:
+    """argparse hides a ValueError's words, not an ArgumentTypeError's."""
+
+    def parse(text: str) -> Any:
+        try:
+            return type(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+    return parse
+
+
+def _default(config: Any, field: str) -> Any:
+    return config.__dataclass_fields__[field].default

@@ -1,0 +1,99 @@
+"""A real server on a real socket, with the fake runtime behind the real engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
+from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+from kestrel_engine import InferenceEngine, RuntimeConfig
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_engine.step import RuntimeLimits
+from kestrel_grpc.server import KestrelServer
+from kestrel_grpc.settings import ServerConfig
+from tests.engine.fakes import fake_build
+
+LIMITS = RuntimeLimits(
+    num_pages=200, page_size=2, max_batch_size=3, max_seq_length=300, vocab_size=400
+)
+
+
+@dataclass
+class Served:
+    """A running server and what talks to it."""
+
+    server: KestrelServer
+    runtime: FakeRuntime
+    channel: grpc.aio.Channel
+    vision: VisionServiceStub = field(init=False)
+    models: ModelServiceStub = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.vision = VisionServiceStub(self.channel)
+        self.models = ModelServiceStub(self.channel)
+
+    @property
+    def engine(self) -> InferenceEngine:
+        engine = self.server.served.loaded
+        assert engine is not None
+        return engine
+
+
+Serve = Callable[..., Awaitable[Served]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """Starts servers; closes them at the end. ``load`` False leaves the model loading."""
+    running: list[Served] = []
+
+    async def start(
+        runtime: FakeRuntime | None = None,
+        *,
+        family: str = "moondream3",
+        listen: str = "127.0.0.1:0",
+        load: bool = True,
+        server_config: dict[str, Any] | None = None,
+        **config: Any,
+    ) -> Served:
+        runtime = runtime or FakeRuntime(LIMITS)
+        settings = RuntimeConfig(max_batch_size=runtime.limits.max_batch_size, **config)
+
+        async def load_engine() -> InferenceEngine:
+            return InferenceEngine(settings, fake_build(settings, runtime, family))
+
+        server = KestrelServer(
+            ServerConfig(listen=(listen,), **(server_config or {})), settings, load_engine
+        )
+        await server.start()
+        channel = grpc.aio.insecure_channel(
+            server.addresses[0],
+            options=[
+                ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.use_local_subchannel_pool", 1),
+            ],
+        )
+        served = Served(server, runtime, channel)
+        running.append(served)
+        if load:
+            await server.load()
+        return served
+
+    yield start
+    for served in running:
+        await served.channel.close()
+        await served.server.stop(grace_s=0)
+
+
+def raw_image(width: int = 60, height: int = 40) -> common_pb2.Image:
+    pixels = np.full((height, width, 3), 200, np.uint8)
+    raw = common_pb2.RawImage(data=pixels.tobytes(), width=width, height=height)
+    return common_pb2.Image(raw=raw)
