@@ -5,9 +5,10 @@ What a request asks for in words decides what the peer does: see Peer.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -27,7 +28,7 @@ from kestrel_client._pb.kestrel.v1 import (
     vision_service_pb2_grpc,
 )
 
-ANSWER = "Two red circles – één is größer. 👍"
+ANSWER = "Two red circles — één is größer. 👍"
 REASONING = "I see 👀 a circle here."
 POINTS = [(0.25, 0.5), (0.75, 0.125)]
 BOXES = [(0.125, 0.25, 0.5, 0.75), (0.5, 0.5, 1.0, 1.0)]
@@ -93,13 +94,14 @@ class Peer(vision_service_pb2_grpc.VisionServiceServicer):
 
     def StreamQuery(self, request: Any, context: Any) -> Iterator[Any]:
         final = self.Query(request.request, context)
-        events: list[dict[str, Any]] = []
+        thoughts: list[dict[str, Any]] = []
         if final.HasField("reasoning"):
-            events = [
+            thoughts = [
                 {"reasoning_delta": vision_service_pb2.ReasoningDelta(text=t, output_tokens=i + 1)}
                 for i, t in enumerate(_pieces(final.reasoning.text))
             ]
-        events += self._text_deltas(final.answer, request.request.question, context)
+        deltas = self._text_deltas(final.answer, request.request.question, context)
+        events = itertools.chain(thoughts, deltas)
         yield from self._stream(vision_service_pb2.StreamQueryResponse, final, events, request)
 
     def StreamCaption(self, request: Any, context: Any) -> Iterator[Any]:
@@ -293,6 +295,12 @@ def peer() -> Iterator[RunningPeer]:
     running = RunningPeer()
     yield running
     running.stop()
+
+
+@pytest.fixture
+def start_peer() -> Callable[..., RunningPeer]:
+    """For a test that wants a peer of its own, with credentials; the test stops it."""
+    return RunningPeer
 
 
 @pytest.fixture

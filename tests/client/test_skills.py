@@ -20,7 +20,7 @@ from kestrel_client import (
 )
 from kestrel_client._pb.kestrel.v1 import common_pb2, vision_service_pb2
 
-ANSWER = "Two red circles – één is größer. 👍"
+ANSWER = "Two red circles — één is größer. 👍"
 REASONING = "I see 👀 a circle here."
 POINTS = (Point(0.25, 0.5), Point(0.75, 0.125))
 BOXES = (Box(0.125, 0.25, 0.5, 0.75), Box(0.5, 0.5, 1.0, 1.0))

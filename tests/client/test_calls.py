@@ -1,0 +1,441 @@
+"""Errors, limits, cancellation, retries, credentials: how calls go when they don't simply succeed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import status_pb2
+from grpc_health.v1 import health_pb2
+
+from kestrel_client import (
+    AsyncKestrelClient,
+    DeadlineExceededError,
+    FieldViolation,
+    IncompleteStreamError,
+    InvalidArgumentError,
+    InvalidRequestError,
+    KestrelClient,
+    KestrelError,
+    NotFoundError,
+    OverloadedError,
+    RequestCancelledError,
+    RequestTooLargeError,
+    RpcError,
+    ServerError,
+    Tls,
+    UnavailableError,
+)
+from kestrel_client.connection import Connection, is_local
+from kestrel_client.errors import from_status
+
+PICTURE = b"picture"
+VIOLATIONS = (
+    FieldViolation("sampling.top_p", "1.5 is not in (0, 1]"),
+    FieldViolation("question", "must not be empty"),
+)
+
+
+def check_refusal(error: InvalidArgumentError) -> None:
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.message == "two fields are wrong"
+    assert error.field_violations == VIOLATIONS
+    assert "sampling.top_p: 1.5 is not in (0, 1]" in str(error)
+
+
+async def test_field_violations(client: KestrelClient, async_client: AsyncKestrelClient) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        client.query(None, "bad")
+    check_refusal(caught.value)
+    with pytest.raises(InvalidArgumentError) as caught:
+        await async_client.query(None, "bad")
+    check_refusal(caught.value)
+
+
+async def test_field_violations_of_streams(
+    client: KestrelClient, async_client: AsyncKestrelClient
+) -> None:
+    stream = client.stream_query(None, "bad")
+    for _ in range(2):  # a failed stream stays failed
+        with pytest.raises(InvalidArgumentError) as caught:
+            next(stream)
+        check_refusal(caught.value)
+    with pytest.raises(InvalidArgumentError):
+        stream.result()
+    async with async_client.stream_query(None, "bad") as failing:
+        with pytest.raises(InvalidArgumentError) as caught:
+            await failing.result()
+    check_refusal(caught.value)
+
+
+def test_unreadable_details_are_passed_over() -> None:
+    trailers = [("grpc-status-details-bin", b"\xff\xff"), ("other", "x")]
+    error = from_status(grpc.StatusCode.INTERNAL, "broken", trailers)
+    assert type(error) is ServerError and error.field_violations == ()
+    status = status_pb2.Status(
+        details=[{"type_url": "t/google.rpc.BadRequest", "value": b"\xff"}]
+    ).SerializeToString()
+    error = from_status(grpc.StatusCode.NOT_FOUND, "", [("grpc-status-details-bin", status)])
+    assert type(error) is NotFoundError and error.field_violations == ()
+
+
+@pytest.mark.parametrize("code", list(grpc.StatusCode), ids=lambda code: code.name)
+def test_every_code_has_an_error(code: grpc.StatusCode) -> None:
+    error = from_status(code, "words", ())
+    assert isinstance(error, RpcError) and error.code is code and "words" in str(error)
+
+
+def test_unknown_model(client: KestrelClient) -> None:
+    with pytest.raises(NotFoundError, match="no model named nobody"):
+        client.get_model("nobody")
+
+
+def test_nobody_there() -> None:
+    with KestrelClient("127.0.0.1:1", timeout=5) as client:
+        with pytest.raises(UnavailableError):
+            client.query(None, "q")
+
+
+async def test_stream_without_a_result(
+    client: KestrelClient, async_client: AsyncKestrelClient
+) -> None:
+    with client.stream_query(None, "cut") as stream, pytest.raises(IncompleteStreamError):
+        stream.result()
+    with pytest.raises(IncompleteStreamError):
+        await async_client.stream_query(None, "cut").result()
+
+
+# Retries.
+
+
+async def test_busy_server_is_asked_again_as_it_says(
+    client: KestrelClient, async_client: AsyncKestrelClient, peer: Any
+) -> None:
+    assert client.query(b"x" * 1_000_000, "busy 2").answer  # more than gRPC's own retry buffer
+    assert peer.vision.attempts == 3
+    peer.vision.attempts = 0
+    assert (await async_client.query(None, "busy 3")).answer
+    assert peer.vision.attempts == 4
+    peer.vision.attempts = 0
+    assert client.stream_query(None, "busy 1").result().answer
+    assert peer.vision.attempts == 2
+
+
+def test_four_attempts_are_enough(client: KestrelClient, peer: Any) -> None:
+    with pytest.raises(OverloadedError) as caught:
+        client.query(None, "busy 9")
+    assert peer.vision.attempts == 4
+    assert caught.value.reason == "QUEUE_FULL" and caught.value.retry_after_s == 1.5
+
+
+def test_negative_pushback_forbids_a_retry(client: KestrelClient, peer: Any) -> None:
+    with pytest.raises(OverloadedError):
+        client.query(None, "never")
+    assert peer.vision.attempts == 1
+
+
+# Limits.
+
+
+async def test_too_large_is_refused_before_sending(peer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "large.png"
+    file.write_bytes(b"x" * 5000)
+    limited = KestrelClient(peer.target, max_message_bytes=4096)
+    with limited:
+        for image in (b"x" * 5000, file, str(file)):
+            with pytest.raises(RequestTooLargeError, match="max_message_bytes=4096") as caught:
+                limited.caption(image)
+            assert caught.value.size >= 5000 and caught.value.limit == 4096
+        with pytest.raises(RequestTooLargeError):
+            limited.stream_query(b"x" * 4080, "q")
+        assert limited.stream_query(b"x" * 3900, "q").result().answer
+    async with AsyncKestrelClient(peer.target, max_message_bytes=4096) as limited_async:
+        with pytest.raises(RequestTooLargeError):
+            await limited_async.caption(b"x" * 5000)
+        with pytest.raises(RequestTooLargeError):
+            await limited_async.stream_caption(b"x" * 5000).result()
+    assert len(peer.vision.requests) == 1
+
+
+def test_large_messages_pass_by_default(client: KestrelClient, peer: Any) -> None:
+    client.caption(b"x" * 20_000_000)
+    assert len(peer.vision.requests[0].image.encoded) == 20_000_000
+
+
+def test_timeout(client: KestrelClient, peer: Any) -> None:
+    with pytest.raises(DeadlineExceededError) as caught:
+        client.query(None, "slow", timeout=0.2)
+    assert isinstance(caught.value, TimeoutError)
+    assert peer.vision.cancelled.wait(5)
+
+
+# Cancellation: the server must see it.
+
+
+def test_leaving_a_stream_cancels_it(client: KestrelClient, peer: Any) -> None:
+    with client.stream_query(None, "endless") as stream:
+        assert next(stream).text
+        assert not peer.vision.cancelled.is_set()
+    assert peer.vision.cancelled.wait(5)
+    assert list(stream) == []
+    with pytest.raises(RequestCancelledError):
+        stream.result()
+    stream.close()  # idempotent
+
+
+def test_dropping_a_stream_cancels_it(client: KestrelClient, peer: Any) -> None:
+    stream = client.stream_query(None, "endless")
+    next(stream)
+    del stream
+    gc.collect()
+    assert peer.vision.cancelled.wait(5)
+
+
+async def test_leaving_an_async_stream_cancels_it(
+    async_client: AsyncKestrelClient, peer: Any
+) -> None:
+    async with async_client.stream_query(None, "endless") as stream:
+        assert (await anext(stream)).text
+    assert await asyncio.to_thread(peer.vision.cancelled.wait, 5)
+    assert [event async for event in stream] == []
+    with pytest.raises(RequestCancelledError):
+        await stream.result()
+
+
+async def test_dropping_an_async_stream_cancels_it(
+    async_client: AsyncKestrelClient, peer: Any
+) -> None:
+    stream = async_client.stream_query(None, "endless")
+    await anext(stream)
+    del stream
+    gc.collect()
+    assert await asyncio.to_thread(peer.vision.cancelled.wait, 5)
+
+
+@pytest.mark.parametrize("words", ["slow", "endless"])
+async def test_cancelling_the_task_cancels_the_call(
+    async_client: AsyncKestrelClient, peer: Any, words: str
+) -> None:
+    async def work() -> None:
+        if words == "slow":
+            await async_client.query(None, words)
+        await async_client.stream_query(None, words).result()
+
+    task = asyncio.create_task(work())
+    while not peer.vision.attempts:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(peer.vision.cancelled.wait, 5)
+
+
+async def test_another_task_may_close_a_stream(async_client: AsyncKestrelClient, peer: Any) -> None:
+    stream = async_client.stream_query(None, "endless")
+
+    async def read() -> int:
+        return len([event async for event in stream])
+
+    reader = asyncio.create_task(read())
+    while stream.request_id is None:
+        await asyncio.sleep(0.01)
+    await stream.aclose()
+    assert await asyncio.wait_for(reader, 5) >= 0
+    assert await asyncio.to_thread(peer.vision.cancelled.wait, 5)
+
+
+def test_a_closed_client_refuses(peer: Any) -> None:
+    client = KestrelClient(peer.target)
+    client.close()
+    client.close()
+    with pytest.raises((KestrelError, ValueError)):
+        client.query(None, "q")
+
+
+# Readiness.
+
+
+async def test_wait_ready(
+    client: KestrelClient, async_client: AsyncKestrelClient, peer: Any
+) -> None:
+    client.wait_ready(5)
+    await async_client.wait_ready(5)
+    peer.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    with pytest.raises(DeadlineExceededError, match=r"not ready within 0\.3 s"):
+        client.wait_ready(0.3)
+    with pytest.raises(DeadlineExceededError):
+        await async_client.wait_ready(0.3)
+    waiting = asyncio.create_task(async_client.wait_ready(5))
+    await asyncio.sleep(0.15)
+    assert not waiting.done()
+    peer.health.set("", health_pb2.HealthCheckResponse.SERVING)
+    await waiting
+
+
+def test_wait_ready_for_nobody() -> None:
+    began = time.monotonic()
+    with KestrelClient("127.0.0.1:1") as client, pytest.raises(DeadlineExceededError):
+        client.wait_ready(0.3)
+    assert time.monotonic() - began < 3
+
+
+# Metadata, token, TLS.
+
+
+def test_metadata_and_token_arrive(peer: Any) -> None:
+    with KestrelClient(peer.target, token="s3cret", metadata={"X-Team": "a"}) as client:
+        client.query(None, "q", metadata=[("x-one", "1"), ("x-raw-bin", b"\0\xff")])
+        with client.stream_query(None, "q") as stream:
+            stream.result()
+    first, second = peer.vision.metadata
+    assert first["authorization"] == second["authorization"] == "Bearer s3cret"
+    assert (first["x-team"], first["x-one"], first["x-raw-bin"]) == ("a", "1", b"\0\xff")
+    assert second["x-team"] == "a" and "x-one" not in second
+
+
+async def test_metadata_and_token_arrive_async(peer: Any) -> None:
+    async with AsyncKestrelClient(peer.target, token="s3cret", metadata={"x-team": "a"}) as client:
+        await client.query(None, "q", metadata={"x-one": "1"})
+    (metadata,) = peer.vision.metadata
+    assert metadata["authorization"] == "Bearer s3cret"
+    assert (metadata["x-team"], metadata["x-one"]) == ("a", "1")
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A self-signed certificate for localhost, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    key, cert = folder / "key.pem", folder / "cert.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    subprocess.run(
+        [*command.split(), "-addext", "subjectAltName=DNS:localhost", "-keyout", key, "-out", cert],
+        check=True,
+        capture_output=True,
+    )
+    return cert, key
+
+
+@pytest.fixture
+def tls_peer(
+    certificate: tuple[Path, Path], start_peer: Callable[..., Any]
+) -> Iterator[tuple[Any, Path, Path]]:
+    cert, key = certificate
+    credentials = grpc.ssl_server_credentials(
+        [(key.read_bytes(), cert.read_bytes())], cert.read_bytes(), require_client_auth=True
+    )
+    running = start_peer(credentials)
+    yield running, cert, key
+    running.stop()
+
+
+async def test_mutual_tls_and_token(tls_peer: tuple[Any, Path, Path]) -> None:
+    peer, cert, key = tls_peer
+    tls = Tls(
+        root_certificates=cert,
+        certificate=cert.read_bytes(),
+        private_key=key,
+        server_name="localhost",
+    )
+    with KestrelClient(peer.target, tls=tls, token="s3cret", timeout=10) as client:
+        client.query(None, "q")
+    async with AsyncKestrelClient(peer.target, tls=tls, token="s3cret", timeout=10) as async_client:
+        await async_client.query(None, "q")
+    assert [m["authorization"] for m in peer.vision.metadata] == ["Bearer s3cret"] * 2
+
+
+def test_tls_needs_a_trusted_server(tls_peer: tuple[Any, Path, Path]) -> None:
+    peer, _, _ = tls_peer
+    with KestrelClient(peer.target, tls=True, timeout=5) as client:
+        with pytest.raises(UnavailableError):
+            client.query(None, "q")
+
+
+def test_token_never_leaves_in_the_clear() -> None:
+    for target in ("example.org:50051", "10.0.0.1:1", "dns:///kestrel:50051", "[2001:db8::1]:1"):
+        with pytest.raises(InvalidRequestError, match="in the clear"):
+            KestrelClient(target, token="s3cret")
+    assert "s3cret" not in repr(Connection(token="s3cret"))
+
+
+@pytest.mark.parametrize(
+    ("target", "local"),
+    [
+        ("localhost:50051", True),
+        ("127.0.0.1:1", True),
+        ("127.8.9.1", True),
+        ("[::1]:50051", True),
+        ("::1", True),
+        ("unix:/tmp/socket", True),
+        ("unix-abstract:name", True),
+        ("dns:///localhost:1", True),
+        ("dns://8.8.8.8/localhost:1", True),
+        ("ipv4:127.0.0.1:1,127.0.0.1:2", True),
+        ("ipv4:127.0.0.1:1,10.0.0.1:2", False),
+        ("ipv6:[::1]:1", True),
+        ("localhost.example.org:1", False),
+        ("192.168.1.2:50051", False),
+        ("kestrel", False),
+    ],
+)
+def test_is_local(target: str, local: bool) -> None:
+    assert is_local(target) is local
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target": ""},
+        {"timeout": 0},
+        {"timeout": -1.0},
+        {"max_message_bytes": 0},
+        {"token": "two\nlines"},
+        {"tls": Tls(root_certificates="/nowhere/ca.pem")},
+    ],
+    ids=str,
+)
+def test_impossible_settings(settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError):
+        KestrelClient(**settings)
+    with pytest.raises(InvalidRequestError):
+        AsyncKestrelClient(**settings)
+
+
+def test_certificate_and_key_need_each_other() -> None:
+    with pytest.raises(InvalidRequestError):
+        Tls(certificate=b"x")
+
+
+# Arguments that can't be sent.
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda c: c.caption(PICTURE, "huge"), "length: 'huge' is not one of short, normal, long"),
+        (lambda c: c.segment(PICTURE, "x", mask="bmp"), "mask: 'bmp'"),
+        (lambda c: c.query(None, "q", priority="urgent"), "priority: 'urgent'"),
+        (lambda c: c.query(None, "q", max_tokens=-1), "max_tokens: "),
+        (lambda c: c.query(None, "q", seed=2**64), "seed: "),
+        (lambda c: c.query(None, "q", temperature="hot"), "temperature: "),
+        (lambda c: c.query(None, 7), "question: "),
+        (lambda c: c.query(None, "\ud800"), "question: "),
+        (lambda c: c.point(PICTURE, "x", max_objects=2**32), "max_objects: "),
+        (lambda c: c.query(PICTURE, "q", spatial_refs=[(1, 2, 3)]), r"spatial_refs\[0\]: has 3"),
+        (lambda c: c.query(PICTURE, "q", spatial_refs=[("a", "b")]), r"spatial_refs\[0\]: "),
+    ],
+)
+def test_malformed_arguments_are_named(client: KestrelClient, call: Any, named: str) -> None:
+    with pytest.raises(InvalidRequestError, match=named):
+        call(client)
+
+
+def test_misspelt_option(client: KestrelClient) -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        client.query(None, "q", temprature=1)  # type: ignore[call-arg]
