@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 from .errors import MissingDependencyError
 from .geometry import Box, Point
 from .images import ImageInput, to_pillow
+from .rasterise import fill
 from .results import DetectResult, Mask, PointResult, QueryResult, Result, SegmentResult
-from .svg_path import polygons, signed_area
+from .svg_path import polygons
 
 try:
-    from PIL import Image, ImageChops, ImageDraw, ImageFont
+    from PIL import Image, ImageDraw, ImageFont
 except ImportError as error:
     raise MissingDependencyError(
         "drawing needs Pillow: pip install 'kestrel-client[images]'"
@@ -53,26 +54,15 @@ def draw(result: Result, picture: ImageInput) -> Image.Image:
 
 
 def mask_image(result: SegmentResult, size: tuple[int, int]) -> Image.Image:
-    """The outline filled: mode "L", 255 inside and 0 outside, of ``size`` (width, height).
-
-    Overlapping subpaths follow SVG's nonzero rule, so that an inner outline of the other direction is a hole.
-    """
+    """The outline filled: mode "L", 255 inside and 0 outside, of ``size`` (width, height)."""
     if result.mask is not None and (result.mask.width, result.mask.height) == size:
         drawn = _drawn_mask(result.mask)
         if drawn is not None:
             return drawn
     if result.box is None:
         return Image.new("L", size, 0)
-    # How often the outline winds around each pixel, 128 standing for not at all.
-    winding = Image.new("L", size, 128)
-    for polygon in polygons(result.svg_path):
-        once = Image.new("L", size, 0)
-        # Pillow's whole numbers are the centres of pixels, ours their upper left corners.
-        corners = [(x - 0.5, y - 0.5) for x, y in _in_picture(polygon, result.box, size)]
-        ImageDraw.Draw(once).polygon(corners, fill=1)
-        combine = ImageChops.add if signed_area(polygon) > 0 else ImageChops.subtract
-        winding = combine(winding, once)
-    return winding.point([0 if value == 128 else 255 for value in range(256)])
+    outlines = [_in_picture(polygon, result.box, size) for polygon in polygons(result.svg_path)]
+    return Image.frombytes("L", size, fill(outlines, *size))
 
 
 def _drawn_mask(mask: Mask) -> Image.Image | None:

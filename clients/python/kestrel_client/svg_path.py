@@ -34,14 +34,6 @@ def polygons(path: str) -> list[Polygon]:
     return [polygon for polygon in pen.subpaths if len(polygon) > 2]
 
 
-def signed_area(polygon: Polygon) -> float:
-    """The shoelace formula; its sign tells the direction of the outline."""
-    total = 0.0
-    for (x0, y0), (x1, y1) in zip(polygon, [*polygon[1:], polygon[0]], strict=True):
-        total += x0 * y1 - x1 * y0
-    return total / 2
-
-
 class _PathEnd(Exception):
     """The data is malformed from here on."""
 

@@ -1,0 +1,60 @@
+"""What importing the client loads, and what it does without Pillow. Each in an interpreter of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+LIGHT = """
+import sys
+import kestrel_client
+heavy = {"numpy", "PIL", "torch", "google.rpc", "kestrel_engine", "kestrel_grpc"}
+print(sorted(heavy & set(sys.modules)))
+"""
+
+WITHOUT_PILLOW = """
+import sys
+sys.modules["PIL"] = None
+import kestrel_client
+from kestrel_client import results
+result = results.PointResult(
+    object="x", points=(), finish_reason="stop", usage=results.Usage(), timings=results.Timings(), model="",
+    request_id="", image_size=None, seed=0, source=b"x",
+)
+try:
+    result.draw()
+except ImportError as error:
+    print(type(error).__name__, error)
+"""
+
+BESIDE_THE_ORIGINALS = """
+import kestrel_client
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2
+from google.protobuf import descriptor_pool
+pool = descriptor_pool.Default()
+print(pool.FindMessageTypeByName("google.rpc.BadRequest").file.name)
+print(pool.FindMessageTypeByName("kestrel.v1.QueryRequest").file.name)
+"""
+
+
+def run(program: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def test_importing_is_light() -> None:
+    assert run(LIGHT) == "[]"
+
+
+def test_drawing_without_pillow_says_what_is_missing() -> None:
+    told = run(WITHOUT_PILLOW)
+    assert told.startswith("MissingDependencyError") and "kestrel-client[images]" in told
+
+
+def test_no_clash_in_the_descriptor_pool() -> None:
+    assert run(BESIDE_THE_ORIGINALS).split() == [
+        "google/rpc/error_details.proto",
+        "kestrel/v1/vision_service.proto",
+    ]
