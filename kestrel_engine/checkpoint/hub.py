@@ -92,9 +92,7 @@ class Hub:
             if found is not None:
                 return found
         if self._online is False:
-            raise self._offline(
-                HubFile(checkpoint.repo, checkpoint.revision, _USUAL_NAMES[-1]), None
-            )
+            raise self._offline(HubFile(checkpoint.repo, checkpoint.revision, _USUAL_NAMES[-1]))
         raise DownloadError(
             f"{checkpoint.repo}@{checkpoint.revision} has neither {' nor '.join(_USUAL_NAMES)}; "
             f"name the file: {checkpoint.repo}@{checkpoint.revision}:FILE"
@@ -147,8 +145,14 @@ class Hub:
                 )
             if isinstance(cause, PermissionError):
                 return DownloadError(f"{self._cache()} can't be written: {_first_line(cause)}")
-        if self._online is False or any(isinstance(c, HTTPError) for c in _chain(error)):
-            return self._offline(file, error)
+        if self._online is False:
+            return self._offline(file)
+        for cause in _chain(error):
+            if isinstance(cause, HTTPError):
+                return DownloadError(
+                    f"the download of {file.file} of {where} broke off ({_first_line(cause)}); "
+                    "start again, complete files are kept"
+                )
         return DownloadError(f"{file.file} of {where}: {_first_line(error)}")
 
     def _explain_status(self, file: HubFile, error: hf_errors.HfHubHTTPError) -> DownloadError:
@@ -167,17 +171,13 @@ class Hub:
             f"the hub answered {status} for {file.file} of {file.repo}; try again later"
         )
 
-    def _offline(self, file: HubFile, error: Exception | None) -> DownloadError:
+    def _offline(self, file: HubFile) -> DownloadError:
         endpoint = self._endpoint or hf.constants.ENDPOINT
-        # The library's own "not in the cache" is what we say ourselves; what came before it is the reason.
-        reason = self._offline_reason or next(
-            (_first_line(c) for c in _chain(error) if isinstance(c, HTTPError)), "no answer"
-        )
         option = "--tokenizer" if file.file.endswith("tokenizer.json") else "--weights"
         return DownloadError(
             f"{file.file} of {file.repo}@{file.revision} is not in the cache ({self._cache()}) and {endpoint} can't be "
-            f"reached ({reason}). On a connected machine run `hf download {file.repo} --revision {file.revision}`, "
-            f"copy the files here and name their folder with {option}"
+            f"reached ({self._offline_reason}). On a connected machine run `hf download {file.repo} --revision "
+            f"{file.revision}`, copy the files here and name their folder with {option}"
         )
 
     def _cache(self) -> str:
