@@ -46,7 +46,7 @@ def build_batch(
         seen = cache.slots(row.page_table, end)
         slots.append(_indices(seen)[row.start :])
         positions.append(torch.arange(row.start, end))
-        spans += _spans(row, begin, seen, model.device)
+        spans += _spans(row, begin, seen, model)
         inputs.add(row, begin)
         begin += count
         last.append(begin - 1)
@@ -113,7 +113,7 @@ def _indices(slots: slice | Tensor) -> Tensor:
     return torch.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots
 
 
-def _spans(row: Row, begin: int, seen: slice | Tensor, device: torch.device) -> list[Span]:
+def _spans(row: Row, begin: int, seen: slice | Tensor, model: Moondream) -> list[Span]:
     """Cuts a row whose first token is at ``begin`` of the batch: BOS and picture attend both ways, all else is causal.
 
     Every span sees the keys from position 0 to its own end.
@@ -124,7 +124,7 @@ def _spans(row: Row, begin: int, seen: slice | Tensor, device: torch.device) -> 
         if not isinstance(token, ImageBlock):
             position += 1
             continue
-        assert isinstance(before, int) and position > row.start, (
+        assert before == model.config.ids.bos_id, (
             f"sequence {row.sequence_id}: picture {token.key} does not follow a BOS in its row"
         )
         if start < position - 1:
@@ -134,7 +134,7 @@ def _spans(row: Row, begin: int, seen: slice | Tensor, device: torch.device) -> 
         start = position
     if start < position:
         pieces.append((start, position, False))
-    return [_span(row.start, begin, piece, seen, device) for piece in pieces]
+    return [_span(row.start, begin, piece, seen, model.device) for piece in pieces]
 
 
 def _span(

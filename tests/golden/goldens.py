@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class Golden:
     expected: dict[str, Any]
     arrays: dict[str, Tensor]
     tolerances: dict[str, Any]
+    checked: set[str] = field(default_factory=set)
+    """Keys of ``arrays`` that were compared."""
 
     def case(self, case_id: str) -> dict[str, Any]:
         return next(case for case in self.expected["cases"] if case["id"] == case_id)
@@ -65,6 +67,7 @@ class Golden:
     def check(self, what: str, actual: Tensor, key: str) -> None:
         """Compares with the stored array ``key`` within the manifest's float32 tolerance for ``what``."""
         tolerance = self.tolerances["fp32"][what]
+        self.checked.add(key)
         expected = self.arrays[key]
         torch.testing.assert_close(
             actual, expected, **tolerance, msg=lambda message: f"{self.name} {key}: {message}"

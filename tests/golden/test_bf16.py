@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kestrel_engine.requests import Coord, Size
+from kestrel_engine.requests import Coord, PreparedImage, Size
+from tests.golden.checks import Case, fed_tokens
 from tests.golden.driver import Feed, pages_for
 from tests.golden.goldens import Golden
-from tests.golden.test_cases import fed_tokens
 
 pytestmark = pytest.mark.golden
 Pair = tuple[str, Tensor, Tensor]
 
 
-def region_pairs(golden: Golden, feed: Feed, hidden: Tensor, case: dict) -> Iterator[Pair]:
+def region_pairs(golden: Golden, feed: Feed, hidden: Tensor, case: Case) -> Iterator[Pair]:
     """Region logits of a first object, the stored bins being fed."""
     region, name = feed.runtime.model.region, f"{case['id']}.first"
     x, y, *sides = case["bins"][0]
@@ -31,7 +31,7 @@ def region_pairs(golden: Golden, feed: Feed, hidden: Tensor, case: dict) -> Iter
         yield "region_logits", region.size_logits(hidden)[0], stored
 
 
-def compared(golden: Golden, pictures) -> Iterator[Pair]:
+def compared(golden: Golden, pictures: dict[str, PreparedImage]) -> Iterator[Pair]:
     """(what, bf16 rows, stored rows) over all cases and pictures."""
     runtime = golden.new_runtime(dtype=torch.bfloat16)
     golden.encode(runtime, pictures)
@@ -59,13 +59,16 @@ def compared(golden: Golden, pictures) -> Iterator[Pair]:
             yield "ref_embeds", embedded, golden.arrays[f"{case['id']}.ref_size_embeds"]
         if case["skill"] in ("point", "detect"):
             yield from region_pairs(golden, feed, hidden, case)
-        elif (stored := golden.arrays.get(f"{case['id']}.decode_logits")) is not None:
+        elif f"{case['id']}.decode_logits" in golden.arrays:
+            stored = golden.arrays[f"{case['id']}.decode_logits"]
             fed = fed_tokens(case)[: len(stored)]
             logits = model.text.logits(torch.stack([feed(token) for token in fed]))
             yield "decode_logits", logits, stored
 
 
-def test_errors_stay_within_the_manifest(golden: Golden, pictures):
+def test_errors_stay_within_the_manifest(
+    golden: Golden, pictures: dict[str, PreparedImage]
+) -> None:
     limits = golden.tolerances["bf16"]
     flip_margin = limits["teacher_forced_argmax_must_match_when_margin_at_least"]
     pairs: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)

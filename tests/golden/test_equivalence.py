@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kestrel_engine.requests import Coord, ImageBlock, Size, num_positions
+from kestrel_engine.requests import Coord, ImageBlock, PreparedImage, Prompt, Size, num_positions
 from kestrel_engine.step import Row
 from tests.golden.driver import Feed, pages_for
 from tests.golden.goldens import Golden
 
 pytestmark = pytest.mark.golden
-CLOSE = {"atol": 5e-5, "rtol": 1e-5}
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=5e-5, rtol=1e-5)
 
 
 def whole(golden: Golden, case_id: str) -> torch.Tensor:
@@ -19,47 +22,49 @@ def whole(golden: Golden, case_id: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case_id", ["query.0", "query_noimage.0", "query_spatial.1"])
-def test_token_by_token_equals_the_whole(golden: Golden, case_id: str):
+def test_token_by_token_equals_the_whole(golden: Golden, case_id: str) -> None:
     prompt = golden.prompt(golden.case(case_id))
     feed = Feed(golden.runtime, pages_for(golden.runtime, 800, seed=1))
     begin = 2 if isinstance(prompt[1], ImageBlock) else 1
     hidden = feed(*prompt[:begin])
     for token in prompt[begin:]:
         hidden = feed(token)
-    torch.testing.assert_close(hidden, whole(golden, case_id), **CLOSE)
+    assert_same(hidden, whole(golden, case_id))
 
 
 @pytest.mark.parametrize("size", [3, 7])
 @pytest.mark.parametrize("case_id", ["query.0", "query_noimage.0", "query_spatial.1"])
-def test_chunks_equal_the_whole(golden: Golden, case_id: str, size: int):
+def test_chunks_equal_the_whole(golden: Golden, case_id: str, size: int) -> None:
     prompt = golden.prompt(golden.case(case_id))
     feed = Feed(golden.runtime, pages_for(golden.runtime, 800, seed=2))
     begin = 2 if isinstance(prompt[1], ImageBlock) else 1
     hidden = feed(*prompt[:begin])
     for i in range(begin, len(prompt), size):
         hidden = feed(*prompt[i : i + size])
-    torch.testing.assert_close(hidden, whole(golden, case_id), **CLOSE)
+    assert_same(hidden, whole(golden, case_id))
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 73])
-def test_page_size_changes_nothing(golden: Golden, pictures, page_size: int):
+def test_page_size_changes_nothing(
+    golden: Golden, pictures: dict[str, PreparedImage], page_size: int
+) -> None:
     runtime = golden.new_runtime(page_size=page_size, num_pages=-(-1000 // page_size))
     case = golden.case("query.0")
     golden.encode(runtime, {case["image"]: pictures[case["image"]]})
     prompt = golden.prompt(case)
     for pages in (pages_for(runtime, 780), pages_for(runtime, 780, seed=page_size)):
         feed = Feed(runtime, pages)
-        torch.testing.assert_close(feed(*prompt), whole(golden, "query.0"), **CLOSE)
+        assert_same(feed(*prompt), whole(golden, "query.0"))
         hidden = feed(case["ids"][0])
         logits = runtime.model.text.logits(hidden[None])
-        torch.testing.assert_close(logits[0], golden.arrays["query.0.decode_logits"][0], **CLOSE)
+        assert_same(logits[0], golden.arrays["query.0.decode_logits"][0])
 
 
-def test_rows_of_one_pass_equal_rows_alone(golden: Golden):
+def test_rows_of_one_pass_equal_rows_alone(golden: Golden) -> None:
     """Prefills with and without a picture, a chunk, and decode-like rows in one flat batch."""
     runtime = golden.runtime
     image = ImageBlock("square_378", golden.config.image_positions)
-    prompts = [
+    prompts: list[Prompt] = [
         (0, image, 1, 375, 2, 50, 92, 3),
         (0, 1, 375, 2, Coord(0.25), Coord(0.5), Size(0.125, 0.5), 3),
         (0, 40, 41, 42, 43, 44),
@@ -79,10 +84,10 @@ def test_rows_of_one_pass_equal_rows_alone(golden: Golden):
     for i in range(len(prompts)):
         for cuts, hidden in zip((first, rest), together, strict=True):
             alone = runtime.hidden([rows(cuts)[i]])[0]
-            torch.testing.assert_close(hidden[i], alone, **CLOSE)
+            assert_same(hidden[i], alone)
 
 
-def test_a_second_turn_sees_the_first(golden: Golden):
+def test_a_second_turn_sees_the_first(golden: Golden) -> None:
     """A follow-up on a sequence's pages equals the same tokens in one prompt, whatever others did meanwhile."""
     runtime = golden.runtime
     turns = [(0, 1, 375, 2, 50, 92), (3, 3, 690, 609, 878), (1, 375, 2, 281, 3)]
@@ -92,4 +97,4 @@ def test_a_second_turn_sees_the_first(golden: Golden):
         hidden = feed(*turn)
         other(0, *turn)
     at_once = Feed(runtime, (9, 8, 7))(*(token for turn in turns for token in turn))
-    torch.testing.assert_close(hidden, at_once, **CLOSE)
+    assert_same(hidden, at_once)

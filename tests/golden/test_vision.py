@@ -5,42 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kestrel_engine.requests import PreparedImage
+from tests.golden.checkpoint import DATA
+from tests.golden.checks import check_vision
 from tests.golden.goldens import Golden
-
-PICTURES = (
-    "alpha_512x512",
-    "big_2400x1500",
-    "gray_640x480",
-    "small_120x90",
-    "square_378",
-    "tall_420x980",
-    "wide_900x600",
-)
 
 pytestmark = pytest.mark.golden
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_every_stage_equals_the_reference(golden: Golden, pictures, name):
-    picture, rows = pictures[name], golden.expected["rows"]
-    vision = golden.runtime.model.vision
-    tiling = tuple(golden.expected["vision"][name]["tiling"])
-    assert picture.tiling == tiling
-    features = vision.encode_crops(torch.from_numpy(picture.crops))
-    kept = features[rows["crop_features_crops"]][:, rows["crop_features_rows"]]
-    golden.check("crop_features", kept, f"vision.{name}.crop_features_rows")
-    stitched = vision.stitch(features[1:], tiling)
-    assert list(stitched.shape[:2]) == golden.expected["vision"][name]["reconstructed_hw"]
-    samples = golden.expected["vision"][name]["reconstructed_sample_yx"]
-    sampled = torch.stack([stitched[y, x] for y, x in samples])
-    golden.check("crop_features", sampled, f"vision.{name}.reconstructed_samples")
-    pooled = vision.pool(stitched)
-    golden.check("pooled", pooled[rows["pooled_rows"]], f"vision.{name}.pooled_rows")
-    (embedding,) = vision.encode_images([(torch.from_numpy(picture.crops), tiling)])
-    golden.check("image_emb", embedding[rows["image_emb_rows"]], f"vision.{name}.image_emb_rows")
+@pytest.mark.parametrize("name", sorted(path.stem for path in (DATA / "images").iterdir()))
+def test_every_stage(golden: Golden, pictures: dict[str, PreparedImage], name: str) -> None:
+    check_vision(golden, name, pictures[name])
 
 
-def test_pictures_encoded_together_equal_pictures_encoded_alone(golden: Golden, pictures):
+def test_pictures_encoded_together_equal_pictures_encoded_alone(
+    golden: Golden, pictures: dict[str, PreparedImage]
+) -> None:
     vision = golden.runtime.model.vision
     some = ["small_120x90", "tall_420x980", "square_378"]
     inputs = [(torch.from_numpy(pictures[name].crops), pictures[name].tiling) for name in some]

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kestrel_engine.errors import RuntimeFailure
+from kestrel_engine.requests import SamplingParams
+from kestrel_engine.runtime.sampler import sample
+from kestrel_engine.step import SampleSpec, TokenRule, uniform
+
+PROBABILITIES = (0.05, 0.4, 0.3, 0.2, 0.05)
+
+
+def logits(rows: int = 1, probabilities: tuple[float, ...] = PROBABILITIES) -> torch.Tensor:
+    return torch.tensor(probabilities).log().repeat(rows, 1)
+
+
+def draws(count: int, rule: TokenRule | None = None, **sampling: float) -> Counter[int]:
+    rule = rule or TokenRule()
+    params = SamplingParams(**{"temperature": 1.0, "seed": 5, **sampling})
+    specs = [SampleSpec(rule, params, draw) for draw in range(count)]
+    return Counter(token for token, _ in sample(logits(count), specs))
+
+
+def one(rule: TokenRule, **sampling: float) -> tuple[int, float]:
+    return sample(logits(), [SampleSpec(rule, SamplingParams(**sampling), 0)])[0]
+
+
+def test_greedy_takes_the_best_and_says_how_likely_it_was():
+    token, logprob = one(TokenRule())
+    assert token == 1
+    assert logprob == pytest.approx(math.log(0.4), abs=1e-6)
+
+
+def test_frequencies_follow_the_probabilities():
+    counts = draws(4000)
+    for token, probability in enumerate(PROBABILITIES):
+        assert counts[token] / 4000 == pytest.approx(probability, abs=0.03)
+
+
+def test_temperature_sharpens():
+    counts = draws(4000, temperature=0.5)
+    total = sum(p**2 for p in PROBABILITIES)
+    assert counts[1] / 4000 == pytest.approx(0.4**2 / total, abs=0.03)
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-3])
+def test_a_tiny_temperature_is_greedy(temperature):
+    assert draws(50, temperature=temperature) == {1: 50}
+
+
+def test_top_p_keeps_the_token_that_crosses_the_threshold():
+    assert set(draws(2000, top_p=0.39)) == {1}
+    assert set(draws(2000, top_p=0.41)) == {1, 2}
+    assert set(draws(2000, top_p=0.69)) == {1, 2}
+    assert set(draws(2000, top_p=0.71)) == {1, 2, 3}
+
+
+def test_top_k_comes_before_top_p():
+    """After top-k the two left have 4/7 and 3/7, so a top_p of 0.5 leaves one; on all five it would leave two."""
+    assert set(draws(2000, top_p=0.5)) == {1, 2}
+    assert set(draws(2000, top_k=2, top_p=0.5)) == {1}
+    assert set(draws(2000, top_k=3)) == {1, 2, 3}
+    assert set(draws(2000, top_k=99)) == {0, 1, 2, 3, 4}
+
+
+def test_temperature_comes_before_top_p():
+    assert set(draws(2000, temperature=0.2, top_p=0.6)) == {1}
+
+
+def test_masks():
+    assert one(TokenRule(suppressed=(1,)))[0] == 2
+    assert one(TokenRule(allowed=(0, 3)))[0] == 3
+    assert one(TokenRule(allowed=(0, 3), suppressed=(3,)))[0] == 0
+    assert set(draws(500, TokenRule(allowed=(0, 4)))) == {0, 4}
+    assert one(TokenRule(allowed=(0, 3)))[1] == pytest.approx(math.log(0.2 / 0.25), abs=1e-6)
+
+
+def test_otherwise_turns_all_but_the_stop_into_one_id():
+    rule = TokenRule(otherwise=4, stop=3)
+    assert one(rule) == (4, pytest.approx(math.log(0.8), abs=1e-6))
+    counts = draws(2000, rule)
+    assert set(counts) == {3, 4}
+    assert counts[3] / 2000 == pytest.approx(0.2, abs=0.03)
+    assert one(TokenRule(otherwise=4, stop=1)) == (1, pytest.approx(math.log(0.4), abs=1e-6))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=6), st.integers(0, 50))
+def test_a_row_draws_the_same_whatever_its_neighbours(seeds, draw):
+    rows = torch.randn(len(seeds), 40, generator=torch.Generator().manual_seed(seeds[0] % 2**31))
+    specs = [
+        SampleSpec(TokenRule(), SamplingParams(temperature=0.7, top_p=0.8, top_k=20, seed=s), draw)
+        for s in seeds
+    ]
+    together = [token for token, _ in sample(rows.clone(), specs)]
+    alone = [sample(rows[i : i + 1].clone(), [spec])[0][0] for i, spec in enumerate(specs)]
+    assert together == alone
+
+
+def test_mixed_rows_of_greedy_and_drawn():
+    specs = [
+        SampleSpec(TokenRule(), SamplingParams(), 0),
+        SampleSpec(TokenRule(), SamplingParams(temperature=1.0, seed=3), 0),
+        SampleSpec(TokenRule(suppressed=(1,)), SamplingParams(), 0),
+    ]
+    ids = [token for token, _ in sample(logits(3), specs)]
+    cumulative, expected = 0.0, None
+    for token, probability in sorted(enumerate(PROBABILITIES), key=lambda p: -p[1]):
+        cumulative += probability
+        if expected is None and uniform(3, 0) < cumulative:
+            expected = token
+    assert ids == [1, expected, 2]
+
+
+def test_draws_differ_from_token_to_token_and_seed_to_seed():
+    assert len({uniform(9, i) for i in range(1000)}) == 1000
+    assert len(draws(200, seed=1)) > 2 and draws(200, seed=1) != draws(200, seed=2)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_logits_are_an_error_naming_the_row(bad):
+    rows = logits(3)
+    rows[1, 2] = bad
+    with pytest.raises(RuntimeFailure, match=r"rows \[1\] of 3"):
+        sample(rows, [SampleSpec(TokenRule(), SamplingParams(), 0)] * 3)
+
+
+def test_a_rule_that_forbids_everything_is_a_mistake():
+    with pytest.raises(AssertionError, match="forbids every id"):
+        one(TokenRule(allowed=(1,), suppressed=(1,)))

@@ -1,0 +1,247 @@
+"""The torch runtime on small random models: plans, pictures, failures. Exactness is tested in tests/golden."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kestrel_engine.errors import RuntimeFailure
+from kestrel_engine.models.moondream import Moondream
+from kestrel_engine.requests import Coord, ImageBlock, PreparedImage, SamplingParams, Size
+from kestrel_engine.runtime.kv_cache import KvCache, bytes_per_page
+from kestrel_engine.runtime.protocol import Runtime
+from kestrel_engine.runtime.torch_runtime import TorchRuntime
+from kestrel_engine.step import Row, SampleSpec, StepPlan, StepResult, TokenRule
+from tests.engine.models.small import random_tensors, small_config, small_model
+
+GREEDY = SamplingParams()
+IMAGE = ImageBlock("picture", 25)
+
+
+@pytest.fixture(params=["moondream2", "moondream3"])
+def runtime(request) -> TorchRuntime:
+    return new_runtime(request.param)
+
+
+def new_runtime(family="moondream3", **options) -> TorchRuntime:
+    model = small_model(family)
+    settings = {"num_pages": 60, "page_size": 4, "max_batch_size": 4, "max_seq_length": 120}
+    settings |= options
+    return TorchRuntime(model, model.config, device="cpu", dtype=torch.float32, **settings)
+
+
+def picture(key: str = "picture", tiling: tuple[int, int] = (1, 2)) -> PreparedImage:
+    count = 1 + tiling[0] * tiling[1]
+    crops = np.random.default_rng(1).integers(0, 256, (count, 30, 30, 3), dtype=np.uint8)
+    return PreparedImage(key, crops, tiling, 60, 30)
+
+
+def spec(rule: TokenRule | None = None, draw: int = 0, **sampling: float) -> SampleSpec:
+    return SampleSpec(rule or TokenRule(), SamplingParams(**sampling), draw)
+
+
+def row(tokens, start=0, first_page=0, sample=None, sequence_id=0, pages=10) -> Row:
+    return Row(
+        sequence_id, tuple(tokens), start, tuple(range(first_page, first_page + pages)), sample
+    )
+
+
+def step(runtime: Runtime, **parts) -> StepResult:
+    return runtime.collect(runtime.launch(StepPlan(0, **parts)))
+
+
+def test_empty_steps_and_rows_that_want_nothing(runtime):
+    assert step(runtime).tokens == {}
+    assert step(runtime, prefill=(row([0, 30, 31]),)).tokens == {}
+    assert step(runtime, encode=(picture(),), drop_images=("picture",)).tokens == {}
+
+
+def test_limits(runtime):
+    limits = runtime.limits
+    assert (limits.num_pages, limits.page_size, limits.max_batch_size) == (60, 4, 4)
+    assert (limits.max_seq_length, limits.vocab_size) == (120, 60)
+
+
+def test_encode_prefill_and_decode_share_a_step(runtime):
+    first = step(
+        runtime,
+        encode=(picture(),),
+        prefill=(
+            row([0, IMAGE, 30, 31], sample=spec(), sequence_id=1),
+            row([0, 33], first_page=10, sample=spec(), sequence_id=2),
+        ),
+    )
+    assert set(first.tokens) == {1, 2}
+    assert first.vision_s > 0 and first.prefill_s > 0
+    second = step(
+        runtime,
+        prefill=(row([0, IMAGE, 40], first_page=20, sample=spec(), sequence_id=3),),
+        decode=(
+            row([first.tokens[1].as_input()], 28, 0, spec(draw=1), 1),
+            row([first.tokens[2].as_input()], 2, 10, spec(draw=1), 2),
+        ),
+        drop_images=("picture",),
+    )
+    assert set(second.tokens) == {1, 2, 3}
+    assert second.decode_s > 0
+    assert all(token.logprob <= 0 for token in second.tokens.values())
+
+
+def test_values_are_read_only_where_rule_and_id_say_so(runtime):
+    coord, size = 5, 6
+    tokens = [0, 30, 31]
+
+    def sampled(rule: TokenRule):
+        return step(runtime, prefill=(row(tokens, sample=spec(rule)),)).tokens[0]
+
+    x = sampled(TokenRule(forced=coord, read_coord=True))
+    assert x.id == coord and isinstance(x.value, Coord) and x.value.value * 64 % 1 == 0
+    box = sampled(TokenRule(forced=size, read_size=True))
+    assert box.id == size and isinstance(box.value, Size)
+    assert 2**-10 <= box.value.width <= 1 and box.logprob < 0
+    assert sampled(TokenRule(forced=coord)).value is None
+    assert sampled(TokenRule(forced=coord)).logprob == 0.0
+    assert sampled(TokenRule(forced=coord, read_size=True)).value is None
+    assert sampled(TokenRule(suppressed=(coord, size), read_coord=True)).value is None
+    either = sampled(TokenRule(otherwise=coord, stop=59, read_coord=True))
+    assert either.value == x.value or either.id == 59
+
+
+def test_region_heads_read_the_stream_before_the_last_layer_norm(runtime):
+    rows = [row([0, 30, 31])]
+    hidden = runtime.hidden(rows)
+    expected = int(runtime.model.region.coord_logits(hidden).argmax())
+    rule = TokenRule(forced=5, read_coord=True)
+    token = step(runtime, prefill=(row([0, 30, 31], sample=spec(rule)),)).tokens[0]
+    assert token.value == Coord(expected / 64)
+
+
+def test_a_picture_stays_until_it_is_dropped(runtime):
+    prompt = row([0, IMAGE, 30], sample=spec())
+    with pytest.raises(AssertionError, match="picture was not encoded"):
+        step(runtime, prefill=(prompt,))
+    first = step(runtime, encode=(picture(),), prefill=(prompt,))
+    again = step(runtime, prefill=(prompt,), drop_images=("picture", "never seen"))
+    assert again.tokens == first.tokens
+    with pytest.raises(AssertionError, match="picture was not encoded"):
+        step(runtime, prefill=(prompt,))
+
+
+def test_a_picture_is_dropped_even_by_a_step_that_fails(runtime):
+    prompt = row([0, IMAGE, 30], sample=spec())
+    bad = row([0, ImageBlock("other", 25)], first_page=20, sequence_id=1)
+    with pytest.raises(AssertionError):
+        step(runtime, encode=(picture(),), prefill=(prompt, bad), drop_images=("picture",))
+    with pytest.raises(AssertionError, match="picture was not encoded"):
+        step(runtime, prefill=(prompt,))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (row([IMAGE, 30]), "does not follow a BOS"),
+        (row([30, IMAGE]), "does not follow a BOS"),
+        (row([]), "without tokens"),
+        (row([0, 30], first_page=58), "pages outside"),
+        (row([0] * 30, pages=2), "2 pages of 4 for 30"),
+        (row([0, 30], pages=60), "limit 120"),
+        (row([0, ImageBlock("picture", 24)]), r"\(25, 24\)"),
+    ],
+)
+def test_a_wrong_plan_is_an_assertion_with_numbers_and_the_runtime_goes_on(runtime, bad, message):
+    good = row([0, 30, 31], first_page=30, sample=spec(), sequence_id=7)
+    before = step(runtime, encode=(picture(),), prefill=(good,))
+    with pytest.raises(AssertionError, match=message):
+        step(runtime, prefill=(bad,))
+    assert step(runtime, prefill=(good,)).tokens == before.tokens
+
+
+def test_non_finite_numbers_end_a_step_and_not_the_runtime(runtime):
+    good = row([0, 30, 31], sample=spec(), sequence_id=1)
+    expected = step(runtime, prefill=(good,)).tokens
+    runtime.model.text.wte[44] = float("nan")
+    with pytest.raises(RuntimeFailure, match="non-finite"):
+        step(runtime, prefill=(row([0, 44], first_page=20, sample=spec()), good))
+    assert step(runtime, prefill=(good,)).tokens == expected
+
+
+def test_stale_numbers_in_pages_are_never_read(runtime):
+    """Pages come uninitialised and go from hand to hand: what others left there must not matter."""
+    good = row([0, 30, 31], first_page=5, sample=spec(), sequence_id=1)
+    follow = row([32], 3, 5, spec(draw=1), 1)
+    expected = [step(runtime, prefill=(good,)).tokens, step(runtime, decode=(follow,)).tokens]
+    poisoned = runtime.model.text.wte[44].clone()
+    runtime.model.text.wte[44] = float("nan")
+    step(runtime, prefill=(row([44] * 40, first_page=5),))
+    runtime.model.text.wte[44] = poisoned
+    again = [step(runtime, prefill=(good,)).tokens, step(runtime, decode=(follow,)).tokens]
+    assert again == expected
+
+
+def test_seeded_draws_do_not_depend_on_the_batch(runtime):
+    hot = {"temperature": 2.0, "top_p": 0.95}
+    rows = [
+        row([0, 30 + i], first_page=10 * i, sample=spec(draw=3, seed=i, **hot), sequence_id=i)
+        for i in range(4)
+    ]
+    together = step(runtime, prefill=tuple(rows)).tokens
+    for i in reversed(range(4)):
+        alone = step(runtime, prefill=(rows[i],)).tokens[i]
+        assert alone.id == together[i].id
+        assert alone.logprob == pytest.approx(together[i].logprob, abs=1e-4)
+
+
+def test_steps_are_collected_as_they_were_launched(runtime):
+    plans = [StepPlan(i, prefill=(row([0, 30 + i], sample=spec()),)) for i in range(2)]
+    first, second = (runtime.launch(plan) for plan in plans)
+    with pytest.raises(AssertionError, match="collected as launched"):
+        runtime.collect(second)
+    assert runtime.collect(first).tokens and runtime.collect(second).tokens
+
+
+def test_close_frees_and_may_be_repeated(runtime):
+    step(runtime, encode=(picture(),))
+    runtime.close()
+    runtime.close()
+    with pytest.raises(AssertionError, match="closed"):
+        step(runtime, prefill=(row([0, 30]),))
+
+
+def test_half_types(runtime):
+    config = runtime.model.config
+    tensors = {name: t.bfloat16() for name, t in random_tensors(config).items()}
+    half = TorchRuntime(
+        Moondream(config, tensors),
+        config,
+        num_pages=40,
+        page_size=4,
+        max_batch_size=2,
+        max_seq_length=100,
+        device="cpu",
+        dtype=torch.bfloat16,
+    )
+    rule = TokenRule(forced=5, read_coord=True)
+    result = step(
+        half,
+        encode=(picture(),),
+        prefill=(
+            row([0, IMAGE, Coord(0.5), Size(0.1, 0.2), 31], sample=spec(rule)),
+            row([0, 32], first_page=20, sample=spec(), sequence_id=1),
+        ),
+    )
+    assert isinstance(result.tokens[0].value, Coord) and result.tokens[1].logprob <= 0
+
+
+def test_pool_layout_and_size():
+    config = small_config("moondream3").text
+    cache = KvCache(
+        config, num_pages=7, page_size=4, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    assert cache.keys.shape == cache.values.shape == (3, 28, 2, 16)
+    assert cache.keys.nbytes + cache.values.nbytes == 7 * bytes_per_page(config, 4, torch.bfloat16)
+    assert cache.slots((2, 3, 4), 10) == slice(8, 18)
+    scattered = cache.slots((5, 0, 6), 10)
+    assert scattered.tolist() == [20, 21, 22, 23, 0, 1, 2, 3, 24, 25]
+    with pytest.raises(AssertionError, match="1 pages of 4 for 5"):
+        cache.slots((1,), 5)
