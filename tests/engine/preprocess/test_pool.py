@@ -1,0 +1,177 @@
+"""The pool: off the event loop, bounded, cancellable, closable."""
+
+import asyncio
+import gc
+import io
+import os
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kestrel_engine.config import ImageLimits
+from kestrel_engine.errors import EngineClosed, ImageTooLargeError, UnsupportedImageError
+from kestrel_engine.model_config import VisionConfig
+from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.images import open_image
+from kestrel_engine.preprocess.pool import PreprocessPool
+
+
+def pixels(seed: int = 0, height: int = 90, width: int = 120) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+class Gated(os.PathLike):
+    """A path whose use waits for ``gate``: a picture that takes as long as the test wants."""
+
+    def __init__(self, path):
+        self.path, self.gate, self.started = path, threading.Event(), threading.Event()
+
+    def __fspath__(self):
+        self.started.set()
+        assert self.gate.wait(10)
+        return str(self.path)
+
+
+@pytest.fixture
+def gated(tmp_path):
+    """Makes gated pictures, and opens the gates that the test left shut."""
+    path = tmp_path / "picture.png"
+    Image.fromarray(pixels()).save(path)
+    gates = []
+
+    def make() -> Gated:
+        picture = Gated(path)
+        gates.append(picture.gate)
+        return picture
+
+    yield make
+    for gate in gates:
+        gate.set()
+
+
+async def started(picture: Gated) -> None:
+    assert await asyncio.to_thread(picture.started.wait, 10)
+
+
+@pytest.fixture
+def pool():
+    pool = PreprocessPool(1, ImageLimits(), VisionConfig())
+    yield pool
+    pool.close()
+
+
+async def test_gives_what_the_functions_give(pool):
+    buffer = io.BytesIO()
+    Image.fromarray(pixels()).save(buffer, "PNG")
+    before = time.perf_counter()
+    prepared = await pool.prepare(buffer.getvalue())
+    took = time.perf_counter() - before
+    expected = prepare(open_image(pixels(), ImageLimits()), VisionConfig())
+    assert prepared.image.key == expected.key
+    assert np.array_equal(prepared.image.crops, expected.crops)
+    assert 0 < prepared.seconds <= took
+
+
+async def test_errors_come_through_and_the_pool_goes_on(pool):
+    with pytest.raises(UnsupportedImageError):
+        await pool.prepare(b"no picture")
+    with pytest.raises(ImageTooLargeError):
+        await pool.prepare(pixels(width=10, height=300))
+    assert (await pool.prepare(pixels())).image.num_crops == 2
+
+
+async def test_the_event_loop_runs_on_meanwhile(pool, gated):
+    slow = gated()
+    job = asyncio.create_task(pool.prepare(slow))
+    await started(slow)
+    assert not job.done()
+    slow.gate.set()
+    await job
+
+
+async def test_runs_no_more_than_its_threads(gated):
+    pool = PreprocessPool(2, ImageLimits(), VisionConfig())
+    pictures = [gated() for _ in range(3)]
+    jobs = [asyncio.create_task(pool.prepare(picture)) for picture in pictures]
+    await started(pictures[0])
+    await started(pictures[1])
+    assert not pictures[2].started.is_set()
+    pictures[1].gate.set()
+    await jobs[1]
+    await started(pictures[2])
+    for picture in pictures:
+        picture.gate.set()
+    await asyncio.gather(*jobs)
+    pool.close()
+
+
+async def test_seconds_leave_waiting_out(pool, gated):
+    slow = gated()
+    first = asyncio.create_task(pool.prepare(slow))
+    await started(slow)
+    second = asyncio.create_task(pool.prepare(pixels()))
+    await asyncio.sleep(0.3)
+    slow.gate.set()
+    assert (await first).seconds >= 0.3
+    assert (await second).seconds < 0.3
+
+
+async def test_a_cancelled_waiting_job_never_starts_and_frees_its_picture(pool, gated):
+    running, waiting = gated(), gated()
+    gone = weakref.ref(waiting)
+    waiting_started = waiting.started
+    first = asyncio.create_task(pool.prepare(running))
+    await started(running)
+    second = asyncio.create_task(pool.prepare(waiting))
+    third = asyncio.create_task(pool.prepare(pixels()))
+    await asyncio.sleep(0)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    del waiting, second
+    await asyncio.sleep(0)  # the loop itself holds the finished task until we yield
+    gc.collect()
+    assert gone() is None  # while the first still runs
+    running.gate.set()
+    await asyncio.gather(first, third)
+    assert not waiting_started.is_set()
+
+
+async def test_a_cancelled_running_job_holds_its_thread_until_it_ends(pool, gated):
+    running, waiting = gated(), gated()
+    first = asyncio.create_task(pool.prepare(running))
+    await started(running)
+    second = asyncio.create_task(pool.prepare(waiting))
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    await asyncio.sleep(0.05)
+    assert not waiting.started.is_set()
+    waiting.gate.set()
+    running.gate.set()
+    assert (await second).image.num_crops == 2
+
+
+async def test_close_waits_for_running_jobs_and_refuses_new_ones(gated):
+    pool = PreprocessPool(1, ImageLimits(), VisionConfig())
+    running = gated()
+    first = asyncio.create_task(pool.prepare(running))
+    await started(running)
+    second = asyncio.create_task(pool.prepare(pixels()))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(asyncio.to_thread(pool.close))
+    await asyncio.sleep(0.05)
+    assert not closing.done()
+    running.gate.set()
+    assert (await first).image.num_crops == 2
+    with pytest.raises(EngineClosed):
+        await second
+    await closing
+    with pytest.raises(EngineClosed):
+        await pool.prepare(pixels())
+    pool.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("kestrel-preprocess")]
