@@ -84,7 +84,7 @@ def row_of(error: BaseException) -> _Row:
 
 
 def field_path(name: str, prefix: str = "") -> str:
-    """The engine's name of an argument as the path of its field in the request."""
+    """The engine's name of an argument as the path of its field; "" is the request, or what ``prefix`` names."""
     root = name.partition("[")[0].partition(".")[0]
     if root in _SAMPLING_FIELDS:
         name = f"sampling.{name}"
@@ -92,7 +92,7 @@ def field_path(name: str, prefix: str = "") -> str:
         name = f"options.{name}"
     elif root in _MODEL_FIELDS:
         name = "options.model"
-    return prefix + name
+    return (prefix + name).rstrip(".")
 
 
 def status_of(
@@ -110,8 +110,9 @@ def status_of(
         message = f"{what}; the server's log has more under request id {request_id}"
     elif isinstance(error, engine.RequestError):
         path = field_path(error.field, prefix)
-        message = f"{path}: {error.message}"
-        details.append(_bad_request(path, error.message, row.reason))
+        message = f"{path}: {error.message}" if path else error.message
+        if path:
+            details.append(_bad_request(path, error.message, row.reason))
     else:
         message = str(error)
     if isinstance(error, engine.EngineOverloaded):

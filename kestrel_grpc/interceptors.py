@@ -138,7 +138,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             with self._in_flight:
                 try:
                     if isinstance(request, _Malformed):
-                        raise InvalidRequest("", "is not a valid message of the method's type")
+                        raise InvalidRequest("", "the request is not a valid message of its type")
                     call.request_id = _id_from_request(request) or call.request_id
                     response = await behaviour(request, context)
                     await call.accept()
@@ -153,7 +153,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 except (
                     Exception
                 ) as error:  # The servicer's edge: the one place where errors become statuses.
-                    await self._fail(call, error, prefix="request." if streaming else "")
+                    inside = streaming and not isinstance(request, _Malformed)
+                    await self._fail(call, error, prefix="request." if inside else "")
                 finally:
                     self._log_call(call)
 

@@ -118,8 +118,8 @@ def _channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", max_message_bytes),
         # Two servers on one port would share its connections silently; so the second fails to start.
         ("grpc.so_reuseport", 0),
-        # Clients may ping every 5 s, during long calls and between calls, without being thrown out.
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        # Clients may ping every second, during long calls and between calls, without being thrown out.
+        ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.keepalive_permit_without_calls", 1),
         # A client that vanished without closing its connection is noticed within about 80 s.
         ("grpc.keepalive_time_ms", 60_000),

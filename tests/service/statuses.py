@@ -1,0 +1,66 @@
+"""Reads what a failed call tells: code, message and google.rpc details."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+
+@dataclass(frozen=True)
+class Failure:
+    code: grpc.StatusCode
+    message: str
+    fields: list[str]
+    reason: str
+    domain: str
+    retry_after_s: float | None
+    request_id: str
+    trailers: dict[str, Any]
+
+
+async def failure(call) -> Failure:
+    """Awaits a unary call, or reads a stream, that must fail."""
+    try:
+        if hasattr(call, "__aiter__"):
+            async for _ in call:
+                pass
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        return read(error)
+    raise AssertionError("the call succeeded")
+
+
+def read(error: grpc.aio.AioRpcError) -> Failure:
+    trailers = dict(error.trailing_metadata() or ())
+    status = status_pb2.Status.FromString(trailers.get("grpc-status-details-bin", b""))
+    if status.code:
+        assert status.code == error.code().value[0]
+        assert status.message == error.details()
+    fields: list[str] = []
+    info = error_details_pb2.ErrorInfo()
+    request = error_details_pb2.RequestInfo()
+    retry = None
+    for detail in status.details:
+        violations = error_details_pb2.BadRequest()
+        delay = error_details_pb2.RetryInfo()
+        if detail.Unpack(violations):
+            fields += [violation.field for violation in violations.field_violations]
+            assert all(violation.description for violation in violations.field_violations)
+        elif detail.Unpack(delay):
+            retry = delay.retry_delay.ToNanoseconds() / 1e9
+        else:
+            assert detail.Unpack(info) or detail.Unpack(request)
+    return Failure(
+        code=error.code(),
+        message=error.details() or "",
+        fields=fields,
+        reason=info.reason,
+        domain=info.domain,
+        retry_after_s=retry,
+        request_id=request.request_id,
+        trailers=trailers,
+    )

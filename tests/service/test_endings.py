@@ -1,0 +1,165 @@
+"""However a call ends, the engine's request ends with it: cancellation, deadline, disconnect, a slow reader."""
+
+import asyncio
+import logging
+
+import grpc
+import pytest
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine.runtime.fake import FakeRuntime
+from tests.service.conftest import LIMITS, raw_image
+from tests.service.statuses import failure
+
+LONG = pb.QueryRequest(
+    image=raw_image(), question="what?", sampling=common_pb2.Sampling(max_tokens=200)
+)
+
+
+def slow(**kwargs):
+    """Never says the end, a letter every 5 ms."""
+    return FakeRuntime(LIMITS, lambda fed: 197, step_s=0.005, **kwargs)
+
+
+async def all_freed(served):
+    """The engine forgets the requests, and then takes as much as ever: no page is lost."""
+    for _ in range(400):
+        if served.engine.num_requests == 0:
+            break
+        await asyncio.sleep(0.005)
+    assert served.engine.num_requests == 0
+    short = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=2))
+    full = await asyncio.gather(*(served.vision.Query(short) for _ in range(6)))
+    assert all(response.usage.output_tokens == 2 for response in full)
+
+
+async def test_cancelling_a_stream_frees_the_engine(serve, caplog):
+    served = await serve(slow())
+    call = served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG))
+    for _ in range(3):
+        await call.read()
+    assert served.engine.num_requests == 1
+    call.cancel()
+    await all_freed(served)
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+async def test_cancelling_a_unary_call_frees_the_engine(serve):
+    served = await serve(slow())
+    call = served.vision.Query(LONG)
+    while served.engine.num_requests == 0:
+        await asyncio.sleep(0.005)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await all_freed(served)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_a_deadline_frees_the_engine(serve, streaming):
+    served = await serve(slow())
+    if streaming:
+        call = served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG), timeout=0.15)
+    else:
+        call = served.vision.Query(LONG, timeout=0.15)
+    told = await failure(call)
+    assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    await all_freed(served)
+
+
+async def test_a_request_that_waits_in_the_queue_is_dropped_at_its_deadline(serve):
+    served = await serve(slow())
+    running = [
+        asyncio.ensure_future(served.vision.Query(LONG)) for _ in range(LIMITS.max_batch_size)
+    ]
+    while served.engine.num_requests < len(running):
+        await asyncio.sleep(0.005)
+    told = await failure(served.vision.Query(LONG, timeout=0.1))
+    assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    for _ in range(100):
+        if served.engine.num_requests == len(running):
+            break
+        await asyncio.sleep(0.005)
+    assert served.engine.num_requests == len(running)
+    for call in running:
+        call.cancel()
+    await all_freed(served)
+
+
+async def test_a_client_that_vanishes_frees_the_engine(serve):
+    served = await serve(slow())
+    async with grpc.aio.insecure_channel(
+        served.server.addresses[0], options=[("grpc.use_local_subchannel_pool", 1)]
+    ) as channel:
+        stub = type(served.vision)(channel)
+        calls = [stub.StreamQuery(pb.StreamQueryRequest(request=LONG)) for _ in range(3)]
+        for call in calls:
+            await call.read()
+        assert served.engine.num_requests == 3
+    await all_freed(served)
+
+
+async def test_a_slow_reader_gets_everything_and_holds_nobody_up(serve):
+    served = await serve(FakeRuntime(LIMITS, lambda fed: 197))
+    call = aiter(served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG)))
+    first = await anext(call)
+    assert first.WhichOneof("event") == "started"
+    for _ in range(200):
+        if served.engine.num_requests == 0:
+            break
+        await asyncio.sleep(0.01)
+    assert served.engine.num_requests == 0, "the engine did not wait for the reader"
+    events = [event async for event in call]
+    assert events[-1].final.answer == "".join(e.text_delta.text for e in events[:-1]) == "a" * 200
+
+
+async def test_the_request_id_is_echoed_field_before_metadata_before_our_own(serve):
+    served = await serve()
+    request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=2))
+
+    async def echoed(request, **kwargs):
+        call = served.vision.Query(request, **kwargs)
+        response = await call
+        metadata = dict(await call.initial_metadata())
+        assert metadata["x-request-id"] == response.request_id
+        return response.request_id
+
+    assert len(await echoed(request)) == 32
+    assert await echoed(request, metadata=(("x-request-id", "from-metadata"),)) == "from-metadata"
+    unusable = await echoed(request, metadata=(("x-request-id", "x" * 300),))
+    assert len(unusable) == 32
+    request.options.request_id = "from-field"
+    assert await echoed(request, metadata=(("x-request-id", "from-metadata"),)) == "from-field"
+    stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=request))
+    events = [event async for event in stream]
+    assert events[0].started.request_id == events[-1].final.request_id == "from-field"
+    assert dict(await stream.initial_metadata())["x-request-id"] == "from-field"
+
+
+async def test_the_access_log_has_a_line_for_every_call(serve, caplog):
+    caplog.set_level(logging.INFO, "kestrel_grpc.access")
+    served = await serve(slow(), server_config={"access_log": "text"})
+    request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=2))
+    request.options.request_id = "good"
+    await served.vision.Query(request)
+    await failure(served.vision.Query(pb.QueryRequest(question="")))
+    await failure(served.vision.Query(LONG, timeout=0.05))
+    call = served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG))
+    await call.read()
+    call.cancel()
+    await all_freed(served)
+    lines = [r.getMessage() for r in caplog.records if r.name == "kestrel_grpc.access"][:4]
+    good, invalid, late, gone = (
+        dict(part.split("=", 1) for part in line.split()) for line in lines
+    )
+    assert good["method"] == "kestrel.v1.VisionService/Query"
+    assert (good["code"], good["request_id"]) == ("OK", "good")
+    assert good["output_tokens"] == "2"
+    assert float(good["ms"]) >= float(good["ttft_ms"]) > 0
+    assert good["peer"].startswith("ipv4:127.0.0.1:")
+    assert [line["code"] for line in (invalid, late, gone)] == [
+        "INVALID_ARGUMENT",
+        "DEADLINE_EXCEEDED",
+        "CANCELLED",
+    ]

@@ -1,0 +1,262 @@
+"""The server's life: listening, health, reflection, model service, sizes, unix sockets, stopping."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+
+from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_grpc.addresses import AddressError
+from kestrel_grpc.server import MODEL_SERVICE, VISION_SERVICE
+from tests.service.conftest import LIMITS, raw_image
+from tests.service.statuses import failure
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SHORT = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=2))
+LONG = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=200))
+BUF = Path(sys.executable).parent / "buf"
+
+
+def check(served):
+    stub = health_pb2_grpc.HealthStub(served.channel)
+
+    async def status(service=""):
+        return (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
+
+    return status
+
+
+async def test_health_turns_serving_when_the_model_is_ready(serve):
+    served = await serve(load=False)
+    status = check(served)
+    assert await status() == await status(VISION_SERVICE) == NOT_SERVING
+    assert await status(MODEL_SERVICE) == await status("grpc.health.v1.Health") == SERVING
+    await served.server.load()
+    assert await status() == await status(VISION_SERVICE) == SERVING
+    told = await failure(health_pb2_grpc.HealthStub(served.channel).Check(
+        health_pb2.HealthCheckRequest(service="other")))  # fmt: skip
+    assert told.code is grpc.StatusCode.NOT_FOUND
+
+
+async def test_watch_tells_every_change(serve):
+    served = await serve(load=False)
+    stub = health_pb2_grpc.HealthStub(served.channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest(service=VISION_SERVICE))
+    assert (await watch.read()).status == NOT_SERVING
+    await served.server.load()
+    assert (await watch.read()).status == SERVING
+    await served.server.stop(grace_s=0)
+    assert (await watch.read()).status == NOT_SERVING
+
+
+async def test_health_follows_an_engine_that_dies(serve, monkeypatch):
+    monkeypatch.setattr("kestrel_grpc.health.POLL_INTERVAL_S", 0.01)
+    served = await serve()
+    await served.engine.shutdown(grace_s=0)
+    watch = health_pb2_grpc.HealthStub(served.channel).Watch(health_pb2.HealthCheckRequest())
+    while (await watch.read()).status != NOT_SERVING:
+        pass
+    watch.cancel()
+    told = await failure(served.vision.Query(SHORT))
+    assert told.code is grpc.StatusCode.UNAVAILABLE
+    (model,) = (await served.models.ListModels(model_service_pb2.ListModelsRequest())).models
+    assert model.state == model_service_pb2.MODEL_STATE_FAILED
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_describes_the_services(serve, version):
+    served = await serve()
+
+    def ask():
+        # The sync client of grpcio-reflection; it speaks v1alpha, so v1 is asked by renaming the method.
+        with grpc.insecure_channel(served.server.addresses[0]) as channel:
+            if version == "v1":
+                channel = grpc.intercept_channel(channel, ToV1())
+            database = ProtoReflectionDescriptorDatabase(channel)
+            pool = descriptor_pool.DescriptorPool(database)
+            return set(database.get_services()), pool.FindServiceByName(VISION_SERVICE)
+
+    services, vision = await asyncio.to_thread(ask)
+    assert services == {
+        VISION_SERVICE,
+        MODEL_SERVICE,
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
+    assert len(vision.methods) == 10
+    assert vision.methods_by_name["StreamDetect"].server_streaming
+    image = vision.methods_by_name["Detect"].input_type.fields_by_name["image"].message_type
+    assert {field.name for field in image.oneofs_by_name["source"].fields} == {"encoded", "raw"}
+
+
+class ToV1(grpc.StreamStreamClientInterceptor):
+    def intercept_stream_stream(self, continuation, details, requests):
+        class Renamed(grpc.ClientCallDetails):
+            method = details.method.replace(".v1alpha.", ".v1.")
+            timeout, metadata, credentials = details.timeout, details.metadata, details.credentials
+            wait_for_ready, compression = details.wait_for_ready, details.compression
+
+        return continuation(Renamed(), requests)
+
+
+@pytest.mark.parametrize("reflection", ["grpc-v1", "grpc-v1alpha"])
+async def test_buf_curl_lists_and_calls_without_protos(serve, reflection):
+    served = await serve()
+
+    async def curl(*arguments):
+        process = await asyncio.create_subprocess_exec(
+            BUF, "curl", "--protocol", "grpc", "--http2-prior-knowledge",
+            "--reflect-protocol", reflection, *arguments,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        out, err = await process.communicate()
+        assert process.returncode == 0, err.decode()
+        return out.decode()
+
+    url = f"http://{served.server.addresses[0]}"
+    methods = (await curl("--list-methods", url)).split()
+    assert f"{VISION_SERVICE}/StreamSegment" in methods
+    assert f"{MODEL_SERVICE}/GetServerInfo" in methods
+    answer = await curl("-d", SHORT_JSON, f"{url}/{VISION_SERVICE}/Query")
+    assert json.loads(answer)["model"] == "fake"
+
+
+SHORT_JSON = '{"question": "?", "sampling": {"maxTokens": 2}}'
+
+
+async def test_the_model_service_answers_before_and_after_loading(serve):
+    served = await serve(load=False, model="kestrel-tiny", max_queue=7)
+    (model,) = (await served.models.ListModels(model_service_pb2.ListModelsRequest())).models
+    assert model.state == model_service_pb2.MODEL_STATE_LOADING
+    assert model.name == "kestrel-tiny"
+    info = await served.models.GetServerInfo(model_service_pb2.GetServerInfoRequest())
+    assert info.weights_fingerprint == ""
+    assert info.limits.max_queue == 7
+    await served.server.load()
+    (model,) = (await served.models.ListModels(model_service_pb2.ListModelsRequest())).models
+    assert model.state == model_service_pb2.MODEL_STATE_READY
+    assert model.family == "moondream3"
+    assert list(model.skills) == ["query", "caption", "point", "detect", "segment"]
+    assert (model.image_positions, model.context_positions) == (81, 300)
+    got = await served.models.GetModel(model_service_pb2.GetModelRequest())
+    assert got.model == model
+    named = await served.models.GetModel(model_service_pb2.GetModelRequest(name=model.name))
+    assert named.model == model
+    info = await served.models.GetServerInfo(model_service_pb2.GetServerInfoRequest())
+    assert info.api_version == "kestrel.v1"
+    assert info.default_model == model.name
+    assert info.limits.max_message_bytes == 64 * 1024 * 1024
+    assert info.limits.max_image_bytes == 32 * 1024 * 1024
+    assert info.limits.default_temperature == 0.2
+    assert info.limits.max_context_positions == 300
+    assert {"jpeg", "png", "webp"} <= set(info.capabilities.image_formats)
+    assert info.library_versions["grpcio"] == grpc.__version__
+
+
+async def test_messages_up_to_the_limit_are_taken(serve):
+    served = await serve(server_config={"max_message_bytes": 6 * 1024 * 1024})
+    request = pb.CaptionRequest(image=raw_image(1600, 1200), sampling=SHORT.sampling)
+    assert request.ByteSize() > 5 * 1024 * 1024
+    assert (await served.vision.Caption(request)).image_size.width == 1600
+    request = pb.CaptionRequest(image=raw_image(2000, 1200), sampling=SHORT.sampling)
+    told = await failure(served.vision.Caption(request))
+    assert told.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (await served.vision.Query(SHORT)).usage.output_tokens == 2
+
+
+async def test_a_unix_socket_serves_and_leaves_no_file(serve, tmp_path):
+    path = tmp_path / "kestrel.sock"
+    served = await serve(listen=f"unix:{path}")
+    assert served.server.addresses == (f"unix:{path}",)
+    assert (await served.vision.Query(SHORT)).model == "fake"
+    with pytest.raises(AddressError, match="already in use"):
+        await serve(listen=f"unix:{path}")
+    assert (await served.vision.Query(SHORT)).model == "fake", "the second did not harm the first"
+    await served.server.stop(grace_s=0)
+    assert not path.exists()
+
+
+async def test_the_socket_of_a_dead_server_is_taken_over(serve, tmp_path):
+    path = tmp_path / "kestrel.sock"
+    dead = socket.socket(socket.AF_UNIX)
+    dead.bind(os.fspath(path))
+    dead.close()
+    served = await serve(listen=f"unix:{path}")
+    assert (await served.vision.Query(SHORT)).model == "fake"
+
+
+async def test_addresses_that_cannot_be_listened_on_are_named(serve, tmp_path):
+    served = await serve()
+    taken = served.server.addresses[0]
+    with pytest.raises(AddressError, match=f"cannot listen on {taken}: address already in use"):
+        await serve(listen=taken)
+    with pytest.raises(AddressError, match="does not exist"):
+        await serve(listen=f"unix:{tmp_path}/absent/k.sock")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(AddressError, match="no socket"):
+        await serve(listen=f"unix:{tmp_path}/file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+async def test_stopping_lets_running_requests_end_and_refuses_new_ones(serve):
+    served = await serve(FakeRuntime(LIMITS, lambda fed: 197, step_s=0.003))
+    call = aiter(served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG)))
+    await anext(call)
+    stopping = asyncio.create_task(served.server.stop(grace_s=10))
+    await asyncio.sleep(0.05)
+    assert await check(served)() == NOT_SERVING
+    told = await failure(served.vision.Query(SHORT))
+    assert told.code is grpc.StatusCode.UNAVAILABLE
+    assert "shutting down" in told.message
+    events = [event async for event in call]
+    assert events[-1].final.answer == "a" * 200
+    await stopping
+    told = await failure(served.vision.Query(SHORT, timeout=5))
+    assert told.code is grpc.StatusCode.UNAVAILABLE
+    assert served.runtime.closed
+
+
+async def test_the_end_of_the_grace_period_ends_what_still_runs(serve):
+    served = await serve(FakeRuntime(LIMITS, lambda fed: 197, step_s=0.02))
+    call = aiter(served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG)))
+    await anext(call)
+    stopping = asyncio.create_task(served.server.stop(grace_s=0.1))
+    told = await failure(call)
+    assert told.code is grpc.StatusCode.UNAVAILABLE
+    assert told.reason == "SHUTTING_DOWN"
+    await asyncio.wait_for(stopping, 5)
+
+
+async def test_stopping_does_not_wait_for_those_who_watch_health(serve):
+    served = await serve()
+    watch = health_pb2_grpc.HealthStub(served.channel).Watch(health_pb2.HealthCheckRequest())
+    await watch.read()
+    await asyncio.wait_for(served.server.stop(grace_s=30), 5)
+    watch.cancel()
+
+
+async def test_pings_during_a_quiet_call_do_not_cost_the_connection(serve):
+    """Without the right keepalive option grpc ends such a call with "Too many pings" after three of them."""
+    served = await serve(FakeRuntime(LIMITS, lambda fed: 197, step_s=2.6))
+    options = [
+        ("grpc.keepalive_time_ms", 1000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    async with grpc.aio.insecure_channel(served.server.addresses[0], options=options) as channel:
+        stub = type(served.vision)(channel)
+        assert (await stub.Query(SHORT)).usage.output_tokens == 2
