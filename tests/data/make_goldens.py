@@ -26,6 +26,11 @@ DECODE_STEPS = 6
 """Decode logits kept of one case a skill; later steps repeat what these show."""
 VISION_ROWS = 9
 """Rows kept of the 81 of each picture's embedding and pooled grid."""
+NOTE = """> **This folder keeps a part of the set described below**, made by `tests/data/make_goldens.py`: no crops (their
+> checksums are in `preprocess.json`), one `tokenizer.json` for both models, `model.bf16.xz` in place of
+> `model.safetensors` (`tests/golden/checkpoint.py` unpacks it), fewer rows and steps in `expected.safetensors`.
+
+"""
 LEFT_OUT = ("_variant", "_if_post_ln_first", "_pil")
 
 
@@ -33,12 +38,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--from", dest="source", type=Path, required=True, metavar="DIR")
     source: Path = parser.parse_args().source
-    copies = ["README.md", "manifest.json", "preprocess/preprocess.json"]
+    copies = ["manifest.json", "preprocess/preprocess.json"]
     copies += [f"images/{path.name}" for path in sorted((source / "images").iterdir())]
     for model in MODELS:
         copies += [f"{model}/{name}" for name in ("config.json", "tensor_names.json")]
     for name in copies:
         _copy(source / name, TARGET / name)
+    (TARGET / "README.md").write_text(NOTE + (source / "README.md").read_text())
     tokenizers = {(source / model / "tokenizer.json").read_bytes() for model in MODELS}
     assert len(tokenizers) == 1, "the models' tokenizers differ: keep both"
     (TARGET / "tokenizer.json").write_bytes(tokenizers.pop())
