@@ -26,8 +26,8 @@ DECODE_STEPS = 6
 """Decode logits kept of one case a skill; later steps repeat what these show."""
 VISION_ROWS = 9
 """Rows kept of the 81 of each picture's embedding and pooled grid."""
-NOTE = """> **This folder keeps a part of the set described below**, made by `tests/data/make_goldens.py`: no crops (their
-> checksums are in `preprocess.json`), one `tokenizer.json` for both models, `model.bf16.xz` in place of
+NOTE = """> **This folder keeps a part of the set described below**, made by `tests/data/make_goldens.py`: no crops
+> (their checksums are in `preprocess.json`), one `tokenizer.json` for both models, `model.bf16.xz` in place of
 > `model.safetensors` (`tests/golden/checkpoint.py` unpacks it), fewer rows and steps in `expected.safetensors`.
 
 """
