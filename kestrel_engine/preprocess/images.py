@@ -8,8 +8,8 @@ Knows no model, crop or cache. Importing this module changes libvips for the who
 - libvips' own concurrency is 1: the pool decodes several pictures side by side, and decoding one JPEG or PNG does not
   split.
 
-Pictures are read in one sequential pass into memory. libvips writes a temporary file only for random access to a large
-picture, which never happens here: no picture reaches the disk.
+Pictures are read in one sequential pass into memory. libvips writes temporary files only for random access to large
+pictures, which never happens here: no picture reaches the disk.
 """
 
 from __future__ import annotations
@@ -43,6 +43,15 @@ _LOADERS = {
     "AVIF and HEIC": "VipsForeignLoadHeif",
 }
 """The allow-list: format to libvips class. A class covers loading from a file, a buffer and a source."""
+
+_MAGIC = (
+    ("JPEG", b"\xff\xd8\xff"),
+    ("PNG", b"\x89PNG\r\n"),
+    ("TIFF", b"II*\0"),
+    ("TIFF", b"MM\0*"),
+    ("GIF", b"GIF8"),
+)
+"""Beginnings of files too damaged for libvips to recognise: better called broken than unsupported."""
 
 _CONVERTED_SPACES = frozenset(
     {"cmyk", "lab", "labs", "labq", "lch", "cmc", "oklab", "oklch", "xyz", "yxy", "scrgb", "hsv"}
@@ -134,8 +143,11 @@ def _encoded_pixels(source: bytes | bytearray | memoryview, limits: ImageLimits)
         raise ImageDecodeError(FIELD, "is empty: 0 bytes")
     name = _sniff(data)
     try:
-        # "error" refuses truncated and damaged data, but not harmless oddities such as unknown TIFF tags.
-        image = pyvips.Image.new_from_buffer(data, "", access="sequential", fail_on="error")
+        # fail_on="error" refuses truncated and damaged data, but not harmless oddities such as unknown TIFF tags. The
+        # WebP loader can't read in sequence; without memory=True it would put large pictures into a temporary file.
+        image = pyvips.Image.new_from_buffer(
+            data, "", access="sequential", fail_on="error", memory=name == "WebP"
+        )
     except (pyvips.Error, UnicodeDecodeError) as error:
         raise _decode_error(name, error) from None
     if name == "AVIF and HEIC":
@@ -152,6 +164,9 @@ def _sniff(data: bytes) -> str:
             if found == f"{cls}Buffer":
                 return name
     vips_lib.vips_error_clear()
+    for name, magic in _MAGIC:
+        if data.startswith(magic):
+            raise ImageDecodeError(FIELD, f"is broken or truncated {name} data")
     raise UnsupportedImageError(
         FIELD, f"is not in a supported format; supported are {', '.join(FORMATS)}"
     )

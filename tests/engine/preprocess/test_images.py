@@ -1,0 +1,370 @@
+"""Which pictures are taken, and what pixels they give. Broken and hostile ones: test_hostile_images.py."""
+
+import base64
+import io
+
+import numpy as np
+import pytest
+import pyvips
+from PIL import Image, ImageCms, ImageOps
+
+from kestrel_engine.config import ImageLimits
+from kestrel_engine.errors import ImageTooLargeError, InvalidRequest, UnsupportedImageError
+from kestrel_engine.model_config import VisionConfig
+from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.images import FORMATS, open_image
+
+LIMITS = ImageLimits()
+HEIC = base64.b64decode(
+    "AAAAHGZ0eXBoZWljAAAAAG1pZjFoZWljbWlhZgAAAX1tZXRhAAAAAAAAACFoZGxyAAAAAAAAAABwaWN0AAAAAAAAAAAAAAAAAAAAACJpbG9jAAAA"
+    "AERAAAEAAQAAAAABoQABAAAAAAAAABkAAAAjaWluZgAAAAAAAQAAABVpbmZlAgAAAAABAABodmMxAAAAAA5waXRtAAAAAAABAAAA/WlwcnAAAADd"
+    "aXBjbwAAAHZodmNDAQNwAAAAkAAAAAAAHvAA/P34+AAADwNgAAEAGEABDAH//wNwAAADAJAAAAMAAAMAHroCQGEAAQAqQgEBA3AAAAMAkAAAAwAA"
+    "AwAeoCCBBZbq5Ka5uAhoMCAAAAMDIAAAAwAhYgABAAZEAcFzwIkAAAATY29scm5jbHgAAQANAAaAAAAAFGlzcGUAAAAAAAAAQAAAAEAAAAAoY2xh"
+    "cAAAAEAAAAABAAAAMAAAAAEAAAAAAAAAAv////AAAAACAAAAEHBpeGkAAAAAAwgICAAAABhpcG1hAAAAAAAAAAEAAQWBAgMFhAAAACFtZGF0AAAA"
+    "FSgBrwQY+Mpx1//0sp++oC7Y3SEecA=="
+)
+"""A red 64x48 picture, made for this test."""
+
+
+def smooth(height: int = 48, width: int = 64, channels: int = 3) -> np.ndarray:
+    """Soft gradients, different in each channel: lossy codecs come close, and no two orientations are alike."""
+    y, x = np.mgrid[0:height, 0:width]
+    planes = [3 * x + y, 2 * y + x, 255 - 2 * x - y, 4 * x]
+    return np.stack([np.clip(plane, 0, 255) for plane in planes[:channels]], axis=2).astype(
+        np.uint8
+    )
+
+
+def encoded(image: Image.Image | np.ndarray, fmt: str, **options) -> bytes:
+    if isinstance(image, np.ndarray):
+        image = Image.fromarray(image)
+    buffer = io.BytesIO()
+    image.save(buffer, fmt, **options)
+    return buffer.getvalue()
+
+
+def decode(source) -> np.ndarray:
+    image = open_image(source, LIMITS)
+    assert image.pixels.dtype == np.uint8
+    assert image.pixels.flags.c_contiguous
+    assert image.pixels.shape == (image.height, image.width, 3)
+    return image.pixels
+
+
+def key(source) -> str:
+    return prepare(open_image(source, LIMITS), VisionConfig()).key
+
+
+LOSSLESS = {
+    "png": lambda a: encoded(a, "PNG"),
+    "png-interlaced": lambda a: pyvips.Image.new_from_array(a).pngsave_buffer(interlace=True),
+    "webp": lambda a: encoded(a, "WEBP", lossless=True),
+    "tiff": lambda a: encoded(a, "TIFF"),
+    "tiff-lzw": lambda a: encoded(a, "TIFF", compression="tiff_lzw"),
+    "tiff-tiled": lambda a: pyvips.Image.new_from_array(a).tiffsave_buffer(
+        tile=True, tile_width=16, tile_height=16, compression="deflate"
+    ),
+    "tiff-big": lambda a: pyvips.Image.new_from_array(a).tiffsave_buffer(bigtiff=True),
+}
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_lossless_formats_give_the_pixels(name):
+    data = LOSSLESS[name](smooth())
+    assert np.array_equal(decode(data), smooth())
+    assert key(data) == key(smooth())
+
+
+def test_lossless_avif_gives_nearly_the_pixels():
+    data = pyvips.Image.new_from_array(smooth()).heifsave_buffer(compression="av1", lossless=True)
+    assert np.abs(decode(data).astype(int) - smooth()).max() <= 2
+
+
+@pytest.mark.parametrize(
+    ("fmt", "options"),
+    [
+        ("JPEG", {"quality": 95}),
+        ("JPEG", {"quality": 90, "progressive": True}),
+        ("JPEG", {"quality": 90, "subsampling": 2}),
+        ("WEBP", {"quality": 95}),
+        ("AVIF", {"quality": 95}),
+        ("TIFF", {"compression": "jpeg", "quality": 95}),
+    ],
+)
+def test_lossy_formats_come_close(fmt, options):
+    error = np.abs(decode(encoded(smooth(), fmt, **options)).astype(int) - smooth())
+    assert error.mean() < 4, error.mean()
+
+
+def test_jpeg_equals_pillows_decoder():
+    """Both use libjpeg-turbo on the full picture: no shrink-on-load."""
+    data = encoded(smooth(600, 800), "JPEG", quality=90)
+    assert np.array_equal(decode(data), np.asarray(Image.open(io.BytesIO(data))))
+
+
+def test_first_frame_of_animations():
+    first, second = smooth(), smooth()[::-1].copy()
+    for fmt, options in (("WEBP", {"lossless": True}), ("PNG", {}), ("TIFF", {})):
+        data = encoded(
+            Image.fromarray(first),
+            fmt,
+            save_all=True,
+            append_images=[Image.fromarray(second)],
+            **options,
+        )
+        assert np.array_equal(decode(data), first), fmt
+
+
+def test_first_frame_of_a_gif():
+    red, blue = (Image.new("RGB", (40, 30), colour) for colour in ("red", "blue"))
+    for frames in ([red], [red, blue, red]):
+        data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=100)
+        assert np.array_equal(decode(data), np.asarray(red))
+
+
+def test_palettes_and_bits():
+    coloured = Image.fromarray(smooth()).quantize(16)
+    for fmt in ("PNG", "TIFF", "GIF"):
+        assert np.array_equal(
+            decode(encoded(coloured, fmt)), np.asarray(coloured.convert("RGB"))
+        ), fmt
+    bits = Image.fromarray(smooth()).convert("1")
+    for fmt in ("PNG", "TIFF"):
+        assert np.array_equal(decode(encoded(bits, fmt)), np.asarray(bits.convert("RGB"))), fmt
+
+
+def test_grey_is_replicated():
+    grey = Image.fromarray(smooth()).convert("L")
+    expected = np.repeat(np.asarray(grey)[:, :, None], 3, axis=2)
+    for fmt, options in (("PNG", {}), ("TIFF", {}), ("WEBP", {"lossless": True})):
+        assert np.array_equal(decode(encoded(grey, fmt, **options)), expected), fmt
+    assert np.array_equal(
+        decode(encoded(grey, "JPEG")),
+        np.asarray(Image.open(io.BytesIO(encoded(grey, "JPEG"))).convert("RGB")),
+    )
+
+
+@pytest.mark.parametrize("alpha", [0, 1, 128, 255])
+def test_alpha_is_dropped_not_composited(alpha):
+    rgba = smooth(channels=4)
+    rgba[:, :, 3] = alpha
+    assert np.array_equal(decode(encoded(rgba, "PNG")), smooth())
+    assert np.array_equal(decode(encoded(rgba, "TIFF")), smooth())
+    assert np.array_equal(decode(encoded(rgba, "WEBP", lossless=True, exact=True)), smooth())
+    grey_alpha = Image.fromarray(rgba).convert("LA")
+    expected = np.repeat(np.asarray(grey_alpha)[:, :, :1], 3, axis=2)
+    assert np.array_equal(decode(encoded(grey_alpha, "PNG")), expected)
+
+
+def test_sixteen_bits_keep_the_upper_eight():
+    deep = smooth().astype(np.uint16) * 256 + 200
+    for suffix in (".png", ".tif"):
+        data = (
+            pyvips.Image.new_from_array(deep).copy(interpretation="rgb16").write_to_buffer(suffix)
+        )
+        assert np.array_equal(decode(data), smooth()), suffix
+    grey = pyvips.Image.new_from_array(deep[:, :, 0].copy()).copy(interpretation="grey16")
+    expected = np.repeat(smooth()[:, :, :1], 3, axis=2)
+    for suffix in (".png", ".tif"):
+        assert np.array_equal(decode(grey.write_to_buffer(suffix)), expected), suffix
+    with_alpha = np.dstack([deep, np.full(deep.shape[:2], 9, np.uint16)])
+    image = pyvips.Image.new_from_array(with_alpha).copy(interpretation="rgb16")
+    assert np.array_equal(decode(image.write_to_buffer(".png")), smooth())
+
+
+def test_other_number_types_are_clipped_to_bytes():
+    values = np.array([[-5.0, 0.0, 17.6, 255.0, 300.0, np.nan]] * 6, np.float32)
+    data = encoded(Image.fromarray(values), "TIFF")
+    assert decode(data)[0, :, 1].tolist()[:5] == [0, 0, 17, 255, 255]
+    whole = np.array([[-5, 0, 17, 255, 70000]] * 5, np.int32)
+    assert decode(encoded(Image.fromarray(whole), "TIFF"))[0, :, 2].tolist() == [0, 0, 17, 255, 255]
+    linear = pyvips.Image.new_from_array(np.array([[[0.0, 1.0, 0.2140]] * 4] * 4, np.float32))
+    red, green, blue = decode(linear.copy(interpretation="scrgb").write_to_buffer(".tif"))[0, 0]
+    assert (red, green) == (0, 255) and abs(int(blue) - 127) <= 1
+
+
+def test_cmyk_becomes_rgb():
+    patches = {
+        (0, 0, 0, 0): (255, 255, 255),
+        (0, 255, 255, 0): (235, 30, 40),
+        (0, 0, 0, 255): (30, 30, 30),
+    }
+    for cmyk, rgb in patches.items():
+        picture = Image.new("CMYK", (32, 32), cmyk)
+        for fmt, options in (("JPEG", {"quality": 95}), ("TIFF", {})):
+            got = decode(encoded(picture, fmt, **options))[16, 16].astype(int)
+            assert np.abs(got - rgb).max() <= 16, (cmyk, fmt, got)
+
+
+def test_lab_becomes_rgb():
+    lab = pyvips.Image.new_from_array(np.full((8, 8, 3), (50, 20, 20), np.float32))
+    assert decode(lab.copy(interpretation="lab"))[4, 4].tolist() == [161, 105, 86]
+
+
+def test_embedded_rgb_profiles_are_ignored():
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB", 5000)).tobytes()
+    assert np.array_equal(decode(encoded(smooth(), "PNG", icc_profile=profile)), smooth())
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    assert np.array_equal(decode(encoded(smooth(), "PNG", icc_profile=srgb)), smooth())
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("fmt", ["PNG", "TIFF", "WEBP", "JPEG"])
+def test_exif_orientation_is_applied(fmt, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {"lossless": True} if fmt == "WEBP" else {}
+    data = encoded(smooth(), fmt, exif=exif, **options)
+    upright = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
+    assert upright.shape == ((48, 64, 3) if orientation < 5 else (64, 48, 3))
+    assert np.array_equal(decode(data), upright)
+    if fmt != "JPEG":
+        assert key(data) == key(upright)
+
+
+@pytest.mark.parametrize("orientation", [0, 9, 4711])
+def test_unknown_orientations_are_ignored(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    assert np.array_equal(decode(encoded(smooth(), "PNG", exif=exif)), smooth())
+
+
+def test_heic_is_decoded_or_named():
+    """Builds of libvips without the HEVC licence read the container only."""
+    try:
+        pixels = decode(HEIC)
+    except UnsupportedImageError as error:
+        assert error.field == "image"
+        assert "HEIC" in error.message and "HEVC" in error.message and "JPEG" in error.message
+    else:
+        assert pixels.shape == (48, 64, 3)
+        assert np.abs(pixels[24, 32].astype(int) - (255, 0, 0)).max() < 16
+
+
+def test_the_formats_are_named():
+    assert {"JPEG", "PNG", "WebP", "TIFF", "GIF"} <= set(FORMATS)
+
+
+@pytest.mark.parametrize(
+    "wrap", [bytes, bytearray, memoryview, lambda b: memoryview(b + b"x")[:-1]]
+)
+def test_bytes_of_every_kind(wrap):
+    assert np.array_equal(decode(wrap(encoded(smooth(), "PNG"))), smooth())
+    every_other = np.repeat(np.frombuffer(encoded(smooth(), "PNG"), np.uint8), 2).tobytes()
+    assert np.array_equal(decode(memoryview(every_other)[::2]), smooth())
+
+
+ARRAYS = {
+    "rgb": lambda a: a,
+    "read-only": lambda a: np.frombuffer(a.tobytes(), np.uint8).reshape(a.shape),
+    "column-major": np.asfortranarray,
+    "reversed channels of BGR": lambda a: a[:, :, ::-1].copy()[:, :, ::-1],
+    "every second row": lambda a: np.repeat(a, 2, axis=0)[::2],
+    "rgba": lambda a: np.dstack([a, np.zeros(a.shape[:2], np.uint8)]),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays(name):
+    array = ARRAYS[name](smooth())
+    assert np.array_equal(decode(array), smooth())
+    assert key(array) == key(smooth())
+
+
+def test_grey_arrays():
+    grey = smooth()[:, :, 0].copy()
+    expected = np.repeat(grey[:, :, None], 3, axis=2)
+    assert np.array_equal(decode(grey), expected)
+    assert np.array_equal(decode(grey[:, :, None]), expected)
+
+
+def test_an_rgb_array_is_not_copied():
+    array = smooth()
+    assert np.shares_memory(decode(array), array)
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (smooth().astype(np.float32), "float32"),
+        (smooth().astype(np.uint16), "uint16"),
+        (smooth() > 9, "bool"),
+        (smooth()[:, :, :2].copy(), "[48, 64, 2]"),
+        (smooth()[None], "[1, 48, 64, 3]"),
+        (np.moveaxis(smooth(), 2, 0).copy(), "[3, 48, 64]"),
+        (smooth()[0, :, 0].copy(), "[64]"),
+    ],
+)
+def test_other_arrays_are_refused(array, words):
+    with pytest.raises(InvalidRequest) as caught:
+        open_image(array, LIMITS)
+    assert caught.value.field == "image" and words in caught.value.message
+
+
+def test_vips_images():
+    image = pyvips.Image.new_from_array(smooth())
+    assert np.array_equal(decode(image), smooth())
+    assert key(image) == key(smooth())
+    assert np.array_equal(decode(image.bandjoin(3)), smooth())
+    sequential = pyvips.Image.new_from_buffer(encoded(smooth(), "PNG"), "", access="sequential")
+    assert np.array_equal(decode(sequential), smooth())
+    assert np.array_equal(decode(image.extract_band(0)), decode(smooth()[:, :, 0].copy()))
+    assert np.array_equal(decode(image.cast("float")), smooth())
+    deep = pyvips.Image.new_from_array(smooth().astype(np.uint16) * 256)
+    assert np.array_equal(decode(deep), smooth())
+
+
+def test_all_pages_of_a_vips_image_count_as_the_first():
+    pages = [smooth(), smooth()[::-1].copy()]
+    data = encoded(
+        Image.fromarray(pages[0]), "TIFF", save_all=True, append_images=[Image.fromarray(pages[1])]
+    )
+    image = pyvips.Image.new_from_buffer(data, "n=-1")
+    assert image.height == 2 * 48
+    assert np.array_equal(decode(image), pages[0])
+
+
+@pytest.mark.parametrize("source", [None, 7, [1, 2], object(), Image.new("RGB", (8, 8))])
+def test_other_types_are_refused(source):
+    with pytest.raises(InvalidRequest, match="must be encoded bytes, a path") as caught:
+        open_image(source, LIMITS)
+    assert caught.value.field == "image"
+
+
+def test_paths(tmp_path):
+    path = tmp_path / "picture.png"
+    path.write_bytes(encoded(smooth(), "PNG"))
+    assert np.array_equal(decode(path), smooth())
+    assert np.array_equal(decode(str(path)), smooth())
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    assert np.array_equal(decode(link), smooth())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "[access=random].png",
+        "a[page=3]",
+        "no ending",
+        "lies.svg",
+        "-rf",
+        "ünï 中.png",
+        "%s%n.jpg",
+        "a\nb.png",
+        "x" * 250,
+    ],
+)
+def test_names_mean_nothing(tmp_path, name):
+    """libvips would read options out of such names; the content alone decides."""
+    path = tmp_path / name
+    path.write_bytes(encoded(smooth(), "PNG"))
+    assert np.array_equal(decode(str(path)), smooth())
+
+
+def test_limits_on_a_path(tmp_path):
+    path = tmp_path / "big.png"
+    with open(path, "wb") as file:
+        file.truncate(LIMITS.max_bytes + 1)
+    with pytest.raises(ImageTooLargeError, match=str(LIMITS.max_bytes)):
+        open_image(path, LIMITS)
