@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Colour = tuple[int, int, int]
 
-# Told apart by most colour-blind people, and never the colour of a photograph's skin or sky (Okabe and Ito, 2008).
+# Told apart by most colour-blind people (Okabe and Ito, 2008).
 COLOURS: tuple[Colour, ...] = (
     (213, 94, 0),
     (0, 158, 115),

@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+"""Checks that the client loads and talks with the oldest and the newest protobuf and grpcio that it allows.
+
+Run with any Python 3.11 or newer (`make check-stubs`). Builds a throw-away virtual environment for each pair, so it
+needs the package index; takes about half a minute. Exits with 1 if a pair fails.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+CLIENT = Path(__file__).resolve().parent
+ENVIRONMENTS = {
+    "oldest": ("protobuf==6.33.5", "grpcio==1.81.1"),
+    "protobuf 6, new grpcio": ("protobuf<7", "grpcio<2"),
+    "newest": ("protobuf>=7,<8", "grpcio<2"),
+}
+
+PROGRAM = """
+import sys
+from concurrent import futures
+import google.protobuf, grpc
+from kestrel_client import Box, FieldViolation, InvalidArgumentError, KestrelClient
+from kestrel_client._pb.kestrel.client.internal import wire_pb2
+from kestrel_client._pb.kestrel.v1 import common_pb2, vision_service_pb2, vision_service_pb2_grpc
+
+class Vision(vision_service_pb2_grpc.VisionServiceServicer):
+    def Detect(self, request, context):
+        if request.object == "bad":
+            violation = wire_pb2.BadRequest.FieldViolation(field="object", description="is bad")
+            detail = wire_pb2.BadRequest(field_violations=[violation]).SerializeToString()
+            status = wire_pb2.Status(code=3, details=[
+                wire_pb2.Detail(type_url="type.googleapis.com/google.rpc.BadRequest", value=detail)])
+            context.set_trailing_metadata([("grpc-status-details-bin", status.SerializeToString())])
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "bad")
+        box = common_pb2.Box(x_min=0.25, y_min=0.5, x_max=0.75, y_max=1)
+        return vision_service_pb2.DetectResponse(objects=[box], seed=2**64 - 1)
+
+    def StreamDetect(self, request, context):
+        final = self.Detect(request.request, context)
+        yield vision_service_pb2.StreamDetectResponse(object=final.objects[0])
+        yield vision_service_pb2.StreamDetectResponse(sequence=1, final=final)
+
+server = grpc.server(futures.ThreadPoolExecutor(2))
+vision_service_pb2_grpc.add_VisionServiceServicer_to_server(Vision(), server)
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+with KestrelClient(f"127.0.0.1:{port}", timeout=10) as client:
+    result = client.detect(b"x", "circle", temperature=0.5)
+    assert result.objects == (Box(0.25, 0.5, 0.75, 1),) and result.seed == 2**64 - 1
+    with client.stream_detect(b"x", "circle") as stream:
+        assert list(stream) == list(result.objects) and stream.result() == result
+    try:
+        client.detect(b"x", "bad")
+    except InvalidArgumentError as error:
+        assert error.field_violations == (FieldViolation("object", "is bad"),)
+    else:
+        raise AssertionError("not refused")
+server.stop(None).wait()
+assert not {"kestrel", "buf", "google.rpc"} & set(sys.modules)
+print("protobuf", google.protobuf.__version__, "grpcio", grpc.__version__)
+"""
+
+
+def main() -> int:
+    failed = False
+    for name, requirements in ENVIRONMENTS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            venv.create(folder, with_pip=True)
+            python = Path(folder) / (
+                "Scripts/python.exe" if sys.platform == "win32" else "bin/python"
+            )
+            subprocess.run([python, "-m", "pip", "install", "--quiet", *requirements], check=True)
+            run = subprocess.run(
+                [python, "-W", "error", "-c", PROGRAM], cwd=CLIENT, capture_output=True, text=True
+            )
+        failed |= run.returncode != 0
+        print(f"{name}: {'FAILED' if run.returncode else 'ok'}, {run.stdout.strip()}{run.stderr}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

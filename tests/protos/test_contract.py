@@ -1,0 +1,185 @@
+"""The rules of the wire contract, read from the descriptors that the stubs carry and from the .proto files."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from google.protobuf import descriptor_pb2
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from kestrel_client._pb.kestrel.client.internal import wire_pb2
+from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2, vision_service_pb2
+
+REPOSITORY = Path(__file__).parents[2]
+FILES = [module.DESCRIPTOR for module in (common_pb2, vision_service_pb2, model_service_pb2)]
+VISION = vision_service_pb2.DESCRIPTOR.services_by_name["VisionService"]
+SKILLS = ("Query", "Caption", "Point", "Detect", "Segment")
+MESSAGES: dict[str, Descriptor] = {
+    name: message for file in FILES for name, message in file.message_types_by_name.items()
+}
+
+
+def buf(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    program = shutil.which("buf", path=Path(sys.executable).parent) or shutil.which("buf")
+    if program is None:
+        pytest.skip("buf is not installed (dev extra: buf-bin)")
+    return subprocess.run(
+        [program, *arguments], cwd=REPOSITORY, input=stdin, capture_output=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("command", [["lint"], ["format", "-d", "--exit-code"], ["build"]], ids=str)
+def test_buf_is_content(command: list[str]) -> None:
+    """Lint holds that every field, message, enum value, oneof and method has a comment (COMMENTS)."""
+    run = buf(*command)
+    assert run.returncode == 0, (run.stdout + run.stderr).decode()
+
+
+def test_nothing_breaks_clients_of_the_baseline() -> None:
+    image = buf("build", "--path", "protos/kestrel", "-o", "-#format=binpb")
+    assert image.returncode == 0, image.stderr.decode()
+    against = ["--against", "protos/baseline.binpb.gz", "--exclude-imports"]
+    run = buf("breaking", "-#format=binpb", *against, stdin=image.stdout)
+    assert run.returncode == 0, (run.stdout + run.stderr).decode()
+
+
+def test_stubs_are_what_the_protos_give(tmp_path: Path) -> None:
+    """`make protos` was run: the stubs' descriptors are those of the files, less the validation rules."""
+    generator = load(REPOSITORY / "clients/python/generate_stubs.py")
+    image = tmp_path / "image.binpb"
+    assert buf("build", "--exclude-source-info", "-o", str(image)).returncode == 0
+    # Through bytes, so that what an image holds beyond a descriptor set is unknown and dropped with the rules.
+    wanted = descriptor_pb2.FileDescriptorSet.FromString(
+        generator.without_rules(image.read_bytes())
+    )
+    by_name = {file.name: file for file in wanted.file}
+    for descriptor in FILES:
+        shipped = descriptor_pb2.FileDescriptorProto()
+        descriptor.CopyToProto(shipped)
+        for file in (shipped, by_name[descriptor.name]):
+            clear_json_names(file)
+        assert shipped == by_name[descriptor.name]
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def clear_json_names(file: descriptor_pb2.FileDescriptorProto) -> None:
+    """They follow from the names, and not everybody writes them out."""
+    messages = list(file.message_type)
+    while messages:
+        message = messages.pop()
+        messages += message.nested_type
+        for field in message.field:
+            field.ClearField("json_name")
+
+
+def test_reflection_shows_clean_names_and_no_foreign_files() -> None:
+    assert [file.name for file in FILES] == [
+        "kestrel/v1/common.proto",
+        "kestrel/v1/vision_service.proto",
+        "kestrel/v1/model_service.proto",
+    ]
+    for file in FILES:
+        assert all(d.name.startswith("kestrel/v1/") for d in file.dependencies)
+        assert file.package == "kestrel.v1"
+
+
+def test_python_names_are_below_the_client() -> None:
+    assert vision_service_pb2.QueryRequest.__module__ == (
+        "kestrel_client._pb.kestrel.v1.vision_service_pb2"
+    )
+    assert wire_pb2.DESCRIPTOR.package == "kestrel.client.internal"
+
+
+def test_all_methods_are_there() -> None:
+    assert [m.name for m in VISION.methods] == [*SKILLS, *(f"Stream{s}" for s in SKILLS)]
+    for method in VISION.methods:
+        assert method.server_streaming == method.name.startswith("Stream")
+        assert not method.client_streaming
+        assert method.input_type.name == f"{method.name}Request"
+        assert method.output_type.name == f"{method.name}Response"
+    models = model_service_pb2.DESCRIPTOR.services_by_name["ModelService"]
+    assert [m.name for m in models.methods] == ["ListModels", "GetModel", "GetServerInfo"]
+    no_side_effects = descriptor_pb2.MethodOptions.NO_SIDE_EFFECTS
+    assert {m.GetOptions().idempotency_level for m in models.methods} == {no_side_effects}
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_every_result_tells_the_same(skill: str) -> None:
+    fields = MESSAGES[f"{skill}Response"].fields_by_number
+    assert {number: fields[number].name for number in range(10, 17)} == {
+        10: "finish_reason",
+        11: "usage",
+        12: "timings",
+        13: "model",
+        14: "request_id",
+        15: "image_size",
+        16: "seed",
+    }
+    request = MESSAGES[f"{skill}Request"].fields_by_number
+    assert {n: request[n].name for n in (1, 10, 11)} == {1: "image", 10: "sampling", 11: "options"}
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_every_stream_has_the_same_shape(skill: str) -> None:
+    message = MESSAGES[f"Stream{skill}Response"]
+    event = message.oneofs_by_name["event"]
+    sequence = message.fields_by_name["sequence"]
+    assert sequence.number == 1 and sequence.containing_oneof is None
+    numbers = {
+        "started": 2,
+        "text_delta": 3,
+        "reasoning_delta": 4,
+        "object": 5,
+        "path_piece": 6,
+        "final": 7,
+    }
+    assert [f.name for f in event.fields] == sorted([f.name for f in event.fields], key=numbers.get)  # type: ignore[arg-type]
+    assert all(numbers[field.name] == field.number for field in event.fields)
+    assert message.fields_by_name["final"].message_type is MESSAGES[f"{skill}Response"]
+    assert len(message.fields) == len(event.fields) + 1
+    request = MESSAGES[f"Stream{skill}Request"].fields_by_name["request"]
+    assert request.message_type is MESSAGES[f"{skill}Request"]
+
+
+def test_every_tunable_has_presence() -> None:
+    tunables: list[FieldDescriptor] = list(MESSAGES["Sampling"].fields)
+    tunables += [MESSAGES["QueryRequest"].fields_by_name["reasoning"]]
+    tunables += [MESSAGES[f"{s}Request"].fields_by_name["max_objects"] for s in ("Point", "Detect")]
+    for field in tunables:
+        assert field.has_presence, field.full_name
+
+
+@pytest.mark.parametrize(
+    ("message", "numbers", "name"),
+    [
+        ("Image", [3], "image_id"),
+        ("Point", [3], "score"),
+        ("Box", [5], "score"),
+        ("RequestOptions", [4], "adapter"),
+    ],
+)
+def test_what_comes_later_is_reserved(message: str, numbers: list[int], name: str) -> None:
+    proto = descriptor_pb2.DescriptorProto()
+    MESSAGES[message].CopyToProto(proto)
+    reserved = [n for r in proto.reserved_range for n in range(r.start, r.end)]
+    assert reserved == numbers and list(proto.reserved_name) == [name]
+
+
+def test_durations_and_sizes_say_their_unit() -> None:
+    for field in MESSAGES["Timings"].fields:
+        assert field.name.endswith("_ms") and field.type == FieldDescriptor.TYPE_DOUBLE
+    for name in ("max_message_bytes", "max_image_bytes", "max_text_bytes"):
+        assert name in MESSAGES["ServerLimits"].fields_by_name
