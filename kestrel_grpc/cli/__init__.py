@@ -1,0 +1,1 @@
+"""The command line: one module a command. A command loads what it needs and no more: only serving loads torch."""

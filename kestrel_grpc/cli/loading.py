@@ -1,0 +1,50 @@
+"""How loading a model shows: a line that moves on a terminal, else log lines now and then."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from types import TracebackType
+
+logger = logging.getLogger(__name__)
+
+_LOG_INTERVAL_S = 10.0
+_DRAW_INTERVAL_S = 0.1
+_MB = 1e6
+
+
+class LoadingProgress:
+    """The engine's progress callback; called from the thread that loads. A context manager: leaves a clean line."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._last = time.monotonic()
+        self._drawn = False
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        now = time.monotonic()
+        if now - self._last < (_DRAW_INTERVAL_S if self._terminal else _LOG_INTERVAL_S):
+            return
+        self._last = now
+        share = f"{100 * done / total:3.0f} %" if total else "  ? %"
+        line = f"{what}: {share} of {total / _MB:,.0f} MB"
+        if self._terminal:
+            sys.stderr.write(f"\r\x1b[K{line}")
+            sys.stderr.flush()
+            self._drawn = True
+        else:
+            logger.info("%s", line)
+
+    def __enter__(self) -> LoadingProgress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._drawn:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

@@ -1,0 +1,149 @@
+"""``schedule``: prompts through an engine in this process, no server. Prints answers and what they cost.
+
+All prompts are queued at once, so they share batches as a server's requests would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+from kestrel_engine import (
+    ConfigError,
+    EngineResult,
+    InferenceEngine,
+    KestrelError,
+    RuntimeConfig,
+)
+
+from ..settings import SettingsError, add_model_flags, config_error_line, runtime_config
+from .loading import LoadingProgress
+from .parser import EXIT_FAILED, CommandError
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.epilog = "Exits with 1 if an answer is empty."
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="a question")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="picture that the prompts are about: once for all of them, or once for each in turn",
+    )
+    parser.add_argument("--reasoning", action="store_true", help="let the model think aloud first")
+    parser.add_argument("--temperature", type=float, help="0 always takes the likeliest token")
+    parser.add_argument("--top-p", type=float, help="draw among the likeliest tokens of this total")
+    parser.add_argument("--max-tokens", type=int, help="most tokens of an answer")
+    parser.add_argument("--stream", action="store_true", help="print answers while they come")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
+    add_model_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s")
+    if len(args.image) not in (0, 1, len(args.prompts)):
+        raise SettingsError(
+            f"{len(args.image)} pictures for {len(args.prompts)} prompts: give one, or one for each"
+        )
+    try:
+        return asyncio.run(_schedule(args, runtime_config(args)))
+    except ConfigError as error:
+        raise SettingsError(config_error_line(error.field, error.value, error.limit)) from None
+    except KestrelError as error:
+        raise CommandError(str(error)) from None
+
+
+async def _schedule(args: argparse.Namespace, runtime: RuntimeConfig) -> int:
+    images = args.image * len(args.prompts) if len(args.image) == 1 else args.image
+    started = time.monotonic()
+    with LoadingProgress() as progress:
+        engine = await InferenceEngine.create(runtime, progress=progress)
+    async with engine:
+        if not args.json:
+            info = engine.info
+            print(
+                f"{info.model} on {info.device} ({info.dtype}), loaded in {time.monotonic() - started:.1f} s"
+            )
+        started = time.monotonic()
+        results = await asyncio.gather(
+            *(
+                _ask(engine, args, number, prompt, images[number] if images else None)
+                for number, prompt in enumerate(args.prompts)
+            )
+        )
+        seconds = time.monotonic() - started
+    for prompt, result in zip(args.prompts, results, strict=True):
+        if args.json:
+            print(json.dumps({"prompt": prompt, **asdict(result)}, ensure_ascii=False))
+        else:
+            _print_answer(prompt, result)
+    if not args.json:
+        _print_total(results, seconds)
+    empty = [
+        p for p, r in zip(args.prompts, results, strict=True) if not r.output["answer"].strip()
+    ]
+    for prompt in empty:
+        print(f"kestrel-grpc schedule: error: the answer to {prompt!r} is empty", file=sys.stderr)
+    return EXIT_FAILED if empty else 0
+
+
+async def _ask(
+    engine: InferenceEngine, args: argparse.Namespace, number: int, prompt: str, image: str | None
+) -> EngineResult:
+    settings: dict[str, Any] = {
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "max_tokens": args.max_tokens,
+    }
+    arguments = {"question": prompt, "reasoning": args.reasoning}
+    try:
+        async with await engine.submit("query", image, arguments, settings) as stream:
+            if args.stream and not args.json:
+                async for update in stream:
+                    _print_piece(update.reasoning or update.text, number, len(args.prompts))
+                if len(args.prompts) == 1:
+                    print()
+            return await stream.result()
+    except KestrelError as error:
+        raise CommandError(f"prompt {number + 1}: {error}") from None
+
+
+def _print_piece(text: str, number: int, num_prompts: int) -> None:
+    """One answer is written through; of several, each piece gets a line with its prompt's number."""
+    if num_prompts == 1:
+        print(text, end="", flush=True)
+    else:
+        print(f"[{number + 1}] {text!r}", flush=True)
+
+
+def _print_answer(prompt: str, result: EngineResult) -> None:
+    metrics = result.metrics
+    print(f"\n{prompt}")
+    if "reasoning" in result.output:
+        print(f"  ({result.output['reasoning']['text']})")
+    print(f"  {result.output['answer']}")
+    # The first token belongs to the prefill; the rest are decoded.
+    decoded = metrics.output_tokens - 1
+    rate = 1e3 * decoded / metrics.decode_time_ms if decoded > 0 and metrics.decode_time_ms else 0.0
+    print(
+        f"  first token {metrics.ttft_ms:.0f} ms (queue {metrics.queue_time_ms:.0f}, preprocess "
+        f"{metrics.preprocess_time_ms:.0f}, prefill {metrics.prefill_time_ms:.0f} of {metrics.input_tokens} "
+        f"positions), decode {metrics.output_tokens} tokens at {rate:.1f}/s, total {metrics.total_time_ms:.0f} ms, "
+        f"{result.finish_reason}"
+    )
+
+
+def _print_total(results: list[EngineResult], seconds: float) -> None:
+    tokens = sum(result.metrics.output_tokens for result in results)
+    slowest = max(result.metrics.ttft_ms for result in results)
+    print(
+        f"\n{len(results)} prompts in {seconds:.2f} s: {tokens} tokens, {tokens / seconds:.1f}/s; "
+        f"slowest first token {slowest:.0f} ms"
+    )

@@ -1,0 +1,128 @@
+"""``serve``: the server as a process. Owns its signals, its log and its exit status."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+
+from kestrel_engine import ConfigError, InferenceEngine, ModelLoadError, RuntimeConfig
+
+from .. import __version__
+from ..addresses import AddressError, close_address
+from ..server import KestrelServer
+from ..settings import (
+    ServerConfig,
+    SettingsError,
+    add_model_flags,
+    add_server_flags,
+    config_error_line,
+    runtime_config,
+    server_config,
+)
+from .loading import LoadingProgress
+from .parser import CommandError
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.epilog = (
+        "Each flag's default can be set by the environment variable named with it. The first SIGTERM or Ctrl-C lets\n"
+        "running requests end, the second does not."
+    )
+    add_model_flags(parser)
+    add_server_flags(parser)
+    parser.add_argument("--version", action="version", version=f"kestrel-grpc {__version__}")
+
+
+def run(args: argparse.Namespace) -> int:
+    config, runtime = server_config(args), runtime_config(args)
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    # libvips tells of every pipeline it builds.
+    logging.getLogger("pyvips").setLevel(logging.WARNING)
+    try:
+        finished = asyncio.run(_serve(config, runtime))
+    except AddressError as error:
+        raise CommandError(str(error)) from None
+    except ConfigError as error:
+        raise SettingsError(config_error_line(error.field, error.value, error.limit)) from None
+    except ModelLoadError as error:
+        raise CommandError(str(error)) from None
+    if not finished:
+        _leave_now(0)
+    return 0
+
+
+async def _serve(config: ServerConfig, runtime: RuntimeConfig) -> bool:
+    """Runs until a signal. Whether nothing is left behind: False while a thread still loads the model."""
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+
+    with LoadingProgress() as progress:
+        server = KestrelServer(
+            config, runtime, lambda: InferenceEngine.create(runtime, progress=progress)
+        )
+
+        def on_signal(number: signal.Signals) -> None:
+            if not stopping.is_set():
+                logger.info("%s: stopping; once more ends it at once", number.name)
+                stopping.set()
+                return
+            logger.warning("%s again: ended at once", number.name)
+            for address in server.addresses:
+                close_address(address)
+            _leave_now(128 + number)
+
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, on_signal, number)
+        await server.start()
+        loading = asyncio.create_task(server.load())
+        stop_asked = asyncio.create_task(stopping.wait())
+        try:
+            await asyncio.wait({loading, stop_asked}, return_when=asyncio.FIRST_COMPLETED)
+            loaded = loading.done()
+            if loaded:
+                loading.result()
+        except BaseException:
+            await server.stop(grace_s=0)
+            raise
+    if loaded:
+        _announce(server)
+        await stop_asked
+    else:
+        loading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await loading
+    await server.stop(config.grace_s)
+    logger.info("stopped")
+    return loaded
+
+
+def _announce(server: KestrelServer) -> None:
+    engine = server.served.loaded
+    assert engine is not None
+    info = engine.info
+    print(
+        f"kestrel-grpc ready: {info.model} on {info.device} ({info.dtype}), "
+        f"listening on {', '.join(server.addresses)}, loaded in {server.load_seconds:.1f} s",
+        flush=True,
+    )
+
+
+def _leave_now(status: int) -> None:
+    """Ends the process without waiting for its threads: one that reads weights can't be interrupted."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
