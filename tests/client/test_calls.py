@@ -298,6 +298,7 @@ def test_metadata_and_token_arrive(peer: Any) -> None:
     assert first["authorization"] == second["authorization"] == "Bearer s3cret"
     assert (first["x-team"], first["x-one"], first["x-raw-bin"]) == ("a", "1", b"\0\xff")
     assert second["x-team"] == "a" and "x-one" not in second
+    assert str(first["user-agent"]).startswith("kestrel-client/0.1.0 ")
 
 
 async def test_metadata_and_token_arrive_async(peer: Any) -> None:

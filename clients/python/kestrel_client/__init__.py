@@ -50,8 +50,7 @@ from .results import (
     Usage,
 )
 from .streams import AsyncStream, Stream
-
-__version__ = "0.1.0"
+from .version import __version__
 
 __all__ = [
     "AsyncKestrelClient",

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import grpc
 
 from .errors import InvalidRequestError
+from .version import __version__
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 300.0
@@ -103,6 +104,7 @@ class Connection:
             # a photograph.
             ("grpc.per_rpc_retry_buffer_size", self.max_message_bytes + 1024 * 1024),
             ("grpc.service_config", json.dumps(SERVICE_CONFIG)),
+            ("grpc.primary_user_agent", f"kestrel-client/{__version__}"),
         ]
         if isinstance(self.tls, Tls) and self.tls.server_name:
             options.append(("grpc.ssl_target_name_override", self.tls.server_name))
