@@ -5,6 +5,7 @@ Knows no model, crop or cache. Importing this module changes libvips for the who
 - Only the loaders of FORMATS may run; all others (SVG, PDF, ImageMagick, raw, CSV, ...) are blocked inside libvips
   itself, so that no sniffing of content can reach them.
 - libvips' operation cache is off: it would keep pictures in memory after their request.
+- pyvips logs errors only, unless its logger has a level: its warnings are about callers' pictures, a line or more each.
 - libvips' own concurrency is 1: the pool decodes several pictures side by side, and decoding one JPEG or PNG does not
   split.
 
@@ -14,6 +15,7 @@ pictures, which never happens here: no picture reaches the disk.
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from pyvips import ffi, vips_lib
 
 from ..config import ImageLimits
 from ..errors import ImageDecodeError, ImageTooLargeError, InvalidRequest, UnsupportedImageError
+from .heif_probes import HEIF_PROBES
 
 ImageSource: TypeAlias = (
     "bytes | bytearray | memoryview | str | os.PathLike[str] | pyvips.Image | np.ndarray"
@@ -40,9 +43,12 @@ _LOADERS = {
     "WebP": "VipsForeignLoadWebp",
     "TIFF": "VipsForeignLoadTiff",
     "GIF": "VipsForeignLoadNsgif",
-    "AVIF and HEIC": "VipsForeignLoadHeif",
+    "HEIF": "VipsForeignLoadHeif",
 }
 """The allow-list: format to libvips class. A class covers loading from a file, a buffer and a source."""
+
+_HEIF_CODECS = {"av1": "AVIF", "hevc": "HEIC"}
+"""Compression inside a HEIF container to the name of the format; others (JPEG, H.264, ...) are refused."""
 
 _MAGIC = (
     ("JPEG", b"\xff\xd8\xff"),
@@ -64,15 +70,29 @@ _MAX_BANDS = 5
 
 
 def _configure_libvips() -> tuple[str, ...]:
-    """Applies the settings in the module's docstring; returns the formats that this libvips can load."""
+    """Applies the settings in the module's docstring; returns the formats that this libvips can decode."""
     pyvips.cache_set_max(0)
     pyvips.concurrency_set(1)
     pyvips.block_untrusted_set(True)
     pyvips.operation_block_set("VipsForeignLoad", True)
-    present = tuple(name for name, cls in _LOADERS.items() if pyvips.type_from_name(cls))
+    present = [name for name, cls in _LOADERS.items() if pyvips.type_from_name(cls)]
     for name in present:
         pyvips.operation_block_set(_LOADERS[name], False)
-    return present
+    log = logging.getLogger("pyvips")
+    if log.level == logging.NOTSET:
+        log.setLevel(logging.ERROR)
+    if "HEIF" in present:
+        present.remove("HEIF")
+        present += [name for name, probe in HEIF_PROBES.items() if _decodes(probe)]
+    return tuple(present)
+
+
+def _decodes(data: bytes) -> bool:
+    try:
+        pyvips.Image.new_from_buffer(data, "", access="sequential", fail_on="error").avg()
+    except pyvips.Error:
+        return False
+    return True
 
 
 FORMATS = _configure_libvips()
@@ -148,15 +168,18 @@ def _encoded_pixels(source: bytes | bytearray | memoryview, limits: ImageLimits)
         image = pyvips.Image.new_from_buffer(
             data, "", access="sequential", fail_on="error", memory=name == "WebP"
         )
-    except (pyvips.Error, UnicodeDecodeError) as error:
-        raise _decode_error(name, error) from None
-    if name == "AVIF and HEIC":
-        name = "HEIC" if _metadata(image, "heif-compression") == "hevc" else "AVIF"
+    except (pyvips.Error, UnicodeDecodeError):
+        raise _broken(name) from None
+    if name == "HEIF":
+        codec = str(_metadata(image, "heif-compression"))
+        name = _HEIF_CODECS.get(codec, f"HEIF with {codec} inside")
+        if name not in FORMATS:
+            raise _unsupported(f"is {name}, which this installation can't decode")
     return _vips_pixels(image, limits, name)
 
 
 def _sniff(data: bytes) -> str:
-    """The format of ``data`` by content, as libvips sees it. Raises UnsupportedImageError for all but FORMATS."""
+    """The key of _LOADERS for ``data``, by content. Raises UnsupportedImageError or ImageDecodeError."""
     loader = vips_lib.vips_foreign_find_load_buffer(ffi.from_buffer(data), len(data))
     if loader != ffi.NULL:
         found = ffi.string(loader).decode()
@@ -166,10 +189,8 @@ def _sniff(data: bytes) -> str:
     vips_lib.vips_error_clear()
     for name, magic in _MAGIC:
         if data.startswith(magic):
-            raise ImageDecodeError(FIELD, f"is broken or truncated {name} data")
-    raise UnsupportedImageError(
-        FIELD, f"is not in a supported format; supported are {', '.join(FORMATS)}"
-    )
+            raise _broken(name)
+    raise _unsupported("is not in a supported format")
 
 
 def _vips_pixels(image: pyvips.Image, limits: ImageLimits, name: str) -> np.ndarray:
@@ -185,8 +206,8 @@ def _vips_pixels(image: pyvips.Image, limits: ImageLimits, name: str) -> np.ndar
             # Turning needs random access, which a sequential source does not give: decode first.
             image = image.copy_memory().autorot()
         flat = np.frombuffer(image.write_to_memory(), np.uint8)
-    except (pyvips.Error, UnicodeDecodeError) as error:
-        raise _decode_error(name, error) from None
+    except (pyvips.Error, UnicodeDecodeError):
+        raise _broken(name) from None
     return flat.reshape(image.height, image.width, 3)
 
 
@@ -254,15 +275,12 @@ def _metadata(image: pyvips.Image, name: str) -> Any:
     return image.get(name) if image.get_typeof(name) else None
 
 
-def _decode_error(name: str, error: Exception) -> ImageDecodeError | UnsupportedImageError:
-    """One line for the caller. libvips' own words are left out: its error buffer is shared by all threads, so they may
-    speak of another request's picture."""
-    del error
-    if name == "HEIC":
-        # The container is read by every libvips; the HEVC decoder is missing in builds without that patent licence.
-        return UnsupportedImageError(
-            FIELD,
-            "is HEIC, and either damaged or this build of libvips has no HEVC decoder; "
-            f"other formats are {', '.join(FORMATS)}",
-        )
+def _unsupported(what: str) -> UnsupportedImageError:
+    return UnsupportedImageError(FIELD, f"{what}; supported are {', '.join(FORMATS)}")
+
+
+def _broken(name: str) -> ImageDecodeError:
+    """libvips' own words are left out: all threads share its error buffer, so they may speak of another request's
+    picture."""
+    vips_lib.vips_error_clear()
     return ImageDecodeError(FIELD, f"is broken or truncated {name} data")
