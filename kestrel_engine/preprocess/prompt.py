@@ -23,7 +23,9 @@ class Tokenizer:
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
-        decoder = json.loads(inner.to_str()).get("decoder") or {"type": "Sequence", "decoders": []}
+        # The pickled state is the decoder's own JSON; writing out the whole vocabulary to read it takes a second.
+        state = "{}" if inner.decoder is None else inner.decoder.__getstate__()
+        decoder = json.loads(state) or {"type": "Sequence", "decoders": []}
         parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         self.append_only: bool = all(part["type"] in _APPEND_ONLY_DECODERS for part in parts)
         """See ``detokenize.StreamingText``. True for every byte-level BPE, hence for all Moondream models."""

@@ -93,6 +93,15 @@ def test_jpeg_equals_pillows_decoder():
     assert np.array_equal(decode(data), np.asarray(Image.open(io.BytesIO(data))))
 
 
+def test_ultra_hdr_jpegs_give_their_base_picture():
+    """Phones add a gain map; libvips has a loader of its own for such files, which is not on the allow-list."""
+    if not pyvips.type_find("VipsForeignSave", "uhdrsave_buffer"):
+        pytest.skip("this libvips writes no Ultra HDR")
+    linear = np.tile(np.linspace(0, 2, 64, dtype=np.float32)[None, :, None], (48, 1, 3))
+    data = pyvips.Image.new_from_array(linear).copy(interpretation="scrgb").uhdrsave_buffer()
+    assert np.array_equal(decode(data), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
 def test_first_frame_of_animations():
     first, second = smooth(), smooth()[::-1].copy()
     for fmt, options in (("WEBP", {"lossless": True}), ("PNG", {}), ("TIFF", {})):
