@@ -76,7 +76,10 @@ async def test_field_violations_of_streams(
 
 
 def test_unreadable_details_are_passed_over() -> None:
-    trailers = [("grpc-status-details-bin", b"\xff\xff"), ("other", "x")]
+    trailers: list[tuple[str, str | bytes]] = [
+        ("grpc-status-details-bin", b"\xff\xff"),
+        ("other", "x"),
+    ]
     error = from_status(grpc.StatusCode.INTERNAL, "broken", trailers)
     assert type(error) is ServerError and error.field_violations == ()
     status = status_pb2.Status(

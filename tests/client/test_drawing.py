@@ -53,7 +53,8 @@ def made(kind: type[Result], **own: Any) -> Any:
 
 def changed(image: Image.Image) -> np.ndarray:
     """Where the image isn't grey any more."""
-    return (np.asarray(image) != GREY).any(-1)
+    different: np.ndarray = (np.asarray(image) != GREY).any(-1)
+    return different
 
 
 def test_points_lie_where_they_should() -> None:
