@@ -43,7 +43,7 @@ class CallOptions(TypedDict, total=False):
     top_k: int | None
     """At least 0; 0 keeps all tokens."""
     max_tokens: int | None
-    """Most tokens to generate, at least 1."""
+    """Most tokens to generate, at least 1; with reasoning, for the reasoning and for the answer each."""
     seed: int | None
     """In [0, 2^64): the same seed and request give the same result."""
     model: str | None

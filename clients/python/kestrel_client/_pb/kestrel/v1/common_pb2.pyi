@@ -328,8 +328,9 @@ class Sampling(_message.Message):
     top_k: _builtins.int
     """Draws among this many of the likeliest tokens, before top_p. Any value from 0 up; 0 keeps all. Default 0."""
     max_tokens: _builtins.int
-    """Most tokens to generate, reasoning and spatial tokens included. At least 1; prompt and max_tokens together must fit
-    the model's context (Model.context_positions), else INVALID_ARGUMENT.
+    """Most tokens to generate, spatial ones included; with reasoning, most for the reasoning and most for the answer.
+    At least 1; prompt and max_tokens together must fit the model's context (Model.context_positions), else
+    INVALID_ARGUMENT.
     Default: ServerLimits.default_max_tokens, or the room that the prompt leaves, if that is less. Detect ignores it.
     """
     seed: _builtins.int
