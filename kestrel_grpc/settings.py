@@ -55,6 +55,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
+class _Collect(argparse.Action):
+    """Gathers the lists that a repeated flag gives; the first of them replaces the default."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        kept = [] if before is self.default else before
+        setattr(namespace, self.dest, [*kept, *values])
+
+
 class Flags:
     """Adds flags whose defaults come from the environment."""
 
@@ -102,7 +113,7 @@ def add_server_flags(
     flags.add(
         "--listen",
         type=_addresses,
-        action="append",
+        action=_Collect,
         metavar="ADDRESS",
         shown=DEFAULT_ADDRESS,
         help="where to listen: HOST:PORT, [IPV6]:PORT or unix:PATH; may be given several times, or several with commas",
@@ -140,7 +151,7 @@ def add_server_flags(
 
 def server_config(args: argparse.Namespace) -> ServerConfig:
     """Raises SettingsError."""
-    listen = tuple(dict.fromkeys(address for group in args.listen or () for address in group))
+    listen = tuple(dict.fromkeys(args.listen or ()))
     if not 1 <= args.max_message_bytes <= _LARGEST_MESSAGE:
         raise SettingsError(
             f"--max-message-bytes={args.max_message_bytes}: must be 1 to {_LARGEST_MESSAGE}"

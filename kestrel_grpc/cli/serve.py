@@ -52,20 +52,18 @@ def run(args: argparse.Namespace) -> int:
     # libvips tells of every pipeline it builds.
     logging.getLogger("pyvips").setLevel(logging.WARNING)
     try:
-        finished = asyncio.run(_serve(config, runtime))
+        asyncio.run(_serve(config, runtime))
     except AddressError as error:
         raise CommandError(str(error)) from None
     except ConfigError as error:
         raise SettingsError(config_error_line(error.field, error.value, error.limit)) from None
     except ModelLoadError as error:
         raise CommandError(str(error)) from None
-    if not finished:
-        _leave_now(0)
     return 0
 
 
-async def _serve(config: ServerConfig, runtime: RuntimeConfig) -> bool:
-    """Runs until a signal. Whether nothing is left behind: False while a thread still loads the model."""
+async def _serve(config: ServerConfig, runtime: RuntimeConfig) -> None:
+    """Runs until a signal. Leaves the process at once if that comes while a thread still loads the model."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
 
@@ -106,7 +104,8 @@ async def _serve(config: ServerConfig, runtime: RuntimeConfig) -> bool:
             await loading
     await server.stop(config.grace_s)
     logger.info("stopped")
-    return loaded
+    if not loaded:
+        _leave_now(0)
 
 
 def _announce(server: KestrelServer) -> None:

@@ -1,0 +1,154 @@
+"""Flags and variables become configurations; what is invalid is named in one line."""
+
+import pytest
+
+from kestrel_grpc.addresses import parse_address, unix_path, with_port
+from kestrel_grpc.settings import (
+    MIB,
+    Parser,
+    ServerConfig,
+    SettingsError,
+    add_model_flags,
+    add_server_flags,
+    runtime_config,
+    server_config,
+    size,
+)
+
+
+def configs(*flags, **environ):
+    parser = Parser(prog="test")
+    add_model_flags(parser, environ)
+    add_server_flags(parser, environ)
+    args = parser.parse_args(flags)
+    return server_config(args), runtime_config(args)
+
+
+def test_without_flags_the_defaults_hold():
+    server, runtime = configs()
+    assert server == ServerConfig()
+    assert server.listen == ("127.0.0.1:50051",)
+    assert server.max_message_bytes == 64 * MIB
+    assert runtime.model == "kestrel-tiny"
+    assert runtime.max_batch_size == 4
+
+
+def test_flags_reach_their_fields():
+    server, runtime = configs(
+        *("--model", "moondream2", "--weights", "w", "--tokenizer", "t", "--device", "cpu"),
+        *("--dtype", "bf16", "--threads", "2", "--seed", "7", "--max-batch-size", "9"),
+        *("--max-seq-length", "900", "--max-queue", "11", "--default-max-tokens", "12"),
+        *(
+            "--max-image-bytes",
+            "1MiB",
+            "--max-image-pixels",
+            "1000",
+            "--max-image-aspect-ratio",
+            "3",
+        ),
+        *("--listen", "0.0.0.0:1", "--listen", "unix:/a,[::1]:2", "--max-message-bytes", "5M"),
+        *("--grace", "1.5", "--access-log", "json", "--log-level", "debug"),
+    )
+    assert (runtime.model, runtime.model_path, runtime.tokenizer_path) == ("moondream2", "w", "t")
+    assert (runtime.device, runtime.dtype) == ("cpu", "bfloat16")
+    assert (runtime.cpu_threads, runtime.seed, runtime.max_batch_size) == (2, 7, 9)
+    assert (runtime.max_seq_length, runtime.max_queue, runtime.default_max_tokens) == (900, 11, 12)
+    limits = runtime.image_limits
+    assert (limits.max_bytes, limits.max_pixels, limits.max_aspect_ratio) == (MIB, 1000, 3.0)
+    assert server.listen == ("0.0.0.0:1", "unix:/a", "[::1]:2")
+    assert (server.max_message_bytes, server.grace_s) == (5_000_000, 1.5)
+    assert (server.access_log, server.log_level) == ("json", "debug")
+
+
+def test_a_variable_is_the_default_and_a_flag_wins():
+    environ = {"KESTREL_MAX_QUEUE": "5", "KESTREL_LISTEN": "a:1,unix:/b", "KESTREL_GRACE": ""}
+    server, runtime = configs(**environ)
+    assert runtime.max_queue == 5
+    assert server.listen == ("a:1", "unix:/b")
+    assert server.grace_s == ServerConfig().grace_s, "an empty variable is none"
+    server, runtime = configs("--max-queue", "6", "--listen", "c:3", **environ)
+    assert runtime.max_queue == 6
+    assert server.listen == ("c:3",)
+
+
+def test_access_log_without_a_format_is_text():
+    assert configs("--access-log")[0].access_log == "text"
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "words"),
+    [
+        (["--max-batch-size", "0"], {}, "--max-batch-size=0: must be a whole number of at least 1"),
+        (["--device", "tpu"], {}, "--device=tpu"),
+        (["--threads", "0"], {}, "--threads=0"),
+        (["--max-image-aspect-ratio", "0.5"], {}, "--max-image-aspect-ratio=0.5"),
+        (["--max-message-bytes", "4GiB"], {}, "--max-message-bytes"),
+        ([], {"KESTREL_MAX_QUEUE": "many"}, "KESTREL_MAX_QUEUE='many': must be a whole number"),
+        ([], {"KESTREL_ACCESS_LOG": "xml"}, "KESTREL_ACCESS_LOG='xml'"),
+        ([], {"KESTREL_LISTEN": "nowhere"}, "KESTREL_LISTEN='nowhere'"),
+    ],
+)
+def test_what_is_invalid_is_named(flags, environ, words):
+    with pytest.raises(SettingsError) as caught:
+        configs(*flags, **environ)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--max-queue", "x"],
+        ["--grace", "-1"],
+        ["--grace", "nan"],
+        ["--listen", "x"],
+        ["--max-message-bytes", "64 apples"],
+        ["--nonsense"],
+        ["--log-level", "loud"],
+    ],
+)
+def test_a_flag_that_cannot_be_read_ends_with_one_line_and_status_2(flags, capsys):
+    with pytest.raises(SystemExit) as caught:
+        configs(*flags)
+    assert caught.value.code == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert flags[0] in told
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", 1), ("10B", 10), ("2k", 2000), ("2KiB", 2048), ("64 MiB", 64 * MIB), ("1GB", 10**9)],
+)
+def test_sizes(text, value):
+    assert size(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5M", "MiB", "1TB", "1 2"])
+def test_what_is_no_size(text):
+    with pytest.raises(ValueError, match="must be"):
+        size(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["127.0.0.1:0", "localhost:50051", "[::]:65535", "unix:/tmp/x", "unix:x", "my-host:1"]
+)
+def test_addresses(text):
+    assert parse_address(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "50051", "host:", ":1", "host:65536", "::1:5", "http://x:1", "unix:", "unix:" + 200 * "x"],
+)
+def test_what_is_no_address(text):
+    with pytest.raises(ValueError, match=r"must be|bytes"):
+        parse_address(text)
+
+
+def test_ports_and_paths_of_addresses():
+    assert with_port("[::1]:0", 7) == "[::1]:7"
+    assert with_port("unix:/a:0", 1) == "unix:/a:0"
+    assert parse_address("unix:///a/b") == "unix:/a/b"
+    assert unix_path("unix:///a/b") == unix_path("unix:/a/b") == "/a/b"
+    assert unix_path("a:1") is None
