@@ -68,6 +68,9 @@ TABLE: dict[type[Exception], _Row] = {
 
 _UNFORESEEN = _Row(_Code.INTERNAL, "INTERNAL", public=False)
 
+_MAX_MESSAGE_BYTES = 500
+"""A message travels three times in the trailers, escaped; clients take 8 KiB of trailers."""
+
 _SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "max_tokens", "seed"})
 _OPTION_FIELDS = frozenset({"request_id", "priority", "model", "adapter"})
 _MODEL_FIELDS = frozenset({"skill", "segment"})
@@ -109,12 +112,12 @@ def status_of(
         what = "the computation failed" if row.reason == "COMPUTATION_FAILED" else "internal error"
         message = f"{what}; the server's log has more under request id {request_id}"
     elif isinstance(error, engine.RequestError):
-        path = field_path(error.field, prefix)
-        message = f"{path}: {error.message}" if path else error.message
+        path, told = field_path(error.field, prefix), _bounded(error.message)
+        message = f"{path}: {told}" if path else told
         if path:
-            details.append(_bad_request(path, error.message, row.reason))
+            details.append(_bad_request(path, told, row.reason))
     else:
-        message = str(error)
+        message = _bounded(str(error))
     if isinstance(error, engine.EngineOverloaded):
         details.append(_retry_after(error.retry_after_s))
         trailers = ((PUSHBACK_KEY, str(round(1000 * error.retry_after_s))),)
@@ -122,6 +125,15 @@ def status_of(
         details.append(_retry_after(1.0))
     details.append(error_details_pb2.RequestInfo(request_id=request_id))
     return row.code, message, (*_packed(row.code, message, details), *trailers)
+
+
+def _bounded(text: str) -> str:
+    data = text.encode(errors="replace")
+    return (
+        text
+        if len(data) <= _MAX_MESSAGE_BYTES
+        else f"{data[:_MAX_MESSAGE_BYTES].decode(errors='ignore')}…"
+    )
 
 
 def _bad_request(path: str, description: str, reason: str) -> error_details_pb2.BadRequest:

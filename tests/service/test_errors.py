@@ -237,6 +237,14 @@ async def test_an_unknown_model_is_not_found(serve):
     assert (told.code, told.fields) == (grpc.StatusCode.NOT_FOUND, ["name"])
 
 
+async def test_a_long_complaint_is_cut_to_what_every_client_takes(serve):
+    served = await serve()
+    told = await failure(served.vision.Query(query(options=options(model="\U0001f985" * 512))))
+    assert told.code is grpc.StatusCode.NOT_FOUND
+    assert told.message.endswith("…")
+    assert len(told.message) < 600
+
+
 async def test_segment_on_moondream_2_is_a_failed_precondition(serve):
     served = await serve(family="moondream2")
     told = await failure(served.vision.Segment(segment()))
