@@ -132,7 +132,7 @@ def paint_background(
         dx, dy = x - q[:, 0] - along * ex, y - q[:, 1] - along * ey
         cover = (q[:, 4] - torch.sqrt(dx * dx + dy * dy) + 0.5).clamp(0, 1) * q[:, 8]
         out = out + (lines[:, i, 5:8].view(-1, 3, 1, 1) - out) * cover
-    return out
+    return out.to(canvas.dtype)
 
 
 def paint_shape(canvas: Tensor, xs: Tensor, ys: Tensor, p: Tensor) -> Tensor:
@@ -150,7 +150,8 @@ def paint_shape(canvas: Tensor, xs: Tensor, ys: Tensor, p: Tensor) -> Tensor:
     edge = (phase - torch.floor(phase) - 0.5).abs() - 0.19  # the gap takes 38 % of a period
     gap = torch.where(q[:, 6] == 2, (0.5 - edge * period).clamp(0, 1), torch.zeros_like(edge))
     rgb, rgb2 = p[:, 7:10].view(-1, 3, 1, 1), p[:, 10:13].view(-1, 3, 1, 1)
-    return canvas + (rgb + (rgb2 - rgb) * gap - canvas) * cover
+    under = canvas.float()
+    return (under + (rgb + (rgb2 - rgb) * gap - under) * cover).to(canvas.dtype)
 
 
 Paint = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -164,17 +165,18 @@ def render(
     height: int,
     paint: Paint = paint_shape,
     ground: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = paint_background,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Pictures of one size as float grey levels [B, 3, H, W], 0..255, not yet rounded.
 
-    shapes [B, n, 16], lines [B, 6, 9], background [B, 11]; ``paint`` and ``ground`` may be compiled.
+    shapes [B, n, 16], lines [B, 6, 9], background [B, 11]; ``paint`` and ``ground`` may be compiled.  The canvas
+    may be float16: its steps are an eighth of a grey level at most.
     """
     device = shapes.device
     xs = torch.arange(width, device=device, dtype=torch.float32) + 0.5
     ys = torch.arange(height, device=device, dtype=torch.float32) + 0.5
-    canvas = ground(
-        torch.zeros(len(shapes), 3, height, width, device=device), xs, ys, background, lines
-    )
+    canvas = torch.zeros(len(shapes), 3, height, width, device=device, dtype=dtype)
+    canvas = ground(canvas, xs, ys, background, lines)
     for i in range(shapes.shape[1]):
         canvas = paint(canvas, xs, ys, shapes[:, i])
     return canvas.clamp(0, 1) * 255

@@ -1,0 +1,67 @@
+"""Write a trained model as the engine loads it: model.safetensors (bfloat16), config.json, tokenizer.json.
+
+python -m training.export CHECKPOINT_FOLDER OUT_FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from training import checkpoints
+from training.model import TinyConfig, TinyModel
+from training.prompts import TOKENIZER_FILE, PromptWriter
+
+
+def config_json(config: TinyConfig, writer: PromptWriter) -> dict[str, object]:
+    """config.json in the layout of the Moondream 3 release, with the prompt templates of our tokenizer."""
+    tokenizer = {
+        "bos_id": 0,
+        "eos_id": 0,
+        "answer_id": 3,
+        "thinking_id": 4,
+        "coord_id": 5,
+        "size_id": 6,
+        "start_ground_points_id": 7,
+        "end_ground_id": 9,
+        "templates": writer.templates.as_config(),
+    }
+    return {
+        "architectures": ["Moondream3ForCausalLM"],
+        "model_type": "moondream3",
+        "torch_dtype": "bfloat16",
+        "config": {**config.as_json(), "tokenizer": tokenizer},
+    }
+
+
+def export(model: TinyModel, folder: Path) -> None:
+    """Write the three files into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        f"model.{name}": tensor.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, tensor in model.state_dict().items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = config_json(model.config, PromptWriter.bundled())
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    if (folder / "tokenizer.json").resolve() != TOKENIZER_FILE.resolve():
+        shutil.copyfile(TOKENIZER_FILE, folder / "tokenizer.json")
+
+
+def load_exported(folder: Path) -> TinyModel:
+    """The exported bfloat16 weights in a float32 model."""
+    model = TinyModel()
+    tensors = load_file(folder / "model.safetensors")
+    model.load_state_dict({name.removeprefix("model."): t.float() for name, t in tensors.items()})
+    return model.eval()
+
+
+if __name__ == "__main__":
+    trained = TinyModel()
+    trained.load_state_dict(checkpoints.load(Path(sys.argv[1]))["model"])
+    export(trained, Path(sys.argv[2]))
