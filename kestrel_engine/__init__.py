@@ -14,6 +14,7 @@ from .errors import (
     CheckpointError,
     ConfigError,
     ContextLengthError,
+    DeadlineExceeded,
     DownloadError,
     EngineClosed,
     EngineOverloaded,
@@ -25,7 +26,7 @@ from .errors import (
     KestrelError,
     ModelLoadError,
     ModelNotFoundError,
-    RequestCancelled,
+    QueueTimeout,
     RequestError,
     RuntimeFailure,
     SkillUnavailable,
@@ -33,6 +34,7 @@ from .errors import (
 )
 from .events import EngineMetrics, EngineResult, FinishReason, StreamUpdate
 from .info import EngineInfo
+from .observer import Observer, RequestEvent, StepEvent
 from .preprocess.images import FORMATS as IMAGE_FORMATS
 from .skills.base import SkillSpec
 from .skills.registry import SkillRegistry
@@ -43,6 +45,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "ContextLengthError",
+    "DeadlineExceeded",
     "DownloadError",
     "EngineClosed",
     "EngineInfo",
@@ -61,13 +64,16 @@ __all__ = [
     "KestrelError",
     "ModelLoadError",
     "ModelNotFoundError",
-    "RequestCancelled",
+    "Observer",
+    "QueueTimeout",
     "RequestError",
+    "RequestEvent",
     "RuntimeConfig",
     "RuntimeFailure",
     "SkillRegistry",
     "SkillSpec",
     "SkillUnavailable",
+    "StepEvent",
     "StreamUpdate",
     "UnsupportedImageError",
     "errors",

@@ -81,6 +81,22 @@ class RuntimeConfig:
     """Pages in the pool. Default: max_batch_size full sequences, bounded by memory."""
     max_queue: int = 512
     """Requests that may wait, preprocessing included, before EngineOverloaded is raised."""
+    max_queue_wait_s: float | None = None
+    """Seconds that a request may wait before it fails with QueueTimeout. Default: as long as its caller does."""
+    priority_aging_s: float = 10.0
+    """Waiting this many seconds is worth one step of priority, so that low priority never starves."""
+    step_prefill_positions: int = 768
+    """Prompt positions that a step takes on while others decode: the knob between TTFT and ITL. One image prefix."""
+    step_crops: int = 3
+    """Crops that a step encodes while others decode; shares one allowance with the positions."""
+    step_timeout_s: float = 300.0
+    """The engine counts as hung when no step ends for so long while there is work. Big models on a CPU are slow."""
+    prefix_cache: bool = True
+    """Reuse the KV of prompts and pictures seen before."""
+    kept_embeddings: int = 16
+    """Picture embeddings kept for pictures whose pages were evicted."""
+    image_cache_bytes: int = 256 * 1024 * 1024
+    """Decoded and tiled pictures kept in memory, by the bytes they came from; 0 keeps none. One takes 1 to 6 MB."""
     default_max_tokens: int = 768
     """Tokens generated when a request names no max_tokens; shrinks to the room that is left."""
     default_temperature: float = 0.2
@@ -125,7 +141,14 @@ class RuntimeConfig:
             "preprocess_threads",
         ):
             _whole(name, getattr(self, name), 1)
-        _whole("max_text_bytes", self.max_text_bytes, 1)
+        for name in ("max_text_bytes", "step_prefill_positions", "step_crops"):
+            _whole(name, getattr(self, name), 1)
+        for name in ("kept_embeddings", "image_cache_bytes"):
+            _whole(name, getattr(self, name), 0)
+        for name in ("priority_aging_s", "step_timeout_s", "max_queue_wait_s"):
+            value = getattr(self, name)
+            if value is not None and (not _finite(value) or value <= 0):
+                raise ConfigError(name, value, "must be a finite number of seconds above 0")
         if not _finite(self.default_temperature) or self.default_temperature < 0:
             raise ConfigError(
                 "default_temperature", self.default_temperature, "must be finite and at least 0"

@@ -11,27 +11,36 @@ import dataclasses
 import itertools
 import logging
 import secrets
+import sys
+import threading
 import time
+import traceback
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
 from .calls import SkillCalls
 from .config import RuntimeConfig
+from .delivery import Delivery, DeliveryThread, Finished
 from .errors import (
     ContextLengthError,
+    DeadlineExceeded,
     EngineClosed,
     EngineOverloaded,
     InvalidRequest,
-    RequestCancelled,
+    KestrelError,
+    RuntimeFailure,
 )
 from .events import EngineMetrics, EngineResult, StreamUpdate
 from .factory import Built, Progress, build
 from .info import EngineInfo
-from .loop import Delivery, EngineLoop, Finished, Work
+from .loop import EngineLoop, Work
+from .observer import Observer, RequestEvent
 from .preprocess.pool import PreprocessPool
 from .requests import ImageBlock, PreparedImage, Prompt, num_positions
-from .scheduler.sequence import Sequence as ScheduledSequence
+from .scheduler.budget import StepBudget
+from .scheduler.policy import SchedulerPolicy
+from .scheduler.sequence import Sequence
 from .skills.base import SkillContext, SkillDefaults, SkillRequest
 from .skills.registry import SkillRegistry
 from .stream import EngineStream
@@ -41,6 +50,8 @@ __all__ = ["EngineMetrics", "EngineResult", "EngineStream", "InferenceEngine", "
 
 logger = logging.getLogger(__name__)
 
+PRIORITIES = {"high": 0, "normal": 1, "low": 2}
+
 MAX_REQUEST_ID_LENGTH = 128
 """Characters of a caller's request id: it goes into every log line."""
 
@@ -49,18 +60,23 @@ MAX_REQUEST_ID_LENGTH = 128
 class _Open:
     """An accepted request whose outcome has not come back."""
 
+    skill: str
     stream: EngineStream
     timings: RequestTimings
+    sequence: Sequence
     input_tokens: int
-    image: PreparedImage | None
-    seed: int
 
 
 class InferenceEngine(SkillCalls):
     """Serves the skills of one model. Made by ``create``; used from the event loop that created it."""
 
     def __init__(
-        self, config: RuntimeConfig, built: Built, skills: SkillRegistry | None = None
+        self,
+        config: RuntimeConfig,
+        built: Built,
+        skills: SkillRegistry | None = None,
+        *,
+        observer: Observer | None = None,
     ) -> None:
         """Takes a built runtime; ``create`` is the usual way in. Must be called on a running event loop."""
         self._config = config
@@ -82,12 +98,22 @@ class InferenceEngine(SkillCalls):
             ),
         )
         self._pool = PreprocessPool(
-            config.preprocess_threads, config.image_limits, built.model.vision
+            config.preprocess_threads,
+            config.image_limits,
+            built.model.vision,
+            cache_bytes=config.image_cache_bytes,
         )
         self._limits = built.runtime.limits
         self._aio = asyncio.get_running_loop()
-        self._loop = EngineLoop(built.runtime, self._deliver_threadsafe)
+        self._observer = observer
+        self._delivery = DeliveryThread(self._deliver_threadsafe, lambda i: self._loop.abort(i))
+        self._loop = EngineLoop(
+            built.runtime, self._delivery, policy=_policy(config), observer=observer
+        )
+        self._delivery.start()
         self._loop.start()
+        self._watchdog = asyncio.create_task(self._watch())
+        self._failure: KestrelError | None = None
         self._ids = itertools.count(1)
         self._open: dict[int, _Open] = {}
         self._preparing = 0
@@ -104,6 +130,7 @@ class InferenceEngine(SkillCalls):
         skills: SkillRegistry | None = None,
         api_key: str | None = None,
         progress: Progress | None = None,
+        observer: Observer | None = None,
     ) -> InferenceEngine:
         """Loads the model off the event loop and warms it up.
 
@@ -112,7 +139,7 @@ class InferenceEngine(SkillCalls):
         """
         config = config or RuntimeConfig()
         built = await asyncio.to_thread(build, config, progress)
-        engine = cls(config, built, skills)
+        engine = cls(config, built, skills, observer=observer)
         try:
             await engine._warm_up()
         except BaseException:
@@ -122,8 +149,8 @@ class InferenceEngine(SkillCalls):
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would be taken up now."""
-        return not self._closing and self._loop.alive
+        """Whether a request would be taken up now: the engine is open, and its step thread lives and gets on."""
+        return not self._closing and self._failure is None and self._loop.alive
 
     @property
     def num_requests(self) -> int:
@@ -138,38 +165,51 @@ class InferenceEngine(SkillCalls):
         settings: Mapping[str, Any] | None = None,
         *,
         request_id: str | None = None,
+        priority: str = "normal",
+        timeout_s: float | None = None,
+        cache_salt: str = "",
     ) -> EngineStream:
         """Starts any registered skill and returns its stream once the picture is prepared and the request queued.
 
-        Raises RequestError, EngineOverloaded, EngineClosed; later failures come through the stream.
+        ``priority``: "high", "normal" or "low". ``timeout_s``: the request is dropped if nothing was computed for it by
+        then. ``cache_salt``: prefixes are shared with requests of the same salt only. Raises RequestError,
+        EngineOverloaded, DeadlineExceeded, EngineClosed; later failures come through the stream.
         """
         self._check_admission()
+        now = time.monotonic()
+        timings = RequestTimings(accepted_at=now)
         request_id = _checked_request_id(request_id)
-        timings = RequestTimings(accepted_at=time.monotonic())
+        level = _checked_priority(priority)
         spec = self._skills.get(skill)
         request = spec.build(arguments or {}, settings or {}, self._context)
         if image is None and request.needs_image:
             raise InvalidRequest("image", "is required")
-        prepared = await self._prepare(image, timings) if image is not None else None
+        prepared = await self._prepare(image, timings, timeout_s) if image is not None else None
         if self._closing:
             raise EngineClosed("the engine is shutting down")
         prompt = self._prompt(request, prepared)
         max_tokens = self._token_limit(request, num_positions(prompt))
+        control = spec.new_control(request, max_tokens, self._context)
         sequence_id = next(self._ids)
-        seed = self._seed(request)
-        state = spec.new_state(request, max_tokens, self._context)
-        sequence = ScheduledSequence(
+        bounds = [b for b in (timeout_s, self._config.max_queue_wait_s) if b is not None]
+        sequence = Sequence(
             sequence_id=sequence_id,
             prompt=prompt,
             image=prepared,
-            sampling=dataclasses.replace(request.sampling, seed=seed),
-            rule=state.rule(),
+            sampling=dataclasses.replace(request.sampling, seed=self._seed(request)),
+            rule=control.rule(0),
             max_tokens=max_tokens,
+            namespace=cache_salt,
+            priority=level,
+            arrived_at=now,
+            deadline_at=now + min(bounds) if bounds else None,
         )
         stream = EngineStream(request_id, lambda: self._loop.abort(sequence_id))
-        self._open[sequence_id] = _Open(stream, timings, num_positions(prompt), prepared, seed)
+        self._open[sequence_id] = _Open(skill, stream, timings, sequence, num_positions(prompt))
         self._idle.clear()
-        self._loop.submit(Work(sequence, state, timings))
+        output = spec.new_output(request, self._context)
+        queue_limited = bool(bounds) and min(bounds) != timeout_s
+        self._loop.submit(Work(request_id, sequence, control, output, timings, queue_limited))
         return stream
 
     async def shutdown(self, *, grace_s: float = 10.0) -> None:
@@ -183,11 +223,12 @@ class InferenceEngine(SkillCalls):
                 logger.warning(
                     "%d requests were unfinished after %.1f s", self.num_requests, grace_s
                 )
-        await asyncio.to_thread(self._loop.stop)
+        self._watchdog.cancel()
+        # A hung device is left behind: its thread is a daemon, and nobody waits for it.
+        if await asyncio.to_thread(self._loop.stop, 5.0 if self._failure else None):
+            await asyncio.to_thread(self._delivery.stop)
         await asyncio.sleep(0)  # Lets the last deliveries reach their streams.
-        for opened in self._open.values():
-            opened.stream.fail(EngineClosed("the engine was shut down"))
-        self._open.clear()
+        self._fail_open(EngineClosed("the engine was shut down"))
         await asyncio.to_thread(self._pool.close)
 
     async def __aenter__(self) -> InferenceEngine:
@@ -214,6 +255,8 @@ class InferenceEngine(SkillCalls):
     def _check_admission(self) -> None:
         if self._closing:
             raise EngineClosed("the engine is shutting down")
+        if self._failure is not None:
+            raise EngineClosed(f"the engine has failed: {self._failure}")
         if not self._loop.alive:
             raise EngineClosed("the engine's step thread has died")
         bound = self._config.max_queue + self._config.max_batch_size
@@ -223,15 +266,22 @@ class InferenceEngine(SkillCalls):
                 f"(max_queue={self._config.max_queue} + max_batch_size={self._config.max_batch_size})"
             )
 
-    async def _prepare(self, image: Any, timings: RequestTimings) -> PreparedImage:
+    async def _prepare(
+        self, image: Any, timings: RequestTimings, timeout_s: float | None
+    ) -> PreparedImage:
         self._preparing += 1
         self._idle.clear()
         try:
-            prepared = await self._pool.prepare(image)
+            prepared = await asyncio.wait_for(self._pool.prepare(image), timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the deadline of {timeout_s} s passed in preprocessing"
+            ) from None
         finally:
             self._preparing -= 1
             self._note_idle()
         timings.preprocess_s = prepared.seconds
+        timings.prepared_at = time.monotonic()
         return prepared.image
 
     def _prompt(self, request: SkillRequest, image: PreparedImage | None) -> Prompt:
@@ -261,7 +311,7 @@ class InferenceEngine(SkillCalls):
     def _seed(self, request: SkillRequest) -> int:
         if request.seed is not None:
             return request.seed
-        return next(self._seeds) % 2**64 if self._seeds is not None else secrets.randbits(63)
+        return next(self._seeds) % 2**64 if self._seeds is not None else secrets.randbits(53)
 
     def _deliver_threadsafe(self, deliveries: list[Delivery]) -> None:
         """On the step thread."""
@@ -287,27 +337,85 @@ class InferenceEngine(SkillCalls):
                 continue
             del self._open[delivery.sequence_id]
             if isinstance(delivery.outcome, Finished):
-                opened.stream.finish(self._result(opened, delivery.outcome))
-            elif isinstance(delivery.outcome, RequestCancelled):
-                opened.stream.cancelled()
+                result = self._result(opened, delivery.outcome)
+                self._observe(opened, result.metrics, reason=result.finish_reason)
+                opened.stream.finish(result)
             else:
+                metrics = self._metrics(opened, 0)
+                self._observe(opened, metrics, error=type(delivery.outcome).__name__)
                 opened.stream.fail(delivery.outcome)
         self._note_idle()
 
+    def _metrics(self, opened: _Open, output_tokens: int) -> EngineMetrics:
+        return opened.timings.metrics(
+            input_tokens=opened.input_tokens,
+            output_tokens=output_tokens,
+            cached_tokens=opened.sequence.num_cached,
+        )
+
     def _result(self, opened: _Open, finished: Finished) -> EngineResult:
-        image = opened.image
+        image = opened.sequence.image
         return EngineResult(
             request_id=opened.stream.request_id,
             output=finished.output,
             finish_reason=finished.reason,
             token_ids=finished.token_ids,
-            metrics=opened.timings.metrics(
-                input_tokens=opened.input_tokens, output_tokens=len(finished.token_ids)
-            ),
+            metrics=self._metrics(opened, len(finished.token_ids)),
             model=self.info.model,
             image_size=None if image is None else (image.width, image.height),
-            seed=opened.seed,
+            seed=opened.sequence.sampling.seed,
         )
+
+    def _observe(
+        self, opened: _Open, metrics: EngineMetrics, *, reason: str = "", error: str = ""
+    ) -> None:
+        if self._observer is None:
+            return
+        timings = opened.timings
+        event = RequestEvent(
+            request_id=opened.stream.request_id,
+            skill=opened.skill,
+            finish_reason=reason,
+            error=error,
+            metrics=metrics,
+            accepted_at=timings.accepted_at,
+            prepared_at=timings.prepared_at,
+            scheduled_at=timings.scheduled_at,
+            first_token_at=timings.first_token_at,
+            finished_at=timings.finished_at or time.monotonic(),
+        )
+        self._observer.on_request(event)
+
+    async def _watch(self) -> None:
+        """Declares the engine failed when no step ends for step_timeout_s while there is work, or its thread dies."""
+        limit = self._config.step_timeout_s
+        while True:
+            await asyncio.sleep(min(1.0, limit / 4))
+            stalled = self._loop.stalled_s
+            if not self._loop.alive and not self._closing:
+                self._fail(RuntimeFailure("the step thread died"))
+            elif stalled > limit:
+                self._fail(
+                    RuntimeFailure(f"no step ended for {stalled:.1f} s, the limit is {limit:.1f} s")
+                )
+            else:
+                continue
+            return
+
+    def _fail(self, error: KestrelError) -> None:
+        self._failure = error
+        frames = sys._current_frames()
+        for thread in threading.enumerate():
+            if thread.ident in frames:
+                stack = "".join(traceback.format_stack(frames[thread.ident]))
+                logger.error("%s; stack of thread %s:\n%s", error, thread.name, stack)
+        self._fail_open(error)
+
+    def _fail_open(self, error: KestrelError) -> None:
+        for opened in self._open.values():
+            opened.stream.fail(error)
+        self._open.clear()
+        self._note_idle()
 
     def _note_idle(self) -> None:
         if self.num_requests == 0:
@@ -329,3 +437,18 @@ def _checked_request_id(request_id: str | None) -> str:
             "request_id", f"has {len(request_id)} characters, the limit is {MAX_REQUEST_ID_LENGTH}"
         )
     return request_id
+
+
+def _checked_priority(priority: str) -> int:
+    if priority not in PRIORITIES:
+        raise InvalidRequest("priority", f"{priority!r} is not one of {', '.join(PRIORITIES)}")
+    return PRIORITIES[priority]
+
+
+def _policy(config: RuntimeConfig) -> SchedulerPolicy:
+    return SchedulerPolicy(
+        budget=StepBudget(prefill_positions=config.step_prefill_positions, crops=config.step_crops),
+        prefix_cache=config.prefix_cache,
+        kept_embeddings=config.kept_embeddings,
+        aging_s=config.priority_aging_s,
+    )

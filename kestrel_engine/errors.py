@@ -16,8 +16,9 @@
     │   ├── DownloadError        the hub refused, is unreachable, or the file is absent
     │   └── InsufficientMemoryError
     ├── EngineOverloaded         a bounded queue is full; try again later
+    │   └── QueueTimeout         it waited longer than the engine's max_queue_wait_s
+    ├── DeadlineExceeded         the caller's own time ran out before the request was taken up
     ├── EngineClosed             the engine is shut down, or shutting down
-    ├── RequestCancelled         the caller gave the request up
     └── RuntimeFailure           our fault: a step failed
 
 Nobody decides by the text of an error. What is impossible unless we made a mistake is an ``assert``.
@@ -123,12 +124,16 @@ class EngineOverloaded(KestrelError):
         self.retry_after_s = retry_after_s
 
 
+class QueueTimeout(EngineOverloaded):
+    """The request waited longer than the engine lets requests wait; nothing was computed for it."""
+
+
+class DeadlineExceeded(KestrelError):
+    """The caller's deadline passed while the request waited; nothing was computed for it."""
+
+
 class EngineClosed(KestrelError):
     """The engine takes no more work."""
-
-
-class RequestCancelled(KestrelError):
-    """The request was given up by its caller before it finished."""
 
 
 class RuntimeFailure(KestrelError):

@@ -1,7 +1,8 @@
-"""EngineLoop: schedule, run, commit, in one thread.
+"""EngineLoop: schedule, launch, collect, commit, in one thread.
 
-Owns the scheduler, the skill states and the runtime; nobody else touches them. Meets the event loop at two queues:
-commands come in through ``submit`` and ``abort``, deliveries go out through one callback a step. Knows no asyncio.
+Owns the scheduler, the skill controls and the runtime; nobody else touches them. Up to ``depth`` steps are out at a
+time: step N + 1 is launched before step N is read, with the rules that are known ahead, and rows of sequences that turn
+out to have ended are dropped. Commands come in through one queue, tokens go out to the delivery thread.
 """
 
 from __future__ import annotations
@@ -10,51 +11,47 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from .errors import EngineClosed, KestrelError, RequestCancelled, RuntimeFailure
-from .events import FinishReason, StreamUpdate
-from .runtime.protocol import Runtime
-from .scheduler.scheduler import Scheduler, StepBudget
+from .delivery import DeliveryThread, Progress
+from .errors import DeadlineExceeded, EngineClosed, KestrelError, QueueTimeout, RuntimeFailure
+from .events import FinishReason
+from .observer import Observer, StepEvent
+from .requests import num_positions
+from .runtime.protocol import Runtime, StepHandle
+from .scheduler.policy import SchedulerPolicy
+from .scheduler.scheduler import Scheduler
 from .scheduler.sequence import Sequence
-from .skills.base import Advance, SkillState
-from .step import StepPlan, StepToken
+from .skills.base import SkillControl, SkillOutput
+from .step import PREVIOUS, StepPlan, StepResult, StepToken
 from .timings import RequestTimings
 
 logger = logging.getLogger(__name__)
+
+PIPELINE_DEPTH = 2
+"""Steps out at a time: one runs while the host works on the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """A request that is ready to compute."""
 
+    request_id: str
     sequence: Sequence
-    state: SkillState
+    control: SkillControl
+    output: SkillOutput
     timings: RequestTimings
+    queue_limited: bool = False
+    """The sequence's deadline is the engine's bound on waiting, not the caller's."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """How a request ended well."""
-
-    output: dict[str, Any]
-    reason: FinishReason
-    token_ids: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class Delivery:
-    """What one step did for one request; ``outcome`` is set exactly once in a request's life."""
-
-    sequence_id: int
-    updates: list[StreamUpdate] = field(default_factory=list)
-    token_index: int = 0
-    outcome: Finished | KestrelError | None = None
-
-
-Deliver = Callable[[list[Delivery]], None]
+class _Out:
+    plan: StepPlan
+    handle: StepHandle
+    launched_at: float
 
 
 class EngineLoop:
@@ -63,20 +60,25 @@ class EngineLoop:
     def __init__(
         self,
         runtime: Runtime,
-        deliver: Deliver,
+        delivery: DeliveryThread,
         *,
-        budget: StepBudget | None = None,
+        policy: SchedulerPolicy | None = None,
+        observer: Observer | None = None,
+        depth: int = PIPELINE_DEPTH,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runtime = runtime
-        self._deliver = deliver
+        self._delivery = delivery
+        self._observer = observer
+        self._depth = depth
         self._clock = clock
-        self._scheduler = Scheduler(runtime.limits, budget)
+        self._scheduler = Scheduler(runtime.limits, policy)
         self._active: dict[int, Work] = {}
         # Unbounded here because the engine admits a bounded number of requests, each of which sends two commands.
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._outbox: list[Delivery] = []
-        self._stopping = False
+        self._out: deque[_Out] = deque()
+        self._outbox: list[Progress] = []
+        self._beat_at = clock()
         self._thread = threading.Thread(target=self._run, name="kestrel-steps", daemon=True)
 
     def start(self) -> None:
@@ -86,24 +88,35 @@ class EngineLoop:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
+    @property
+    def thread_id(self) -> int | None:
+        return self._thread.ident
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the loop last got on, while there is work; else 0."""
+        return self._clock() - self._beat_at if self._active else 0.0
+
     def submit(self, work: Work) -> None:
-        """Any thread. The request's outcome comes as a Delivery."""
+        """Any thread. The request's outcome comes by delivery."""
         self._commands.put(lambda: self._add(work))
 
     def abort(self, sequence_id: int) -> None:
-        """Any thread. Ends a request before the next step; without effect if it has ended."""
+        """Any thread. Ends a request as "cancelled" before the next step; without effect if it has ended."""
         self._commands.put(lambda: self._abort(sequence_id))
 
-    def stop(self) -> None:
-        """Any thread but the loop's. Fails what is unfinished with EngineClosed, closes the runtime, joins."""
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """Any thread but the loop's. Fails what is unfinished with EngineClosed, closes the runtime. False: it
+        hangs."""
         self._commands.put(None)
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
             while self._take_commands():
-                self._step()
+                self._turn()
                 self._flush()
         except BaseException as error:  # The loop's edge: nobody may wait for a dead thread.
             logger.exception("the step loop died")
@@ -121,55 +134,82 @@ class EngineLoop:
                 command = self._commands.get(block=not self._scheduler.has_work)
             except queue.Empty:
                 return True
+            self._beat_at = self._clock()
             if command is None:
                 return False
             command()
             self._flush()
 
-    def _step(self) -> None:
-        plan = self._scheduler.schedule()
-        if plan is None:
-            return
+    def _turn(self) -> None:
+        """Launches a step if one may be out besides, then reads the oldest if the pipeline is full or stuck."""
         now = self._clock()
-        for row in plan.prefill:
-            self._active[row.sequence_id].timings.scheduled_at = now
-        try:
-            result = self._runtime.collect(self._runtime.launch(plan))
-        except Exception:  # The loop's edge: a failed step ends its requests, not the engine.
-            logger.exception("step %d failed", plan.step_id)
-            self._fail_step(plan)
-            return
-        for sequence, token in self._scheduler.commit(plan, result):
-            self._consume(sequence, token)
-
-    def _consume(self, sequence: Sequence, token: StepToken) -> None:
-        work = self._active[sequence.sequence_id]
-        now = self._clock()
-        if work.timings.first_token_at is None:
-            work.timings.first_token_at = now
-        work.timings.last_token_at = now
-        try:
-            advance = self._advance(work, token)
-            self._outbox.append(
-                Delivery(sequence.sequence_id, advance.updates, token_index=sequence.num_sampled)
+        for sequence_id in self._scheduler.expired(now):
+            self._expire(self._active[sequence_id])
+        plan = self._scheduler.schedule(now) if len(self._out) < self._depth else None
+        if plan is not None:
+            self._launch(plan, now)
+        if self._out and (plan is None or len(self._out) == self._depth):
+            self._collect()
+        else:
+            assert plan is not None or not self._active, (
+                "there is work, but no step to be made of it"
             )
-            if advance.finish is None:
-                self._scheduler.resume(sequence.sequence_id, work.state.rule())
-                return
-            outcome = Finished(work.state.output(), advance.finish, work.state.token_ids)
+
+    def _launch(self, plan: StepPlan, now: float) -> None:
+        self._out.append(_Out(plan, self._runtime.launch(plan), now))
+        for row in plan.prefill + plan.decode:
+            if row.sample is not None:
+                self._resume(self._active[row.sequence_id])
+
+    def _resume(self, work: Work) -> None:
+        """Tells the scheduler the next rule as soon as it is known."""
+        sequence = work.sequence
+        if sequence.rule is None and sequence.num_planned < sequence.max_tokens:
+            rule = work.control.rule(sequence.num_planned)
+            if rule is not None:
+                self._scheduler.resume(sequence.sequence_id, rule)
+
+    def _collect(self) -> None:
+        out = self._out.popleft()
+        try:
+            result = self._runtime.collect(out.handle)
+        except Exception:  # The loop's edge: a failed step ends its requests, not the engine.
+            logger.exception("step %d failed", out.plan.step_id)
+            self._observe(out, StepResult(), failed=True)
+            for sequence_id in self._scheduler.fail_step(out.plan):
+                self._end(sequence_id, RuntimeFailure("the step that computed this request failed"))
+            return
+        self._beat_at = self._clock()
+        self._observe(out, result, failed=False)
+        for sequence, token in self._scheduler.commit(out.plan, result):
+            self._consume(self._active[sequence.sequence_id], token)
+
+    def _consume(self, work: Work, token: StepToken) -> None:
+        sequence = work.sequence
+        work.timings.last_token_at = self._beat_at
+        if work.timings.first_token_at is None:
+            work.timings.first_token_at = self._beat_at
+        try:
+            finish = work.control.accept(token)
+            if finish is None and sequence.num_sampled == sequence.max_tokens:
+                finish = "length"
+            if finish is None:
+                self._resume(work)
+                assert (
+                    sequence.rule is not None
+                    or sequence.in_flight
+                    or sequence.num_planned == sequence.max_tokens
+                )
         except Exception:  # A skill's fault ends its own request only.
             logger.exception("the skill of sequence %d failed", sequence.sequence_id)
             self._end(sequence.sequence_id, RuntimeFailure("the skill failed on a sampled token"))
             return
-        self._end(sequence.sequence_id, outcome)
-
-    @staticmethod
-    def _advance(work: Work, token: StepToken) -> Advance:
-        advance = work.state.consume(token)
-        if advance.finish is None and work.sequence.num_sampled == work.sequence.max_tokens:
-            limit = work.state.stop_at_limit()
-            return Advance(advance.updates + limit.updates, limit.finish)
-        return advance
+        if finish is None:
+            self._outbox.append(
+                Progress(sequence.sequence_id, work.output, sequence.num_sampled, token)
+            )
+        else:
+            self._end(sequence.sequence_id, finish, None if finish == "stop" else token)
 
     def _add(self, work: Work) -> None:
         self._active[work.sequence.sequence_id] = work
@@ -177,11 +217,18 @@ class EngineLoop:
 
     def _abort(self, sequence_id: int) -> None:
         if sequence_id in self._active:
-            self._end(sequence_id, RequestCancelled("the request was cancelled"))
+            self._end(sequence_id, "cancelled")
 
-    def _fail_step(self, plan: StepPlan) -> None:
-        for sequence_id in self._scheduler.fail_step(plan):
-            self._end(sequence_id, RuntimeFailure("the step that computed this request failed"))
+    def _expire(self, work: Work) -> None:
+        waited = self._clock() - work.sequence.arrived_at
+        error: KestrelError
+        if work.queue_limited:
+            error = QueueTimeout(
+                f"the request waited {waited:.1f} s, the limit is max_queue_wait_s"
+            )
+        else:
+            error = DeadlineExceeded(f"the deadline passed after {waited:.1f} s in the queue")
+        self._end(work.sequence.sequence_id, error)
 
     def _fail_all(self, error: KestrelError) -> None:
         while True:  # Requests that were submitted but never seen must hear of it too.
@@ -194,15 +241,49 @@ class EngineLoop:
         for sequence_id in list(self._active):
             self._end(sequence_id, error)
 
-    def _end(self, sequence_id: int, outcome: Finished | KestrelError) -> None:
+    def _end(
+        self, sequence_id: int, end: FinishReason | KestrelError, token: StepToken | None = None
+    ) -> None:
         work = self._active.pop(sequence_id)
         self._scheduler.abort(sequence_id)
+        work.timings.scheduled_at = work.sequence.admitted_at
         work.timings.finished_at = self._clock()
         self._outbox.append(
-            Delivery(sequence_id, token_index=work.sequence.num_sampled, outcome=outcome)
+            Progress(sequence_id, work.output, work.sequence.num_sampled, token, end)
         )
 
     def _flush(self) -> None:
         if self._outbox:
-            deliveries, self._outbox = self._outbox, []
-            self._deliver(deliveries)
+            batch, self._outbox = self._outbox, []
+            self._delivery.put(batch)
+
+    def _observe(self, out: _Out, result: StepResult, *, failed: bool) -> None:
+        if self._observer is None:
+            return
+        plan, stats = out.plan, self._scheduler.stats
+        ids = [row.sequence_id for row in plan.prefill + plan.decode]
+        event = StepEvent(
+            step_id=plan.step_id,
+            launched_at=out.launched_at,
+            collected_at=self._clock(),
+            vision_s=result.vision_s,
+            prefill_s=result.prefill_s,
+            decode_s=result.decode_s,
+            num_crops=sum(piece.last - piece.first for piece in plan.encode),
+            num_prefill_positions=sum(
+                num_positions(tuple(t for t in row.tokens if t is not PREVIOUS))
+                for row in plan.prefill
+            ),
+            num_decode=len(plan.decode),
+            request_ids=tuple(self._active[i].request_id for i in ids if i in self._active),
+            failed=failed,
+            running=stats.running,
+            waiting=stats.waiting,
+            pages_free=stats.pages_free,
+            pages_cached=stats.pages_cached,
+            pages_total=stats.pages_total,
+            preemptions=stats.preemptions,
+            cached_positions=stats.cached_positions,
+            prompt_positions=stats.prompt_positions,
+        )
+        self._observer.on_step(event)

@@ -7,6 +7,7 @@ as a callback, so that a captured graph or another process can apply them.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
 from .requests import Coord, PreparedImage, SamplingParams, Size, Token
@@ -54,16 +55,34 @@ class SampleSpec:
     draw: int
 
 
+class Previous(enum.Enum):
+    """Stands for the token that the sequence's last row sampled: a step may be launched before that is known here."""
+
+    TOKEN = "previous"
+
+
+PREVIOUS = Previous.TOKEN
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeSlice:
+    """Crops ``first`` up to ``last`` of a picture; a picture's slices come in order, over one or more steps."""
+
+    image: PreparedImage
+    first: int
+    last: int
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's share of a step: ``tokens`` at positions start.., written to the pages of ``page_table``.
 
     ``page_table`` covers every position up to the end of ``tokens``. ``sample`` is None while prefill is incomplete.
-    An ImageBlock occurs only whole, directly after a BOS in the same row.
+    An ImageBlock occurs only whole, directly after a BOS in the same row. PREVIOUS occurs only as the last token.
     """
 
     sequence_id: int
-    tokens: tuple[Token, ...]
+    tokens: tuple[Token | Previous, ...]
     start: int
     page_table: tuple[int, ...]
     sample: SampleSpec | None
@@ -71,21 +90,24 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. Encoding comes first, then prefill, then decode; rows are independent of one another."""
+    """One step. What is dropped goes first, then come encoding, prefill and decode; rows are independent of one
+    another. Steps run in the order of their launch, so a page freed by one plan may be written by the next."""
 
     step_id: int
-    encode: tuple[PreparedImage, ...] = ()
-    """Pictures whose embeddings are computed, and kept by the runtime under their key until ``drop_images``."""
+    drop_images: tuple[str, ...] = ()
+    """Keys of pictures whose crops and embeddings are no longer needed; a key may be unknown."""
+    ended: tuple[int, ...] = ()
+    """Sequences that will have no further row: what was kept of them may go. An id may be unknown."""
+    encode: tuple[EncodeSlice, ...] = ()
+    """Crops to encode. After a picture's last slice its embedding is kept under its key until ``drop_images``."""
     prefill: tuple[Row, ...] = ()
     """Rows of many tokens."""
     decode: tuple[Row, ...] = ()
     """Rows of exactly one token; they share one batched forward pass."""
-    drop_images: tuple[str, ...] = ()
-    """Keys of pictures whose embeddings are no longer needed after this step."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.encode or self.prefill or self.decode or self.drop_images)
+        return not (self.encode or self.prefill or self.decode or self.drop_images or self.ended)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
-from .errors import RequestCancelled
 from .events import EngineResult, StreamUpdate
 
 
@@ -15,7 +14,8 @@ class EngineStream:
     """Async iterator of StreamUpdates, with the whole result at the end.
 
     Iteration may be skipped: ``result()`` alone works. Leaving early must be said: ``aclose()`` (or ``async with``)
-    gives the request up and frees what it held. Undelivered updates are bounded by the request's own max_tokens.
+    gives the request up and frees what it held; the result then says "cancelled" and has what there was. Undelivered
+    updates are bounded by the request's own max_tokens.
     """
 
     def __init__(self, request_id: str, abort: Callable[[], None]) -> None:
@@ -80,6 +80,3 @@ class EngineStream:
         if not self._result.done():
             self._result.set_exception(error)
         self._wake.set()
-
-    def cancelled(self) -> None:
-        self.fail(RequestCancelled(f"request {self.request_id} was cancelled"))

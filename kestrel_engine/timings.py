@@ -13,11 +13,11 @@ class RequestTimings:
 
     accepted_at: float
     preprocess_s: float = 0.0
+    prepared_at: float | None = None
     scheduled_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
     finished_at: float | None = None
-    vision_s: float = 0.0
 
     def metrics(
         self, *, input_tokens: int, output_tokens: int, cached_tokens: int = 0

@@ -52,9 +52,10 @@ TABLE: dict[type[Exception], _Row] = {
     engine.SkillUnavailable: _Row(_Code.FAILED_PRECONDITION, "SKILL_UNAVAILABLE"),
     engine.RequestError: _Row(_Code.INVALID_ARGUMENT, "INVALID_REQUEST"),
     engine.EngineOverloaded: _Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+    engine.QueueTimeout: _Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_TIMEOUT"),
+    engine.DeadlineExceeded: _Row(_Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
     ModelNotReady: _Row(_Code.UNAVAILABLE, "MODEL_NOT_READY"),
     engine.EngineClosed: _Row(_Code.UNAVAILABLE, "SHUTTING_DOWN"),
-    engine.RequestCancelled: _Row(_Code.CANCELLED, "CANCELLED"),
     engine.RuntimeFailure: _Row(_Code.INTERNAL, "COMPUTATION_FAILED", public=False),
     # The rest happens while the server starts, never within a call.
     engine.ConfigError: _Row(_Code.INTERNAL, "INTERNAL", public=False),

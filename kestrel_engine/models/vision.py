@@ -58,15 +58,15 @@ class VisionModel:
         A tiling of (1, 1) has two equal crops, the whole picture twice; it is computed once. Returns one
         [grid * grid, proj_out_dim] per picture.
         """
-        needed = [crops[:1] if tiling == (1, 1) else crops for crops, tiling in pictures]
+        needed = [crops[: num_distinct(len(crops), tiling)] for crops, tiling in pictures]
         features = self.encode_crops(torch.cat(needed))
-        embeddings, begin = [], 0
-        for crops, (_, tiling) in zip(needed, pictures, strict=True):
-            of_picture = features[begin : begin + len(crops)]
-            begin += len(crops)
-            local = of_picture if tiling == (1, 1) else of_picture[1:]
-            embeddings.append(self.project(of_picture[0], self.pool(self.stitch(local, tiling))))
-        return embeddings
+        pieces = torch.split(features, [len(crops) for crops in needed])
+        return [self.embed(p, tiling) for p, (_, tiling) in zip(pieces, pictures, strict=True)]
+
+    def embed(self, features: Tensor, tiling: tuple[int, int]) -> Tensor:
+        """Features of a picture's distinct crops [n, patches, enc_dim] -> its embedding [grid * grid, text dim]."""
+        local = features if tiling == (1, 1) else features[1:]
+        return self.project(features[0], self.pool(self.stitch(local, tiling)))
 
     def encode_crops(self, crops: Tensor) -> Tensor:
         """[n, crop_size, crop_size, 3] uint8 on any device -> [n, patches, enc_dim], after the last LayerNorm."""
@@ -107,6 +107,11 @@ class VisionModel:
     def project(self, whole: Tensor, pooled: Tensor) -> Tensor:
         """Features of the whole picture beside those of its tiles, each [patches, enc_dim], to text embeddings."""
         return self.projector(torch.cat([whole, pooled], dim=-1))
+
+
+def num_distinct(num_crops: int, tiling: tuple[int, int]) -> int:
+    """Crops that have to be encoded: with one tile the tile equals the whole picture, and once is enough."""
+    return 1 if tiling == (1, 1) else num_crops
 
 
 def patches(crops: Tensor, size: int) -> Tensor:

@@ -17,6 +17,7 @@ from ..model_config import VisionConfig
 from ..requests import PreparedImage
 from .crops import prepare
 from .images import ImageSource, open_image
+from .prepared_cache import PreparedCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,10 +29,14 @@ class Preprocessed:
 
 
 class PreprocessPool:
-    """``threads`` pictures at once, so pixels in memory are bounded by ``threads`` times ``limits.max_pixels``."""
+    """``threads`` pictures at once, so pixels in memory are bounded by ``threads`` times ``limits.max_pixels``, besides
+    ``cache_bytes`` of prepared ones that are kept for repeats."""
 
-    def __init__(self, threads: int, limits: ImageLimits, vision: VisionConfig) -> None:
+    def __init__(
+        self, threads: int, limits: ImageLimits, vision: VisionConfig, *, cache_bytes: int = 0
+    ) -> None:
         self._limits, self._vision = limits, vision
+        self._cache = PreparedCache(cache_bytes)
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="kestrel-preprocess")
         # Jobs wait here, not in the executor's queue, so that a cancelled one lets its picture go at once.
         self._free = asyncio.Semaphore(threads)
@@ -64,7 +69,9 @@ class PreprocessPool:
 
     def _run(self, source: ImageSource) -> Preprocessed:
         started = time.perf_counter()
-        image = prepare(open_image(source, self._limits), self._vision)
+        image = self._cache.get(
+            source, lambda: prepare(open_image(source, self._limits), self._vision)
+        )
         return Preprocessed(image, time.perf_counter() - started)
 
     def _job_done(self, job: asyncio.Future[Preprocessed]) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..models.attention import PagedAttention, Span
 from ..models.moondream import Moondream
-from ..requests import Coord, ImageBlock, Size, num_positions
-from ..step import Row
+from ..requests import Coord, ImageBlock, Size, Token, num_positions
+from ..step import Previous, Row
 from .kv_cache import KvCache
 
 
@@ -40,7 +40,7 @@ def build_batch(
     last: list[int] = []
     begin = 0
     for row in rows:
-        count = num_positions(row.tokens)
+        count = num_positions(known(row))
         assert count, f"sequence {row.sequence_id}: a row without tokens"
         end = row.start + count
         seen = cache.slots(row.page_table, end)
@@ -71,7 +71,7 @@ class _Inputs:
         self.images: dict[int, ImageBlock] = {}
 
     def add(self, row: Row, place: int) -> None:
-        for token in row.tokens:
+        for token in known(row):
             if isinstance(token, ImageBlock):
                 self.images[place] = token
                 place += token.num_positions
@@ -103,6 +103,13 @@ class _Inputs:
             assert len(embedding) == block.num_positions, (len(embedding), block.num_positions)
             x[place : place + block.num_positions] = embedding
         return x
+
+
+def known(row: Row) -> tuple[Token, ...]:
+    """The row's tokens, none of them PREVIOUS: the runtime puts the sampled token in its place."""
+    tokens = tuple(t for t in row.tokens if not isinstance(t, Previous))
+    assert len(tokens) == len(row.tokens), f"sequence {row.sequence_id}: a token that is not known"
+    return tokens
 
 
 def _places(of: Mapping[int, object], device: torch.device) -> Tensor:

@@ -1,41 +1,51 @@
 """FakeRuntime: a scripted runtime without torch, for tests of the scheduler, the loop and the service.
 
-It samples from a script or by a hash of what each sequence was fed, so that a result depends only on its own tokens,
-and it checks every plan as strictly as a device would suffer from it: pages of live rows must not overlap.
+It keeps what every KV slot holds and samples by a hash of all that a sequence was fed, read back from its pages: a
+result depends on the sequence's own tokens only, and a page reused too early, shared wrongly or never computed shows as
+another token. Steps run when they are collected, in the order of their launch.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 from ..requests import Coord, ImageBlock, Size, Token, num_positions
-from ..step import Row, RuntimeLimits, StepPlan, StepResult, StepToken
+from ..step import PREVIOUS, Row, RuntimeLimits, StepPlan, StepResult, StepToken
+from .lost_work import LostWork
 
 Script = Callable[[tuple[Token, ...]], int]
-"""From all tokens a sequence was fed so far to the id that the model would like next."""
+"""From the tokens at all positions of a sequence to the id that the model would like next."""
 
 
 def hashed(fed: tuple[Token, ...], vocab_size: int = 1000) -> int:
     """A deterministic id above 20 from the tokens fed."""
     state = 1469598103934665603
-    for token in fed:
-        for byte in repr(token).encode():
-            state = ((state ^ byte) * 1099511628211) & (2**64 - 1)
+    for byte in repr(fed).encode():
+        state = ((state ^ byte) * 1099511628211) & (2**64 - 1)
     return 21 + state % (vocab_size - 21)
 
 
 class FakeRuntime:
-    """Executes plans on lists of tokens. ``step_s`` sleeps that long a step, standing for the device."""
+    """``cost`` gives a step's seconds, spent by ``sleep``: a cost model in place of a device, in real or other time."""
 
     def __init__(
-        self, limits: RuntimeLimits, script: Script | None = None, *, step_s: float = 0.0
+        self,
+        limits: RuntimeLimits,
+        script: Script | None = None,
+        *,
+        cost: Callable[[StepPlan], float] | None = None,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._limits = limits
         self._script = script or (lambda fed: hashed(fed, limits.vocab_size))
-        self._step_s = step_s
+        self._cost, self._sleep = cost, sleep
         self._slots: dict[int, Token] = {}
-        self._images: set[str] = set()
+        self._crops: dict[str, int] = {}
+        self._sampled: dict[int, StepToken] = {}
+        self._launched: deque[StepPlan] = deque()
+        self._lost = LostWork()
         self.plans: list[StepPlan] = []
         self.fail_next: Exception | None = None
         self.closed = False
@@ -46,46 +56,74 @@ class FakeRuntime:
 
     def launch(self, plan: StepPlan) -> StepPlan:
         assert not self.closed
+        self._launched.append(plan)
         return plan
 
     def collect(self, handle: StepPlan) -> StepResult:
+        assert self._launched.popleft() is handle, "steps are collected as launched"
         self.plans.append(handle)
-        if self._step_s:
-            time.sleep(self._step_s)
+        if self._cost is not None:
+            self._sleep(self._cost(handle))
+        plan = self._lost.without(handle)
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
+            self._lost.note(plan)
             raise error
-        self._images |= {image.key for image in handle.encode}
-        tokens = self._run((*handle.prefill, *handle.decode))
-        self._images -= set(handle.drop_images)
-        return StepResult(tokens=tokens)
+        return StepResult(tokens=self._execute(plan))
 
     def close(self) -> None:
         self.closed = True
 
-    def _run(self, rows: tuple[Row, ...]) -> dict[int, StepToken]:
-        owners: dict[int, int] = {}
-        for row in rows:
-            for page in row.page_table:
-                assert 0 <= page < self._limits.num_pages, f"page {page} does not exist"
-                assert owners.setdefault(page, row.sequence_id) == row.sequence_id, (
-                    f"page {page} has two writers"
-                )
+    def _execute(self, plan: StepPlan) -> dict[int, StepToken]:
+        for key in plan.drop_images:
+            self._crops.pop(key, None)
+        for sequence_id in plan.ended:
+            self._sampled.pop(sequence_id, None)
+        for piece in plan.encode:
+            done = self._crops.get(piece.image.key, 0) if piece.first else 0
+            assert piece.first == done < piece.last <= piece.image.num_crops, (
+                f"crops out of order: {piece}"
+            )
+            self._crops[piece.image.key] = piece.last
+            if piece.last == piece.image.num_crops:
+                self._crops[piece.image.key] = 10**9
+        rows = (*plan.prefill, *plan.decode)
+        self._check_writers(rows)
         tokens: dict[int, StepToken] = {}
         for row in rows:
             self._write(row)
+        for row in rows:
             if row.sample is not None:
-                tokens[row.sequence_id] = self._sample(row)
+                tokens[row.sequence_id] = self._sampled[row.sequence_id] = self._sample(row)
         return tokens
+
+    def _check_writers(self, rows: tuple[Row, ...]) -> None:
+        """What one row writes no other row of the step may read or write."""
+        size = self._limits.page_size
+        writers: dict[int, int] = {}
+        for row in rows:
+            for page in row.page_table[row.start // size :]:
+                assert 0 <= page < self._limits.num_pages, f"page {page} does not exist"
+                assert page not in writers, f"page {page} has two writers"
+                writers[page] = row.sequence_id
+        for row in rows:
+            for page in row.page_table:
+                assert writers.get(page, row.sequence_id) == row.sequence_id, (
+                    f"page {page} is read while written"
+                )
 
     def _write(self, row: Row) -> None:
         position = row.start
-        for token in row.tokens:
+        for each in row.tokens:
+            token = self._sampled[row.sequence_id].as_input() if each is PREVIOUS else each
             if isinstance(token, ImageBlock):
-                assert token.key in self._images, f"picture {token.key} was not encoded"
+                assert self._crops.get(token.key) == 10**9, f"picture {token.key} was not encoded"
             for _ in range(num_positions((token,))):
                 self._slots[self._slot(row, position)] = token
                 position += 1
+        assert position <= len(row.page_table) * self._limits.page_size, (
+            "the page table is too short"
+        )
 
     def _slot(self, row: Row, position: int) -> int:
         page, offset = divmod(position, self._limits.page_size)
@@ -94,7 +132,9 @@ class FakeRuntime:
     def _sample(self, row: Row) -> StepToken:
         assert row.sample is not None
         rule = row.sample.rule
-        length = row.start + num_positions(row.tokens)
+        length = row.start + sum(
+            t.num_positions if isinstance(t, ImageBlock) else 1 for t in row.tokens
+        )
         fed = tuple(self._slots[self._slot(row, p)] for p in range(length))
         wanted = self._script(fed)
         if rule.forced is not None:

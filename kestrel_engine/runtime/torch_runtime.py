@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,10 +18,21 @@ from torch import Tensor
 from ..model_config import ModelConfig
 from ..models.moondream import Moondream
 from ..models.region import coord_of_bin, size_of_bins
-from ..requests import Coord, PreparedImage, Size
-from ..step import Row, RuntimeLimits, SampleSpec, StepPlan, StepResult, StepToken
+from ..models.vision import num_distinct
+from ..requests import Coord, Size
+from ..step import (
+    PREVIOUS,
+    EncodeSlice,
+    Row,
+    RuntimeLimits,
+    SampleSpec,
+    StepPlan,
+    StepResult,
+    StepToken,
+)
 from .batch import Batch, build_batch
 from .kv_cache import KvCache
+from .lost_work import LostWork
 from .protocol import StepHandle
 from .sampler import sample
 
@@ -30,10 +42,11 @@ class PendingStep:
     """A step that was launched and not yet collected."""
 
     plan: StepPlan
+    result: Future[StepResult]
 
 
 class TorchRuntime:
-    """Implements ``protocol.Runtime``. Steps run when they are collected, in the order of their launch, so ``launch``
+    """Implements ``protocol.Runtime``. Steps run in a thread of their own in the order of their launch, so ``launch``
     never waits. A step that raises loses its own rows only."""
 
     def __init__(
@@ -66,7 +79,13 @@ class TorchRuntime:
         self._cache: KvCache | None = KvCache(
             config.text, num_pages=num_pages, page_size=page_size, dtype=dtype, device=model.device
         )
+        self._features: dict[str, list[Tensor]] = {}
+        """Encoded crops of pictures that are not complete."""
         self._images: dict[str, Tensor] = {}
+        self._sampled: dict[int, StepToken] = {}
+        """What each sequence's last row sampled, for rows launched before that was read."""
+        self._lost = LostWork()
+        self._device_thread = ThreadPoolExecutor(1, thread_name_prefix="kestrel-device")
         self._pending: deque[PendingStep] = deque()
 
     @property
@@ -74,7 +93,8 @@ class TorchRuntime:
         return self._limits
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        handle = PendingStep(plan)
+        assert self._cache is not None, "the runtime is closed"
+        handle = PendingStep(plan, self._device_thread.submit(self._execute, plan))
         self._pending.append(handle)
         return handle
 
@@ -83,19 +103,31 @@ class TorchRuntime:
         assert isinstance(handle, PendingStep), handle
         assert self._pending and self._pending[0] is handle, "steps are collected as launched"
         self._pending.popleft()
-        try:
-            return self._execute(handle.plan)
-        finally:
-            for key in handle.plan.drop_images:
-                self._images.pop(key, None)
+        return handle.result.result()
 
     def close(self) -> None:
+        self._device_thread.shutdown(wait=True)
         self._pending.clear()
+        self._features.clear()
         self._images.clear()
+        self._sampled.clear()
         self._cache = None
 
-    @torch.inference_mode()
     def _execute(self, plan: StepPlan) -> StepResult:
+        plan = self._lost.without(plan)
+        try:
+            return self._step(plan)
+        except BaseException:
+            self._lost.note(plan)
+            raise
+
+    @torch.inference_mode()
+    def _step(self, plan: StepPlan) -> StepResult:
+        for key in plan.drop_images:
+            self._features.pop(key, None)
+            self._images.pop(key, None)
+        for sequence_id in plan.ended:
+            self._sampled.pop(sequence_id, None)
         tokens: dict[int, StepToken] = {}
         began = time.perf_counter()
         self._encode(plan.encode)
@@ -106,6 +138,7 @@ class TorchRuntime:
             assert len(row.tokens) == 1, f"{len(row.tokens)} tokens in a decode row"
         assert len(plan.decode) <= self._limits.max_batch_size, len(plan.decode)
         tokens.update(self._run(plan.decode))
+        self._sampled.update(tokens)
         return StepResult(
             tokens=tokens,
             vision_s=encoded - began,
@@ -118,21 +151,47 @@ class TorchRuntime:
             torch.cuda.synchronize(self.model.device)
         return time.perf_counter()
 
-    def _encode(self, pictures: Sequence[PreparedImage]) -> None:
-        new = {p.key: p for p in pictures if p.key not in self._images}
-        if new:
-            inputs = [(torch.from_numpy(p.crops), p.tiling) for p in new.values()]
-            embeddings = self.model.vision.encode_images(inputs)
-            self._images.update(zip(new, embeddings, strict=True))
+    def _encode(self, pieces: Sequence[EncodeSlice]) -> None:
+        """All crops of the step in one pass; a picture's embedding is made once its last crop is there."""
+        crops = []
+        for piece in pieces:
+            distinct = num_distinct(piece.image.num_crops, piece.image.tiling)
+            crops.append(
+                torch.from_numpy(piece.image.crops[piece.first : min(piece.last, distinct)])
+            )
+        if not crops:
+            return
+        features = (
+            self.model.vision.encode_crops(torch.cat(crops)) if sum(map(len, crops)) else None
+        )
+        begin = 0
+        for piece, own in zip(pieces, crops, strict=True):
+            key = piece.image.key
+            if piece.first == 0:
+                self._features[key] = []
+            if features is not None and len(own):
+                self._features[key].append(features[begin : begin + len(own)])
+                begin += len(own)
+            if piece.last == piece.image.num_crops:
+                whole = torch.cat(self._features.pop(key))
+                self._images[key] = self.model.vision.embed(whole, piece.image.tiling)
 
     def _run(self, rows: Sequence[Row]) -> dict[int, StepToken]:
         if not rows:
             return {}
+        rows = [self._resolved(row) for row in rows]
         hidden = self.hidden(rows)
         wanted = [i for i, row in enumerate(rows) if row.sample is not None]
         specs = [row.sample for row in rows if row.sample is not None]
         sampled = self._sample(hidden[wanted], specs) if specs else []
         return {rows[i].sequence_id: token for i, token in zip(wanted, sampled, strict=True)}
+
+    def _resolved(self, row: Row) -> Row:
+        """The row with PREVIOUS replaced by what the sequence's last row sampled."""
+        if row.tokens[-1:] != (PREVIOUS,):
+            return row
+        previous = self._sampled[row.sequence_id].as_input()
+        return replace(row, tokens=(*row.tokens[:-1], previous))
 
     @torch.inference_mode()
     def hidden(self, rows: Sequence[Row]) -> Tensor:

@@ -1,63 +1,98 @@
 """Scheduler: which sequences compute what in the next step.
 
-Pure Python, ints in and ints out; it owns sequences and pages and knows no tensor, text or skill. One thread uses it.
-Policy: everybody who decodes decodes in every step; those who wait join in order of arrival as soon as a batch place
-and all the pages that they can ever need are free, within a budget of prompt positions and crops a step. Reserving the
-worst case means that nobody who started is ever preempted.
+Pure Python, ints in and ints out; it owns sequences, pages, the prefix cache and the picture bookkeeping, and knows no
+tensor, text, skill or clock. One thread uses it. Several steps may be out at a time; they run in the order scheduled.
+
+Policy. Everybody who can decode decodes in every step. Beside them a step takes new work within its allowance: text in
+chunks, pictures crop by crop, image prefixes whole. Those who wait join when a batch place and the pages of their
+prompt are free; pages for sampled tokens are taken as they are needed. When none is left, cached prefixes go first,
+then the youngest sequence of the least priority is preempted: it waits again and recomputes what it had, sampled
+tokens included.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass
 
-from ..requests import Token, num_positions
-from ..step import Row, RuntimeLimits, SampleSpec, StepPlan, StepResult, StepToken, TokenRule
+from ..requests import PreparedImage
+from ..step import (
+    PREVIOUS,
+    EncodeSlice,
+    Row,
+    RuntimeLimits,
+    SampleSpec,
+    StepPlan,
+    StepResult,
+    StepToken,
+    TokenRule,
+)
+from .budget import Allowance
 from .pages import PagePool
+from .pictures import Pictures
+from .policy import SchedulerPolicy, SchedulerStats
+from .prefix_cache import PrefixCache
 from .sequence import Phase, Sequence
+from .waiting import WaitingQueue
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepBudget:
-    """Bounds on the new work of one step, so that running requests are not held up for long. The first request of a
-    step is always let in, however large."""
+@dataclass(frozen=True, slots=True)
+class _Scheduled:
+    """One sequence's row in a step that is out: where it ends, and in which epoch it was made."""
 
-    prefill_positions: int = 2048
-    crops: int = 28
+    sequence: Sequence
+    epoch: int
+    end_positions: int
+    samples: bool
+    is_prefill: bool
+    reads_picture: bool
 
 
 class Scheduler:
     """add / abort / schedule / commit / resume / finish; every sequence ends by finish, abort or fail_step."""
 
-    def __init__(self, limits: RuntimeLimits, budget: StepBudget | None = None) -> None:
+    def __init__(self, limits: RuntimeLimits, policy: SchedulerPolicy | None = None) -> None:
         self._limits = limits
-        self._budget = budget or StepBudget()
+        self._policy = policy or SchedulerPolicy()
         self._pool = PagePool(limits.num_pages)
-        self._waiting: deque[Sequence] = deque()
+        self._cache = PrefixCache(self._pool)
+        self._pictures = Pictures(self._policy.kept_embeddings)
+        self._queue = WaitingQueue(self._policy.aging_s)
         self._running: dict[int, Sequence] = {}
-        self._image_users: dict[str, int] = {}
-        """Keys of encoded pictures held by the runtime, with the number of prefills that still need them."""
-        self._drops: list[str] = []
+        self._sequences: dict[int, Sequence] = {}
+        self._computing: dict[Hashable, int] = {}
+        """Image prefixes being computed, by (namespace, picture), with the sequence that does it."""
+        self._out: deque[tuple[StepPlan, list[_Scheduled]]] = deque()
+        self._ended: list[int] = []
         self._next_step_id = 0
+        self._pictures_first = True
+        self._preemptions = self._cached_positions = self._prompt_positions = 0
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_free_pages(self) -> int:
-        return self._pool.num_free
+    def num_out(self) -> int:
+        """Steps scheduled that have not come back."""
+        return len(self._out)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running or self._drops)
+        return bool(self._sequences or self._ended or self._pictures.has_dropped or self._out)
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            running=len(self._running),
+            waiting=len(self._queue),
+            pages_free=self._pool.num_free,
+            pages_cached=self._cache.num_pages,
+            pages_total=self._pool.num_pages,
+            preemptions=self._preemptions,
+            cached_positions=self._cached_positions,
+            prompt_positions=self._prompt_positions,
+        )
 
     def fits(self, num_prompt_positions: int, max_tokens: int) -> bool:
-        """Whether a sequence of that size can ever be admitted."""
+        """Whether a sequence of that size can ever run to its end; the last sampled token is never fed."""
         positions = num_prompt_positions + max_tokens - 1
         return (
             positions <= self._limits.max_seq_length
@@ -66,151 +101,392 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence that ``fits``."""
-        assert sequence.phase is Phase.WAITING and sequence.sequence_id not in self._running
+        assert sequence.phase is Phase.WAITING and sequence.sequence_id not in self._sequences
         assert self.fits(sequence.num_prompt_positions, sequence.max_tokens), (
             "callers check fits() first"
         )
-        self._waiting.append(sequence)
+        self._sequences[sequence.sequence_id] = sequence
+        self._queue.add(sequence)
 
     def abort(self, sequence_id: int) -> None:
-        """Ends a sequence in any phase between steps and frees what it held; unknown ids are ignored."""
-        if sequence_id in self._running:
-            self.finish(sequence_id)
-            return
-        for sequence in self._waiting:
-            if sequence.sequence_id == sequence_id:
-                self._waiting.remove(sequence)
-                sequence.move(Phase.FINISHED)
-                return
+        """Ends a sequence in any phase, also while a step that computes it is out; unknown ids are ignored."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence is not None:
+            self._end(sequence, keep=True)
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to do. Admits; commit() or fail_step() must follow."""
-        decode = tuple(
-            self._decode_row(s) for s in self._running.values() if s.phase is Phase.DECODE
-        )
-        admitted = self._admit()
-        prefill = tuple(self._prefill_row(s) for s in admitted)
-        encode = {}
-        for sequence in admitted:
-            image = sequence.image
-            if image is None:
-                continue
-            if self._image_users.get(image.key, 0) == 0:
-                encode[image.key] = image
-            self._image_users[image.key] = self._image_users.get(image.key, 0) + 1
-        # An image prefix is prefilled whole in this step, so every picture encoded here can go at its end.
-        for sequence in admitted:
-            if sequence.image is not None:
-                self._drop_image_user(sequence.image.key)
+    def expired(self, now: float) -> list[int]:
+        """Sequences that wait and whose deadline has passed; the caller ends them."""
+        return self._queue.expired(now)
+
+    def schedule(self, now: float = 0.0) -> StepPlan | None:
+        """The next step, or None if nothing can be computed now. commit() or fail_step() must follow, in order."""
+        dropped, ended = self._pictures.take_dropped(), tuple(self._ended)
+        self._ended = []
+        scheduled: list[_Scheduled] = []
+        decode = self._decode_rows(scheduled)
+        while (admitted := self._admit(now)) is not None:
+            if admitted.can_decode:
+                decode.append(self._row(admitted, 1, scheduled, is_prefill=False))
+        allowance = Allowance(self._policy.budget, decoding=bool(decode))
+        encode: list[EncodeSlice] = []
+        prefill: list[Row] = []
+        for sequence in self._prefill_order():
+            if allowance.is_spent:
+                break
+            self._prefill(sequence, allowance, encode, prefill, scheduled)
         plan = StepPlan(
             step_id=self._next_step_id,
-            encode=tuple(encode.values()),
-            prefill=prefill,
-            decode=decode,
-            drop_images=tuple(self._drops),
+            drop_images=dropped,
+            ended=ended,
+            encode=tuple(encode),
+            prefill=tuple(prefill),
+            decode=tuple(decode),
         )
-        self._drops = []
         if plan.is_empty:
             return None
         self._next_step_id += 1
+        self._out.append((plan, scheduled))
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, StepToken]]:
-        """Takes a step's result; the sequences returned are paused until resume() or finish()."""
+        """Takes the result of the oldest step that is out. Returns what was sampled for sequences that have not ended.
+
+        After that, a sequence whose ``rule`` is None and that has no token in flight waits for resume() or finish().
+        """
         sampled: list[tuple[Sequence, StepToken]] = []
-        for row in (*plan.prefill, *plan.decode):
-            sequence = self._running.get(row.sequence_id)
-            if sequence is None:  # Aborted while the step ran.
+        for item in self._take_out(plan):
+            sequence = item.sequence
+            if sequence.phase is Phase.FINISHED:
                 continue
-            sequence.num_computed = row.start + num_positions(row.tokens)
-            if row.sample is not None:
-                token = result.tokens[row.sequence_id]
+            if item.epoch == sequence.epoch:
+                sequence.num_committed = item.end_positions
+            if item.samples:
+                token = result.tokens[sequence.sequence_id]
                 sequence.take(token)
                 sampled.append((sequence, token))
+            if item.is_prefill and item.epoch == sequence.epoch:
+                self._keep_prefix(sequence)
         return sampled
 
     def resume(self, sequence_id: int, rule: TokenRule) -> None:
-        """Lets a paused sequence decode its next token under ``rule``."""
-        sequence = self._running[sequence_id]
-        assert sequence.num_sampled < sequence.max_tokens, (
+        """Sets the rule of the next token, which may be before the tokens in flight have come back."""
+        sequence = self._sequences[sequence_id]
+        assert sequence.num_planned < sequence.max_tokens, (
             f"sequence {sequence_id} is at its limit of tokens"
         )
         sequence.rule = rule
-        sequence.move(Phase.DECODE)
 
     def finish(self, sequence_id: int) -> None:
-        """Ends a running sequence and frees its pages and batch place."""
-        sequence = self._running.pop(sequence_id)
-        sequence.move(Phase.FINISHED)
-        self._pool.release(sequence.pages)
-        sequence.pages = []
+        """Ends a sequence and frees its pages; what it computed stays in the prefix cache as long as there is room."""
+        self._end(self._sequences[sequence_id], keep=True)
 
     def fail_step(self, plan: StepPlan) -> list[int]:
-        """Rolls back a step that raised: ends the sequences it held and returns their ids; the rest go on."""
-        failed = [
-            row.sequence_id
-            for row in (*plan.prefill, *plan.decode)
-            if row.sequence_id in self._running
+        """Rolls back the oldest step that is out: ends the sequences it computed, or encoded crops for, and returns
+        their ids.
+
+        Nothing that the device kept is trusted any more: cached prefixes that nobody uses and embeddings are forgotten.
+        """
+        pictures = {piece.image.key for piece in plan.encode}
+        involved = [item.sequence for item in self._take_out(plan)]
+        involved += [
+            s
+            for s in self._running.values()
+            if s.uses_picture and s.image and s.image.key in pictures
         ]
-        for sequence_id in failed:
-            self.finish(sequence_id)
-        # The runtime may or may not have kept the pictures; dropping an unknown key is harmless.
-        self._drops += [key for key in plan.drop_images if self._image_users.get(key, 0) == 0]
+        # Later steps that are out may compute prefixes of pictures that this one should have encoded.
+        involved += [
+            item.sequence
+            for _, scheduled in self._out
+            for item in scheduled
+            if item.reads_picture and item.sequence.image and item.sequence.image.key in pictures
+        ]
+        failed = []
+        for sequence in involved:
+            if sequence.phase is not Phase.FINISHED:
+                failed.append(sequence.sequence_id)
+                self._end(sequence, keep=False)
+        self._cache.flush()
+        self._pictures.reset()
         return failed
 
     def check(self) -> None:
-        """Raises AssertionError unless pages, phases and counts agree."""
+        """Raises AssertionError unless pages, tree, phases and counts agree."""
         self._pool.check()
-        held = [page for s in self._running.values() for page in s.pages]
-        assert len(held) == self._pool.num_pages - self._pool.num_free, (
-            "pages lost or shared by mistake"
-        )
+        self._cache.check()
+        self._pictures.check()
         assert len(self._running) <= self._limits.max_batch_size
-        assert all(s.phase is Phase.WAITING and not s.pages for s in self._waiting)
-        assert all(s.phase not in (Phase.WAITING, Phase.FINISHED) for s in self._running.values())
+        waiting = {s.sequence_id for s in self._queue}
+        assert len(waiting) == len(self._queue)
+        assert (
+            waiting | self._running.keys() == self._sequences.keys()
+            and not waiting & self._running.keys()
+        )
+        references = [0] * self._pool.num_pages
+        users: dict[str, int] = {}
+        for sequence in self._sequences.values():
+            running = sequence.phase is Phase.RUNNING
+            assert running == (sequence.sequence_id in self._running)
+            assert running or not (sequence.pages or sequence.node or sequence.uses_picture)
+            assert len(sequence.pages) * self._limits.page_size >= sequence.num_scheduled
+            if sequence.uses_picture and sequence.image is not None:
+                users[sequence.image.key] = users.get(sequence.image.key, 0) + 1
+            for page in sequence.pages:
+                references[page] += 1
+        assert users == self._pictures.users(), "a picture has users that do not exist"
+        held = sum(self._pool.references(page) for page in range(self._pool.num_pages))
+        assert held == sum(references) + self._cache.num_pages, (
+            "a page is lost or referenced by nobody"
+        )
+        assert set(self._computing.values()) <= self._running.keys()
 
     def _num_pages(self, positions: int) -> int:
         return -(-positions // self._limits.page_size)
 
-    def _admit(self) -> list[Sequence]:
-        admitted: list[Sequence] = []
-        positions = crops = 0
-        while self._waiting and len(self._running) < self._limits.max_batch_size:
-            sequence = self._waiting[0]
-            pages = self._num_pages(sequence.num_reserved_positions)
-            positions += sequence.num_prompt_positions
-            crops += 0 if sequence.image is None else sequence.image.num_crops
-            over = positions > self._budget.prefill_positions or crops > self._budget.crops
-            if pages > self._pool.num_free or (admitted and over):
-                break
-            self._waiting.popleft()
-            sequence.pages = self._pool.allocate(pages)
-            sequence.move(Phase.PREFILL)
+    # Decode.
+
+    def _decode_rows(self, scheduled: list[_Scheduled]) -> list[Row]:
+        ready = [s for s in self._running.values() if s.can_decode]
+        if self._pool.num_free < len(ready):
+            # Pages may run out: those who would be preempted last are served first.
+            ready.sort(key=lambda s: (s.priority, s.arrived_at, s.sequence_id))
+        rows = []
+        served: set[int] = set()
+        for sequence in ready:
+            if sequence.phase is Phase.RUNNING and self._grow(sequence, served):
+                rows.append(self._row(sequence, 1, scheduled, is_prefill=False))
+                served.add(sequence.sequence_id)
+        return rows
+
+    def _grow(self, sequence: Sequence, served: set[int]) -> bool:
+        """Makes room for one more position, preempting if need be; False if ``sequence`` itself had to go."""
+        if self._num_pages(sequence.num_scheduled + 1) <= len(sequence.pages):
+            return True
+        while True:
+            pages = self._allocate(1)
+            if pages is not None:
+                sequence.pages += pages
+                return True
+            # Whoever has a row in this step keeps its pages: two rows must not write to one page.
+            candidates = [s for i, s in self._running.items() if i not in served]
+            victim = max(candidates, key=lambda s: (s.priority, s.arrived_at, s.sequence_id))
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+
+    def _allocate(self, count: int) -> list[int] | None:
+        missing = count - self._pool.num_free
+        if missing > 0 and self._cache.evict(missing) < missing:
+            return None
+        return self._pool.allocate(count)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Gives back all that a running sequence holds; its sampled tokens stay with it, to be computed again."""
+        self._preemptions += 1
+        self._keep_prefix(sequence)
+        self._give_back(sequence)
+        sequence.move(Phase.WAITING)
+        sequence.cursor = sequence.num_scheduled = sequence.num_committed = 0
+        sequence.epoch += 1
+        self._queue.add_first(sequence)
+
+    # Prefill.
+
+    def _prefill_order(self) -> list[Sequence]:
+        """Those with prompt left to compute; pictures and text take turns at the head, so that neither holds the other
+        up for longer than a step."""
+        waiting = [s for s in self._running.values() if s.needs_prefill]
+        pictures = [s for s in waiting if s.uses_picture]
+        text = [s for s in waiting if not s.uses_picture]
+        if pictures and text:
+            self._pictures_first = not self._pictures_first
+        return pictures + text if self._pictures_first else text + pictures
+
+    def _prefill(
+        self,
+        sequence: Sequence,
+        allowance: Allowance,
+        encode: list[EncodeSlice],
+        prefill: list[Row],
+        scheduled: list[_Scheduled],
+    ) -> None:
+        """Schedules as much of a prompt as the allowance has room for."""
+        count = 0
+        if sequence.uses_picture:
+            assert sequence.image is not None
+            if not self._encode(sequence.image, allowance, encode):
+                return
+            if not allowance.allows_whole(sequence.image_prefix):
+                return
+            allowance.take_positions(sequence.image_prefix)
+            self._pictures.release(sequence.image.key)
+            sequence.uses_picture = False
+            count = 2
+        text = min(len(sequence.tokens) - sequence.cursor - count, allowance.positions)
+        allowance.take_positions(text)
+        if count + text:
+            prefill.append(self._row(sequence, count + text, scheduled, is_prefill=True))
+
+    def _encode(
+        self, image: PreparedImage, allowance: Allowance, encode: list[EncodeSlice]
+    ) -> bool:
+        """Schedules crops of a picture; True once all are."""
+        while not self._pictures.is_encoded(image.key) and allowance.crops:
+            piece = self._pictures.encode(image.key, allowance.crops)
+            allowance.take_crops(piece.last - piece.first)
+            encode.append(piece)
+        return self._pictures.is_encoded(image.key)
+
+    # Admission.
+
+    def _admit(self, now: float) -> Sequence | None:
+        """Takes the next waiting sequence that has room; nobody overtakes it, unless it waits for a picture's prefix
+        that another is computing."""
+        while len(self._running) < self._limits.max_batch_size:
+            sequence = self._queue.head(now)
+            if sequence is None or sequence.in_flight:
+                return None
+            prefix = self._image_prefix_key(sequence)
+            if prefix is not None and self._must_wait_for(sequence, prefix):
+                self._queue.park(sequence, prefix)
+                continue
+            if not self._take_pages(sequence, now):
+                return None
+            self._queue.remove(sequence.sequence_id)
+            sequence.move(Phase.RUNNING)
             self._running[sequence.sequence_id] = sequence
-            admitted.append(sequence)
-        return admitted
+            if sequence.image is not None and sequence.cursor == 0:
+                self._pictures.acquire(sequence.image)
+                sequence.uses_picture = True
+                if prefix is not None:
+                    self._computing[prefix] = sequence.sequence_id
+            return sequence
+        return None
 
-    def _drop_image_user(self, key: str) -> None:
-        self._image_users[key] -= 1
-        if self._image_users[key] == 0:
-            del self._image_users[key]
-            self._drops.append(key)
+    def _image_prefix_key(self, sequence: Sequence) -> Hashable | None:
+        if sequence.image is None or not self._policy.prefix_cache:
+            return None
+        return (sequence.namespace, sequence.image.key)
 
-    def _prefill_row(self, sequence: Sequence) -> Row:
-        return self._row(sequence, sequence.prompt, sequence.num_prompt_positions)
+    def _must_wait_for(self, sequence: Sequence, prefix: Hashable) -> bool:
+        size = self._limits.page_size
+        atoms = sequence.atoms(size, sequence.image_prefix // size)
+        return prefix in self._computing and not self._cache.contains(sequence.namespace, atoms)
 
-    def _decode_row(self, sequence: Sequence) -> Row:
-        assert sequence.next_input is not None
-        return self._row(sequence, (sequence.next_input,), 1)
+    def _take_pages(self, sequence: Sequence, now: float) -> bool:
+        """Reserves the pages of all tokens there are, cached ones shared; False, and nothing held, if they are too few.
 
-    def _row(self, sequence: Sequence, tokens: tuple[Token, ...], num_new: int) -> Row:
-        pages = self._num_pages(sequence.num_computed + num_new)
+        One page a running sequence is left over, so that an admission does not preempt at once.
+        """
+        size = self._limits.page_size
+        total = sequence.num_positions
+        # At least one position is computed, or there would be nothing to sample from.
+        atoms = sequence.atoms(size, (total - 1) // size) if self._policy.prefix_cache else []
+        match = self._cache.match(sequence.namespace, atoms)
+        needed = self._num_pages(total) - len(match.pages)
+        if needed + len(self._running) > self._pool.num_free + self._cache.num_evictable:
+            if match.node is not None:
+                self._cache.unlock(match.node)
+            return False
+        self._pool.share(match.pages)
+        fresh = self._allocate(needed)
+        assert fresh is not None, "evictable pages were counted wrongly"
+        sequence.node = match.node
+        sequence.pages = match.pages + fresh
+        sequence.num_scheduled = sequence.num_committed = len(match.pages) * size
+        skipped = max(0, sequence.image_prefix - 2)
+        sequence.cursor = sequence.num_scheduled - skipped if match.num_atoms else 0
+        if sequence.admitted_at is None:
+            sequence.admitted_at = now
+            sequence.num_cached = sequence.num_scheduled
+            self._cached_positions += sequence.num_scheduled
+            self._prompt_positions += total
+        return True
+
+    # Rows.
+
+    def _row(
+        self, sequence: Sequence, count: int, scheduled: list[_Scheduled], *, is_prefill: bool
+    ) -> Row:
+        """Schedules the next ``count`` tokens; samples if they are the last ones."""
+        start = sequence.num_scheduled
+        tokens = tuple(sequence.tokens[sequence.cursor : sequence.cursor + count])
+        skipped = max(0, sequence.image_prefix - 2) if sequence.cursor == 0 else 0
+        sequence.cursor += count
+        sequence.num_scheduled += count + skipped
+        sample: SampleSpec | None = None
+        if sequence.cursor == len(sequence.tokens):
+            assert sequence.rule is not None and not (is_prefill and sequence.in_flight)
+            sample = SampleSpec(sequence.rule, sequence.sampling, draw=sequence.num_planned)
+            sequence.rule = None
+            sequence.in_flight += 1
+            sequence.tokens.append(PREVIOUS)
+        pages = self._num_pages(sequence.num_scheduled)
+        item = _Scheduled(
+            sequence=sequence,
+            epoch=sequence.epoch,
+            end_positions=sequence.num_scheduled,
+            samples=sample is not None,
+            is_prefill=is_prefill,
+            reads_picture=start == 0 and sequence.image is not None,
+        )
+        scheduled.append(item)
         return Row(
             sequence_id=sequence.sequence_id,
             tokens=tokens,
-            start=sequence.num_computed,
+            start=start,
             page_table=tuple(sequence.pages[:pages]),
-            sample=SampleSpec(
-                rule=sequence.rule, sampling=sequence.sampling, draw=sequence.num_sampled
-            ),
+            sample=sample,
         )
+
+    def _take_out(self, plan: StepPlan) -> list[_Scheduled]:
+        oldest, scheduled = self._out.popleft()
+        assert oldest is plan, f"step {plan.step_id} came back before step {oldest.step_id}"
+        return scheduled
+
+    # Ends.
+
+    def _keep_prefix(self, sequence: Sequence) -> None:
+        """Puts what has been computed and come back into the prefix cache, by whole pages."""
+        if self._policy.prefix_cache and sequence.num_committed:
+            size = self._limits.page_size
+            count = sequence.num_committed // size
+            atoms = sequence.atoms(size, count)
+            num_pages = sum(atom.num_pages for atom in atoms)
+            node = self._cache.insert(sequence.namespace, atoms, sequence.pages[:num_pages])
+            if sequence.node is not None:
+                self._cache.unlock(sequence.node)
+            sequence.node = node
+            if sequence.num_committed >= sequence.image_prefix:
+                self._prefix_is_there(sequence)
+
+    def _prefix_is_there(self, sequence: Sequence) -> None:
+        """Lets those go on who wait for an image prefix, because it is cached or because its computation ended."""
+        prefix = self._image_prefix_key(sequence)
+        if prefix is not None and self._computing.get(prefix) == sequence.sequence_id:
+            del self._computing[prefix]
+            self._queue.release(prefix)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """Frees batch place, pages, lock and picture of a running sequence."""
+        del self._running[sequence.sequence_id]
+        self._pool.release(sequence.pages)
+        sequence.pages = []
+        if sequence.node is not None:
+            self._cache.unlock(sequence.node)
+            sequence.node = None
+        if sequence.uses_picture:
+            assert sequence.image is not None
+            self._pictures.release(sequence.image.key)
+            sequence.uses_picture = False
+        self._prefix_is_there(sequence)
+
+    def _end(self, sequence: Sequence, *, keep: bool) -> None:
+        if sequence.phase is Phase.RUNNING:
+            if keep:
+                self._keep_prefix(sequence)
+            self._give_back(sequence)
+        else:
+            self._queue.remove(sequence.sequence_id)
+        sequence.move(Phase.FINISHED)
+        del self._sequences[sequence.sequence_id]
+        self._ended.append(sequence.sequence_id)

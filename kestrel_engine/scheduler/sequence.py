@@ -1,61 +1,126 @@
-"""Sequence: one request as the scheduler sees it - positions, pages, phase. Knows no text and no skill."""
+"""Sequence: one request as the scheduler sees it - tokens, positions, pages, phase. Knows no text and no skill."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from ..requests import PreparedImage, Prompt, SamplingParams, Token, num_positions
-from ..step import StepToken, TokenRule
+from ..requests import ImageBlock, PreparedImage, Prompt, SamplingParams, Token, num_positions
+from ..step import PREVIOUS, Previous, StepToken, TokenRule
+from .prefix_cache import Atom, Node
+
+NUM_PRIORITIES = 3
+"""0 is the best, 1 the default, 2 the least."""
 
 
 class Phase(enum.Enum):
-    """Where a sequence is. PAUSED: its token is being looked at, it waits for its next rule."""
+    """Where a sequence is. A preempted one waits again; what it has sampled stays with it."""
 
     WAITING = "waiting"
-    PREFILL = "prefill"
-    PAUSED = "paused"
-    DECODE = "decode"
+    RUNNING = "running"
     FINISHED = "finished"
 
 
 _LEGAL = {
-    (Phase.WAITING, Phase.PREFILL),
-    (Phase.PREFILL, Phase.PAUSED),
-    (Phase.PAUSED, Phase.DECODE),
-    (Phase.DECODE, Phase.PAUSED),
-    *((phase, Phase.FINISHED) for phase in Phase if phase is not Phase.FINISHED),
+    (Phase.WAITING, Phase.RUNNING),
+    (Phase.RUNNING, Phase.WAITING),
+    (Phase.WAITING, Phase.FINISHED),
+    (Phase.RUNNING, Phase.FINISHED),
 }
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """What is asked for (fixed), and how far it is (owned by the scheduler)."""
+    """What is asked for (fixed), and how far it is (owned by the scheduler).
+
+    ``tokens``: the prompt, then the sampled tokens as they are fed; PREVIOUS stands for one that has not come back.
+    Everything before ``cursor`` was scheduled; prefill and decode are the same thing with other numbers.
+    """
 
     sequence_id: int
     prompt: Prompt
     image: PreparedImage | None
     sampling: SamplingParams
-    rule: TokenRule
+    rule: TokenRule | None
+    """For the next token to be sampled; None: not known until a token has come back."""
     max_tokens: int
-    """Most tokens that will ever be sampled; pages for all of them are reserved on admission."""
+    """Most tokens that will ever be sampled."""
+    namespace: Hashable = ""
+    """Prefixes are shared within a namespace only."""
+    priority: int = 1
+    arrived_at: float = 0.0
+    deadline_at: float | None = None
+    """Not taken up after that; the scheduler's clock."""
 
     phase: Phase = Phase.WAITING
+    tokens: list[Token | Previous] = field(default_factory=list)
+    cursor: int = 0
+    num_scheduled: int = 0
+    """Positions before ``cursor``."""
+    num_committed: int = 0
+    """Positions whose step has come back."""
     pages: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    """Positions whose KV is in the pages."""
+    node: Node | None = None
+    """The cached prefix that this sequence locks."""
+    epoch: int = 0
+    """Counts preemptions: what was scheduled in an earlier epoch computes nothing in this one."""
+    in_flight: int = 0
+    """Tokens asked for that have not come back."""
     num_sampled: int = 0
-    next_input: Token | None = None
-    """The sampled token that the next decode row feeds."""
+    """Tokens that have come back."""
+    admitted_at: float | None = None
+    """When it was first admitted."""
+    num_cached: int = 0
+    """Positions taken from the prefix cache then."""
+    uses_picture: bool = False
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.priority < NUM_PRIORITIES, self.priority
+        self.tokens = list(self.prompt)
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.phase is Phase.WAITING
 
     @property
     def num_prompt_positions(self) -> int:
         return num_positions(self.prompt)
 
     @property
-    def num_reserved_positions(self) -> int:
-        """The last sampled token is never fed."""
-        return self.num_prompt_positions + self.max_tokens - 1
+    def num_planned(self) -> int:
+        """Tokens sampled or asked for: the index of the next one."""
+        return self.num_sampled + self.in_flight
+
+    @property
+    def image_prefix(self) -> int:
+        """Positions of the block that attends in both directions and is computed whole; 0 without a picture."""
+        block = self.prompt[1] if len(self.prompt) > 1 else None
+        return 1 + block.num_positions if isinstance(block, ImageBlock) else 0
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of all tokens, those to come included as far as they are planned."""
+        return len(self.tokens) + max(0, self.image_prefix - 2)
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether one token is left to compute and the next may be sampled after it."""
+        left = len(self.tokens) - self.cursor
+        return (
+            left == 1
+            and self.cursor > 0
+            and self.rule is not None
+            and self.num_planned < self.max_tokens
+        )
+
+    @property
+    def needs_prefill(self) -> bool:
+        return (
+            self.cursor < len(self.tokens)
+            and not self.can_decode
+            and self.tokens[self.cursor] is not PREVIOUS
+        )
 
     def move(self, phase: Phase) -> None:
         """Raises AssertionError for a transition that is not in the table."""
@@ -64,8 +129,29 @@ class Sequence:
         )
         self.phase = phase
 
+    def atoms(self, page_size: int, num_pages: int) -> list[Atom]:
+        """What the first ``num_pages`` pages hold, as far as whole atoms go."""
+        atoms: list[Atom] = []
+        pages, begin = 0, 0
+        if self.image_prefix:
+            assert self.image_prefix % page_size == 0, (
+                f"pages of {page_size}, image prefix {self.image_prefix}"
+            )
+            prefix_pages = self.image_prefix // page_size
+            if prefix_pages > num_pages:
+                return []
+            atoms.append(Atom((self.tokens[0], self.tokens[1]), prefix_pages))
+            pages, begin = prefix_pages, 2
+        for start in range(begin, begin + (num_pages - pages) * page_size, page_size):
+            atoms.append(Atom(tuple(self.tokens[start : start + page_size]), 1))
+        return atoms
+
     def take(self, token: StepToken) -> None:
-        """Notes the sampled token and waits for the next rule."""
-        self.next_input = token.as_input()
+        """Notes a sampled token where its place was kept."""
+        index = len(self.prompt) + self.num_sampled
+        assert self.tokens[index] is PREVIOUS, (
+            f"sequence {self.sequence_id} expects no token at {index}"
+        )
+        self.tokens[index] = token.as_input()
         self.num_sampled += 1
-        self.move(Phase.PAUSED)
+        self.in_flight -= 1

@@ -1,6 +1,6 @@
 """The five skills and what a skill is."""
 
-from .base import SkillContext, SkillRequest, SkillSpec, SkillState
+from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, SkillSpec
 from .caption import CaptionSkill
 from .detect import DetectSkill
 from .point import PointSkill
@@ -15,8 +15,9 @@ __all__ = [
     "QuerySkill",
     "SegmentSkill",
     "SkillContext",
+    "SkillControl",
+    "SkillOutput",
     "SkillRegistry",
     "SkillRequest",
     "SkillSpec",
-    "SkillState",
 ]

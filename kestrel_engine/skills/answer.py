@@ -1,39 +1,47 @@
-"""AnswerState: free text up to the end token. Caption uses it as it is, query after its reasoning."""
+"""Free text up to the end token. Caption uses it as it is, query after its reasoning."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..detokenize import StreamingText
-from ..events import StreamUpdate
+from ..events import FinishReason, StreamUpdate
 from ..step import StepToken, TokenRule
-from .base import Advance, SkillContext
+from .base import SkillContext
 
 
-class AnswerState:
+class AnswerControl:
     """The answer id is suppressed from the second token on; the first is unmasked, as in the reference
     (moondream.md section 15). Coordinate ids are ordinary tokens here."""
 
+    def __init__(self, context: SkillContext) -> None:
+        ids = context.model.ids
+        self._eos = ids.eos_id
+        self._first = TokenRule(stop=ids.eos_id)
+        self._rest = TokenRule(stop=ids.eos_id, suppressed=(ids.answer_id,))
+
+    def rule(self, index: int) -> TokenRule:
+        return self._rest if index else self._first
+
+    def accept(self, token: StepToken) -> FinishReason | None:
+        return "stop" if token.id == self._eos else None
+
+
+class AnswerOutput:
+    """Text under ``key``, streamed as it becomes certain."""
+
     def __init__(self, key: str, context: SkillContext) -> None:
         self._key = key
-        self._eos = context.model.ids.eos_id
-        self._first = TokenRule(stop=self._eos)
-        self._rest = TokenRule(stop=self._eos, suppressed=(context.model.ids.answer_id,))
         self._streaming = StreamingText(context.codec)
         self._ids: list[int] = []
         self._pieces: list[str] = []
 
-    def rule(self) -> TokenRule:
-        return self._rest if self._ids else self._first
-
-    def consume(self, token: StepToken) -> Advance:
-        if token.id == self._eos:
-            return Advance(self._flush(), "stop")
+    def push(self, token: StepToken) -> list[StreamUpdate]:
         self._ids.append(token.id)
-        return Advance(self._emit(self._streaming.push(token.id)))
+        return self._emit(self._streaming.push(token.id))
 
-    def stop_at_limit(self) -> Advance:
-        return Advance(self._flush(), "length")
+    def finish(self) -> list[StreamUpdate]:
+        return self._emit(self._streaming.finish())
 
     def output(self) -> dict[str, Any]:
         return {self._key: "".join(self._pieces)}
@@ -41,9 +49,6 @@ class AnswerState:
     @property
     def token_ids(self) -> tuple[int, ...]:
         return tuple(self._ids)
-
-    def _flush(self) -> list[StreamUpdate]:
-        return self._emit(self._streaming.finish())
 
     def _emit(self, text: str) -> list[StreamUpdate]:
         if not text:

@@ -1,4 +1,4 @@
-"""What a skill is: checked arguments, a prompt, and a state machine from sampled tokens to events.
+"""What a skill is: checked arguments, a prompt, rules for what may be sampled, and an output made of what was.
 
 A skill sees typed tokens and gives typed tokens, rules and events. It never sees the runtime, the scheduler or a
 tensor.
@@ -18,14 +18,14 @@ from ..step import StepToken, TokenRule
 from ..stream import EngineStream
 
 __all__ = [
-    "Advance",
     "EngineMetrics",
     "EngineResult",
     "EngineStream",
     "SkillContext",
+    "SkillControl",
+    "SkillOutput",
     "SkillRequest",
     "SkillSpec",
-    "SkillState",
     "StreamUpdate",
     "TextCodec",
 ]
@@ -83,31 +83,39 @@ class SkillRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Advance:
-    """What one token did: updates to send, and the finish reason if it was the last."""
+class SkillControl(Protocol):
+    """What may be sampled next, and when to stop. Lives on the step thread, so it must be quick: no text, no output.
 
-    updates: list[StreamUpdate] = field(default_factory=list)
-    finish: FinishReason | None = None
+    Tokens are sampled ahead of what has come back: rule(n + 1) may be asked before accept() has seen token n.
+    """
 
+    def rule(self, index: int) -> TokenRule | None:
+        """The constraint on the ``index``-th sampled token, counted from 0; the same answer whenever it is asked.
 
-class SkillState(Protocol):
-    """One request's progress. Calls alternate: rule(), then consume() of the token sampled under it."""
-
-    def rule(self) -> TokenRule:
-        """The constraint on the next token."""
+        None: it depends on a token that accept() has not seen yet; it is asked again after that, which costs the
+        request one step. Never None once every earlier token was accepted.
+        """
         ...
 
-    def consume(self, token: StepToken) -> Advance:
-        """Takes the sampled token. After ``finish`` is set no further call but ``output`` and ``token_ids`` is made."""
+    def accept(self, token: StepToken) -> FinishReason | None:
+        """Takes the sampled tokens in order. "stop": ``token`` is the stop token and no part of the output; "length":
+        ``token`` is the last one. The limit of tokens is the engine's, and needs no answer here."""
         ...
 
-    def stop_at_limit(self) -> Advance:
-        """Called when the token limit is reached and no finish was set: flushes what is held back."""
+
+class SkillOutput(Protocol):
+    """From tokens to text, points and paths. Lives beside the step thread; sees every token but the stop token."""
+
+    def push(self, token: StepToken) -> list[StreamUpdate]:
+        """Takes the next token; returns what it completed."""
+        ...
+
+    def finish(self) -> list[StreamUpdate]:
+        """No token follows, for whatever reason; returns what was held back."""
         ...
 
     def output(self) -> dict[str, Any]:
-        """The final dict (moondream.md section 13)."""
+        """The final dict (moondream.md section 13). Called once, after ``finish``."""
         ...
 
     @property
@@ -117,7 +125,7 @@ class SkillState(Protocol):
 
 
 class SkillSpec(Protocol):
-    """A skill: register an instance through SkillRegistry."""
+    """A skill: register an instance through SkillRegistry. It must not keep anything about a request."""
 
     @property
     def name(self) -> str: ...
@@ -128,10 +136,14 @@ class SkillSpec(Protocol):
         """Checks the caller's arguments and settings and builds the prompt; raises RequestError naming the field."""
         ...
 
-    def new_state(
+    def new_control(
         self, request: SkillRequest, max_tokens: int, context: SkillContext
-    ) -> SkillState:
-        """The state machine of one request that may generate ``max_tokens`` tokens."""
+    ) -> SkillControl:
+        """For one request that may sample ``max_tokens`` tokens."""
+        ...
+
+    def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
+        """For the same request."""
         ...
 
 

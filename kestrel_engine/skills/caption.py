@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidRequest
-from .answer import AnswerState
-from .base import SkillContext, SkillRequest, SkillState
+from .answer import AnswerControl, AnswerOutput
+from .base import SkillContext, SkillControl, SkillOutput, SkillRequest
 from .settings import read_settings, reject_unknown
 
 LENGTHS = ("short", "normal", "long")
@@ -35,7 +35,10 @@ class CaptionSkill:
             max_tokens=read.max_tokens,
         )
 
-    def new_state(
+    def new_control(
         self, request: SkillRequest, max_tokens: int, context: SkillContext
-    ) -> SkillState:
-        return AnswerState("caption", context)
+    ) -> SkillControl:
+        return AnswerControl(context)
+
+    def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
+        return AnswerOutput("caption", context)

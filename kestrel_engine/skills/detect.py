@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .base import SkillContext, SkillRequest, SkillState, checked_text
-from .locate import LocateState
+from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, checked_text
+from .locate import LocateControl, LocateOutput
 from .settings import read_settings, reject_unknown
 
 
@@ -41,8 +41,11 @@ class DetectSkill:
             options={"max_objects": max_objects},
         )
 
-    def new_state(
+    def new_control(
         self, request: SkillRequest, max_tokens: int, context: SkillContext
-    ) -> SkillState:
+    ) -> SkillControl:
         max_objects = request.options["max_objects"]
-        return LocateState("objects", boxes=True, max_objects=max_objects, model=context.model)
+        return LocateControl(boxes=True, max_objects=max_objects, model=context.model)
+
+    def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
+        return LocateOutput("objects", boxes=True)

@@ -1,7 +1,8 @@
-"""LocateState: the fixed cycle in which point and detect name objects (moondream.md section 7).
+"""The fixed cycle in which point and detect name objects (moondream.md section 7).
 
 Decision and x come from one hidden state: any token but the end means "another object" and reads the coordinate head.
-Then y is forced, for boxes the size too, and the next decision follows.
+Then y is forced, for boxes the size too, and the next decision follows. The cycle does not depend on what is sampled,
+so every rule is known in advance.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from ..events import FinishReason, StreamUpdate
 from ..model_config import ModelConfig
 from ..requests import Coord, Size
 from ..step import StepToken, TokenRule
-from .base import Advance
 
 
-class LocateState:
-    """Emits each point or box when it is complete; ends on the end token ("stop") or at ``max_objects`` ("length")."""
+class LocateControl:
+    """Ends on the end token ("stop") or at ``max_objects`` ("length")."""
 
-    def __init__(self, key: str, *, boxes: bool, max_objects: int, model: ModelConfig) -> None:
+    def __init__(self, *, boxes: bool, max_objects: int, model: ModelConfig) -> None:
         ids = model.ids
-        self._key, self._boxes, self._max_objects = key, boxes, max_objects
         self._eos = ids.eos_id
+        self._cycle = 3 if boxes else 2
+        self._max_tokens = self._cycle * max_objects
+        self._num_accepted = 0
         self._first = TokenRule(otherwise=ids.coord_id, stop=ids.eos_id, read_coord=True)
         # Moondream 2 decides over the whole vocabulary every time, Moondream 3 between these two after the first.
         self._next = (
@@ -31,25 +33,35 @@ class LocateState:
         )
         self._y = TokenRule(forced=ids.coord_id, read_coord=True)
         self._size = TokenRule(forced=ids.size_id, read_size=True)
+
+    def rule(self, index: int) -> TokenRule:
+        place = index % self._cycle
+        if place == 0:
+            return self._next if index else self._first
+        return self._y if place == 1 else self._size
+
+    def accept(self, token: StepToken) -> FinishReason | None:
+        if self._num_accepted % self._cycle == 0 and token.id == self._eos:
+            return "stop"
+        self._num_accepted += 1
+        return "length" if self._num_accepted == self._max_tokens else None
+
+
+class LocateOutput:
+    """Points, or boxes once a size follows, each given out when it is complete."""
+
+    def __init__(self, key: str, *, boxes: bool) -> None:
+        self._key, self._boxes = key, boxes
         self._ids: list[int] = []
         self._coordinates: list[float] = []
         self._objects: list[dict[str, float]] = []
 
-    def rule(self) -> TokenRule:
-        if len(self._coordinates) == 1:
-            return self._y
-        if len(self._coordinates) == 2:
-            return self._size
-        return self._next if self._objects else self._first
-
-    def consume(self, token: StepToken) -> Advance:
-        if not self._coordinates and token.id == self._eos:
-            return Advance(finish="stop")
+    def push(self, token: StepToken) -> list[StreamUpdate]:
         self._ids.append(token.id)
         if isinstance(token.value, Coord):
             self._coordinates.append(token.value.value)
             if self._boxes or len(self._coordinates) < 2:
-                return Advance()
+                return []
             x, y = self._coordinates
             return self._complete({"x": x, "y": y})
         assert isinstance(token.value, Size), f"no value came with id {token.id}"
@@ -59,8 +71,8 @@ class LocateState:
             {"x_min": x - w / 2, "y_min": y - h / 2, "x_max": x + w / 2, "y_max": y + h / 2}
         )
 
-    def stop_at_limit(self) -> Advance:
-        return Advance(finish="length")
+    def finish(self) -> list[StreamUpdate]:
+        return []
 
     def output(self) -> dict[str, Any]:
         return {self._key: list(self._objects)}
@@ -69,8 +81,7 @@ class LocateState:
     def token_ids(self) -> tuple[int, ...]:
         return tuple(self._ids)
 
-    def _complete(self, found: dict[str, float]) -> Advance:
+    def _complete(self, found: dict[str, float]) -> list[StreamUpdate]:
         self._objects.append(found)
         self._coordinates = []
-        finish: FinishReason | None = "length" if len(self._objects) == self._max_objects else None
-        return Advance([StreamUpdate(object=found)], finish)
+        return [StreamUpdate(object=found)]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..requests import check_spatial_refs, spatial_tokens
-from .base import SkillContext, SkillRequest, SkillState, checked_text
-from .locate import LocateState
+from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, checked_text
+from .locate import LocateControl, LocateOutput
 from .settings import read_settings, reject_unknown
 
 
@@ -42,8 +42,11 @@ class PointSkill:
             options={"max_objects": max_objects},
         )
 
-    def new_state(
+    def new_control(
         self, request: SkillRequest, max_tokens: int, context: SkillContext
-    ) -> SkillState:
+    ) -> SkillControl:
         max_objects = request.options["max_objects"]
-        return LocateState("points", boxes=False, max_objects=max_objects, model=context.model)
+        return LocateControl(boxes=False, max_objects=max_objects, model=context.model)
+
+    def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
+        return LocateOutput("points", boxes=False)

@@ -7,11 +7,11 @@ from typing import Any
 
 from ..detokenize import StreamingText
 from ..errors import InvalidRequest
-from ..events import StreamUpdate
+from ..events import FinishReason, StreamUpdate
 from ..requests import Coord, Prompt, check_spatial_refs, spatial_tokens
 from ..step import StepToken, TokenRule
-from .answer import AnswerState
-from .base import Advance, SkillContext, SkillRequest, SkillState, checked_text
+from .answer import AnswerControl, AnswerOutput
+from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, checked_text
 from .settings import read_settings, reject_unknown
 
 
@@ -54,63 +54,94 @@ class QuerySkill:
             options={"reasoning": reasoning},
         )
 
-    def new_state(
+    def new_control(
         self, request: SkillRequest, max_tokens: int, context: SkillContext
-    ) -> SkillState:
+    ) -> SkillControl:
         if not request.options["reasoning"]:
-            return AnswerState("answer", context)
+            return AnswerControl(context)
         wanted = request.max_tokens or context.defaults.max_tokens
         # Where the context is too short for both, reasoning may take half of what there is.
-        return ReasoningState(min(wanted, max(1, (max_tokens - 1) // 2)), wanted, context)
+        return ReasoningControl(min(wanted, max(1, (max_tokens - 1) // 2)), wanted, context)
+
+    def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
+        return (
+            ReasoningOutput(context)
+            if request.options["reasoning"]
+            else AnswerOutput("answer", context)
+        )
 
 
-class ReasoningState:
+class ReasoningControl:
     """Reasoning up to the answer id, then the answer.
 
-    A coordinate id reads its value; pairs of them ground the chunk of text in which they occur; the ids that start and
-    end a ground open a new chunk (moondream.md section 8). End-of-text is no stop here: as the first token it is fed,
-    later it is suppressed. When reasoning runs out of tokens the answer id is forced and the answer follows.
+    Any token may be the answer id, so a rule is known only once the token before it was seen. End-of-text is no stop
+    here: as the first token it is fed, later it is suppressed. When reasoning runs out of tokens the answer id is
+    forced and the answer follows.
     """
 
     def __init__(self, max_reasoning: int, max_answer: int, context: SkillContext) -> None:
+        ids = context.model.ids
+        self._answer_id = ids.answer_id
+        self._max_reasoning, self._max_answer = max_reasoning, max_answer
+        self._first = TokenRule(read_coord=True)
+        self._rest = TokenRule(suppressed=(ids.eos_id, ids.size_id), read_coord=True)
+        self._answer = AnswerControl(context)
+        self._num_accepted = 0
+        self._answer_from: int | None = None
+        """Index of the answer's first token."""
+
+    def rule(self, index: int) -> TokenRule | None:
+        if self._answer_from is not None and index >= self._answer_from:
+            return self._answer.rule(index - self._answer_from)
+        if index > self._num_accepted:
+            return None
+        if index == self._max_reasoning:
+            return TokenRule(forced=self._answer_id)
+        return self._rest if index else self._first
+
+    def accept(self, token: StepToken) -> FinishReason | None:
+        self._num_accepted += 1
+        if self._answer_from is None:
+            if token.id == self._answer_id:
+                self._answer_from = self._num_accepted
+            return None
+        finish = self._answer.accept(token)
+        if finish is None and self._num_accepted - self._answer_from == self._max_answer:
+            return "length"
+        return finish
+
+
+class ReasoningOutput:
+    """Reasoning text with the points that ground it, then the answer.
+
+    A coordinate id carries its value; pairs of them ground the chunk of text in which they occur; the ids that start
+    and end a ground open a new chunk (moondream.md section 8).
+    """
+
+    def __init__(self, context: SkillContext) -> None:
         self._context = context
         self._ids = context.model.ids
-        self._max_reasoning = max_reasoning
-        self._max_answer = max_answer
         self._reasoning_ids: list[int] = []
         self._chunks: list[_Chunk] = [_Chunk(context)]
-        self._answer: AnswerState | None = None
+        self._answer: AnswerOutput | None = None
 
-    def rule(self) -> TokenRule:
+    def push(self, token: StepToken) -> list[StreamUpdate]:
         if self._answer is not None:
-            return self._answer.rule()
-        if len(self._reasoning_ids) == self._max_reasoning:
-            return TokenRule(forced=self._ids.answer_id)
-        if not self._reasoning_ids:
-            return TokenRule(read_coord=True)
-        return TokenRule(suppressed=(self._ids.eos_id, self._ids.size_id), read_coord=True)
-
-    def consume(self, token: StepToken) -> Advance:
-        if self._answer is not None:
-            advance = self._answer.consume(token)
-            if advance.finish is None and len(self._answer.token_ids) == self._max_answer:
-                limit = self._answer.stop_at_limit()
-                return Advance(advance.updates + limit.updates, limit.finish)
-            return advance
+            return self._answer.push(token)
         if token.id == self._ids.answer_id:
-            self._answer = AnswerState("answer", self._context)
-            return Advance(self._reasoning(self._chunks[-1].finish()))
+            self._answer = AnswerOutput("answer", self._context)
+            return self._reasoning(self._chunks[-1].finish())
         before = ""
         if token.id in (self._ids.start_ground_points_id, self._ids.end_ground_id):
             before = self._chunks[-1].finish()
             self._chunks.append(_Chunk(self._context))
         self._reasoning_ids.append(token.id)
-        return Advance(self._reasoning(before + self._chunks[-1].push(token)))
+        return self._reasoning(before + self._chunks[-1].push(token))
 
-    def stop_at_limit(self) -> Advance:
+    def finish(self) -> list[StreamUpdate]:
         if self._answer is not None:
-            return self._answer.stop_at_limit()
-        return Advance(self._reasoning(self._chunks[-1].finish()), "length")
+            return self._answer.finish()
+        return self._reasoning(self._chunks[-1].finish())
 
     def output(self) -> dict[str, Any]:
         grounding, start = [], 0

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import SkillUnavailable
-from ..events import StreamUpdate
+from ..events import FinishReason, StreamUpdate
 from ..requests import Coord, Size, check_spatial_refs, spatial_tokens
 from ..step import StepToken, TokenRule
-from .base import Advance, SkillContext, SkillRequest, SkillState, checked_text
+from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, checked_text
 from .settings import read_settings, reject_unknown
 from .svg_path import PathError, SvgPathDecoder
 
@@ -46,23 +46,35 @@ class SegmentSkill:
             options={"object": text},
         )
 
-    def new_state(
+    def new_control(
         self, request: SkillRequest, max_tokens: int, context: SkillContext
-    ) -> SkillState:
-        return SegmentState(request.options["object"], context)
+    ) -> SkillControl:
+        return SegmentControl(context)
+
+    def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
+        return SegmentOutput(request.options["object"], context)
 
 
-class SegmentState:
-    """Reads coordinates, sizes and path tokens in whatever order they come; nothing is enforced.
+class SegmentControl:
+    """Coordinates, sizes and path tokens in whatever order they come, up to the end token; nothing is enforced."""
 
-    The box is streamed first, then the path command by command; pieces are held back until the box is there. After a
-    parse error the final path is empty and ``parse_error`` says why, whatever was streamed before.
-    """
+    def __init__(self, context: SkillContext) -> None:
+        self._eos = context.model.ids.eos_id
+        self._rule = TokenRule(stop=self._eos, read_coord=True, read_size=True)
+
+    def rule(self, index: int) -> TokenRule:
+        return self._rule
+
+    def accept(self, token: StepToken) -> FinishReason | None:
+        return "stop" if token.id == self._eos else None
+
+
+class SegmentOutput:
+    """The box is streamed first, then the path command by command; pieces are held back until the box is there. After a
+    parse error the final path is empty and ``parse_error`` says why, whatever was streamed before."""
 
     def __init__(self, name: str, context: SkillContext) -> None:
         self._name, self._codec = name, context.codec
-        self._eos = context.model.ids.eos_id
-        self._rule = TokenRule(stop=self._eos, read_coord=True, read_size=True)
         self._ids: list[int] = []
         self._coordinates: list[float] = []
         self._sizes: list[Size] = []
@@ -72,35 +84,30 @@ class SegmentState:
         self._box: dict[str, float] | None = None
         self._held: list[StreamUpdate] = []
 
-    def rule(self) -> TokenRule:
-        return self._rule
-
-    def consume(self, token: StepToken) -> Advance:
-        if token.id == self._eos:
-            return Advance(self._finish(), "stop")
+    def push(self, token: StepToken) -> list[StreamUpdate]:
         self._ids.append(token.id)
         if isinstance(token.value, Coord):
             self._coordinates.append(_clamp(token.value.value))
-            return Advance(self._box_updates())
+            return self._box_updates()
         if isinstance(token.value, Size):
             self._sizes.append(Size(_clamp(token.value.width), _clamp(token.value.height)))
-            return Advance(self._box_updates())
-        if token.id <= LAST_NON_TEXT_ID:
-            return Advance()
-        text = self._codec.decode([token.id]).strip()
+            return self._box_updates()
+        text = "" if token.id <= LAST_NON_TEXT_ID else self._codec.decode([token.id]).strip()
         if not text:
-            return Advance()
+            return []
         self._path_tokens.append(text)
         if self._error is not None:
-            return Advance()
+            return []
         try:
-            return Advance(self._path_updates(self._decoder.push(text)))
+            return self._path_updates(self._decoder.push(text))
         except PathError as error:
             self._error = str(error)
-            return Advance()
+            return []
 
-    def stop_at_limit(self) -> Advance:
-        return Advance(self._finish(), "length")
+    def finish(self) -> list[StreamUpdate]:
+        updates = [] if self._error is not None else self._path_updates(self._decoder.finish())
+        held, self._held = self._held, []
+        return [*held, *updates]
 
     def output(self) -> dict[str, Any]:
         path = "" if self._error is not None else self._decoder.path
@@ -148,11 +155,6 @@ class SegmentState:
             self._held.append(update)
             return []
         return [update]
-
-    def _finish(self) -> list[StreamUpdate]:
-        updates = [] if self._error is not None else self._path_updates(self._decoder.finish())
-        held, self._held = self._held, []
-        return [*held, *updates]
 
 
 def _clamp(value: float) -> float:

@@ -12,13 +12,14 @@ import kestrel_engine
 from kestrel_engine import (
     ConfigError,
     ContextLengthError,
+    DeadlineExceeded,
     EngineClosed,
     EngineOverloaded,
     EngineResult,
     EngineStream,
     ImageDecodeError,
     InvalidRequest,
-    RequestCancelled,
+    QueueTimeout,
     RuntimeConfig,
     RuntimeFailure,
     SkillRegistry,
@@ -83,7 +84,7 @@ async def test_all_skills_share_a_batch_and_give_what_each_gives_alone(make_engi
             streams.append(await engine.submit(name, PICTURE, calls[name], settings))
         return {name: (await s.result()).output for name, s in zip(names, streams, strict=True)}
 
-    runtime = FakeRuntime(fake_limits, step_s=0.01)
+    runtime = FakeRuntime(fake_limits, cost=lambda plan: 0.01)
     together = await run(make_engine(runtime), list(calls))
     assert max(len(plan.decode) for plan in runtime.plans) == fake_limits.max_batch_size
     for name in calls:
@@ -121,14 +122,15 @@ async def test_a_seed_decides_and_is_reported(make_engine):
 
 
 async def test_aclose_cancels_and_frees(make_engine, fake_limits):
-    runtime = FakeRuntime(fake_limits, never_ends, step_s=0.001)
+    runtime = FakeRuntime(fake_limits, never_ends, cost=lambda plan: 0.001)
     engine = make_engine(runtime)
     stream = await engine.query(question="go on", stream=True, settings={"max_tokens": 200})
     assert (await anext(stream)).text
     await stream.aclose()
     assert engine.num_requests == 0
-    with pytest.raises(RequestCancelled):
-        await stream.result()
+    result = await stream.result()
+    assert result.finish_reason == "cancelled"
+    assert result.output["answer"].startswith("a")
     steps = len(runtime.plans)
     await asyncio.sleep(0.05)
     assert len(runtime.plans) <= steps + 1
@@ -137,7 +139,7 @@ async def test_aclose_cancels_and_frees(make_engine, fake_limits):
 
 
 async def test_a_cancelled_caller_frees_its_request(make_engine, fake_limits):
-    engine = make_engine(FakeRuntime(fake_limits, never_ends, step_s=0.001))
+    engine = make_engine(FakeRuntime(fake_limits, never_ends, cost=lambda plan: 0.001))
     task = asyncio.create_task(engine.query(question="go on", settings={"max_tokens": 250}))
     while engine.num_requests == 0:
         await asyncio.sleep(0.001)
@@ -171,31 +173,186 @@ async def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(make_engi
     assert (await engine.query(question="a", settings=GREEDY)).output["answer"]
 
 
-class BrokenQuery(QuerySkill):
-    name = "broken"
+class BrokenControl(QuerySkill):
+    name = "broken control"
 
-    def new_state(self, request, max_tokens, context):
-        state = super().new_state(request, max_tokens, context)
-        state.consume = lambda token: 1 / 0  # type: ignore[method-assign]
-        return state
+    def new_control(self, request, max_tokens, context):
+        control = super().new_control(request, max_tokens, context)
+        control.accept = lambda token: 1 / 0  # type: ignore[method-assign]
+        return control
 
 
-async def test_a_broken_skill_fails_its_own_request_only(fake_limits):
+class BrokenOutput(QuerySkill):
+    name = "broken output"
+
+    def new_output(self, request, context):
+        output = super().new_output(request, context)
+        output.push = lambda token: 1 / 0  # type: ignore[method-assign]
+        return output
+
+
+@pytest.mark.parametrize("broken", [BrokenControl, BrokenOutput])
+async def test_a_broken_skill_fails_its_own_request_only(fake_limits, broken):
     config = RuntimeConfig(max_batch_size=3)
-    skills = SkillRegistry([QuerySkill(), BrokenQuery()])
-    engine = kestrel_engine.InferenceEngine(
-        config, fake_build(config, FakeRuntime(fake_limits)), skills
-    )
-    broken = await engine.submit("broken", None, {"question": "a"}, GREEDY)
-    good = await engine.submit("query", None, {"question": "a"}, GREEDY)
-    with pytest.raises(RuntimeFailure):
-        await broken.result()
-    assert (await good.result()).output["answer"]
+    skills = SkillRegistry([QuerySkill(), broken()])
+    built = fake_build(config, FakeRuntime(fake_limits))
+    async with kestrel_engine.InferenceEngine(config, built, skills) as engine:
+        bad = await engine.submit(broken.name, None, {"question": "a"}, GREEDY)
+        good = await engine.submit("query", None, {"question": "a"}, GREEDY)
+        with pytest.raises(RuntimeFailure):
+            await bad.result()
+        assert (await good.result()).output["answer"]
+        assert engine.num_requests == 0
+
+
+async def test_a_hung_device_fails_those_who_wait_and_tells_where_it_hangs(fake_limits, caplog):
+    gate = Gate()
+    config = RuntimeConfig(max_batch_size=3, step_timeout_s=0.3)
+    built = fake_build(config, FakeRuntime(fake_limits, gate))
+    engine = kestrel_engine.InferenceEngine(config, built)
+    streams = [await engine.submit("query", None, {"question": "a"}, GREEDY) for _ in range(4)]
+    for stream in streams:
+        with pytest.raises(RuntimeFailure, match="no step ended for"):
+            await stream.result()
+    assert not engine.is_ready
+    with pytest.raises(EngineClosed, match="failed"):
+        await engine.query(question="a")
+    assert "kestrel-steps" in caplog.text
+    assert "assert self.open.wait(20)" in caplog.text
+    gate.open.set()
     await engine.shutdown()
 
 
+async def test_a_dead_step_thread_is_noticed(make_engine, fake_limits):
+    runtime = FakeRuntime(fake_limits)
+    engine = make_engine(runtime)
+    runtime.fail_next = KeyboardInterrupt()  # type: ignore[assignment]
+    with pytest.raises(RuntimeFailure, match="the engine failed"):
+        await engine.query(question="a")
+    for _ in range(200):
+        if not engine.is_ready:
+            break
+        await asyncio.sleep(0.01)
+    assert not engine.is_ready
+    with pytest.raises(EngineClosed):
+        await engine.query(question="a")
+
+
+async def test_a_deadline_in_the_queue_drops_the_request_before_any_compute(
+    make_engine, fake_limits
+):
+    gate = Gate()
+    runtime = FakeRuntime(fake_limits, gate)
+    engine = make_engine(runtime)
+    running = [await engine.submit("query", None, {"question": "a"}, GREEDY) for _ in range(3)]
+    await asyncio.to_thread(gate.entered.wait, 20)
+    waiting = await engine.submit("query", None, {"question": "zzz"}, GREEDY, timeout_s=0.05)
+    await asyncio.sleep(0.1)
+    gate.open.set()
+    with pytest.raises(DeadlineExceeded):
+        await waiting.result()
+    for stream in running:
+        await stream.result()
+    fed = [token for plan in runtime.plans for row in plan.prefill for token in row.tokens]
+    assert 100 + ord("z") not in fed
+
+
+async def test_the_engines_own_bound_on_waiting_has_its_own_error(make_engine, fake_limits):
+    gate = Gate()
+    engine = make_engine(FakeRuntime(fake_limits, gate), max_queue_wait_s=0.05)
+    streams = [await engine.submit("query", None, {"question": "a"}, GREEDY) for _ in range(4)]
+    await asyncio.sleep(0.1)
+    gate.open.set()
+    ends = await asyncio.gather(*(s.result() for s in streams), return_exceptions=True)
+    assert isinstance(ends[0], EngineResult)
+    assert isinstance(ends[3], QueueTimeout)
+    assert "max_queue_wait_s" in str(ends[3])
+
+
+async def test_priorities_decide_who_is_next(make_engine, fake_limits):
+    gate = Gate()
+    engine = make_engine(FakeRuntime(fake_limits, gate))
+    for _ in range(3):
+        await engine.submit("query", None, {"question": "a"}, {"max_tokens": 1})
+    await asyncio.to_thread(gate.entered.wait, 20)
+    done = []
+
+    async def ask(priority):
+        stream = await engine.submit(
+            "query", None, {"question": priority}, {"max_tokens": 1}, priority=priority
+        )
+        await stream.result()
+        done.append(priority)
+
+    tasks = []
+    for priority in ["low", "low", "low", "normal", "normal", "normal", "high", "high", "high"]:
+        tasks.append(asyncio.create_task(ask(priority)))
+        await asyncio.sleep(0)
+    gate.open.set()
+    await asyncio.gather(*tasks)
+    assert done == ["high"] * 3 + ["normal"] * 3 + ["low"] * 3
+    with pytest.raises(InvalidRequest, match="high, normal, low"):
+        await engine.submit("query", None, {"question": "a"}, priority="urgent")
+
+
+async def test_a_second_question_on_a_picture_reports_what_was_cached(make_engine, fake_limits):
+    runtime = FakeRuntime(fake_limits)
+    engine = make_engine(runtime)
+    first = await engine.query(PICTURE, "what?", settings=GREEDY)
+    second = await engine.query(PICTURE, "where?", settings=GREEDY)
+    other = await engine.submit(
+        "query", PICTURE, {"question": "what?"}, GREEDY, cache_salt="tenant"
+    )
+    assert first.metrics.cached_tokens == 0
+    assert second.metrics.cached_tokens >= 82
+    assert (await other.result()).metrics.cached_tokens == 0
+    assert (await other.result()).output == first.output
+    uncached = make_engine(prefix_cache=False)
+    await uncached.query(PICTURE, "what?", settings=GREEDY)
+    again = await uncached.query(PICTURE, "where?", settings=GREEDY)
+    assert again.metrics.cached_tokens == 0
+    assert again.output == second.output
+
+
+class Listener:
+    def __init__(self):
+        self.steps, self.requests = [], []
+
+    def on_step(self, event):
+        self.steps.append(event)
+
+    def on_request(self, event):
+        self.requests.append(event)
+
+
+async def test_an_observer_hears_of_every_step_and_request(fake_limits):
+    listener = Listener()
+    config = RuntimeConfig(max_batch_size=3)
+    runtime = FakeRuntime(fake_limits)
+    async with kestrel_engine.InferenceEngine(
+        config, fake_build(config, runtime), observer=listener
+    ) as engine:
+        await engine.query(PICTURE, "what?", settings=GREEDY, request_id="r1")
+        stream = await engine.query(question="a", stream=True, request_id="r2")
+        await stream.aclose()
+        runtime.fail_next = RuntimeError("x")
+        with pytest.raises(RuntimeFailure):
+            await engine.query(question="a", settings=GREEDY, request_id="r3")
+    ended = {e.request_id: (e.skill, e.finish_reason, e.error) for e in listener.requests}
+    assert ended["r1"] == ("query", "length", "")
+    assert ended["r2"][1:] == ("cancelled", "")
+    assert ended["r3"] == ("query", "", "RuntimeFailure")
+    event = next(e for e in listener.requests if e.request_id == "r1")
+    assert event.accepted_at <= event.prepared_at <= event.scheduled_at
+    assert event.scheduled_at <= event.first_token_at <= event.finished_at
+    assert sum(e.num_crops for e in listener.steps) == 2
+    assert sum(e.num_decode for e in listener.steps if "r1" in e.request_ids) == 5
+    assert [e.failed for e in listener.steps].count(True) == 1
+    assert [e.step_id for e in listener.steps] == sorted(e.step_id for e in listener.steps)
+
+
 async def test_shutdown_lets_running_requests_end_then_refuses(make_engine, fake_limits):
-    engine = make_engine(FakeRuntime(fake_limits, step_s=0.002))
+    engine = make_engine(FakeRuntime(fake_limits, cost=lambda plan: 0.002))
     stream = await engine.query(question="a", stream=True, settings=GREEDY)
     await engine.shutdown()
     assert (await stream.result()).finish_reason
@@ -206,7 +363,7 @@ async def test_shutdown_lets_running_requests_end_then_refuses(make_engine, fake
 
 
 async def test_shutdown_without_grace_fails_what_is_unfinished(make_engine, fake_limits):
-    runtime = FakeRuntime(fake_limits, never_ends, step_s=0.005)
+    runtime = FakeRuntime(fake_limits, never_ends, cost=lambda plan: 0.005)
     engine = make_engine(runtime)
     streams = [
         await engine.submit("query", None, {"question": "a"}, {"max_tokens": 250}) for _ in range(6)

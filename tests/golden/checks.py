@@ -10,11 +10,11 @@ import torch
 
 from kestrel_engine.models.text import Moe
 from kestrel_engine.requests import Coord, PreparedImage, Size, Token
-from kestrel_engine.skills.answer import AnswerState
-from kestrel_engine.skills.base import SkillState
-from kestrel_engine.skills.locate import LocateState
-from kestrel_engine.skills.query import ReasoningState
-from kestrel_engine.skills.segment import SegmentState
+from kestrel_engine.skills.answer import AnswerControl, AnswerOutput
+from kestrel_engine.skills.base import SkillControl, SkillOutput
+from kestrel_engine.skills.locate import LocateControl, LocateOutput
+from kestrel_engine.skills.query import ReasoningControl, ReasoningOutput
+from kestrel_engine.skills.segment import SegmentControl, SegmentOutput
 from kestrel_engine.step import Row, StepToken
 from tests.golden.driver import Feed, Job, pages_for
 from tests.golden.goldens import Golden
@@ -162,21 +162,22 @@ def check_vision(golden: Golden, name: str, picture: PreparedImage) -> None:
 
 
 def new_job(golden: Golden, case: Case) -> Job:
-    """A case as a request: its prompt, its skill's state machine, and the most tokens it may sample."""
+    """A case as a request: its prompt, its skill's control and output, and the most tokens it may sample."""
     context, most = golden.context, case.get("max_tokens", 0)
-    state: SkillState
+    control: SkillControl = AnswerControl(context)
+    output: SkillOutput = AnswerOutput("answer", context)
     match case["skill"]:
         case "query_reasoning":
-            state, most = ReasoningState(most, most, context), 2 * most + 1
+            control, output = ReasoningControl(most, most, context), ReasoningOutput(context)
+            most = 2 * most + 1
         case "point" | "detect" as skill:
             boxes, objects = skill == "detect", case["max_objects"]
-            state = LocateState(skill, boxes=boxes, max_objects=objects, model=context.model)
+            control = LocateControl(boxes=boxes, max_objects=objects, model=context.model)
+            output = LocateOutput(skill, boxes=boxes)
             most = 3 * objects
         case "segment":
-            state = SegmentState(case["object"], context)
-        case _:
-            state = AnswerState("answer", context)
-    return Job(golden.prompt(case), state, most)
+            control, output = SegmentControl(context), SegmentOutput(case["object"], context)
+    return Job(golden.prompt(case), control, output, most)
 
 
 def check_job(case: Case, job: Job) -> None:
@@ -184,7 +185,7 @@ def check_job(case: Case, job: Job) -> None:
     reasons = {"eos": "stop", "max_tokens": "length", "max_objects": "length"}
     ending = case["answer"] if case["skill"] == "query_reasoning" else case
     assert job.finish == reasons[ending["stop"]]
-    output = job.state.output()
+    output = job.output.output()
     match case["skill"]:
         case "point" | "detect" as skill:
             assert len(output[skill]) == len(case["objects"])
@@ -192,7 +193,7 @@ def check_job(case: Case, job: Job) -> None:
                 assert found == pytest.approx(expected, abs=1e-6)
             assert bins_of(job) == [b for object_bins in case["bins"] for b in object_bins]
         case "segment":
-            assert job.state.token_ids == tuple(t["id"] for t in case["tokens"])
+            assert job.output.token_ids == tuple(t["id"] for t in case["tokens"])
             assert bins_of(job) == [
                 b
                 for t in case["tokens"]
@@ -202,12 +203,12 @@ def check_job(case: Case, job: Job) -> None:
             for value, token in zip(values, case["tokens"], strict=True):
                 assert value == pytest.approx(token.get("value"), abs=1e-6)
         case "query_reasoning":
-            assert job.state.token_ids == (*case["reasoning_ids"], *case["answer"]["ids"])
+            assert job.output.token_ids == (*case["reasoning_ids"], *case["answer"]["ids"])
             assert output["answer"] == case["answer"]["text"]
             values = [value_of(token) for token in job.tokens[: len(case["reasoning_ids"])]]
             assert values == case["reasoning_coord_values"]
         case _:
-            assert job.state.token_ids == tuple(case["ids"])
+            assert job.output.token_ids == tuple(case["ids"])
             assert output["answer"] == case["text"]
 
 

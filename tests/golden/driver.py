@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kestrel_engine.requests import Prompt, SamplingParams, Token, num_positions
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
-from kestrel_engine.skills.base import SkillState
+from kestrel_engine.skills.base import SkillControl, SkillOutput
 from kestrel_engine.step import Row, SampleSpec, StepPlan, StepToken, TokenRule
 
 
@@ -40,10 +40,11 @@ def pages_for(runtime: TorchRuntime, positions: int, *, seed: int | None = None)
 
 @dataclass
 class Job:
-    """One request: ``state`` gives the rules; ``tokens`` collects what was sampled."""
+    """One request: ``control`` gives the rules, ``output`` makes text and objects; ``tokens`` holds what was sampled."""
 
     prompt: Prompt
-    state: SkillState
+    control: SkillControl
+    output: SkillOutput
     max_tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
     tokens: list[StepToken] = field(default_factory=list)
@@ -54,7 +55,8 @@ class Job:
 
     def row(self, sequence_id: int) -> Row:
         tokens = (self.tokens[-1].as_input(),) if self.tokens else self.prompt
-        rule = self.state.rule()
+        rule = self.control.rule(len(self.tokens))
+        assert rule is not None
         self.rules.append(rule)
         spec = SampleSpec(rule, self.sampling, len(self.tokens))
         return Row(sequence_id, tokens, self.position, self.pages, spec)
@@ -63,11 +65,14 @@ class Job:
         """At the limit one more decision is made, as in the reference: if it is the end, the text was complete."""
         self.position += 1 if self.tokens else num_positions(self.prompt)
         if len(self.tokens) == self.max_tokens:
-            self.state.stop_at_limit()
             self.finish = "stop" if token.id == self.rules[-1].stop else "length"
-            return
-        self.tokens.append(token)
-        self.finish = self.state.consume(token).finish
+        else:
+            self.tokens.append(token)
+            self.finish = self.control.accept(token)
+            if self.finish != "stop":
+                self.output.push(token)
+        if self.finish is not None:
+            self.output.finish()
 
 
 def run_jobs(

@@ -21,7 +21,7 @@ from kestrel_engine.preprocess.prompt import Tokenizer
 from kestrel_engine.requests import Coord, ImageBlock, PreparedImage, Prompt, Size, Token
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.skills.base import SkillContext
-from kestrel_engine.step import StepPlan
+from kestrel_engine.step import EncodeSlice, StepPlan
 from tests.golden.checkpoint import DATA
 
 COMPLETE = Path(__file__).parents[3] / "shared" / "goldens"
@@ -97,7 +97,10 @@ class Golden:
 
     def encode(self, runtime: TorchRuntime, pictures: dict[str, PreparedImage]) -> None:
         """Makes ``runtime`` hold the embeddings of all pictures under their golden names."""
-        named = tuple(replace(picture, key=name) for name, picture in pictures.items())
+        named = tuple(
+            EncodeSlice(replace(picture, key=name), 0, picture.num_crops)
+            for name, picture in pictures.items()
+        )
         runtime.collect(runtime.launch(StepPlan(0, encode=named)))
 
 

@@ -19,7 +19,7 @@ LONG = pb.QueryRequest(
 
 def slow(**kwargs):
     """Never says the end, a letter every 5 ms."""
-    return FakeRuntime(LIMITS, lambda fed: 197, step_s=0.005, **kwargs)
+    return FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.005, **kwargs)
 
 
 async def all_freed(served):

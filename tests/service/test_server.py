@@ -213,7 +213,7 @@ async def test_addresses_that_cannot_be_listened_on_are_named(serve, tmp_path):
 
 
 async def test_stopping_lets_running_requests_end_and_refuses_new_ones(serve):
-    served = await serve(FakeRuntime(LIMITS, lambda fed: 197, step_s=0.003))
+    served = await serve(FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.003))
     call = aiter(served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG)))
     await anext(call)
     stopping = asyncio.create_task(served.server.stop(grace_s=10))
@@ -231,7 +231,7 @@ async def test_stopping_lets_running_requests_end_and_refuses_new_ones(serve):
 
 
 async def test_the_end_of_the_grace_period_ends_what_still_runs(serve):
-    served = await serve(FakeRuntime(LIMITS, lambda fed: 197, step_s=0.02))
+    served = await serve(FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.02))
     call = aiter(served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG)))
     await anext(call)
     stopping = asyncio.create_task(served.server.stop(grace_s=0.1))
@@ -251,7 +251,7 @@ async def test_stopping_does_not_wait_for_those_who_watch_health(serve):
 
 async def test_pings_during_a_quiet_call_do_not_cost_the_connection(serve):
     """Without the right keepalive option grpc ends such a call with "Too many pings" after three of them."""
-    served = await serve(FakeRuntime(LIMITS, lambda fed: 197, step_s=2.6))
+    served = await serve(FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 2.6))
     options = [
         ("grpc.keepalive_time_ms", 1000),
         ("grpc.http2.max_pings_without_data", 0),

@@ -12,7 +12,15 @@ from kestrel_engine.requests import Coord, ImageBlock, PreparedImage, SamplingPa
 from kestrel_engine.runtime.kv_cache import KvCache, bytes_per_page
 from kestrel_engine.runtime.protocol import Runtime
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
-from kestrel_engine.step import Row, SampleSpec, StepPlan, StepResult, TokenRule
+from kestrel_engine.step import (
+    PREVIOUS,
+    EncodeSlice,
+    Row,
+    SampleSpec,
+    StepPlan,
+    StepResult,
+    TokenRule,
+)
 from tests.engine.models.small import random_tensors, small_config, small_model
 
 GREEDY = SamplingParams()
@@ -37,6 +45,10 @@ def picture(key: str = "picture", tiling: tuple[int, int] = (1, 2)) -> PreparedI
     return PreparedImage(key, crops, tiling, 60, 30)
 
 
+def whole(image: PreparedImage) -> EncodeSlice:
+    return EncodeSlice(image, 0, image.num_crops)
+
+
 def spec(rule: TokenRule | None = None, draw: int = 0, **sampling: float) -> SampleSpec:
     return SampleSpec(rule or TokenRule(), SamplingParams(**sampling), draw)
 
@@ -54,7 +66,7 @@ def step(runtime: Runtime, **parts) -> StepResult:
 def test_empty_steps_and_rows_that_want_nothing(runtime):
     assert step(runtime).tokens == {}
     assert step(runtime, prefill=(row([0, 30, 31]),)).tokens == {}
-    assert step(runtime, encode=(picture(),), drop_images=("picture",)).tokens == {}
+    assert step(runtime, encode=(whole(picture()),), drop_images=("picture",)).tokens == {}
 
 
 def test_limits(runtime):
@@ -66,7 +78,7 @@ def test_limits(runtime):
 def test_encode_prefill_and_decode_share_a_step(runtime):
     first = step(
         runtime,
-        encode=(picture(),),
+        encode=(whole(picture()),),
         prefill=(
             row([0, IMAGE, 30, 31], sample=spec(), sequence_id=1),
             row([0, 33], first_page=10, sample=spec(), sequence_id=2),
@@ -81,7 +93,6 @@ def test_encode_prefill_and_decode_share_a_step(runtime):
             row([first.tokens[1].as_input()], 28, 0, spec(draw=1), 1),
             row([first.tokens[2].as_input()], 2, 10, spec(draw=1), 2),
         ),
-        drop_images=("picture",),
     )
     assert set(second.tokens) == {1, 2, 3}
     assert second.decode_s > 0
@@ -118,23 +129,81 @@ def test_region_heads_read_the_stream_before_the_last_layer_norm(runtime):
 
 
 def test_a_picture_stays_until_it_is_dropped(runtime):
-    prompt = row([0, IMAGE, 30], sample=spec())
+    def prompt(number: int) -> Row:
+        return row([0, IMAGE, 30], sample=spec(), sequence_id=number)
+
     with pytest.raises(AssertionError, match="picture was not encoded"):
-        step(runtime, prefill=(prompt,))
-    first = step(runtime, encode=(picture(),), prefill=(prompt,))
-    again = step(runtime, prefill=(prompt,), drop_images=("picture", "never seen"))
+        step(runtime, prefill=(prompt(1),))
+    first = step(runtime, encode=(whole(picture()),), prefill=(prompt(2),))
+    assert step(runtime, prefill=(prompt(2),)).tokens == first.tokens
+    step(runtime, drop_images=("picture", "never seen"))
+    with pytest.raises(AssertionError, match="picture was not encoded"):
+        step(runtime, prefill=(prompt(3),))
+
+
+def test_what_builds_on_a_failed_step_is_left_out_of_those_launched_behind_it(runtime):
+    bad, good = (row([0, 30 + i], first_page=10 * i, sample=spec(), sequence_id=i) for i in (1, 2))
+    poison = row([0, ImageBlock("other", 25)], first_page=40, sequence_id=3)
+    image = picture()
+    expected = step(runtime, prefill=(good,)).tokens
+    plans = [
+        StepPlan(0, encode=(EncodeSlice(image, 0, 2),), prefill=(bad, poison)),
+        StepPlan(
+            1,
+            encode=(EncodeSlice(image, 2, 3),),
+            prefill=(good,),
+            decode=(row([PREVIOUS], 2, 10, spec(draw=1), 1),),
+        ),
+    ]
+    handles = [runtime.launch(plan) for plan in plans]
+    with pytest.raises(AssertionError, match="other was not encoded"):
+        runtime.collect(handles[0])
+    assert runtime.collect(handles[1]).tokens == expected
+    # The picture may be begun again; the sequences were ended.
+    prompt = row([0, IMAGE, 30], sample=spec(), sequence_id=4)
+    assert 4 in step(runtime, ended=(1, 3), encode=(whole(image),), prefill=(prompt,)).tokens
+
+
+def test_what_is_dropped_goes_first_so_a_picture_may_be_encoded_anew_in_the_same_step(runtime):
+    prompt = row([0, IMAGE, 30], sample=spec())
+    first = step(runtime, encode=(whole(picture()),), prefill=(prompt,))
+    again = step(runtime, drop_images=("picture",), encode=(whole(picture()),), prefill=(prompt,))
     assert again.tokens == first.tokens
-    with pytest.raises(AssertionError, match="picture was not encoded"):
-        step(runtime, prefill=(prompt,))
 
 
-def test_a_picture_is_dropped_even_by_a_step_that_fails(runtime):
-    prompt = row([0, IMAGE, 30], sample=spec())
-    bad = row([0, ImageBlock("other", 25)], first_page=20, sequence_id=1)
-    with pytest.raises(AssertionError):
-        step(runtime, encode=(picture(),), prefill=(prompt, bad), drop_images=("picture",))
-    with pytest.raises(AssertionError, match="picture was not encoded"):
-        step(runtime, prefill=(prompt,))
+@pytest.mark.parametrize("tiling", [(1, 1), (1, 2), (2, 3)])
+def test_a_picture_encoded_crop_by_crop_equals_one_encoded_at_once(runtime, tiling):
+    image = picture(tiling=tiling)
+    prompt = row([0, IMAGE, 30], sample=spec(temperature=1.0))
+    expected = step(runtime, encode=(whole(image),), prefill=(prompt,)).tokens[0]
+    other = picture("other")
+    for first in range(image.num_crops):
+        pieces = [EncodeSlice(image, first, first + 1)]
+        if first == 0:
+            pieces.append(whole(other))
+        step(runtime, encode=tuple(pieces))
+    found = step(runtime, prefill=(prompt,)).tokens[0]
+    assert (found.id, found.value) == (expected.id, expected.value)
+    assert found.logprob == pytest.approx(expected.logprob, abs=1e-4)
+
+
+def test_a_row_may_be_launched_before_the_token_that_it_feeds_is_known(runtime):
+    rules = [TokenRule(forced=5, read_coord=True), TokenRule(), TokenRule()]
+    known = []
+    feed = row([0, 30, 31], sample=spec(rules[0]))
+    for draw, rule in enumerate(rules[1:], start=1):
+        known.append(step(runtime, prefill=(feed,)).tokens[0])
+        feed = row([known[-1].as_input()], 2 + draw, sample=spec(rule, draw))
+    known.append(step(runtime, decode=(feed,)).tokens[0])
+
+    handles = [runtime.launch(StepPlan(0, prefill=(row([0, 30, 31], sample=spec(rules[0])),)))]
+    for draw, rule in enumerate(rules[1:], start=1):
+        ahead = row([PREVIOUS], 2 + draw, sample=spec(rule, draw))
+        handles.append(runtime.launch(StepPlan(draw, decode=(ahead,))))
+    assert [runtime.collect(handle).tokens[0] for handle in handles] == known
+    step(runtime, ended=(0, 99))
+    with pytest.raises(KeyError):
+        step(runtime, decode=(row([PREVIOUS], 5, sample=spec()),))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +220,7 @@ def test_a_picture_is_dropped_even_by_a_step_that_fails(runtime):
 )
 def test_a_wrong_plan_is_an_assertion_with_numbers_and_the_runtime_goes_on(runtime, bad, message):
     good = row([0, 30, 31], first_page=30, sample=spec(), sequence_id=7)
-    before = step(runtime, encode=(picture(),), prefill=(good,))
+    before = step(runtime, encode=(whole(picture()),), prefill=(good,))
     with pytest.raises(AssertionError, match=message):
         step(runtime, prefill=(bad,))
     assert step(runtime, prefill=(good,)).tokens == before.tokens
@@ -162,7 +231,7 @@ def test_non_finite_numbers_end_a_step_and_not_the_runtime(runtime):
     expected = step(runtime, prefill=(good,)).tokens
     runtime.model.text.wte[44] = float("nan")
     with pytest.raises(RuntimeFailure, match="non-finite"):
-        step(runtime, prefill=(row([0, 44], first_page=20, sample=spec()), good))
+        step(runtime, prefill=(row([0, 44], first_page=20, sample=spec()),))
     assert step(runtime, prefill=(good,)).tokens == expected
 
 
@@ -201,7 +270,7 @@ def test_steps_are_collected_as_they_were_launched(runtime):
 
 
 def test_close_frees_and_may_be_repeated(runtime):
-    step(runtime, encode=(picture(),))
+    step(runtime, encode=(whole(picture()),))
     runtime.close()
     runtime.close()
     with pytest.raises(AssertionError, match="closed"):
@@ -224,7 +293,7 @@ def test_half_types(runtime):
     rule = TokenRule(forced=5, read_coord=True)
     result = step(
         half,
-        encode=(picture(),),
+        encode=(whole(picture()),),
         prefill=(
             row([0, IMAGE, Coord(0.5), Size(0.1, 0.2), 31], sample=spec(rule)),
             row([0, 32], first_page=20, sample=spec(), sequence_id=1),

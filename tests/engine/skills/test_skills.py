@@ -15,9 +15,29 @@ from kestrel_engine.skills import (
 from kestrel_engine.step import StepToken, TokenRule
 
 
+class State:
+    """A request's control and output, driven as the engine drives them."""
+
+    def __init__(self, control, output):
+        self.control, self.out, self.count = control, output, 0
+
+    def rule(self):
+        return self.control.rule(self.count)
+
+    def consume(self, token):
+        """Updates and the finish reason."""
+        assert self.rule() is not None
+        finish = self.control.accept(token)
+        self.count += 1
+        updates = [] if finish == "stop" else self.out.push(token)
+        return updates + (self.out.finish() if finish else []), finish
+
+
 def start(skill, context, max_tokens=100, settings=None, **arguments):
     request = skill.build(arguments, settings or {}, context)
-    return request, skill.new_state(request, max_tokens, context)
+    return request, State(
+        skill.new_control(request, max_tokens, context), skill.new_output(request, context)
+    )
 
 
 def feed(state, tokens):
@@ -25,10 +45,8 @@ def feed(state, tokens):
     updates, finish = [], None
     for token in tokens:
         assert finish is None, "fed beyond the end"
-        state.rule()
-        advance = state.consume(token)
-        updates += advance.updates
-        finish = advance.finish
+        more, finish = state.consume(token)
+        updates += more
     return updates, finish
 
 
@@ -42,8 +60,8 @@ def test_caption_streams_text_that_joins_to_the_result(moondream3, codec):
     assert finish == "stop"
     assert "".join(u.text for u in updates) == "ein Käfer 🐞"
     assert all("\ufffd" not in u.text for u in updates)
-    assert state.output() == {"caption": "ein Käfer 🐞"}
-    assert 0 not in state.token_ids
+    assert state.out.output() == {"caption": "ein Käfer 🐞"}
+    assert 0 not in state.out.token_ids
 
 
 def test_the_answer_id_is_suppressed_from_the_second_token_on(moondream2, codec):
@@ -56,9 +74,7 @@ def test_the_answer_id_is_suppressed_from_the_second_token_on(moondream2, codec)
 def test_a_character_cut_at_the_limit_still_comes_out(moondream3, codec):
     _, state = start(CaptionSkill(), moondream3)
     updates, _ = feed(state, text(codec, "é")[:1])
-    limit = state.stop_at_limit()
-    assert limit.finish == "length"
-    assert "".join(u.text for u in [*updates, *limit.updates]) == state.output()["caption"]
+    assert "".join(u.text for u in [*updates, *state.out.finish()]) == state.out.output()["caption"]
 
 
 @pytest.mark.parametrize(
@@ -105,8 +121,8 @@ def test_reasoning_grounds_its_chunks_then_answers(moondream3, codec):
     updates, finish = feed(state, tokens)
     assert finish is None
     assert state.rule() == TokenRule(suppressed=(3,))
-    updates += state.consume(StepToken(0)).updates
-    output = state.output()
+    updates += state.consume(StepToken(0))[0]
+    output = state.out.output()
     assert output["answer"] == "2"
     assert output["reasoning"]["text"] == "Two: here"
     assert output["reasoning"]["grounding"] == [
@@ -114,12 +130,12 @@ def test_reasoning_grounds_its_chunks_then_answers(moondream3, codec):
     ]
     assert "".join(u.reasoning for u in updates) == "Two: here"
     assert "".join(u.text for u in updates) == "2"
-    assert state.token_ids == tuple(t.id for t in tokens if t.id != 3)
+    assert state.out.token_ids == tuple(t.id for t in tokens if t.id != 3)
 
 
 def test_end_of_text_is_no_stop_while_reasoning(moondream2, codec):
     _, state = start(QuerySkill(), moondream2, question="q", reasoning=True)
-    assert state.consume(StepToken(0)).finish is None
+    assert state.consume(StepToken(0))[1] is None
     assert state.rule() == TokenRule(suppressed=(0, 6), read_coord=True)
 
 
@@ -130,10 +146,10 @@ def test_reasoning_out_of_tokens_forces_the_answer(moondream3, codec):
     assert request.token_budget == 11
     feed(state, text(codec, "think"))
     assert state.rule() == TokenRule(forced=3)
-    assert state.consume(StepToken(3)).finish is None
+    assert state.consume(StepToken(3))[1] is None
     assert state.rule() == TokenRule()
     updates, finish = feed(state, text(codec, "abcde"))
-    assert (finish, state.output()["answer"]) == ("length", "abcde")
+    assert (finish, state.out.output()["answer"]) == ("length", "abcde")
     assert "".join(u.text for u in updates) == "abcde"
 
 
@@ -141,14 +157,14 @@ def test_point_cycles_x_and_y(moondream3):
     _, state = start(PointSkill(), moondream3, object="cat")
     first = state.rule()
     assert first == TokenRule(otherwise=5, read_coord=True)
-    assert state.consume(StepToken(5, Coord(0.1))).updates == []
+    assert state.consume(StepToken(5, Coord(0.1)))[0] == []
     assert state.rule() == TokenRule(forced=5, read_coord=True)
-    advance = state.consume(StepToken(5, Coord(0.2)))
-    assert [u.object for u in advance.updates] == [{"x": 0.1, "y": 0.2}]
+    updates, _ = state.consume(StepToken(5, Coord(0.2)))
+    assert [u.object for u in updates] == [{"x": 0.1, "y": 0.2}]
     assert state.rule() == TokenRule(allowed=(5, 0), read_coord=True)
-    assert state.consume(StepToken(0)).finish == "stop"
-    assert state.output() == {"points": [{"x": 0.1, "y": 0.2}]}
-    assert state.token_ids == (5, 5)
+    assert state.consume(StepToken(0))[1] == "stop"
+    assert state.out.output() == {"points": [{"x": 0.1, "y": 0.2}]}
+    assert state.out.token_ids == (5, 5)
 
 
 def test_moondream2_decides_over_the_whole_vocabulary_every_time(moondream2):
@@ -164,24 +180,22 @@ def test_detect_adds_a_size_and_ends_at_max_objects(moondream3):
     box = [StepToken(5, Coord(0.5)), StepToken(5, Coord(0.25)), StepToken(6, Size(0.5, 1.0))]
     feed(state, box[:2])
     assert state.rule() == TokenRule(forced=6, read_size=True)
-    advance = state.consume(box[2])
-    assert [u.object for u in advance.updates] == [
+    updates, _ = state.consume(box[2])
+    assert [u.object for u in updates] == [
         {"x_min": 0.25, "y_min": -0.25, "x_max": 0.75, "y_max": 0.75}
     ]
     _, finish = feed(state, box)
     assert finish == "length"
-    assert len(state.output()["objects"]) == 2
+    assert len(state.out.output()["objects"]) == 2
 
 
 def test_segment_streams_the_box_before_the_path(moondream3, codec):
     _, state = start(SegmentSkill(), moondream3, object="cat")
     assert state.rule() == TokenRule(read_coord=True, read_size=True)
-    path = [StepToken(codec.encode(c)[0]) for c in "M"]
     updates, finish = feed(
         state,
         [
-            *path,
-            *[StepToken(codec.encode(c)[0]) for c in "48L"],
+            *[StepToken(codec.encode(c)[0]) for c in "M48L"],
             StepToken(5, Coord(0.5)),
             StepToken(5, Coord(0.5)),
             StepToken(6, Size(0.5, 2.0)),
@@ -194,7 +208,7 @@ def test_segment_streams_the_box_before_the_path(moondream3, codec):
     assert finish == "stop"
     assert updates[0].object == {"x_min": 0.25, "y_min": 0.0, "x_max": 0.75, "y_max": 1.0}
     assert [u.path for u in updates[1:]] == ["M 0.004 0.008", "L 0.009 0"]
-    segment = state.output()["segments"][0]
+    segment = state.out.output()["segments"][0]
     assert segment["svg_path"] == "M 0.004 0.008 L 0.009 0"
     assert segment["bbox"] == updates[0].object
     assert segment["points"] == [{"x": 0.5, "y": 0.5}]
@@ -206,7 +220,7 @@ def test_segment_streams_the_box_before_the_path(moondream3, codec):
 def test_a_path_that_does_not_parse_says_so_and_stays_empty(moondream3, codec):
     _, state = start(SegmentSkill(), moondream3, object="cat")
     feed(state, [*text(codec, "?"), *text(codec, "M"), StepToken(0)])
-    segment = state.output()["segments"][0]
+    segment = state.out.output()["segments"][0]
     assert segment["svg_path"] == ""
     assert "'?'" in segment["parse_error"]
     assert "bbox" not in segment
@@ -269,3 +283,31 @@ def test_the_registry_knows_the_five_and_refuses_doubles():
         registry.get("paint")
     with pytest.raises(ValueError, match="twice"):
         SkillRegistry([QuerySkill(), QuerySkill()])
+
+
+def rules_ahead(control, tokens):
+    """Each rule as it is known one token ahead, or None, and as it is in the end."""
+    ahead = []
+    for index, token in enumerate(tokens):
+        early = control.rule(index + 1)
+        control.accept(token)
+        ahead.append((early, control.rule(index + 1)))
+    return ahead
+
+
+@pytest.mark.parametrize("skill", [CaptionSkill(), PointSkill(), DetectSkill(), SegmentSkill()])
+def test_rules_are_known_ahead_and_do_not_change(moondream3, skill):
+    arguments = {} if skill.name == "caption" else {"object": "cat"}
+    request = skill.build(arguments, {}, moondream3)
+    tokens = [StepToken(5, Coord(0.5)), StepToken(5, Coord(0.5)), StepToken(6, Size(0.1, 0.1))] * 2
+    for early, late in rules_ahead(skill.new_control(request, 50, moondream3), tokens):
+        assert early == late is not None
+
+
+def test_reasoning_waits_for_each_token_and_its_answer_does_not(moondream3, codec):
+    request = QuerySkill().build({"question": "q", "reasoning": True}, {}, moondream3)
+    control = QuerySkill().new_control(request, 50, moondream3)
+    reasoning = rules_ahead(control, [*text(codec, "ab"), StepToken(3)])
+    assert [early for early, _ in reasoning] == [None] * 3
+    answer = rules_ahead(control, text(codec, "cd"))
+    assert all(early == late is not None for early, late in answer)

@@ -1,0 +1,62 @@
+"""What an engine tells those who measure it: one call a step, one a request. Plain values; nothing is computed unless
+somebody listens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from .events import EngineMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEvent:
+    """One step that has come back. Instants: seconds of the monotonic clock; ``…_s``: seconds of the device's work."""
+
+    step_id: int
+    launched_at: float
+    collected_at: float
+    vision_s: float
+    prefill_s: float
+    decode_s: float
+    num_crops: int
+    num_prefill_positions: int
+    num_decode: int
+    request_ids: tuple[str, ...]
+    """Requests that had a row in it."""
+    failed: bool
+    running: int
+    waiting: int
+    pages_free: int
+    pages_cached: int
+    pages_total: int
+    preemptions: int
+    """Since the start, as the next two."""
+    cached_positions: int
+    prompt_positions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestEvent:
+    """One request that has ended. Instants: seconds of the monotonic clock, None where a phase never began."""
+
+    request_id: str
+    skill: str
+    finish_reason: str
+    """"stop", "length" or "cancelled"; "" if it failed."""
+    error: str
+    """Class name of the error, "" if it ended well."""
+    metrics: EngineMetrics
+    accepted_at: float
+    prepared_at: float | None
+    scheduled_at: float | None
+    first_token_at: float | None
+    finished_at: float
+
+
+class Observer(Protocol):
+    """Must be quick and must not raise. ``on_step`` is called on the step thread, the other on the event loop."""
+
+    def on_step(self, event: StepEvent) -> None: ...
+
+    def on_request(self, event: RequestEvent) -> None: ...

@@ -1,0 +1,96 @@
+"""PreparedCache: pictures that were decoded and tiled before, by the bytes they came from.
+
+A byte-identical repeat skips decoding and resizing. Threads that ask for one picture at the same time make it once.
+Bounded by the size of the crops, least recently used out first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from ..requests import PreparedImage
+
+
+class PreparedCache:
+    """Thread-safe. ``max_bytes`` 0 keeps nothing, but still makes a picture once for those who wait together."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._size = 0
+        self._kept: OrderedDict[bytes, PreparedImage] = OrderedDict()
+        self._making: dict[bytes, Future[PreparedImage]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size
+
+    def get(self, source: Any, make: Callable[[], PreparedImage]) -> PreparedImage:
+        """The prepared picture of ``source``, made by ``make`` if it isn't there; waits if another thread makes it.
+
+        Raises what ``make`` raises, to all who wait for it; a failure is not kept.
+        """
+        key = source_key(source)
+        if key is None:
+            return make()
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None:
+                self._kept.move_to_end(key)
+                return kept
+            waiting = self._making.get(key)
+            if waiting is None:
+                mine: Future[PreparedImage] = Future()
+                self._making[key] = mine
+        if waiting is not None:
+            return waiting.result()
+        try:
+            image = make()
+        except BaseException as error:
+            with self._lock:
+                del self._making[key]
+            mine.set_exception(error)
+            raise
+        with self._lock:
+            del self._making[key]
+            self._keep(key, image)
+        mine.set_result(image)
+        return image
+
+    def _keep(self, key: bytes, image: PreparedImage) -> None:
+        if image.crops.nbytes > self._max_bytes:
+            return
+        self._kept[key] = image
+        self._size += image.crops.nbytes
+        while self._size > self._max_bytes:
+            _, dropped = self._kept.popitem(last=False)
+            self._size -= dropped.crops.nbytes
+
+
+def source_key(source: Any) -> bytes | None:
+    """A hash of what the caller gave, or None where telling sources apart would cost as much as decoding them."""
+    digest = hashlib.blake2b(digest_size=16)
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        digest.update(b"bytes")
+        digest.update(source)
+    elif isinstance(source, np.ndarray) and source.dtype == np.uint8:
+        digest.update(repr(("array", source.shape)).encode())
+        digest.update(np.ascontiguousarray(source).data)
+    elif isinstance(source, (str, os.PathLike)):
+        try:
+            status = os.stat(source)
+        except (OSError, ValueError):
+            return None
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        digest.update(repr(("file", os.fspath(source), identity)).encode())
+    else:
+        return None
+    return digest.digest()

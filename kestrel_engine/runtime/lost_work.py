@@ -1,0 +1,42 @@
+"""LostWork: keeps the failure of one step from spreading to steps that were launched before anybody knew of it.
+
+Steps follow one another without waiting, so a later plan may hold rows and crops that build on what a failed step did
+not compute. Their requests are ended by the scheduler as soon as it hears; until then a runtime leaves them out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..requests import ImageBlock
+from ..step import Row, StepPlan
+
+
+class LostWork:
+    """note() a plan that raised; without() cuts what builds on it from the plans that follow."""
+
+    def __init__(self) -> None:
+        self._sequences: set[int] = set()
+        self._pictures: set[str] = set()
+
+    def note(self, plan: StepPlan) -> None:
+        self._sequences |= {row.sequence_id for row in plan.prefill + plan.decode}
+        self._pictures |= {piece.image.key for piece in plan.encode}
+
+    def without(self, plan: StepPlan) -> StepPlan:
+        """The plan without lost rows and crops. A picture that begins again is no longer lost, a sequence never
+        comes back."""
+        self._sequences -= set(plan.ended)
+        self._pictures -= {piece.image.key for piece in plan.encode if piece.first == 0}
+        if not (self._sequences or self._pictures):
+            return plan
+        self._sequences |= {row.sequence_id for row in plan.prefill if self._reads_lost(row)}
+        return replace(
+            plan,
+            encode=tuple(p for p in plan.encode if p.image.key not in self._pictures),
+            prefill=tuple(r for r in plan.prefill if r.sequence_id not in self._sequences),
+            decode=tuple(r for r in plan.decode if r.sequence_id not in self._sequences),
+        )
+
+    def _reads_lost(self, row: Row) -> bool:
+        return any(isinstance(t, ImageBlock) and t.key in self._pictures for t in row.tokens)

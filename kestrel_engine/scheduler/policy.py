@@ -1,0 +1,33 @@
+"""The scheduler's settings, and what it tells about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .budget import StepBudget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerPolicy:
+    """Settings of the policy; the defaults suit a CPU."""
+
+    budget: StepBudget = field(default_factory=StepBudget)
+    prefix_cache: bool = True
+    kept_embeddings: int = 16
+    """Embeddings of pictures kept although nobody needs them now."""
+    aging_s: float = 10.0
+    """Waiting this long is worth one step of priority."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """A snapshot, and counts since the start."""
+
+    running: int
+    waiting: int
+    pages_free: int
+    pages_cached: int
+    pages_total: int
+    preemptions: int
+    cached_positions: int
+    prompt_positions: int

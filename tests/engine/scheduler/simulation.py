@@ -1,0 +1,185 @@
+"""Drives a scheduler against the fake runtime as the loop does, several steps out, checking after every move."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from kestrel_engine.requests import ImageBlock, PreparedImage, SamplingParams
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_engine.scheduler.policy import SchedulerPolicy
+from kestrel_engine.scheduler.scheduler import Scheduler
+from kestrel_engine.scheduler.sequence import Sequence
+from kestrel_engine.step import RuntimeLimits, StepPlan, TokenRule
+
+LIMITS = RuntimeLimits(
+    num_pages=40, page_size=5, max_batch_size=3, max_seq_length=60, vocab_size=1000
+)
+IMAGE_POSITIONS = 9
+"""With the BOS two pages of 5."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A request in a test; ``waits_at``: indices of tokens whose rule is known only after the one before came back."""
+
+    number: int
+    text: tuple[int, ...]
+    max_tokens: int = 4
+    image: str | None = None
+    crops: int = 2
+    priority: int = 1
+    arrived_at: float = 0.0
+    deadline_at: float | None = None
+    namespace: str = ""
+    waits_at: frozenset[int] = frozenset()
+    stops_at: int | None = None
+    """The request ends when token ``stops_at`` has come back, as by an end token."""
+
+    def sequence(self) -> Sequence:
+        image = None
+        if self.image is not None:
+            crops = np.zeros((self.crops, 2, 2, 3), np.uint8)
+            image = PreparedImage(self.image, crops, (1, self.crops - 1), 2, 2)
+        block = () if self.image is None else (ImageBlock(self.image, IMAGE_POSITIONS),)
+        return Sequence(
+            sequence_id=self.number,
+            prompt=(0, *block, *self.text),
+            image=image,
+            sampling=SamplingParams(),
+            rule=TokenRule(),
+            max_tokens=self.max_tokens,
+            namespace=self.namespace,
+            priority=self.priority,
+            arrived_at=self.arrived_at,
+            deadline_at=self.deadline_at,
+        )
+
+
+@dataclass
+class Simulation:
+    """``depth`` steps are out at most. ``tokens``: what came back, by request; ``ended``: requests that are over."""
+
+    limits: RuntimeLimits = LIMITS
+    policy: SchedulerPolicy = field(default_factory=SchedulerPolicy)
+    depth: int = 2
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)
+    now: float = 0.0
+    checked: bool = True
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.limits, self.policy)
+        self.runtime = FakeRuntime(self.limits)
+        self.specs: dict[int, Spec] = {}
+        self.live: dict[int, Sequence] = {}
+        self.out: deque[StepPlan] = deque()
+
+    def add(self, spec: Spec) -> None:
+        self.specs[spec.number] = spec
+        self.live[spec.number] = spec.sequence()
+        self.scheduler.add(self.live[spec.number])
+        self.check()
+
+    def abort(self, number: int) -> None:
+        self.scheduler.abort(number)
+        self.live.pop(number, None)
+        self.ended.add(number)
+        self.check()
+
+    def turn(self, *, fail: bool = False) -> bool:
+        """Launches a step if the pipeline has room, else or besides reads the oldest; False if there was neither."""
+        for number in self.scheduler.expired(self.now):
+            self.abort(number)
+        plan = self.scheduler.schedule(self.now) if len(self.out) < self.depth else None
+        if plan is not None:
+            self.runtime.launch(plan)
+            self.out.append(plan)
+            for row in plan.prefill + plan.decode:
+                if row.sample is not None:
+                    self.resume(row.sequence_id, ahead=True)
+        self.check()
+        if self.out and (plan is None or len(self.out) == self.depth):
+            self.collect(fail)
+            return True
+        return plan is not None
+
+    def collect(self, fail: bool) -> None:
+        plan = self.out.popleft()
+        if fail:
+            self.runtime.fail_next = RuntimeError("scripted")
+        try:
+            result = self.runtime.collect(plan)
+        except RuntimeError:
+            for number in self.scheduler.fail_step(plan):
+                self.failed.add(number)
+                self.live.pop(number)
+            self.check()
+            return
+        for sequence, token in self.scheduler.commit(plan, result):
+            number = sequence.sequence_id
+            self.tokens.setdefault(number, []).append(token.id)
+            stop = self.specs[number].stops_at
+            if sequence.num_sampled in (sequence.max_tokens, stop):
+                self.scheduler.finish(number)
+                del self.live[number]
+                self.ended.add(number)
+            else:
+                self.resume(number, ahead=False)
+        self.check()
+
+    def resume(self, number: int, *, ahead: bool) -> None:
+        sequence = self.live[number]
+        if sequence.rule is not None or sequence.num_planned >= sequence.max_tokens:
+            return
+        if ahead and sequence.num_planned in self.specs[number].waits_at:
+            return
+        self.scheduler.resume(number, TokenRule())
+
+    def drain(self) -> dict[int, list[int]]:
+        turns = 0
+        while self.turn():
+            turns += 1
+            assert turns < 100_000, "no end"
+        assert not self.live, f"left over: {sorted(self.live)}"
+        return self.tokens
+
+    def check(self) -> None:
+        if self.checked:
+            self.scheduler.check()
+
+
+def alone(spec: Spec, limits: RuntimeLimits = LIMITS) -> list[int]:
+    """What a request gives by itself, step by step, with nothing shared or cached."""
+    roomy = replace(limits, num_pages=max(limits.num_pages, 100), max_batch_size=1)
+    simulation = Simulation(roomy, SchedulerPolicy(prefix_cache=False), depth=1)
+    simulation.add(
+        replace(spec, priority=1, arrived_at=0.0, deadline_at=None, waits_at=frozenset())
+    )
+    return simulation.drain()[spec.number]
+
+
+def random_spec(rng: random.Random, number: int, now: float = 0.0) -> Spec:
+    """Texts share prefixes often, pictures repeat, some rules have to wait."""
+    image = rng.choice([None, None, "a", "b", "c"])
+    length = rng.randint(1, 20)
+    stem = rng.choice([100, 100, 200])
+    text = tuple(stem + min(i, 12) for i in range(length))
+    max_tokens = rng.randint(1, 24)
+    return Spec(
+        number,
+        text,
+        max_tokens=max_tokens,
+        image=image,
+        crops=rng.randint(2, 7) if image is None else {"a": 2, "b": 4, "c": 7}[image],
+        priority=rng.randrange(3),
+        arrived_at=now,
+        deadline_at=now + rng.random() * 30 if rng.random() < 0.1 else None,
+        namespace=rng.choice(["", "", "x"]),
+        waits_at=frozenset(rng.sample(range(24), rng.randint(0, 12))),
+        stops_at=rng.randint(1, max_tokens) if rng.random() < 0.5 else None,
+    )

@@ -1,0 +1,173 @@
+"""The prefix cache against an independent brute-force model: a set of cached atom tuples."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kestrel_engine.scheduler.pages import PagePool
+from kestrel_engine.scheduler.prefix_cache import Atom, PrefixCache
+
+
+def atoms(*keys):
+    """Text pages of one page each; a key in capitals is a picture of three pages."""
+    return [Atom(key, 3 if key.isupper() else 1) for key in keys]
+
+
+def filled(num_pages=20):
+    pool = PagePool(num_pages)
+    return pool, PrefixCache(pool)
+
+
+def put(pool, cache, namespace, prefix):
+    """Computes and inserts a prefix as a sequence would, then lets go of it."""
+    pages = pool.allocate(sum(a.num_pages for a in prefix))
+    node = cache.insert(namespace, prefix, pages)
+    pool.release(pages)
+    if node is not None:
+        cache.unlock(node)
+    return pages
+
+
+def test_finds_the_longest_prefix_and_its_pages():
+    pool, cache = filled()
+    pages = put(pool, cache, "n", atoms("P", "a", "b"))
+    match = cache.match("n", atoms("P", "a", "c"))
+    assert (match.num_atoms, match.pages) == (2, pages[:4])
+    assert cache.match("n", atoms("a")).num_atoms == 0
+    assert cache.match("m", atoms("P")).num_atoms == 0
+    cache.unlock(match.node)
+    cache.check()
+
+
+def test_a_picture_is_matched_whole_or_not_at_all():
+    pool, cache = filled()
+    put(pool, cache, "n", atoms("P"))
+    assert cache.match("n", []).num_atoms == 0
+    assert cache.contains("n", atoms("P"))
+    assert not cache.contains("n", atoms("Q"))
+
+
+def test_inserting_again_keeps_the_first_pages():
+    pool, cache = filled()
+    first = put(pool, cache, "n", atoms("a", "b"))
+    put(pool, cache, "n", atoms("a", "b", "c"))
+    assert cache.match("n", atoms("a", "b")).pages == first
+    assert cache.num_pages == 3
+    assert pool.num_free == 17
+
+
+def test_evicts_the_least_recently_used_leaf_and_never_a_locked_one():
+    pool, cache = filled()
+    put(pool, cache, "n", atoms("a", "x"))
+    put(pool, cache, "n", atoms("a", "y"))
+    locked = cache.match("n", atoms("a", "x"))
+    assert cache.num_evictable == 1
+    assert cache.evict(5) == 1
+    assert not cache.contains("n", atoms("a", "y"))
+    cache.unlock(locked.node)
+    assert cache.evict(1) == 1
+    assert cache.contains("n", atoms("a"))
+    assert not cache.contains("n", atoms("a", "x"))
+    cache.check()
+
+
+def test_use_renews():
+    pool, cache = filled()
+    put(pool, cache, "n", atoms("a"))
+    put(pool, cache, "n", atoms("b"))
+    cache.unlock(cache.match("n", atoms("a")).node)
+    cache.evict(1)
+    assert cache.contains("n", atoms("a"))
+    assert not cache.contains("n", atoms("b"))
+
+
+def test_empty_namespaces_go():
+    pool, cache = filled()
+    put(pool, cache, "n", atoms("a", "b"))
+    assert cache.flush() == 2
+    cache.check()
+    assert pool.num_free == pool.num_pages
+
+
+def test_an_unlock_too_many_is_noticed():
+    pool, cache = filled()
+    put(pool, cache, "n", atoms("a"))
+    match = cache.match("n", atoms("a"))
+    cache.unlock(match.node)
+    with pytest.raises(AssertionError, match="once too often"):
+        cache.unlock(match.node)
+
+
+class Model:
+    """What must be cached, kept as plainly as possible: every prefix of what was inserted, with its last use."""
+
+    def __init__(self):
+        self.prefixes: dict[tuple, int] = {}
+        self.locks: list[tuple] = []
+        self.tick = 0
+
+    def use(self, path):
+        self.tick += 1
+        for end in range(2, len(path) + 1):
+            self.prefixes[path[:end]] = self.tick
+
+    def longest(self, path):
+        end = 1
+        while end < len(path) and path[: end + 1] in self.prefixes:
+            end += 1
+        return path[:end]
+
+    def is_locked(self, path):
+        return any(lock[: len(path)] == path for lock in self.locks)
+
+    def leaves(self):
+        inner = {p[:-1] for p in self.prefixes}
+        return [p for p in self.prefixes if p not in inner and not self.is_locked(p)]
+
+    def evict(self, pages):
+        freed = 0
+        while freed < pages and self.leaves():
+            oldest = min(self.leaves(), key=lambda p: self.prefixes[p])
+            del self.prefixes[oldest]
+            freed += 3 if oldest[-1].isupper() else 1
+        return freed
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_agrees_with_the_brute_force_model(data):
+    pool, cache = filled(60)
+    model = Model()
+    held = []
+    keys = st.lists(st.sampled_from(["a", "b", "c", "P"]), min_size=1, max_size=5)
+    for _ in range(data.draw(st.integers(1, 30))):
+        action = data.draw(st.sampled_from(["insert", "match", "unlock", "evict"]))
+        namespace = data.draw(st.sampled_from(["n", "m"]))
+        path = (namespace, *data.draw(keys))
+        if action == "insert":
+            prefix = atoms(*path[1:])
+            if sum(a.num_pages for a in prefix) > pool.num_free:
+                continue
+            put(pool, cache, namespace, prefix)
+            model.use(path)
+        elif action == "match":
+            match = cache.match(namespace, atoms(*path[1:]))
+            expected = model.longest(path)
+            assert match.num_atoms == len(expected) - 1
+            if match.node is not None:
+                model.use(expected)
+                held.append(match.node)
+                model.locks.append(expected)
+        elif action == "unlock" and held:
+            index = data.draw(st.integers(0, len(held) - 1))
+            cache.unlock(held.pop(index))
+            model.locks.pop(index)
+        elif action == "evict":
+            count = data.draw(st.integers(1, 6))
+            assert cache.evict(count) == model.evict(count)
+        cache.check()
+        pool.check()
+        size = sum(3 if p[-1].isupper() else 1 for p in model.prefixes)
+        assert cache.num_pages == size == pool.num_pages - pool.num_free
+        free = sum(3 if p[-1].isupper() else 1 for p in model.prefixes if not model.is_locked(p))
+        assert cache.num_evictable == free

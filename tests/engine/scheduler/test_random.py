@@ -1,0 +1,100 @@
+"""Random arrivals, aborts, deadlines, preemptions, evictions and failures: no page is lost, no token changes."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kestrel_engine.scheduler.budget import StepBudget
+from kestrel_engine.scheduler.policy import SchedulerPolicy
+from tests.engine.scheduler.simulation import LIMITS, Simulation, alone, random_spec
+
+COMPARED: dict[tuple, list[int]] = {}
+
+
+def expected(spec):
+    key = (spec.text, spec.max_tokens, spec.image, spec.stops_at)
+    if key not in COMPARED:
+        COMPARED[key] = alone(spec)
+    return COMPARED[key]
+
+
+def random_simulation(rng, *, checked=True):
+    limits = replace(
+        LIMITS, num_pages=rng.choice([13, 16, 24, 60]), max_batch_size=rng.choice([1, 2, 3, 6])
+    )
+    budget = StepBudget(
+        prefill_positions=rng.choice([3, 12, 50]),
+        crops=rng.choice([1, 3, 9]),
+        idle_scale=rng.choice([1, 4]),
+    )
+    policy = SchedulerPolicy(
+        budget=budget,
+        prefix_cache=rng.random() < 0.7,
+        kept_embeddings=rng.choice([0, 1, 4]),
+        aging_s=rng.choice([1.0, 100.0]),
+    )
+    return Simulation(limits, policy, depth=rng.choice([1, 2, 2, 3]), checked=checked)
+
+
+def run(rng, operations, *, failures=True, checked=True):
+    """Returns the simulation after ``operations`` random moves and a drain, with the requests that were disturbed."""
+    simulation = random_simulation(rng, checked=checked)
+    disturbed, number, done = set(), 0, 0
+    while done < operations:
+        done += 1
+        simulation.now += rng.random()
+        choice = rng.random()
+        if choice < 0.25 and len(simulation.live) < 12:
+            number += 1
+            simulation.add(random_spec(rng, number, simulation.now))
+        elif choice < 0.3 and simulation.live:
+            victim = rng.choice(sorted(simulation.live))
+            disturbed.add(victim)
+            simulation.abort(victim)
+        else:
+            simulation.turn(fail=failures and rng.random() < 0.02)
+    simulation.drain()
+    return simulation, disturbed
+
+
+def check_end(simulation, disturbed):
+    simulation.scheduler.check()
+    stats = simulation.scheduler.stats
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
+    for number, spec in simulation.specs.items():
+        have, want = simulation.tokens.get(number, []), expected(spec)
+        if number in disturbed | simulation.failed or (spec.deadline_at and not have):
+            assert have == want[: len(have)]
+        else:
+            assert have == want, f"request {number} of {spec}"
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.integers(0, 2**32))
+def test_random_histories(seed):
+    check_end(*run(random.Random(seed), 80))
+
+
+@pytest.mark.slow
+def test_no_page_is_lost_in_100_000_operations():
+    total = 0
+    for seed in range(50):
+        simulation, disturbed = run(random.Random(1_000_000 + seed), 2_000, checked=seed % 5 == 0)
+        check_end(simulation, disturbed)
+        total += 2_000
+    assert total == 100_000
+
+
+def test_random_histories_preempt_and_hit_the_cache():
+    """The histories above are of use only if they reach what they are about."""
+    preemptions = hits = 0
+    for seed in range(40):
+        simulation, _ = run(random.Random(seed), 200, checked=False)
+        preemptions += simulation.scheduler.stats.preemptions
+        hits += simulation.scheduler.stats.cached_positions
+    assert preemptions > 20
+    assert hits > 500
