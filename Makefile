@@ -1,6 +1,9 @@
 # `make demo` and `make test` do everything on a fresh machine with Python 3.11+, git and make.
 
-PYTHON ?= $(shell command -v python3.13 || command -v python3.12 || command -v python3.11 || command -v python3)
+# The first Python at hand that is new enough; a name may exist and yet not run (version managers).
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+SHELL := bash
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -13,7 +16,7 @@ help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(INSTALLED): pyproject.toml clients/python/pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=…")'
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e 'clients/python[images,numpy]' -e '.[dev,telemetry]'
 	@touch $@
@@ -50,7 +53,8 @@ imports: $(INSTALLED)
 buf: $(INSTALLED)
 	$(BIN)/buf lint
 	$(BIN)/buf format -d --exit-code
-	$(BIN)/buf breaking --against protos/released.binpb
+	set -o pipefail; $(BIN)/buf build --path protos/kestrel -o -#format=binpb | \
+	  $(BIN)/buf breaking -#format=binpb --against protos/baseline.binpb.gz --exclude-imports
 
 fmt: $(INSTALLED) ## Format the code and the protos
 	$(BIN)/ruff format $(wildcard $(SOURCES))
@@ -59,6 +63,9 @@ fmt: $(INSTALLED) ## Format the code and the protos
 
 protos: ## Generate the Python stubs anew
 	$(PYTHON) clients/python/generate_stubs.py
+
+check-stubs: ## Load the stubs under the oldest and newest protobuf and grpcio (fetches packages)
+	$(PYTHON) clients/python/check_stubs.py
 
 wheels: $(INSTALLED) ## Build the wheels of both distributions into dist/
 	$(BIN)/python -m build -q --outdir dist clients/python

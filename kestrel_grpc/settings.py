@@ -236,7 +236,15 @@ def add_model_flags(
         help="most requests that wait; more get RESOURCE_EXHAUSTED",
     )
     limits.add(
-        "--default-max-tokens",
+        "--max-queue-wait",
+        type=float,
+        metavar="SECONDS",
+        default=_default(RuntimeConfig, "max_queue_wait_s"),
+        shown="as long as the caller waits",
+        help="how long a request may wait before it gets RESOURCE_EXHAUSTED",
+    )
+    limits.add(
+        "--default-max-new-tokens",
         type=whole,
         metavar="N",
         default=_default(RuntimeConfig, "default_max_tokens"),
@@ -264,12 +272,65 @@ def add_model_flags(
         default=_default(ImageLimits, "max_aspect_ratio"),
         help="longest side of a picture over its shortest",
     )
+    _add_schedule_flags(parser, environ)
+
+
+def _add_schedule_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str] | None) -> None:
+    from kestrel_engine import RuntimeConfig
+
+    work = Flags(parser.add_argument_group("caches and steps"), environ)
+    work.add(
+        "--kv-cache-pages",
+        type=whole,
+        metavar="N",
+        shown="max-batch-size full requests, as far as memory allows",
+        help="pages of the KV cache",
+    )
+    work.add(
+        "--prefix-cache",
+        choices=("on", "off"),
+        default="on",
+        help="reuse what was computed for prompts and pictures seen before",
+    )
+    work.add(
+        "--image-cache-bytes",
+        type=size,
+        metavar="SIZE",
+        default=_default(RuntimeConfig, "image_cache_bytes"),
+        shown="256MiB",
+        help="decoded pictures kept in memory for repeats; 0 keeps none",
+    )
+    work.add(
+        "--step-prefill-positions",
+        type=whole,
+        metavar="N",
+        default=_default(RuntimeConfig, "step_prefill_positions"),
+        help="prompt positions a step takes on beside those who decode: less is smoother, more starts sooner",
+    )
+    work.add(
+        "--step-crops",
+        type=whole,
+        metavar="N",
+        default=_default(RuntimeConfig, "step_crops"),
+        help="crops of pictures a step encodes beside those who decode",
+    )
+    work.add(
+        "--step-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=_default(RuntimeConfig, "step_timeout_s"),
+        help="without the end of a step for so long the engine counts as hung",
+    )
 
 
 _FLAG_OF_FIELD = {
     "model_path": "--weights",
     "tokenizer_path": "--tokenizer",
     "cpu_threads": "--threads",
+    "max_queue_wait_s": "--max-queue-wait",
+    "default_max_tokens": "--default-max-new-tokens",
+    "max_queue_wait_s": "--max-queue-wait",
+    "step_timeout_s": "--step-timeout",
     "image_limits.max_bytes": "--max-image-bytes",
     "image_limits.max_pixels": "--max-image-pixels",
     "image_limits.max_aspect_ratio": "--max-image-aspect-ratio",
@@ -291,7 +352,16 @@ def runtime_config(args: argparse.Namespace) -> RuntimeConfig:
             max_batch_size=args.max_batch_size,
             max_seq_length=args.max_seq_length,
             max_queue=args.max_queue,
-            default_max_tokens=args.default_max_tokens,
+            max_queue_wait_s=args.max_queue_wait,
+            kv_cache_pages=args.kv_cache_pages,
+            default_max_tokens=args.default_max_new_tokens,
+            max_queue_wait_s=args.max_queue_wait,
+            kv_cache_pages=args.kv_cache_pages,
+            prefix_cache=args.prefix_cache == "on",
+            image_cache_bytes=args.image_cache_bytes,
+            step_prefill_positions=args.step_prefill_positions,
+            step_crops=args.step_crops,
+            step_timeout_s=args.step_timeout,
             cpu_threads=args.threads,
             seed=args.seed,
             image_limits=ImageLimits(

@@ -40,7 +40,7 @@ def pages_for(runtime: TorchRuntime, positions: int, *, seed: int | None = None)
 
 @dataclass
 class Job:
-    """One request: ``control`` gives the rules, ``output`` makes text and objects; ``tokens`` holds what was sampled."""
+    """One request: ``control`` gives the rules, ``output`` makes text and objects; ``tokens``: what was sampled."""
 
     prompt: Prompt
     control: SkillControl

@@ -87,6 +87,54 @@ async def test_a_request_that_waits_in_the_queue_is_dropped_at_its_deadline(serv
     await all_freed(served)
 
 
+async def test_urgent_requests_are_taken_up_first(serve):
+    served = await serve(slow())
+    running = [
+        asyncio.ensure_future(served.vision.Query(LONG)) for _ in range(LIMITS.max_batch_size)
+    ]
+    while served.engine.num_requests < len(running):
+        await asyncio.sleep(0.005)
+    order = []
+
+    async def ask(name, priority):
+        request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=1))
+        request.options.priority = priority
+        await served.vision.Query(request)
+        order.append(name)
+
+    waiting = []
+    for name, priority in (
+        ("low", common_pb2.PRIORITY_LOW),
+        ("normal", common_pb2.PRIORITY_UNSPECIFIED),
+        ("high", common_pb2.PRIORITY_HIGH),
+    ):
+        waiting.append(asyncio.ensure_future(ask(name, priority)))
+        while served.engine.num_requests < len(running) + len(waiting):
+            await asyncio.sleep(0.005)
+    running[0].cancel()
+    await asyncio.gather(*waiting)
+    assert order == ["high", "normal", "low"]
+    for call in running[1:]:
+        call.cancel()
+    await all_freed(served)
+
+
+async def test_a_request_that_waits_too_long_is_refused_with_a_hint(serve):
+    served = await serve(slow(), max_queue_wait_s=0.1)
+    running = [
+        asyncio.ensure_future(served.vision.Query(LONG)) for _ in range(LIMITS.max_batch_size)
+    ]
+    while served.engine.num_requests < len(running):
+        await asyncio.sleep(0.005)
+    told = await failure(served.vision.Query(LONG))
+    assert told.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert told.reason == "QUEUE_TIMEOUT"
+    assert told.retry_after_s is not None
+    for call in running:
+        call.cancel()
+    await all_freed(served)
+
+
 async def test_a_client_that_vanishes_frees_the_engine(serve):
     served = await serve(slow())
     async with grpc.aio.insecure_channel(

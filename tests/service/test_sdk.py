@@ -125,7 +125,7 @@ async def test_failures_arrive_as_the_sdks_own_errors(serve, golden_images):
 
 
 async def test_leaving_a_stream_early_frees_the_engine(serve):
-    served = await serve(FakeRuntime(LIMITS, lambda fed: 197, step_s=0.005))
+    served = await serve(FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.005))
 
     def leave_early():
         with (

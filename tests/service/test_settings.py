@@ -37,7 +37,7 @@ def test_flags_reach_their_fields():
     server, runtime = configs(
         *("--model", "moondream2", "--weights", "w", "--tokenizer", "t", "--device", "cpu"),
         *("--dtype", "bf16", "--threads", "2", "--seed", "7", "--max-batch-size", "9"),
-        *("--max-seq-length", "900", "--max-queue", "11", "--default-max-tokens", "12"),
+        *("--max-seq-length", "900", "--max-queue", "11", "--default-max-new-tokens", "12"),
         *(
             "--max-image-bytes",
             "1MiB",
@@ -53,6 +53,7 @@ def test_flags_reach_their_fields():
     assert (runtime.device, runtime.dtype) == ("cpu", "bfloat16")
     assert (runtime.cpu_threads, runtime.seed, runtime.max_batch_size) == (2, 7, 9)
     assert (runtime.max_seq_length, runtime.max_queue, runtime.default_max_tokens) == (900, 11, 12)
+    assert (runtime.max_queue_wait_s, runtime.kv_cache_pages) == (2.5, 13)
     limits = runtime.image_limits
     assert (limits.max_bytes, limits.max_pixels, limits.max_aspect_ratio) == (MIB, 1000, 3.0)
     assert server.listen == ("0.0.0.0:1", "unix:/a", "[::1]:2")
@@ -81,6 +82,7 @@ def test_access_log_without_a_format_is_text():
         (["--max-batch-size", "0"], {}, "--max-batch-size=0: must be a whole number of at least 1"),
         (["--device", "tpu"], {}, "--device=tpu"),
         (["--threads", "0"], {}, "--threads=0"),
+        (["--max-queue-wait", "0"], {}, "--max-queue-wait=0"),
         (["--max-image-aspect-ratio", "0.5"], {}, "--max-image-aspect-ratio=0.5"),
         (["--max-message-bytes", "4GiB"], {}, "--max-message-bytes"),
         ([], {"KESTREL_MAX_QUEUE": "many"}, "KESTREL_MAX_QUEUE='many': must be a whole number"),
