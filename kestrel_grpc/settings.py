@@ -237,7 +237,7 @@ def add_model_flags(
     )
     limits.add(
         "--max-queue-wait",
-        type=float,
+        type=_seconds,
         metavar="SECONDS",
         default=_default(RuntimeConfig, "max_queue_wait_s"),
         shown="as long as the caller waits",
@@ -316,7 +316,7 @@ def _add_schedule_flags(parser: argparse.ArgumentParser, environ: Mapping[str, s
     )
     work.add(
         "--step-timeout",
-        type=float,
+        type=_seconds,
         metavar="SECONDS",
         default=_default(RuntimeConfig, "step_timeout_s"),
         help="without the end of a step for so long the engine counts as hung",
@@ -327,9 +327,7 @@ _FLAG_OF_FIELD = {
     "model_path": "--weights",
     "tokenizer_path": "--tokenizer",
     "cpu_threads": "--threads",
-    "max_queue_wait_s": "--max-queue-wait",
     "default_max_tokens": "--default-max-new-tokens",
-    "max_queue_wait_s": "--max-queue-wait",
     "step_timeout_s": "--step-timeout",
     "image_limits.max_bytes": "--max-image-bytes",
     "image_limits.max_pixels": "--max-image-pixels",
@@ -352,11 +350,7 @@ def runtime_config(args: argparse.Namespace) -> RuntimeConfig:
             max_batch_size=args.max_batch_size,
             max_seq_length=args.max_seq_length,
             max_queue=args.max_queue,
-            max_queue_wait_s=args.max_queue_wait,
-            kv_cache_pages=args.kv_cache_pages,
             default_max_tokens=args.default_max_new_tokens,
-            max_queue_wait_s=args.max_queue_wait,
-            kv_cache_pages=args.kv_cache_pages,
             prefix_cache=args.prefix_cache == "on",
             image_cache_bytes=args.image_cache_bytes,
             step_prefill_positions=args.step_prefill_positions,
