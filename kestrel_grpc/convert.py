@@ -32,6 +32,12 @@ _LENGTHS = {
     vision_service_pb2.CAPTION_LENGTH_NORMAL: "normal",
     vision_service_pb2.CAPTION_LENGTH_LONG: "long",
 }
+_PRIORITIES = {
+    common_pb2.PRIORITY_UNSPECIFIED: "normal",
+    common_pb2.PRIORITY_LOW: "low",
+    common_pb2.PRIORITY_NORMAL: "normal",
+    common_pb2.PRIORITY_HIGH: "high",
+}
 _FINISH_REASONS = {
     "stop": common_pb2.FINISH_REASON_STOP,
     "length": common_pb2.FINISH_REASON_LENGTH,
@@ -48,6 +54,7 @@ class SkillCall:
     arguments: Mapping[str, Any]
     settings: Mapping[str, Any]
     model: str | None = None
+    priority: str = "normal"
     mask_format: vision_service_pb2.MaskFormat.ValueType = (
         vision_service_pb2.MASK_FORMAT_UNSPECIFIED
     )
@@ -160,12 +167,7 @@ def _call(
     mask_format: vision_service_pb2.MaskFormat.ValueType = vision_service_pb2.MASK_FORMAT_UNSPECIFIED,
 ) -> SkillCall:
     options = request.options
-    _known(
-        "priority",
-        options.priority,
-        common_pb2.Priority,
-        {number: number for number in common_pb2.Priority.values()},
-    )
+    priority = _known("priority", options.priority, common_pb2.Priority, _PRIORITIES)
     model = options.model if options.HasField("model") else None
     if model is not None and not 1 <= len(model) <= _MAX_MODEL_NAME:
         raise InvalidRequest("model", f"must have 1 to {_MAX_MODEL_NAME} characters")
@@ -176,6 +178,7 @@ def _call(
         arguments=arguments,
         settings={**given, **(settings or {})},
         model=model,
+        priority=priority,
         mask_format=mask_format,
     )
 

@@ -106,12 +106,16 @@ class VisionService(VisionServiceServicer):
 
 
 async def _submit(engine: InferenceEngine, call: SkillCall) -> EngineStream:
+    """With the caller's deadline, so that nothing is computed for a request whose caller has gone."""
+    current = current_call()
     return await engine.submit(
         call.skill,
         call.image,
         call.arguments,
         call.settings,
-        request_id=current_call().request_id,
+        request_id=current.request_id,
+        priority=call.priority,
+        timeout_s=current.context.time_remaining(),
     )
 
 
