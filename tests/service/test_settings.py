@@ -54,6 +54,9 @@ def test_flags_reach_their_fields():
     assert (runtime.cpu_threads, runtime.seed, runtime.max_batch_size) == (2, 7, 9)
     assert (runtime.max_seq_length, runtime.max_queue, runtime.default_max_tokens) == (900, 11, 12)
     assert (runtime.max_queue_wait_s, runtime.kv_cache_pages) == (2.5, 13)
+    assert (runtime.prefix_cache, runtime.image_cache_bytes) == (False, 0)
+    assert (runtime.step_prefill_positions, runtime.step_crops) == (14, 15)
+    assert runtime.step_timeout_s == 16
     limits = runtime.image_limits
     assert (limits.max_bytes, limits.max_pixels, limits.max_aspect_ratio) == (MIB, 1000, 3.0)
     assert server.listen == ("0.0.0.0:1", "unix:/a", "[::1]:2")
