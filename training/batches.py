@@ -30,7 +30,7 @@ from training.questions import draw_question
 from training.render import pack_scene
 from training.scenes import Scene, draw_scene, draw_size
 from training.tiling import PREFIX, View, choose_tiling
-from training.vocabulary import MAX_OBJECTS
+from training.vocabulary import COLOURS, MAX_OBJECTS, MEASURED_COLOURS
 
 TEXT_LENGTH = 395  # packed prompt positions a picture; with the prefix a multiple of 16
 SKILLS: tuple[str, ...] = ("query", "reasoning", "point", "detect", "segment", "caption")
@@ -107,7 +107,7 @@ def draw_prompts(rng: random.Random, writer: PromptWriter, scene: Scene, room: i
             found.append(prompt)
         return fits
 
-    add(writer.caption(scene, rng.choice(LENGTHS)))
+    add(writer.caption(scene, rng.choices(LENGTHS, (4, 3, 3))[0]))
     add(writer.detect(scene, *draw_target(rng, scene)))
     add(writer.point(scene, *draw_target(rng, scene)))
     add(writer.segment(scene, *draw_single(rng, scene)))
@@ -191,7 +191,9 @@ def draw_batch(
     boxes = np.zeros((pictures, MAX_OBJECTS, 4), np.float32)
     labels = np.full((pictures, MAX_OBJECTS, 3), -1, np.int64)
     for row in range(pictures):
-        scene = draw_scene(rng, width, height)
+        scene = draw_scene(
+            rng, width, height, palette=len(COLOURS) if rng.random() < 0.6 else MEASURED_COLOURS
+        )
         arrays.append(pack_scene(scene))
         for i, s in enumerate(scene.shapes):
             boxes[row, i] = s.box

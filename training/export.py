@@ -53,9 +53,9 @@ def export(model: TinyModel, folder: Path) -> None:
         shutil.copyfile(TOKENIZER_FILE, folder / "tokenizer.json")
 
 
-def load_exported(folder: Path) -> TinyModel:
-    """The exported bfloat16 weights in a float32 model."""
-    model = TinyModel()
+def load_exported(folder: Path, model: TinyModel | None = None) -> TinyModel:
+    """The exported bfloat16 weights in a float32 model (by default a new one)."""
+    model = model or TinyModel()
     tensors = load_file(folder / "model.safetensors")
     model.load_state_dict({name.removeprefix("model."): t.float() for name, t in tensors.items()})
     return model.eval()

@@ -116,4 +116,4 @@ def jpeg_round_trip(
     chroma = _through_blocks(chroma, chroma_table, stages).round_().clamp_(-128, 127)
     if subsample:
         chroma = F.interpolate(chroma, scale_factor=2, mode="bilinear", align_corners=False)
-    return stages.join(luma[..., :height, :width], chroma[..., :height, :width])
+    return stages.join(luma, chroma)[..., :height, :width]

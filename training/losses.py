@@ -18,12 +18,12 @@ SKILL_WEIGHTS = {
     "reasoning": 0.5,
     "point": 0.5,
     "detect": 0.5,
-    "segment": 0.25,
-    "caption": 0.3,
+    "segment": 0.35,
+    "caption": 0.35,
 }
 COORD_WEIGHT, SIZE_WEIGHT, BALANCE_WEIGHT = 0.3, 0.2, 0.01
 JITTER = 0.004  # on coordinates fed back during training
-SIGMA_START, SIGMA_END = 20.0, 2.5  # bins
+SIGMA_START, SIGMA_END = 20.0, 2.0  # bins
 
 
 class HelperHead(nn.Module):

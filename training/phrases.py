@@ -116,7 +116,7 @@ def draw_absent(rng: random.Random, scene: Scene, held_out: bool = False) -> Phr
     for _ in range(20):
         near = bool(scene.shapes) and rng.random() < 0.7
         kind = rng.choice(scene.shapes).kind if near else rng.randrange(len(SHAPES))
-        colour = rng.choice(scene.shapes).colour if near else rng.randrange(len(COLOURS))
+        colour = rng.choice(scene.shapes).colour if near else rng.randrange(scene.palette)
         u = rng.random()
         style = rng.randrange(3) if rng.random() < 0.08 else None
         if u < 0.15:

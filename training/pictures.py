@@ -35,6 +35,9 @@ class PictureMaker:
             return torch.compile(function, dynamic=True) if compiled else function
 
         self._paint, self._ground = maybe(paint_shape), maybe(paint_background)
+        if compiled:
+            # One compilation must serve all picture sizes, equal sides or not.
+            torch.fx.experimental._config.use_duck_shape = False
         self._stages = Stages.compiled() if compiled else Stages()
         self._dtype = torch.float16 if compiled else torch.float32
         self._chunk = chunk_pixels
@@ -43,10 +46,11 @@ class PictureMaker:
     def __call__(self, batch: Batch) -> Tensor:
         view, factor = batch.view, batch.spoiling.factor
         largest = view.width * view.height * max(1.0, factor * factor)
-        size = max(1, int(self._chunk / largest))
+        pictures = len(batch.ids)
+        chunks = min(pictures, math.ceil(pictures * largest / self._chunk))
         parts = []
-        for start in range(0, len(batch.ids), size):
-            rows = slice(start, start + size)
+        for chunk in range(chunks):
+            rows = slice(chunk * pictures // chunks, (chunk + 1) * pictures // chunks)
             pixels = self._draw(batch, rows)
             pixels = self._spoil(pixels, batch.spoiling, rows)
             parts.append(normalise(crops(pixels, view)))
@@ -55,13 +59,14 @@ class PictureMaker:
     def _draw(self, batch: Batch, rows: slice) -> Tensor:
         """Whole grey levels [b, 3, H, W], drawn at ``factor`` times the size and rescaled."""
         view, factor = batch.view, batch.spoiling.factor
-        shapes, lines, background = batch.shapes[rows], batch.lines[rows], batch.background[rows]
+        shapes, lines, background = (
+            part[rows].clone() for part in (batch.shapes, batch.lines, batch.background)
+        )
         width, height = view.width, view.height
         if factor != 1.0:
             width, height = round(view.width * factor), round(view.height * factor)
             fx, fy = width / view.width, height / view.height
             f = math.sqrt(fx * fy)
-            shapes, lines, background = shapes.clone(), lines.clone(), background.clone()
             for column, scale in ((0, fx), (1, fy), (2, f), (13, f), (14, f)):
                 shapes[:, :, column] *= scale
             lines[:, :, :5] *= f

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from training.captions import LENGTHS, caption
 from training.paths import path_tokens
-from training.phrases import Phrase, draw_absent, draw_present, refer
+from training.phrases import Phrase, draw_absent, draw_present, refer, with_article
 from training.questions import Question
 from training.scenes import Scene, Shape
 from training.tokenizer import path_token_text
@@ -149,7 +149,7 @@ class PromptWriter:
         return prompt
 
     def reasoning(self, question: Question, scene: Scene) -> Prompt:
-        """I see [words, points] and [words, points]. -> answer"""
+        """I see [a red circle, point] and [blue stars, points]. -> answer"""
         prompt = self.ask_reasoning(question)
         prompt.text(self.encode("I see"))
         for number, (words, indices) in enumerate(question.steps):
@@ -158,7 +158,8 @@ class PromptWriter:
             if not indices:
                 prompt.text(self.encode(" nothing" if words == "nothing" else f" no {words}"))
                 continue
-            prompt.text([GROUND_START, *self.encode(f" {words}")])
+            named = with_article(words) if len(indices) == 1 else words
+            prompt.text([GROUND_START, *self.encode(f" {named}")])
             for i in indices:
                 self._point(prompt, scene, scene.shapes[i])
             prompt.text([GROUND_END])

@@ -178,7 +178,7 @@ def render(
     canvas = torch.zeros(len(shapes), 3, height, width, device=device, dtype=dtype)
     canvas = ground(canvas, xs, ys, background, lines)
     for i in range(shapes.shape[1]):
-        canvas = paint(canvas, xs, ys, shapes[:, i])
+        canvas = paint(canvas, xs, ys, shapes[:, i].clone())
     return canvas.clamp(0, 1) * 255
 
 

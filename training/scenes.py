@@ -14,7 +14,14 @@ from functools import cached_property
 
 from training.shapes import DEFAULT_TILT, LIMB, QUARTERS, TILT, geometry, unit_bounds
 from training.tiling import View
-from training.vocabulary import COLOUR_RANGES, COLOURS, HELD_OUT, MAX_OBJECTS, SHAPES
+from training.vocabulary import (
+    COLOUR_RANGES,
+    COLOURS,
+    HELD_OUT,
+    MAX_OBJECTS,
+    MEASURED_COLOURS,
+    SHAPES,
+)
 
 Rgb = tuple[float, float, float]
 
@@ -109,6 +116,7 @@ class Scene:
     lines: tuple[Line, ...]
     shapes: tuple[Shape, ...]
     order: tuple[int, ...]
+    palette: int = MEASURED_COLOURS  # how many of COLOURS it draws from
 
     @cached_property
     def view(self) -> View:
@@ -136,7 +144,7 @@ def stripe_gap(colour: int, rgb: Rgb) -> Rgb:
         return 0.45, 0.45, 0.45
     if name == "black":
         return 0.55, 0.55, 0.55
-    light = name in ("yellow", "pink", "orange")
+    light = name in ("yellow", "pink", "orange", "lime", "cyan", "magenta")
     target, share = (0.0, 0.5) if light else (1.0, 0.6)
     r, g, b = (c + (target - c) * share for c in rgb)
     return r, g, b
@@ -199,10 +207,10 @@ class _Candidate:
 
 
 def _draw_candidates(
-    rng: random.Random, count: int, background: Background, held_out: bool
+    rng: random.Random, count: int, background: Background, held_out: bool, palette: int
 ) -> list[_Candidate]:
     kinds = list(range(len(SHAPES)))
-    colours = list(range(len(COLOURS)))
+    colours = list(range(palette))
     if rng.random() < 0.45:
         kinds = rng.sample(kinds, rng.randint(1, 3))
     if rng.random() < 0.45:
@@ -331,16 +339,22 @@ def draw_count(rng: random.Random) -> int:
 
 
 def draw_scene(
-    rng: random.Random, width: int, height: int, count: int | None = None, held_out: bool = False
+    rng: random.Random,
+    width: int,
+    height: int,
+    count: int | None = None,
+    held_out: bool = False,
+    palette: int = MEASURED_COLOURS,
 ) -> Scene:
     """A random scene of that size. Fewer than ``count`` objects result where no more fit.
 
     held_out: the scene holds at least one of the pairs that training never shows (else none).
+    palette: how many of COLOURS may occur; beyond the measured ones only in training.
     """
     view = View.of(width, height)
     background = draw_background(rng)
     wanted = draw_count(rng) if count is None else count
-    candidates = _draw_candidates(rng, wanted, background, held_out)
+    candidates = _draw_candidates(rng, wanted, background, held_out, palette)
     limit = rng.uniform(0.05, MAX_OVERLAP) if rng.random() < 0.3 else 0.0
     placed = _place(rng, view, candidates, limit)
     placed.sort(key=lambda item: item[1][0] + item[1][2])
@@ -368,6 +382,5 @@ def draw_scene(
         )
     order = list(range(len(shapes)))
     rng.shuffle(order)
-    return Scene(
-        width, height, background, _draw_lines(rng, width, height), tuple(shapes), tuple(order)
-    )
+    lines = _draw_lines(rng, width, height)
+    return Scene(width, height, background, lines, tuple(shapes), tuple(order), palette)

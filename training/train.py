@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from training import checkpoints
 from training.batches import Batch, StepData
-from training.export import export
+from training.export import export, load_exported
 from training.losses import JITTER, HelperHead, loss_of, run
 from training.model import TinyModel
 from training.muon import Muon
@@ -56,7 +56,9 @@ def parse_arguments() -> argparse.Namespace:
         "--warm", type=float, default=0.15, help="share of the run with mostly one-crop pictures"
     )
     p.add_argument("--seed", type=int, default=1, help="another seed, other scenes")
-    p.add_argument("--resume", type=Path, help="folder of checkpoint pieces to start from")
+    p.add_argument(
+        "--resume", type=Path, help="folder of checkpoint pieces, or of an export, to start from"
+    )
     p.add_argument(
         "--out",
         type=Path,
@@ -188,7 +190,9 @@ def main() -> None:
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     torch.manual_seed(args.seed)
     model, helper = TinyModel().to(device), HelperHead(256).to(device)
-    if args.resume:
+    if args.resume and (args.resume / "model.safetensors").exists():
+        load_exported(args.resume, model)
+    elif args.resume:
         state = checkpoints.load(args.resume)
         model.load_state_dict(state["model"])
         helper.load_state_dict(state["helper"])
@@ -198,11 +202,15 @@ def main() -> None:
     torch.manual_seed(args.seed * 1000 + rank)
     if not args.eager:
         compile_blocks(model)
-    muon = Muon(model, args.muon_lr)
+    muon = Muon(model, args.muon_lr, decay=args.decay)
     owned = {id(p) for p in muon.parameters}
     others = [p for p in (*model.parameters(), *helper.parameters()) if id(p) not in owned]
     adam = torch.optim.AdamW(
-        others, args.adam_lr, betas=(0.9, 0.95), weight_decay=0.05, fused=args.device == "cuda"
+        others,
+        args.adam_lr,
+        betas=(0.9, 0.95),
+        weight_decay=args.decay,
+        fused=args.device == "cuda",
     )
     everything = [*muon.parameters, *others]
     maker = PictureMaker(compiled=not args.eager)

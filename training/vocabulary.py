@@ -16,6 +16,8 @@ SHAPES: tuple[str, ...] = (
 )
 PLURALS: tuple[str, ...] = tuple("crosses" if s == "cross" else s + "s" for s in SHAPES)
 
+# The measured colours, and eight more that only training scenes hold: they surround the measured ones, so that a
+# colour has to be told apart from its neighbours on every shape, also where the pair itself is held out.
 COLOURS: tuple[str, ...] = (
     "red",
     "orange",
@@ -27,7 +29,16 @@ COLOURS: tuple[str, ...] = (
     "brown",
     "black",
     "white",
+    "lime",
+    "teal",
+    "cyan",
+    "navy",
+    "olive",
+    "maroon",
+    "magenta",
+    "gray",
 )
+MEASURED_COLOURS = 10
 
 # Hue (degrees, may wrap below zero), saturation and value ranges that count as each colour.
 COLOUR_RANGES: dict[str, tuple[tuple[float, float], tuple[float, float], tuple[float, float]]] = {
@@ -41,6 +52,14 @@ COLOUR_RANGES: dict[str, tuple[tuple[float, float], tuple[float, float], tuple[f
     "brown": ((14, 31), (0.58, 0.88), (0.34, 0.56)),
     "black": ((0, 360), (0.0, 0.3), (0.0, 0.12)),
     "white": ((0, 360), (0.0, 0.03), (0.95, 1.0)),
+    "lime": ((68, 86), (0.7, 1.0), (0.85, 1.0)),
+    "teal": ((160, 178), (0.7, 1.0), (0.35, 0.6)),
+    "cyan": ((180, 196), (0.6, 1.0), (0.85, 1.0)),
+    "navy": ((215, 240), (0.7, 1.0), (0.22, 0.42)),
+    "olive": ((52, 68), (0.6, 1.0), (0.32, 0.5)),
+    "maroon": ((-12, 2), (0.65, 1.0), (0.32, 0.54)),
+    "magenta": ((304, 316), (0.78, 1.0), (0.86, 1.0)),
+    "gray": ((0, 360), (0.0, 0.05), (0.4, 0.65)),
 }
 
 STYLES: tuple[str, ...] = ("solid", "outlined", "striped")
