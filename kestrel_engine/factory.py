@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .config import RuntimeConfig
-from .errors import ConfigError
+from .errors import ConfigError, InsufficientMemoryError
 from .info import EngineInfo
 from .model_config import ModelConfig
 from .runtime.protocol import Runtime
@@ -56,6 +56,7 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
     opened = open_model(config, progress=progress)
     model = opened.config
     page_size = _page_size(config, model)
+    _check_pool(config, model, page_size)
     codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=model.text.vocab_size)
     loaded = load_weights(opened, dtype=dtype, device=device, progress=progress)
     page_bytes = bytes_per_page(model.text, page_size, dtype)
@@ -131,6 +132,22 @@ def _page_size(config: RuntimeConfig, model: ModelConfig) -> int:
     return config.page_size
 
 
+def _check_pool(config: RuntimeConfig, model: ModelConfig, page_size: int) -> None:
+    """Raises ConfigError for sizes that can't hold a picture and a token."""
+    prefix = model.image_prefix
+    if config.max_seq_length is not None and config.max_seq_length <= prefix:
+        raise ConfigError(
+            "max_seq_length",
+            config.max_seq_length,
+            f"must exceed the image prefix of {prefix} positions",
+        )
+    pages = config.kv_cache_pages
+    if pages is not None and pages * page_size <= prefix:
+        raise ConfigError(
+            "kv_cache_pages", pages, f"of {page_size} positions can't hold a picture of {prefix}"
+        )
+
+
 def _pool(
     config: RuntimeConfig,
     model: ModelConfig,
@@ -140,22 +157,15 @@ def _pool(
 ) -> tuple[int, int]:
     """(pages, longest sequence). By default every batch place can hold a full sequence, as far as memory allows."""
     longest = config.max_seq_length or model.text.max_context
-    if longest <= model.image_prefix:
-        raise ConfigError(
-            "max_seq_length",
-            longest,
-            f"must exceed the image prefix of {model.image_prefix} positions",
-        )
     per_sequence = -(-longest // page_size)
     pages = config.kv_cache_pages
     if pages is None:
         pages = per_sequence * config.max_batch_size
         if available is not None:
-            pages = min(pages, max(1, int(available * POOL_SHARE) // page_bytes))
-    if pages * page_size <= model.image_prefix:
-        raise ConfigError(
-            "kv_cache_pages",
-            pages,
-            f"of {page_size} positions can't hold a picture of {model.image_prefix}",
-        )
+            pages = min(pages, int(available * POOL_SHARE) // page_bytes)
+        if pages * page_size <= model.image_prefix:
+            raise InsufficientMemoryError(
+                f"{available} bytes are left beside the weights; half of them hold {pages} pages of the KV cache, and "
+                f"a picture takes {model.image_prefix // page_size} pages of {page_bytes} bytes"
+            )
     return pages, min(longest, pages * page_size)
