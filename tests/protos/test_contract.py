@@ -14,12 +14,21 @@ from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from kestrel_client._pb.kestrel.client.internal import wire_pb2
-from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2, vision_service_pb2
+from kestrel_client._pb.kestrel.v1 import (
+    common_pb2,
+    image_service_pb2,
+    model_service_pb2,
+    vision_service_pb2,
+)
 
 REPOSITORY = Path(__file__).parents[2]
-FILES = [module.DESCRIPTOR for module in (common_pb2, vision_service_pb2, model_service_pb2)]
+FILES = [
+    module.DESCRIPTOR
+    for module in (common_pb2, vision_service_pb2, image_service_pb2, model_service_pb2)
+]
 VISION = vision_service_pb2.DESCRIPTOR.services_by_name["VisionService"]
 SKILLS = ("Query", "Caption", "Point", "Detect", "Segment")
+TAKES_A_PICTURE = (*SKILLS, "Analyze", "RunSkill")
 MESSAGES: dict[str, Descriptor] = {
     name: message for file in FILES for name, message in file.message_types_by_name.items()
 }
@@ -89,10 +98,13 @@ def test_reflection_shows_clean_names_and_no_foreign_files() -> None:
     assert [file.name for file in FILES] == [
         "kestrel/v1/common.proto",
         "kestrel/v1/vision_service.proto",
+        "kestrel/v1/image_service.proto",
         "kestrel/v1/model_service.proto",
     ]
     for file in FILES:
-        assert all(d.name.startswith("kestrel/v1/") for d in file.dependencies)
+        # Struct comes with protobuf itself; nothing else is foreign.
+        foreign = {d.name for d in file.dependencies if not d.name.startswith("kestrel/v1/")}
+        assert foreign <= {"google/protobuf/struct.proto"}
         assert file.package == "kestrel.v1"
 
 
@@ -104,7 +116,8 @@ def test_python_names_are_below_the_client() -> None:
 
 
 def test_all_methods_are_there() -> None:
-    assert [m.name for m in VISION.methods] == [*SKILLS, *(f"Stream{s}" for s in SKILLS)]
+    several = ["Analyze", "StreamAnalyze", "RunSkill", "StreamSkill"]
+    assert [m.name for m in VISION.methods] == [*SKILLS, *(f"Stream{s}" for s in SKILLS), *several]
     for method in VISION.methods:
         assert method.server_streaming == method.name.startswith("Stream")
         assert not method.client_streaming
@@ -112,14 +125,20 @@ def test_all_methods_are_there() -> None:
         assert method.output_type.name == f"{method.name}Response"
     models = model_service_pb2.DESCRIPTOR.services_by_name["ModelService"]
     assert [m.name for m in models.methods] == ["ListModels", "GetModel", "GetServerInfo"]
+    images = image_service_pb2.DESCRIPTOR.services_by_name["ImageService"]
+    assert [m.name for m in images.methods] == ["PutImage", "UploadImage", "DeleteImage"]
+    assert [m.client_streaming for m in images.methods] == [False, True, False]
+    assert {m.GetOptions().idempotency_level for m in images.methods} == {
+        descriptor_pb2.MethodOptions.IDEMPOTENT
+    }
     no_side_effects = descriptor_pb2.MethodOptions.NO_SIDE_EFFECTS
     assert {m.GetOptions().idempotency_level for m in models.methods} == {no_side_effects}
 
 
-@pytest.mark.parametrize("skill", SKILLS)
+@pytest.mark.parametrize("skill", [*SKILLS, "RunSkill"])
 def test_every_result_tells_the_same(skill: str) -> None:
     fields = MESSAGES[f"{skill}Response"].fields_by_number
-    assert {number: fields[number].name for number in range(10, 17)} == {
+    assert {number: fields[number].name for number in range(10, 18)} == {
         10: "finish_reason",
         11: "usage",
         12: "timings",
@@ -127,6 +146,7 @@ def test_every_result_tells_the_same(skill: str) -> None:
         14: "request_id",
         15: "image_size",
         16: "seed",
+        17: "image_id",
     }
     request = MESSAGES[f"{skill}Request"].fields_by_number
     assert {n: request[n].name for n in (1, 10, 11)} == {1: "image", 10: "sampling", 11: "options"}
@@ -154,6 +174,43 @@ def test_every_stream_has_the_same_shape(skill: str) -> None:
     assert request.message_type is MESSAGES[f"{skill}Request"]
 
 
+@pytest.mark.parametrize("skill", SKILLS)
+def test_a_task_has_the_fields_of_the_method_with_their_numbers(skill: str) -> None:
+    """All but picture and options, which the call has once."""
+    task, request = MESSAGES[f"{skill}Task"], MESSAGES[f"{skill}Request"]
+    theirs = [f for f in request.fields if f.name not in ("image", "options")]
+    shape = [(f.name, f.number, f.type, f.has_presence, f.is_repeated) for f in theirs]
+    assert [(f.name, f.number, f.type, f.has_presence, f.is_repeated) for f in task.fields] == shape
+    outcome = MESSAGES["TaskResult"].fields_by_name[skill.lower()]
+    assert outcome.message_type is MESSAGES[f"{skill}Response"]
+
+
+@pytest.mark.parametrize("skill", TAKES_A_PICTURE)
+def test_picture_and_options_stand_in_the_same_place(skill: str) -> None:
+    fields = MESSAGES[f"{skill}Request"].fields_by_number
+    assert (fields[1].name, fields[11].name) == ("image", "options")
+    assert MESSAGES[f"{skill}Response"].fields_by_name["image_id"].number == 17
+
+
+@pytest.mark.parametrize(("stream", "final"), [("Analyze", "Analyze"), ("Skill", "RunSkill")])
+def test_streams_of_any_skill_number_their_events_alike(stream: str, final: str) -> None:
+    message = MESSAGES[f"Stream{stream}Response"]
+    numbers = {f.name: f.number for f in message.oneofs_by_name["event"].fields}
+    numbers.pop("task_final", None)
+    assert numbers == {
+        "started": 2,
+        "text_delta": 3,
+        "reasoning_delta": 4,
+        "point": 5,
+        "path_piece": 6,
+        "final": 7,
+        "box": 8,
+    }
+    assert message.fields_by_name["final"].message_type is MESSAGES[f"{final}Response"]
+    request = MESSAGES[f"Stream{stream}Request"].fields_by_name["request"]
+    assert request.message_type is MESSAGES[f"{final}Request"]
+
+
 def test_every_tunable_has_presence() -> None:
     tunables: list[FieldDescriptor] = list(MESSAGES["Sampling"].fields)
     tunables += [MESSAGES["QueryRequest"].fields_by_name["reasoning"]]
@@ -165,7 +222,6 @@ def test_every_tunable_has_presence() -> None:
 @pytest.mark.parametrize(
     ("message", "numbers", "name"),
     [
-        ("Image", [3], "image_id"),
         ("Point", [3], "score"),
         ("Box", [5], "score"),
         ("RequestOptions", [4], "adapter"),

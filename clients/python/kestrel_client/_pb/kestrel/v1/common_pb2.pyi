@@ -125,10 +125,15 @@ class Image(_message.Message):
 
     ENCODED_FIELD_NUMBER: _builtins.int
     RAW_FIELD_NUMBER: _builtins.int
+    IMAGE_ID_FIELD_NUMBER: _builtins.int
     encoded: _builtins.bytes
     """A whole encoded file: JPEG, PNG, WebP, TIFF, GIF (its first frame), and AVIF or HEIC where the server has them
     (ServerCapabilities.image_formats). The format is told from the bytes. EXIF orientation is applied, transparency
     dropped, 16 bit reduced to 8. Limits on bytes, pixels and aspect ratio: ServerLimits. At least 1 byte.
+    """
+    image_id: _builtins.str
+    """Id of a picture that the server has: from PutImage, UploadImage, or the `image_id` of an earlier result. One that
+    is unknown, or no longer kept, gives NOT_FOUND (reason IMAGE_NOT_FOUND): send the picture again. See ImageService.
     """
     @_builtins.property
     def raw(self) -> Global___RawImage:
@@ -139,12 +144,13 @@ class Image(_message.Message):
         *,
         encoded: _builtins.bytes = ...,
         raw: Global___RawImage | None = ...,
+        image_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["encoded", b"encoded", "raw", b"raw", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["encoded", b"encoded", "image_id", b"image_id", "raw", b"raw", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoded", b"encoded", "raw", b"raw", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoded", b"encoded", "image_id", b"image_id", "raw", b"raw", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["encoded", "raw"]  # noqa: Y015
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["encoded", "raw", "image_id"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
 
@@ -382,15 +388,23 @@ class RequestOptions(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's name for the request, for logs, traces and the result: 1 to 128 visible ASCII characters (! to ~).
     Default: the call's `x-request-id` metadata, else the server makes one.
     """
     priority: Global___Priority.ValueType
-    """How urgent the request is compared with others that wait. Default: normal."""
+    """How urgent the request is compared with others that wait; waiting raises it, so that none waits forever. A request
+    whose deadline passes while it waits is dropped without any computation. Default: normal.
+    """
     model: _builtins.str
     """Name of the model that must answer (Model.name). 1 to 512 characters; one that isn't served gives NOT_FOUND.
     Default: the server's default model (GetServerInfoResponse.default_model).
+    """
+    cache_salt: _builtins.str
+    """What was computed for earlier requests (of pictures and prompts) is reused among requests with the same salt only,
+    so that callers with salts of their own can't tell from timings what others ask. At most 128 bytes of UTF-8.
+    Default: empty, a salt like any other.
     """
     def __init__(
         self,
@@ -398,15 +412,20 @@ class RequestOptions(_message.Message):
         request_id: _builtins.str | None = ...,
         priority: Global___Priority.ValueType = ...,
         model: _builtins.str | None = ...,
+        cache_salt: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_request_id", b"_request_id", "model", b"model", "request_id", b"request_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "model", b"model", "request_id", b"request_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_request_id", b"_request_id", "model", b"model", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "model", b"model", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
     _WhichOneofReturnType__request_id: _TypeAlias = _typing.Literal["request_id"]  # noqa: Y015
     _WhichOneofArgType__request_id: _TypeAlias = _typing.Literal["_request_id", b"_request_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
     @_typing.overload

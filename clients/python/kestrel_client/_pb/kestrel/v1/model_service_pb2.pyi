@@ -179,7 +179,9 @@ class Model(_message.Message):
     """Whether it can answer now."""
     @_builtins.property
     def skills(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Skills that it has, out of "query", "caption", "point", "detect" and "segment", in this order."""
+        """Skills that it has: out of "query", "caption", "point", "detect" and "segment", in this order, and then those that
+        the server was given besides, which RunSkill runs.
+        """
 
     def __init__(
         self,
@@ -322,6 +324,8 @@ class ServerLimits(_message.Message):
     DEFAULT_MAX_OBJECTS_FIELD_NUMBER: _builtins.int
     DEFAULT_TEMPERATURE_FIELD_NUMBER: _builtins.int
     DEFAULT_TOP_P_FIELD_NUMBER: _builtins.int
+    IMAGE_STORE_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_ANALYZE_TASKS_FIELD_NUMBER: _builtins.int
     max_message_bytes: _builtins.int
     """Most bytes of one message, in either direction; at least 1. A client's own limit may be lower: gRPC's usual one is
     4 MiB for what it receives.
@@ -348,6 +352,10 @@ class ServerLimits(_message.Message):
     """Temperature of query and caption when a request names none; in [0, 100]."""
     default_top_p: _builtins.float
     """top_p of query and caption when a request names none; in (0, 1]."""
+    image_store_bytes: _builtins.int
+    """Most bytes of pictures that are kept for later requests to name (ImageService); 0 if none are."""
+    max_analyze_tasks: _builtins.int
+    """Most tasks of one Analyze; at least 1."""
     def __init__(
         self,
         *,
@@ -363,10 +371,12 @@ class ServerLimits(_message.Message):
         default_max_objects: _builtins.int = ...,
         default_temperature: _builtins.float = ...,
         default_top_p: _builtins.float = ...,
+        image_store_bytes: _builtins.int = ...,
+        max_analyze_tasks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_max_objects", b"default_max_objects", "default_max_tokens", b"default_max_tokens", "default_temperature", b"default_temperature", "default_top_p", b"default_top_p", "max_batch_size", b"max_batch_size", "max_context_positions", b"max_context_positions", "max_image_aspect_ratio", b"max_image_aspect_ratio", "max_image_bytes", b"max_image_bytes", "max_image_pixels", b"max_image_pixels", "max_message_bytes", b"max_message_bytes", "max_queue", b"max_queue", "max_text_bytes", b"max_text_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_max_objects", b"default_max_objects", "default_max_tokens", b"default_max_tokens", "default_temperature", b"default_temperature", "default_top_p", b"default_top_p", "image_store_bytes", b"image_store_bytes", "max_analyze_tasks", b"max_analyze_tasks", "max_batch_size", b"max_batch_size", "max_context_positions", b"max_context_positions", "max_image_aspect_ratio", b"max_image_aspect_ratio", "max_image_bytes", b"max_image_bytes", "max_image_pixels", b"max_image_pixels", "max_message_bytes", b"max_message_bytes", "max_queue", b"max_queue", "max_text_bytes", b"max_text_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -388,7 +398,7 @@ class ServerCapabilities(_message.Message):
     """Whether spatial_refs are taken."""
     @_builtins.property
     def skills(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Skills of the models served, out of "query", "caption", "point", "detect" and "segment", in this order."""
+        """Skills of the models served, as in Model.skills."""
 
     @_builtins.property
     def image_formats(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

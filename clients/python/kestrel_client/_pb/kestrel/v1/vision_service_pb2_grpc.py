@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class VisionServiceStub:
-    """The skills of the model. Every method may be retried: none changes anything on the server.
+    """The skills of the model. Every method may be retried: none changes anything on the server but its caches.
     """
 
     def __init__(self, channel):
@@ -86,10 +86,30 @@ class VisionServiceStub:
                 request_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSegmentRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSegmentResponse.FromString,
                 _registered_method=True)
+        self.Analyze = channel.unary_unary(
+                '/kestrel.v1.VisionService/Analyze',
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.AnalyzeRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.AnalyzeResponse.FromString,
+                _registered_method=True)
+        self.StreamAnalyze = channel.unary_stream(
+                '/kestrel.v1.VisionService/StreamAnalyze',
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamAnalyzeRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamAnalyzeResponse.FromString,
+                _registered_method=True)
+        self.RunSkill = channel.unary_unary(
+                '/kestrel.v1.VisionService/RunSkill',
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.RunSkillRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.RunSkillResponse.FromString,
+                _registered_method=True)
+        self.StreamSkill = channel.unary_stream(
+                '/kestrel.v1.VisionService/StreamSkill',
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSkillRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSkillResponse.FromString,
+                _registered_method=True)
 
 
 class VisionServiceServicer:
-    """The skills of the model. Every method may be retried: none changes anything on the server.
+    """The skills of the model. Every method may be retried: none changes anything on the server but its caches.
     """
 
     def Query(self, request, context):
@@ -162,6 +182,36 @@ class VisionServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Analyze(self, request, context):
+        """Does several tasks on one picture at once; the picture is sent, decoded and encoded a single time. A task that fails
+        tells so in its own result and leaves the others alone; what is wrong with the picture or with the request as a
+        whole fails the call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamAnalyze(self, request, context):
+        """Analyze, with the events of all tasks as they happen.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RunSkill(self, request, context):
+        """Runs any skill of the model by name (Model.skills), also one that this interface has no method for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamSkill(self, request, context):
+        """RunSkill, with the events of the skill as they happen.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VisionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -215,6 +265,26 @@ def add_VisionServiceServicer_to_server(servicer, server):
                     request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSegmentRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSegmentResponse.SerializeToString,
             ),
+            'Analyze': grpc.unary_unary_rpc_method_handler(
+                    servicer.Analyze,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.AnalyzeRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.AnalyzeResponse.SerializeToString,
+            ),
+            'StreamAnalyze': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamAnalyze,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamAnalyzeRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamAnalyzeResponse.SerializeToString,
+            ),
+            'RunSkill': grpc.unary_unary_rpc_method_handler(
+                    servicer.RunSkill,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.RunSkillRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.RunSkillResponse.SerializeToString,
+            ),
+            'StreamSkill': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamSkill,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSkillRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSkillResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'kestrel.v1.VisionService', rpc_method_handlers)
@@ -224,7 +294,7 @@ def add_VisionServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class VisionService:
-    """The skills of the model. Every method may be retried: none changes anything on the server.
+    """The skills of the model. Every method may be retried: none changes anything on the server but its caches.
     """
 
     @staticmethod
@@ -487,6 +557,114 @@ class VisionService:
             '/kestrel.v1.VisionService/StreamSegment',
             kestrel_dot_v1_dot_vision__service__pb2.StreamSegmentRequest.SerializeToString,
             kestrel_dot_v1_dot_vision__service__pb2.StreamSegmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Analyze(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.VisionService/Analyze',
+            kestrel_dot_v1_dot_vision__service__pb2.AnalyzeRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.AnalyzeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamAnalyze(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kestrel.v1.VisionService/StreamAnalyze',
+            kestrel_dot_v1_dot_vision__service__pb2.StreamAnalyzeRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.StreamAnalyzeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RunSkill(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.VisionService/RunSkill',
+            kestrel_dot_v1_dot_vision__service__pb2.RunSkillRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.RunSkillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamSkill(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kestrel.v1.VisionService/StreamSkill',
+            kestrel_dot_v1_dot_vision__service__pb2.StreamSkillRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.StreamSkillResponse.FromString,
             options,
             channel_credentials,
             insecure,
