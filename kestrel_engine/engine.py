@@ -19,6 +19,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from .calls import SkillCalls
 from .config import RuntimeConfig
 from .delivery import Delivery, DeliveryThread, Finished
@@ -422,9 +424,11 @@ class InferenceEngine(SkillCalls):
             self._idle.set()
 
     async def _warm_up(self) -> None:
-        """One short text request through the whole path: lazy initialisation is paid before the first caller."""
+        """A text and a blank picture through the whole path: lazy initialisation is paid before the first caller."""
         settings = {"max_tokens": 2, "temperature": 0.0}
+        side = self._built.model.vision.crop_size
         await self.query(question="ready?", settings=settings)
+        await self.caption(np.zeros((side, side, 3), np.uint8), settings=settings)
 
 
 def _checked_request_id(request_id: str | None) -> str:
