@@ -214,6 +214,12 @@ class InferenceEngine(SkillCalls):
         self._loop.submit(Work(request_id, sequence, control, output, timings, queue_limited))
         return stream
 
+    async def prepare_image(self, image: Any, *, timeout_s: float | None = None) -> PreparedImage:
+        """Checks, decodes and tiles a picture ahead of the requests that will be about it, which take the result as
+        their ``image``. Raises ImageError, InvalidRequest, EngineOverloaded, DeadlineExceeded, EngineClosed."""
+        self._check_admission()
+        return await self._prepare(image, RequestTimings(accepted_at=time.monotonic()), timeout_s)
+
     async def shutdown(self, *, grace_s: float = 10.0) -> None:
         """Takes no more requests, lets the running ones end for up to ``grace_s`` seconds, fails the rest with
         EngineClosed, and frees the model. Idempotent."""
@@ -271,6 +277,8 @@ class InferenceEngine(SkillCalls):
     async def _prepare(
         self, image: Any, timings: RequestTimings, timeout_s: float | None
     ) -> PreparedImage:
+        if isinstance(image, PreparedImage):
+            return image
         self._preparing += 1
         self._idle.clear()
         try:
@@ -425,7 +433,7 @@ class InferenceEngine(SkillCalls):
 
     async def _warm_up(self) -> None:
         """A text and a blank picture through the whole path: lazy initialisation is paid before the first caller."""
-        settings = {"max_tokens": 2, "temperature": 0.0}
+        settings = {"max_tokens": 2, "temperature": 0.0, "seed": 0}
         side = self._built.model.vision.crop_size
         await self.query(question="ready?", settings=settings)
         await self.caption(np.zeros((side, side, 3), np.uint8), settings=settings)
