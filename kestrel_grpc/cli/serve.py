@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from kestrel_engine import ConfigError, InferenceEngine, ModelLoadError, RuntimeConfig
+from kestrel_engine import ConfigError, InferenceEngine, KestrelError, RuntimeConfig
 
 from .. import __version__
 from ..addresses import AddressError, close_address
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(str(error)) from None
     except ConfigError as error:
         raise SettingsError(config_error_line(error.field, error.value, error.limit)) from None
-    except ModelLoadError as error:
+    except KestrelError as error:  # The model can't be loaded, or failed its warm-up.
         raise CommandError(str(error)) from None
     return 0
 
