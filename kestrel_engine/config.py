@@ -99,6 +99,8 @@ class RuntimeConfig:
     """Decoded and tiled pictures kept in memory, by the bytes they came from; 0 keeps none. One takes 1 to 6 MB."""
     default_max_tokens: int = 768
     """Tokens generated when a request names no max_tokens; shrinks to the room that is left."""
+    max_new_tokens: int | None = None
+    """Most tokens that one request may ask for. Default: as many as its context has room for."""
     default_temperature: float = 0.2
     """For query and caption; point, detect and segment are greedy."""
     default_top_p: float = 0.9
@@ -130,6 +132,7 @@ class RuntimeConfig:
             ("page_size", 1),
             ("kv_cache_pages", 1),
             ("cpu_threads", 1),
+            ("max_new_tokens", 1),
         ):
             value = getattr(self, name)
             if value is not None:

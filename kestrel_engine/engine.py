@@ -315,8 +315,13 @@ class InferenceEngine(SkillCalls):
                 f"{request.max_tokens} exceeds the {room} positions left after a prompt of {prompt_positions} "
                 f"in a context of {self._limits.max_seq_length}",
             )
+        most = self._config.max_new_tokens
+        if most is not None and (request.max_tokens or 0) > most:
+            raise InvalidRequest(
+                "max_tokens", f"{request.max_tokens} exceeds this engine's limit of {most}"
+            )
         wanted = request.token_budget or request.max_tokens or self._context.defaults.max_tokens
-        return min(wanted, room)
+        return min(wanted, room, most or room)
 
     def _seed(self, request: SkillRequest) -> int:
         if request.seed is not None:

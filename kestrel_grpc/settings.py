@@ -42,6 +42,8 @@ class ServerConfig:
     """Addresses, TCP and unix. Loopback by default: there is no authentication yet."""
     max_message_bytes: int = 64 * MIB
     """Of one message, either way: the largest picture allowed (32 MiB) and raw pixels of a 20 megapixel one."""
+    image_store_bytes: int = 256 * MIB
+    """Pictures kept for requests that name them by id; 0 keeps none."""
     grace_s: float = 30.0
     """How long running requests may go on once the server is told to stop. Kubernetes' own default."""
     access_log: Literal["off", "text", "json"] = "off"
@@ -127,6 +129,14 @@ def add_server_flags(
         help="largest message, either way",
     )
     flags.add(
+        "--image-store-bytes",
+        type=size,
+        metavar="SIZE",
+        default=_default(ServerConfig, "image_store_bytes"),
+        shown="256MiB",
+        help="pictures kept for requests that name them by id, unused ones dropped first; 0 keeps none",
+    )
+    flags.add(
         "--grace",
         type=_seconds,
         metavar="SECONDS",
@@ -159,6 +169,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
     return ServerConfig(
         listen=listen or (DEFAULT_ADDRESS,),
         max_message_bytes=args.max_message_bytes,
+        image_store_bytes=args.image_store_bytes,
         grace_s=args.grace,
         access_log=args.access_log,
         log_level=args.log_level,
@@ -242,6 +253,13 @@ def add_model_flags(
         default=_default(RuntimeConfig, "max_queue_wait_s"),
         shown="as long as the caller waits",
         help="how long a request may wait before it gets RESOURCE_EXHAUSTED",
+    )
+    limits.add(
+        "--max-new-tokens",
+        type=whole,
+        metavar="N",
+        shown="what the context has room for",
+        help="most tokens that one request may ask for",
     )
     limits.add(
         "--default-max-new-tokens",
@@ -353,6 +371,7 @@ def runtime_config(args: argparse.Namespace) -> RuntimeConfig:
             max_queue=args.max_queue,
             max_queue_wait_s=args.max_queue_wait,
             kv_cache_pages=args.kv_cache_pages,
+            max_new_tokens=args.max_new_tokens,
             default_max_tokens=args.default_max_new_tokens,
             prefix_cache=args.prefix_cache == "on",
             image_cache_bytes=args.image_cache_bytes,

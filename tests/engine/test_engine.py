@@ -388,6 +388,15 @@ async def test_requests_that_do_not_fit_are_refused_with_the_numbers(make_engine
     assert (await engine.query(PICTURE, "what?")).metrics.output_tokens <= 209
 
 
+async def test_a_request_may_not_ask_for_more_tokens_than_the_engine_gives(make_engine):
+    engine = make_engine(max_new_tokens=10)
+    with pytest.raises(InvalidRequest, match="11 exceeds this engine's limit of 10"):
+        await engine.query(question="a", settings={"max_tokens": 11})
+    assert (
+        await engine.query(question="a", settings={"temperature": 0})
+    ).metrics.output_tokens <= 10
+
+
 @pytest.mark.parametrize(
     ("call", "error", "field"),
     [
