@@ -133,7 +133,7 @@ def test_what_is_no_size(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["127.0.0.1:0", "localhost:50051", "[::]:65535", "unix:/tmp/x", "unix:x", "my-host:1"]
+    "text", ["127.0.0.1:0", "localhost:50051", "[::]:65535", "unix:/run/x", "unix:x", "my-host:1"]
 )
 def test_addresses(text):
     assert parse_address(text) == text
