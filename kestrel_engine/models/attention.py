@@ -38,18 +38,38 @@ class Span:
     causal: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Single queries of several sequences that begin with the same pages: these are read once for all of them.
+
+    ``queries`` [n] int64: their places in the flat batch. ``shared``: slots of the positions that all have in common.
+    ``own`` [n, longest] int64: slots of each one's further positions, then any that hold numbers; ``unseen``
+    [n, 1, longest] bool: which those are.
+    """
+
+    queries: Tensor
+    shared: slice | Tensor
+    own: Tensor
+    unseen: Tensor
+
+
 class PagedAttention:
-    """Scaled dot product attention, span by span, over keys and values gathered from pages.
+    """Scaled dot product attention, span by span and group by group, over keys and values gathered from pages.
 
     ``key_pool``/``value_pool``: [layers, num_slots, heads, head_dim]. ``slots``: [num_tokens] int64, where each token
     of the batch is stored.
     """
 
     def __init__(
-        self, key_pool: Tensor, value_pool: Tensor, slots: Tensor, spans: list[Span]
+        self,
+        key_pool: Tensor,
+        value_pool: Tensor,
+        slots: Tensor,
+        spans: list[Span],
+        groups: list[Group],
     ) -> None:
         self._keys, self._values = key_pool, value_pool
-        self._slots, self._spans = slots, spans
+        self._slots, self._spans, self._groups = slots, spans, groups
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self._keys[layer], self._values[layer]
@@ -63,6 +83,8 @@ class PagedAttention:
                 assert span.slots is not None, "a span needs fresh keys or slots"
                 seen_k, seen_v = _gather(keys, span.slots), _gather(values, span.slots)
             out[span.queries] = _attend(q[span.queries], seen_k, seen_v, span)
+        for group in self._groups:
+            out[group.queries] = _attend_group(q[group.queries], keys, values, group)
         return out
 
 
@@ -81,3 +103,27 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
         is_causal=span.causal,
     )
     return attended.squeeze(0).transpose(0, 1)
+
+
+def _attend_group(q: Tensor, keys: Tensor, values: Tensor, group: Group) -> Tensor:
+    """One softmax over shared and own positions, in float32; ``q`` [n, heads, head_dim], in and out."""
+    n, heads, size = q.shape
+    # [heads, positions, head_dim]; and one [positions, head_dim] for each of n * heads.
+    shared_k, shared_v = (_gather(p, group.shared).float().transpose(0, 1) for p in (keys, values))
+    own_k, own_v = (_gather_heads(p, group.own).float() for p in (keys, values))
+    q32 = q.float() * size**-0.5
+    of_shared = (q32.transpose(0, 1) @ shared_k.mT).transpose(0, 1)
+    of_own = (q32.view(n * heads, 1, size) @ own_k.mT).view(n, heads, -1)
+    scores = torch.cat([of_shared, of_own.masked_fill_(group.unseen, -torch.inf)], dim=-1)
+    weights = scores.softmax(dim=-1)
+    num_shared = of_shared.shape[-1]
+    attended = (weights[..., :num_shared].transpose(0, 1) @ shared_v).transpose(0, 1)
+    on_own = weights[..., num_shared:].reshape(n * heads, 1, -1)
+    return (attended + (on_own @ own_v).view(n, heads, size)).to(q.dtype)
+
+
+def _gather_heads(pool: Tensor, slots: Tensor) -> Tensor:
+    """[n, positions] slots of ``pool`` [num_slots, heads, head_dim] -> [n * heads, positions, head_dim]."""
+    _, heads, size = pool.shape
+    places = slots[:, None] * heads + torch.arange(heads, device=slots.device)[:, None]
+    return pool.view(-1, size).index_select(0, places.flatten()).view(-1, slots.shape[1], size)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..models.attention import PagedAttention, Span
+from ..models.attention import Group, PagedAttention, Span
 from ..models.moondream import Moondream
 from ..requests import Coord, ImageBlock, Size, Token, num_positions
 from ..step import Previous, Row
 from .kv_cache import KvCache
+from .shared_beginning import SharedBeginning, find_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,18 @@ def build_batch(
     spans: list[Span] = []
     last: list[int] = []
     begin = 0
-    for row in rows:
+    groups, grouped = find_groups(rows, cache.page_size)
+    for index, row in enumerate(rows):
         count = num_positions(known(row))
         assert count, f"sequence {row.sequence_id}: a row without tokens"
         end = row.start + count
-        seen = cache.slots(row.page_table, end)
-        slots.append(_indices(seen)[row.start :])
         positions.append(torch.arange(row.start, end))
-        spans += _spans(row, begin, seen, model)
+        if index in grouped:
+            slots.append(torch.tensor([cache.slot(row.page_table, row.start)]))
+        else:
+            seen = cache.slots(row.page_table, end)
+            slots.append(_indices(seen)[row.start :])
+            spans += _spans(row, begin, seen, model)
         inputs.add(row, begin)
         begin += count
         last.append(begin - 1)
@@ -56,7 +61,11 @@ def build_batch(
         positions=torch.cat(positions).to(device),
         last=torch.tensor(last, device=device),
         attention=PagedAttention(
-            cache.keys, cache.values, torch.cat([s.to(device) for s in slots]), spans
+            cache.keys,
+            cache.values,
+            torch.cat([s.to(device) for s in slots]),
+            spans,
+            [_group(group, last, cache) for group in groups],
         ),
     )
 
@@ -103,6 +112,28 @@ class _Inputs:
             assert len(embedding) == block.num_positions, (len(embedding), block.num_positions)
             x[place : place + block.num_positions] = embedding
         return x
+
+
+def _group(shared: SharedBeginning, last: list[int], cache: KvCache) -> Group:
+    """``last``: each row's place in the batch."""
+    device, size = cache.keys.device, cache.page_size
+    begin = shared.num_pages * size
+    counts = [row.start + 1 - begin for row in shared.rows]
+    longest = max(counts)
+    # Padding repeats the row's newest slot: it holds finite numbers, as slots that nobody wrote may not.
+    slots = [cache.slot(row.page_table, row.start) for row in shared.rows]
+    tables = [row.page_table[shared.num_pages :] for row in shared.rows]
+    most = max(map(len, tables))
+    pages = torch.tensor([[*table, *[0] * (most - len(table))] for table in tables])
+    own = (pages[:, :, None] * size + torch.arange(size)).flatten(1)[:, :longest]
+    unseen = torch.arange(longest) >= torch.tensor(counts)[:, None]
+    own = torch.where(unseen, torch.tensor(slots)[:, None], own)
+    return Group(
+        queries=torch.tensor([last[i] for i in shared.indices], device=device),
+        shared=cache.slots(shared.rows[0].page_table, begin),
+        own=own.to(device),
+        unseen=unseen[:, None].to(device),
+    )
 
 
 def known(row: Row) -> tuple[Token, ...]:

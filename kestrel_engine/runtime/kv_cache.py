@@ -28,6 +28,11 @@ class KvCache:
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
 
+    def slot(self, page_table: tuple[int, ...], position: int) -> int:
+        """The slot of one position."""
+        page, offset = divmod(position, self.page_size)
+        return page_table[page] * self.page_size + offset
+
     def slots(self, page_table: tuple[int, ...], end: int) -> slice | Tensor:
         """Slots of positions 0 up to ``end``, on the device; a slice if the pages lie in order."""
         size = self.page_size
