@@ -46,8 +46,9 @@ def parse_arguments() -> argparse.Namespace:
     p.add_argument("--lr", type=float, default=1.0, help="multiplies both learning rates")
     p.add_argument("--muon-lr", type=float, default=2e-3)
     p.add_argument("--adam-lr", type=float, default=1e-3)
+    p.add_argument("--decay", type=float, default=0.05, help="weight decay")
     p.add_argument(
-        "--start",
+        "--annealed",
         type=float,
         default=0.0,
         help="progress 0..1 at which annealed parts of the loss start",
@@ -226,7 +227,7 @@ def main() -> None:
     for step in range(args.max_steps):
         if step % 20 == 0 and clock.update(device) >= 1.0:
             break
-        annealed = args.start + (1 - args.start) * clock.progress
+        annealed = args.annealed + (1 - args.annealed) * clock.progress
         rate = learning_rate(clock.progress, step) * args.lr
         muon.lr = args.muon_lr * rate
         for group in adam.param_groups:
