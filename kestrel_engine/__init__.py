@@ -36,6 +36,7 @@ from .events import EngineMetrics, EngineResult, FinishReason, StreamUpdate
 from .info import EngineInfo
 from .observer import Observer, RequestEvent, StepEvent
 from .preprocess.images import FORMATS as IMAGE_FORMATS
+from .requests import PreparedImage
 from .skills.base import SkillSpec
 from .skills.registry import SkillRegistry
 from .stream import EngineStream
@@ -65,6 +66,7 @@ __all__ = [
     "ModelLoadError",
     "ModelNotFoundError",
     "Observer",
+    "PreparedImage",
     "QueueTimeout",
     "RequestError",
     "RequestEvent",

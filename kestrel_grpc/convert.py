@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from kestrel_engine import EngineMetrics, EngineResult, InvalidRequest, StreamUp
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _MAX_MODEL_NAME = 512
+_MAX_SALT_BYTES = 128
 
 _BYTES_PER_PIXEL = {
     common_pb2.PIXEL_FORMAT_UNSPECIFIED: 3,
@@ -38,6 +39,12 @@ _PRIORITIES = {
     common_pb2.PRIORITY_NORMAL: "normal",
     common_pb2.PRIORITY_HIGH: "high",
 }
+_PRIORITIES = {
+    common_pb2.PRIORITY_UNSPECIFIED: "normal",
+    common_pb2.PRIORITY_LOW: "low",
+    common_pb2.PRIORITY_NORMAL: "normal",
+    common_pb2.PRIORITY_HIGH: "high",
+}
 _FINISH_REASONS = {
     "stop": common_pb2.FINISH_REASON_STOP,
     "length": common_pb2.FINISH_REASON_LENGTH,
@@ -45,73 +52,152 @@ _FINISH_REASONS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class ImageId:
+    """Names a picture that was sent before."""
+
+    value: str
+
+
+ImageSource: TypeAlias = bytes | np.ndarray | ImageId
+"""Encoded bytes, [height, width(, channels)] uint8 RGB(A), or the name of either."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """How a request is handled, in the engine's terms."""
+
+    model: str | None = None
+    priority: str = "normal"
+    cache_salt: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkillCall:
-    """One request in the engine's terms. ``image``: encoded bytes, or [height, width(, channels)] uint8 RGB(A)."""
+    """One request in the engine's terms."""
 
     skill: str
-    image: bytes | np.ndarray | None
+    image: ImageSource | None
     arguments: Mapping[str, Any]
     settings: Mapping[str, Any]
-    model: str | None = None
+    options: CallOptions = CallOptions()
     priority: str = "normal"
     mask_format: vision_service_pb2.MaskFormat.ValueType = (
         vision_service_pb2.MASK_FORMAT_UNSPECIFIED
     )
 
 
-class Request(Protocol):
-    """What all five requests share."""
+class HasImage(Protocol):
+    """A request with a picture."""
 
     @property
     def image(self) -> common_pb2.Image: ...
+    def HasField(self, field_name: Any, /) -> bool: ...
+
+
+class Request(HasImage, Protocol):
+    """What the five skills' requests share."""
+
     @property
     def sampling(self) -> common_pb2.Sampling: ...
     @property
     def options(self) -> common_pb2.RequestOptions: ...
-    def HasField(self, field_name: Any, /) -> bool: ...
+
+
+Fields = Mapping[str, Any]
+"""A skill's own arguments, or its settings besides sampling."""
 
 
 def query_call(request: vision_service_pb2.QueryRequest) -> SkillCall:
-    arguments = {
-        "question": request.question,
-        "reasoning": request.reasoning,
-        "spatial_refs": spatial_refs(request.spatial_refs),
-    }
     image = image_source(request.image) if request.HasField("image") else None
-    return _call("query", request, image, arguments)
+    return _call("query", request, image, query_arguments(request))
 
 
 def caption_call(request: vision_service_pb2.CaptionRequest) -> SkillCall:
-    length = _known("length", request.length, vision_service_pb2.CaptionLength, _LENGTHS)
-    return _call("caption", request, _required_image(request), {"length": length})
+    return _call("caption", request, required_image(request), caption_arguments(request))
 
 
 def point_call(request: vision_service_pb2.PointRequest) -> SkillCall:
-    arguments = {"object": request.object, "spatial_refs": spatial_refs(request.spatial_refs)}
-    return _call("point", request, _required_image(request), arguments, _max_objects(request))
+    image = required_image(request)
+    return _call("point", request, image, point_arguments(request), max_objects(request))
 
 
 def detect_call(request: vision_service_pb2.DetectRequest) -> SkillCall:
-    arguments = {"object": request.object}
-    return _call("detect", request, _required_image(request), arguments, _max_objects(request))
+    image = required_image(request)
+    return _call("detect", request, image, detect_arguments(request), max_objects(request))
 
 
 def segment_call(request: vision_service_pb2.SegmentRequest) -> SkillCall:
+    image, mask = required_image(request), mask_format(request)
+    return _call("segment", request, image, segment_arguments(request), mask_format=mask)
+
+
+# The same fields, with the same names and numbers, are in a skill's own request and in its task of Analyze.
+
+
+def query_arguments(
+    fields: vision_service_pb2.QueryRequest | vision_service_pb2.QueryTask,
+) -> Fields:
+    return {
+        "question": fields.question,
+        "reasoning": fields.reasoning,
+        "spatial_refs": spatial_refs(fields.spatial_refs),
+    }
+
+
+def caption_arguments(
+    fields: vision_service_pb2.CaptionRequest | vision_service_pb2.CaptionTask,
+) -> Fields:
+    return {"length": _known("length", fields.length, vision_service_pb2.CaptionLength, _LENGTHS)}
+
+
+def point_arguments(
+    fields: vision_service_pb2.PointRequest | vision_service_pb2.PointTask,
+) -> Fields:
+    return {"object": fields.object, "spatial_refs": spatial_refs(fields.spatial_refs)}
+
+
+def detect_arguments(
+    fields: vision_service_pb2.DetectRequest | vision_service_pb2.DetectTask,
+) -> Fields:
+    return {"object": fields.object}
+
+
+def segment_arguments(
+    fields: vision_service_pb2.SegmentRequest | vision_service_pb2.SegmentTask,
+) -> Fields:
+    return {"object": fields.object, "spatial_refs": spatial_refs(fields.spatial_refs)}
+
+
+def max_objects(
+    fields: vision_service_pb2.PointRequest
+    | vision_service_pb2.PointTask
+    | vision_service_pb2.DetectRequest
+    | vision_service_pb2.DetectTask,
+) -> Fields:
+    return {"max_objects": fields.max_objects} if fields.HasField("max_objects") else {}
+
+
+def mask_format(
+    fields: vision_service_pb2.SegmentRequest | vision_service_pb2.SegmentTask,
+) -> vision_service_pb2.MaskFormat.ValueType:
     formats = {number: number for number in vision_service_pb2.MaskFormat.values()}
-    mask = _known("mask_format", request.mask_format, vision_service_pb2.MaskFormat, formats)
-    arguments = {"object": request.object, "spatial_refs": spatial_refs(request.spatial_refs)}
-    return _call("segment", request, _required_image(request), arguments, mask_format=mask)
+    known: vision_service_pb2.MaskFormat.ValueType = _known(
+        "mask_format", fields.mask_format, vision_service_pb2.MaskFormat, formats
+    )
+    return known
 
 
-def image_source(image: common_pb2.Image) -> bytes | np.ndarray:
+def image_source(image: common_pb2.Image) -> ImageSource:
     """Encoded bytes as they are; raw pixels as an array that shares the message's memory. Raises InvalidRequest."""
     source = image.WhichOneof("source")
     if source == "encoded":
         return image.encoded
     if source == "raw":
         return _raw_pixels(image.raw)
-    raise InvalidRequest("image", "holds no picture: set encoded or raw")
+    if source == "image_id":
+        return ImageId(image.image_id)
+    raise InvalidRequest("image", "holds no picture: set encoded or raw, or image_id")
 
 
 def _raw_pixels(raw: common_pb2.RawImage) -> np.ndarray:
@@ -144,9 +230,8 @@ def spatial_refs(refs: Sequence[common_pb2.SpatialRef]) -> list[tuple[float, ...
     return values
 
 
-def request_id(request: Request) -> str | None:
-    """The caller's id from the request, None if it names none. Raises InvalidRequest."""
-    options = request.options
+def request_id(options: common_pb2.RequestOptions) -> str | None:
+    """The caller's id, None if it names none. Raises InvalidRequest."""
     if not options.HasField("request_id"):
         return None
     if not valid_request_id(options.request_id):
@@ -158,41 +243,47 @@ def valid_request_id(text: str) -> bool:
     return _REQUEST_ID.fullmatch(text) is not None
 
 
-def _call(
-    skill: str,
-    request: Request,
-    image: bytes | np.ndarray | None,
-    arguments: Mapping[str, Any],
-    settings: Mapping[str, Any] | None = None,
-    mask_format: vision_service_pb2.MaskFormat.ValueType = vision_service_pb2.MASK_FORMAT_UNSPECIFIED,
-) -> SkillCall:
-    options = request.options
+def call_options(options: common_pb2.RequestOptions) -> CallOptions:
+    """Raises InvalidRequest."""
     priority = _known("priority", options.priority, common_pb2.Priority, _PRIORITIES)
     model = options.model if options.HasField("model") else None
     if model is not None and not 1 <= len(model) <= _MAX_MODEL_NAME:
         raise InvalidRequest("model", f"must have 1 to {_MAX_MODEL_NAME} characters")
-    given = {descriptor.name: value for descriptor, value in request.sampling.ListFields()}
-    return SkillCall(
-        skill=skill,
-        image=image,
-        arguments=arguments,
-        settings={**given, **(settings or {})},
-        model=model,
-        priority=priority,
-        mask_format=mask_format,
-    )
+    salt = options.cache_salt
+    if (size := len(salt.encode())) > _MAX_SALT_BYTES:
+        raise InvalidRequest(
+            "cache_salt", f"has {size} UTF-8 bytes, the limit is {_MAX_SALT_BYTES}"
+        )
+    return CallOptions(model=model, priority=priority, cache_salt=salt)
 
 
-def _required_image(request: Request) -> bytes | np.ndarray:
+def sampling_settings(sampling: common_pb2.Sampling) -> dict[str, Any]:
+    """The fields that are set, by name."""
+    return {descriptor.name: value for descriptor, value in sampling.ListFields()}
+
+
+def required_image(request: HasImage) -> ImageSource:
     if not request.HasField("image"):
         raise InvalidRequest("image", "is required")
     return image_source(request.image)
 
 
-def _max_objects(
-    request: vision_service_pb2.PointRequest | vision_service_pb2.DetectRequest,
-) -> dict[str, int]:
-    return {"max_objects": request.max_objects} if request.HasField("max_objects") else {}
+def _call(
+    skill: str,
+    request: Request,
+    image: ImageSource | None,
+    arguments: Fields,
+    settings: Fields | None = None,
+    mask_format: vision_service_pb2.MaskFormat.ValueType = vision_service_pb2.MASK_FORMAT_UNSPECIFIED,
+) -> SkillCall:
+    return SkillCall(
+        skill=skill,
+        image=image,
+        arguments=arguments,
+        settings={**sampling_settings(request.sampling), **(settings or {})},
+        options=call_options(request.options),
+        mask_format=mask_format,
+    )
 
 
 def _known(name: str, number: int, enum: Any, meanings: Mapping[Any, Any]) -> Any:
@@ -219,7 +310,7 @@ def query_response(result: EngineResult, image_positions: int) -> vision_service
             ],
         )
     return vision_service_pb2.QueryResponse(
-        answer=output["answer"], reasoning=reasoning, **_shared(result, image_positions)
+        answer=output["answer"], reasoning=reasoning, **shared_fields(result, image_positions)
     )
 
 
@@ -227,14 +318,14 @@ def caption_response(
     result: EngineResult, image_positions: int
 ) -> vision_service_pb2.CaptionResponse:
     return vision_service_pb2.CaptionResponse(
-        caption=result.output["caption"], **_shared(result, image_positions)
+        caption=result.output["caption"], **shared_fields(result, image_positions)
     )
 
 
 def point_response(result: EngineResult, image_positions: int) -> vision_service_pb2.PointResponse:
     return vision_service_pb2.PointResponse(
         points=[point(found) for found in result.output["points"]],
-        **_shared(result, image_positions),
+        **shared_fields(result, image_positions),
     )
 
 
@@ -243,7 +334,7 @@ def detect_response(
 ) -> vision_service_pb2.DetectResponse:
     return vision_service_pb2.DetectResponse(
         objects=[box(found) for found in result.output["objects"]],
-        **_shared(result, image_positions),
+        **shared_fields(result, image_positions),
     )
 
 
@@ -256,7 +347,7 @@ def segment_response(
         svg_path=segment["svg_path"],
         box=box(segment["bbox"]) if "bbox" in segment else None,
         parse_error=segment.get("parse_error"),
-        **_shared(result, image_positions),
+        **shared_fields(result, image_positions),
     )
 
 
@@ -301,8 +392,8 @@ def timings(metrics: EngineMetrics) -> common_pb2.Timings:
     )
 
 
-def _shared(result: EngineResult, image_positions: int) -> dict[str, Any]:
-    """The fields that every response has."""
+def shared_fields(result: EngineResult, image_positions: int) -> dict[str, Any]:
+    """The fields that every response has, but for image_id, which the service's store gives."""
     size = result.image_size
     metrics = result.metrics
     return {

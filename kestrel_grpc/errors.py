@@ -18,6 +18,8 @@ from grpc_status import rpc_status
 
 import kestrel_engine as engine
 
+from .image_store import ImageNotFound, ImagesNotKept
+
 DOMAIN = "kestrel.v1"
 """The domain of every ErrorInfo: reasons are unique within it."""
 
@@ -29,6 +31,22 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 class ModelNotReady(engine.KestrelError):
     """The model is still loading, could not be loaded, or the server is shutting down."""
+
+
+class SkillNotFound(engine.RequestError):
+    """The request names a skill that the model doesn't have."""
+
+
+class UploadsFull(engine.EngineOverloaded):
+    """Unfinished uploads hold as much memory as they may."""
+
+
+class LocatedError(Exception):
+    """``error``, whose field has ``path`` in the request, where the engine's own name of it doesn't tell."""
+
+    def __init__(self, error: engine.RequestError, path: str) -> None:
+        super().__init__(f"{path}: {error.message}")
+        self.error, self.path = error, path
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +68,13 @@ TABLE: dict[type[Exception], _Row] = {
     engine.ImageError: _Row(_Code.INVALID_ARGUMENT, "IMAGE_INVALID"),
     engine.ModelNotFoundError: _Row(_Code.NOT_FOUND, "MODEL_NOT_FOUND"),
     engine.SkillUnavailable: _Row(_Code.FAILED_PRECONDITION, "SKILL_UNAVAILABLE"),
+    SkillNotFound: _Row(_Code.NOT_FOUND, "SKILL_NOT_FOUND"),
+    ImageNotFound: _Row(_Code.NOT_FOUND, "IMAGE_NOT_FOUND"),
+    ImagesNotKept: _Row(_Code.FAILED_PRECONDITION, "IMAGES_NOT_KEPT"),
     engine.RequestError: _Row(_Code.INVALID_ARGUMENT, "INVALID_REQUEST"),
     engine.EngineOverloaded: _Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     engine.QueueTimeout: _Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_TIMEOUT"),
+    UploadsFull: _Row(_Code.RESOURCE_EXHAUSTED, "UPLOADS_FULL"),
     engine.DeadlineExceeded: _Row(_Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
     ModelNotReady: _Row(_Code.UNAVAILABLE, "MODEL_NOT_READY"),
     engine.EngineClosed: _Row(_Code.UNAVAILABLE, "SHUTTING_DOWN"),
@@ -73,13 +95,15 @@ _MAX_MESSAGE_BYTES = 500
 """A message travels three times in the trailers, escaped; clients take 8 KiB of trailers."""
 
 _SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "max_tokens", "seed"})
-_OPTION_FIELDS = frozenset({"request_id", "priority", "model", "adapter"})
+_OPTION_FIELDS = frozenset({"request_id", "priority", "model", "cache_salt", "adapter"})
 _MODEL_FIELDS = frozenset({"skill", "segment"})
 """The engine's names for "this model can't": what the caller may change is the model."""
 
 
 def row_of(error: BaseException) -> _Row:
     """The row of the nearest class; what was not raised on purpose is INTERNAL."""
+    if isinstance(error, LocatedError):
+        error = error.error
     for cls in type(error).__mro__:
         row = TABLE.get(cls)
         if row is not None:
@@ -99,33 +123,50 @@ def field_path(name: str, prefix: str = "") -> str:
     return (prefix + name).rstrip(".")
 
 
-def status_of(
-    error: BaseException, request_id: str, prefix: str = ""
-) -> tuple[grpc.StatusCode, str, Metadata]:
-    """Code, message and trailers that tell the caller of ``error``.
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """What the caller is told of an error, however it travels. ``violations``: field paths and what is wrong."""
 
-    ``prefix`` stands before every field path: "request." where the fields lie one message deeper.
-    """
+    code: grpc.StatusCode
+    message: str
+    reason: str
+    violations: tuple[tuple[str, str], ...] = ()
+
+
+def complaint(error: BaseException, request_id: str, prefix: str = "") -> Complaint:
+    """``prefix`` stands before every field path: "request." where the fields lie one message deeper."""
     row = row_of(error)
-    details: list[Message] = [error_details_pb2.ErrorInfo(reason=row.reason, domain=DOMAIN)]
-    trailers: Metadata = ()
     if not row.public:
         what = "the computation failed" if row.reason == "COMPUTATION_FAILED" else "internal error"
         message = f"{what}; the server's log has more under request id {request_id}"
+        return Complaint(row.code, message, row.reason)
+    if isinstance(error, LocatedError):
+        path, told = prefix + error.path, _bounded(error.error.message)
     elif isinstance(error, engine.RequestError):
         path, told = field_path(error.field, prefix), _bounded(error.message)
-        message = f"{path}: {told}" if path else told
-        if path:
-            details.append(_bad_request(path, told, row.reason))
     else:
-        message = _bounded(str(error))
+        return Complaint(row.code, _bounded(str(error)), row.reason)
+    if not path:
+        return Complaint(row.code, told, row.reason)
+    return Complaint(row.code, f"{path}: {told}", row.reason, ((path, told),))
+
+
+def status_of(
+    error: BaseException, request_id: str, prefix: str = ""
+) -> tuple[grpc.StatusCode, str, Metadata]:
+    """Code, message and trailers that tell the caller of ``error``; ``prefix`` as for ``complaint``."""
+    told = complaint(error, request_id, prefix)
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=told.reason, domain=DOMAIN)]
+    trailers: Metadata = ()
+    for path, description in told.violations:
+        details.append(_bad_request(path, description, told.reason))
     if isinstance(error, engine.EngineOverloaded):
         details.append(_retry_after(error.retry_after_s))
         trailers = ((PUSHBACK_KEY, str(round(1000 * error.retry_after_s))),)
     elif isinstance(error, ModelNotReady):
         details.append(_retry_after(1.0))
     details.append(error_details_pb2.RequestInfo(request_id=request_id))
-    return row.code, message, (*_packed(row.code, message, details), *trailers)
+    return told.code, told.message, (*_packed(told.code, told.message, details), *trailers)
 
 
 def _bounded(text: str) -> str:

@@ -23,10 +23,12 @@ POLL_INTERVAL_S = 1.0
 class Health:
     """``""`` stands for the whole server. The model service answers while the model loads, and says so."""
 
-    def __init__(self, served: ServedModel, *, vision: str, others: tuple[str, ...]) -> None:
-        """``vision`` is ready when the model is; ``others`` are from the start, until the server drains."""
+    def __init__(
+        self, served: ServedModel, *, following: tuple[str, ...], others: tuple[str, ...]
+    ) -> None:
+        """Those ``following`` are ready when the model is; ``others`` are from the start, until the server drains."""
         self._served = served
-        self._following = ("", vision)
+        self._following = ("", *following)
         self._others = others
         self._servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
 

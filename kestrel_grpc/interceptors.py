@@ -13,7 +13,7 @@ import contextvars
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID_KEY = "x-request-id"
 _INTERCEPTED = "/kestrel.v1."
+_FOREVER_S = 10 * 365 * 86_400.0
+"""A deadline beyond this is how grpc says that there is none."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -41,6 +43,8 @@ class Call:
     peer: str
     context: Context
     request_id: str = ""
+    owner: str = ""
+    """Who calls, to whom stored pictures belong; "" for all, as callers aren't told apart."""
     started_at: float = field(default_factory=time.monotonic)
     code: grpc.StatusCode = grpc.StatusCode.OK
     result: EngineResult | None = None
@@ -51,6 +55,12 @@ class Call:
         if not self._greeted:
             self._greeted = True
             await self.context.send_initial_metadata(((REQUEST_ID_KEY, self.request_id),))
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Seconds until the caller's deadline; None without one."""
+        left: float | None = self.context.time_remaining()
+        return None if left is None or left > _FOREVER_S else left
 
     @property
     def duration_ms(self) -> float:
@@ -116,12 +126,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         method = handler_call_details.method
         if handler is None or not method.startswith(_INTERCEPTED):
             return handler
-        behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
-        wrap = (
-            grpc.unary_stream_rpc_method_handler
-            if handler.response_streaming
-            else grpc.unary_unary_rpc_method_handler
-        )
+        wrap, behaviour = _KINDS[handler.request_streaming, handler.response_streaming](handler)
         return wrap(
             self._edge(method, behaviour, streaming=handler.response_streaming),
             request_deserializer=_tolerant(handler.request_deserializer),
@@ -138,7 +143,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             with self._in_flight:
                 try:
                     if isinstance(request, _Malformed):
-                        raise InvalidRequest("", "the request is not a valid message of its type")
+                        raise InvalidRequest("", _NOT_A_MESSAGE)
+                    if isinstance(request, AsyncIterator):
+                        request = _well_formed(request)
                     call.request_id = _id_from_request(request) or call.request_id
                     response = await behaviour(request, context)
                     await call.accept()
@@ -170,6 +177,23 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         await call.context.abort(call.code, message, (*trailers, (REQUEST_ID_KEY, call.request_id)))
 
 
+_KINDS: dict[tuple[bool, bool], Callable[[Any], tuple[Callable[..., Any], Any]]] = {
+    (False, False): lambda handler: (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
+    (False, True): lambda handler: (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
+    (True, False): lambda handler: (grpc.stream_unary_rpc_method_handler, handler.stream_unary),
+}
+"""By whether request and response are streams: how to make a handler, and what the given one calls."""
+
+_NOT_A_MESSAGE = "the request is not a valid message of its type"
+
+
+async def _well_formed(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        if isinstance(request, _Malformed):
+            raise InvalidRequest("", _NOT_A_MESSAGE)
+        yield request
+
+
 def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     """Left alone, grpc would answer a malformed message with INTERNAL and log a traceback."""
 
@@ -192,4 +216,4 @@ def _id_from_metadata(context: Context) -> str | None:
 
 def _id_from_request(request: Any) -> str | None:
     inner = getattr(request, "request", request)
-    return convert.request_id(inner) if hasattr(inner, "options") else None
+    return convert.request_id(inner.options) if hasattr(inner, "options") else None

@@ -11,6 +11,7 @@ from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceSer
 from kestrel_engine import IMAGE_FORMATS, InvalidRequest
 
 from . import __version__
+from .analysis import MAX_TASKS
 from .interceptors import Context
 from .served_model import ServedModel, State
 
@@ -46,8 +47,11 @@ _FORMATS = {
 class ModelService(ModelServiceServicer):
     """Reads the served model's state anew for every call."""
 
-    def __init__(self, served: ServedModel, *, max_message_bytes: int) -> None:
+    def __init__(
+        self, served: ServedModel, *, max_message_bytes: int, image_store_bytes: int
+    ) -> None:
         self._served = served
+        self._image_store_bytes = image_store_bytes
         self._max_message_bytes = max_message_bytes
         self._versions = {name: version for name in _LIBRARIES if (version := _version(name))}
 
@@ -121,6 +125,8 @@ class ModelService(ModelServiceServicer):
             default_max_objects=config.default_max_objects,
             default_temperature=config.default_temperature,
             default_top_p=config.default_top_p,
+            image_store_bytes=self._image_store_bytes,
+            max_analyze_tasks=MAX_TASKS,
         )
 
 

@@ -14,7 +14,14 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 
-from kestrel_client._pb.kestrel.v1 import model_service_pb2, vision_service_pb2
+from kestrel_client._pb.kestrel.v1 import (
+    image_service_pb2,
+    model_service_pb2,
+    vision_service_pb2,
+)
+from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import (
+    add_ImageServiceServicer_to_server,
+)
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import (
     add_ModelServiceServicer_to_server,
 )
@@ -26,8 +33,11 @@ from kestrel_engine import InferenceEngine, RuntimeConfig
 from . import health
 from .access_log import AccessLog
 from .addresses import check_free, close_address, with_port
+from .image_service import ImageService
+from .image_store import ImageStore
 from .interceptors import CallInterceptor, InFlight
 from .model_service import ModelService
+from .pictures import Pictures
 from .reflection import add_reflection
 from .served_model import ServedModel
 from .service import VisionService
@@ -36,6 +46,7 @@ from .settings import ServerConfig
 logger = logging.getLogger(__name__)
 
 VISION_SERVICE: str = vision_service_pb2.DESCRIPTOR.services_by_name["VisionService"].full_name
+IMAGE_SERVICE: str = image_service_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name
 MODEL_SERVICE: str = model_service_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
 
 LAST_WORDS_S = 2.0
@@ -56,9 +67,13 @@ class KestrelServer:
         self.addresses: tuple[str, ...] = ()
         """What the server listens on, with the ports that it was given for port 0."""
         self.load_seconds = 0.0
+        self.images = ImageStore(config.image_store_bytes)
+        """The pictures kept for later requests."""
         self._in_flight = InFlight()
         self._health = health.Health(
-            self.served, vision=VISION_SERVICE, others=(MODEL_SERVICE, health.SERVICE_NAME)
+            self.served,
+            following=(VISION_SERVICE, IMAGE_SERVICE),
+            others=(MODEL_SERVICE, health.SERVICE_NAME),
         )
         self._server: grpc.aio.Server | None = None
         self._following: asyncio.Task[None] | None = None
@@ -68,11 +83,17 @@ class KestrelServer:
         options = _channel_options(self._config.max_message_bytes)
         interceptor = CallInterceptor(self._in_flight, AccessLog(self._config.access_log))
         self._server = server = grpc.aio.server(interceptors=(interceptor,), options=options)
-        add_VisionServiceServicer_to_server(VisionService(self.served), server)
-        models = ModelService(self.served, max_message_bytes=self._config.max_message_bytes)
+        pictures = Pictures(self.images)
+        add_VisionServiceServicer_to_server(VisionService(self.served, pictures), server)
+        add_ImageServiceServicer_to_server(ImageService(self.served, pictures), server)
+        models = ModelService(
+            self.served,
+            max_message_bytes=self._config.max_message_bytes,
+            image_store_bytes=self._config.image_store_bytes,
+        )
         add_ModelServiceServicer_to_server(models, server)
         self._health.add_to(server)
-        add_reflection(server, (VISION_SERVICE, MODEL_SERVICE, health.SERVICE_NAME))
+        add_reflection(server, (VISION_SERVICE, IMAGE_SERVICE, MODEL_SERVICE, health.SERVICE_NAME))
         bound: list[str] = []
         for address in self._config.listen:
             check_free(address)

@@ -1,4 +1,4 @@
-"""VisionService: the five skills, each as one answer and as a stream.
+"""VisionService: the five skills and any other, each as one answer and as a stream, and several at once.
 
 A unary call is a stream whose deltas nobody reads. However a call ends, by its result, an error, the caller's
 cancellation or a deadline, ``finally`` gives the engine's request up, which frees its pages.
@@ -6,28 +6,31 @@ cancellation or a deadline, ``finally`` gives the engine's request up, which fre
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceServicer
-from kestrel_engine import EngineResult, EngineStream, InferenceEngine, InvalidRequest
+from kestrel_engine import InvalidRequest, StreamUpdate
 
 from . import convert
+from .analysis import analyze
 from .convert import SkillCall
-from .drawn_mask import add_mask
 from .interceptors import Context, current_call
+from .named_skill import check_skill, located, skill_call, skill_event, skill_response
+from .pictures import Pictures
 from .served_model import ServedModel
+from .starting import Respond, Response, Starter
 
-_Response = TypeVar("_Response")
-_Respond = Callable[[EngineResult, int], _Response]
+_Event = Callable[[StreamUpdate], dict[str, Any]]
 
 
 class VisionService(VisionServiceServicer):
     """Holds no state of its own."""
 
-    def __init__(self, served: ServedModel) -> None:
-        self._served = served
+    def __init__(self, served: ServedModel, pictures: Pictures) -> None:
+        self._starter = Starter(served, pictures)
 
     async def Query(self, request: pb.QueryRequest, context: Context) -> pb.QueryResponse:
         return await self._answer(convert.query_call(request), convert.query_response)
@@ -77,56 +80,70 @@ class VisionService(VisionServiceServicer):
         call = convert.segment_call(_inner(request))
         await self._stream(call, context, pb.StreamSegmentResponse, convert.segment_response)
 
-    async def _answer(self, call: SkillCall, respond: _Respond[_Response]) -> _Response:
-        engine = self._served.engine(call.model)
-        stream = await _submit(engine, call)
+    async def Analyze(self, request: pb.AnalyzeRequest, context: Context) -> pb.AnalyzeResponse:
+        return await analyze(self._starter, request)
+
+    async def StreamAnalyze(  # type: ignore[override]
+        self, request: pb.StreamAnalyzeRequest, context: Context
+    ) -> None:
+        sequence, writing = 0, asyncio.Lock()
+
+        async def tell(key: str, event: dict[str, Any]) -> None:
+            nonlocal sequence
+            async with writing:  # A stream takes one message at a time.
+                await context.write(pb.StreamAnalyzeResponse(sequence=sequence, key=key, **event))
+                sequence += 1
+
+        final = await analyze(self._starter, _inner(request), tell)
+        await tell("", {"final": final})
+
+    async def RunSkill(self, request: pb.RunSkillRequest, context: Context) -> pb.RunSkillResponse:
+        with located(request):
+            return await self._answer(self._skill_call(request), skill_response)
+
+    async def StreamSkill(  # type: ignore[override]
+        self, request: pb.StreamSkillRequest, context: Context
+    ) -> None:
+        inner = _inner(request)
+        with located(inner):
+            call = self._skill_call(inner)
+            await self._stream(call, context, pb.StreamSkillResponse, skill_response, skill_event)
+
+    def _skill_call(self, request: pb.RunSkillRequest) -> SkillCall:
+        call = skill_call(request)
+        check_skill(call.skill, self._starter.served.engine(call.options.model).info.skills)
+        return call
+
+    async def _answer(self, call: SkillCall, respond: Respond[Response]) -> Response:
+        started = await self._starter.start(call)
         try:
             await current_call().accept()
-            return await _respond(engine, call, await stream.result(), respond)
+            return await self._starter.finish(started, respond)
         finally:
-            await stream.aclose()
+            await started.stream.aclose()
 
     async def _stream(
-        self, call: SkillCall, context: Context, event: Callable[..., Any], respond: _Respond[Any]
+        self,
+        call: SkillCall,
+        context: Context,
+        response: Callable[..., Any],
+        respond: Respond[Any],
+        event: _Event = convert.event,
     ) -> None:
-        engine = self._served.engine(call.model)
-        stream = await _submit(engine, call)
+        started = await self._starter.start(call)
+        stream = started.stream
         try:
             await current_call().accept()
-            started = pb.StreamStarted(request_id=stream.request_id, model=engine.info.model)
-            await context.write(event(sequence=0, started=started))
+            begun = pb.StreamStarted(request_id=stream.request_id, model=started.engine.info.model)
+            await context.write(response(sequence=0, started=begun))
             sequence = 1
             async for update in stream:
-                await context.write(event(sequence=sequence, **convert.event(update)))
+                await context.write(response(sequence=sequence, **event(update)))
                 sequence += 1
-            final = await _respond(engine, call, await stream.result(), respond)
-            await context.write(event(sequence=sequence, final=final))
+            final = await self._starter.finish(started, respond)
+            await context.write(response(sequence=sequence, final=final))
         finally:
             await stream.aclose()
-
-
-async def _submit(engine: InferenceEngine, call: SkillCall) -> EngineStream:
-    """With the caller's deadline, so that nothing is computed for a request whose caller has gone."""
-    current = current_call()
-    return await engine.submit(
-        call.skill,
-        call.image,
-        call.arguments,
-        call.settings,
-        request_id=current.request_id,
-        priority=call.priority,
-        timeout_s=current.context.time_remaining(),
-    )
-
-
-async def _respond(
-    engine: InferenceEngine, call: SkillCall, result: EngineResult, respond: _Respond[_Response]
-) -> _Response:
-    current_call().result = result
-    response = respond(result, engine.info.image_positions)
-    if isinstance(response, pb.SegmentResponse):
-        await add_mask(response, call.mask_format)
-    return response
 
 
 def _inner(request: Any) -> Any:

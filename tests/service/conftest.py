@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
-from kestrel_engine import InferenceEngine, RuntimeConfig
+from kestrel_engine import InferenceEngine, RuntimeConfig, SkillRegistry
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.step import RuntimeLimits
 from kestrel_grpc.server import KestrelServer
@@ -33,10 +34,12 @@ class Served:
     runtime: FakeRuntime
     channel: grpc.aio.Channel
     vision: VisionServiceStub = field(init=False)
+    images: ImageServiceStub = field(init=False)
     models: ModelServiceStub = field(init=False)
 
     def __post_init__(self) -> None:
         self.vision = VisionServiceStub(self.channel)
+        self.images = ImageServiceStub(self.channel)
         self.models = ModelServiceStub(self.channel)
 
     @property
@@ -61,13 +64,14 @@ async def serve() -> AsyncIterator[Serve]:
         listen: str = "127.0.0.1:0",
         load: bool = True,
         server_config: dict[str, Any] | None = None,
+        skills: SkillRegistry | None = None,
         **config: Any,
     ) -> Served:
         runtime = runtime or FakeRuntime(LIMITS)
         settings = RuntimeConfig(max_batch_size=runtime.limits.max_batch_size, **config)
 
         async def load_engine() -> InferenceEngine:
-            return InferenceEngine(settings, fake_build(settings, runtime, family))
+            return InferenceEngine(settings, fake_build(settings, runtime, family), skills)
 
         server = KestrelServer(
             ServerConfig(listen=(listen,), **(server_config or {})), settings, load_engine
