@@ -17,6 +17,9 @@ class SchedulerPolicy:
     """Embeddings of pictures kept although nobody needs them now."""
     aging_s: float = 10.0
     """Waiting this long is worth one step of priority."""
+    yield_s_per_position: float = 1e-3
+    """For each position left of its prompt a text is computed after shorter ones that came so much later: a question
+    of five words need not wait for documents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -293,13 +293,21 @@ class Scheduler:
 
     def _prefill_order(self) -> list[Sequence]:
         """Those with prompt left to compute; pictures and text take turns at the head, so that neither holds the other
-        up for longer than a step."""
+        up for longer than a step. Text goes by arrival, but a long one counts as having come later."""
         waiting = [s for s in self._running.values() if s.needs_prefill]
         pictures = [s for s in waiting if s.uses_picture]
         text = [s for s in waiting if not s.uses_picture]
+        text.sort(key=self._text_rank)
         if pictures and text:
             self._pictures_first = not self._pictures_first
         return pictures + text if self._pictures_first else text + pictures
+
+    def _text_rank(self, sequence: Sequence) -> float:
+        """Seconds: arrival, put off by priority as in the queue and by what is left to compute. Nobody starves, for
+        those who come much later rank behind whatever their length."""
+        left = len(sequence.tokens) - sequence.cursor
+        delay = sequence.priority * self._policy.aging_s + left * self._policy.yield_s_per_position
+        return sequence.arrived_at + delay
 
     def _prefill(
         self,
