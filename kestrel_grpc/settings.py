@@ -26,6 +26,7 @@ EXIT_USAGE = 2
 
 MIB = 1024 * 1024
 _SIZE = re.compile(r"(\d+)\s*(?:([KMG])(i?)B?|B)?", re.IGNORECASE)
+_PLUGIN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _LARGEST_MESSAGE = 2**31 - 1
 """grpc counts a message's bytes in 32 bits."""
 
@@ -44,6 +45,8 @@ class ServerConfig:
     """Of one message, either way: the largest picture allowed (32 MiB) and raw pixels of a 20 megapixel one."""
     image_store_bytes: int = 256 * MIB
     """Pictures kept for requests that name them by id; 0 keeps none."""
+    skills: tuple[str, ...] = ()
+    """Plug-in skills to serve besides the five, as ``package.module:SkillClass``."""
     grace_s: float = 30.0
     """How long running requests may go on once the server is told to stop. Kubernetes' own default."""
     access_log: Literal["off", "text", "json"] = "off"
@@ -137,6 +140,14 @@ def add_server_flags(
         help="pictures kept for requests that name them by id, unused ones dropped first; 0 keeps none",
     )
     flags.add(
+        "--skill",
+        type=_plugins,
+        action=_Collect,
+        metavar="MODULE:CLASS",
+        shown="none",
+        help="a skill to serve besides the model's own (RunSkill); may be given several times, or several with commas",
+    )
+    flags.add(
         "--grace",
         type=_seconds,
         metavar="SECONDS",
@@ -170,6 +181,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         listen=listen or (DEFAULT_ADDRESS,),
         max_message_bytes=args.max_message_bytes,
         image_store_bytes=args.image_store_bytes,
+        skills=tuple(dict.fromkeys(args.skill or ())),
         grace_s=args.grace,
         access_log=args.access_log,
         log_level=args.log_level,
@@ -423,6 +435,13 @@ def _seconds(text: str) -> float:
 
 def _addresses(text: str) -> list[str]:
     return [parse_address(part.strip()) for part in text.split(",")]
+
+
+def _plugins(text: str) -> list[str]:
+    names = [part.strip() for part in text.split(",")]
+    if not all(_PLUGIN.fullmatch(name) for name in names):
+        raise ValueError("must be PACKAGE.MODULE:CLASS")
+    return names
 
 
 def _told(type: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -1,23 +1,53 @@
-"""The five skills and what a skill is."""
+"""The five skills, and all that a further one is made of (docs/skills.md)."""
 
-from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, SkillSpec
+from ..errors import InvalidRequest
+from ..events import FinishReason, StreamUpdate
+from ..requests import Coord, Prompt, SamplingParams, Size
+from ..step import StepToken, TokenRule
+from .answer import AnswerControl, AnswerOutput
+from .base import (
+    SkillContext,
+    SkillControl,
+    SkillOutput,
+    SkillRequest,
+    SkillSpec,
+    checked_text,
+)
 from .caption import CaptionSkill
 from .detect import DetectSkill
+from .locate import LocateControl, LocateOutput
 from .point import PointSkill
 from .query import QuerySkill
 from .registry import SkillRegistry
 from .segment import SegmentSkill
+from .settings import read_settings, reject_unknown
 
 __all__ = [
+    "AnswerControl",
+    "AnswerOutput",
     "CaptionSkill",
+    "Coord",
     "DetectSkill",
+    "FinishReason",
+    "InvalidRequest",
+    "LocateControl",
+    "LocateOutput",
     "PointSkill",
+    "Prompt",
     "QuerySkill",
+    "SamplingParams",
     "SegmentSkill",
+    "Size",
     "SkillContext",
     "SkillControl",
     "SkillOutput",
     "SkillRegistry",
     "SkillRequest",
     "SkillSpec",
+    "StepToken",
+    "StreamUpdate",
+    "TokenRule",
+    "checked_text",
+    "read_settings",
+    "reject_unknown",
 ]

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from kestrel_engine import ConfigError, InferenceEngine, KestrelError, RuntimeConfig
+from kestrel_engine import ConfigError, InferenceEngine, KestrelError, RuntimeConfig, SkillRegistry
 
 from .. import __version__
 from ..addresses import AddressError, close_address
@@ -24,6 +24,7 @@ from ..settings import (
     runtime_config,
     server_config,
 )
+from ..skill_plugins import skill_registry
 from .loading import LoadingProgress
 from .parser import CommandError
 
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config, runtime = server_config(args), runtime_config(args)
+    skills = skill_registry(config.skills)
     logging.basicConfig(
         level=config.log_level.upper(),
         format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     # libvips tells of every pipeline it builds.
     logging.getLogger("pyvips").setLevel(logging.WARNING)
     try:
-        asyncio.run(_serve(config, runtime))
+        asyncio.run(_serve(config, runtime, skills))
     except AddressError as error:
         raise CommandError(str(error)) from None
     except ConfigError as error:
@@ -62,14 +64,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _serve(config: ServerConfig, runtime: RuntimeConfig) -> None:
+async def _serve(config: ServerConfig, runtime: RuntimeConfig, skills: SkillRegistry) -> None:
     """Runs until a signal. Leaves the process at once if that comes while a thread still loads the model."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
 
     with LoadingProgress() as progress:
         server = KestrelServer(
-            config, runtime, lambda: InferenceEngine.create(runtime, progress=progress)
+            config,
+            runtime,
+            lambda: InferenceEngine.create(runtime, skills=skills, progress=progress),
         )
 
         def on_signal(number: signal.Signals) -> None:

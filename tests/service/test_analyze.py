@@ -1,0 +1,293 @@
+"""Analyze over a real socket: tasks share a picture, fail alone, mix their events, and end together when given up."""
+
+import asyncio
+import logging
+
+import grpc
+import pytest
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine.runtime.fake import FakeRuntime
+from tests.service.conftest import LIMITS, raw_image
+from tests.service.statuses import failure
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+GREEDY = common_pb2.Sampling(max_tokens=6, temperature=0)
+TASKS = {
+    "query": {"query": pb.QueryTask(question="what?", sampling=GREEDY)},
+    "caption": {"caption": pb.CaptionTask(sampling=GREEDY)},
+    "point": {"point": pb.PointTask(object="cat", max_objects=2)},
+    "detect": {"detect": pb.DetectTask(object="cat", max_objects=2)},
+    "segment": {
+        "segment": pb.SegmentTask(object="cat", sampling=GREEDY, mask_format=pb.MASK_FORMAT_RLE)
+    },
+}
+METHODS = {
+    "query": ("Query", pb.QueryRequest(question="what?", sampling=GREEDY)),
+    "caption": ("Caption", pb.CaptionRequest(sampling=GREEDY)),
+    "point": ("Point", pb.PointRequest(object="cat", max_objects=2)),
+    "detect": ("Detect", pb.DetectRequest(object="cat", max_objects=2)),
+    "segment": (
+        "Segment",
+        pb.SegmentRequest(object="cat", sampling=GREEDY, mask_format=pb.MASK_FORMAT_RLE),
+    ),
+}
+
+
+def request(*tasks, image=None, **options):
+    return pb.AnalyzeRequest(
+        image=image or raw_image(), tasks=tasks, options=common_pb2.RequestOptions(**options)
+    )
+
+
+def all_tasks():
+    return [pb.AnalyzeTask(key=f"my {name}".replace(" ", "-"), **TASKS[name]) for name in TASKS]
+
+
+def question(text="what?", key=None, **sampling):
+    settings = common_pb2.Sampling(**{"max_tokens": 2, "temperature": 0} | sampling)
+    return pb.AnalyzeTask(key=key, query=pb.QueryTask(question=text, sampling=settings))
+
+
+def stream(served, analyze_request):
+    return served.vision.StreamAnalyze(pb.StreamAnalyzeRequest(request=analyze_request))
+
+
+def plain(response):
+    """Without what differs from one run to the next."""
+    copy = type(response)()
+    copy.CopyFrom(response)
+    for field in ("timings", "request_id", "seed"):
+        copy.ClearField(field)
+    copy.usage.cached_tokens = 0
+    return copy
+
+
+async def test_every_task_gives_what_its_method_gives(serve):
+    served = await serve()
+    reply = await served.vision.Analyze(request(*all_tasks(), request_id="mine"))
+    assert [result.key for result in reply.results] == [f"my-{name}" for name in TASKS]
+    for result, (name, (method, alone)) in zip(reply.results, METHODS.items(), strict=True):
+        assert result.WhichOneof("outcome") == name
+        alone.image.CopyFrom(raw_image())
+        outcome = getattr(result, name)
+        assert plain(outcome) == plain(await getattr(served.vision, method)(alone))
+        assert outcome.request_id == reply.request_id == "mine"
+        assert outcome.image_id == reply.image_id
+    usages = [getattr(r, r.WhichOneof("outcome")).usage for r in reply.results]
+    for field in ("input_tokens", "output_tokens", "cached_tokens", "image_tokens"):
+        assert getattr(reply.usage, field) == sum(getattr(u, field) for u in usages)
+    assert reply.model == "fake"
+    assert (reply.image_size.width, reply.image_size.height) == (60, 40)
+    assert reply.total_time_ms > 0
+
+
+async def test_the_picture_is_encoded_once_and_its_prefix_shared(serve):
+    served = await serve()
+    reply = await served.vision.Analyze(request(*(question(f"{n}?") for n in range(8))))
+    encoded = sum(piece.last - piece.first for p in served.runtime.plans for piece in p.encode)
+    alone = await serve()
+    await alone.vision.Query(pb.QueryRequest(image=raw_image(), question="0?", sampling=GREEDY))
+    assert encoded == sum(
+        piece.last - piece.first for p in alone.runtime.plans for piece in p.encode
+    )
+    assert [result.key for result in reply.results] == [str(n) for n in range(8)]
+    assert reply.usage.cached_tokens >= 7 * 80
+
+
+async def test_a_stream_tells_every_task_and_then_all(serve):
+    served = await serve()
+    events = [event async for event in stream(served, request(*all_tasks()))]
+    assert [event.sequence for event in events] == list(range(len(events)))
+    kinds = [event.WhichOneof("event") for event in events]
+    assert kinds[0] == "started" and kinds[-1] == "final"
+    assert kinds.count("started") == kinds.count("final") == 1
+    assert events[0].key == events[-1].key == ""
+    final = events[-1].final
+    assert events[0].started.request_id == final.request_id
+    by_key = {}
+    for event in events[1:-1]:
+        by_key.setdefault(event.key, []).append(event)
+    assert list(by_key) and set(by_key) == {result.key for result in final.results}
+    for result in final.results:
+        *updates, last = by_key[result.key]
+        assert last.task_final == result
+        kinds = {event.WhichOneof("event") for event in updates}
+        if result.HasField("query") or result.HasField("caption"):
+            text = result.query.answer or result.caption.caption
+            assert "".join(event.text_delta.text for event in updates) == text
+        elif result.HasField("point"):
+            assert [event.point for event in updates] == list(result.point.points)
+        elif result.HasField("detect"):
+            assert [event.box for event in updates] == list(result.detect.objects)
+        else:
+            assert kinds <= {"box", "path_piece"}
+
+
+async def test_events_of_tasks_mix(serve):
+    served = await serve(FakeRuntime(LIMITS, lambda fed: 197))
+    tasks = [question(key=key, max_tokens=20) for key in "ab"]
+    events = [e async for e in stream(served, request(*tasks)) if e.HasField("text_delta")]
+    keys = "".join(event.key for event in events)
+    assert "aba" in keys and "bab" in keys
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_a_task_that_fails_leaves_the_others_alone(serve, streaming):
+    served = await serve(family="moondream2")
+    tasks = [
+        question(key="good"),
+        question("", key="empty"),
+        question(key="hot", top_p=1.5),
+        pb.AnalyzeTask(
+            key="ref",
+            point=pb.PointTask(object="cat", spatial_refs=[common_pb2.SpatialRef()]),
+        ),
+        pb.AnalyzeTask(key="length", caption=pb.CaptionTask(length=9)),
+        pb.AnalyzeTask(key="cannot", segment=pb.SegmentTask(object="cat")),
+        pb.AnalyzeTask(key="long", detect=pb.DetectTask(object="x" * 400)),
+    ]
+    if streaming:
+        events = [event async for event in stream(served, request(*tasks))]
+        reply, prefix = events[-1].final, "request."
+        assert {e.key: e.task_final for e in events if e.HasField("task_final")} == {
+            result.key: result for result in reply.results
+        }
+    else:
+        reply, prefix = await served.vision.Analyze(request(*tasks)), ""
+    results = {result.key: result for result in reply.results}
+    assert results["good"].query.usage.output_tokens == 2
+    wanted = {
+        "empty": (INVALID, "INVALID_REQUEST", "tasks[1].query.question"),
+        "hot": (INVALID, "INVALID_REQUEST", "tasks[2].query.sampling.top_p"),
+        "ref": (INVALID, "INVALID_REQUEST", "tasks[3].point.spatial_refs[0]"),
+        "length": (INVALID, "INVALID_REQUEST", "tasks[4].caption.length"),
+        "cannot": (
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "SKILL_UNAVAILABLE",
+            "options.model",
+        ),
+        "long": (INVALID, "CONTEXT_LENGTH_EXCEEDED", "tasks[6].detect.object"),
+    }
+    for key, (code, reason, field) in wanted.items():
+        error = results[key].error
+        assert (error.code, error.reason) == (code.value[0], reason), key
+        assert [v.field for v in error.field_violations] == [prefix + field]
+        assert error.message == f"{prefix}{field}: {error.field_violations[0].description}"
+
+
+async def test_our_own_failure_in_a_task_is_told_without_its_words(serve, caplog):
+    served = await serve()
+    submit = served.engine.submit
+
+    async def break_down(skill, *args, **kwargs):
+        if skill == "caption":
+            raise LookupError("secret")
+        return await submit(skill, *args, **kwargs)
+
+    served.engine.submit = break_down
+    tasks = [question(), pb.AnalyzeTask(caption=pb.CaptionTask())]
+    reply = await served.vision.Analyze(request(*tasks, request_id="r-1"))
+    assert reply.results[0].query.answer
+    assert reply.results[1].error.code == grpc.StatusCode.INTERNAL.value[0]
+    assert "secret" not in repr(reply) and "r-1" in reply.results[1].error.message
+    (record,) = [r for r in caplog.records if "r-1" in r.getMessage()]
+    assert record.exc_info[0] is LookupError
+
+
+NO_PICTURE = request(question())
+NO_PICTURE.ClearField("image")
+BAD = {
+    "no tasks": (request(), "tasks", "INVALID_REQUEST"),
+    "too many": (request(*[question()] * 33), "tasks", "INVALID_REQUEST"),
+    "a task of nothing": (request(question(), pb.AnalyzeTask()), "tasks[1]", "INVALID_REQUEST"),
+    "an empty key": (request(question(key="")), "tasks[0].key", "INVALID_REQUEST"),
+    "a key twice": (
+        request(question(), question(key="0")),
+        "tasks[1].key",
+        "INVALID_REQUEST",
+    ),
+    "no picture": (NO_PICTURE, "image", "INVALID_REQUEST"),
+    "no such picture": (
+        request(question(), image=common_pb2.Image(image_id="img_0")),
+        "image.image_id",
+        "IMAGE_NOT_FOUND",
+    ),
+    "a broken picture": (
+        request(question(), image=common_pb2.Image(encoded=b"\xff\xd8\xff")),
+        "image",
+        "IMAGE_BROKEN",
+    ),
+    "no such model": (request(question(), model="other"), "options.model", "MODEL_NOT_FOUND"),
+    "no such priority": (request(question(), priority=9), "options.priority", "INVALID_REQUEST"),
+    "a bad id": (request(question(), request_id=""), "options.request_id", "INVALID_REQUEST"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+async def test_what_is_wrong_with_the_call_fails_it(serve, case):
+    bad, field, reason = BAD[case]
+    served = await serve()
+    told = await failure(served.vision.Analyze(bad))
+    assert (told.fields, told.reason) == ([field], reason)
+    told = await failure(stream(served, bad))
+    assert (told.fields, told.reason) == ([f"request.{field}"], reason)
+    assert served.engine.num_requests == 0
+
+
+async def test_a_picture_may_be_named(serve):
+    served = await serve()
+    first = await served.vision.Analyze(request(question()))
+    named = common_pb2.Image(image_id=first.image_id)
+    again = await served.vision.Analyze(request(question(), image=named))
+    assert again.results[0].query.answer == first.results[0].query.answer
+    assert again.image_id == again.results[0].query.image_id == first.image_id
+    assert again.usage.cached_tokens > 80
+
+
+@pytest.mark.parametrize("end", ["cancel", "deadline"])
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_giving_up_frees_everything(serve, caplog, streaming, end):
+    """Of six tasks three run and three wait, the batch being full."""
+    served = await serve(FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.005))
+    tasks = request(*(question(key=f"{n}", max_tokens=150) for n in range(6)))
+    timeout = 0.2 if end == "deadline" else None
+    if streaming:
+        wrapped = pb.StreamAnalyzeRequest(request=tasks)
+        call = served.vision.StreamAnalyze(wrapped, timeout=timeout)
+    else:
+        call = served.vision.Analyze(tasks, timeout=timeout)
+    for _ in range(200):
+        if served.engine.num_requests == 6:
+            break
+        await asyncio.sleep(0.005)
+    assert served.engine.num_requests == 6
+    if end == "cancel":
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            async with asyncio.timeout(5):
+                if streaming:
+                    while await call.read():
+                        pass
+                await call
+    else:
+        assert (await failure(call)).code is grpc.StatusCode.DEADLINE_EXCEEDED
+    for _ in range(200):
+        if served.engine.num_requests == 0:
+            break
+        await asyncio.sleep(0.005)
+    assert served.engine.num_requests == 0
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+    reply = await served.vision.Analyze(request(*(question(f"{n}?") for n in range(6))))
+    assert all(result.query.usage.output_tokens == 2 for result in reply.results)
+
+
+async def test_the_access_log_has_one_line_for_all(serve, caplog):
+    caplog.set_level(logging.INFO, "kestrel_grpc.access")
+    served = await serve(server_config={"access_log": "text"})
+    reply = await served.vision.Analyze(request(question("a?"), question("b?")))
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "kestrel_grpc.access"]
+    told = dict(part.split("=", 1) for part in line.split())
+    assert told["method"] == "kestrel.v1.VisionService/Analyze"
+    assert int(told["output_tokens"]) == reply.usage.output_tokens == 4

@@ -1,0 +1,149 @@
+"""ImageStore by its rules: bounds, order, owners; random operations against a plain model of it."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kestrel_grpc.image_store import ImageNotFound, ImageStore, digest_of
+
+SIZE = (4, 3)
+
+
+def put(store, source, owner=""):
+    return store.put(owner, digest_of(source), source, SIZE)
+
+
+def test_the_same_picture_of_one_owner_is_kept_once():
+    store = ImageStore(100)
+    first, again = put(store, b"a" * 30), put(store, b"a" * 30)
+    assert first is again
+    assert (first.width, first.height, first.num_bytes) == (4, 3, 30)
+    assert store.size_bytes == 30 and len(store) == 1
+
+
+def test_the_least_recently_used_goes_first():
+    store = ImageStore(100)
+    a, b, c = (put(store, letter * 40) for letter in (b"a", b"b", b"c"))
+    with pytest.raises(ImageNotFound):
+        store.get("", a.image_id)
+    assert store.get("", b.image_id) is b
+    put(store, b"d" * 40)  # b was used, so c goes
+    assert store.get("", b.image_id) is b
+    with pytest.raises(ImageNotFound):
+        store.get("", c.image_id)
+
+
+def test_an_id_is_there_for_its_owner_alone():
+    store = ImageStore(100)
+    mine, theirs = put(store, b"same", "me"), put(store, b"same", "you")
+    assert mine.image_id != theirs.image_id
+    with pytest.raises(ImageNotFound):
+        store.get("you", mine.image_id)
+    assert not store.delete("you", mine.image_id)
+    assert store.delete("me", mine.image_id)
+    assert not store.delete("me", mine.image_id)
+    assert store.get("you", theirs.image_id) is theirs
+
+
+def test_ids_cannot_be_guessed():
+    store = ImageStore(10_000)
+    ids = [put(store, bytes([n])).image_id for n in range(200)]
+    assert len(set(ids)) == 200
+    for image_id in ids:
+        prefix, _, digits = image_id.partition("_")
+        assert prefix == "img" and len(digits) == 32 and int(digits, 16) >= 0
+
+
+def test_gone_says_what_to_do():
+    store = ImageStore(1000)
+    with pytest.raises(ImageNotFound) as caught:
+        store.get("", "img_gone")
+    assert caught.value.field == "image.image_id"
+    for words in ("'img_gone'", "send the picture again", "1000 bytes", "longest"):
+        assert words in caught.value.message
+    with pytest.raises(ImageNotFound) as caught:
+        store.get("", "x" * 10_000)
+    assert len(caught.value.message) < 400
+    with pytest.raises(ImageNotFound, match="keeps no pictures"):
+        ImageStore(0).get("", "img_gone")
+
+
+def test_a_store_of_nothing_and_a_picture_beyond_the_store():
+    assert put(ImageStore(0), b"") is None
+    store = ImageStore(10)
+    kept = put(store, b"1234")
+    assert put(store, b"12345678901") is None
+    assert store.get("", kept.image_id) is kept, "what can't be kept pushes nothing out"
+
+
+def test_content_is_bytes_or_pixels_with_their_shape():
+    pixels = np.arange(24, dtype=np.uint8)
+    wide, tall = pixels.reshape(2, 4, 3), pixels.reshape(4, 2, 3)
+    digests = {digest_of(source) for source in (pixels.tobytes(), wide, tall, wide[:, :, ::-1])}
+    assert len(digests) == 4
+    assert digest_of(wide[:, :, ::-1]) == digest_of(np.ascontiguousarray(wide[:, :, ::-1]))
+
+
+OWNERS = st.sampled_from(["", "a", "b"])
+CONTENTS = st.integers(0, 9)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Against a list of (owner, id, content), the least recently used first. Content n has 10 n bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.store = ImageStore(120)
+        self.model = []
+        self.gone = []
+
+    def touch(self, entry):
+        self.model.remove(entry)
+        self.model.append(entry)
+
+    @rule(owner=OWNERS, content=CONTENTS)
+    def put(self, owner, content):
+        kept = put(self.store, bytes([content]) * (10 * content), owner)
+        assert kept is not None
+        entry = (owner, kept.image_id, content)
+        if entry in self.model:
+            self.touch(entry)
+            return
+        assert all((o, c) != (owner, content) for o, _, c in self.model)
+        self.model.append(entry)
+        while sum(10 * c for _, _, c in self.model) > 120:
+            self.gone.append(self.model.pop(0))
+
+    @rule(data=st.data(), owner=OWNERS)
+    def get(self, data, owner):
+        if not self.model + self.gone:
+            return
+        whose, image_id, content = entry = data.draw(st.sampled_from(self.model + self.gone))
+        if whose == owner and entry in self.model:
+            assert self.store.get(owner, image_id).source == bytes([content]) * (10 * content)
+            self.touch(entry)
+            return
+        with pytest.raises(ImageNotFound):
+            self.store.get(owner, image_id)
+
+    @rule(data=st.data(), owner=OWNERS)
+    def delete(self, data, owner):
+        if not self.model:
+            return
+        entry = data.draw(st.sampled_from(self.model))
+        assert self.store.delete(owner, entry[1]) == (entry[0] == owner)
+        if entry[0] == owner:
+            self.model.remove(entry)
+            self.gone.append(entry)
+
+    @invariant()
+    def agrees(self):
+        self.store.check()
+        assert len(self.store) == len(self.model)
+        assert self.store.size_bytes == sum(10 * c for _, _, c in self.model)
+
+
+StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestStore = StoreMachine.TestCase

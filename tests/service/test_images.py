@@ -1,0 +1,297 @@
+"""Pictures sent once and named afterwards, over a real socket: put, upload, use, push out, delete."""
+
+import asyncio
+import functools
+import hashlib
+
+import grpc
+import numpy as np
+import pytest
+import pyvips
+
+from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2, model_service_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine import ImageLimits
+from kestrel_grpc import image_service, interceptors
+from tests.service.conftest import raw_image
+from tests.service.statuses import failure
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+SHORT = common_pb2.Sampling(max_tokens=2, temperature=0)
+
+
+def picture(seed=0, width=60, height=40):
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return pyvips.Image.new_from_array(pixels).pngsave_buffer()
+
+
+PNG = picture()
+
+
+def by_id(image_id):
+    return common_pb2.Image(image_id=image_id)
+
+
+def query(image, **fields):
+    return pb.QueryRequest(image=image, question="what?", sampling=SHORT, **fields)
+
+
+async def put(served, data=PNG):
+    request = image_service_pb2.PutImageRequest(image=common_pb2.Image(encoded=data))
+    return (await served.images.PutImage(request)).image
+
+
+def messages(data, *, chunk=1000, **info):
+    yield image_service_pb2.UploadImageRequest(info=image_service_pb2.UploadInfo(**info))
+    for start in range(0, len(data), chunk):
+        yield image_service_pb2.UploadImageRequest(chunk=data[start : start + chunk])
+
+
+def upload(served, data=PNG, **kwargs):
+    return served.images.UploadImage(iter(messages(data, **kwargs)))
+
+
+@pytest.mark.parametrize("image", [common_pb2.Image(encoded=PNG), raw_image()], ids=["png", "raw"])
+async def test_a_picture_put_is_named_afterwards(serve, image):
+    served = await serve()
+    put = await served.images.PutImage(image_service_pb2.PutImageRequest(image=image))
+    stored = put.image
+    assert (stored.size.width, stored.size.height) == (60, 40)
+    assert stored.size_bytes == (len(PNG) if image.encoded else 60 * 40 * 3)
+    sent = await served.vision.Query(query(image))
+    named = await served.vision.Query(query(by_id(stored.image_id)))
+    assert named.answer == sent.answer
+    assert named.image_id == sent.image_id == stored.image_id
+    assert (named.image_size.width, named.image_size.height) == (60, 40)
+    again = await served.images.PutImage(
+        image_service_pb2.PutImageRequest(image=by_id(stored.image_id))
+    )
+    assert again.image == stored
+
+
+async def test_every_reply_names_the_picture_that_came_with_it(serve):
+    served = await serve()
+    image = common_pb2.Image(encoded=PNG)
+    replies = [
+        await served.vision.Query(query(image)),
+        await served.vision.Caption(pb.CaptionRequest(image=image, sampling=SHORT)),
+        await served.vision.Point(pb.PointRequest(image=image, object="cat", max_objects=1)),
+        await served.vision.Detect(pb.DetectRequest(image=image, object="cat", max_objects=1)),
+        await served.vision.Segment(pb.SegmentRequest(image=image, object="cat", sampling=SHORT)),
+    ]
+    stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(image)))
+    replies += [event.final async for event in stream if event.HasField("final")]
+    assert len({reply.image_id for reply in replies}) == 1
+    assert replies[0].image_id.startswith("img_")
+    text = await served.vision.Query(pb.QueryRequest(question="?", sampling=SHORT))
+    assert not text.image_id
+    assert len(served.server.images) == 1
+
+
+async def test_what_failed_is_not_kept(serve):
+    served = await serve()
+    broken = common_pb2.Image(encoded=PNG[:60])
+    assert (await failure(served.vision.Query(query(broken)))).reason == "IMAGE_BROKEN"
+    told = await failure(served.images.PutImage(image_service_pb2.PutImageRequest(image=broken)))
+    assert (told.code, told.reason, told.fields) == (INVALID, "IMAGE_BROKEN", ["image"])
+    assert len(served.server.images) == 0
+
+
+async def test_an_unknown_id_says_what_to_do(serve):
+    served = await serve(server_config={"image_store_bytes": 50_000})
+    told = await failure(served.vision.Query(query(by_id("img_" + 32 * "0"))))
+    assert told.code is grpc.StatusCode.NOT_FOUND
+    assert (told.reason, told.fields) == ("IMAGE_NOT_FOUND", ["image.image_id"])
+    assert "send the picture again" in told.message and "50000 bytes" in told.message
+    stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(by_id("x"))))
+    assert (await failure(stream)).fields == ["request.image.image_id"]
+    put = served.images.PutImage(image_service_pb2.PutImageRequest(image=by_id("x")))
+    assert (await failure(put)).code is grpc.StatusCode.NOT_FOUND
+
+
+async def test_the_least_recently_used_is_pushed_out(serve):
+    pictures = [picture(seed) for seed in range(3)]
+    served = await serve(server_config={"image_store_bytes": 5 + 2 * max(map(len, pictures))})
+    first, second = [await put(served, data) for data in pictures[:2]]
+    await served.vision.Query(query(by_id(first.image_id)))
+    third = await put(served, pictures[2])
+    told = await failure(served.vision.Query(query(by_id(second.image_id))))
+    assert told.reason == "IMAGE_NOT_FOUND"
+    for kept in (first, third):
+        assert (await served.vision.Query(query(by_id(kept.image_id)))).answer
+    served.server.images.check()
+
+
+async def test_a_server_may_keep_none(serve):
+    served = await serve(server_config={"image_store_bytes": 0})
+    reply = await served.vision.Query(query(common_pb2.Image(encoded=PNG)))
+    assert reply.answer and not reply.image_id
+    request = image_service_pb2.PutImageRequest(image=common_pb2.Image(encoded=PNG))
+    told = await failure(served.images.PutImage(request))
+    assert (told.code, told.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "IMAGES_NOT_KEPT")
+    assert (await failure(upload(served))).reason == "IMAGES_NOT_KEPT"
+    told = await failure(served.vision.Query(query(by_id("img_1"))))
+    assert "keeps no pictures" in told.message
+
+
+async def test_a_picture_larger_than_the_store_is_answered_and_not_kept(serve):
+    served = await serve(server_config={"image_store_bytes": 100})
+    assert not (await served.vision.Query(query(common_pb2.Image(encoded=PNG)))).image_id
+    request = image_service_pb2.PutImageRequest(image=common_pb2.Image(encoded=PNG))
+    told = await failure(served.images.PutImage(request))
+    assert (told.reason, told.fields) == ("IMAGE_TOO_LARGE", ["image"])
+    assert "100" in told.message
+
+
+async def test_delete(serve):
+    served = await serve()
+    stored = await put(served)
+    request = image_service_pb2.DeleteImageRequest(image_id=stored.image_id)
+    assert (await served.images.DeleteImage(request)).existed
+    assert not (await served.images.DeleteImage(request)).existed
+    told = await failure(served.vision.Query(query(by_id(stored.image_id))))
+    assert told.reason == "IMAGE_NOT_FOUND"
+    told = await failure(served.images.DeleteImage(image_service_pb2.DeleteImageRequest()))
+    assert told.fields == ["image_id"]
+
+
+async def test_ids_belong_to_their_owner(serve, monkeypatch):
+    """Callers are not told apart yet: the owner is set by hand, as authentication will."""
+    served = await serve()
+    stored = await put(served)
+    somebody_else = functools.partial(interceptors.Call, owner="somebody else")
+    monkeypatch.setattr(interceptors, "Call", somebody_else)
+    told = await failure(served.vision.Query(query(by_id(stored.image_id))))
+    assert told.reason == "IMAGE_NOT_FOUND"
+    request = image_service_pb2.DeleteImageRequest(image_id=stored.image_id)
+    assert not (await served.images.DeleteImage(request)).existed
+    theirs = await put(served)
+    assert theirs.image_id != stored.image_id
+
+
+async def test_an_upload_in_pieces_gives_what_a_put_gives(serve):
+    served = await serve()
+    stored = (await upload(served, size_bytes=len(PNG), sha256=hashlib.sha256(PNG).digest())).image
+    assert stored == await put(served)
+    assert (await upload(served, chunk=7)).image == stored
+    assert served.server.images.size_bytes == len(PNG)
+
+
+async def test_an_upload_is_stopped_as_soon_as_it_is_too_large(serve):
+    served = await serve(image_limits=ImageLimits(max_bytes=5000))
+    sent = 0
+
+    def endless():
+        nonlocal sent
+        yield from messages(b"")
+        while sent < 1000:
+            sent += 1
+            yield image_service_pb2.UploadImageRequest(chunk=bytes(1000))
+
+    told = await failure(served.images.UploadImage(endless()))
+    assert (told.code, told.reason, told.fields) == (INVALID, "IMAGE_TOO_LARGE", ["chunk"])
+    assert "6000 bytes, the limit is 5000" in told.message
+    assert sent < 1000
+    told = await failure(upload(served, size_bytes=5001))
+    assert (told.reason, told.fields) == ("IMAGE_TOO_LARGE", ["info.size_bytes"])
+    assert len(served.server.images) == 0
+
+
+BAD_UPLOADS = {
+    "no message": ([], "info"),
+    "no info": (list(messages(PNG))[1:], "info"),
+    "info twice": ([*messages(b""), *messages(b"")], "info"),
+    "nothing in it": ([image_service_pb2.UploadImageRequest()], ""),
+    "cut short": (list(messages(PNG[:-9], size_bytes=len(PNG))), "info.size_bytes"),
+    "too long": (list(messages(PNG, size_bytes=99)), "chunk"),
+    "size of 0": (list(messages(b"", size_bytes=0)), "info.size_bytes"),
+    "half a digest": (list(messages(PNG, sha256=bytes(16))), "info.sha256"),
+    "another digest": (list(messages(PNG, sha256=bytes(32))), "info.sha256"),
+    "empty": (list(messages(b"")), "image"),
+    "half a picture": (list(messages(PNG[: len(PNG) // 2])), "image"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_UPLOADS)
+async def test_bad_uploads_are_told_and_leave_nothing(serve, case):
+    requests, field = BAD_UPLOADS[case]
+    served = await serve()
+    told = await failure(served.images.UploadImage(iter(requests)))
+    assert told.code is INVALID
+    assert told.fields == ([field] if field else [])
+    assert len(served.server.images) == 0
+    assert (await upload(served)).image.image_id
+
+
+async def test_an_upload_that_is_cancelled_or_stalls_leaves_nothing(serve, monkeypatch):
+    rooms = []
+
+    class Room(image_service.UploadRoom):
+        def __init__(self, max_bytes):
+            super().__init__(max_bytes)
+            rooms.append(self)
+
+    monkeypatch.setattr(image_service, "UploadRoom", Room)
+    monkeypatch.setattr(image_service, "IDLE_TIMEOUT_S", 0.1)
+    served = await serve()
+    (room,) = rooms
+
+    async def started():
+        call = served.images.UploadImage()
+        for message in list(messages(PNG))[:3]:
+            await call.write(message)
+        for _ in range(200):
+            if room.used_bytes:
+                break
+            await asyncio.sleep(0.005)
+        assert room.used_bytes == 2000
+        return call
+
+    (await started()).cancel()
+    for _ in range(200):
+        if not room.used_bytes:
+            break
+        await asyncio.sleep(0.005)
+    assert room.used_bytes == 0
+    told = await failure(await started())
+    assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "nothing of the upload came" in told.message
+    assert room.used_bytes == 0 and len(served.server.images) == 0
+
+
+async def test_unfinished_uploads_are_bounded_together(serve):
+    limit = 2 * len(PNG)
+    served = await serve(
+        server_config={"image_store_bytes": limit},
+        image_limits=ImageLimits(max_bytes=limit),
+    )
+    held = served.images.UploadImage()
+    for message in messages(bytes(limit - 100)):
+        await held.write(message)
+    await asyncio.sleep(0.05)
+    told = await failure(upload(served))
+    assert told.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert told.reason == "UPLOADS_FULL" and told.retry_after_s is not None
+    held.cancel()
+    await asyncio.sleep(0.05)
+    assert (await upload(served)).image.image_id
+
+
+async def test_no_message_at_all(serve):
+    served = await serve()
+    call = served.channel.stream_unary("/kestrel.v1.ImageService/UploadImage")
+    told = await failure(call(iter([b"\xff"])))
+    assert told.code is INVALID and "not a valid message" in told.message
+
+
+async def test_pictures_wait_for_the_model(serve):
+    served = await serve(load=False)
+    request = image_service_pb2.PutImageRequest(image=raw_image())
+    assert (await failure(served.images.PutImage(request))).reason == "MODEL_NOT_READY"
+
+
+async def test_server_info_tells_the_bounds(serve):
+    served = await serve(server_config={"image_store_bytes": 12345})
+    info = await served.models.GetServerInfo(model_service_pb2.GetServerInfoRequest())
+    assert info.limits.image_store_bytes == 12345
+    assert info.limits.max_analyze_tasks == 32

@@ -1,0 +1,112 @@
+"""Priority, deadline and salt of a request, as they reach the engine."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine.runtime.fake import FakeRuntime
+from tests.service.conftest import LIMITS, raw_image
+from tests.service.statuses import failure
+
+
+def query(text="what?", *, max_tokens=2, image=None, **options):
+    return pb.QueryRequest(
+        image=image,
+        question=text,
+        sampling=common_pb2.Sampling(max_tokens=max_tokens, temperature=0),
+        options=common_pb2.RequestOptions(**options),
+    )
+
+
+def slow():
+    """Never says the end; a step takes 5 ms."""
+    return FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.005)
+
+
+async def fill(served):
+    """Takes every place of the batch."""
+    running = [
+        asyncio.ensure_future(served.vision.Query(query(max_tokens=150)))
+        for _ in range(LIMITS.max_batch_size)
+    ]
+    while served.engine.num_requests < len(running) or len(served.runtime.plans) < 3:
+        await asyncio.sleep(0.005)
+    return running
+
+
+async def test_high_goes_before_normal_before_low(serve):
+    served = await serve(slow())
+    running = await fill(served)
+    ended = []
+
+    async def ask(priority):
+        await served.vision.Query(query(priority=priority, max_tokens=40))
+        ended.append(priority)
+
+    waiting = []
+    for priority in (common_pb2.PRIORITY_LOW, 0, common_pb2.PRIORITY_HIGH):
+        for _ in range(LIMITS.max_batch_size):
+            waiting.append(asyncio.ensure_future(ask(priority)))
+            await asyncio.sleep(0.01)
+    for call in running:
+        call.cancel()
+    await asyncio.gather(*waiting)
+    assert ended == [3, 3, 3, 0, 0, 0, 1, 1, 1]
+
+
+async def test_a_deadline_drops_what_waits_before_any_computation(serve):
+    served = await serve(slow())
+    running = await fill(served)
+    told = await failure(served.vision.Query(query("late" * 20, image=raw_image()), timeout=0.1))
+    assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    for _ in range(100):
+        if served.engine.num_requests == len(running):
+            break
+        await asyncio.sleep(0.005)
+    assert served.engine.num_requests == len(running)
+    assert not any(plan.encode for plan in served.runtime.plans), "its picture was not encoded"
+    for call in running:
+        call.cancel()
+
+
+async def test_the_engine_learns_of_the_deadline(serve):
+    """Not only of the cancellation that follows it."""
+    served = await serve()
+    seen = []
+    submit = served.engine.submit
+
+    async def spy(*args, timeout_s, **kwargs):
+        seen.append(timeout_s)
+        return await submit(*args, timeout_s=timeout_s, **kwargs)
+
+    served.engine.submit = spy
+    await served.vision.Query(query())
+    await served.vision.Query(query(), timeout=50)
+    assert seen[0] is None
+    assert 45 < seen[1] < 51
+
+
+async def test_prefixes_are_shared_with_equal_salt_only(serve):
+    served = await serve()
+
+    async def cached(**options):
+        return (await served.vision.Query(query(image=raw_image(), **options))).usage.cached_tokens
+
+    assert await cached() == 0
+    assert await cached() > 80
+    assert await cached(cache_salt="tenant 1") == 0
+    assert await cached(cache_salt="tenant 2") == 0
+    assert await cached(cache_salt="tenant 1") > 80
+    assert await cached(cache_salt="") > 80
+
+
+@pytest.mark.parametrize("salt", ["x" * 129, "ä" * 65])
+async def test_a_salt_has_128_bytes_at_most(serve, salt):
+    served = await serve()
+    told = await failure(served.vision.Query(query(cache_salt=salt)))
+    assert told.fields == ["options.cache_salt"]
+    assert "128" in told.message
+    assert (await served.vision.Query(query(cache_salt="ä" * 64))).answer
