@@ -19,7 +19,15 @@ from training.captions import LENGTHS, caption
 from training.paths import COMMANDS, GRID_VALUES
 from training.questions import draw_question
 from training.scenes import draw_scene, draw_size
-from training.vocabulary import ANY_NOUNS, COLOURS, PLURALS, SHAPES, STYLE_WORDS, SYNONYMS
+from training.vocabulary import (
+    ANY_NOUNS,
+    COLOURS,
+    MEASURED_COLOURS,
+    PLURALS,
+    SHAPES,
+    STYLE_WORDS,
+    SYNONYMS,
+)
 
 SPECIAL: tuple[str, ...] = (
     "<|endoftext|>",
@@ -39,7 +47,13 @@ def corpus(scenes: int = 4000, seed: int = 7) -> Iterator[str]:
     """Texts as training will see them, and every word by itself so that none is left in pieces."""
     rng = random.Random(seed)
     nouns = [w for pair in (*ANY_NOUNS, *SYNONYMS.values()) for w in pair]
-    words = [*SHAPES, *PLURALS, *COLOURS, *nouns, *(w for group in STYLE_WORDS for w in group)]
+    words = [
+        *SHAPES,
+        *PLURALS,
+        *COLOURS[:MEASURED_COLOURS],
+        *nouns,
+        *(w for group in STYLE_WORDS for w in group),
+    ]
     for _ in range(200):
         for word in words:
             yield word

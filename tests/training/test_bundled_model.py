@@ -1,0 +1,153 @@
+"""The bundled files: size, names, and the engine against the plain reference, token for token."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from training.evaluate import GREEDY, ask
+from training.evaluation_set import encode, example
+from training.export import config_json, load_exported
+from training.losses import run
+from training.model import TinyConfig, TinyModel
+from training.prompts import COORD, SIZE, Prompt, PromptWriter
+from training.questions import Question
+from training.resize import normalise
+from training.scoring import score
+from training.tiling import CROP, PREFIX, WINDOW, View
+
+
+def test_files_fit_the_package(bundled: Path) -> None:
+    assert (bundled / "model.safetensors").stat().st_size <= 22_000_000
+    assert (bundled / "sample.jpg").stat().st_size < 100_000
+
+
+def test_config_is_what_the_code_writes(bundled: Path, writer: PromptWriter) -> None:
+    assert json.loads((bundled / "config.json").read_text()) == config_json(TinyConfig(), writer)
+
+
+def test_tensors_are_bfloat16_under_the_released_names(bundled: Path) -> None:
+    wanted = {f"model.{name}" for name in TinyModel().state_dict()}
+    with safe_open(bundled / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == wanted
+        assert file.get_slice("model.text.blocks.1.mlp.fc1.weight").get_shape() == [8, 256, 256]
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}
+
+
+def _crops(data: bytes) -> tuple[torch.Tensor, View]:
+    """The crops of an encoded file by libvips alone."""
+    import pyvips
+
+    image = pyvips.Image.new_from_buffer(data, "")[:3]
+    view = View.of(image.width, image.height)
+
+    def stretched(width: int, height: int) -> np.ndarray:
+        return np.asarray(image.resize(width / image.width, vscale=height / image.height).numpy())
+
+    found = [stretched(CROP, CROP)]
+    whole = stretched(view.tiled_width, view.tiled_height)
+    if view.crops > 1:
+        for i in range(view.rows):
+            for j in range(view.columns):
+                found.append(whole[i * WINDOW : i * WINDOW + CROP, j * WINDOW : j * WINDOW + CROP])
+    pixels = torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2).float()
+    return normalise(pixels)[None], view
+
+
+@torch.no_grad()
+def _follow(
+    model: TinyModel, image: torch.Tensor, prompt: Prompt
+) -> tuple[list[int], list[int], list[list[int]]]:
+    """What the reference would say at each generated position of a finished prompt: ids, coordinates, sizes."""
+    from training.model import prompt_mask
+
+    ids, values = torch.tensor([prompt.ids]), torch.tensor([prompt.values])
+    position = torch.arange(PREFIX, PREFIX + ids.shape[1])[None]
+    mask = prompt_mask(torch.zeros_like(ids))
+    hidden, _ = model.decode(image, ids, values, position, mask)
+    before = hidden[0, prompt.start - 1 : -1]
+    return (
+        model.text.logits(before).argmax(-1).tolist(),
+        model.region.coord_logits(before).argmax(-1).tolist(),
+        model.region.size_logits(before).argmax(-1).tolist(),
+    )
+
+
+async def test_the_engine_says_what_the_reference_says(bundled: Path, writer: PromptWriter) -> None:
+    pytest.importorskip("pyvips")
+    from kestrel_engine import InferenceEngine, RuntimeConfig
+
+    model = load_exported(bundled)
+    config = RuntimeConfig(model_path=bundled, device="cpu", cpu_threads=1)
+    async with await InferenceEngine.create(config) as engine:
+        for index in (3, 18):
+            data = encode(example("seen", index))
+            crops, view = _crops(data)
+            with torch.no_grad():
+                image = model.vision(crops, view)
+            question = Question("count", "How many shapes are there?", "")
+            texts: list[tuple[Prompt, Any]] = [
+                (writer.ask(question), await engine.query(data, question.text, settings=GREEDY)),
+                (
+                    writer.open_caption("normal"),
+                    await engine.caption(data, "normal", settings=GREEDY),
+                ),
+            ]
+            for prompt, result in texts:
+                said = list(result.token_ids)
+                prompt.text(said)
+                assert _follow(model, image, prompt)[0] == said
+            found = await engine.detect(data, "shapes", settings=GREEDY)
+            prompt = writer.seek("detect", "shapes")
+            for box in found.output["objects"]:
+                prompt.reference((box["x_min"], box["y_min"], box["x_max"], box["y_max"]))
+            prompt.text([0])
+            ids, coords, sizes = _follow(model, image, prompt)
+            said = prompt.ids[prompt.start :]
+            assert len(found.output["objects"]) > 1
+            for step, token in enumerate(said):
+                value = prompt.values[prompt.start + step]
+                if step % 3 == 0:
+                    assert ids[step] == token
+                if token == COORD:
+                    assert coords[step] == round(value[0] * 1024)
+                elif token == SIZE:
+                    assert [2 ** (10 * b / 1023 - 10) for b in sizes[step]] == pytest.approx(
+                        value, rel=1e-4
+                    )
+
+
+async def test_a_few_frozen_scenes_through_the_engine(
+    bundled: Path, picture: Callable[[int], bytes]
+) -> None:
+    from kestrel_engine import InferenceEngine, RuntimeConfig
+
+    config = RuntimeConfig(model_path=bundled, device="cpu", cpu_threads=1, max_batch_size=16)
+    records = []
+    async with await InferenceEngine.create(config) as engine:
+        for index in range(4):
+            found = example("seen", index)
+            for task in found.tasks:
+                records.append(score(found.scene, task, await ask(engine, picture(index), task)))
+    assert sum(r["ok"] for r in records) >= len(records) - 1
+
+
+def test_run_and_decode_agree(bundled: Path, writer: PromptWriter) -> None:
+    """The packed training path and the single-prompt path are the same function."""
+    import random
+
+    from training.batches import draw_batch
+    from training.pictures import PictureMaker
+
+    model = load_exported(bundled)
+    batch = draw_batch(random.Random(12), writer, 1, 200, 180)
+    with torch.no_grad():
+        pixels = PictureMaker(compiled=False)(batch)
+        out = run(model, pixels, batch)
+        right = (out.text.argmax(-1) == batch.text_target).float().mean()
+    assert float(right) > 0.9

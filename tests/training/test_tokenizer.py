@@ -1,0 +1,45 @@
+"""The tokenizer keeps the segment grammar: one id above 20 for every path token."""
+
+import random
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from training.captions import LENGTHS, caption
+from training.paths import COMMANDS, GRID_VALUES
+from training.prompts import PromptWriter
+from training.questions import draw_question
+from training.scenes import draw_scene, draw_size
+from training.tokenizer import SPECIAL, build, path_token_text
+
+
+def test_every_path_token_is_one_id_above_the_reserved_ones(writer: PromptWriter) -> None:
+    for token in (*COMMANDS, *map(str, GRID_VALUES)):
+        ids = writer.encode(path_token_text(token))
+        assert len(ids) == 1 and ids[0] > 20
+        assert writer.tokenizer.decode(ids).strip() == token
+
+
+def test_special_ids(writer: PromptWriter) -> None:
+    for number, token in enumerate(SPECIAL):
+        assert writer.tokenizer.token_to_id(token) == number
+    assert writer.tokenizer.decode(list(range(21))) == ""
+
+
+def test_texts_survive_and_words_are_whole(writer: PromptWriter) -> None:
+    rng = random.Random(4)
+    for _ in range(30):
+        scene = draw_scene(rng, *draw_size(rng))
+        texts = [
+            draw_question(rng, scene).text,
+            caption(scene, rng.choice(LENGTHS)),
+            "Größe? 图 🙂",
+        ]
+        for text in texts:
+            assert writer.tokenizer.decode(writer.encode(text)) == text
+    assert len(writer.encode(" red circles")) == 2
+
+
+def test_the_committed_file_is_what_the_code_builds(bundled: Path) -> None:
+    committed = Tokenizer.from_file(str(bundled / "tokenizer.json"))
+    assert build().to_str() == committed.to_str()
