@@ -41,7 +41,7 @@ from .observer import Observer, RequestEvent
 from .preprocess.pool import PreprocessPool
 from .requests import ImageBlock, PreparedImage, Prompt, num_positions
 from .scheduler.budget import StepBudget
-from .scheduler.policy import SchedulerPolicy
+from .scheduler.policy import SchedulerPolicy, SchedulerStats
 from .scheduler.sequence import Sequence
 from .skills.base import SkillContext, SkillDefaults, SkillRequest
 from .skills.registry import SkillRegistry
@@ -158,6 +158,11 @@ class InferenceEngine(SkillCalls):
     def num_requests(self) -> int:
         """Requests accepted and unfinished."""
         return len(self._open) + self._preparing
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Who runs and waits on the device, and its pages, now. From any thread."""
+        return self._loop.stats
 
     async def submit(
         self,
@@ -386,13 +391,15 @@ class InferenceEngine(SkillCalls):
     ) -> None:
         if self._observer is None:
             return
-        timings = opened.timings
+        timings, image = opened.timings, opened.sequence.image
         event = RequestEvent(
             request_id=opened.stream.request_id,
             skill=opened.skill,
             finish_reason=reason,
             error=error,
             metrics=metrics,
+            image_size=None if image is None else (image.width, image.height),
+            num_crops=0 if image is None else image.num_crops,
             accepted_at=timings.accepted_at,
             prepared_at=timings.prepared_at,
             scheduled_at=timings.scheduled_at,

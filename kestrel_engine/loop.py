@@ -21,7 +21,7 @@ from .events import FinishReason
 from .observer import Observer, StepEvent
 from .requests import num_positions
 from .runtime.protocol import Runtime, StepHandle
-from .scheduler.policy import SchedulerPolicy
+from .scheduler.policy import SchedulerPolicy, SchedulerStats
 from .scheduler.scheduler import Scheduler
 from .scheduler.sequence import Sequence
 from .skills.base import SkillControl, SkillOutput
@@ -91,6 +91,11 @@ class EngineLoop:
     @property
     def thread_id(self) -> int | None:
         return self._thread.ident
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Any thread: counts, each of them right by itself."""
+        return self._scheduler.stats
 
     @property
     def stalled_s(self) -> float:
@@ -262,6 +267,7 @@ class EngineLoop:
             return
         plan, stats = out.plan, self._scheduler.stats
         ids = [row.sequence_id for row in plan.prefill + plan.decode]
+        encoded = {piece.image.key for piece in plan.encode}
         event = StepEvent(
             step_id=plan.step_id,
             launched_at=out.launched_at,
@@ -276,6 +282,7 @@ class EngineLoop:
             ),
             num_decode=len(plan.decode),
             request_ids=tuple(self._active[i].request_id for i in ids if i in self._active),
+            encoded_request_ids=self._about(encoded) if encoded else (),
             failed=failed,
             running=stats.running,
             waiting=stats.waiting,
@@ -287,3 +294,8 @@ class EngineLoop:
             prompt_positions=stats.prompt_positions,
         )
         self._observer.on_step(event)
+
+    def _about(self, keys: set[str]) -> tuple[str, ...]:
+        """Requests about one of the pictures."""
+        images = ((work.request_id, work.sequence.image) for work in self._active.values())
+        return tuple(i for i, image in images if image is not None and image.key in keys)

@@ -24,6 +24,8 @@ class StepEvent:
     num_decode: int
     request_ids: tuple[str, ...]
     """Requests that had a row in it."""
+    encoded_request_ids: tuple[str, ...]
+    """Requests whose pictures had crops encoded in it."""
     failed: bool
     running: int
     waiting: int
@@ -47,6 +49,9 @@ class RequestEvent:
     error: str
     """Class name of the error, "" if it ended well."""
     metrics: EngineMetrics
+    image_size: tuple[int, int] | None
+    """Width and height in pixels of the upright picture, if there was one."""
+    num_crops: int
     accepted_at: float
     prepared_at: float | None
     scheduled_at: float | None

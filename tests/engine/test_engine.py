@@ -338,6 +338,8 @@ async def test_an_observer_hears_of_every_step_and_request(fake_limits):
         runtime.fail_next = RuntimeError("x")
         with pytest.raises(RuntimeFailure):
             await engine.query(question="a", settings=GREEDY, request_id="r3")
+        stats = engine.stats
+    assert (stats.running, stats.waiting, stats.pages_total) == (0, 0, fake_limits.num_pages)
     ended = {e.request_id: (e.skill, e.finish_reason, e.error) for e in listener.requests}
     assert ended["r1"] == ("query", "length", "")
     assert ended["r2"][1:] == ("cancelled", "")
@@ -347,6 +349,8 @@ async def test_an_observer_hears_of_every_step_and_request(fake_limits):
     assert event.scheduled_at <= event.first_token_at <= event.finished_at
     assert sum(e.num_crops for e in listener.steps) == 2
     assert sum(e.num_decode for e in listener.steps if "r1" in e.request_ids) == 5
+    assert {i for e in listener.steps for i in e.encoded_request_ids} == {"r1"}
+    assert (event.num_crops, event.image_size) == (2, (PICTURE.shape[1], PICTURE.shape[0]))
     assert [e.failed for e in listener.steps].count(True) == 1
     assert [e.step_id for e in listener.steps] == sorted(e.step_id for e in listener.steps)
 
