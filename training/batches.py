@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,20 +81,16 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """On the device, but for the spoiling, which is read on the host."""
-        return Batch(
-            **{
-                name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-                for name, value in vars(self).items()
-            }
-        )
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
-        return Batch(
-            **{
-                name: value.pin_memory() if isinstance(value, Tensor) else value
-                for name, value in vars(self).items()
-            }
-        )
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        changed: dict[str, Any] = {
+            k: change(v) for k, v in vars(self).items() if isinstance(v, Tensor)
+        }
+        return replace(self, **changed)
 
 
 def draw_prompts(rng: random.Random, writer: PromptWriter, scene: Scene, room: int) -> list[Prompt]:

@@ -80,7 +80,9 @@ class Stages:
     @classmethod
     def compiled(cls) -> Stages:
         return cls(
-            *(torch.compile(f, dynamic=True) for f in (split_colours, requantise, join_colours))
+            torch.compile(split_colours, dynamic=True),
+            torch.compile(requantise, dynamic=True),
+            torch.compile(join_colours, dynamic=True),
         )
 
 

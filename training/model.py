@@ -99,7 +99,8 @@ class VisionAttention(nn.Module):
             self.qkv(x).view(n, length, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
         )
         out = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(out.transpose(1, 2).reshape(n, length, dim))
+        mixed: Tensor = self.proj(out.transpose(1, 2).reshape(n, length, dim))
+        return mixed
 
 
 class Mlp(nn.Module):
@@ -109,7 +110,8 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(inner, out or dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        out: Tensor = self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        return out
 
 
 class VisionBlock(nn.Module):
@@ -122,7 +124,8 @@ class VisionBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln1(x))
-        return x + self.mlp(self.ln2(x))
+        x = x + self.mlp(self.ln2(x))
+        return x
 
 
 def sincos_positions(dim: int) -> Tensor:
@@ -159,7 +162,8 @@ class Vision(nn.Module):
         x = self.patch_emb(patches.reshape(n, GRID * GRID, 3 * PATCH * PATCH)) + self.pos_emb
         for block in self.blocks:
             x = block(x)
-        return self.post_ln(x)
+        features: Tensor = self.post_ln(x)
+        return features
 
     @staticmethod
     def stitch(tiles: Tensor, view: View) -> Tensor:
@@ -189,7 +193,8 @@ class Vision(nn.Module):
         features = self.encode(crops.flatten(0, 1)).view(b, n, GRID * GRID, -1)
         whole = features[:, 0]
         local = whole if view.crops == 1 else self.stitch(features[:, 1:], view)
-        return self.proj_mlp(torch.cat((whole, local), -1))
+        image: Tensor = self.proj_mlp(torch.cat((whole, local), -1))
+        return image
 
 
 class Tau(nn.Module):
@@ -239,7 +244,8 @@ class TextAttention(nn.Module):
         if mask is not None:
             later = F.scaled_dot_product_attention(q[:, :, PREFIX:], k, v, attn_mask=mask)
             out = torch.cat((out, later), 2)
-        return self.proj(out.transpose(1, 2).reshape(b, s, dim))
+        mixed: Tensor = self.proj(out.transpose(1, 2).reshape(b, s, dim))
+        return mixed
 
 
 class Experts(nn.Module):
@@ -320,10 +326,14 @@ class Text(nn.Module):
         return x, torch.stack(balances[1:]).mean()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(self.post_ln(hidden))
+        scores: Tensor = self.lm_head(self.post_ln(hidden))
+        return scores
 
 
 class Region(nn.Module):
+    coord_features: Tensor
+    size_features: Tensor
+
     def __init__(self, c: TinyConfig) -> None:
         super().__init__()
         self.register_buffer("coord_features", torch.randn(1, c.coord_features // 2) * 6)
@@ -341,18 +351,22 @@ class Region(nn.Module):
 
     def encode_coord(self, value: Tensor) -> Tensor:
         """Coordinates [..., 1] -> [..., dim]."""
-        return self.coord_encoder(self._fourier(value, self.coord_features))
+        out: Tensor = self.coord_encoder(self._fourier(value, self.coord_features))
+        return out
 
     def encode_size(self, value: Tensor) -> Tensor:
         """Widths and heights [..., 2] -> [..., dim]."""
-        return self.size_encoder(self._fourier(value, self.size_features))
+        out: Tensor = self.size_encoder(self._fourier(value, self.size_features))
+        return out
 
     def coord_logits(self, hidden: Tensor) -> Tensor:
-        return self.coord_decoder(self.ln(hidden))
+        scores: Tensor = self.coord_decoder(self.ln(hidden))
+        return scores
 
     def size_logits(self, hidden: Tensor) -> Tensor:
         """[..., 2, bins]: width, height."""
-        return self.size_decoder(self.ln(hidden)).unflatten(-1, (2, -1))
+        scores: Tensor = self.size_decoder(self.ln(hidden))
+        return scores.view(*scores.shape[:-1], 2, -1)
 
 
 class TinyModel(nn.Module):

@@ -16,7 +16,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 def orthogonalise(m: Tensor, steps: int = 5) -> Tensor:
     """Matrices [n, rows, columns] to nearly orthogonal ones, in bfloat16."""
     a, b, c = _COEFFICIENTS
-    x = m.bfloat16()
+    x: Tensor = m.bfloat16()
     tall = x.shape[1] > x.shape[2]
     if tall:
         x = x.transpose(1, 2)
@@ -64,8 +64,8 @@ class Muon:
             stacked = torch.cat([u.view(-1, rows, columns) for u in ahead])
             update = orthogonalise(stacked).float()
             scale = self.lr * 0.2 * math.sqrt(max(rows, columns))
-            parts = update.split([count for _, count in group])
-            parameters = [p for p, _ in group]
+            parts = torch.split(update, [count for _, count in group])
+            parameters: list[Tensor] = [p for p, _ in group]
             torch._foreach_mul_(parameters, 1 - self.lr * self.decay)
             updates = [u.reshape(p.shape) for u, p in zip(parts, parameters, strict=True)]
             torch._foreach_add_(parameters, updates, alpha=-scale)

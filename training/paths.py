@@ -44,7 +44,9 @@ _TOKEN = re.compile(r"[A-Za-z]|-?\d*\.?\d+")
 def path_polygon(path: str, box: Box) -> NDArray[np.float64] | None:
     """Points [n, 2] of an "M … L/C … z" path with coordinates 0..1 relative to ``box``; None if it has none."""
     x0, y0, x1, y1 = box
-    command, numbers, points = "", [], []
+    command = ""
+    numbers: list[float] = []
+    points: list[tuple[float, ...]] = []
     for token in _TOKEN.findall(path):
         if token.isalpha():
             command, numbers = token, []

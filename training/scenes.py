@@ -188,7 +188,7 @@ def _contrast(rgb: Rgb, background: Background) -> float:
 def _draw_angle(rng: random.Random, kind: int) -> float:
     shape = SHAPES[kind]
     tilt = TILT.get(shape, DEFAULT_TILT)
-    degrees = 90 * rng.choice(QUARTERS.get(shape, (0,)))
+    degrees = 90.0 * rng.choice(QUARTERS.get(shape, (0,)))
     if rng.random() < 0.75:
         degrees += rng.uniform(-tilt, tilt)
     return math.radians(degrees)
@@ -312,7 +312,7 @@ def _draw_lines(rng: random.Random, width: int, height: int) -> tuple[Line, ...]
     scale = min(width, height)
     lines = []
     for _ in range(rng.randint(1, 6)):
-        grey = rng.random()
+        grey: float = rng.random()
         rgb = (
             (grey, grey, grey)
             if rng.random() < 0.6

@@ -73,8 +73,8 @@ def corpus(scenes: int = 4000, seed: int = 7) -> Iterator[str]:
 def build() -> Tokenizer:
     """Train the merges, then give every path token an id of its own."""
     tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=len(SPECIAL) + 256 + MERGED,
         special_tokens=list(SPECIAL),

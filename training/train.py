@@ -13,7 +13,7 @@ import argparse
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,13 +149,13 @@ def compile_blocks(model: TinyModel) -> None:
         block.compile()
 
 
-def share_gradients(parameters: list[Tensor], world: int) -> None:
+def share_gradients(parameters: Sequence[Tensor], world: int) -> None:
     """Average the gradients over all ranks, as one flat buffer."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     flat = torch.cat([g.flatten() for g in gradients])
     dist.all_reduce(flat)
     flat /= world
-    parts = flat.split([g.numel() for g in gradients])
+    parts = torch.split(flat, [g.numel() for g in gradients])
     torch._foreach_copy_(
         gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
     )
@@ -221,7 +221,7 @@ def main() -> None:
 
     clock, data = Clock(args.minutes, world), batches(args, rank)
     clock.start()
-    mark, seen, quarter = time.monotonic(), 0, 1
+    mark, seen, quarter, done = time.monotonic(), 0, 1, 0
     sums: dict[str, Tensor] = {}
     watch = Stopwatch()
     for step in range(args.max_steps):
@@ -253,7 +253,7 @@ def main() -> None:
         watch.lap("optimiser")
         if watch.active and step % 200 == 199:
             watch.report(40)
-        seen += args.batch * world
+        seen, done = seen + args.batch * world, step + 1
         for name, value in (("loss", loss), ("norm", norm), *parts.items()):
             sums[name] = sums.get(name, torch.zeros((), device=device)) + value.detach()
         if rank == 0 and (step + 1) % 100 == 0:
@@ -283,7 +283,7 @@ def main() -> None:
         export(model, args.out / "export")
         if validation is not None:
             validation.report(model, device)
-        print(f"{step} steps, {time.monotonic() - clock.began:.0f} s", flush=True)
+        print(f"{done} steps, {time.monotonic() - clock.began:.0f} s", flush=True)
     if world > 1:
         dist.destroy_process_group()
 

@@ -50,7 +50,10 @@ class Validation:
             figures = []
             for number, skill in enumerate(SKILLS):
                 own = batch.text_skill == number
-                asked, missed = prompt[own].unique().numel(), prompt[own & wrong].unique().numel()
+                asked, missed = (
+                    len(torch.unique(prompt[own])),
+                    len(torch.unique(prompt[own & wrong])),
+                )
                 figures.append(f"{skill} {100 * (1 - missed / max(asked, 1)):.1f}")
             coord = (out.coord.argmax(-1) - batch.coord_target).abs().mean()
             size = (out.size.argmax(-1) - batch.size_target).abs().mean() * (
