@@ -37,9 +37,10 @@ from .sequence import Phase, Sequence
 from .waiting import WaitingQueue
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Scheduled:
-    """One sequence's row in a step that is out: where it ends, and in which epoch it was made."""
+    """One sequence's row in a step that is out: where it ends, and in which epoch it was made. Never changed; not
+    frozen because one is made for every token, and that would double its cost."""
 
     sequence: Sequence
     epoch: int
@@ -259,7 +260,7 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, served: set[int]) -> bool:
         """Makes room for one more position, preempting if need be; False if ``sequence`` itself had to go."""
-        if self._num_pages(sequence.num_scheduled + 1) <= len(sequence.pages):
+        if sequence.num_scheduled < len(sequence.pages) * self._limits.page_size:
             return True
         while True:
             pages = self._allocate(1)
@@ -399,7 +400,7 @@ class Scheduler:
         fresh = self._allocate(needed)
         assert fresh is not None, "evictable pages were counted wrongly"
         sequence.node = match.node
-        sequence.pages = match.pages + fresh
+        sequence.replace_pages(match.pages + fresh)
         sequence.num_scheduled = sequence.num_committed = len(match.pages) * size
         skipped = max(0, sequence.image_prefix - 2)
         sequence.cursor = sequence.num_scheduled - skipped if match.num_atoms else 0
@@ -428,23 +429,13 @@ class Scheduler:
             sequence.rule = None
             sequence.in_flight += 1
             sequence.tokens.append(PREVIOUS)
-        pages = self._num_pages(sequence.num_scheduled)
-        item = _Scheduled(
-            sequence=sequence,
-            epoch=sequence.epoch,
-            end_positions=sequence.num_scheduled,
-            samples=sample is not None,
-            is_prefill=is_prefill,
-            reads_picture=start == 0 and sequence.image is not None,
+        end = sequence.num_scheduled
+        reads_picture = start == 0 and sequence.image is not None
+        scheduled.append(
+            _Scheduled(sequence, sequence.epoch, end, sample is not None, is_prefill, reads_picture)
         )
-        scheduled.append(item)
-        return Row(
-            sequence_id=sequence.sequence_id,
-            tokens=tokens,
-            start=start,
-            page_table=tuple(sequence.pages[:pages]),
-            sample=sample,
-        )
+        page_table = sequence.page_table(-(-end // self._limits.page_size))
+        return Row(sequence.sequence_id, tokens, start, page_table, sample)
 
     def _take_out(self, plan: StepPlan) -> list[_Scheduled]:
         oldest, scheduled = self._out.popleft()
@@ -478,7 +469,7 @@ class Scheduler:
         """Frees batch place, pages, lock and picture of a running sequence."""
         del self._running[sequence.sequence_id]
         self._pool.release(sequence.pages)
-        sequence.pages = []
+        sequence.replace_pages([])
         if sequence.node is not None:
             self._cache.unlock(sequence.node)
             sequence.node = None

@@ -74,6 +74,7 @@ class Sequence:
     num_cached: int = 0
     """Positions taken from the prefix cache then."""
     uses_picture: bool = False
+    _page_table: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert 0 <= self.priority < NUM_PRIORITIES, self.priority
@@ -111,16 +112,27 @@ class Sequence:
             left == 1
             and self.cursor > 0
             and self.rule is not None
-            and self.num_planned < self.max_tokens
+            and self.num_sampled + self.in_flight < self.max_tokens
         )
 
     @property
     def needs_prefill(self) -> bool:
         return (
             self.cursor < len(self.tokens)
-            and not self.can_decode
             and self.tokens[self.cursor] is not PREVIOUS
+            and not self.can_decode
         )
+
+    def replace_pages(self, pages: list[int]) -> None:
+        """Gives it other pages. Between two such calls ``pages`` only grows."""
+        self.pages = pages
+        self._page_table = ()
+
+    def page_table(self, num_pages: int) -> tuple[int, ...]:
+        """The first ``num_pages`` pages. Made anew only when it grows: a step asks for it at every token."""
+        if len(self._page_table) != num_pages:
+            self._page_table = tuple(self.pages[:num_pages])
+        return self._page_table
 
     def move(self, phase: Phase) -> None:
         """Raises AssertionError for a transition that is not in the table."""
