@@ -32,8 +32,8 @@ from .errors import (
 )
 from .events import Event, PathPiece, ReasoningDelta, TextDelta
 from .geometry import Box, ImageSize, Point, SpatialRef
-from .images import ImageInput
-from .requests import CallOptions, CaptionLength, Priority
+from .images import ImageHandle, ImageInput
+from .requests import CallOptions, CaptionLength, HandlingOptions, Priority
 from .results import (
     CaptionResult,
     DetectResult,
@@ -46,26 +46,45 @@ from .results import (
     Reasoning,
     Result,
     SegmentResult,
+    SkillResult,
     Timings,
     Usage,
 )
 from .streams import AsyncStream, Stream
+from .tasks import (
+    AnalyzeResult,
+    CaptionTask,
+    DetectTask,
+    Outcome,
+    PointTask,
+    QueryTask,
+    SegmentTask,
+    Task,
+    TaskDone,
+    TaskEvent,
+    Tasks,
+)
 from .version import __version__
 
 __all__ = [
+    "AnalyzeResult",
     "AsyncKestrelClient",
     "AsyncStream",
     "Box",
     "CallOptions",
     "CaptionLength",
     "CaptionResult",
+    "CaptionTask",
     "DeadlineExceededError",
     "DetectResult",
+    "DetectTask",
     "Event",
     "FailedPreconditionError",
     "FieldViolation",
     "FinishReason",
     "GroundingSpan",
+    "HandlingOptions",
+    "ImageHandle",
     "ImageInput",
     "ImageSize",
     "IncompleteStreamError",
@@ -80,13 +99,16 @@ __all__ = [
     "MissingDependencyError",
     "Model",
     "NotFoundError",
+    "Outcome",
     "OverloadedError",
     "PathPiece",
     "PermissionDeniedError",
     "Point",
     "PointResult",
+    "PointTask",
     "Priority",
     "QueryResult",
+    "QueryTask",
     "Reasoning",
     "ReasoningDelta",
     "RequestCancelledError",
@@ -94,12 +116,18 @@ __all__ = [
     "Result",
     "RpcError",
     "SegmentResult",
+    "SegmentTask",
     "ServerCapabilities",
     "ServerError",
     "ServerInfo",
     "ServerLimits",
+    "SkillResult",
     "SpatialRef",
     "Stream",
+    "Task",
+    "TaskDone",
+    "TaskEvent",
+    "Tasks",
     "TextDelta",
     "Timings",
     "Tls",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, Unpack
 
@@ -12,7 +12,13 @@ import grpc
 from google.protobuf.message import Message
 
 from ._pb.kestrel.client.internal import wire_pb2
-from ._pb.kestrel.v1 import model_service_pb2, model_service_pb2_grpc, vision_service_pb2_grpc
+from ._pb.kestrel.v1 import (
+    image_service_pb2,
+    image_service_pb2_grpc,
+    model_service_pb2,
+    model_service_pb2_grpc,
+    vision_service_pb2_grpc,
+)
 from ._pb.kestrel.v1 import vision_service_pb2 as pb
 from .connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
@@ -26,22 +32,24 @@ from .connection import (
 )
 from .description import Model, ServerInfo, read_model, read_server_info
 from .errors import DeadlineExceededError, from_rpc_error
-from .events import PathPiece, ReasoningDelta, TextDelta
+from .events import Event, PathPiece, ReasoningDelta, TextDelta
 from .geometry import Box, Point, SpatialRef
-from .images import ImageInput
-from .requests import CallOptions, CaptionLength, Prepared, Preparer
+from .images import ImageHandle, ImageInput
+from .requests import CallOptions, CaptionLength, HandlingOptions, Prepared, Preparer
 from .results import (
     CaptionResult,
     DetectResult,
     MaskFormat,
     PointResult,
     QueryResult,
-    Result,
     SegmentResult,
+    SkillResult,
 )
-from .streams import AsyncStream
+from .stored import image_id_of, prepare_put, read_handle
+from .streams import AsyncStream, Reading
+from .tasks import AnalyzeResult, TaskDone, TaskEvent, Tasks
 
-R = TypeVar("R", bound=Result)
+R = TypeVar("R")
 
 
 class _Opened(NamedTuple):
@@ -49,6 +57,7 @@ class _Opened(NamedTuple):
 
     channel: grpc.aio.Channel
     vision: Any
+    images: Any
     models: Any
 
 
@@ -231,6 +240,93 @@ class AsyncKestrelClient:
             lambda: self._prepare.segment(image, object, spatial_refs, mask, options),
         )
 
+    async def put_image(
+        self,
+        image: ImageInput,
+        *,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+    ) -> ImageHandle:
+        """Sends a picture once, to be named by the handle in later calls; large files go in pieces."""
+        put = await asyncio.to_thread(prepare_put, image, self._connection.max_message_bytes)
+        images, options = self._open().images, self._handling(timeout, metadata)
+        try:
+            if put.data:
+                reply = await images.UploadImage(put.pieces(), **options)
+            else:
+                reply = await images.PutImage(put.request, **options)
+            return read_handle(reply.image, image)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def delete_image(
+        self,
+        image: ImageHandle | str,
+        *,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+    ) -> bool:
+        """Makes the server forget a picture; whether it had it."""
+        request = image_service_pb2.DeleteImageRequest(image_id=image_id_of(image))
+        try:
+            options = self._handling(timeout, metadata)
+            reply = await self._open().images.DeleteImage(request, **options)
+            return bool(reply.existed)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def analyze(
+        self, image: ImageInput, tasks: Tasks, **options: Unpack[HandlingOptions]
+    ) -> AnalyzeResult:
+        """Does several tasks on one picture at once, like ``[QueryTask("What is this?"), DetectTask("circle")]``.
+
+        A task that fails leaves the others alone: see AnalyzeResult.
+        """
+        return await self._call("Analyze", lambda: self._prepare.analyze(image, tasks, options))
+
+    def stream_analyze(
+        self, image: ImageInput, tasks: Tasks, **options: Unpack[HandlingOptions]
+    ) -> AsyncStream[AnalyzeResult, TaskEvent | TaskDone]:
+        """``analyze`` with the events of all tasks as they happen."""
+        return self._stream(
+            "StreamAnalyze",
+            pb.StreamAnalyzeRequest,
+            lambda: self._prepare.analyze(image, tasks, options),
+        )
+
+    async def run_skill(
+        self,
+        skill: str,
+        image: ImageInput | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        **options: Unpack[CallOptions],
+    ) -> SkillResult:
+        """Runs any skill of the model by name, also one that was plugged into the server.
+
+        ``arguments`` and ``settings`` are the skill's own: plain values by name. Raises NotFoundError for a skill that
+        there isn't.
+        """
+        return await self._call(
+            "RunSkill",
+            lambda: self._prepare.run_skill(skill, image, arguments, settings, options),
+        )
+
+    def stream_skill(
+        self,
+        skill: str,
+        image: ImageInput | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        **options: Unpack[CallOptions],
+    ) -> AsyncStream[SkillResult, Event]:
+        """``run_skill`` with the events of the skill as they happen."""
+        return self._stream(
+            "StreamSkill",
+            pb.StreamSkillRequest,
+            lambda: self._prepare.run_skill(skill, image, arguments, settings, options),
+        )
+
     async def list_models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
         """The models that the server serves, the default one first."""
         sent = model_service_pb2.ListModelsRequest()
@@ -308,6 +404,7 @@ class AsyncKestrelClient:
             self._opened = _Opened(
                 channel,
                 vision_service_pb2_grpc.VisionServiceStub(channel),
+                image_service_pb2_grpc.ImageServiceStub(channel),
                 model_service_pb2_grpc.ModelServiceStub(channel),
             )
         return self._opened
@@ -319,26 +416,28 @@ class AsyncKestrelClient:
             reply = await call(sent.request, timeout=sent.timeout, metadata=sent.metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
-        return sent.read_result(reply)
+        return sent.reading.result(reply)
 
     def _stream(
         self, method: str, wrapper: type[Message], prepare: Callable[[], Prepared[Any, R]]
     ) -> AsyncStream[R, Any]:
-        async def start() -> tuple[Any, Callable[[Any], R]]:
+        async def start() -> tuple[Any, Reading[R]]:
             sent = await asyncio.to_thread(prepare)
             request = wrapper(request=sent.request)
             call = getattr(self._open().vision, method)
-            return call(request, timeout=sent.timeout, metadata=sent.metadata), sent.read_result
+            return call(request, timeout=sent.timeout, metadata=sent.metadata), sent.reading
 
         return AsyncStream(start)
+
+    def _handling(self, timeout: float | None, metadata: Metadata | None) -> dict[str, Any]:
+        return {
+            "timeout": self._connection.timeout if timeout is None else timeout,
+            "metadata": self._connection.call_metadata(metadata),
+        }
 
     async def _ask(self, method: str, sent: Message, timeout: float | None) -> Any:
         call = getattr(self._open().models, method)
         try:
-            return await call(
-                sent,
-                timeout=self._connection.timeout if timeout is None else timeout,
-                metadata=self._connection.call_metadata(None),
-            )
+            return await call(sent, **self._handling(timeout, None))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
@@ -11,7 +11,13 @@ import grpc
 from google.protobuf.message import Message
 
 from ._pb.kestrel.client.internal import wire_pb2
-from ._pb.kestrel.v1 import model_service_pb2, model_service_pb2_grpc, vision_service_pb2_grpc
+from ._pb.kestrel.v1 import (
+    image_service_pb2,
+    image_service_pb2_grpc,
+    model_service_pb2,
+    model_service_pb2_grpc,
+    vision_service_pb2_grpc,
+)
 from ._pb.kestrel.v1 import vision_service_pb2 as pb
 from .connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
@@ -25,22 +31,24 @@ from .connection import (
 )
 from .description import Model, ServerInfo, read_model, read_server_info
 from .errors import DeadlineExceededError, from_rpc_error
-from .events import PathPiece, ReasoningDelta, TextDelta
+from .events import Event, PathPiece, ReasoningDelta, TextDelta
 from .geometry import Box, Point, SpatialRef
-from .images import ImageInput
-from .requests import CallOptions, CaptionLength, Prepared, Preparer
+from .images import ImageHandle, ImageInput
+from .requests import CallOptions, CaptionLength, HandlingOptions, Prepared, Preparer
 from .results import (
     CaptionResult,
     DetectResult,
     MaskFormat,
     PointResult,
     QueryResult,
-    Result,
     SegmentResult,
+    SkillResult,
 )
+from .stored import image_id_of, prepare_put, read_handle
 from .streams import Stream
+from .tasks import AnalyzeResult, TaskDone, TaskEvent, Tasks
 
-R = TypeVar("R", bound=Result)
+R = TypeVar("R")
 M = TypeVar("M", bound=Message)
 
 
@@ -83,6 +91,7 @@ class KestrelClient:
             else grpc.secure_channel(target, credentials, options)
         )
         self._vision = vision_service_pb2_grpc.VisionServiceStub(self._channel)
+        self._images = image_service_pb2_grpc.ImageServiceStub(self._channel)
         self._models = model_service_pb2_grpc.ModelServiceStub(self._channel)
 
     def query(
@@ -210,6 +219,82 @@ class KestrelClient:
         sent = self._prepare.segment(image, object, spatial_refs, mask, options)
         return self._stream(self._vision.StreamSegment, pb.StreamSegmentRequest, sent)
 
+    def put_image(
+        self,
+        image: ImageInput,
+        *,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+    ) -> ImageHandle:
+        """Sends a picture once, to be named by the handle in later calls; large files go in pieces."""
+        put = prepare_put(image, self._connection.max_message_bytes)
+        options: dict[str, Any] = self._handling(timeout, metadata)
+        try:
+            if put.data:
+                return read_handle(self._images.UploadImage(put.pieces(), **options).image, image)
+            return read_handle(self._images.PutImage(put.request, **options).image, image)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    def delete_image(
+        self,
+        image: ImageHandle | str,
+        *,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+    ) -> bool:
+        """Makes the server forget a picture; whether it had it."""
+        request = image_service_pb2.DeleteImageRequest(image_id=image_id_of(image))
+        try:
+            options: dict[str, Any] = self._handling(timeout, metadata)
+            return self._images.DeleteImage(request, **options).existed
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    def analyze(
+        self, image: ImageInput, tasks: Tasks, **options: Unpack[HandlingOptions]
+    ) -> AnalyzeResult:
+        """Does several tasks on one picture at once, like ``[QueryTask("What is this?"), DetectTask("circle")]``.
+
+        A task that fails leaves the others alone: see AnalyzeResult.
+        """
+        return self._call(self._vision.Analyze, self._prepare.analyze(image, tasks, options))
+
+    def stream_analyze(
+        self, image: ImageInput, tasks: Tasks, **options: Unpack[HandlingOptions]
+    ) -> Stream[AnalyzeResult, TaskEvent | TaskDone]:
+        """``analyze`` with the events of all tasks as they happen."""
+        sent = self._prepare.analyze(image, tasks, options)
+        return self._stream(self._vision.StreamAnalyze, pb.StreamAnalyzeRequest, sent)
+
+    def run_skill(
+        self,
+        skill: str,
+        image: ImageInput | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        **options: Unpack[CallOptions],
+    ) -> SkillResult:
+        """Runs any skill of the model by name, also one that was plugged into the server.
+
+        ``arguments`` and ``settings`` are the skill's own: plain values by name. Raises NotFoundError for a skill that
+        there isn't.
+        """
+        sent = self._prepare.run_skill(skill, image, arguments, settings, options)
+        return self._call(self._vision.RunSkill, sent)
+
+    def stream_skill(
+        self,
+        skill: str,
+        image: ImageInput | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        **options: Unpack[CallOptions],
+    ) -> Stream[SkillResult, Event]:
+        """``run_skill`` with the events of the skill as they happen."""
+        sent = self._prepare.run_skill(skill, image, arguments, settings, options)
+        return self._stream(self._vision.StreamSkill, pb.StreamSkillRequest, sent)
+
     def list_models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
         """The models that the server serves, the default one first."""
         sent = model_service_pb2.ListModelsRequest()
@@ -279,7 +364,7 @@ class KestrelClient:
             reply = method(sent.request, timeout=sent.timeout, metadata=sent.metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
-        return sent.read_result(reply)
+        return sent.reading.result(reply)
 
     def _stream(
         self,
@@ -289,16 +374,18 @@ class KestrelClient:
     ) -> Stream[R, Any]:
         request = wrapper(request=sent.request)
         call = method(request, timeout=sent.timeout, metadata=sent.metadata)
-        return Stream(call, sent.read_result)
+        return Stream(call, sent.reading)
+
+    def _handling(self, timeout: float | None, metadata: Metadata | None) -> dict[str, Any]:
+        return {
+            "timeout": self._connection.timeout if timeout is None else timeout,
+            "metadata": self._connection.call_metadata(metadata),
+        }
 
     def _ask(
         self, method: grpc.UnaryUnaryMultiCallable[Any, M], sent: Message, timeout: float | None
     ) -> M:
         try:
-            return method(
-                sent,
-                timeout=self._connection.timeout if timeout is None else timeout,
-                metadata=self._connection.call_metadata(None),
-            )
+            return method(sent, **self._handling(timeout, None))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error

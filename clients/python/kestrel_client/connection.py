@@ -21,6 +21,7 @@ DEFAULT_TIMEOUT_S = 300.0
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 HEALTH_CHECK_METHOD = "/grpc.health.v1.Health/Check"
 VISION_SERVICE = "kestrel.v1.VisionService"
+IMAGE_SERVICE = "kestrel.v1.ImageService"
 MODEL_SERVICE = "kestrel.v1.ModelService"
 
 ChannelOptions: TypeAlias = Sequence[tuple[str, str | int]]
@@ -31,9 +32,9 @@ SERVICE_CONFIG = {
     "loadBalancingConfig": [{"round_robin": {}}],
     "methodConfig": [
         {
-            "name": [{"service": VISION_SERVICE}, {"service": MODEL_SERVICE}],
-            # Every method may be repeated: none changes anything. The server overrides the pauses by pushback, and
-            # forbids a repetition with a negative one.
+            "name": [{"service": name} for name in (VISION_SERVICE, IMAGE_SERVICE, MODEL_SERVICE)],
+            # Every method may be repeated: doing it twice changes no more than once. The server overrides the pauses
+            # by pushback, and forbids a repetition with a negative one.
             "retryPolicy": {
                 "maxAttempts": 4,
                 "initialBackoff": "0.05s",

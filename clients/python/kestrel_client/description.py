@@ -59,6 +59,9 @@ class ServerLimits:
     default_max_objects: int
     default_temperature: float
     default_top_p: float
+    image_store_bytes: int = 0
+    """Pictures kept for calls to name; 0 if none are."""
+    max_analyze_tasks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

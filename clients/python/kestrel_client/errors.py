@@ -8,7 +8,7 @@ KestrelError
 ├── IncompleteStreamError     a stream ended well but without its result
 └── RpcError                  the server, or the way to it, answered with a status
     ├── InvalidArgumentError      INVALID_ARGUMENT, OUT_OF_RANGE: see ``field_violations``
-    ├── NotFoundError             NOT_FOUND: no such model
+    ├── NotFoundError             NOT_FOUND: no such model, skill or picture
     ├── FailedPreconditionError   FAILED_PRECONDITION: the model lacks the skill
     ├── UnauthenticatedError      UNAUTHENTICATED: no token, or a wrong one
     ├── PermissionDeniedError     PERMISSION_DENIED: the token does not allow this
@@ -30,6 +30,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from ._pb.kestrel.client.internal import wire_pb2
+from ._pb.kestrel.v1 import vision_service_pb2
 
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
@@ -109,7 +110,7 @@ class InvalidArgumentError(RpcError):
 
 
 class NotFoundError(RpcError):
-    """The server doesn't serve this model."""
+    """The server has no such model, skill or picture; ``reason`` tells which."""
 
 
 class FailedPreconditionError(RpcError):
@@ -163,6 +164,9 @@ _BY_CODE: dict[grpc.StatusCode, type[RpcError]] = {
 }
 
 
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
 def from_status(
     code: grpc.StatusCode, message: str, trailers: Iterable[tuple[str, str | bytes]]
 ) -> RpcError:
@@ -194,6 +198,15 @@ def from_rpc_error(error: grpc.RpcError) -> RpcError:
     assert isinstance(error, (grpc.Call, grpc.aio.AioRpcError)), type(error)
     trailers: Any = error.trailing_metadata() or ()  # pairs, though the type stubs don't say so
     return from_status(error.code(), error.details() or "", trailers)
+
+
+def from_task_error(error: vision_service_pb2.TaskError) -> RpcError:
+    """The error of one task of ``analyze``: what a call of its own would have raised."""
+    code = _CODES.get(error.code, grpc.StatusCode.UNKNOWN)
+    violations = [FieldViolation(v.field, v.description) for v in error.field_violations]
+    return _BY_CODE.get(code, ServerError)(
+        code, error.message, field_violations=violations, reason=error.reason
+    )
 
 
 def _details(trailers: Iterable[tuple[str, str | bytes]]) -> Sequence[wire_pb2.Detail]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import io
 import os
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 from ._pb.kestrel.v1 import common_pb2
 from .errors import InvalidImageError, MissingDependencyError, RequestTooLargeError
+from .geometry import ImageSize
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -33,9 +35,25 @@ class PixelArray(Protocol):
 
 
 ImageInput: TypeAlias = (
-    "str | os.PathLike[str] | bytes | bytearray | memoryview | PixelArray | PIL.Image.Image"
+    "str | os.PathLike[str] | bytes | bytearray | memoryview | PixelArray | PIL.Image.Image "
+    "| ImageHandle"
 )
-"""A picture: path of a file, contents of a file, array of pixels, or Pillow image."""
+"""A picture: path of a file, contents of a file, array of pixels, Pillow image, or one that the server has."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageHandle:
+    """A picture that the server keeps: from ``put_image``, or by a result's ``image_id``. Goes wherever a picture goes.
+
+    When the server has dropped it, calls raise NotFoundError with reason IMAGE_NOT_FOUND: put it again.
+    """
+
+    image_id: str
+    size: ImageSize | None = None
+    """Width and height in pixels of the upright picture, if known."""
+    source: ImageInput | None = field(default=None, repr=False, compare=False)
+    """The picture itself, as far as it is at hand; what ``draw()`` paints on."""
+
 
 _ARRAY_FORMATS = {
     1: common_pb2.PIXEL_FORMAT_GRAY8,
@@ -52,7 +70,7 @@ _ENVELOPE_BYTES = 64 * 1024
 
 
 def to_image(image: ImageInput, max_message_bytes: int) -> common_pb2.Image:
-    """The picture as a message; waits for the file system if it is a path.
+    """The picture as a message; waits for the file system if it is a path. A handle becomes the id that it stands for.
 
     Raises InvalidImageError for what is no picture, RequestTooLargeError for what would not fit into
     ``max_message_bytes`` (files are measured before they are read).
@@ -64,17 +82,27 @@ def to_image(image: ImageInput, max_message_bytes: int) -> common_pb2.Image:
         if not data:
             raise InvalidImageError("the picture has no bytes")
         return common_pb2.Image(encoded=data)
+    if isinstance(image, ImageHandle):
+        if not image.image_id:
+            raise InvalidImageError(
+                "the handle has no image_id: the server did not keep the picture"
+            )
+        return common_pb2.Image(image_id=image.image_id)
     if is_pillow(image):
         return _from_pillow(image, max_message_bytes)
     if isinstance(image, PixelArray):
         return _from_array(image, max_message_bytes)
     raise InvalidImageError(
-        f"a picture must be a path, bytes, a uint8 array or a Pillow image, not {type(image).__name__}"
+        f"a picture must be a path, bytes, a uint8 array, a Pillow image or an ImageHandle, not {type(image).__name__}"
     )
 
 
 def to_pillow(image: ImageInput) -> PIL.Image.Image:
     """The picture upright, as a new RGB Pillow image. Raises MissingDependencyError without Pillow."""
+    if isinstance(image, ImageHandle):
+        if image.source is None:
+            raise InvalidImageError("the picture is on the server only: pass it")
+        return to_pillow(image.source)
     pillow, ops = _pillow()
     try:
         if isinstance(image, (str, os.PathLike)):

@@ -20,20 +20,52 @@ from .results import (
     MaskFormat,
     PointResult,
     QueryResult,
-    Result,
     SegmentResult,
+    SkillResult,
     caption_result,
     detect_result,
     point_result,
     query_result,
     segment_result,
+    skill_result,
+)
+from .streams import Reading
+from .struct_values import to_struct
+from .tasks import (
+    AnalyzeResult,
+    CaptionTask,
+    DetectTask,
+    PointTask,
+    QueryTask,
+    Task,
+    Tasks,
+    analyze_result,
+    keyed,
+    read_task_event,
 )
 
 CaptionLength: TypeAlias = Literal["short", "normal", "long"]
 Priority: TypeAlias = Literal["low", "normal", "high"]
 
 
-class CallOptions(TypedDict, total=False):
+class HandlingOptions(TypedDict, total=False):
+    """How a call is handled. What is left out, or None, is the server's to decide."""
+
+    model: str | None
+    """Name of the model that must answer."""
+    request_id: str | None
+    """Your name for the request: 1 to 128 visible ASCII characters."""
+    priority: Priority | None
+    """How urgent the request is compared with others that wait."""
+    cache_salt: str | None
+    """Computation is reused among calls of the same salt only; at most 128 bytes of UTF-8."""
+    timeout: float | None
+    """Seconds for the whole call; default: the client's. A request that still waits by then is never computed."""
+    metadata: Metadata | None
+    """Sent with the call, after the client's own."""
+
+
+class CallOptions(HandlingOptions, total=False):
     """What every skill takes beside its own arguments. What is left out, or None, is the server's to decide."""
 
     temperature: float | None
@@ -46,16 +78,6 @@ class CallOptions(TypedDict, total=False):
     """Most tokens to generate, at least 1; with reasoning, for the reasoning and for the answer each."""
     seed: int | None
     """In [0, 2^64): the same seed and request give the same result."""
-    model: str | None
-    """Name of the model that must answer."""
-    request_id: str | None
-    """Your name for the request: 1 to 128 visible ASCII characters."""
-    priority: Priority | None
-    """How urgent the request is compared with others that wait."""
-    timeout: float | None
-    """Seconds for the whole call; default: the client's."""
-    metadata: Metadata | None
-    """Sent with the call, after the client's own."""
 
 
 _CAPTION_LENGTHS = {
@@ -75,12 +97,13 @@ _MASK_FORMATS = {
     "rle": pb.MASK_FORMAT_RLE,
 }
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+_HANDLING = ("model", "request_id", "priority", "cache_salt")
 
 _STREAM_WRAPPER_BYTES = 16
 """What a stream's request adds around the request: a tag and a length."""
 
 _Q = TypeVar("_Q", bound=Message)
-_R = TypeVar("_R", bound=Result)
+_R = TypeVar("_R")
 _E = TypeVar("_E")
 
 
@@ -89,7 +112,7 @@ class Prepared(Generic[_Q, _R]):
     """A request ready to be sent, and how to read its answer (the response message of its method)."""
 
     request: _Q
-    read_result: Callable[[Any], _R]
+    reading: Reading[_R]
     timeout: float | None
     metadata: tuple[tuple[str, str | bytes], ...]
 
@@ -180,11 +203,48 @@ class Preparer:
         )
         return self._prepared(request, lambda reply: segment_result(reply, image, object), options)
 
+    def analyze(
+        self, image: ImageInput, tasks: Tasks, options: HandlingOptions
+    ) -> Prepared[pb.AnalyzeRequest, AnalyzeResult]:
+        asked = keyed(tasks)
+        request = _build(
+            pb.AnalyzeRequest,
+            image=self._image(image),
+            tasks=[_task(key, task) for key, task in asked.items()],
+            options=_handling(options, HandlingOptions),
+        )
+        reading = Reading(
+            lambda reply: analyze_result(reply, asked, image),
+            lambda message, payload: read_task_event(message, payload, asked, image),
+        )
+        return self._prepared(request, reading, options)
+
+    def run_skill(
+        self,
+        skill: str,
+        image: ImageInput | None,
+        arguments: Mapping[str, Any] | None,
+        settings: Mapping[str, Any] | None,
+        options: CallOptions,
+    ) -> Prepared[pb.RunSkillRequest, SkillResult]:
+        request = _build(
+            pb.RunSkillRequest,
+            skill=skill,
+            image=None if image is None else self._image(image),
+            arguments=to_struct("arguments", arguments),
+            settings=to_struct("settings", settings),
+            **_shared(options),
+        )
+        return self._prepared(request, lambda reply: skill_result(reply, image, skill), options)
+
     def _image(self, image: ImageInput) -> common_pb2.Image:
         return to_image(image, self._connection.max_message_bytes)
 
     def _prepared(
-        self, request: _Q, read_result: Callable[[Any], _R], options: CallOptions
+        self,
+        request: _Q,
+        reading: Reading[_R] | Callable[[Any], _R],
+        options: HandlingOptions,
     ) -> Prepared[_Q, _R]:
         size, limit = request.ByteSize() + _STREAM_WRAPPER_BYTES, self._connection.max_message_bytes
         if size > limit:
@@ -192,7 +252,7 @@ class Preparer:
         timeout = options.get("timeout")
         return Prepared(
             request,
-            read_result,
+            reading if isinstance(reading, Reading) else Reading(reading),
             self._connection.timeout if timeout is None else timeout,
             self._connection.call_metadata(options.get("metadata")),
         )
@@ -200,18 +260,66 @@ class Preparer:
 
 def _shared(options: CallOptions) -> dict[str, Any]:
     """Sampling and options as fields of a request; neither is set if nothing in it is."""
-    unknown = options.keys() - CallOptions.__annotations__.keys()
+    handling = _handling(options, CallOptions)
+    return {"sampling": _sampling(options), "options": handling}
+
+
+def _handling(options: HandlingOptions, known: type) -> common_pb2.RequestOptions | None:
+    """None if nothing in it is set. Raises TypeError for an option that ``known`` doesn't have."""
+    unknown = options.keys() - known.__annotations__.keys()
     if unknown:
         raise TypeError(f"unexpected keyword argument {sorted(unknown)[0]!r}")
-    given = {name: value for name, value in options.items() if value is not None}
-    sampling: dict[str, object] = {name: given[name] for name in _SAMPLING if name in given}
-    handling: dict[str, object] = {n: given[n] for n in ("model", "request_id") if n in given}
+    given = {n: v for n, v in options.items() if n in _HANDLING and v is not None}
     if "priority" in given:
-        handling["priority"] = _choice("priority", given["priority"], _PRIORITIES)
-    return {
-        "sampling": _build(common_pb2.Sampling, **sampling) if sampling else None,
-        "options": _build(common_pb2.RequestOptions, **handling) if handling else None,
-    }
+        given["priority"] = _choice("priority", given["priority"], _PRIORITIES)
+    return _build(common_pb2.RequestOptions, **given) if given else None
+
+
+def _sampling(values: Mapping[str, Any]) -> common_pb2.Sampling | None:
+    """None if nothing in it is set."""
+    given = {name: values[name] for name in _SAMPLING if values.get(name) is not None}
+    return _build(common_pb2.Sampling, **given) if given else None
+
+
+def _task(key: str, task: Task) -> pb.AnalyzeTask:
+    """Raises InvalidRequestError."""
+    sampling = _sampling({name: getattr(task, name) for name in _SAMPLING})
+    if isinstance(task, CaptionTask):
+        length = _choice("length", task.length, _CAPTION_LENGTHS)
+        caption = _build(pb.CaptionTask, length=length, sampling=sampling)
+        return _build(pb.AnalyzeTask, key=key, caption=caption)
+    if isinstance(task, DetectTask):
+        detect = _build(
+            pb.DetectTask, object=task.object, max_objects=task.max_objects, sampling=sampling
+        )
+        return _build(pb.AnalyzeTask, key=key, detect=detect)
+    refs = to_spatial_refs(task.spatial_refs)
+    if isinstance(task, QueryTask):
+        query = _build(
+            pb.QueryTask,
+            question=task.question,
+            reasoning=task.reasoning,
+            spatial_refs=refs,
+            sampling=sampling,
+        )
+        return _build(pb.AnalyzeTask, key=key, query=query)
+    if isinstance(task, PointTask):
+        point = _build(
+            pb.PointTask,
+            object=task.object,
+            max_objects=task.max_objects,
+            spatial_refs=refs,
+            sampling=sampling,
+        )
+        return _build(pb.AnalyzeTask, key=key, point=point)
+    segment = _build(
+        pb.SegmentTask,
+        object=task.object,
+        spatial_refs=refs,
+        mask_format=_choice("mask", task.mask, _MASK_FORMATS),
+        sampling=sampling,
+    )
+    return _build(pb.AnalyzeTask, key=key, segment=segment)
 
 
 def _choice(name: str, value: object, choices: Mapping[str, _E]) -> _E:

@@ -14,6 +14,7 @@ from ._pb.kestrel.v1 import common_pb2, vision_service_pb2
 from .errors import InvalidImageError
 from .geometry import Box, ImageSize, Point, from_box, from_point
 from .images import ImageInput
+from .struct_values import from_struct
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -75,6 +76,8 @@ class Result:
     """Width and height in pixels of the upright picture that coordinates refer to; None without a picture."""
     seed: int
     """Seed of the draw; sent again it gives the same result."""
+    image_id: str = ""
+    """Id by which later calls may name the picture (ImageHandle); empty without one, or if the server keeps it not."""
     source: ImageInput | None = field(default=None, repr=False, compare=False)
     """The picture as it was given to the call; what ``draw()`` paints on."""
 
@@ -83,7 +86,7 @@ class Result:
         common = {f.name for f in fields(Result)}
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in common}
         shared = {f.name: getattr(self, f.name) for f in fields(Result) if f.name != "source"}
-        return {name: _plain(value) for name, value in {**own, **shared}.items()}
+        return {name: plain_value(value) for name, value in {**own, **shared}.items()}
 
     def draw(self, image: ImageInput | None = None) -> PIL.Image.Image:
         """The picture with the result painted on it, as a new Pillow image.
@@ -157,6 +160,14 @@ class DetectResult(Result):
     objects: tuple[Box, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkillResult(Result):
+    """What a skill gave that was run by its name. ``output``: plain values, as the skill defines them."""
+
+    skill: str
+    output: dict[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Mask:
     """A drawn mask of the picture's size, in the encoding that was asked for."""
@@ -195,7 +206,8 @@ class SegmentResult(Result):
         return drawing.mask_image(self, size or self.image_size or (0, 0))
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
+    """``value`` as JSON knows it."""
     if isinstance(value, ImageSize):
         return {"width": value.width, "height": value.height}
     if isinstance(value, Mask):
@@ -206,10 +218,10 @@ def _plain(value: Any) -> Any:
             "height": value.height,
             value.format: data[value.format],
         }
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+    if isinstance(value, (tuple, list)):
+        return [plain_value(item) for item in value]
     if hasattr(value, "__dataclass_fields__"):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+        return {name: plain_value(getattr(value, name)) for name in value.__dataclass_fields__}
     return value
 
 
@@ -223,22 +235,30 @@ _Response: TypeAlias = (
     | vision_service_pb2.PointResponse
     | vision_service_pb2.DetectResponse
     | vision_service_pb2.SegmentResponse
+    | vision_service_pb2.RunSkillResponse
 )
 
 
-def _common(response: _Response, source: ImageInput | None) -> dict[str, Any]:
-    usage, timings = response.usage, response.timings
+def read_usage(usage: common_pb2.Usage) -> Usage:
+    return Usage(**{f.name: getattr(usage, f.name) for f in fields(Usage)})
+
+
+def read_image_size(response: _Response | vision_service_pb2.AnalyzeResponse) -> ImageSize | None:
     size = response.image_size
+    return ImageSize(size.width, size.height) if response.HasField("image_size") else None
+
+
+def _common(response: _Response, source: ImageInput | None) -> dict[str, Any]:
+    timings = response.timings
     return {
         "finish_reason": _FINISH_REASONS.get(response.finish_reason, "unknown"),
-        "usage": Usage(**{f.name: getattr(usage, f.name) for f in fields(Usage)}),
+        "usage": read_usage(response.usage),
         "timings": Timings(**{f.name: getattr(timings, f.name) for f in fields(Timings)}),
         "model": response.model,
         "request_id": response.request_id,
-        "image_size": ImageSize(size.width, size.height)
-        if response.HasField("image_size")
-        else None,
+        "image_size": read_image_size(response),
         "seed": response.seed,
+        "image_id": response.image_id,
         "source": source,
     }
 
@@ -289,6 +309,13 @@ def segment_result(
         parse_error=response.parse_error if response.HasField("parse_error") else None,
         **_common(response, source),
     )
+
+
+def skill_result(
+    response: vision_service_pb2.RunSkillResponse, source: ImageInput | None, skill: str
+) -> SkillResult:
+    output = from_struct(response.output)
+    return SkillResult(skill=skill, output=output, **_common(response, source))
 
 
 def _mask(message: vision_service_pb2.Mask) -> Mask | None:

@@ -8,24 +8,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import grpc
 
 from ._pb.kestrel.v1 import vision_service_pb2
 from .errors import IncompleteStreamError, KestrelError, RequestCancelledError, from_rpc_error
 from .events import read_event
-from .results import Result
 
-R = TypeVar("R", bound=Result)
+R = TypeVar("R")
 E = TypeVar("E")
+
+
+class Reading(NamedTuple, Generic[R]):
+    """How to read a stream's messages."""
+
+    result: Callable[[Any], R]
+    """From the final payload."""
+    event: Callable[[Any, Any], Any] = lambda message, payload: read_event(payload)
+    """From a message and its payload; None shows nothing."""
 
 
 class _Reader(Generic[R, E]):
     """Takes a stream's messages one by one; holds what is known so far."""
 
-    read_result: Callable[[Any], R]
-    """How to read the final message; set before the first is taken."""
+    reading: Reading[R]
+    """Set before the first message is taken."""
 
     def __init__(self) -> None:
         self.started: vision_service_pb2.StreamStarted | None = None
@@ -43,9 +51,9 @@ class _Reader(Generic[R, E]):
         if kind == "started":
             self.started = payload
         elif kind == "final":
-            self.result = self.read_result(payload)
+            self.result = self.reading.result(payload)
         # The methods of the clients say which events their streams give; the messages can hold no others.
-        return cast("E | None", read_event(payload))
+        return cast("E | None", self.reading.event(message, payload))
 
     def end(self, error: KestrelError | None = None) -> None:
         """Called once, at the stream's end."""
@@ -83,10 +91,10 @@ class Stream(Generic[R, E]):
     it passes over the events that were not read.
     """
 
-    def __init__(self, call: Any, read_result: Callable[[Any], R]) -> None:
+    def __init__(self, call: Any, reading: Reading[R]) -> None:
         self._call = call
         self._reader: _Reader[R, E] = _Reader()
-        self._reader.read_result = read_result
+        self._reader.reading = reading
 
     def __iter__(self) -> Stream[R, E]:
         return self
@@ -154,7 +162,7 @@ class AsyncStream(Generic[R, E]):
     iteration and ``result()``.
     """
 
-    def __init__(self, start: Callable[[], Awaitable[tuple[Any, Callable[[Any], R]]]]) -> None:
+    def __init__(self, start: Callable[[], Awaitable[tuple[Any, Reading[R]]]]) -> None:
         self._start = start
         self._call: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -216,7 +224,7 @@ class AsyncStream(Generic[R, E]):
 
     async def _open(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._call, self._reader.read_result = await self._start()
+        self._call, self._reader.reading = await self._start()
 
     async def __aenter__(self) -> AsyncStream[R, E]:
         if self._call is None:
