@@ -271,7 +271,7 @@ class EngineLoop:
         event = StepEvent(
             step_id=plan.step_id,
             launched_at=out.launched_at,
-            collected_at=self._clock(),
+            collected_at=self._clock() if failed else self._beat_at,
             vision_s=result.vision_s,
             prefill_s=result.prefill_s,
             decode_s=result.decode_s,
