@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -32,6 +33,11 @@ logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+GC_THRESHOLDS = (50_000, 20, 100)
+"""A step makes a handful of objects for every row and drops them two steps later. By Python's default of 700 the
+collector runs several times a step at large batches, promotes what is about to die, and host time grows faster than
+the batch: 3.1 against 1.9 ms at 512 rows (benchmarks.engine_host). Cycles are few, and still found."""
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
@@ -53,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     )
     # libvips tells of every pipeline it builds.
     logging.getLogger("pyvips").setLevel(logging.WARNING)
+    gc.set_threshold(*GC_THRESHOLDS)
     try:
         asyncio.run(_serve(config, runtime, skills))
     except AddressError as error:
@@ -100,6 +107,7 @@ async def _serve(config: ServerConfig, runtime: RuntimeConfig, skills: SkillRegi
             await server.stop(grace_s=0)
             raise
     if loaded:
+        gc.freeze()  # What was loaded stays: no collection need walk it.
         _announce(server)
         await stop_asked
     else:

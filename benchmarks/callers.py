@@ -1,0 +1,164 @@
+"""Who is called: the engine in this process, or a server in another through the SDK. Both give the same Answer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kestrel_client import AsyncKestrelClient
+from kestrel_engine import InferenceEngine, RuntimeConfig, SkillRegistry
+
+from .forced_skill import ForcedCaption
+
+GREEDY = {"temperature": 0.0}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``gaps_s``: time between tokens as the caller saw them; several tokens at once share their gap."""
+
+    seconds: float
+    ttft_ms: float
+    gaps_s: list[float]
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int
+
+
+class Target(Protocol):
+    """A model that answers. ``max_tokens`` None: until the model ends."""
+
+    async def caption(self, image: bytes, max_tokens: int | None = None) -> Answer: ...
+
+    async def query(self, image: bytes, question: str) -> Answer: ...
+
+    async def detect(self, image: bytes, what: str) -> Answer: ...
+
+
+class EngineTarget:
+    """The engine itself."""
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self._engine = engine
+
+    async def caption(self, image: bytes, max_tokens: int | None = None) -> Answer:
+        settings = GREEDY | ({} if max_tokens is None else {"max_tokens": max_tokens})
+        return await self._run("caption", image, {}, settings)
+
+    async def query(self, image: bytes, question: str) -> Answer:
+        return await self._run("query", image, {"question": question}, {**GREEDY, "max_tokens": 48})
+
+    async def detect(self, image: bytes, what: str) -> Answer:
+        return await self._run("detect", image, {"object": what}, {"max_objects": 8})
+
+    async def forced(self, image: bytes, max_tokens: int) -> Answer:
+        """Exactly ``max_tokens`` tokens."""
+        return await self._run("forced", image, {}, {"max_tokens": max_tokens})
+
+    async def _run(self, skill: str, image: bytes, arguments: dict, settings: dict) -> Answer:
+        began = time.perf_counter()
+        gaps = _Gaps()
+        async with await self._engine.submit(skill, image, arguments, settings) as stream:
+            async for update in stream:
+                gaps.note(update.token_index)
+            metrics = (await stream.result()).metrics
+        return Answer(
+            seconds=time.perf_counter() - began,
+            ttft_ms=metrics.ttft_ms,
+            gaps_s=gaps.values,
+            input_tokens=metrics.input_tokens,
+            output_tokens=metrics.output_tokens,
+            cached_tokens=metrics.cached_tokens,
+        )
+
+
+class ServedTarget:
+    """A server, asked through the SDK's streams."""
+
+    def __init__(self, client: AsyncKestrelClient) -> None:
+        self._client = client
+
+    async def caption(self, image: bytes, max_tokens: int | None = None) -> Answer:
+        options = {} if max_tokens is None else {"max_tokens": max_tokens}
+        return await self._read(self._client.stream_caption(image, temperature=0.0, **options))
+
+    async def query(self, image: bytes, question: str) -> Answer:
+        return await self._read(
+            self._client.stream_query(image, question, temperature=0.0, max_tokens=48)
+        )
+
+    async def detect(self, image: bytes, what: str) -> Answer:
+        return await self._read(self._client.stream_detect(image, what, max_objects=8))
+
+    async def _read(self, stream) -> Answer:
+        began = time.perf_counter()
+        gaps = _Gaps()
+        async for event in stream:
+            gaps.note(getattr(event, "output_tokens", 0))
+        result = await stream.result()
+        return Answer(
+            seconds=time.perf_counter() - began,
+            ttft_ms=result.timings.ttft_ms,
+            gaps_s=gaps.values,
+            input_tokens=result.usage.input_tokens,
+            output_tokens=result.usage.output_tokens,
+            cached_tokens=result.usage.cached_tokens,
+        )
+
+
+@asynccontextmanager
+async def engine_target(config: RuntimeConfig) -> AsyncIterator[EngineTarget]:
+    skills = SkillRegistry([*SkillRegistry.default(), ForcedCaption()])
+    async with await InferenceEngine.create(config, skills=skills) as engine:
+        yield EngineTarget(engine)
+
+
+@asynccontextmanager
+async def served_target(config: RuntimeConfig) -> AsyncIterator[ServedTarget]:
+    """Starts a server of its own with ``config``'s model, batch, context and threads, and ends it."""
+    with tempfile.TemporaryDirectory(prefix="kestrel-bench-") as folder:
+        address = f"unix:{Path(folder) / 's.sock'}"
+        flags = {
+            "--model": config.model,
+            "--listen": address,
+            "--log-level": "warning",
+            "--max-batch-size": config.max_batch_size,
+            "--max-seq-length": config.max_seq_length,
+            "--threads": config.cpu_threads,
+        }
+        given = [str(part) for item in flags.items() if item[1] is not None for part in item]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kestrel_grpc", "serve", *given], stdout=subprocess.PIPE
+        )
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline(), f"the server ended with status {process.wait()}"
+            async with AsyncKestrelClient(address) as client:
+                yield ServedTarget(client)
+        finally:
+            process.terminate()
+            process.communicate(timeout=30)
+
+
+class _Gaps:
+    """From the number of tokens at each event to gaps between tokens."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self._last: tuple[float, int] | None = None
+
+    def note(self, num_tokens: int) -> None:
+        """An event came that follows ``num_tokens`` tokens; 0 is no event of text."""
+        now = time.perf_counter()
+        if num_tokens and self._last is not None and num_tokens > self._last[1]:
+            between = num_tokens - self._last[1]
+            self.values += [(now - self._last[0]) / between] * between
+        if num_tokens:
+            self._last = (now, num_tokens)

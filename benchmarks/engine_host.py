@@ -1,0 +1,186 @@
+"""What the step thread costs: host time from a step's collect to the next launch, on a device that does nothing.
+
+python -m benchmarks.engine_host [--quick] [--json FILE]
+
+The real EngineLoop, scheduler, controls and delivery thread. Every sequence has a picture's prefix of 730 positions in
+pages of 10 and decodes 1,000 tokens and more. The garbage collector is set as the server sets it. Delivery runs and is
+excluded: the device's step lasts until delivery has caught up, so both don't fight for the interpreter while the clock
+runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+
+import numpy as np
+
+from kestrel_engine.delivery import Delivery, DeliveryThread
+from kestrel_engine.loop import PIPELINE_DEPTH, EngineLoop, Work
+from kestrel_engine.model_config import parse_model_config
+from kestrel_engine.requests import ImageBlock, PreparedImage, SamplingParams
+from kestrel_engine.scheduler.budget import StepBudget
+from kestrel_engine.scheduler.policy import SchedulerPolicy
+from kestrel_engine.scheduler.sequence import Sequence
+from kestrel_engine.skills.answer import AnswerControl, AnswerOutput
+from kestrel_engine.skills.base import SkillContext
+from kestrel_engine.step import RuntimeLimits, StepPlan, StepResult, StepToken
+from kestrel_engine.timings import RequestTimings
+from kestrel_grpc.cli.serve import GC_THRESHOLDS
+
+from .report import Report, add_arguments, median, quantile
+
+PREFIX, PAGE_SIZE = 730, 10
+WARM_UP = 50
+"""Steps before the clock runs."""
+
+
+class LetterCodec:
+    """Every id is one letter."""
+
+    def encode(self, text: str) -> list[int]:
+        return [100 + ord(c) for c in text]
+
+    def decode(self, ids: list[int] | tuple[int, ...]) -> str:
+        return "a" * len(ids)
+
+
+class CountingOutput(AnswerOutput):
+    """Counts all tokens that were delivered; only the delivery thread writes."""
+
+    num_delivered = 0
+
+    def push(self, token: StepToken) -> list:
+        updates = super().push(token)
+        CountingOutput.num_delivered += 1
+        return updates
+
+
+class NullRuntime:
+    """Samples 200 everywhere, at once. Notes the time from each collect to the launch after it."""
+
+    def __init__(self, limits: RuntimeLimits, batch_size: int) -> None:
+        self._limits, self._batch_size = limits, batch_size
+        self._token = StepToken(200)
+        self._num_sampled = 0
+        self._collected_at = self._launched_at = 0.0
+        self.before_launch: list[float] = []
+        self.after_launch: list[float] = []
+        """Seconds from a launch to the collect after it, which the loop also spends."""
+
+    @property
+    def limits(self) -> RuntimeLimits:
+        return self._limits
+
+    def launch(self, plan: StepPlan) -> StepPlan:
+        if len(plan.decode) == self._batch_size:
+            self.before_launch.append(time.perf_counter() - self._collected_at)
+        self._launched_at = time.perf_counter()
+        return plan
+
+    def collect(self, handle: StepPlan) -> StepResult:
+        if len(handle.decode) == self._batch_size:
+            self.after_launch.append(time.perf_counter() - self._launched_at)
+        while CountingOutput.num_delivered < self._num_sampled:
+            time.sleep(20e-6)
+        rows = handle.prefill + handle.decode
+        tokens = {row.sequence_id: self._token for row in rows if row.sample is not None}
+        self._num_sampled += len(tokens)
+        result = StepResult(tokens=tokens)
+        self._collected_at = time.perf_counter()
+        return result
+
+    def close(self) -> None:
+        pass
+
+
+def work(number: int, max_tokens: int, context: SkillContext) -> Work:
+    """A caption of a picture that nobody else asks about."""
+    image = PreparedImage(f"p{number}", np.zeros((2, 1, 1, 3), np.uint8), (1, 1), 1, 1)
+    control = AnswerControl(context)
+    sequence = Sequence(
+        sequence_id=number,
+        prompt=(0, ImageBlock(image.key, PREFIX - 1), 1, 2, 3),
+        image=image,
+        sampling=SamplingParams(),
+        rule=control.rule(0),
+        max_tokens=max_tokens,
+        arrived_at=time.monotonic(),
+        deadline_at=time.monotonic() + 3600,
+    )
+    output = CountingOutput("caption", context)
+    return Work(str(number), sequence, control, output, RequestTimings(time.monotonic()))
+
+
+def measure(batch_size: int, queue_length: int, num_steps: int) -> dict[str, float | int | str]:
+    """Runs ``num_steps`` full decode steps while ``queue_length`` requests wait."""
+    model = parse_model_config({"config": {}}, family="moondream3")
+    context = SkillContext(model=model, codec=LetterCodec())
+    max_tokens = num_steps + WARM_UP + PIPELINE_DEPTH + 10
+    positions = PREFIX + 3 + max_tokens
+    limits = RuntimeLimits(
+        num_pages=(batch_size + 1) * (positions // PAGE_SIZE + 2),
+        page_size=PAGE_SIZE,
+        max_batch_size=batch_size,
+        max_seq_length=positions,
+        vocab_size=1000,
+    )
+    CountingOutput.num_delivered = 0
+    runtime = NullRuntime(limits, batch_size)
+
+    def deliver(deliveries: list[Delivery]) -> None:
+        """Where the engine hands over to its event loop."""
+
+    delivery = DeliveryThread(deliver, lambda number: None)
+    policy = SchedulerPolicy(budget=StepBudget(prefill_positions=10**9, crops=10**9))
+    loop = EngineLoop(runtime, delivery, policy=policy)
+    for number in range(batch_size + queue_length):
+        loop.submit(work(number, max_tokens, context))
+    delivery.start()
+    loop.start()
+    while len(runtime.after_launch) < WARM_UP + num_steps:
+        assert loop.alive, "the loop died"
+        time.sleep(0.01)
+    loop.stop()
+    delivery.stop()
+    before = [1e6 * s for s in runtime.before_launch[WARM_UP : WARM_UP + num_steps]]
+    after = [1e6 * s for s in runtime.after_launch[WARM_UP : WARM_UP + num_steps]]
+    return {
+        "batch": batch_size,
+        "queue": queue_length,
+        "us": median(before),
+        "us a row": median(before) / batch_size,
+        "us p95": quantile(before, 0.95),
+        "us after": median(after),
+    }
+
+
+def main(arguments: list[str] | None = None) -> Report:
+    parser = argparse.ArgumentParser(prog="benchmarks.engine_host", description=__doc__)
+    add_arguments(parser)
+    args = parser.parse_args(arguments)
+    report = Report("engine_host", vars(args))
+    steps = 10 if args.quick else 1000
+    gc.set_threshold(*GC_THRESHOLDS)
+    title = "Host time from collect to launch, and from launch to collect (us after)"
+    by_batch = {}
+    for batch_size in (1, 4, 16, 64, 256, 512):
+        row = by_batch[batch_size] = measure(batch_size, 10, steps)
+        report.add(title, row)
+    by_queue = {}
+    for queue_length in (10, 100, 1000, 10_000):
+        row = by_queue[queue_length] = measure(64, queue_length, steps)
+        report.add(title, row)
+    us = {key: float(row["us"]) for key, row in by_batch.items()}
+    report.bar("us from collect to launch at a batch of 64", us[64], 300.0)
+    # Fixed costs make a small batch dear, so growth is compared where they no longer count.
+    report.bar("batch 512 over batch 64 (linear: 8)", us[512] / us[64], 8.0 * 1.1)
+    waiting = {key: float(row["us"]) for key, row in by_queue.items()}
+    report.bar("queue of 10,000 over queue of 10", waiting[10_000] / waiting[10], 1.2)
+    report.finish(args.json)
+    return report
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Serving the bundled model on a CPU: concurrent callers, batched decoding, fresh and repeated pictures.
+
+python -m benchmarks.serving_cpu [--quick] [--grpc] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+
+from kestrel_engine import RuntimeConfig
+
+from .callers import Answer, EngineTarget, Target, engine_target, served_target
+from .pictures import jpeg
+from .report import Report, add_arguments, median, quantile
+
+NUM_CALLERS = (1, 4, 16, 64)
+QUESTIONS = ("What is this?", "How many red circles are there?", "Is there a star?")
+OBJECTS = ("red circle", "star")
+SIZE = (850, 600)
+"""Of the pictures, in pixels."""
+
+
+async def closed_loop(
+    num_callers: int, calls: list[Callable[[], Awaitable[Answer]]]
+) -> tuple[float, list[Answer]]:
+    """Makes ``calls`` by ``num_callers`` callers, each of whom calls again when answered: (seconds, answers)."""
+    waiting = iter(calls)
+    answers: list[Answer] = []
+
+    async def caller() -> None:
+        for call in waiting:
+            answers.append(await call())
+
+    began = time.perf_counter()
+    await asyncio.gather(*(caller() for _ in range(num_callers)))
+    return time.perf_counter() - began, answers
+
+
+def mixed_calls(
+    target: Target, rng: random.Random, pictures: list[bytes], count: int
+) -> list[Callable[[], Awaitable[Answer]]]:
+    """Captions, questions and detections about pictures that come up again and again."""
+
+    def call() -> Callable[[], Awaitable[Answer]]:
+        picture, kind = rng.choice(pictures), rng.random()
+        if kind < 0.4:
+            return lambda: target.caption(picture, 48)
+        if kind < 0.8:
+            question = rng.choice(QUESTIONS)
+            return lambda: target.query(picture, question)
+        what = rng.choice(OBJECTS)
+        return lambda: target.detect(picture, what)
+
+    return [call() for _ in range(count)]
+
+
+async def measure_callers(target: Target, report: Report, *, quick: bool) -> None:
+    """Mixed skills; every count of callers gets pictures of its own, one for every four requests."""
+    for num_callers in NUM_CALLERS[:2] if quick else NUM_CALLERS:
+        count = 2 if quick else max(24, 3 * num_callers)
+        pictures = [jpeg(1000 * num_callers + i, *SIZE) for i in range(-(-count // 4))]
+        calls = mixed_calls(target, random.Random(num_callers), pictures, count)
+        seconds, answers = await closed_loop(num_callers, calls)
+        ttft = [a.ttft_ms for a in answers]
+        gaps = [1e3 * gap for a in answers for gap in a.gaps_s]
+        hits = sum(a.cached_tokens for a in answers) / sum(a.input_tokens for a in answers)
+        report.add(
+            "Mixed skills, a picture for every four requests (ms)",
+            {
+                "callers": num_callers,
+                "requests": count,
+                "requests/s": count / seconds,
+                "tokens/s": sum(a.output_tokens for a in answers) / seconds,
+                "ttft p50": median(ttft),
+                "ttft p95": quantile(ttft, 0.95),
+                "itl p50": median(gaps),
+                "itl p95": quantile(gaps, 0.95),
+                "itl p99": quantile(gaps, 0.99),
+                "hit rate": hits,
+            },
+        )
+
+
+async def measure_decode(target: EngineTarget, report: Report, *, quick: bool) -> None:
+    """The same cached picture for all, a forced number of tokens each: one caller and many by turns."""
+    picture, num_tokens, rounds = jpeg(1, *SIZE), (4 if quick else 64), (1 if quick else 5)
+    await target.forced(picture, num_tokens)
+    rates: dict[int, list[float]] = {n: [] for n in (1, 4, 16)}
+    for _ in range(rounds):
+        for num_callers, found in rates.items():
+            calls = [lambda: target.forced(picture, num_tokens)] * num_callers
+            seconds, answers = await closed_loop(num_callers, calls)
+            found.append(sum(a.output_tokens for a in answers) / seconds)
+    for num_callers, found in rates.items():
+        report.add(
+            f"Decoding on a cached picture, {num_tokens} forced tokens, median of {rounds}",
+            {
+                "callers": num_callers,
+                "tokens/s": median(found),
+                "of one": median(found) / median(rates[1]),
+            },
+        )
+    report.bar(
+        "decoded tokens/s, 16 callers over one",
+        median([many / one for many, one in zip(rates[16], rates[1], strict=True)]),
+        3.0,
+        at_least=True,
+    )
+
+
+async def measure_fresh(target: Target, report: Report, *, quick: bool) -> None:
+    """Pictures never seen before, one token each: what preprocessing, vision and prefill give."""
+    count, rounds = (1 if quick else 16), (1 if quick else 3)
+    rates: dict[int, list[float]] = {1: [], 16: []}
+    seeds = iter(range(50_000, 60_000))
+    for _ in range(rounds):
+        for num_callers, found in rates.items():
+            pictures = [jpeg(next(seeds), *SIZE) for _ in range(count)]
+            calls = [lambda picture=picture: target.caption(picture, 1) for picture in pictures]
+            seconds, _ = await closed_loop(num_callers, calls)
+            found.append(count / seconds)
+    for num_callers, found in rates.items():
+        report.add(
+            f"Fresh pictures of {SIZE[0]}x{SIZE[1]}, one token, median of {rounds}",
+            {"callers": num_callers, "pictures/s": median(found)},
+        )
+    report.bar(
+        "fresh pictures/s, 16 callers over one",
+        median([many / one for many, one in zip(rates[16], rates[1], strict=True)]),
+        1.0,
+        at_least=True,
+    )
+
+
+async def measure_repeated(target: Target, report: Report, *, quick: bool) -> None:
+    """TTFT of a picture's first question and of a second, another question, nobody else about."""
+    first, again = [], []
+    for i in range(1 if quick else 10):
+        picture = jpeg(70_000 + i, *SIZE)
+        first.append((await target.query(picture, QUESTIONS[0])).ttft_ms)
+        again.append((await target.query(picture, QUESTIONS[1])).ttft_ms)
+    report.add(
+        f"A second question about the same picture of {SIZE[0]}x{SIZE[1]}, TTFT in ms",
+        {"first": median(first), "second": median(again), "ratio": median(first) / median(again)},
+    )
+    report.bar(
+        "TTFT of the first question over that of the second",
+        median(first) / median(again),
+        5.0,
+        at_least=True,
+    )
+
+
+async def measure(args: argparse.Namespace, report: Report) -> None:
+    config = RuntimeConfig(
+        model=args.model,
+        device="cpu",
+        max_batch_size=args.max_batch_size,
+        max_seq_length=1024,
+        cpu_threads=args.threads,
+    )
+    opening: Callable[[RuntimeConfig], AbstractAsyncContextManager[Target]]
+    opening = served_target if args.grpc else engine_target
+    async with opening(config) as target:
+        await target.caption(jpeg(0, *SIZE), 8)
+        if isinstance(target, EngineTarget):
+            await measure_decode(target, report, quick=args.quick)
+        await measure_fresh(target, report, quick=args.quick)
+        await measure_repeated(target, report, quick=args.quick)
+        await measure_callers(target, report, quick=args.quick)
+
+
+def main(arguments: list[str] | None = None) -> Report:
+    parser = argparse.ArgumentParser(prog="benchmarks.serving_cpu", description=__doc__)
+    add_arguments(parser)
+    parser.add_argument("--model", default="kestrel-tiny", help="name or path [kestrel-tiny]")
+    parser.add_argument("--threads", type=int, help="threads of one operator [torch's choice]")
+    parser.add_argument("--max-batch-size", type=int, default=64, help="sequences a step [64]")
+    parser.add_argument(
+        "--grpc",
+        action="store_true",
+        help="ask a server of its own through the SDK (without the forced decoding, which is no RPC)",
+    )
+    args = parser.parse_args(arguments)
+    report = Report("serving_cpu", vars(args))
+    asyncio.run(measure(args, report))
+    report.finish(args.json)
+    return report
+
+
+if __name__ == "__main__":
+    main()

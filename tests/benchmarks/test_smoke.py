@@ -1,0 +1,70 @@
+"""Every benchmark for the CPU runs at a hundredth of its size and says what it found; figures are not judged here."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from benchmarks import engine_host, serving_cpu
+
+
+@pytest.fixture(autouse=True)
+def process_settings() -> Iterator[None]:
+    """Benchmarks set the process's threads and garbage collector: both are put back."""
+    threads, thresholds = torch.get_num_threads(), gc.get_threshold()
+    yield
+    torch.set_num_threads(threads)
+    gc.set_threshold(*thresholds)
+
+
+def run(benchmark: ModuleType, folder: Path, *arguments: str) -> dict:
+    path = folder / "report.json"
+    benchmark.main(["--quick", "--json", str(path), *arguments])
+    report = json.loads(path.read_text())
+    assert report["machine"]["cores"] >= 1
+    for rows in report["tables"].values():
+        for row in rows:
+            numbers = [value for value in row.values() if isinstance(value, (int, float))]
+            assert all(value >= 0 and not math.isinf(value) for value in numbers), row
+    return report
+
+
+def test_engine_host(tmp_path: Path) -> None:
+    report = run(engine_host, tmp_path)
+    (rows,) = report["tables"].values()
+    assert [row["batch"] for row in rows[:6]] == [1, 4, 16, 64, 256, 512]
+    assert [row["queue"] for row in rows[6:]] == [10, 100, 1000, 10_000]
+    assert len(report["bars"]) == 3
+
+
+def test_serving_cpu(tmp_path: Path) -> None:
+    report = run(serving_cpu, tmp_path, "--threads", "1")
+    decoding, fresh, repeated, mixed = report["tables"].values()
+    assert [row["callers"] for row in decoding] == [1, 4, 16]
+    assert [row["callers"] for row in fresh] == [1, 16]
+    assert repeated[0]["first"] > repeated[0]["second"] > 0
+    assert mixed[0]["requests/s"] > 0
+    assert len(report["bars"]) == 3
+
+
+def test_serving_cpu_through_a_server(tmp_path: Path) -> None:
+    report = run(serving_cpu, tmp_path, "--threads", "1", "--grpc")
+    fresh, repeated, _mixed = report["tables"].values()
+    assert fresh[0]["pictures/s"] > 0
+    assert repeated[0]["first"] > repeated[0]["second"] > 0
+    assert len(report["bars"]) == 2
+
+
+@pytest.mark.parametrize("benchmark", [engine_host, serving_cpu])
+def test_help(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main(["--help"])
+    assert ended.value.code == 0
+    assert "--quick" in capsys.readouterr().out
