@@ -24,6 +24,10 @@ COMMANDS = {
     "point": ("skills", "find the centres of objects"),
     "detect": ("skills", "find the bounding boxes of objects"),
     "segment": ("skills", "outline an object"),
+    "analyze": ("analyze", "several tasks on one picture at once"),
+    "run": ("run_skill", "run any skill of the server by its name"),
+    "put": ("pictures", "send a picture once, to name it by id afterwards"),
+    "forget": ("pictures", "delete a picture that was put"),
     "models": ("models", "list the models of a server, and its limits"),
     "health": ("health", "tell whether a server is ready"),
     "schedule": ("schedule", "push prompts through an engine in this process, without a server"),
@@ -36,6 +40,7 @@ _EXAMPLES = """examples:
   kestrel-grpc serve --model moondream2 --device cuda --listen 0.0.0.0:50051 --listen unix:/run/kestrel.sock
   kestrel-grpc query photo.jpg "How many red circles are there?" --stream
   kestrel-grpc detect photo.jpg "red circle" --save boxes.png
+  kestrel-grpc analyze photo.jpg --caption short --query "How many people?" --detect person
   kestrel-grpc schedule "How many squares?" "What is left of the star?" --image photo.jpg
 
 'kestrel-grpc COMMAND --help' tells more about a command."""

@@ -13,6 +13,7 @@ from kestrel_client import (
     Box,
     CaptionResult,
     DetectResult,
+    ImageHandle,
     ImageSize,
     KestrelClient,
     PathPiece,
@@ -29,7 +30,8 @@ from .connection import add_connection_flags, connected
 from .parser import CommandError
 
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
-_OPTIONS = ("model", "request_id", "priority")
+_OPTIONS = ("model", "request_id", "priority", "cache_salt")
+_ID_PREFIX = "img_"
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -37,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "image",
         metavar="IMAGE",
         nargs="?" if command == "query" else None,
-        help="picture: a file, or - for standard input",
+        help="picture: a file, - for standard input, or the id of one put",
     )
     _add_own(parser, command)
     sampling = parser.add_argument_group("sampling (default: the server's)")
@@ -58,11 +60,27 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     output.add_argument(
         "--save", metavar="FILE", help="paint the answer on the picture (needs Pillow)"
     )
+    add_request_flags(parser)
+    add_connection_flags(parser)
+
+
+def add_request_flags(parser: argparse.ArgumentParser) -> None:
     request = parser.add_argument_group("request")
     request.add_argument("--model", help="name of the model that must answer")
     request.add_argument("--request-id", help="your name for the request")
-    request.add_argument("--priority", choices=("low", "normal", "high"))
-    add_connection_flags(parser)
+    request.add_argument(
+        "--priority", choices=("low", "normal", "high"), help="which of those that wait goes first"
+    )
+    request.add_argument(
+        "--cache-salt",
+        metavar="TEXT",
+        help="share cached computation with this salt's requests only",
+    )
+
+
+def request_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What ``add_request_flags`` added, as keywords of the client's methods."""
+    return {name: getattr(args, name) for name in _OPTIONS}
 
 
 def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
@@ -85,7 +103,7 @@ def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    image = _read_image(args.image)
+    image = read_image(args.image)
     arguments, options = _arguments(args)
     with connected(args) as client:
         if args.stream:
@@ -95,24 +113,26 @@ def run(args: argparse.Namespace) -> int:
             if args.json:
                 print(json.dumps(result.to_dict(), ensure_ascii=False))
             else:
-                _print_result(result)
+                print_result(result)
         if args.save is not None:
             _save(result, args.save)
     return 0
 
 
-def _read_image(name: str | None) -> str | bytes | None:
-    """A path for the SDK to read, or the bytes on standard input."""
+def read_image(name: str | None) -> str | bytes | ImageHandle | None:
+    """A path for the SDK to read, the bytes on standard input, or a picture that the server has."""
     if name == "-":
         return sys.stdin.buffer.read()
     if name is not None and not Path(name).is_file():
+        if name.startswith(_ID_PREFIX):
+            return ImageHandle(name)
         raise CommandError(f"there is no picture {name!r}")
     return name
 
 
 def _arguments(args: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
     """The skill's positional arguments and all keywords, for the client's method."""
-    options = {name: getattr(args, name) for name in (*_SAMPLING, *_OPTIONS)}
+    options = {name: getattr(args, name) for name in _SAMPLING} | request_options(args)
     if args.command == "query":
         return [args.question], {**options, "reasoning": args.reasoning or None}
     if args.command == "caption":
@@ -125,7 +145,7 @@ def _arguments(args: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
 def _stream(
     client: KestrelClient,
     args: argparse.Namespace,
-    image: str | bytes | None,
+    image: str | bytes | ImageHandle | None,
     arguments: list[Any],
     options: dict[str, Any],
 ) -> Result:
@@ -134,12 +154,12 @@ def _stream(
         thinking = False
         for event in stream:
             if args.json:
-                print(json.dumps(_event_dict(event), ensure_ascii=False), flush=True)
+                print(json.dumps(event_dict(event), ensure_ascii=False), flush=True)
                 continue
             if thinking and isinstance(event, TextDelta):
                 print("\n")
             thinking = isinstance(event, ReasoningDelta)
-            _print_event(event)
+            print_event(event)
         result: Result = stream.result()
     if args.json:
         print(json.dumps({"final": result.to_dict()}, ensure_ascii=False), flush=True)
@@ -150,7 +170,7 @@ def _stream(
     return result
 
 
-def _event_dict(event: object) -> dict[str, Any]:
+def event_dict(event: object) -> dict[str, Any]:
     match event:
         case TextDelta():
             return {"text": event.text, "output_tokens": event.output_tokens}
@@ -165,7 +185,7 @@ def _event_dict(event: object) -> dict[str, Any]:
     raise AssertionError(f"an unknown event {event!r}")
 
 
-def _print_event(event: object) -> None:
+def print_event(event: object) -> None:
     match event:
         case TextDelta() | ReasoningDelta():
             print(event.text, end="", flush=True)
@@ -175,7 +195,7 @@ def _print_event(event: object) -> None:
             print(_place(event, None), flush=True)
 
 
-def _print_result(result: Result) -> None:
+def print_result(result: Result) -> None:
     match result:
         case QueryResult():
             if result.reasoning is not None:
