@@ -22,6 +22,8 @@ from grpc_status import rpc_status
 from kestrel_client import AsyncKestrelClient, KestrelClient
 from kestrel_client._pb.kestrel.v1 import (
     common_pb2,
+    image_service_pb2,
+    image_service_pb2_grpc,
     model_service_pb2,
     model_service_pb2_grpc,
     vision_service_pb2,
@@ -34,6 +36,7 @@ POINTS = [(0.25, 0.5), (0.75, 0.125)]
 BOXES = [(0.125, 0.25, 0.5, 0.75), (0.5, 0.5, 1.0, 1.0)]
 SVG_PATH = "M 0 0 L 1 0 L 1 1 L 0 1 z"
 SEED = 2**63 + 7
+IMAGE_ID = "img_" + 32 * "7"
 
 
 class Peer(vision_service_pb2_grpc.VisionServiceServicer):
@@ -126,6 +129,25 @@ class Peer(vision_service_pb2_grpc.VisionServiceServicer):
         events += [{"path_piece": vision_service_pb2.PathPiece(path=p)} for p in pieces]
         yield from self._stream(vision_service_pb2.StreamSegmentResponse, final, events, request)
 
+    # Several at once, and any by name: put together from the methods above.
+
+    def Analyze(self, request: Any, context: Any) -> vision_service_pb2.AnalyzeResponse:
+        results = []
+        for position, task in enumerate(request.tasks):
+            kind = task.WhichOneof("task")
+            wanted = getattr(vision_service_pb2, f"{kind.capitalize()}Request")
+            alone = wanted.FromString(getattr(task, kind).SerializeToString())
+            outcome = getattr(self, kind.capitalize())(alone, context)
+            key = task.key if task.HasField("key") else str(position)
+            results.append(vision_service_pb2.TaskResult(key=key, **{kind: outcome}))
+        return vision_service_pb2.AnalyzeResponse(results=results, image_id=IMAGE_ID)
+
+    def RunSkill(self, request: Any, context: Any) -> vision_service_pb2.RunSkillResponse:
+        self._receive(request, "", context)
+        response = vision_service_pb2.RunSkillResponse(**self._common(request))
+        response.output.update({"skill": request.skill, "yes": True})
+        return response
+
     # What the methods share.
 
     def _text_deltas(self, text: str, words: str, context: Any) -> Iterator[dict[str, Any]]:
@@ -183,6 +205,22 @@ class Peer(vision_service_pb2_grpc.VisionServiceServicer):
             "image_size": size,
             "seed": SEED,
         }
+
+
+class Images(image_service_pb2_grpc.ImageServiceServicer):
+    """Takes any picture for one and the same."""
+
+    def PutImage(self, request: Any, context: Any) -> image_service_pb2.PutImageResponse:
+        return image_service_pb2.PutImageResponse(image=self._stored())
+
+    def UploadImage(self, requests: Any, context: Any) -> image_service_pb2.UploadImageResponse:
+        sum(len(request.chunk) for request in requests)
+        return image_service_pb2.UploadImageResponse(image=self._stored())
+
+    @staticmethod
+    def _stored() -> image_service_pb2.StoredImage:
+        size = common_pb2.ImageSize(width=8, height=4)
+        return image_service_pb2.StoredImage(image_id=IMAGE_ID, size=size)
 
 
 class Models(model_service_pb2_grpc.ModelServiceServicer):
@@ -276,6 +314,7 @@ class RunningPeer:
             self._pool, options=[("grpc.max_receive_message_length", 64 * 1024 * 1024)]
         )
         vision_service_pb2_grpc.add_VisionServiceServicer_to_server(self.vision, self._server)
+        image_service_pb2_grpc.add_ImageServiceServicer_to_server(Images(), self._server)
         model_service_pb2_grpc.add_ModelServiceServicer_to_server(Models(), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         if credentials is None:

@@ -13,7 +13,7 @@ README = Path(__file__).parents[2] / "clients/python/README.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README.read_text("utf-8"), re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=["ask", "stream", "async", "errors"])
+@pytest.mark.parametrize("example", EXAMPLES, ids=["ask", "tasks", "stream", "async", "errors"])
 def test_example(
     example: str,
     peer: Any,
@@ -27,6 +27,9 @@ def test_example(
     printed = capsys.readouterr().out
     if "save(" in example:
         assert "Two red circles" in printed and (tmp_path / "found.png").exists()
+    elif "analyze" in example:
+        answer = "Two red circles — één is größer. 👍\n"
+        assert printed == f"{answer.strip()} 2\n{answer}{answer}"
     elif "stream" in example:
         assert "Two red circles" in printed
     else:

@@ -1,4 +1,4 @@
-"""``put``, ``forget``, ``analyze`` and ``run`` against a server in this process; ``serve --skill`` in one of its own."""
+"""``put``, ``forget``, ``analyze``, ``run`` against a server in this process; ``serve --skill`` in one of its own."""
 
 import asyncio
 import io

@@ -1,12 +1,15 @@
 """RunSkill and StreamSkill over a real socket: the five skills by name, and the plug-in of docs/skills.md itself."""
 
+import asyncio
 import re
 import types
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 from google.protobuf import struct_pb2
+from PIL import Image
 
 from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
@@ -16,9 +19,13 @@ from kestrel_grpc.skill_plugins import skill_registry
 from tests.service.conftest import raw_image
 from tests.service.statuses import failure
 
+PIXELS = np.full((40, 60, 3), 200, np.uint8)
+"""What raw_image() holds."""
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 GUIDE = Path(__file__).parents[2] / "docs/skills.md"
-SOURCE = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text("utf-8"), re.DOTALL | re.MULTILINE)[0]
+SOURCE, CALL = re.findall(
+    r"^```python\n(.*?)^```", GUIDE.read_text("utf-8"), re.DOTALL | re.MULTILINE
+)
 
 
 @pytest.fixture
@@ -63,6 +70,8 @@ async def test_the_guides_skill_answers_over_the_wire(serve, plugin):
     assert [e.WhichOneof("event") for e in events] == ["started", "text_delta", "final"]
     assert events[1].text_delta.text == ("yes" if reply.output["yes"] else "no")
     assert events[2].final.output == reply.output
+    direct = await served.engine.submit("yes_no", PIXELS, question)
+    assert (await direct.result()).output == {"yes": reply.output["yes"]}
     answers = set()
     for n in range(20):
         answer = await served.vision.RunSkill(run("yes_no", {"question": f"{n}?"}))
@@ -86,6 +95,14 @@ async def test_the_guides_skill_is_listed_and_refuses_well(serve, plugin):
         served.vision.RunSkill(run("yes_no", sampling=common_pb2.Sampling(max_tokens=3)))
     )
     assert told.fields == ["sampling.max_tokens"]
+
+
+async def test_the_guides_call_runs_as_it_stands(serve, plugin, capsys):
+    served = await serve(skills=plugin)
+    Image.new("RGB", (60, 40)).save("picture.jpg")  # the fixture's folder is the current one
+    code = compile(CALL.replace("127.0.0.1:50051", served.server.addresses[0]), "guide", "exec")
+    await asyncio.to_thread(exec, code, {})
+    assert capsys.readouterr().out in ("True\n", "False\n")
 
 
 GREEDY = common_pb2.Sampling(temperature=0, max_tokens=6)

@@ -15,6 +15,7 @@ from kestrel_client import (
     Box,
     CaptionResult,
     CaptionTask,
+    DetectResult,
     DetectTask,
     FailedPreconditionError,
     ImageHandle,
@@ -199,6 +200,9 @@ async def test_a_failed_task_raises_when_it_is_asked_for(client, picture, served
     assert [v.field for v in caught.value.field_violations] == ["tasks[1].query.sampling.top_p"]
     with pytest.raises(KeyError):
         analysis[2]
+    assert analysis.result(0, DetectResult) is analysis["0"]
+    with pytest.raises(TypeError, match="DetectResult, not a CaptionResult"):
+        analysis.result(0, CaptionResult)
     assert analysis.to_dict()["tasks"]["1"]["error"]["reason"] == "INVALID_REQUEST"
 
 

@@ -72,6 +72,15 @@ def test_a_variable_is_the_default_and_a_flag_wins():
     assert server.listen == ("c:3",)
 
 
+def test_pictures_kept_and_skills_plugged_in():
+    server, _ = configs("--image-store-bytes", "0", KESTREL_SKILL="a.b:C, d:E")
+    assert server.image_store_bytes == 0
+    assert server.skills == ("a.b:C", "d:E")
+    server, _ = configs("--skill", "f:G", "--skill", "h:I", KESTREL_IMAGE_STORE_BYTES="2KiB")
+    assert server.image_store_bytes == 2048
+    assert server.skills == ("f:G", "h:I")
+
+
 def test_access_log_without_a_format_is_text():
     assert configs("--access-log")[0].access_log == "text"
 
@@ -88,6 +97,7 @@ def test_access_log_without_a_format_is_text():
         ([], {"KESTREL_MAX_QUEUE": "many"}, "KESTREL_MAX_QUEUE='many': must be a whole number"),
         ([], {"KESTREL_ACCESS_LOG": "xml"}, "KESTREL_ACCESS_LOG='xml'"),
         ([], {"KESTREL_LISTEN": "nowhere"}, "KESTREL_LISTEN='nowhere'"),
+        ([], {"KESTREL_SKILL": "os.path"}, "KESTREL_SKILL='os.path': must be PACKAGE.MODULE:CLASS"),
     ],
 )
 def test_what_is_invalid_is_named(flags, environ, words):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from ._pb.kestrel.v1 import vision_service_pb2 as pb
 from .errors import InvalidRequestError, RpcError, from_task_error
@@ -24,6 +24,8 @@ from .results import (
     read_usage,
     segment_result,
 )
+
+R = TypeVar("R", bound=Result)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,11 +120,20 @@ class AnalyzeResult:
     """Id by which later calls may name the picture; empty if the server doesn't keep it."""
     source: ImageInput | None = field(default=None, repr=False, compare=False)
 
-    def __getitem__(self, key: str | int) -> Result:
-        """A task's result, by key, or by position. Raises the task's RpcError, or KeyError."""
+    def __getitem__(self, key: str | int) -> Any:
+        """A task's result, by key, or by position: a QueryResult for a QueryTask, and so on.
+
+        Raises the task's RpcError, or KeyError.
+        """
+        return self.result(key)
+
+    def result(self, key: str | int, kind: type[R] = Result) -> R:  # type: ignore[assignment]
+        """As ``[key]``, for type checkers: ``result("about", CaptionResult)``. Raises TypeError for another kind."""
         outcome = self.outcomes[str(key)]
         if isinstance(outcome, RpcError):
             raise outcome
+        if not isinstance(outcome, kind):
+            raise TypeError(f"task {key!r} gave a {type(outcome).__name__}, not a {kind.__name__}")
         return outcome
 
     @property
