@@ -179,7 +179,7 @@ class InferenceEngine(SkillCalls):
         """Starts any registered skill and returns its stream once the picture is prepared and the request queued.
 
         ``priority``: "high", "normal" or "low". ``timeout_s``: the request is dropped if nothing was computed for it by
-        then. ``cache_salt``: prefixes are shared with requests of the same salt only. Raises RequestError,
+        then. ``cache_salt``: pictures and prefixes are shared with requests of the same salt only. Raises RequestError,
         EngineOverloaded, DeadlineExceeded, EngineClosed; later failures come through the stream.
         """
         self._check_admission()
@@ -191,7 +191,11 @@ class InferenceEngine(SkillCalls):
         request = spec.build(arguments or {}, settings or {}, self._context)
         if image is None and request.needs_image:
             raise InvalidRequest("image", "is required")
-        prepared = await self._prepare(image, timings, timeout_s) if image is not None else None
+        prepared = (
+            await self._prepare(image, timings, timeout_s, cache_salt)
+            if image is not None
+            else None
+        )
         if self._closing:
             raise EngineClosed("the engine is shutting down")
         prompt = self._prompt(request, prepared)
@@ -219,11 +223,14 @@ class InferenceEngine(SkillCalls):
         self._loop.submit(Work(request_id, sequence, control, output, timings, queue_limited))
         return stream
 
-    async def prepare_image(self, image: Any, *, timeout_s: float | None = None) -> PreparedImage:
+    async def prepare_image(
+        self, image: Any, *, timeout_s: float | None = None, cache_salt: str = ""
+    ) -> PreparedImage:
         """Checks, decodes and tiles a picture ahead of the requests that will be about it, which take the result as
         their ``image``. Raises ImageError, InvalidRequest, EngineOverloaded, DeadlineExceeded, EngineClosed."""
         self._check_admission()
-        return await self._prepare(image, RequestTimings(accepted_at=time.monotonic()), timeout_s)
+        timings = RequestTimings(accepted_at=time.monotonic())
+        return await self._prepare(image, timings, timeout_s, cache_salt)
 
     async def shutdown(self, *, grace_s: float = 10.0) -> None:
         """Takes no more requests, lets the running ones end for up to ``grace_s`` seconds, fails the rest with
@@ -280,14 +287,14 @@ class InferenceEngine(SkillCalls):
             )
 
     async def _prepare(
-        self, image: Any, timings: RequestTimings, timeout_s: float | None
+        self, image: Any, timings: RequestTimings, timeout_s: float | None, cache_salt: str
     ) -> PreparedImage:
         if isinstance(image, PreparedImage):
             return image
         self._preparing += 1
         self._idle.clear()
         try:
-            prepared = await asyncio.wait_for(self._pool.prepare(image), timeout_s)
+            prepared = await asyncio.wait_for(self._pool.prepare(image, cache_salt), timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the deadline of {timeout_s} s passed in preprocessing"

@@ -106,7 +106,9 @@ async def analyze(
     tasks = _read_tasks(request.tasks)
     engine = starter.served.engine(options.model)
     picture = starter.pictures.find(call.owner, source)
-    image = await engine.prepare_image(picture.source, timeout_s=call.timeout_s)
+    image = await engine.prepare_image(
+        picture.source, timeout_s=call.timeout_s, cache_salt=options.cache_salt
+    )
     size = (image.width, image.height)
     image_id = await starter.pictures.keep(call.owner, picture, size)
     await call.accept()

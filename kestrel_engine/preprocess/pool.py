@@ -17,7 +17,7 @@ from ..model_config import VisionConfig
 from ..requests import PreparedImage
 from .crops import prepare
 from .images import ImageSource, open_image
-from .prepared_cache import PreparedCache
+from .prepared_cache import PreparedCache, in_namespace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,8 +42,8 @@ class PreprocessPool:
         self._free = asyncio.Semaphore(threads)
         self._closed = False
 
-    async def prepare(self, source: ImageSource) -> Preprocessed:
-        """Opens and tiles one picture; first come, first served.
+    async def prepare(self, source: ImageSource, namespace: str = "") -> Preprocessed:
+        """Opens and tiles one picture; first come, first served. Repeats are shared within a namespace.
 
         A job cancelled while it waits never starts. One cancelled while it runs ends on its own (a thread can't be
         stopped; its length is bounded by the limits) and counts against ``threads`` until then. Raises what
@@ -53,7 +53,7 @@ class PreprocessPool:
         try:
             if self._closed:
                 raise EngineClosed("preprocessing is shut down")
-            job = asyncio.wrap_future(self._executor.submit(self._run, source))
+            job = asyncio.wrap_future(self._executor.submit(self._run, source, namespace))
         except BaseException:
             self._free.release()
             raise
@@ -67,11 +67,14 @@ class PreprocessPool:
         self._closed = True
         self._executor.shutdown(wait=True)
 
-    def _run(self, source: ImageSource) -> Preprocessed:
+    def _run(self, source: ImageSource, namespace: str) -> Preprocessed:
         started = time.perf_counter()
-        image = self._cache.get(
-            source, lambda: prepare(open_image(source, self._limits), self._vision)
-        )
+
+        def make() -> PreparedImage:
+            image = prepare(open_image(source, self._limits), self._vision)
+            return in_namespace(image, namespace)
+
+        image = self._cache.get(source, make, namespace)
         return Preprocessed(image, time.perf_counter() - started)
 
     def _job_done(self, job: asyncio.Future[Preprocessed]) -> None:

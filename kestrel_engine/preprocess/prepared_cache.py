@@ -6,6 +6,7 @@ Bounded by the size of the crops, least recently used out first.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import threading
@@ -33,12 +34,16 @@ class PreparedCache:
     def size_bytes(self) -> int:
         return self._size
 
-    def get(self, source: Any, make: Callable[[], PreparedImage]) -> PreparedImage:
+    def get(
+        self, source: Any, make: Callable[[], PreparedImage], namespace: str = ""
+    ) -> PreparedImage:
         """The prepared picture of ``source``, made by ``make`` if it isn't there; waits if another thread makes it.
+
+        Nothing is shared between namespaces.
 
         Raises what ``make`` raises, to all who wait for it; a failure is not kept.
         """
-        key = source_key(source)
+        key = source_key(source, namespace)
         if key is None:
             return make()
         with self._lock:
@@ -75,9 +80,17 @@ class PreparedCache:
             self._size -= dropped.crops.nbytes
 
 
-def source_key(source: Any) -> bytes | None:
+def in_namespace(image: PreparedImage, namespace: str) -> PreparedImage:
+    """The picture under a key of its own, so that what is computed of it is not shared either; "" leaves it alone."""
+    if not namespace:
+        return image
+    key = hashlib.blake2b(image.key.encode(), key=_digest(namespace), digest_size=16).hexdigest()
+    return dataclasses.replace(image, key=key)
+
+
+def source_key(source: Any, namespace: str = "") -> bytes | None:
     """A hash of what the caller gave, or None where telling sources apart would cost as much as decoding them."""
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(key=_digest(namespace), digest_size=16)
     if isinstance(source, (bytes, bytearray, memoryview)):
         digest.update(b"bytes")
         digest.update(source)
@@ -94,3 +107,8 @@ def source_key(source: Any) -> bytes | None:
     else:
         return None
     return digest.digest()
+
+
+def _digest(namespace: str) -> bytes:
+    """The namespace as a key of BLAKE2b, whatever its length."""
+    return hashlib.blake2b(namespace.encode(), digest_size=32).digest() if namespace else b""

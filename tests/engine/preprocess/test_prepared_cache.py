@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from kestrel_engine.preprocess.prepared_cache import PreparedCache, source_key
+from kestrel_engine.preprocess.prepared_cache import PreparedCache, in_namespace, source_key
 from kestrel_engine.requests import PreparedImage
 
 
@@ -21,6 +21,19 @@ def test_equal_bytes_are_made_once():
     assert len(made) == 1
     cache.get(b"abd", lambda: made.append(1) or picture())
     assert len(made) == 2
+
+
+def test_namespaces_share_nothing():
+    cache, made = PreparedCache(100), []
+    images = {}
+    for namespace in ("", "a", "b" * 200, "a", ""):
+        images[namespace] = cache.get(
+            b"abc", lambda n=namespace: made.append(n) or in_namespace(picture(), n), namespace
+        )
+    assert made == ["", "a", "b" * 200]
+    assert images[""].key == "p"
+    assert len({image.key for image in images.values()}) == 3
+    assert images["a"].crops.shape == images[""].crops.shape
 
 
 def test_what_differs_has_another_key(tmp_path):
