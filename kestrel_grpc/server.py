@@ -39,6 +39,8 @@ from .interceptors import CallInterceptor, InFlight
 from .model_service import ModelService
 from .pictures import Pictures
 from .reflection import add_reflection
+from .security.listening import add_port, check_exposure
+from .security.tls import server_credentials
 from .served_model import ServedModel
 from .service import VisionService
 from .settings import ServerConfig
@@ -79,7 +81,10 @@ class KestrelServer:
         self._following: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listens; requests get UNAVAILABLE until ``load`` is done. Raises AddressError."""
+        """Listens; requests get UNAVAILABLE until ``load`` is done. Raises AddressError, TlsError."""
+        security = self._config.security
+        check_exposure(self._config.listen, security)
+        credentials = None if security.tls is None else server_credentials(security.tls)
         options = _channel_options(self._config.max_message_bytes)
         interceptor = CallInterceptor(self._in_flight, AccessLog(self._config.access_log))
         self._server = server = grpc.aio.server(interceptors=(interceptor,), options=options)
@@ -97,7 +102,7 @@ class KestrelServer:
         bound: list[str] = []
         for address in self._config.listen:
             check_free(address)
-            bound.append(with_port(address, server.add_insecure_port(address)))
+            bound.append(with_port(address, add_port(server, address, credentials)))
         await self._health.start()
         await server.start()
         self.addresses = tuple(bound)

@@ -12,10 +12,11 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from .addresses import parse_address
+from .security.config import SecurityConfig
 
 if TYPE_CHECKING:
     from kestrel_engine import RuntimeConfig
@@ -40,7 +41,8 @@ class ServerConfig:
     """What the server itself needs to know; the engine's part is RuntimeConfig."""
 
     listen: tuple[str, ...] = (DEFAULT_ADDRESS,)
-    """Addresses, TCP and unix. Loopback by default: there is no authentication yet."""
+    """Addresses, TCP and unix. Loopback by default: beyond it, ``security`` must be set up."""
+    security: SecurityConfig = field(default_factory=SecurityConfig)
     max_message_bytes: int = 64 * MIB
     """Of one message, either way: the largest picture allowed (32 MiB) and raw pixels of a 20 megapixel one."""
     image_store_bytes: int = 256 * MIB

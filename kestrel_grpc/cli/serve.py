@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -15,6 +16,8 @@ from kestrel_engine import ConfigError, InferenceEngine, KestrelError, RuntimeCo
 
 from .. import __version__
 from ..addresses import AddressError, close_address
+from ..security.flags import add_security_flags, security_config
+from ..security.tls import TlsError
 from ..server import KestrelServer
 from ..settings import (
     ServerConfig,
@@ -46,11 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
     add_model_flags(parser)
     add_server_flags(parser)
+    add_security_flags(parser)
     parser.add_argument("--version", action="version", version=f"kestrel-grpc {__version__}")
 
 
 def run(args: argparse.Namespace) -> int:
     config, runtime = server_config(args), runtime_config(args)
+    config = dataclasses.replace(config, security=security_config(args))
     skills = skill_registry(config.skills)
     logging.basicConfig(
         level=config.log_level.upper(),
@@ -62,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     gc.set_threshold(*GC_THRESHOLDS)
     try:
         asyncio.run(_serve(config, runtime, skills))
-    except AddressError as error:
+    except (AddressError, TlsError) as error:
         raise CommandError(str(error)) from None
     except ConfigError as error:
         raise SettingsError(config_error_line(error.field, error.value, error.limit)) from None
