@@ -12,7 +12,13 @@ from typing import Any
 from google.protobuf import struct_pb2
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import EngineResult, InvalidRequest, RequestError, StreamUpdate
+from kestrel_engine import (
+    ContextLengthError,
+    EngineResult,
+    InvalidRequest,
+    RequestError,
+    StreamUpdate,
+)
 
 from . import convert
 from .convert import SkillCall
@@ -59,6 +65,10 @@ def _path(error: RequestError, request: pb.RunSkillRequest) -> str:
         return f"settings.{error.field}"
     if name in request.arguments.fields:
         return f"arguments.{error.field}"
+    if isinstance(error, ContextLengthError) and name != "max_tokens":
+        return (
+            "arguments"  # The prompt is too long; of what the skill made it is the skill's to know.
+        )
     path = field_path(error.field)
     # The rest is not in the request: sampling, options and picture are ours, all else an argument that is missing.
     ours = path != error.field or name in ("image", "options", "sampling")

@@ -17,14 +17,18 @@ from typing import Any
 
 from kestrel_client import (
     CaptionResult,
+    CaptionTask,
     DetectResult,
+    DetectTask,
     KestrelClient,
     KestrelError,
     PointResult,
     QueryResult,
+    QueryTask,
     Reasoning,
     Result,
     SegmentResult,
+    Task,
 )
 
 from .parser import CommandError
@@ -130,7 +134,37 @@ def _call_everything(client: KestrelClient, args: argparse.Namespace, folder: Pa
         print(f"  stream: {len(events)} events, {'the same' if same else 'ANOTHER'} result")
         if not same:
             bad.append(f"stream_{skill} {asked!r}")
-    return bad
+    return bad + _call_all_at_once(client, args)
+
+
+def _call_all_at_once(client: KestrelClient, args: argparse.Namespace) -> list[str]:
+    """Puts the picture, does several tasks on it in one call, runs a skill by its name, forgets the picture."""
+    handle = client.put_image(args.image)
+    tasks: dict[str, Task] = {
+        "query": QueryTask(args.question, temperature=0.0),
+        "caption": CaptionTask("short", temperature=0.0),
+        "detect": DetectTask(args.objects),
+    }
+    analysis = client.analyze(handle, tasks)
+    alone: list[Result] = [
+        client.query(handle, args.question, temperature=0.0),
+        client.caption(handle, "short", temperature=0.0),
+        client.detect(handle, args.objects),
+    ]
+    same = [
+        _told(result) == _told(analysis[kind]) for kind, result in zip(tasks, alone, strict=True)
+    ]
+    print(f"\nanalyze: {', '.join(tasks)}\n  {'the same' if all(same) else 'ANOTHER'} result")
+    print(f"  all {analysis.total_time_ms:.0f} ms; {analysis.usage.cached_tokens} positions cached")
+    named = client.run_skill("caption", handle, {"length": "short"}, temperature=0.0)
+    agrees = named.output["caption"] == _told(analysis["caption"])
+    print(f"run: caption\n  {'the same' if agrees else 'ANOTHER'} result")
+    forgotten = client.delete_image(handle)
+    return [
+        name
+        for name, good in (("analyze", all(same)), ("run", agrees), ("forget", forgotten))
+        if not good
+    ]
 
 
 def _told(result: Result) -> str:

@@ -89,6 +89,8 @@ async def test_the_guides_skill_is_listed_and_refuses_well(serve, plugin):
     assert told.fields == ["arguments.question"]
     told = await failure(served.vision.RunSkill(run("yes_no", {"question": "?", "x": 1})))
     assert told.fields == ["arguments.x"]
+    told = await failure(served.vision.RunSkill(run("yes_no", {"question": "x" * 400})))
+    assert (told.fields, told.reason) == (["arguments"], "CONTEXT_LENGTH_EXCEEDED")
     told = await failure(served.vision.RunSkill(run("yes_no", image=False)))
     assert told.fields == ["image"]
     told = await failure(
@@ -167,6 +169,8 @@ BAD = {
         run("point", {"object": "cat", "spatial_refs": [[0, 0, 0]]}),
         "arguments.spatial_refs[0]",
     ),
+    "a long prompt": (run(arguments={"question": "x" * 400}), "arguments.question"),
+    "too many tokens": (run(settings={"max_tokens": 1000}), "settings.max_tokens"),
     "salt": (run(options=common_pb2.RequestOptions(cache_salt="x" * 129)), "options.cache_salt"),
     "a picture of nothing": (
         pb.RunSkillRequest(skill="query", image=common_pb2.Image()),
