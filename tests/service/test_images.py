@@ -223,57 +223,65 @@ async def test_bad_uploads_are_told_and_leave_nothing(serve, case):
     assert (await upload(served)).image.image_id
 
 
-async def test_an_upload_that_is_cancelled_or_stalls_leaves_nothing(serve, monkeypatch):
-    rooms = []
+@pytest.fixture
+def rooms(monkeypatch):
+    """What uploads hold, of each server that is started."""
+    made = []
 
     class Room(image_service.UploadRoom):
         def __init__(self, max_bytes):
             super().__init__(max_bytes)
-            rooms.append(self)
+            made.append(self)
 
     monkeypatch.setattr(image_service, "UploadRoom", Room)
-    monkeypatch.setattr(image_service, "IDLE_TIMEOUT_S", 0.1)
-    served = await serve()
-    (room,) = rooms
+    return made
 
-    async def started():
-        call = served.images.UploadImage()
-        for message in list(messages(PNG))[:3]:
-            await call.write(message)
-        for _ in range(200):
-            if room.used_bytes:
-                break
-            await asyncio.sleep(0.005)
-        assert room.used_bytes == 2000
-        return call
 
-    (await started()).cancel()
-    for _ in range(200):
-        if not room.used_bytes:
-            break
+async def holds(room, num_bytes):
+    for _ in range(400):
+        if room.used_bytes == num_bytes:
+            return
         await asyncio.sleep(0.005)
-    assert room.used_bytes == 0
-    told = await failure(await started())
+    assert room.used_bytes == num_bytes
+
+
+async def begun(served, data):
+    """An upload of which all but the end has come."""
+    call = served.images.UploadImage()
+    for message in messages(data):
+        await call.write(message)
+    return call
+
+
+async def test_an_upload_that_is_cancelled_or_stalls_leaves_nothing(serve, rooms, monkeypatch):
+    monkeypatch.setattr(image_service, "IDLE_TIMEOUT_S", 0.5)
+    served = await serve()
+    call = await begun(served, PNG[:2000])
+    await holds(rooms[0], 2000)
+    call.cancel()
+    await holds(rooms[0], 0)
+    call = await begun(served, PNG[:2000])
+    await holds(rooms[0], 2000)
+    told = await failure(call)
     assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "nothing of the upload came" in told.message
-    assert room.used_bytes == 0 and len(served.server.images) == 0
+    await holds(rooms[0], 0)
+    assert len(served.server.images) == 0
 
 
-async def test_unfinished_uploads_are_bounded_together(serve):
+async def test_unfinished_uploads_are_bounded_together(serve, rooms):
     limit = 2 * len(PNG)
     served = await serve(
         server_config={"image_store_bytes": limit},
         image_limits=ImageLimits(max_bytes=limit),
     )
-    held = served.images.UploadImage()
-    for message in messages(bytes(limit - 100)):
-        await held.write(message)
-    await asyncio.sleep(0.05)
+    held = await begun(served, bytes(limit - 100))
+    await holds(rooms[0], limit - 100)
     told = await failure(upload(served))
     assert told.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert told.reason == "UPLOADS_FULL" and told.retry_after_s is not None
     held.cancel()
-    await asyncio.sleep(0.05)
+    await holds(rooms[0], 0)
     assert (await upload(served)).image.image_id
 
 
