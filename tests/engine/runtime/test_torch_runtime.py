@@ -9,6 +9,7 @@ import torch
 from kestrel_engine.errors import RuntimeFailure
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.requests import Coord, ImageBlock, PreparedImage, SamplingParams, Size
+from kestrel_engine.runtime import torch_runtime
 from kestrel_engine.runtime.kv_cache import KvCache, bytes_per_page
 from kestrel_engine.runtime.protocol import Runtime
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
@@ -314,3 +315,25 @@ def test_pool_layout_and_size():
     assert scattered.tolist() == [20, 21, 22, 23, 0, 1, 2, 3, 24, 25]
     with pytest.raises(AssertionError, match="1 pages of 4 for 5"):
         cache.slots((1,), 5)
+
+
+@pytest.mark.parametrize(("small_pass", "threads"), [(10**9, 1), (0, 2)])
+def test_only_small_passes_run_on_one_thread(runtime, monkeypatch, small_pass, threads):
+    monkeypatch.setattr(torch_runtime, "SMALL_PASS", small_pass)
+    seen = []
+    hidden = runtime.hidden
+
+    def noting(rows):
+        seen.append(torch.get_num_threads())
+        return hidden(rows)
+
+    monkeypatch.setattr(runtime, "hidden", noting)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        step(runtime, prefill=(row([0, 30, 31], sample=spec()),))
+        step(runtime, decode=(row([30], start=3, sample=spec()),))
+        assert seen == [threads, threads]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
