@@ -107,7 +107,9 @@ async def analyze(
     engine = starter.served.engine(options.model)
     picture = starter.pictures.find(call.owner, source)
     image = await engine.prepare_image(
-        picture.source, timeout_s=call.timeout_s, cache_salt=options.cache_salt
+        picture.source,
+        timeout_s=call.timeout_s,
+        cache_salt=call.principal.namespace(options.cache_salt),
     )
     size = (image.width, image.height)
     image_id = await starter.pictures.keep(call.owner, picture, size)

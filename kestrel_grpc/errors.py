@@ -19,6 +19,13 @@ from grpc_status import rpc_status
 import kestrel_engine as engine
 
 from .image_store import ImageNotFound, ImagesNotKept
+from .security.admission import MessagesFull, MessageTooLarge, RateExceeded, TooManyCalls
+from .security.principal import (
+    CredentialsInvalid,
+    CredentialsMissing,
+    NotAuthenticated,
+    ScopeMissing,
+)
 
 DOMAIN = "kestrel.v1"
 """The domain of every ErrorInfo: reasons are unique within it."""
@@ -27,6 +34,10 @@ PUSHBACK_KEY = "grpc-retry-pushback-ms"
 """Trailer that gRPC clients with a retry policy obey (gRFC A6)."""
 
 Metadata = tuple[tuple[str, str | bytes], ...]
+
+
+DONT_RETRY = "-1"
+"""Pushback that forbids a retry: the same call would fail again."""
 
 
 class ModelNotReady(engine.KestrelError):
@@ -39,6 +50,10 @@ class SkillNotFound(engine.RequestError):
 
 class UploadsFull(engine.EngineOverloaded):
     """Unfinished uploads hold as much memory as they may."""
+
+
+class SlowReader(engine.KestrelError):
+    """The caller took too long to read what its stream was sent."""
 
 
 class LocatedError(Exception):
@@ -75,6 +90,15 @@ TABLE: dict[type[Exception], _Row] = {
     engine.EngineOverloaded: _Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     engine.QueueTimeout: _Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_TIMEOUT"),
     UploadsFull: _Row(_Code.RESOURCE_EXHAUSTED, "UPLOADS_FULL"),
+    RateExceeded: _Row(_Code.RESOURCE_EXHAUSTED, "RATE_EXCEEDED"),
+    TooManyCalls: _Row(_Code.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS"),
+    MessagesFull: _Row(_Code.RESOURCE_EXHAUSTED, "MESSAGES_FULL"),
+    MessageTooLarge: _Row(_Code.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE"),
+    SlowReader: _Row(_Code.RESOURCE_EXHAUSTED, "SLOW_READER"),
+    CredentialsMissing: _Row(_Code.UNAUTHENTICATED, "CREDENTIALS_MISSING"),
+    CredentialsInvalid: _Row(_Code.UNAUTHENTICATED, "CREDENTIALS_INVALID"),
+    NotAuthenticated: _Row(_Code.UNAUTHENTICATED, "CREDENTIALS_INVALID"),
+    ScopeMissing: _Row(_Code.PERMISSION_DENIED, "SCOPE_MISSING"),
     engine.DeadlineExceeded: _Row(_Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
     ModelNotReady: _Row(_Code.UNAVAILABLE, "MODEL_NOT_READY"),
     engine.EngineClosed: _Row(_Code.UNAVAILABLE, "SHUTTING_DOWN"),
@@ -163,6 +187,8 @@ def status_of(
     if isinstance(error, engine.EngineOverloaded):
         details.append(_retry_after(error.retry_after_s))
         trailers = ((PUSHBACK_KEY, str(round(1000 * error.retry_after_s))),)
+    elif isinstance(error, (MessageTooLarge, SlowReader)):
+        trailers = ((PUSHBACK_KEY, DONT_RETRY),)
     elif isinstance(error, ModelNotReady):
         details.append(_retry_after(1.0))
     details.append(error_details_pb2.RequestInfo(request_id=request_id))

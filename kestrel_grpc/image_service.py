@@ -60,7 +60,9 @@ class ImageService(ImageServiceServicer):
     async def _put(self, source: bytes | np.ndarray) -> KeptImage:
         call = current_call()
         self._pictures.check_size(len(source) if isinstance(source, bytes) else source.nbytes)
-        image = await self._served.engine().prepare_image(source, timeout_s=call.timeout_s)
+        image = await self._served.engine().prepare_image(
+            source, timeout_s=call.timeout_s, cache_salt=call.principal.namespace("")
+        )
         return await self._pictures.put(call.owner, source, (image.width, image.height))
 
 

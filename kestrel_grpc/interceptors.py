@@ -1,9 +1,10 @@
-"""The edge of every call: its id, its errors, its line in the access log, and the count of calls in flight.
+"""The edge of every call: who calls, its id, its errors, its line in the access log, the count of calls in flight.
 
-Around each method of kestrel.v1; health and reflection pass untouched. Handlers raise; only here an exception becomes a
-status. The request's id: the request's own field, else ``x-request-id`` metadata, else made here; it is echoed in the
-initial metadata of an accepted call and in the trailers of a failed one. Initial metadata waits until the engine has
-accepted the request, because a client's retry policy gives up once it has seen them.
+Around each method of kestrel.v1; of health and reflection only the door is watched. A message is decoded once its
+caller is known and admitted, and here. Handlers raise; only here an exception becomes a status. The request's id: the
+request's own field, else ``x-request-id`` metadata, else made here; it is echoed in the initial metadata of an accepted
+call and in the trailers of a failed one. Initial metadata waits until the engine has accepted the request, because a
+client's retry policy gives up once it has seen them.
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from kestrel_engine import EngineResult, InvalidRequest, RuntimeFailure
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_engine import DeadlineExceeded, EngineResult, InvalidRequest, RuntimeFailure
 
 from . import convert
 from .errors import row_of, status_of
+from .security.bounded_context import BoundedContext
+from .security.guard import Guard
+from .security.principal import ANONYMOUS, Principal, Scope
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +49,11 @@ class Call:
     context: Context
     request_id: str = ""
     owner: str = ""
-    """Who calls, to whom stored pictures belong; "" for all, as callers aren't told apart."""
+    """To whom stored pictures belong: the principal's name."""
+    principal: Principal = ANONYMOUS
+    """Who calls."""
+    longest_s: float | None = None
+    """Seconds that the server lets it take."""
     started_at: float = field(default_factory=time.monotonic)
     code: grpc.StatusCode = grpc.StatusCode.OK
     result: EngineResult | None = None
@@ -58,9 +67,13 @@ class Call:
 
     @property
     def timeout_s(self) -> float | None:
-        """Seconds until the caller's deadline; None without one."""
+        """Seconds until the caller's deadline or the server's, whichever comes first; None without any."""
         left: float | None = self.context.time_remaining()
-        return None if left is None or left > _FOREVER_S else left
+        own = None if left is None or left > _FOREVER_S else left
+        if self.longest_s is None:
+            return own
+        most = max(0.0, self.longest_s - (time.monotonic() - self.started_at))
+        return most if own is None else min(own, most)
 
     @property
     def duration_ms(self) -> float:
@@ -105,16 +118,11 @@ class InFlight:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Malformed:
-    """Stands for a request that is no message of its type."""
-
-
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """``log_call`` is called once at the end of every call."""
 
-    def __init__(self, in_flight: InFlight, log_call: Callable[[Call], None]) -> None:
-        self._in_flight = in_flight
+    def __init__(self, in_flight: InFlight, guard: Guard, log_call: Callable[[Call], None]) -> None:
+        self._in_flight, self._guard = in_flight, guard
         self._log_call = log_call
 
     async def intercept_service(
@@ -125,29 +133,46 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None or not method.startswith(_INTERCEPTED):
-            return handler
+            refusal = self._guard.door(handler_call_details)
+            return handler if handler is None or refusal is None else _refusing(handler, refusal)
         wrap, behaviour = _KINDS[handler.request_streaming, handler.response_streaming](handler)
         return wrap(
-            self._edge(method, behaviour, streaming=handler.response_streaming),
-            request_deserializer=_tolerant(handler.request_deserializer),
+            self._edge(method, behaviour, handler),
+            request_deserializer=None,
             response_serializer=handler.response_serializer,
         )
 
     def _edge(
-        self, method: str, behaviour: Callable[[Any, Context], Awaitable[Any]], *, streaming: bool
+        self, method: str, behaviour: Callable[[Any, Context], Awaitable[Any]], handler: Any
     ) -> Callable[[Any, Context], Awaitable[Any]]:
-        async def handle(request: Any, context: Context) -> Any:
+        guard, limits, decode = self._guard, self._guard.limits, handler.request_deserializer
+        streaming = handler.response_streaming
+
+        async def handle(data: Any, context: Context) -> Any:
             call = Call(method=method, peer=context.peer(), context=context)
+            call.longest_s = limits.deadline_s
             call.request_id = _id_from_metadata(context) or uuid.uuid4().hex
             _current.set(call)
+            prefix = ""
             with self._in_flight:
                 try:
-                    if isinstance(request, _Malformed):
-                        raise InvalidRequest("", _NOT_A_MESSAGE)
-                    if isinstance(request, AsyncIterator):
-                        request = _well_formed(request)
-                    call.request_id = _id_from_request(request) or call.request_id
-                    response = await behaviour(request, context)
+                    call.principal = principal = guard.principal(method, context)
+                    call.owner = principal.name or call.owner
+                    size = len(data) if isinstance(data, bytes) else 0
+                    with guard.admission.admit(principal.name, size):
+                        if isinstance(data, AsyncIterator):
+                            request: Any = _decoded(data, decode, guard)
+                        else:
+                            request = _message(data, decode)
+                            prefix = "request." if streaming else ""
+                            call.request_id = _id_from_request(request) or call.request_id
+                            _check_priority(request, principal)
+                        writer = (
+                            context
+                            if limits.write_s is None or not streaming
+                            else cast(Context, BoundedContext(context, limits.write_s))
+                        )
+                        response = await _in_time(behaviour(request, writer), call)
                     await call.accept()
                     return response
                 except asyncio.CancelledError:
@@ -160,8 +185,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 except (
                     Exception
                 ) as error:  # The servicer's edge: the one place where errors become statuses.
-                    inside = streaming and not isinstance(request, _Malformed)
-                    await self._fail(call, error, prefix="request." if inside else "")
+                    await self._fail(call, error, prefix)
                 finally:
                     self._log_call(call)
 
@@ -187,23 +211,58 @@ _KINDS: dict[tuple[bool, bool], Callable[[Any], tuple[Callable[..., Any], Any]]]
 _NOT_A_MESSAGE = "the request is not a valid message of its type"
 
 
-async def _well_formed(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        if isinstance(request, _Malformed):
-            raise InvalidRequest("", _NOT_A_MESSAGE)
-        yield request
+async def _decoded(
+    messages: AsyncIterator[bytes], decode: Callable[[bytes], Any], guard: Guard
+) -> AsyncIterator[Any]:
+    async for data in messages:
+        guard.admission.check_size(len(data))
+        yield _message(data, decode)
 
 
-def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Left alone, grpc would answer a malformed message with INTERNAL and log a traceback."""
+def _message(data: bytes, decode: Callable[[bytes], Any]) -> Any:
+    """Left alone, grpc would answer a malformed message with INTERNAL and log a traceback. Raises InvalidRequest."""
+    try:
+        return decode(data)
+    except DecodeError:
+        raise InvalidRequest("", _NOT_A_MESSAGE) from None
 
-    def parse(data: bytes) -> Any:
-        try:
-            return deserialize(data)
-        except DecodeError:
-            return _Malformed()
 
-    return parse
+async def _in_time(response: Awaitable[Any], call: Call) -> Any:
+    """Raises DeadlineExceeded when the call takes longer than the server lets it."""
+    if call.longest_s is None:
+        return await response
+    try:
+        async with asyncio.timeout(call.longest_s) as limit:
+            return await response
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DeadlineExceeded(
+            f"the call took {call.longest_s:g} s, as long as this server lets any"
+        ) from None
+
+
+def _refusing(handler: Any, error: Exception) -> Any:
+    """A handler for the same kind of call that refuses it."""
+
+    async def refuse(request: Any, context: Context) -> None:
+        code, message, trailers = status_of(error, _id_from_metadata(context) or uuid.uuid4().hex)
+        await context.abort(code, message, trailers)
+
+    kinds = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    return kinds[handler.request_streaming, handler.response_streaming](refuse)
+
+
+def _check_priority(request: Any, principal: Principal) -> None:
+    """Raises ScopeMissing."""
+    inner = getattr(request, "request", request)
+    if hasattr(inner, "options") and inner.options.priority == common_pb2.PRIORITY_HIGH:
+        principal.check(Scope.HIGH)
 
 
 def _id_from_metadata(context: Context) -> str | None:

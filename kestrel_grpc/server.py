@@ -39,6 +39,8 @@ from .interceptors import CallInterceptor, InFlight
 from .model_service import ModelService
 from .pictures import Pictures
 from .reflection import add_reflection
+from .security.config import ConnectionLimits
+from .security.guard import Guard
 from .security.listening import add_port, check_exposure
 from .security.tls import server_credentials
 from .served_model import ServedModel
@@ -54,6 +56,9 @@ MODEL_SERVICE: str = model_service_pb2.DESCRIPTOR.services_by_name["ModelService
 LAST_WORDS_S = 2.0
 """How long calls whose request has ended may take to tell their caller, once the server drains."""
 
+_FOREVER_MS = 2**31 - 1
+"""The largest number that a channel argument takes."""
+
 LoadEngine = Callable[[], Awaitable[InferenceEngine]]
 
 
@@ -63,6 +68,7 @@ class KestrelServer:
     def __init__(
         self, config: ServerConfig, runtime: RuntimeConfig, load_engine: LoadEngine
     ) -> None:
+        """Raises TokenFileError."""
         self._config = config
         self._load_engine = load_engine
         self.served = ServedModel(runtime)
@@ -71,6 +77,8 @@ class KestrelServer:
         self.load_seconds = 0.0
         self.images = ImageStore(config.image_store_bytes)
         """The pictures kept for later requests."""
+        self.guard = Guard(config.security, config.max_message_bytes)
+        """Who calls, and what of their calls is in progress."""
         self._in_flight = InFlight()
         self._health = health.Health(
             self.served,
@@ -85,8 +93,10 @@ class KestrelServer:
         security = self._config.security
         check_exposure(self._config.listen, security)
         credentials = None if security.tls is None else server_credentials(security.tls)
-        options = _channel_options(self._config.max_message_bytes)
-        interceptor = CallInterceptor(self._in_flight, AccessLog(self._config.access_log))
+        options = _channel_options(self._config.max_message_bytes, security.connections)
+        interceptor = CallInterceptor(
+            self._in_flight, self.guard, AccessLog(self._config.access_log)
+        )
         self._server = server = grpc.aio.server(interceptors=(interceptor,), options=options)
         pictures = Pictures(self.images)
         add_VisionServiceServicer_to_server(VisionService(self.served, pictures), server)
@@ -138,10 +148,19 @@ class KestrelServer:
             close_address(address)
 
 
-def _channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
+def _channel_options(max_message_bytes: int, limits: ConnectionLimits) -> list[tuple[str, int]]:
+    age_ms = _FOREVER_MS if limits.age_s is None else round(1000 * limits.age_s)
     return [
-        ("grpc.max_receive_message_length", max_message_bytes),
+        # What is somewhat larger is received, to be refused with a reason and told not to be tried again (Admission);
+        # gRPC itself refuses without one.
+        ("grpc.max_receive_message_length", min(2 * max_message_bytes, _FOREVER_MS)),
         ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_metadata_size", limits.metadata_bytes),
+        # Between the two limits gRPC refuses at random.
+        ("grpc.absolute_max_metadata_size", limits.metadata_bytes),
+        ("grpc.max_concurrent_streams", limits.streams),
+        ("grpc.max_connection_age_ms", age_ms),
+        ("grpc.max_connection_age_grace_ms", round(1000 * limits.age_grace_s)),
         # Two servers on one port would share its connections silently; so the second fails to start.
         ("grpc.so_reuseport", 0),
         # Clients may ping every second, during long calls and between calls, without being thrown out.

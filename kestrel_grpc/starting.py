@@ -70,7 +70,7 @@ async def submit(engine: InferenceEngine, call: SkillCall, image: Any) -> Engine
         request_id=edge.request_id,
         priority=options.priority,
         timeout_s=edge.timeout_s,
-        cache_salt=options.cache_salt,
+        cache_salt=edge.principal.namespace(options.cache_salt),
     )
 
 

@@ -7,6 +7,7 @@ training.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ from kestrel_client import (
 from .parser import CommandError
 
 PICTURE = Path(__file__).with_name("demo.jpg")
+_CREDENTIALS = ("KESTREL_API_KEY", "KESTREL_AUTH_TOKENS")
 _STOP_S = 15.0
 _SHOWN = 300
 """Characters of an answer that are printed."""
@@ -86,7 +88,9 @@ def _server(model: str) -> Iterator[str]:
             *("--model", model, "--listen", f"unix:{folder}/demo.sock", "--log-level", "warning"),
         ]
         print(f"$ kestrel-grpc serve --model {model}", flush=True)
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        # Its own server asks nobody, whatever is set up for another.
+        environ = {k: v for k, v in os.environ.items() if k not in _CREDENTIALS}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
         try:
             assert process.stdout is not None
             ready = process.stdout.readline().strip()

@@ -18,6 +18,7 @@ from .. import __version__
 from ..addresses import AddressError, close_address
 from ..security.flags import add_security_flags, security_config
 from ..security.tls import TlsError
+from ..security.tokens import TokenFileError
 from ..server import KestrelServer
 from ..settings import (
     ServerConfig,
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     gc.set_threshold(*GC_THRESHOLDS)
     try:
         asyncio.run(_serve(config, runtime, skills))
-    except (AddressError, TlsError) as error:
+    except (AddressError, TlsError, TokenFileError) as error:
         raise CommandError(str(error)) from None
     except ConfigError as error:
         raise SettingsError(config_error_line(error.field, error.value, error.limit)) from None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+KIB = 1024
+GIB = 1024 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,15 +20,60 @@ class TlsFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallLimits:
+    """What one principal, and all together, may ask for at a time. None: no limit."""
+
+    calls: int | None = 1024
+    """A principal's calls in progress."""
+    held_bytes: int | None = 4 * GIB
+    """Requests' messages in memory, of all callers."""
+    rate: float | None = None
+    """A principal's calls a second, in the long run."""
+    burst: int = 10
+    """A principal's calls at once, after a pause."""
+    deadline_s: float | None = 120.0
+    """Seconds that a call may take, whatever deadline its caller sets."""
+    write_s: float | None = 60.0
+    """Seconds that a stream waits for its reader to take what was written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """What one connection may do. None: no limit."""
+
+    metadata_bytes: int = 16 * KIB
+    """Of one call."""
+    streams: int = 1024
+    """Calls in progress."""
+    age_s: float | None = 1800.0
+    """Seconds after which a client is asked to connect anew, a tenth more or less; calls in progress may end."""
+    age_grace_s: float = 130.0
+    """Seconds that they have for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SecurityConfig:
     """By default nobody is asked who they are, which the server offers on loopback and unix sockets only."""
 
     tls: TlsFiles | None = None
     """For all TCP addresses; unix sockets are protected by their files' permissions."""
+    auth_tokens: str | None = None
+    """The file that says whose tokens are which (tokens.py); read again when it changes."""
+    api_key: str | None = field(default=None, repr=False)
+    """A token of its own that may do everything."""
+    open_health: bool = True
+    """Whether health answers callers without credentials."""
+    open_reflection: bool = True
     insecure_listen: bool = False
     """Whether to listen beyond loopback without TLS or without asking who calls."""
+    calls: CallLimits = field(default_factory=CallLimits)
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+
+    @property
+    def has_tokens(self) -> bool:
+        return self.auth_tokens is not None or self.api_key is not None
 
     @property
     def knows_callers(self) -> bool:
         """Whether a caller must show who it is."""
-        return self.tls is not None and self.tls.client_ca is not None
+        return self.has_tokens or (self.tls is not None and self.tls.client_ca is not None)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 from collections.abc import Mapping
 
-from ..settings import Flags, SettingsError
-from .config import SecurityConfig, TlsFiles
+from ..settings import Flags, SettingsError, size, whole
+from .config import CallLimits, ConnectionLimits, SecurityConfig, TlsFiles
 
 
 def add_security_flags(
@@ -27,6 +29,19 @@ def add_security_flags(
         help="clients must show a certificate of these authorities, PEM",
     )
     flags.add(
+        "--auth-tokens",
+        metavar="FILE",
+        shown="nobody is asked; KESTREL_API_KEY alone is one token that may do everything",
+        help="whose tokens are which, made by 'kestrel-grpc token'; taken anew when the file changes",
+    )
+    for name in ("health", "reflection"):
+        flags.add(
+            f"--open-{name}",
+            choices=("on", "off"),
+            default="on",
+            help=f"answer {name} to callers without credentials",
+        )
+    flags.add(
         "--insecure-listen",
         choices=("on", "off"),
         nargs="?",
@@ -34,11 +49,102 @@ def add_security_flags(
         default="off",
         help="listen beyond loopback even without TLS or without asking who calls",
     )
+    # A secret has no flag: every user of the machine sees the flags of its processes.
+    key = (os.environ if environ is None else environ).get("KESTREL_API_KEY") or None
+    parser.set_defaults(api_key=key)
+    _add_limits(parser, environ)
+
+
+def _add_limits(parser: argparse.ArgumentParser, environ: Mapping[str, str] | None) -> None:
+    flags = Flags(parser.add_argument_group("limits of calls (0: none) and connections"), environ)
+    calls, connections = CallLimits(), ConnectionLimits()
+    flags.add(
+        "--max-calls",
+        type=_count,
+        metavar="N",
+        default=calls.calls,
+        help="a caller's calls in progress",
+    )
+    flags.add(
+        "--max-held-bytes",
+        type=size,
+        metavar="SIZE",
+        default=calls.held_bytes,
+        shown="4GiB",
+        help="messages of requests in memory, of all callers",
+    )
+    flags.add(
+        "--rate",
+        type=_amount,
+        metavar="PER_SECOND",
+        default=calls.rate,
+        shown="0",
+        help="a caller's calls a second",
+    )
+    flags.add(
+        "--burst",
+        type=_at_least_one,
+        metavar="N",
+        default=calls.burst,
+        help="a caller's calls at once after a pause, where there is a rate",
+    )
+    flags.add(
+        "--max-deadline",
+        type=_amount,
+        metavar="SECONDS",
+        default=calls.deadline_s,
+        help="how long a call may take, whatever its caller's deadline",
+    )
+    flags.add(
+        "--write-timeout",
+        type=_amount,
+        metavar="SECONDS",
+        default=calls.write_s,
+        help="how long a stream waits for a reader who doesn't read",
+    )
+    flags.add(
+        "--max-metadata-bytes",
+        type=size,
+        metavar="SIZE",
+        default=connections.metadata_bytes,
+        shown="16KiB",
+        help="metadata of a call",
+    )
+    flags.add(
+        "--max-streams",
+        type=_at_least_one,
+        metavar="N",
+        default=connections.streams,
+        help="calls in progress on one connection",
+    )
+    flags.add(
+        "--max-connection-age",
+        type=_amount,
+        metavar="SECONDS",
+        default=connections.age_s,
+        help="after how long a client is asked to connect anew (0: never)",
+    )
+    flags.add(
+        "--connection-grace",
+        type=_amount,
+        metavar="SECONDS",
+        default=connections.age_grace_s,
+        help="how long its calls in progress may go on then",
+    )
 
 
 def security_config(args: argparse.Namespace) -> SecurityConfig:
     """Raises SettingsError."""
-    return SecurityConfig(tls=_tls(args), insecure_listen=args.insecure_listen == "on")
+    return SecurityConfig(
+        tls=_tls(args),
+        auth_tokens=args.auth_tokens,
+        api_key=args.api_key,
+        open_health=args.open_health == "on",
+        open_reflection=args.open_reflection == "on",
+        insecure_listen=args.insecure_listen == "on",
+        calls=_calls(args),
+        connections=_connections(args),
+    )
 
 
 def _tls(args: argparse.Namespace) -> TlsFiles | None:
@@ -49,3 +155,57 @@ def _tls(args: argparse.Namespace) -> TlsFiles | None:
     return TlsFiles(
         certificate=args.tls_cert, private_key=args.tls_key, client_ca=args.tls_client_ca
     )
+
+
+def _calls(args: argparse.Namespace) -> CallLimits:
+    return CallLimits(
+        calls=args.max_calls or None,
+        held_bytes=args.max_held_bytes or None,
+        rate=args.rate or None,
+        burst=args.burst,
+        deadline_s=args.max_deadline or None,
+        write_s=args.write_timeout or None,
+    )
+
+
+def _connections(args: argparse.Namespace) -> ConnectionLimits:
+    """Raises SettingsError."""
+    if not _LEAST_METADATA <= args.max_metadata_bytes <= _MOST_METADATA:
+        raise SettingsError(
+            f"--max-metadata-bytes={args.max_metadata_bytes}: must be {_LEAST_METADATA} to {_MOST_METADATA}"
+        )
+    return ConnectionLimits(
+        metadata_bytes=args.max_metadata_bytes,
+        streams=args.max_streams,
+        age_s=args.max_connection_age or None,
+        age_grace_s=args.connection_grace,
+    )
+
+
+_LEAST_METADATA = 1024
+_MOST_METADATA = 1024 * 1024
+_MOST = 1_000_000.0
+
+
+def _amount(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= _MOST:
+        raise ValueError(f"must be a number from 0 to {_MOST:.0f}")
+    return value
+
+
+def _count(text: str) -> int:
+    value = whole(text)
+    if not 0 <= value <= _MOST:
+        raise ValueError(f"must be from 0 to {_MOST:.0f}")
+    return value
+
+
+def _at_least_one(text: str) -> int:
+    value = _count(text)
+    if value == 0:
+        raise ValueError("must be at least 1")
+    return value

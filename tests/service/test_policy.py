@@ -85,7 +85,7 @@ async def test_the_engine_learns_of_the_deadline(serve):
     served.engine.submit = spy
     await served.vision.Query(query())
     await served.vision.Query(query(), timeout=50)
-    assert seen[0] is None
+    assert 115 < seen[0] < 120, "the server's own limit"
     assert 45 < seen[1] < 51
 
 

@@ -1,0 +1,48 @@
+"""Guard: what the edge of every call asks first. Owns the order: who calls, whether they may, whether there is room."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from .admission import Admission
+from .callers import Callers
+from .config import SecurityConfig
+from .principal import NotAuthenticated, Principal, needed_scopes
+
+_HEALTH = "/grpc.health."
+_REFLECTION = "/grpc.reflection."
+
+
+class Guard:
+    """Made once a server; nothing of a call's message is known to it but its size."""
+
+    def __init__(self, security: SecurityConfig, max_message_bytes: int) -> None:
+        """Raises TokenFileError."""
+        self.limits = security.calls
+        self.admission = Admission(security.calls, max_message_bytes)
+        self._security = security
+        self._callers = Callers(security)
+
+    def principal(self, method: str, context: Any) -> Principal:
+        """Who calls, if they may call the method. Raises NotAuthenticated, ScopeMissing."""
+        connection = context.auth_context() if self._callers.asks_certificate else {}
+        principal = self._callers.of(context.invocation_metadata() or (), connection)
+        principal.check(*needed_scopes(method))
+        return principal
+
+    def door(self, details: grpc.HandlerCallDetails) -> NotAuthenticated | None:
+        """Why a call of health, reflection or an unknown method is refused; None lets it in. A certificate was
+        checked when the connection was made, so on one that asks for certificates the caller is known by now."""
+        method = details.method
+        is_open = (method.startswith(_HEALTH) and self._security.open_health) or (
+            method.startswith(_REFLECTION) and self._security.open_reflection
+        )
+        if is_open or self._callers.asks_certificate:
+            return None
+        try:
+            self._callers.of(details.invocation_metadata or (), {})
+        except NotAuthenticated as error:
+            return error
+        return None
