@@ -2,7 +2,7 @@
 
 import pytest
 
-from kestrel_grpc.security.config import SecurityConfig, TlsFiles
+from kestrel_grpc.security.config import CallLimits, ConnectionLimits, SecurityConfig, TlsFiles
 from kestrel_grpc.security.flags import add_security_flags, security_config
 from kestrel_grpc.settings import Parser, SettingsError
 
@@ -26,9 +26,41 @@ def test_flags_and_variables_reach_their_fields():
     assert not config("--insecure-listen=off", KESTREL_INSECURE_LISTEN="on").insecure_listen
 
 
+def test_callers_and_their_limits():
+    told = config(
+        *("--auth-tokens", "t", "--open-health", "off", "--open-reflection", "off"),
+        *("--max-calls", "1", "--max-held-bytes", "2KiB", "--rate", "1.5", "--burst", "3"),
+        *("--max-deadline", "4", "--write-timeout", "5"),
+        *("--max-metadata-bytes", "4KiB", "--max-streams", "6"),
+        *("--max-connection-age", "7", "--connection-grace", "8"),
+        KESTREL_API_KEY="k" * 20,
+    )
+    assert (told.auth_tokens, told.api_key) == ("t", "k" * 20)
+    assert (told.open_health, told.open_reflection) == (False, False)
+    assert told.calls == CallLimits(
+        calls=1, held_bytes=2048, rate=1.5, burst=3, deadline_s=4, write_s=5
+    )
+    assert told.connections == ConnectionLimits(
+        metadata_bytes=4096, streams=6, age_s=7, age_grace_s=8
+    )
+    off = ("--max-calls", "--max-held-bytes", "--rate", "--max-deadline", "--write-timeout")
+    told = config(*(word for flag in off for word in (flag, "0")), "--max-connection-age=0")
+    assert told.calls == CallLimits(
+        calls=None, held_bytes=None, rate=None, deadline_s=None, write_s=None
+    )
+    assert told.connections.age_s is None
+
+
+def test_the_key_has_no_flag_that_others_could_see():
+    with pytest.raises(SystemExit):
+        config("--api-key", "k" * 20)
+    assert config(KESTREL_API_KEY="").api_key is None
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--max-metadata-bytes", "10"], "--max-metadata-bytes=10: must be 1024 to"),
         (["--tls-cert", "c"], "TLS needs both --tls-cert and --tls-key"),
         (["--tls-client-ca", "c"], "TLS needs both --tls-cert and --tls-key"),
     ],
@@ -38,3 +70,12 @@ def test_what_is_invalid_is_named(flags, words):
         config(*flags)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--burst", "0"], ["--rate", "-1"], ["--rate", "nan"], ["--max-calls", "2M"]]
+)
+def test_what_is_invalid_ends_the_program(flags):
+    with pytest.raises(SystemExit) as caught:
+        config(*flags)
+    assert caught.value.code == 2
