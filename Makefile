@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 SOURCES := kestrel_engine kestrel_grpc clients/python tests training benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-unit test-gpu check fmt lint types imports buf protos check-stubs wheels clean
+.PHONY: help install demo serve test test-unit test-gpu bench check fmt lint types imports buf protos check-stubs wheels clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,11 @@ test-unit: $(INSTALLED) ## Run the tests that take seconds
 
 test-gpu: ## Run the tests that need a CUDA device, with the Python at hand
 	python3 -m pytest -q -m gpu
+
+bench: $(INSTALLED) ## Measure the step thread and serving on the CPU; docs/benchmarks.md has the last figures
+	$(BIN)/python -m benchmarks.engine_host
+	$(BIN)/python -m benchmarks.serving_cpu
+	$(BIN)/python -m benchmarks.serving_cpu --grpc
 
 check: lint types imports buf ## Lint, format, types, import rules, protos
 
