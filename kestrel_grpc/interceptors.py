@@ -37,6 +37,9 @@ _INTERCEPTED = "/kestrel.v1."
 _FOREVER_S = 10 * 365 * 86_400.0
 """A deadline beyond this is how grpc says that there is none."""
 
+_LAST_WORD_S = 2.0
+"""How long a failed call waits for its status to be sent."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -198,7 +201,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             logger.error("request %s: %s", call.request_id, error)
         elif not row_of(error).public:
             logger.error("request %s failed", call.request_id, exc_info=error)
-        await call.context.abort(call.code, message, (*trailers, (REQUEST_ID_KEY, call.request_id)))
+        trailers = (*trailers, (REQUEST_ID_KEY, call.request_id))
+        try:
+            async with asyncio.timeout(_LAST_WORD_S):
+                await call.context.abort(call.code, message, trailers)
+        except TimeoutError:
+            # A reader who doesn't read: gRPC has the status, and sends it after what is unread, or drops both with the
+            # connection.
+            raise grpc.aio.AbortError("the status waits for the reader") from None
 
 
 _KINDS: dict[tuple[bool, bool], Callable[[Any], tuple[Callable[..., Any], Any]]] = {

@@ -1,0 +1,202 @@
+"""What is asked before a message is decoded: size, calls in progress, memory, rate; and the server's own deadline."""
+
+import asyncio
+import time
+
+import grpc
+import pytest
+
+from kestrel_client import AsyncKestrelClient, OverloadedError
+from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_grpc.security.admission import (
+    Admission,
+    MessagesFull,
+    MessageTooLarge,
+    RateExceeded,
+    TooManyCalls,
+)
+from kestrel_grpc.security.config import CallLimits, SecurityConfig
+from kestrel_grpc.settings import MIB
+from tests.service.conftest import LIMITS
+from tests.service.statuses import failure
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def query(text="what?", max_tokens=2):
+    sampling = common_pb2.Sampling(max_tokens=max_tokens, temperature=0)
+    return pb.QueryRequest(question=text, sampling=sampling)
+
+
+def limited(**limits):
+    return {"security": SecurityConfig(calls=CallLimits(**limits))}
+
+
+def slow():
+    """Never says the end; a step takes 5 ms."""
+    return FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.005)
+
+
+def test_a_bucket_fills_at_its_rate_up_to_its_burst():
+    clock = Clock()
+    admission = Admission(CallLimits(rate=2, burst=3), 100, clock)
+
+    def calls():
+        for count in range(10):
+            try:
+                with admission.admit("a", 1):
+                    pass
+            except RateExceeded as error:
+                return count, error.retry_after_s
+        raise AssertionError("there is no limit")
+
+    assert calls() == (3, 0.5)
+    clock.now += 0.25
+    assert calls() == (0, 0.25)
+    clock.now += 0.25
+    assert calls() == (1, 0.5)
+    clock.now += 1000
+    assert calls() == (3, 0.5)
+    with admission.admit("b", 1):
+        pass
+    assert admission.refused == 4
+
+
+def test_calls_are_counted_for_each_principal_and_bytes_for_all():
+    admission = Admission(CallLimits(calls=2, held_bytes=100), 60)
+    with admission.admit("a", 10), admission.admit("a", 10):
+        with pytest.raises(TooManyCalls, match="a: 2 calls are in progress, the limit is 2"):
+            with admission.admit("a", 10):
+                pass
+        with admission.admit("b", 60):
+            assert (admission.calls, admission.held_bytes) == (3, 80)
+            with pytest.raises(MessagesFull):
+                with admission.admit("b", 21):
+                    pass
+            with admission.admit("b", 20):
+                pass
+    with pytest.raises(MessageTooLarge), admission.admit("a", 61):
+        pass
+    with pytest.raises(ZeroDivisionError), admission.admit("a", 1):
+        raise ZeroDivisionError
+    assert (admission.calls, admission.held_bytes) == (0, 0)
+
+
+def test_principals_that_came_once_are_forgotten(monkeypatch):
+    monkeypatch.setattr("kestrel_grpc.security.admission._MAX_REMEMBERED", 5)
+    admission = Admission(CallLimits(rate=1, burst=1), 100)
+    with admission.admit("busy", 1):
+        for number in range(100):
+            with admission.admit(f"p{number}", 1):
+                pass
+        assert len(admission._accounts) <= 6
+        with pytest.raises(RateExceeded), admission.admit("busy", 1):
+            pass
+
+
+async def test_a_full_bucket_says_when_to_come_back(serve):
+    served = await serve(server_config=limited(rate=5, burst=1))
+    await served.vision.Query(query())
+    told = await failure(served.vision.Query(query()))
+    assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "RATE_EXCEEDED")
+    assert 0 < told.retry_after_s <= 0.2
+    assert 0 < int(told.trailers["grpc-retry-pushback-ms"]) <= 200
+
+
+async def test_the_sdk_comes_back_when_told(serve):
+    served = await serve(server_config=limited(rate=10, burst=1))
+    async with AsyncKestrelClient(served.server.addresses[0], timeout=10) as client:
+        began = time.monotonic()
+        for _ in range(4):
+            await client.query(None, "?", max_tokens=2)
+        assert time.monotonic() - began >= 0.29
+    assert served.server.guard.admission.refused >= 3
+
+
+async def test_calls_in_progress_are_bounded(serve):
+    served = await serve(slow(), server_config=limited(calls=2))
+    running = [asyncio.ensure_future(served.vision.Query(query(max_tokens=150))) for _ in range(2)]
+    while served.engine.num_requests < 2:
+        await asyncio.sleep(0.005)
+    told = await failure(served.vision.Query(query()))
+    assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS")
+    assert told.retry_after_s == 1
+    for call in running:
+        call.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    while served.server.guard.admission.calls:
+        await asyncio.sleep(0.005)
+    assert (await served.vision.Query(query())).usage.output_tokens == 2
+
+
+async def test_messages_in_memory_are_bounded(serve):
+    served = await serve(slow(), server_config=limited(held_bytes=10_000))
+    running = asyncio.ensure_future(served.vision.Query(query("a" * 40, max_tokens=200)))
+    while served.engine.num_requests < 1:
+        await asyncio.sleep(0.005)
+    told = await failure(served.vision.Query(query("a" * 9_980)))
+    assert told.reason == "MESSAGES_FULL"
+    assert told.retry_after_s == 1
+    running.cancel()
+
+
+async def test_too_large_is_told_apart_and_not_tried_again(serve):
+    served = await serve(server_config={"max_message_bytes": MIB})
+    for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
+        too_large = query("a" * (3 * MIB // 2))
+        told = await failure(served.vision.Query(too_large, compression=compression))
+        assert (told.code, told.reason) == (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "MESSAGE_TOO_LARGE",
+        )
+        assert told.retry_after_s is None
+        assert told.trailers["grpc-retry-pushback-ms"] == "-1"
+    refused = served.server.guard.admission.refused
+    address = served.server.addresses[0]
+    async with AsyncKestrelClient(address, timeout=10) as client:
+        began = time.monotonic()
+        with pytest.raises(OverloadedError, match="the limit is 1048576"):
+            await client.query(None, "a" * (3 * MIB // 2))
+        assert time.monotonic() - began < 2
+    assert served.server.guard.admission.refused == refused == 0
+
+
+async def test_a_message_that_grows_beyond_bounds_is_not_unpacked(serve):
+    """200 MiB that travel as 200 KiB; gRPC itself stops at twice the limit."""
+    served = await serve(server_config={"max_message_bytes": MIB})
+    bomb = query("a" * (200 * MIB))
+    told = await failure(served.vision.Query(bomb, compression=grpc.Compression.Gzip))
+    assert told.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "larger than max" in told.message
+
+
+async def test_a_piece_of_an_upload_is_bounded_too(serve):
+    served = await serve(server_config={"max_message_bytes": MIB})
+    parts = [
+        image_service_pb2.UploadImageRequest(info=image_service_pb2.UploadInfo()),
+        image_service_pb2.UploadImageRequest(chunk=bytes(3 * MIB // 2)),
+    ]
+    told = await failure(served.images.UploadImage(iter(parts)))
+    assert told.reason == "MESSAGE_TOO_LARGE"
+
+
+@pytest.mark.parametrize("timeout", [None, 60])
+async def test_no_call_takes_longer_than_the_server_lets_it(serve, timeout):
+    served = await serve(slow(), server_config=limited(deadline_s=0.3))
+    began = time.monotonic()
+    told = await failure(served.vision.Query(query(max_tokens=200), timeout=timeout))
+    assert 0.25 < time.monotonic() - began < 1
+    assert (told.code, told.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
+    stream = pb.StreamQueryRequest(request=query(max_tokens=200))
+    told = await failure(served.vision.StreamQuery(stream, timeout=timeout))
+    assert "0.3 s" in told.message
+    while served.engine.num_requests:
+        await asyncio.sleep(0.005)
+    assert (await served.vision.Query(query())).usage.output_tokens == 2

@@ -1,0 +1,119 @@
+"""The edges of a connection, with gRPC's own client: age, streams, metadata, readers who don't read."""
+
+import asyncio
+import logging
+import re
+import time
+
+import grpc
+import pytest
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_grpc import convert
+from kestrel_grpc.security.config import CallLimits, ConnectionLimits, SecurityConfig
+from kestrel_grpc.service import VisionService
+from tests.service.conftest import LIMITS
+from tests.service.statuses import failure
+
+
+def query(max_tokens=2):
+    sampling = common_pb2.Sampling(max_tokens=max_tokens, temperature=0)
+    return pb.QueryRequest(question="what?", sampling=sampling)
+
+
+def connections(**limits):
+    return {"security": SecurityConfig(connections=ConnectionLimits(**limits))}
+
+
+def slow():
+    """Never says the end; a step takes 5 ms."""
+    return FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.005)
+
+
+async def test_a_connection_ages_and_no_call_notices(serve, caplog):
+    caplog.set_level(logging.INFO, "kestrel_grpc.access")
+    config = {**connections(age_s=0.3, age_grace_s=10), "access_log": "text"}
+    served = await serve(slow(), server_config=config)
+    stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(200)))
+    await anext(aiter(stream))
+    until = time.monotonic() + 1.2
+    while time.monotonic() < until:
+        assert (await served.vision.Query(query())).usage.output_tokens == 2
+    events = [event async for event in stream]
+    assert events[-1].HasField("final"), "it outlived its connection's age"
+    peers = set(re.findall(r"peer=(\S+)", caplog.text))
+    assert len(peers) >= 3, "connections were replaced"
+
+
+async def test_a_stream_beyond_age_and_grace_is_cut_and_its_request_freed(serve):
+    served = await serve(slow(), server_config=connections(age_s=0.2, age_grace_s=0.2))
+    stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(250)))
+    told = await failure(stream)
+    assert told.code is grpc.StatusCode.UNAVAILABLE
+    while served.engine.num_requests:
+        await asyncio.sleep(0.005)
+
+
+async def test_a_connection_has_so_many_calls_in_progress_and_no_more(serve):
+    served = await serve(slow(), server_config=connections(streams=2))
+    await served.vision.Query(query())
+    calls = [asyncio.ensure_future(served.vision.Query(query(40))) for _ in range(5)]
+    most = 0
+    while not all(call.done() for call in calls):
+        most = max(most, served.server.guard.admission.calls)
+        await asyncio.sleep(0.002)
+    assert most == 2, "the rest waits at the client"
+    assert all(call.result().usage.output_tokens == 40 for call in calls)
+
+
+async def test_metadata_is_bounded(serve):
+    served = await serve(server_config=connections(metadata_bytes=4096))
+    await served.vision.Query(query(), metadata=(("x-note", "a" * 3000),))
+    told = await failure(served.vision.Query(query(), metadata=(("x-note", "a" * 5000),)))
+    assert told.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "metadata" in told.message
+    await served.vision.Query(query())
+
+
+@pytest.fixture
+def large_events(monkeypatch):
+    """A window is full after a few events."""
+
+    def event(update):
+        return {"text_delta": pb.TextDelta(text="x" * 100_000, output_tokens=update.token_index)}
+
+    assert VisionService._stream.__defaults__ == (convert.event,)
+    monkeypatch.setattr(VisionService._stream, "__defaults__", (event,))
+
+
+async def test_a_reader_who_does_not_read_is_cut_off(serve, large_events):
+    config = {"security": SecurityConfig(calls=CallLimits(write_s=0.4))}
+    served = await serve(slow(), server_config=config)
+    stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(250)))
+    await anext(aiter(stream))
+    began = time.monotonic()
+    while served.server.guard.admission.calls:
+        await asyncio.sleep(0.01)
+    assert 0.3 < time.monotonic() - began < 2
+    assert served.engine.num_requests == 0, "what it held is free"
+    while served.server._in_flight.count:
+        await asyncio.sleep(0.01)
+    assert time.monotonic() - began < 5, "nothing waits for it any more"
+    told = await failure(stream)
+    assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER")
+    assert told.trailers["grpc-retry-pushback-ms"] == "-1"
+    assert (await served.vision.Query(query())).usage.output_tokens == 2
+
+
+async def test_a_reader_who_is_only_slow_gets_everything(serve, large_events):
+    config = {"security": SecurityConfig(calls=CallLimits(write_s=0.4))}
+    served = await serve(slow(), server_config=config)
+    stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(60)))
+    events = []
+    async for event in stream:
+        await asyncio.sleep(0.02)
+        events.append(event)
+    assert events[-1].HasField("final")
+    assert len(events) > 50
