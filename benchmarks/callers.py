@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from kestrel_client import AsyncKestrelClient
+from kestrel_client.streams import AsyncStream
 from kestrel_engine import InferenceEngine, RuntimeConfig, SkillRegistry
 
 from .forced_skill import ForcedCaption
@@ -62,7 +63,9 @@ class EngineTarget:
         """Exactly ``max_tokens`` tokens."""
         return await self._run("forced", image, {}, {"max_tokens": max_tokens})
 
-    async def _run(self, skill: str, image: bytes, arguments: dict, settings: dict) -> Answer:
+    async def _run(
+        self, skill: str, image: bytes, arguments: dict[str, Any], settings: dict[str, Any]
+    ) -> Answer:
         began = time.perf_counter()
         gaps = _Gaps()
         async with await self._engine.submit(skill, image, arguments, settings) as stream:
@@ -86,8 +89,9 @@ class ServedTarget:
         self._client = client
 
     async def caption(self, image: bytes, max_tokens: int | None = None) -> Answer:
-        options = {} if max_tokens is None else {"max_tokens": max_tokens}
-        return await self._read(self._client.stream_caption(image, temperature=0.0, **options))
+        return await self._read(
+            self._client.stream_caption(image, temperature=0.0, max_tokens=max_tokens)
+        )
 
     async def query(self, image: bytes, question: str) -> Answer:
         return await self._read(
@@ -97,7 +101,7 @@ class ServedTarget:
     async def detect(self, image: bytes, what: str) -> Answer:
         return await self._read(self._client.stream_detect(image, what, max_objects=8))
 
-    async def _read(self, stream) -> Answer:
+    async def _read(self, stream: AsyncStream[Any, Any]) -> Answer:
         began = time.perf_counter()
         gaps = _Gaps()
         async for event in stream:

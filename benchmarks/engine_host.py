@@ -17,9 +17,11 @@ import time
 import numpy as np
 
 from kestrel_engine.delivery import Delivery, DeliveryThread
+from kestrel_engine.events import StreamUpdate
 from kestrel_engine.loop import PIPELINE_DEPTH, EngineLoop, Work
 from kestrel_engine.model_config import parse_model_config
 from kestrel_engine.requests import ImageBlock, PreparedImage, SamplingParams
+from kestrel_engine.runtime.protocol import StepHandle
 from kestrel_engine.scheduler.budget import StepBudget
 from kestrel_engine.scheduler.policy import SchedulerPolicy
 from kestrel_engine.scheduler.sequence import Sequence
@@ -51,7 +53,7 @@ class CountingOutput(AnswerOutput):
 
     num_delivered = 0
 
-    def push(self, token: StepToken) -> list:
+    def push(self, token: StepToken) -> list[StreamUpdate]:
         updates = super().push(token)
         CountingOutput.num_delivered += 1
         return updates
@@ -79,7 +81,8 @@ class NullRuntime:
         self._launched_at = time.perf_counter()
         return plan
 
-    def collect(self, handle: StepPlan) -> StepResult:
+    def collect(self, handle: StepHandle) -> StepResult:
+        assert isinstance(handle, StepPlan)
         if len(handle.decode) == self._batch_size:
             self.after_launch.append(time.perf_counter() - self._launched_at)
         while CountingOutput.num_delivered < self._num_sampled:

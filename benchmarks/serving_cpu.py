@@ -9,8 +9,9 @@ import argparse
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 
 from kestrel_engine import RuntimeConfig
 
@@ -18,6 +19,7 @@ from .callers import Answer, EngineTarget, Target, engine_target, served_target
 from .pictures import jpeg
 from .report import Report, add_arguments, median, quantile
 
+Call = Callable[[], Awaitable[Answer]]
 NUM_CALLERS = (1, 4, 16, 64)
 QUESTIONS = ("What is this?", "How many red circles are there?", "Is there a star?")
 OBJECTS = ("red circle", "star")
@@ -25,9 +27,7 @@ SIZE = (850, 600)
 """Of the pictures, in pixels."""
 
 
-async def closed_loop(
-    num_callers: int, calls: list[Callable[[], Awaitable[Answer]]]
-) -> tuple[float, list[Answer]]:
+async def closed_loop(num_callers: int, calls: Sequence[Call]) -> tuple[float, list[Answer]]:
     """Makes ``calls`` by ``num_callers`` callers, each of whom calls again when answered: (seconds, answers)."""
     waiting = iter(calls)
     answers: list[Answer] = []
@@ -43,18 +43,16 @@ async def closed_loop(
 
 def mixed_calls(
     target: Target, rng: random.Random, pictures: list[bytes], count: int
-) -> list[Callable[[], Awaitable[Answer]]]:
+) -> list[Call]:
     """Captions, questions and detections about pictures that come up again and again."""
 
-    def call() -> Callable[[], Awaitable[Answer]]:
+    def call() -> Call:
         picture, kind = rng.choice(pictures), rng.random()
         if kind < 0.4:
-            return lambda: target.caption(picture, 48)
+            return partial(target.caption, picture, 48)
         if kind < 0.8:
-            question = rng.choice(QUESTIONS)
-            return lambda: target.query(picture, question)
-        what = rng.choice(OBJECTS)
-        return lambda: target.detect(picture, what)
+            return partial(target.query, picture, rng.choice(QUESTIONS))
+        return partial(target.detect, picture, rng.choice(OBJECTS))
 
     return [call() for _ in range(count)]
 
@@ -93,7 +91,7 @@ async def measure_decode(target: EngineTarget, report: Report, *, quick: bool) -
     rates: dict[int, list[float]] = {n: [] for n in (1, 4, 16)}
     for _ in range(rounds):
         for num_callers, found in rates.items():
-            calls = [lambda: target.forced(picture, num_tokens)] * num_callers
+            calls = [partial(target.forced, picture, num_tokens)] * num_callers
             seconds, answers = await closed_loop(num_callers, calls)
             found.append(sum(a.output_tokens for a in answers) / seconds)
     for num_callers, found in rates.items():
@@ -121,7 +119,7 @@ async def measure_fresh(target: Target, report: Report, *, quick: bool) -> None:
     for _ in range(rounds):
         for num_callers, found in rates.items():
             pictures = [jpeg(next(seeds), *SIZE) for _ in range(count)]
-            calls = [lambda picture=picture: target.caption(picture, 1) for picture in pictures]
+            calls = [partial(target.caption, picture, 1) for picture in pictures]
             seconds, _ = await closed_loop(num_callers, calls)
             found.append(count / seconds)
     for num_callers, found in rates.items():
