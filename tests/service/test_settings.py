@@ -30,7 +30,7 @@ def test_without_flags_the_defaults_hold():
     assert server.listen == ("127.0.0.1:50051",)
     assert server.max_message_bytes == 64 * MIB
     assert runtime.model == "kestrel-tiny"
-    assert runtime.max_batch_size == 4
+    assert runtime.max_batch_size == 16
 
 
 def test_flags_reach_their_fields():
