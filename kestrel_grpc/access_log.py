@@ -34,6 +34,7 @@ def _fields(call: Call) -> dict[str, Any]:
         "method": call.method.removeprefix("/"),
         "code": call.code.name,
         "request_id": call.request_id,
+        **({"trace_id": call.trace_id} if call.trace_id else {}),
         "ms": round(call.duration_ms, 1),
         "peer": call.peer,
     }

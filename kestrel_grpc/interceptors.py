@@ -3,8 +3,8 @@
 Around each method of kestrel.v1; of health and reflection only the door is watched. A message is decoded once its
 caller is known and admitted, and here. Handlers raise; only here an exception becomes a status. The request's id: the
 request's own field, else ``x-request-id`` metadata, else made here; it is echoed in the initial metadata of an accepted
-call and in the trailers of a failed one. Initial metadata waits until the engine has accepted the request, because a
-client's retry policy gives up once it has seen them.
+call and in the trailers of a failed one, with ``x-trace-id`` where calls are traced. Initial metadata waits until the
+engine has accepted the request, because a client's retry policy gives up once it has seen them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -33,6 +33,7 @@ from .security.principal import ANONYMOUS, Principal, Scope
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_KEY = "x-request-id"
+TRACE_ID_KEY = "x-trace-id"
 _INTERCEPTED = "/kestrel.v1."
 _FOREVER_S = 10 * 365 * 86_400.0
 """A deadline beyond this is how grpc says that there is none."""
@@ -60,13 +61,24 @@ class Call:
     started_at: float = field(default_factory=time.monotonic)
     code: grpc.StatusCode = grpc.StatusCode.OK
     result: EngineResult | None = None
+    error: Exception | None = None
+    """What ended it, where that is the server's fault."""
+    trace_id: str = ""
+    trace: object = None
+    """The watcher's own."""
     _greeted: bool = False
 
     async def accept(self) -> None:
         """Tells the caller the request's id; the call can't be retried transparently from here on."""
         if not self._greeted:
             self._greeted = True
-            await self.context.send_initial_metadata(((REQUEST_ID_KEY, self.request_id),))
+            await self.context.send_initial_metadata(self.ids)
+
+    @property
+    def ids(self) -> tuple[tuple[str, str], ...]:
+        """The call's ids as metadata."""
+        request = (REQUEST_ID_KEY, self.request_id)
+        return (request, (TRACE_ID_KEY, self.trace_id)) if self.trace_id else (request,)
 
     @property
     def timeout_s(self) -> float | None:
@@ -89,6 +101,16 @@ _current: contextvars.ContextVar[Call] = contextvars.ContextVar("kestrel_call")
 def current_call() -> Call:
     """The call that this task handles."""
     return _current.get()
+
+
+class CallWatcher(Protocol):
+    """Is told of every call: ``begin``, ``take`` once its request is read and its id known, ``end``. Must not raise."""
+
+    def begin(self, call: Call) -> None: ...
+
+    def take(self, call: Call, message: Any) -> None: ...
+
+    def end(self, call: Call) -> None: ...
 
 
 class InFlight:
@@ -124,9 +146,15 @@ class InFlight:
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """``log_call`` is called once at the end of every call."""
 
-    def __init__(self, in_flight: InFlight, guard: Guard, log_call: Callable[[Call], None]) -> None:
+    def __init__(
+        self,
+        in_flight: InFlight,
+        guard: Guard,
+        log_call: Callable[[Call], None],
+        watcher: CallWatcher | None = None,
+    ) -> None:
         self._in_flight, self._guard = in_flight, guard
-        self._log_call = log_call
+        self._log_call, self._watcher = log_call, watcher
 
     async def intercept_service(
         self,
@@ -156,6 +184,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             call.longest_s = limits.deadline_s
             call.request_id = _id_from_metadata(context) or uuid.uuid4().hex
             _current.set(call)
+            watcher = self._watcher
+            if watcher is not None:
+                watcher.begin(call)
             prefix = ""
             with self._in_flight:
                 try:
@@ -169,6 +200,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                             request = _message(data, decode)
                             prefix = "request." if streaming else ""
                             call.request_id = _id_from_request(request) or call.request_id
+                            if watcher is not None:
+                                watcher.take(call, request)
                             _check_priority(request, principal)
                         writer = (
                             context
@@ -191,6 +224,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     await self._fail(call, error, prefix)
                 finally:
                     self._log_call(call)
+                    if watcher is not None:
+                        watcher.end(call)
 
         return handle
 
@@ -201,7 +236,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             logger.error("request %s: %s", call.request_id, error)
         elif not row_of(error).public:
             logger.error("request %s failed", call.request_id, exc_info=error)
-        trailers = (*trailers, (REQUEST_ID_KEY, call.request_id))
+        if not row_of(error).public:
+            call.error = error
+        trailers = (*trailers, *call.ids)
         try:
             async with asyncio.timeout(_LAST_WORD_S):
                 await call.context.abort(call.code, message, trailers)

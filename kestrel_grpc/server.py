@@ -15,9 +15,13 @@ from collections.abc import Awaitable, Callable
 import grpc
 
 from kestrel_client._pb.kestrel.v1 import (
+    admin_service_pb2,
     image_service_pb2,
     model_service_pb2,
     vision_service_pb2,
+)
+from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import (
+    add_AdminServiceServicer_to_server,
 )
 from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import (
     add_ImageServiceServicer_to_server,
@@ -33,6 +37,7 @@ from kestrel_engine import InferenceEngine, RuntimeConfig
 from . import health
 from .access_log import AccessLog
 from .addresses import check_free, close_address, with_port
+from .admin_service import AdminService
 from .image_service import ImageService
 from .image_store import ImageStore
 from .interceptors import CallInterceptor, InFlight
@@ -43,15 +48,18 @@ from .security.config import ConnectionLimits
 from .security.guard import Guard
 from .security.listening import add_port, check_exposure
 from .security.tls import server_credentials
-from .served_model import ServedModel
+from .served_model import ServedModel, State
 from .service import VisionService
 from .settings import ServerConfig
+from .telemetry.opening import Telemetry, open_telemetry
 
 logger = logging.getLogger(__name__)
 
 VISION_SERVICE: str = vision_service_pb2.DESCRIPTOR.services_by_name["VisionService"].full_name
 IMAGE_SERVICE: str = image_service_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name
+ADMIN_SERVICE: str = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 MODEL_SERVICE: str = model_service_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
+SERVICES = (VISION_SERVICE, IMAGE_SERVICE, MODEL_SERVICE, ADMIN_SERVICE)
 
 LAST_WORDS_S = 2.0
 """How long calls whose request has ended may take to tell their caller, once the server drains."""
@@ -79,11 +87,13 @@ class KestrelServer:
         """The pictures kept for later requests."""
         self.guard = Guard(config.security, config.max_message_bytes)
         """Who calls, and what of their calls is in progress."""
+        self.telemetry: Telemetry | None = None
+        """Once started: watches calls, and wants to be the engine's observer. None: nothing is measured."""
         self._in_flight = InFlight()
         self._health = health.Health(
             self.served,
             following=(VISION_SERVICE, IMAGE_SERVICE),
-            others=(MODEL_SERVICE, health.SERVICE_NAME),
+            others=(MODEL_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME),
         )
         self._server: grpc.aio.Server | None = None
         self._following: asyncio.Task[None] | None = None
@@ -94,9 +104,13 @@ class KestrelServer:
         check_exposure(self._config.listen, security)
         credentials = None if security.tls is None else server_credentials(security.tls)
         options = _channel_options(self._config.max_message_bytes, security.connections)
-        interceptor = CallInterceptor(
-            self._in_flight, self.guard, AccessLog(self._config.access_log)
+        self.telemetry = open_telemetry(
+            self._config.telemetry,
+            num_calls=lambda: self._in_flight.count,
+            is_ready=lambda: self.served.state is State.READY,
         )
+        log = AccessLog(self._config.access_log)
+        interceptor = CallInterceptor(self._in_flight, self.guard, log, self.telemetry)
         self._server = server = grpc.aio.server(interceptors=(interceptor,), options=options)
         pictures = Pictures(self.images)
         add_VisionServiceServicer_to_server(VisionService(self.served, pictures), server)
@@ -107,8 +121,10 @@ class KestrelServer:
             image_store_bytes=self._config.image_store_bytes,
         )
         add_ModelServiceServicer_to_server(models, server)
+        admin = AdminService(self.served, self.images, self.guard.admission, self.drain)
+        add_AdminServiceServicer_to_server(admin, server)
         self._health.add_to(server)
-        add_reflection(server, (VISION_SERVICE, IMAGE_SERVICE, MODEL_SERVICE, health.SERVICE_NAME))
+        add_reflection(server, (*SERVICES, health.SERVICE_NAME))
         bound: list[str] = []
         for address in self._config.listen:
             check_free(address)
@@ -123,15 +139,21 @@ class KestrelServer:
         started = time.monotonic()
         engine = await self._load_engine()
         self.load_seconds = time.monotonic() - started
+        if self.telemetry is not None:
+            self.telemetry.ready(engine, self.load_seconds)
         self.served.ready(engine)
         await self._health.update()
         self._following = asyncio.create_task(self._health.follow())
         return engine
 
-    async def stop(self, grace_s: float) -> None:
-        """Lets running requests end for up to ``grace_s`` seconds, fails the rest, closes everything. Idempotent."""
+    async def drain(self) -> None:
+        """Takes no more requests; those that run go on. Idempotent."""
         self.served.drain()
         await self._health.update()
+
+    async def stop(self, grace_s: float) -> None:
+        """Lets running requests end for up to ``grace_s`` seconds, fails the rest, closes everything. Idempotent."""
+        await self.drain()
         if self._following is not None:
             self._following.cancel()
         engine = self.served.loaded
@@ -146,6 +168,8 @@ class KestrelServer:
             await self._server.stop(None)
         for address in self.addresses:
             close_address(address)
+        if self.telemetry is not None:
+            await self.telemetry.close()
 
 
 def _channel_options(max_message_bytes: int, limits: ConnectionLimits) -> list[tuple[str, int]]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from .addresses import parse_address
 from .security.config import SecurityConfig
+from .telemetry.config import TelemetryConfig, telemetry_config
 
 if TYPE_CHECKING:
     from kestrel_engine import RuntimeConfig
@@ -56,6 +57,8 @@ class ServerConfig:
     """How long running requests may go on once the server is told to stop. Kubernetes' own default."""
     access_log: Literal["off", "text", "json"] = "off"
     log_level: str = "info"
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    """What is measured, and where that goes. By default nothing."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -168,6 +171,13 @@ def add_server_flags(
         help="write a line for each request: text (also if no format is named) or json",
     )
     flags.add(
+        "--metrics-listen",
+        type=parse_address,
+        metavar="ADDRESS",
+        shown="off",
+        help="where Prometheus finds metrics: HOST:PORT; needs kestrel-grpc[telemetry]",
+    )
+    flags.add(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default=_default(ServerConfig, "log_level"),
@@ -182,6 +192,10 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         raise SettingsError(
             f"--max-message-bytes={args.max_message_bytes}: must be 1 to {_LARGEST_MESSAGE}"
         )
+    try:
+        telemetry = telemetry_config(os.environ, args.metrics_listen)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
     return ServerConfig(
         listen=listen or (DEFAULT_ADDRESS,),
         max_message_bytes=args.max_message_bytes,
@@ -190,6 +204,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         grace_s=args.grace,
         access_log=args.access_log,
         log_level=args.log_level,
+        telemetry=telemetry,
     )
 
 

@@ -86,7 +86,9 @@ async def _serve(config: ServerConfig, runtime: RuntimeConfig, skills: SkillRegi
         server = KestrelServer(
             config,
             runtime,
-            lambda: InferenceEngine.create(runtime, skills=skills, progress=progress),
+            lambda: InferenceEngine.create(
+                runtime, skills=skills, progress=progress, observer=server.telemetry
+            ),
         )
 
         def on_signal(number: signal.Signals) -> None:

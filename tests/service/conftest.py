@@ -71,7 +71,8 @@ async def serve() -> AsyncIterator[Serve]:
         settings = RuntimeConfig(max_batch_size=runtime.limits.max_batch_size, **config)
 
         async def load_engine() -> InferenceEngine:
-            return InferenceEngine(settings, fake_build(settings, runtime, family), skills)
+            built = fake_build(settings, runtime, family)
+            return InferenceEngine(settings, built, skills, observer=server.telemetry)
 
         server = KestrelServer(
             ServerConfig(listen=(listen,), **(server_config or {})), settings, load_engine

@@ -1,0 +1,151 @@
+"""What spans say of calls, requests and steps: from our objects to attributes. Imports no OpenTelemetry.
+
+Questions and answers come only from ``content``, which the caller asks for only where they are wanted.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeAlias
+from urllib.parse import unquote
+
+import grpc
+
+from kestrel_engine import RequestEvent, StepEvent
+
+from ..interceptors import Call
+from . import names
+
+Value: TypeAlias = str | int | float | bool | tuple[str, ...]
+Attributes: TypeAlias = dict[str, Value]
+
+SERVER_ERRORS = frozenset(
+    {
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DATA_LOSS,
+    }
+)
+"""Statuses that are an error of the server; the others are the caller's own doing (OpenTelemetry's convention)."""
+
+_TEXT_SKILLS = ("query", "caption")
+_SAMPLING = {
+    "max_tokens": names.REQUEST_MAX_TOKENS,
+    "temperature": names.REQUEST_TEMPERATURE,
+    "top_p": names.REQUEST_TOP_P,
+    "top_k": names.REQUEST_TOP_K,
+    "seed": names.REQUEST_SEED,
+}
+"""By the field of ``Sampling``."""
+
+
+def of_call(call: Call) -> Attributes:
+    """A finished call's."""
+    attributes: Attributes = {
+        names.RPC_SYSTEM: "grpc",
+        names.RPC_METHOD: call.method.removeprefix("/"),
+        names.RPC_STATUS: call.code.name,
+        names.RPC_STATUS_NEXT: call.code.name,
+        names.REQUEST_ID: call.request_id,
+        **_of_peer(call.peer),
+    }
+    if call.principal.name:
+        attributes[names.PRINCIPAL] = call.principal.name
+    if call.code in SERVER_ERRORS:
+        attributes[names.ERROR_TYPE] = call.code.name
+    return attributes
+
+
+def _of_peer(peer: str) -> Attributes:
+    """From grpc's "ipv4:1.2.3.4:50", "ipv6:%5B::1%5D:50" or "unix:PATH"."""
+    kind, _, rest = peer.partition(":")
+    host, _, port = unquote(rest).rpartition(":")
+    if kind not in ("ipv4", "ipv6") or not port.isdecimal():
+        return {names.PEER_ADDRESS: rest} if rest else {}
+    return {names.PEER_ADDRESS: host.strip("[]"), names.PEER_PORT: int(port)}
+
+
+def of_request(
+    event: RequestEvent, message: Any, *, model: str, image_positions: int, streaming: bool
+) -> Attributes:
+    """A finished request of the engine; ``message``: the call's, for the sampling that was asked for."""
+    metrics = event.metrics
+    attributes: Attributes = {
+        names.OPERATION: names.GENERATE,
+        names.PROVIDER: names.PROVIDER_VALUE,
+        names.REQUEST_MODEL: model,
+        names.REQUEST_STREAM: streaming,
+        names.RESPONSE_MODEL: model,
+        names.RESPONSE_ID: event.request_id,
+        names.OUTPUT_TYPE: "text" if event.skill in _TEXT_SKILLS else "json",
+        names.SKILL: event.skill,
+        names.INPUT_TOKENS: metrics.input_tokens,
+        names.OUTPUT_TOKENS: metrics.output_tokens,
+        names.CACHED_TOKENS: metrics.cached_tokens,
+        **_of_sampling(message),
+    }
+    if event.finish_reason:
+        attributes[names.FINISH_REASONS] = (event.finish_reason,)
+    if event.error:
+        attributes[names.ERROR_TYPE] = event.error
+    if event.first_token_at is not None:
+        attributes[names.TIME_TO_FIRST_CHUNK] = event.first_token_at - event.accepted_at
+    if event.image_size is not None:
+        attributes[names.IMAGE_TOKENS] = image_positions
+        attributes[names.IMAGE_WIDTH], attributes[names.IMAGE_HEIGHT] = event.image_size
+        attributes[names.IMAGE_CROPS] = event.num_crops
+    return attributes
+
+
+def _of_sampling(message: Any) -> Attributes:
+    sampling = getattr(_inner(message), "sampling", None)
+    if sampling is None:
+        return {}
+    return {
+        name: getattr(sampling, field)
+        for field, name in _SAMPLING.items()
+        if sampling.HasField(field)
+    }
+
+
+def of_step(event: StepEvent) -> Attributes:
+    return {
+        names.STEP_ID: event.step_id,
+        names.STEP_REQUESTS: len(event.request_ids),
+        names.STEP_CROPS: event.num_crops,
+        names.STEP_PREFILL: event.num_prefill_positions,
+        names.STEP_DECODE: event.num_decode,
+        names.STEP_VISION_S: event.vision_s,
+        names.STEP_PREFILL_S: event.prefill_s,
+        names.STEP_DECODE_S: event.decode_s,
+        names.STEP_RUNNING: event.running,
+        names.STEP_WAITING: event.waiting,
+        names.FAILED: event.failed,
+    }
+
+
+def content(call: Call, message: Any) -> Attributes:
+    """The question, or the object that was asked for, and the answer, as the convention's JSON."""
+    inner = _inner(message)
+    asked = getattr(inner, "question", "") or getattr(inner, "object", "")
+    attributes: Attributes = {}
+    if isinstance(asked, str) and asked:
+        attributes[names.INPUT_MESSAGES] = _messages("user", asked)
+    if call.result is not None and call.result.output:
+        output = call.result.output
+        text = output.get("answer", output.get("caption"))
+        told = text if isinstance(text, str) else json.dumps(output, default=str)
+        attributes[names.OUTPUT_MESSAGES] = _messages("assistant", told)
+    return attributes
+
+
+def _messages(role: str, text: str) -> str:
+    return json.dumps([{"role": role, "parts": [{"type": "text", "content": text}]}])
+
+
+def _inner(message: Any) -> Any:
+    """Streaming methods take their request one message deeper."""
+    return getattr(message, "request", message)

@@ -1,0 +1,119 @@
+"""TelemetryConfig: what to export and where. Reads the OTEL_* variables that choose; the SDK itself reads the rest.
+
+Traces go out when OTEL_TRACES_EXPORTER names an exporter, or an OTLP endpoint is set; metrics likewise, besides the
+Prometheus endpoint, which has a flag. Imports no OpenTelemetry.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, cast
+
+Exporter = Literal["none", "otlp", "console"]
+Protocol = Literal["grpc", "http/protobuf"]
+
+_EXPORTERS = ("none", "otlp", "console")
+_PROTOCOLS = ("grpc", "http/protobuf")
+_CONTENT = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
+_CONTENT_ON = frozenset({"true", "span_only", "span_and_event"})
+_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TelemetryConfig:
+    """By default nothing is measured."""
+
+    traces: Exporter = "none"
+    traces_protocol: Protocol = "grpc"
+    metrics: Exporter = "none"
+    metrics_protocol: Protocol = "grpc"
+    prometheus: str | None = None
+    """HOST:PORT of the Prometheus endpoint."""
+    content: bool = False
+    """Whether questions and answers go into spans."""
+    span_queue: int | None = 8192
+    """Spans that may wait for export; None where OTEL_BSP_MAX_QUEUE_SIZE says it."""
+    span_delay_ms: float | None = 1000.0
+    """Longest wait before an export; None where OTEL_BSP_SCHEDULE_DELAY says it."""
+
+    @property
+    def measures(self) -> bool:
+        return self.metrics != "none" or self.prometheus is not None
+
+
+def telemetry_config(environ: Mapping[str, str], prometheus: str | None = None) -> TelemetryConfig:
+    """``prometheus``: what --metrics-listen says. Raises ValueError, naming flag or variable, for what there is not."""
+    if prometheus is not None:
+        _check_prometheus(prometheus)
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return TelemetryConfig(prometheus=prometheus)
+    return TelemetryConfig(
+        traces=_exporter(environ, "TRACES"),
+        traces_protocol=_protocol(environ, "TRACES"),
+        metrics=_exporter(environ, "METRICS"),
+        metrics_protocol=_protocol(environ, "METRICS"),
+        prometheus=prometheus,
+        content=environ.get(_CONTENT, "").strip().lower() in _CONTENT_ON,
+        span_queue=None if environ.get("OTEL_BSP_MAX_QUEUE_SIZE") else 8192,
+        span_delay_ms=None if environ.get("OTEL_BSP_SCHEDULE_DELAY") else 1000.0,
+    )
+
+
+def _check_prometheus(address: str) -> None:
+    if address.startswith("unix:"):
+        raise ValueError(f"--metrics-listen={address}: must be HOST:PORT or [IPV6]:PORT")
+    missing = missing_packages(TelemetryConfig(prometheus=address))
+    if missing:
+        raise ValueError(
+            f"--metrics-listen={address}: {', '.join(missing)} is not installed; "
+            "the extra kestrel-grpc[telemetry] brings it"
+        )
+
+
+def missing_packages(config: TelemetryConfig) -> tuple[str, ...]:
+    """What ``config`` needs and this environment lacks."""
+    wanted: list[str] = []
+    if config.traces != "none" or config.measures:
+        wanted.append("opentelemetry.sdk")
+    if config.prometheus is not None:
+        wanted.append("prometheus_client")
+    for exporter, protocol in (
+        (config.traces, config.traces_protocol),
+        (config.metrics, config.metrics_protocol),
+    ):
+        if exporter == "otlp":
+            kind = "grpc" if protocol == "grpc" else "http"
+            wanted.append(f"opentelemetry.exporter.otlp.proto.{kind}")
+    return tuple(name for name in dict.fromkeys(wanted) if not _installed(name))
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a parent package
+        return False
+
+
+def _exporter(environ: Mapping[str, str], signal: str) -> Exporter:
+    variable = f"OTEL_{signal}_EXPORTER"
+    name = environ.get(variable, "").strip().lower()
+    if not name:
+        endpoint = environ.get(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT") or environ.get(_ENDPOINT)
+        return "otlp" if endpoint else "none"
+    if name == "prometheus" and signal == "METRICS":  # has its own flag
+        return "none"
+    if name not in _EXPORTERS:
+        raise ValueError(f"{variable}={name!r}: must be one of {', '.join(_EXPORTERS)}")
+    return cast(Exporter, name)
+
+
+def _protocol(environ: Mapping[str, str], signal: str) -> Protocol:
+    for variable in (f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        name = environ.get(variable, "").strip().lower()
+        if name:
+            if name not in _PROTOCOLS:
+                raise ValueError(f"{variable}={name!r}: must be one of {', '.join(_PROTOCOLS)}")
+            return cast(Protocol, name)
+    return "grpc"

@@ -1,0 +1,209 @@
+"""ServiceMetrics: the instruments of names.METRICS. Histograms are recorded as things end; all else is kept as plain
+numbers, or asked of the engine, and read when somebody collects."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
+
+from kestrel_engine import InferenceEngine, RequestEvent, StepEvent
+
+from ..interceptors import Call
+from . import names
+from .attributes import SERVER_ERRORS
+from .names import Metric
+
+Read = Callable[[], Iterable[Observation]]
+
+MOST_PRINCIPALS = 100
+OTHERS = "other"
+"""Who calls beyond MOST_PRINCIPALS: their number is not ours to bound, a metric's must be."""
+
+
+@dataclass(slots=True)
+class _Usage:
+    calls: int = 0
+    tokens: dict[str, int] = field(default_factory=lambda: {"input": 0, "output": 0})
+
+
+class ServiceMetrics:
+    """``num_calls``: calls being handled; ``is_ready``: whether requests are taken. Both are asked from any thread."""
+
+    def __init__(
+        self, meter: Meter, num_calls: Callable[[], int], is_ready: Callable[[], bool]
+    ) -> None:
+        self._meter = meter
+        self._engine: InferenceEngine | None = None
+        self._model: dict[str, str] = {}
+        self._load_s = 0.0
+        self._steps = {False: 0, True: 0}
+        self._crops = self._prefill_positions = 0
+        self._tokens = {"input": 0, "output": 0}
+        self._requests: Counter[tuple[str, str, str]] = Counter()
+        self._principals: dict[str, _Usage] = {}
+        self._call_duration = self._histogram(names.CALL_DURATION)
+        self._request_duration = self._histogram(names.REQUEST_DURATION)
+        self._first_token = self._histogram(names.FIRST_TOKEN)
+        self._per_token = self._histogram(names.PER_TOKEN)
+        self._queue = self._histogram(names.QUEUE_DURATION)
+        self._preprocess = self._histogram(names.PREPROCESS_DURATION)
+        self._prefill = self._histogram(names.PREFILL_DURATION)
+        self._decode = self._histogram(names.DECODE_DURATION)
+        self._step_phase = self._histogram(names.STEP_DURATION)
+        self._observe(names.CALLS, lambda: [Observation(num_calls())])
+        self._observe(names.READY, lambda: [Observation(int(is_ready()))])
+        self._observe(names.REQUESTS, self._read_requests)
+        self._observe(
+            names.TOKENS,
+            lambda: [Observation(n, {names.TOKEN_TYPE: k}) for k, n in self._tokens.items()],
+        )
+        self._observe(names.PRINCIPAL_CALLS, self._read_principals)
+        self._observe(names.PRINCIPAL_TOKENS, self._read_principal_tokens)
+        self._observe(
+            names.STEPS,
+            lambda: [Observation(n, {names.FAILED: k}) for k, n in self._steps.items()],
+        )
+        self._observe(names.CROPS, lambda: [Observation(self._crops)])
+        self._observe(names.PREFILL_POSITIONS, lambda: [Observation(self._prefill_positions)])
+
+    def ready(self, engine: InferenceEngine, load_s: float) -> None:
+        """The engine has loaded: from now on it is asked."""
+        self._engine, self._load_s = engine, load_s
+        self._model = {
+            names.OPERATION: names.GENERATE,
+            names.PROVIDER: names.PROVIDER_VALUE,
+            names.REQUEST_MODEL: engine.info.model,
+        }
+        self._observe(names.LOAD_DURATION, lambda: [Observation(self._load_s)])
+        self._observe(names.RUNNING, lambda: [Observation(engine.stats.running)])
+        self._observe(names.WAITING, lambda: [Observation(_waiting(engine))])
+        self._observe(names.KV_PAGES, lambda: _pages(engine))
+        at_start = engine.stats  # What the warm-up did is nobody's.
+        self._observe(
+            names.PROMPT_POSITIONS,
+            lambda: [Observation(engine.stats.prompt_positions - at_start.prompt_positions)],
+        )
+        self._observe(
+            names.CACHED_POSITIONS,
+            lambda: [Observation(engine.stats.cached_positions - at_start.cached_positions)],
+        )
+        self._observe(
+            names.PREEMPTIONS,
+            lambda: [Observation(engine.stats.preemptions - at_start.preemptions)],
+        )
+
+    def on_step(self, event: StepEvent) -> None:
+        """On the step thread."""
+        self._steps[event.failed] += 1
+        self._crops += event.num_crops
+        self._prefill_positions += event.num_prefill_positions
+        for attributes, seconds in zip(
+            _PHASES, (event.vision_s, event.prefill_s, event.decode_s), strict=True
+        ):
+            if seconds:
+                self._step_phase.record(seconds, attributes)
+
+    def on_request(self, event: RequestEvent) -> None:
+        metrics, skill = event.metrics, {names.SKILL: event.skill}
+        self._requests[event.skill, event.finish_reason or "error", event.error] += 1
+        self._tokens["input"] += metrics.input_tokens
+        self._tokens["output"] += metrics.output_tokens
+        served = {**self._model, **skill}
+        failed = {**served, names.ERROR_TYPE: event.error} if event.error else served
+        self._request_duration.record(metrics.total_time_ms / 1e3, failed)
+        if event.prepared_at is not None:
+            self._preprocess.record(metrics.preprocess_time_ms / 1e3, skill)
+        if event.scheduled_at is not None:
+            self._queue.record(metrics.queue_time_ms / 1e3, skill)
+        if event.first_token_at is None:
+            return
+        self._first_token.record(metrics.ttft_ms / 1e3, served)
+        self._prefill.record(metrics.prefill_time_ms / 1e3, skill)
+        self._decode.record(metrics.decode_time_ms / 1e3, skill)
+        if metrics.output_tokens > 1:
+            self._per_token.record(
+                metrics.decode_time_ms / 1e3 / (metrics.output_tokens - 1), served
+            )
+
+    def on_call(self, call: Call) -> None:
+        """A call has ended."""
+        attributes = {
+            names.RPC_SYSTEM: "grpc",
+            names.RPC_METHOD: call.method.removeprefix("/"),
+            names.RPC_STATUS: call.code.name,
+        }
+        if call.code in SERVER_ERRORS:
+            attributes[names.ERROR_TYPE] = call.code.name
+        self._call_duration.record(call.duration_ms / 1e3, attributes)
+        usage = self._usage(call.principal.name)
+        usage.calls += 1
+        if call.result is not None:
+            usage.tokens["input"] += call.result.metrics.input_tokens
+            usage.tokens["output"] += call.result.metrics.output_tokens
+
+    def _usage(self, principal: str) -> _Usage:
+        usage = self._principals.get(principal)
+        if usage is None:
+            name = principal if len(self._principals) < MOST_PRINCIPALS else OTHERS
+            usage = self._principals.setdefault(name, _Usage())
+        return usage
+
+    def _histogram(self, metric: Metric) -> Histogram:
+        return self._meter.create_histogram(
+            metric.name,
+            metric.unit,
+            metric.description,
+            explicit_bucket_boundaries_advisory=metric.buckets,
+        )
+
+    def _observe(self, metric: Metric, read: Read) -> None:
+        def called(options: CallbackOptions) -> Iterable[Observation]:
+            return read()
+
+        create: Any = (
+            self._meter.create_observable_counter
+            if metric.kind == "counter"
+            else self._meter.create_observable_gauge
+        )
+        create(metric.name, [called], metric.unit, metric.description)
+
+    def _read_principals(self) -> list[Observation]:
+        principals = self._principals.copy().items()
+        return [Observation(usage.calls, {names.PRINCIPAL: name}) for name, usage in principals]
+
+    def _read_principal_tokens(self) -> list[Observation]:
+        return [
+            Observation(count, {names.PRINCIPAL: name, names.TOKEN_TYPE: kind})
+            for name, usage in self._principals.copy().items()
+            for kind, count in usage.tokens.items()
+        ]
+
+    def _read_requests(self) -> list[Observation]:
+        observations = []
+        for (skill, reason, error), count in self._requests.copy().items():
+            attributes = {names.SKILL: skill, names.FINISH_REASON: reason}
+            if error:
+                attributes[names.ERROR_TYPE] = error
+            observations.append(Observation(count, attributes))
+        return observations
+
+
+_PHASES = tuple({names.PHASE: phase} for phase in ("vision", "prefill", "decode"))
+
+
+def _waiting(engine: InferenceEngine) -> int:
+    return max(0, engine.num_requests - engine.stats.running)
+
+
+def _pages(engine: InferenceEngine) -> list[Observation]:
+    stats = engine.stats
+    counts = {
+        "free": stats.pages_free,
+        "cached": stats.pages_cached,
+        "private": max(0, stats.pages_total - stats.pages_free - stats.pages_cached),
+    }
+    return [Observation(count, {names.PAGE_STATE: state}) for state, count in counts.items()]

@@ -1,0 +1,105 @@
+"""PrometheusEndpoint: the meter's metrics at http://HOST:PORT/metrics, on a port and threads of its own."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+
+from opentelemetry.sdk.metrics.export import (
+    Gauge,
+    Histogram,
+    HistogramDataPoint,
+    InMemoryMetricReader,
+    NumberDataPoint,
+    Sum,
+)
+from opentelemetry.sdk.metrics.export import Metric as Collected
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from ..addresses import AddressError
+from .names import METRICS, Metric
+
+_BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+class PrometheusEndpoint:
+    """``reader`` is to be given to the meter's provider. Raises AddressError where it can't listen."""
+
+    def __init__(self, address: str, reader: InMemoryMetricReader) -> None:
+        host, _, port = address.rpartition(":")
+        registry = CollectorRegistry()
+        registry.register(_Scrape(reader))
+        try:
+            self._server, self._thread = start_http_server(
+                int(port), host.strip("[]"), registry=registry
+            )
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise AddressError(f"cannot serve metrics on {address}: {reason}") from None
+        self.address = f"{host}:{self._server.server_port}"
+        """With the port that it was given for port 0."""
+
+    def close(self) -> None:
+        """Blocks until the port is free again."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Scrape(Collector):
+    """Turns what the SDK collected into what the client library writes out."""
+
+    def __init__(self, reader: InMemoryMetricReader) -> None:
+        self._reader = reader
+        self._lock = threading.Lock()  # The reader keeps one result, and scrapes may overlap.
+
+    def describe(self) -> list[Family]:
+        return []  # Else registering would collect.
+
+    def collect(self) -> Iterator[Family]:
+        with self._lock:
+            data = self._reader.get_metrics_data()
+        for resource in data.resource_metrics if data is not None else ():
+            for scope in resource.scope_metrics:
+                for collected in scope.metrics:
+                    if collected.name in _BY_NAME:
+                        yield _family(_BY_NAME[collected.name], collected)
+
+
+def _family(metric: Metric, collected: Collected) -> Family:
+    labels = [name.replace(".", "_") for name in metric.attributes]
+    data = collected.data
+    if isinstance(data, Histogram):
+        histogram = HistogramMetricFamily(metric.prometheus_name, metric.description, labels=labels)
+        for point in data.data_points:
+            histogram.add_metric(_values(metric, point), _buckets(point), point.sum)
+        return histogram
+    assert isinstance(data, (Sum, Gauge)), f"no instrument of ours gives {type(data).__name__}"
+    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    family = kind(metric.prometheus_name, metric.description, labels=labels)
+    for number in data.data_points:
+        family.add_metric(_values(metric, number), number.value)
+    return family
+
+
+def _values(metric: Metric, point: HistogramDataPoint | NumberDataPoint) -> list[str]:
+    """The labels' values in the metric's order; "" where a point has none, as Prometheus reads it."""
+    attributes = point.attributes or {}
+    return [_text(attributes.get(name, "")) for name in metric.attributes]
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _buckets(point: HistogramDataPoint) -> list[tuple[str, float]]:
+    bounds = [*(str(bound) for bound in point.explicit_bounds), "+Inf"]
+    return list(zip(bounds, itertools.accumulate(point.bucket_counts), strict=True))

@@ -1,0 +1,123 @@
+"""OpenTelemetry's providers as the configuration asks for them, and their end within a bound.
+
+Samplers, resources, endpoints, headers, certificates and timeouts are the SDK's and the exporters' to read from OTEL_*.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import (
+    ConsoleMetricExporter,
+    InMemoryMetricReader,
+    MetricExporter,
+    MetricReader,
+    PeriodicExportingMetricReader,
+)
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+from .. import __version__
+from .config import Protocol, TelemetryConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Tracers:
+    """``requests`` samples as OTEL_TRACES_SAMPLER says; ``steps`` always, for those that sampled requests link to."""
+
+    requests: TracerProvider
+    steps: TracerProvider
+    processor: BatchSpanProcessor
+
+    def shutdown(self) -> None:
+        """Exports what waits. Blocks as long as the collector lets it."""
+        self.processor.shutdown()  # type: ignore[no-untyped-call]
+
+
+def resource() -> Resource:
+    """OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win over ours."""
+    ours = {"service.name": "kestrel-grpc", "service.version": __version__}
+    return Resource.create(ours).merge(OTELResourceDetector().detect())
+
+
+def tracers(config: TelemetryConfig) -> Tracers:
+    processor = BatchSpanProcessor(
+        _span_exporter(config),
+        max_queue_size=config.span_queue,
+        schedule_delay_millis=config.span_delay_ms,
+    )
+    shared = resource()
+    requests = TracerProvider(resource=shared, shutdown_on_exit=False)
+    steps = TracerProvider(sampler=ALWAYS_ON, resource=shared, shutdown_on_exit=False)
+    requests.add_span_processor(processor)
+    steps.add_span_processor(processor)
+    return Tracers(requests, steps, processor)
+
+
+def meters(config: TelemetryConfig, pull: InMemoryMetricReader | None) -> MeterProvider:
+    """``pull``: the Prometheus endpoint's reader, if there is one."""
+    readers: list[MetricReader] = [] if pull is None else [pull]
+    if config.metrics != "none":
+        readers.append(PeriodicExportingMetricReader(_metric_exporter(config)))
+    return MeterProvider(readers, resource=resource(), shutdown_on_exit=False)
+
+
+async def within(timeout_s: float, *steps: Callable[[], object]) -> bool:
+    """Runs blocking ``steps`` in a thread that nobody must wait for. False: they were not done in time."""
+    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
+
+    def run() -> None:
+        try:
+            for step in steps:
+                step()
+        finally:
+            try:
+                loop.call_soon_threadsafe(done.set)
+            except RuntimeError:  # The loop has ended: nobody waits any more.
+                return
+
+    threading.Thread(target=run, name="kestrel-telemetry-flush", daemon=True).start()
+    try:
+        await asyncio.wait_for(done.wait(), timeout_s)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _span_exporter(config: TelemetryConfig) -> SpanExporter:
+    if config.traces == "console":
+        return ConsoleSpanExporter()
+    return _otlp_spans(config.traces_protocol)
+
+
+def _otlp_spans(protocol: Protocol) -> SpanExporter:
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+        return OTLPSpanExporter()
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
+        OTLPSpanExporter as HttpSpanExporter,
+    )
+
+    return HttpSpanExporter()
+
+
+def _metric_exporter(config: TelemetryConfig) -> MetricExporter:
+    if config.metrics == "console":
+        return ConsoleMetricExporter()
+    if config.metrics_protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+
+        return OTLPMetricExporter()
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import (
+        OTLPMetricExporter as HttpMetricExporter,
+    )
+
+    return HttpMetricExporter()

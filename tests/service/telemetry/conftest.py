@@ -1,0 +1,98 @@
+"""A collector in a process of its own, and what it has received."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceRequest,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+
+@dataclass
+class Collector:
+    grpc_port: int
+    http_port: int
+    exports: list[tuple[str, bytes]] = field(default_factory=list)
+
+    def clear(self) -> None:
+        self.exports.clear()
+
+    def spans(self) -> list[Span]:
+        """In the order of their start."""
+        found = []
+        for signal, data in self.exports:
+            if signal.endswith("-traces"):
+                for resource in ExportTraceServiceRequest.FromString(data).resource_spans:
+                    for scope in resource.scope_spans:
+                        found += scope.spans
+        return sorted(found, key=lambda span: (span.start_time_unix_nano, -span.end_time_unix_nano))
+
+    def resource(self) -> dict[str, str]:
+        data = next(data for signal, data in self.exports if signal.endswith("-traces"))
+        resource = ExportTraceServiceRequest.FromString(data).resource_spans[0].resource
+        return {a.key: a.value.string_value for a in resource.attributes}
+
+    def metric_names(self) -> set[str]:
+        return {
+            metric.name
+            for signal, data in self.exports
+            if signal.endswith("-metrics")
+            for resource in ExportMetricsServiceRequest.FromString(data).resource_metrics
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+        }
+
+    async def until(self, done, seconds: float = 5.0) -> None:
+        """Waits until ``done()``."""
+        for _ in range(round(seconds / 0.02)):
+            if done():
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError(
+            f"not received in {seconds} s; spans: {[s.name for s in self.spans()]}"
+        )
+
+
+@pytest.fixture(scope="session")
+def collector_process() -> Iterator[Collector]:
+    path = Path(__file__).with_name("collector.py")
+    process = subprocess.Popen(
+        [sys.executable, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+    grpc_port, http_port = map(int, process.stdout.readline().split())
+    collector = Collector(grpc_port, http_port)
+
+    def read(lines) -> None:
+        for line in lines:
+            signal, data = line.split()
+            collector.exports.append((signal, base64.b64decode(data)))
+
+    reader = threading.Thread(target=read, args=(process.stdout,))
+    reader.start()
+    yield collector
+    process.stdin.close()
+    process.wait(10)
+    reader.join(10)
+    process.stdout.close()
+
+
+@pytest.fixture
+def collector(collector_process, monkeypatch) -> Collector:
+    """Empty, and named by OTEL_EXPORTER_OTLP_ENDPOINT (gRPC)."""
+    collector_process.clear()
+    endpoint = f"http://127.0.0.1:{collector_process.grpc_port}"
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    return collector_process

@@ -1,0 +1,260 @@
+"""Metrics as Prometheus scrapes them from a running server, and what is written about them."""
+
+import asyncio
+import json
+import re
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from prometheus_client.parser import text_string_to_metric_families
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_engine.step import StepResult
+from kestrel_grpc.addresses import AddressError
+from kestrel_grpc.interceptors import Call
+from kestrel_grpc.security.principal import Principal
+from kestrel_grpc.telemetry.config import TelemetryConfig
+from kestrel_grpc.telemetry.metrics import MOST_PRINCIPALS, ServiceMetrics
+from kestrel_grpc.telemetry.names import METRICS, PRINCIPAL_CALLS
+from tests.service.conftest import LIMITS, raw_image
+from tests.service.statuses import failure
+
+ROOT = Path(__file__).parents[3]
+QUERY = pb.QueryRequest(
+    image=raw_image(), question="what?", sampling=common_pb2.Sampling(max_tokens=4)
+)
+LONG = pb.QueryRequest(
+    image=raw_image(), question="what?", sampling=common_pb2.Sampling(max_tokens=200)
+)
+
+
+class TimedRuntime(FakeRuntime):
+    """Says how long each phase of a step took."""
+
+    def collect(self, handle):
+        tokens = super().collect(handle).tokens
+        return StepResult(
+            tokens=tokens,
+            vision_s=0.003 if handle.encode else 0.0,
+            prefill_s=0.002 if handle.prefill else 0.0,
+            decode_s=0.001 if handle.decode else 0.0,
+        )
+
+
+class Scrape:
+    """Samples of one scrape by name; ``families`` by name: type and documentation."""
+
+    def __init__(self, text):
+        self.families, self.samples = {}, {}
+        for family in text_string_to_metric_families(text):
+            self.families[family.name] = family
+            for sample in family.samples:
+                self.samples.setdefault(sample.name, []).append(sample)
+
+    def value(self, name, **labels):
+        """The sum over all samples that have ``labels``."""
+        found = [s.value for s in self.samples.get(name, []) if labels.items() <= s.labels.items()]
+        return sum(found)
+
+    def labels(self, name):
+        return {label for s in self.samples[name] for label in s.labels} - {"le"}
+
+
+async def scrape(served):
+    url = f"http://{served.server.telemetry.metrics_address}/metrics"
+
+    def read():
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return response.read().decode()
+
+    return Scrape(await asyncio.to_thread(read))
+
+
+@pytest.fixture
+def measured(serve):
+    async def start(**options):
+        runtime = TimedRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.003)
+        telemetry = TelemetryConfig(prometheus="127.0.0.1:0")
+        return await serve(runtime, server_config={"telemetry": telemetry}, **options)
+
+    return start
+
+
+async def all_kinds_of_calls(served):
+    """Two that end well, one each that fails, is refused, is cancelled."""
+    for _ in range(2):
+        await served.vision.Query(QUERY)
+    await failure(served.vision.Query(pb.QueryRequest()))
+    call = served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG))
+    await call.read()
+    call.cancel()
+    while served.engine.num_requests:
+        await asyncio.sleep(0.01)
+    served.runtime.fail_next = RuntimeError("x")
+    await failure(served.vision.Query(QUERY))
+    while served.engine.num_requests:
+        await asyncio.sleep(0.01)
+
+
+async def test_what_is_counted(measured):
+    served = await measured()
+    await all_kinds_of_calls(served)
+    found = await scrape(served)
+    query = {"rpc_method": "kestrel.v1.VisionService/Query"}
+    calls = "rpc_server_call_duration_seconds_count"
+    assert found.value(calls, **query, rpc_response_status_code="OK", error_type="") == 2
+    assert found.value(calls, **query, rpc_response_status_code="INVALID_ARGUMENT") == 1
+    assert found.value(calls, rpc_response_status_code="CANCELLED") == 1
+    assert found.value(calls, rpc_response_status_code="INTERNAL", error_type="INTERNAL") == 1
+    ended = {
+        s.labels["kestrel_finish_reason"]: s.value for s in found.samples["kestrel_requests_total"]
+    }
+    assert ended == {"length": 2, "cancelled": 1, "error": 1}
+    assert found.value("kestrel_requests_total", error_type="RuntimeFailure") == 1
+    assert found.value("kestrel_tokens_total", gen_ai_token_type="output") >= 8
+    assert found.value("kestrel_principal_calls_total", kestrel_principal="") == 5
+    assert found.value("kestrel_principal_tokens_total", gen_ai_token_type="output") == 8
+    assert found.value("gen_ai_server_time_to_first_token_seconds_count") == 3
+    assert found.value("gen_ai_server_time_per_output_token_seconds_count") >= 2
+    per_token = found.value("gen_ai_server_time_per_output_token_seconds_sum") / found.value(
+        "gen_ai_server_time_per_output_token_seconds_count"
+    )
+    assert 0.002 < per_token < 0.05
+    assert found.value("kestrel_crops_total") == 2
+    steps = found.value("kestrel_steps_total", kestrel_failed="false")
+    assert found.value("kestrel_steps_total", kestrel_failed="true") == 1 and steps >= 9
+    # The second picture's prefix is that of the first: BOS and 81 positions.
+    assert found.value("kestrel_prefix_cache_hit_positions_total") >= 2 * 82
+    vision = found.value("kestrel_step_phase_duration_seconds_sum", kestrel_phase="vision")
+    assert 0.003 <= vision < 0.02
+    assert found.value("kestrel_ready") == 1
+    assert found.value("kestrel_model_load_duration_seconds") > 0
+    assert found.value("kestrel_requests_running") == found.value("kestrel_requests_waiting") == 0
+    assert found.value("kestrel_calls_active") == 0
+    pages = {s.labels["kestrel_kv_state"]: s.value for s in found.samples["kestrel_kv_pages"]}
+    assert sum(pages.values()) == LIMITS.num_pages
+    assert pages["private"] == pages["cached"] == 0  # Nothing is trusted after a failed step.
+    await served.vision.Query(QUERY)
+    assert (await scrape(served)).value("kestrel_kv_pages", kestrel_kv_state="cached") > 0
+
+
+async def test_load_shows_while_it_lasts(measured):
+    served = await measured()
+    calls = [served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG)) for _ in range(5)]
+    while (served.engine.stats.running, served.engine.num_requests) != (3, 5):
+        await asyncio.sleep(0.01)
+    found = await scrape(served)
+    assert found.value("kestrel_requests_running") == LIMITS.max_batch_size == 3
+    assert found.value("kestrel_requests_waiting") == 2
+    assert found.value("kestrel_calls_active") == 5
+    assert found.value("kestrel_kv_pages", kestrel_kv_state="private") > 0
+    for call in calls:
+        call.cancel()
+
+
+async def test_a_server_that_loads_is_not_ready(measured):
+    served = await measured(load=False)
+    assert (await failure(served.vision.Query(QUERY))).reason == "MODEL_NOT_READY"
+    found = await scrape(served)
+    assert found.value("kestrel_ready") == 0
+    calls = "rpc_server_call_duration_seconds_count"
+    assert found.value(calls, error_type="UNAVAILABLE") == 1
+    await served.server.load()
+    assert (await scrape(served)).value("kestrel_ready") == 1
+
+
+async def test_all_that_is_named_is_given_and_documented(measured):
+    served = await measured()
+    await all_kinds_of_calls(served)
+    found = await scrape(served)
+    kinds = {}
+    for metric in METRICS:
+        name = metric.prometheus_name
+        sample = f"{name}_count" if metric.kind == "histogram" else name
+        family = name.removesuffix("_total")
+        kinds[family] = metric.kind
+        assert found.families[family].documentation == metric.description
+        assert found.labels(sample) == {a.replace(".", "_") for a in metric.attributes}
+        if metric.kind == "histogram":
+            bounds = {s.labels["le"] for s in found.samples[f"{name}_bucket"]}
+            assert bounds == {*map(str, metric.buckets), "+Inf"}
+    assert {name: family.type for name, family in found.families.items()} == kinds
+    assert documented() == [
+        (m.name, m.prometheus_name, f"{m.kind}, {m.unit}", list(m.attributes), m.description)
+        for m in METRICS
+    ]
+
+
+def documented():
+    rows = []
+    for line in (ROOT / "docs/telemetry.md").read_text().splitlines():
+        if match := re.fullmatch(r"\| `(.*?)` \| `(.*?)` \| (.*?) \| (.*?) \| (.*) \|", line):
+            name, prometheus_name, kind, attributes, description = match.groups()
+            names = re.findall("`(.*?)`", attributes)
+            rows.append((name, prometheus_name, kind, names, description))
+    return rows
+
+
+def expressions():
+    """(where, PromQL) of the dashboard and the alerts."""
+    dashboard = json.loads((ROOT / "deploy/grafana/kestrel.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", ()):
+            yield panel["title"], target["expr"]
+    rules = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yaml").read_text())
+    for group in rules["groups"]:
+        for rule in group["rules"]:
+            assert rule["annotations"]["summary"] and rule["labels"]["severity"]
+            yield rule["alert"], rule["expr"]
+
+
+async def test_dashboard_and_alerts_name_only_what_there_is(measured):
+    served = await measured()
+    await all_kinds_of_calls(served)
+    found = await scrape(served)
+    labels = {label for name in found.samples for label in found.labels(name)}
+    checked = 0
+    for where, expression in expressions():
+        inside = [*re.findall(r"\{(.*?)\}", expression), *re.findall(r"by \((.*?)\)", expression)]
+        used = {w for part in inside for w in re.findall(r"[a-z_]\w*(?=\s*(?:[=!]|,|$))", part)}
+        assert used <= labels | {"instance", "job", "le"}, f"{where}: {used - labels}"
+        series = set(re.findall(r"\b(?:kestrel|gen_ai|rpc)_\w+", expression)) - labels
+        assert series, f"{where} asks for nothing of ours"
+        assert series <= set(found.samples), f"{where}: {series - set(found.samples)}"
+        checked += 1
+    assert checked > 30
+
+
+async def test_a_port_in_use_is_said(measured, serve):
+    served = await measured()
+    taken = served.server.telemetry.metrics_address
+    with pytest.raises(AddressError, match=f"metrics on {taken}: address already in use"):
+        await serve(server_config={"telemetry": TelemetryConfig(prometheus=taken)})
+
+
+async def test_the_port_is_free_after_the_end(measured, serve):
+    served = await measured()
+    taken = served.server.telemetry.metrics_address
+    await served.server.stop(grace_s=0)
+    again = await serve(server_config={"telemetry": TelemetryConfig(prometheus=taken)})
+    assert (await scrape(again)).value("kestrel_ready") == 1
+
+
+def test_principals_are_bounded():
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader], shutdown_on_exit=False)
+    metrics = ServiceMetrics(provider.get_meter("test"), lambda: 0, lambda: True)
+    for number in range(3 * MOST_PRINCIPALS):
+        principal = Principal(f"caller-{number}", frozenset())
+        metrics.on_call(Call("/kestrel.v1.X/Y", "", None, principal=principal))
+    data = reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics
+    counted = next(m for m in data if m.name == PRINCIPAL_CALLS.name).data.data_points
+    by_name = {point.attributes["kestrel.principal"]: point.value for point in counted}
+    assert len(by_name) == MOST_PRINCIPALS + 1 and by_name["other"] == 2 * MOST_PRINCIPALS
+    provider.shutdown()

@@ -1,0 +1,302 @@
+"""Spans as a collector receives them, of calls that end well, fail, are cancelled or expire."""
+
+import asyncio
+import os
+import re
+
+import grpc
+import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_engine.step import StepResult
+from kestrel_grpc.telemetry.config import telemetry_config
+from tests.service.conftest import LIMITS, raw_image
+from tests.service.statuses import failure
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+PARENT_ID = "b7ad6b7169203331"
+SAMPLED = (("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01"),)
+QUERY = pb.QueryRequest(
+    image=raw_image(), question="a secret?", sampling=common_pb2.Sampling(max_tokens=4, top_p=0.5)
+)
+LONG = pb.QueryRequest(
+    image=raw_image(), question="what?", sampling=common_pb2.Sampling(max_tokens=200)
+)
+
+
+class TimedRuntime(FakeRuntime):
+    """Says how long each phase of a step took."""
+
+    def collect(self, handle):
+        result = super().collect(handle)
+        return StepResult(
+            tokens=result.tokens,
+            vision_s=0.001 if handle.encode else 0.0,
+            prefill_s=0.001 if handle.prefill else 0.0,
+            decode_s=0.001 if handle.decode else 0.0,
+        )
+
+
+def runtime():
+    """Never says the end, a letter every 5 ms."""
+    return TimedRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.005)
+
+
+@pytest.fixture
+def serve_traced(serve, collector):
+    async def start(**config):
+        telemetry = telemetry_config(os.environ)
+        return await serve(runtime(), server_config={"telemetry": telemetry}, **config)
+
+    return start
+
+
+def attributes(item):
+    return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in item.attributes}
+
+
+async def trace(collector, trace_id=TRACE_ID):
+    """The spans of one trace by name, once its server span is there; it comes last."""
+
+    def mine():
+        return [s for s in collector.spans() if s.trace_id.hex() == trace_id]
+
+    await collector.until(lambda: any(s.kind == Span.SPAN_KIND_SERVER for s in mine()))
+    return {span.name.split(" ")[0]: span for span in mine()}
+
+
+async def test_a_call_becomes_a_trace_below_its_callers(serve_traced, collector):
+    served = await serve_traced()
+    call = served.vision.Query(QUERY, metadata=SAMPLED)
+    told = dict(await call.initial_metadata())
+    response = await call
+    assert told == {"x-request-id": response.request_id, "x-trace-id": TRACE_ID}
+    spans = await trace(collector)
+    server, generate = spans["kestrel.v1.VisionService/Query"], spans["generate_content"]
+    assert server.parent_span_id.hex() == PARENT_ID
+    assert server.status.code == Status.STATUS_CODE_UNSET
+    assert generate.parent_span_id == server.span_id
+    inner = ("image.preprocess", "queue", "vision.encode", "prefill", "decode")
+    assert {spans[name].parent_span_id for name in inner} == {generate.span_id}
+    assert spans["postprocess"].parent_span_id == server.span_id
+    assert set(spans) == {server.name, "generate_content", "postprocess", *inner}
+    starts = [spans[name].start_time_unix_nano for name in inner]
+    assert starts == sorted(starts)
+    for span in spans.values():
+        assert server.start_time_unix_nano <= span.start_time_unix_nano
+        assert span.start_time_unix_nano <= span.end_time_unix_nano <= server.end_time_unix_nano
+    # Three steps after the first token, of 5 ms each.
+    decode = spans["decode"]
+    assert 14e6 < decode.end_time_unix_nano - decode.start_time_unix_nano < 200e6
+    facts = attributes(server)
+    assert facts["rpc.system.name"] == "grpc"
+    assert facts["rpc.method"] == "kestrel.v1.VisionService/Query"
+    assert facts["rpc.response.status_code"] == facts["rpc.status_code"] == "OK"
+    assert facts["network.peer.address"] == "127.0.0.1" and facts["network.peer.port"] > 0
+    assert facts["kestrel.request.id"] == response.request_id
+    facts = attributes(generate)
+    assert facts["gen_ai.operation.name"] == "generate_content"
+    assert facts["gen_ai.request.model"] == facts["gen_ai.response.model"] == "fake"
+    assert (facts["gen_ai.request.max_tokens"], facts["gen_ai.request.top_p"]) == (4, 0.5)
+    assert "gen_ai.request.seed" not in facts and facts["gen_ai.request.stream"] is False
+    assert facts["gen_ai.usage.input_tokens"] == response.usage.input_tokens
+    assert facts["gen_ai.usage.output_tokens"] == 4
+    assert facts["gen_ai.usage.image.input_tokens"] == response.usage.image_tokens
+    assert [v.string_value for v in facts["gen_ai.response.finish_reasons"].values] == ["length"]
+    assert (facts["kestrel.image.width"], facts["kestrel.image.height"]) == (60, 40)
+    assert 0 < facts["gen_ai.response.time_to_first_chunk"] < 1
+    assert "secret" not in str(spans)
+
+
+async def test_spans_link_to_the_steps_they_shared(serve_traced, collector):
+    served = await serve_traced()
+
+    def servers():
+        return [s for s in collector.spans() if s.kind == Span.SPAN_KIND_SERVER]
+
+    await asyncio.gather(*(served.vision.Query(QUERY, metadata=SAMPLED) for _ in range(2)))
+    await collector.until(lambda: len(servers()) == 2)
+    spans = await trace(collector)
+    steps = {s.span_id: s for s in collector.spans() if s.name == "step"}
+    linked = spans["prefill"].links
+    assert linked and {link.span_id for link in linked} <= set(steps)
+    assert spans["vision.encode"].links[0].span_id in steps
+    step = steps[linked[0].span_id]
+    assert step.trace_id.hex() != TRACE_ID and not step.parent_span_id
+    assert attributes(step)["kestrel.step.requests"] >= 1
+    assert {link.span_id for link in step.links} <= {s.span_id for s in servers()}
+
+
+async def test_a_cached_picture_has_no_vision_span(serve_traced, collector):
+    served = await serve_traced()
+    await served.vision.Query(QUERY)
+    await served.vision.Query(QUERY, metadata=SAMPLED)
+    spans = await trace(collector)
+    assert "vision.encode" not in spans and "prefill" in spans
+    assert attributes(spans["generate_content"])["gen_ai.usage.cache_read.input_tokens"] > 81
+
+
+async def test_a_failed_request(serve_traced, collector, caplog):
+    served = await serve_traced()
+    served.runtime.fail_next = RuntimeError("the device is on fire")
+    told = await failure(served.vision.Query(QUERY, metadata=SAMPLED))
+    assert told.code is grpc.StatusCode.INTERNAL
+    assert told.trailers["x-trace-id"] == TRACE_ID
+    spans = await trace(collector)
+    server = spans["kestrel.v1.VisionService/Query"]
+    assert server.status.code == Status.STATUS_CODE_ERROR
+    assert attributes(server)["error.type"] == "INTERNAL"
+    assert [event.name for event in server.events] == ["exception"]
+    assert spans["generate_content"].status.code == Status.STATUS_CODE_ERROR
+    assert attributes(spans["generate_content"])["error.type"] == "RuntimeFailure"
+    assert "decode" not in spans
+
+
+async def test_a_callers_mistake_is_no_error_of_the_server(serve_traced, collector):
+    served = await serve_traced()
+    told = await failure(served.vision.Query(pb.QueryRequest(), metadata=SAMPLED))
+    assert told.code is grpc.StatusCode.INVALID_ARGUMENT
+    spans = await trace(collector)
+    assert set(spans) == {"kestrel.v1.VisionService/Query"}
+    (server,) = spans.values()
+    assert server.status.code == Status.STATUS_CODE_UNSET and not server.events
+    assert attributes(server)["rpc.response.status_code"] == "INVALID_ARGUMENT"
+
+
+async def test_a_cancelled_stream(serve_traced, collector):
+    served = await serve_traced()
+    call = served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG), metadata=SAMPLED)
+    for _ in range(3):
+        await call.read()
+    call.cancel()
+    spans = await trace(collector)
+    server = spans["kestrel.v1.VisionService/StreamQuery"]
+    assert server.status.code == Status.STATUS_CODE_UNSET
+    assert [event.name for event in server.events] == ["cancelled"]
+    facts = attributes(spans["generate_content"])
+    assert [v.string_value for v in facts["gen_ai.response.finish_reasons"].values] == ["cancelled"]
+    assert facts["gen_ai.request.stream"] is True
+    assert "decode" in spans
+
+
+async def test_a_deadline(serve_traced, collector):
+    served = await serve_traced()
+    told = await failure(served.vision.Query(LONG, timeout=0.15, metadata=SAMPLED))
+    assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    spans = await trace(collector)
+    server = spans["kestrel.v1.VisionService/Query"]
+    assert server.status.code == Status.STATUS_CODE_ERROR
+    assert attributes(server)["error.type"] == "DEADLINE_EXCEEDED"
+    assert [event.name for event in server.events] == ["deadline_exceeded"]
+    assert "decode" in spans
+
+
+async def test_tasks_of_one_call_have_spans_of_their_own(serve_traced, collector):
+    served = await serve_traced()
+    tasks = [pb.AnalyzeTask(query=pb.QueryTask(question=q, sampling=QUERY.sampling)) for q in "abc"]
+    request = pb.AnalyzeRequest(image=raw_image(), tasks=tasks)
+    await served.vision.Analyze(request, metadata=SAMPLED)
+    spans = await trace(collector)
+    server = spans["kestrel.v1.VisionService/Analyze"]
+    generated = [s for s in collector.spans() if s.name.startswith("generate_content")]
+    assert len(generated) == 3
+    assert {s.parent_span_id for s in generated} == {server.span_id}
+
+
+async def test_the_callers_decision_is_kept_and_ids_are_told_all_the_same(serve_traced, collector):
+    served = await serve_traced()
+    unsampled = (("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-00"),)
+    call = served.vision.Query(QUERY, metadata=unsampled)
+    assert dict(await call.initial_metadata())["x-trace-id"] == TRACE_ID
+    await call
+    await served.server.telemetry.close()
+    assert collector.spans() == []
+
+
+async def test_the_samplers_variables_count(serve_traced, collector, monkeypatch):
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
+    served = await serve_traced()
+    call = served.vision.Query(QUERY)
+    root = dict(await call.initial_metadata())["x-trace-id"]
+    assert re.fullmatch("[0-9a-f]{32}", root)
+    await served.vision.Query(QUERY, metadata=SAMPLED)
+    await trace(collector)
+    assert {s.trace_id.hex() for s in collector.spans() if s.name != "step"} == {TRACE_ID}
+    assert collector.resource()["service.name"] == "kestrel-grpc"
+    assert collector.resource()["deployment.environment.name"] == "test"
+
+
+async def test_a_broken_traceparent_begins_a_new_trace(serve_traced, collector):
+    served = await serve_traced()
+    broken = (("traceparent", "00-zz-zz-01"), ("tracestate", "=,=" * 100), ("baggage", "%%=;;,"))
+    call = served.vision.Query(QUERY, metadata=broken)
+    root = dict(await call.initial_metadata())["x-trace-id"]
+    spans = await trace(collector, root)
+    assert not spans["kestrel.v1.VisionService/Query"].parent_span_id
+
+
+async def test_questions_and_answers_only_where_wanted(serve_traced, collector, monkeypatch):
+    monkeypatch.setenv("OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT", "true")
+    served = await serve_traced()
+    await served.vision.Query(QUERY, metadata=SAMPLED)
+    facts = attributes((await trace(collector))["kestrel.v1.VisionService/Query"])
+    assert "a secret?" in facts["gen_ai.input.messages"]
+    assert "aaaa" in facts["gen_ai.output.messages"]
+
+
+async def test_over_http_too(serve_traced, collector, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+    endpoint = f"http://127.0.0.1:{collector.http_port}"
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+    served = await serve_traced()
+    await served.vision.Query(QUERY, metadata=SAMPLED)
+    await trace(collector)
+    assert {signal for signal, _ in collector.exports} == {"http-traces"}
+
+
+async def test_stopping_exports_what_waits(serve_traced, collector, monkeypatch):
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
+    served = await serve_traced()
+    await served.vision.Query(QUERY, metadata=SAMPLED)
+    assert collector.spans() == []
+    await served.server.stop(grace_s=1)
+    await collector.until(lambda: "rpc.server.call.duration" in collector.metric_names())
+    await trace(collector)
+
+
+async def test_a_missing_collector_holds_nothing_up(serve, monkeypatch, caplog):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    served = await serve(server_config={"telemetry": telemetry_config(os.environ)})
+    assert (await served.vision.Query(QUERY)).answer
+    began = asyncio.get_running_loop().time()
+    await served.server.telemetry.close(timeout_s=0.3)
+    assert asyncio.get_running_loop().time() - began < 1.0
+    assert "not exported in 0.3 s" in caplog.text
+
+
+async def test_nothing_is_kept_of_calls_that_ended(serve_traced, collector):
+    served = await serve_traced()
+    for _ in range(3):
+        await served.vision.Query(QUERY, metadata=SAMPLED)
+        await failure(served.vision.Query(LONG, timeout=0.03, metadata=SAMPLED))
+    await collector.until(lambda: served.engine.num_requests == 0)
+    await collector.until(lambda: served.server.telemetry.num_open_traces == 0)
+
+
+async def test_other_services_have_a_server_span_and_health_none(serve_traced, collector):
+    served = await serve_traced()
+    await served.models.ListModels(model_service_pb2.ListModelsRequest(), metadata=SAMPLED)
+    assert set(await trace(collector)) == {"kestrel.v1.ModelService/ListModels"}
+
+
+async def test_the_access_log_names_the_trace(serve, collector, caplog):
+    caplog.set_level("INFO", logger="kestrel_grpc.access")
+    telemetry = telemetry_config(os.environ)
+    served = await serve(server_config={"telemetry": telemetry, "access_log": "text"})
+    await served.vision.Query(QUERY, metadata=SAMPLED)
+    await collector.until(lambda: f" trace_id={TRACE_ID} " in caplog.text)

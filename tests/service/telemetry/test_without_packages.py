@@ -1,0 +1,127 @@
+"""The server without OpenTelemetry, and settings that ask for what is not there or does not exist."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from kestrel_grpc.telemetry.config import TelemetryConfig, missing_packages, telemetry_config
+
+ROOT = Path(__file__).parents[3]
+
+SERVE_ONCE = textwrap.dedent("""
+    import asyncio, logging, sys
+    logging.basicConfig(level="INFO", stream=sys.stdout)
+    for name in ABSENT:
+        sys.modules[name] = None
+    import grpc
+    from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+    from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+    from kestrel_engine import InferenceEngine, RuntimeConfig
+    from kestrel_engine.runtime.fake import FakeRuntime
+    from kestrel_engine.step import RuntimeLimits
+    from kestrel_grpc.server import KestrelServer
+    from kestrel_grpc.settings import ServerConfig
+    from kestrel_grpc.telemetry.config import telemetry_config
+    from tests.engine.fakes import fake_build
+
+    async def main():
+        limits = RuntimeLimits(100, 2, 3, 100, 400)
+        config = RuntimeConfig(max_batch_size=3)
+        async def load():
+            built = fake_build(config, FakeRuntime(limits))
+            return InferenceEngine(config, built, observer=server.telemetry)
+        settings = ServerConfig(listen=("127.0.0.1:0",), telemetry=telemetry_config(ENVIRON))
+        server = KestrelServer(settings, config, load)
+        await server.start()
+        await server.load()
+        async with grpc.aio.insecure_channel(server.addresses[0]) as channel:
+            call = VisionServiceStub(channel).Query(pb.QueryRequest(question="?"))
+            print("METADATA", *sorted(dict(await call.initial_metadata())))
+            await call
+        await server.stop(0)
+        print("OTEL", any(name.startswith("opentelemetry") and sys.modules[name] for name in sys.modules))
+
+    asyncio.run(main())
+""")
+
+
+def serve_once(environ, absent=()):
+    code = f"ENVIRON = {environ!r}\nABSENT = {absent!r}\n{SERVE_ONCE}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "absent", [["opentelemetry"], ["opentelemetry.exporter.otlp.proto.grpc", "prometheus_client"]]
+)
+def test_without_its_packages_the_server_says_so_and_serves(absent):
+    told = serve_once({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}, absent)
+    assert "no telemetry: opentelemetry" in told and "kestrel-grpc[telemetry]" in told
+    assert "METADATA x-request-id\n" in told
+
+
+def test_while_nothing_is_asked_for_nothing_is_loaded():
+    told = serve_once({})
+    assert "OTEL False" in told and "METADATA x-request-id\n" in told
+
+
+def test_a_flag_that_needs_absent_packages_ends_the_start():
+    code = (
+        "import sys; sys.modules['prometheus_client'] = None\n"
+        "from kestrel_grpc.__main__ import main\n"
+        "sys.argv = ['kestrel-grpc', 'serve', '--metrics-listen', '127.0.0.1:0']\n"
+        "sys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert done.returncode == 2
+    assert "--metrics-listen=127.0.0.1:0: prometheus_client is not installed" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_what_the_variables_choose():
+    assert telemetry_config({}) == TelemetryConfig()
+    grpc = telemetry_config({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"})
+    assert (grpc.traces, grpc.metrics, grpc.traces_protocol) == ("otlp", "otlp", "grpc")
+    only = telemetry_config({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4317"})
+    assert (only.traces, only.metrics) == ("otlp", "none")
+    mixed = telemetry_config(
+        {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c",
+            "OTEL_METRICS_EXPORTER": "none",
+            "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+            "OTEL_BSP_SCHEDULE_DELAY": "5",
+        }
+    )
+    assert (mixed.traces, mixed.metrics) == ("otlp", "none")
+    assert (mixed.traces_protocol, mixed.span_delay_ms) == ("http/protobuf", None)
+    off = telemetry_config(
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c", "OTEL_SDK_DISABLED": "true"}, "127.0.0.1:1"
+    )
+    assert off == TelemetryConfig(prometheus="127.0.0.1:1")
+    assert missing_packages(mixed) == ()
+
+
+def test_prometheus_comes_over_tcp():
+    with pytest.raises(ValueError, match="--metrics-listen=unix:/x: must be HOST:PORT"):
+        telemetry_config({}, "unix:/x")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("OTEL_TRACES_EXPORTER", "zipkin"),
+        ("OTEL_METRICS_EXPORTER", "x"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json"),
+    ],
+)
+def test_what_there_is_not_is_refused_by_name(variable, value):
+    with pytest.raises(ValueError, match=f"{variable}='{value}': must be one of"):
+        telemetry_config({variable: value})
