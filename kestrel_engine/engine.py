@@ -232,6 +232,19 @@ class InferenceEngine(SkillCalls):
         timings = RequestTimings(accepted_at=time.monotonic())
         return await self._prepare(image, timings, timeout_s, cache_salt)
 
+    def cancel(self, request_id: str) -> int:
+        """Ends the requests of this id as "cancelled", as soon as a step ends; returns how many. One whose picture is
+        still being prepared is not among them."""
+        found = [i for i, opened in self._open.items() if opened.stream.request_id == request_id]
+        for sequence_id in found:
+            self._loop.abort(sequence_id)
+        return len(found)
+
+    def flush_caches(self) -> None:
+        """Forgets prefixes, embeddings and prepared pictures that no request uses."""
+        self._pool.flush()
+        self._loop.flush()
+
     async def shutdown(self, *, grace_s: float = 10.0) -> None:
         """Takes no more requests, lets the running ones end for up to ``grace_s`` seconds, fails the rest with
         EngineClosed, and frees the model. Idempotent."""

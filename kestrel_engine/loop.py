@@ -110,6 +110,10 @@ class EngineLoop:
         """Any thread. Ends a request as "cancelled" before the next step; without effect if it has ended."""
         self._commands.put(lambda: self._abort(sequence_id))
 
+    def flush(self) -> None:
+        """Any thread. Forgets cached prefixes and embeddings that nobody uses, before the next step."""
+        self._commands.put(self._scheduler.flush)
+
     def stop(self, timeout_s: float | None = None) -> bool:
         """Any thread but the loop's. Fails what is unfinished with EngineClosed, closes the runtime. False: it
         hangs."""

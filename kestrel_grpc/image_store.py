@@ -106,6 +106,13 @@ class ImageStore:
         self._drop((owner, image_id))
         return True
 
+    def clear(self) -> int:
+        """Forgets all pictures of all owners; returns how many."""
+        count = len(self._kept)
+        for key in list(self._kept):
+            self._drop(key)
+        return count
+
     def check(self) -> None:
         """Asserts that all records agree; for tests."""
         assert self._size == sum(image.num_bytes for image in self._kept.values())

@@ -15,9 +15,13 @@ from collections.abc import Awaitable, Callable
 import grpc
 
 from kestrel_client._pb.kestrel.v1 import (
+    admin_service_pb2,
     image_service_pb2,
     model_service_pb2,
     vision_service_pb2,
+)
+from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import (
+    add_AdminServiceServicer_to_server,
 )
 from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import (
     add_ImageServiceServicer_to_server,
@@ -33,6 +37,7 @@ from kestrel_engine import InferenceEngine, RuntimeConfig
 from . import health
 from .access_log import AccessLog
 from .addresses import check_free, close_address, with_port
+from .admin_service import AdminService
 from .image_service import ImageService
 from .image_store import ImageStore
 from .interceptors import CallInterceptor, InFlight
@@ -52,7 +57,9 @@ logger = logging.getLogger(__name__)
 
 VISION_SERVICE: str = vision_service_pb2.DESCRIPTOR.services_by_name["VisionService"].full_name
 IMAGE_SERVICE: str = image_service_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name
+ADMIN_SERVICE: str = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 MODEL_SERVICE: str = model_service_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
+SERVICES = (VISION_SERVICE, IMAGE_SERVICE, MODEL_SERVICE, ADMIN_SERVICE)
 
 LAST_WORDS_S = 2.0
 """How long calls whose request has ended may take to tell their caller, once the server drains."""
@@ -86,7 +93,7 @@ class KestrelServer:
         self._health = health.Health(
             self.served,
             following=(VISION_SERVICE, IMAGE_SERVICE),
-            others=(MODEL_SERVICE, health.SERVICE_NAME),
+            others=(MODEL_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME),
         )
         self._server: grpc.aio.Server | None = None
         self._following: asyncio.Task[None] | None = None
@@ -114,8 +121,10 @@ class KestrelServer:
             image_store_bytes=self._config.image_store_bytes,
         )
         add_ModelServiceServicer_to_server(models, server)
+        admin = AdminService(self.served, self.images, self.guard.admission, self.drain)
+        add_AdminServiceServicer_to_server(admin, server)
         self._health.add_to(server)
-        add_reflection(server, (VISION_SERVICE, IMAGE_SERVICE, MODEL_SERVICE, health.SERVICE_NAME))
+        add_reflection(server, (*SERVICES, health.SERVICE_NAME))
         bound: list[str] = []
         for address in self._config.listen:
             check_free(address)
@@ -137,10 +146,14 @@ class KestrelServer:
         self._following = asyncio.create_task(self._health.follow())
         return engine
 
-    async def stop(self, grace_s: float) -> None:
-        """Lets running requests end for up to ``grace_s`` seconds, fails the rest, closes everything. Idempotent."""
+    async def drain(self) -> None:
+        """Takes no more requests; those that run go on. Idempotent."""
         self.served.drain()
         await self._health.update()
+
+    async def stop(self, grace_s: float) -> None:
+        """Lets running requests end for up to ``grace_s`` seconds, fails the rest, closes everything. Idempotent."""
+        await self.drain()
         if self._following is not None:
             self._following.cancel()
         engine = self.served.loaded

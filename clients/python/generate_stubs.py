@@ -39,6 +39,7 @@ SOURCES = (
     "kestrel/v1/vision_service.proto",
     "kestrel/v1/image_service.proto",
     "kestrel/v1/model_service.proto",
+    "kestrel/v1/admin_service.proto",
     "kestrel/client/internal/wire.proto",
 )
 WELL_KNOWN = ("google/protobuf/struct.proto",)

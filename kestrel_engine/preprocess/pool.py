@@ -62,6 +62,10 @@ class PreprocessPool:
         await asyncio.wait([job])
         return job.result()
 
+    def flush(self) -> None:
+        """Forgets the prepared pictures that are kept for repeats."""
+        self._cache.flush()
+
     def close(self) -> None:
         """Takes no more jobs and waits for the running ones. Blocks: an event loop calls it in a thread. Idempotent."""
         self._closed = True

@@ -70,6 +70,12 @@ class PreparedCache:
         mine.set_result(image)
         return image
 
+    def flush(self) -> None:
+        """Forgets all that is kept."""
+        with self._lock:
+            self._kept.clear()
+            self._size = 0
+
     def _keep(self, key: bytes, image: PreparedImage) -> None:
         if image.crops.nbytes > self._max_bytes:
             return

@@ -89,6 +89,11 @@ class Pictures:
             self._dropped[key] = False
         self._dropped = dict.fromkeys(self._dropped, False)
 
+    def flush(self) -> None:
+        """Forgets the pictures that nobody uses."""
+        for key in [key for key, picture in self._held.items() if not picture.users]:
+            self._drop(key)
+
     def check(self) -> None:
         """Raises AssertionError unless the bounds hold."""
         assert sum(1 for p in self._held.values() if p.users == 0) <= self._capacity

@@ -210,6 +210,11 @@ class Scheduler:
         self._pictures.reset()
         return failed
 
+    def flush(self) -> None:
+        """Forgets cached prefixes and embeddings that nobody uses."""
+        self._cache.flush()
+        self._pictures.flush()
+
     def check(self) -> None:
         """Raises AssertionError unless pages, tree, phases and counts agree."""
         self._pool.check()

@@ -15,6 +15,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from kestrel_client._pb.kestrel.client.internal import wire_pb2
 from kestrel_client._pb.kestrel.v1 import (
+    admin_service_pb2,
     common_pb2,
     image_service_pb2,
     model_service_pb2,
@@ -24,7 +25,13 @@ from kestrel_client._pb.kestrel.v1 import (
 REPOSITORY = Path(__file__).parents[2]
 FILES = [
     module.DESCRIPTOR
-    for module in (common_pb2, vision_service_pb2, image_service_pb2, model_service_pb2)
+    for module in (
+        common_pb2,
+        vision_service_pb2,
+        image_service_pb2,
+        model_service_pb2,
+        admin_service_pb2,
+    )
 ]
 VISION = vision_service_pb2.DESCRIPTOR.services_by_name["VisionService"]
 SKILLS = ("Query", "Caption", "Point", "Detect", "Segment")
@@ -100,6 +107,7 @@ def test_reflection_shows_clean_names_and_no_foreign_files() -> None:
         "kestrel/v1/vision_service.proto",
         "kestrel/v1/image_service.proto",
         "kestrel/v1/model_service.proto",
+        "kestrel/v1/admin_service.proto",
     ]
     for file in FILES:
         # Struct comes with protobuf itself; nothing else is foreign.

@@ -20,7 +20,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.addresses import AddressError
-from kestrel_grpc.server import IMAGE_SERVICE, MODEL_SERVICE, VISION_SERVICE
+from kestrel_grpc.server import ADMIN_SERVICE, IMAGE_SERVICE, MODEL_SERVICE, VISION_SERVICE
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
 
@@ -95,6 +95,7 @@ async def test_reflection_describes_the_services(serve, version):
         VISION_SERVICE,
         IMAGE_SERVICE,
         MODEL_SERVICE,
+        ADMIN_SERVICE,
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }

@@ -1,0 +1,218 @@
+"""AdminService over the wire: who may, and what it does to a running server."""
+
+import asyncio
+import logging
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from kestrel_client._pb.kestrel.v1 import admin_service_pb2 as pb
+from kestrel_client._pb.kestrel.v1 import common_pb2, vision_service_pb2
+from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStub
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_grpc.security.config import SecurityConfig
+from kestrel_grpc.security.principal import Scope
+from kestrel_grpc.security.tokens import line_of, new_token
+from tests.service.conftest import LIMITS, raw_image
+from tests.service.statuses import failure
+
+KEY = "the-key-of-an-administrator"
+METADATA = (("authorization", f"Bearer {KEY}"),)
+CONFIG = {"security": SecurityConfig(api_key=KEY)}
+
+
+def query(image=None, max_tokens=2, **options):
+    return vision_service_pb2.QueryRequest(
+        image=image,
+        question="what?",
+        sampling=common_pb2.Sampling(max_tokens=max_tokens, temperature=0),
+        options=common_pb2.RequestOptions(**options),
+    )
+
+
+def slow():
+    """Never says the end; a step takes 5 ms."""
+    return FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.005)
+
+
+class Admin:
+    """Calls with the key."""
+
+    def __init__(self, served, metadata=METADATA):
+        self._stub, self._metadata = AdminServiceStub(served.channel), metadata
+
+    def __getattr__(self, method):
+        request = getattr(pb, f"{method}Request")
+        return lambda **fields: getattr(self._stub, method)(
+            request(**fields), metadata=self._metadata
+        )
+
+
+METHODS = (
+    ("Drain", {}),
+    ("CancelRequest", {"request_id": "x"}),
+    ("FlushCaches", {}),
+    ("SetLogLevel", {"level": pb.LOG_LEVEL_ERROR}),
+    ("GetStatistics", {}),
+)
+
+
+def test_all_methods_are_tried():
+    service = pb.DESCRIPTOR.services_by_name["AdminService"]
+    assert {method.name for method in service.methods} == {name for name, _ in METHODS}
+
+
+async def test_who_may(serve, tmp_path):
+    tokens = {scope: new_token() for scope in Scope}
+    path = tmp_path / "tokens"
+    path.write_text("\n".join(line_of(s.value, [s], token) for s, token in tokens.items()))
+    served = await serve(server_config={"security": SecurityConfig(auth_tokens=str(path))})
+    for name, fields in METHODS:
+        told = await failure(getattr(Admin(served, ()), name)(**fields))
+        assert told.code is grpc.StatusCode.UNAUTHENTICATED
+        for scope in Scope:
+            if scope is Scope.ADMIN or (scope is Scope.METRICS and name == "GetStatistics"):
+                continue
+            admin = Admin(served, (("authorization", f"Bearer {tokens[scope]}"),))
+            told = await failure(getattr(admin, name)(**fields))
+            assert (told.code, told.reason) == (
+                grpc.StatusCode.PERMISSION_DENIED,
+                "SCOPE_MISSING",
+            )
+    for scope in (Scope.ADMIN, Scope.METRICS):
+        admin = Admin(served, (("authorization", f"Bearer {tokens[scope]}"),))
+        assert (await admin.GetStatistics()).calls == 1
+
+
+async def test_nobody_is_an_administrator_where_nobody_is_asked(serve):
+    served = await serve()
+    told = await failure(Admin(served, ()).Drain())
+    assert told.code is grpc.StatusCode.PERMISSION_DENIED
+    assert told.message == "callers without credentials lack the scope admin"
+    assert (await Admin(served, ()).GetStatistics()).pages == LIMITS.num_pages
+
+
+async def test_drain_lets_running_requests_end_and_takes_no_more(serve):
+    served = await serve(slow(), server_config=CONFIG)
+    admin = Admin(served)
+    running = asyncio.ensure_future(served.vision.Query(query(max_tokens=60), metadata=METADATA))
+    while not served.engine.num_requests:
+        await asyncio.sleep(0.005)
+    assert (await admin.Drain()).remaining_requests == 1
+    told = await failure(served.vision.Query(query(), metadata=METADATA))
+    assert (told.code, told.reason) == (grpc.StatusCode.UNAVAILABLE, "MODEL_NOT_READY")
+    check = served.channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
+    assert (await check(b"")).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert (await running).usage.output_tokens == 60
+    assert (await admin.Drain()).remaining_requests == 0
+
+
+async def test_cancel_ends_requests_by_their_id_with_what_there_is(serve):
+    served = await serve(slow(), server_config=CONFIG)
+    admin = Admin(served)
+    calls = [
+        asyncio.ensure_future(
+            served.vision.Query(query(max_tokens=250, request_id=name), metadata=METADATA)
+        )
+        for name in ("one", "two", "two")
+    ]
+    while served.engine.num_requests < 3 or len(served.runtime.plans) < 10:
+        await asyncio.sleep(0.005)
+    assert (await admin.CancelRequest(request_id="two")).cancelled_requests == 2
+    for call in calls[1:]:
+        result = await call
+        assert result.finish_reason == common_pb2.FINISH_REASON_CANCELLED
+        assert 0 < result.usage.output_tokens < 250
+    assert not calls[0].done()
+    assert (await admin.CancelRequest(request_id="two")).cancelled_requests == 0
+    assert (await admin.CancelRequest(request_id="one")).cancelled_requests == 1
+    await calls[0]
+    told = await failure(admin.CancelRequest(request_id="ä"))
+    assert told.fields == ["request_id"]
+
+
+async def test_flush_forgets_prefixes_and_on_demand_pictures(serve):
+    served = await serve(server_config=CONFIG)
+    admin = Admin(served)
+
+    async def ask(image=None):
+        return await served.vision.Query(query(image or raw_image()), metadata=METADATA)
+
+    first = await ask()
+    again = await ask()
+    assert again.usage.cached_tokens > 80
+    assert (await admin.GetStatistics()).cached_pages > 0
+    assert (await admin.FlushCaches()).forgotten_images == 0
+    encoded = sum(len(plan.encode) for plan in served.runtime.plans)
+    flushed = await ask(common_pb2.Image(image_id=first.image_id))
+    assert flushed.usage.cached_tokens == 0
+    assert sum(len(plan.encode) for plan in served.runtime.plans) > encoded
+    assert flushed.answer == first.answer
+    assert (await admin.FlushCaches(stored_images=True)).forgotten_images == 1
+    assert (await admin.GetStatistics()).stored_images == 0
+    served.server.images.check()
+    told = await failure(ask(common_pb2.Image(image_id=first.image_id)))
+    assert told.reason == "IMAGE_NOT_FOUND"
+
+
+async def test_a_flush_leaves_running_requests_alone(serve):
+    served = await serve(slow(), server_config=CONFIG)
+    request = query(raw_image(), max_tokens=60)
+    running = asyncio.ensure_future(served.vision.Query(request, metadata=METADATA))
+    while len(served.runtime.plans) < 10:
+        await asyncio.sleep(0.005)
+    await Admin(served).FlushCaches()
+    assert (await running).usage.output_tokens == 60
+
+
+@pytest.fixture
+def root_level():
+    root = logging.getLogger()
+    before = root.level
+    yield
+    root.setLevel(before)
+
+
+async def test_the_log_level_changes(serve, root_level):
+    served = await serve(server_config=CONFIG)
+    admin = Admin(served)
+    await admin.SetLogLevel(level=pb.LOG_LEVEL_DEBUG)
+    assert logging.getLogger().level == logging.DEBUG
+    response = await admin.SetLogLevel(level=pb.LOG_LEVEL_ERROR)
+    assert response.previous_level == pb.LOG_LEVEL_DEBUG
+    assert logging.getLogger().level == logging.ERROR
+    for level in (0, 9):
+        told = await failure(admin.SetLogLevel(level=level))
+        assert told.fields == ["level"]
+
+
+async def test_statistics_follow_what_happens(serve):
+    served = await serve(slow(), server_config=CONFIG)
+    admin = Admin(served)
+    before = await admin.GetStatistics()
+    assert before.uptime_seconds > 0
+    assert (before.running_requests, before.prompt_positions) == (0, 0)
+    calls = [
+        asyncio.ensure_future(
+            served.vision.Query(query(raw_image(), max_tokens=100), metadata=METADATA)
+        )
+        for _ in range(LIMITS.max_batch_size)
+    ]
+    while len(served.runtime.plans) < 20:
+        await asyncio.sleep(0.005)
+    during = await admin.GetStatistics()
+    assert during.running_requests + during.waiting_requests == LIMITS.max_batch_size
+    assert during.calls == LIMITS.max_batch_size + 1
+    assert during.held_bytes > LIMITS.max_batch_size * 60 * 40 * 3
+    assert during.free_pages < during.pages == LIMITS.num_pages
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    while served.server.guard.admission.calls:
+        await asyncio.sleep(0.005)
+    after = await admin.GetStatistics()
+    assert (after.calls, after.held_bytes) == (1, 0)
