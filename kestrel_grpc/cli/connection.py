@@ -6,10 +6,11 @@ The commands talk through kestrel_client and load neither torch nor numpy.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kestrel_client import KestrelClient, KestrelError, RpcError, UnavailableError
+from kestrel_client import KestrelClient, KestrelError, RpcError, Tls, UnavailableError
 
 from ..settings import DEFAULT_ADDRESS, Flags
 from .parser import CommandError
@@ -17,15 +18,12 @@ from .parser import CommandError
 DEFAULT_TIMEOUT_S = 300.0
 
 
+_TOKENS = ("KESTREL_TOKEN", "KESTREL_API_KEY")
+"""Variables that may hold the token. It has no flag: every user of the machine sees the flags of its processes."""
+
+
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
-    flags = Flags(parser.add_argument_group("connection"))
-    flags.add(
-        "--server",
-        default=DEFAULT_ADDRESS,
-        metavar="ADDRESS",
-        help="HOST:PORT or unix:PATH of the server",
-    )
-    flags.add(
+    add_server_flags(parser).add(
         "--timeout",
         type=float,
         default=DEFAULT_TIMEOUT_S,
@@ -34,11 +32,61 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_server_flags(parser: argparse.ArgumentParser) -> Flags:
+    """Where the server is and how to talk to it; returns the group."""
+    group = parser.add_argument_group(
+        "connection", "A token is taken from the variable KESTREL_TOKEN, else KESTREL_API_KEY."
+    )
+    flags = Flags(group)
+    flags.add(
+        "--server",
+        default=DEFAULT_ADDRESS,
+        metavar="ADDRESS",
+        help="HOST:PORT or unix:PATH of the server",
+    )
+    flags.add(
+        "--tls",
+        choices=("on", "off"),
+        nargs="?",
+        const="on",
+        default="off",
+        help="talk TLS; --ca turns it on too",
+    )
+    flags.add("--ca", metavar="FILE", shown="public ones", help="authorities to trust, PEM")
+    flags.add("--client-cert", metavar="FILE", shown="none", help="our own certificate, PEM")
+    flags.add("--client-key", metavar="FILE", shown="none", help="its private key, PEM")
+    flags.add(
+        "--server-name",
+        metavar="NAME",
+        shown="the address's host",
+        help="name that the server's certificate must hold",
+    )
+    return flags
+
+
+def open_client(args: argparse.Namespace, timeout: float | None) -> KestrelClient:
+    """Raises the SDK's KestrelError for what can't work."""
+    token = next((value for name in _TOKENS if (value := os.environ.get(name))), None)
+    return KestrelClient(args.server, tls=_tls(args), token=token, timeout=timeout)
+
+
+def _tls(args: argparse.Namespace) -> Tls | bool:
+    parts = (args.ca, args.client_cert, args.client_key, args.server_name)
+    if args.tls == "off" and not any(parts):
+        return False
+    return Tls(
+        root_certificates=args.ca,
+        certificate=args.client_cert,
+        private_key=args.client_key,
+        server_name=args.server_name,
+    )
+
+
 @contextmanager
 def connected(args: argparse.Namespace) -> Iterator[KestrelClient]:
     """A client of ``args.server``; its errors become CommandErrors."""
     try:
-        with KestrelClient(args.server, timeout=args.timeout) as client:
+        with open_client(args, args.timeout) as client:
             yield client
     except UnavailableError as error:
         # A reason comes from a server; without one there was none to answer.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from kestrel_client import DeadlineExceededError, KestrelClient, KestrelError
+from kestrel_client import DeadlineExceededError, KestrelError
 
-from ..settings import DEFAULT_ADDRESS, Flags
+from .connection import add_server_flags, open_client
 from .parser import EXIT_FAILED, CommandError
 
 _ONE_LOOK_S = 2.0
@@ -14,12 +14,7 @@ _ONE_LOOK_S = 2.0
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = "Exits with 0 if the server answers requests, else with 1."
-    Flags(parser).add(
-        "--server",
-        default=DEFAULT_ADDRESS,
-        metavar="ADDRESS",
-        help="HOST:PORT or unix:PATH of the server",
-    )
+    add_server_flags(parser)
     parser.add_argument(
         "--wait",
         type=float,
@@ -34,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        with KestrelClient(args.server) as client:
+        with open_client(args, None) as client:
             client.wait_ready(args.wait, service=args.service)
     except DeadlineExceededError:
         print("NOT_SERVING")

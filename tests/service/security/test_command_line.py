@@ -1,0 +1,94 @@
+"""The whole of it as users run it: ``serve`` with TLS and tokens, client commands that know how to talk to it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kestrel_grpc.security.principal import Scope
+from kestrel_grpc.security.tokens import line_of, new_token
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = [sys.executable, "-m", "kestrel_grpc"]
+
+
+def environment(**variables):
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("KESTREL_")}
+    return {**inherited, "KESTREL_THREADS": "1", **variables}
+
+
+def kestrel(*arguments, **variables):
+    return subprocess.run(
+        [*PROGRAM, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env=environment(**variables),
+    )
+
+
+@pytest.fixture(scope="module")
+def token():
+    return new_token()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, server_pair, token):
+    """The address of a server with TLS and one token, on all addresses."""
+    path = tmp_path_factory.mktemp("tokens") / "tokens"
+    path.write_text(f"{line_of('camera', [Scope.INFER], token)}\n")
+    process = subprocess.Popen(
+        [
+            *(*PROGRAM, "serve", "--listen", "0.0.0.0:0", "--auth-tokens", str(path)),
+            *("--tls-cert", str(server_pair.cert), "--tls-key", str(server_pair.key)),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+    )
+    ready = process.stdout.readline()
+    port = re.search(r"listening on 0\.0\.0\.0:(\d+)", ready)
+    assert port, process.stderr.read() if process.poll() is not None else ready
+    yield f"localhost:{port[1]}"
+    process.send_signal(signal.SIGTERM)
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 0, log
+    assert "Traceback" not in log
+    assert token not in log
+
+
+def test_a_question_over_tls_with_a_token(served, authority, token):
+    flags = ("--server", served, "--ca", authority.ca.cert)
+    question = ("query", "what?", "--max-tokens", 2)
+    assert kestrel(*question, *flags, KESTREL_TOKEN=token).returncode == 0
+    assert kestrel("health", *flags).stdout == "SERVING\n"
+    refused = kestrel(*question, *flags)
+    assert refused.returncode == 1
+    assert "needs a token" in refused.stderr
+    assert "[UNAUTHENTICATED]" in refused.stderr
+    urgent = kestrel(*question, *flags, "--priority", "high", KESTREL_API_KEY=token)
+    assert "camera lacks the scope high [PERMISSION_DENIED]" in urgent.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "words"),
+    [
+        (["--listen", "0.0.0.0:0"], 1, "won't listen on 0.0.0.0:0"),
+        (["--tls-cert", "absent", "--tls-key", "absent"], 1, "can't read the certificate absent"),
+        (["--tls-key", "k"], 2, "TLS needs both --tls-cert and --tls-key"),
+        (["--auth-tokens", "absent"], 1, "can't read the tokens absent"),
+    ],
+)
+def test_a_server_that_cannot_protect_itself_does_not_start(flags, status, words):
+    done = kestrel("serve", *flags)
+    assert done.returncode == status
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
