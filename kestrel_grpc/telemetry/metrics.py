@@ -99,13 +99,16 @@ class ServiceMetrics:
     def on_step(self, event: StepEvent) -> None:
         """On the step thread."""
         self._steps[event.failed] += 1
+        if event.failed:
+            return
         self._crops += event.num_crops
         self._prefill_positions += event.num_prefill_positions
-        for attributes, seconds in zip(
-            _PHASES, (event.vision_s, event.prefill_s, event.decode_s), strict=True
-        ):
-            if seconds:
-                self._step_phase.record(seconds, attributes)
+        if event.num_crops:
+            self._step_phase.record(event.vision_s, _VISION)
+        if event.num_prefill_positions:
+            self._step_phase.record(event.prefill_s, _PREFILL)
+        if event.num_decode:
+            self._step_phase.record(event.decode_s, _DECODE)
 
     def on_request(self, event: RequestEvent) -> None:
         metrics, skill = event.metrics, {names.SKILL: event.skill}
@@ -192,7 +195,7 @@ class ServiceMetrics:
         return observations
 
 
-_PHASES = tuple({names.PHASE: phase} for phase in ("vision", "prefill", "decode"))
+_VISION, _PREFILL, _DECODE = ({names.PHASE: phase} for phase in ("vision", "prefill", "decode"))
 
 
 def _waiting(engine: InferenceEngine) -> int:

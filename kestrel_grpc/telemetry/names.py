@@ -176,7 +176,7 @@ STEP_DURATION = Metric(
     "kestrel.step.phase.duration",
     "histogram",
     "s",
-    "The device's time in one phase of one step: vision, prefill or decode",
+    "The device's time in one phase of a step that has it: vision, prefill or decode",
     (PHASE,),
     _PHASE,
 )

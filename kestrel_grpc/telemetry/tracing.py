@@ -220,7 +220,9 @@ class CallTracing:
         encoding = [s for s in early if event.request_id in s.event.encoded_request_ids]
         prefill_at = scheduled_at
         if encoding and not self._picture_was_cached(event):
-            began_at, prefill_at = encoding[0].began_at, encoding[-1].vision_end
+            # It may have begun for another request with the same picture.
+            began_at = max(scheduled_at, encoding[0].began_at)
+            prefill_at = max(scheduled_at, encoding[-1].vision_end)
             self._span(trace, names.VISION, inside, began_at, prefill_at, steps=encoding)
         filling = [s for s in early if event.request_id in s.event.request_ids]
         self._span(trace, names.PREFILL, inside, prefill_at, first_at, steps=filling)
