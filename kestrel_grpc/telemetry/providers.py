@@ -6,6 +6,8 @@ Samplers, resources, endpoints, headers, certificates and timeouts are the SDK's
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from .. import __version__
 from .config import Protocol, TelemetryConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,26 +73,23 @@ def meters(config: TelemetryConfig, pull: InMemoryMetricReader | None) -> MeterP
 
 
 async def within(timeout_s: float, *steps: Callable[[], object]) -> bool:
-    """Runs blocking ``steps`` in a thread that nobody must wait for. False: they were not done in time."""
+    """Runs blocking ``steps``, each in a thread that nobody must wait for. False: they were not done in time."""
     loop = asyncio.get_running_loop()
-    done = asyncio.Event()
+    left = [loop.create_future() for _ in steps]
 
-    def run() -> None:
+    def run(step: Callable[[], object], done: asyncio.Future[None]) -> None:
         try:
-            for step in steps:
-                step()
-        finally:
-            try:
-                loop.call_soon_threadsafe(done.set)
-            except RuntimeError:  # The loop has ended: nobody waits any more.
-                return
+            step()
+        except Exception:  # A thread's edge; the others go on.
+            logger.exception("telemetry did not end well")
+        # A loop that has ended has nobody left who waits.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(done.set_result, None)
 
-    threading.Thread(target=run, name="kestrel-telemetry-flush", daemon=True).start()
-    try:
-        await asyncio.wait_for(done.wait(), timeout_s)
-    except TimeoutError:
-        return False
-    return True
+    for pair in zip(steps, left, strict=True):
+        threading.Thread(target=run, args=pair, name="kestrel-telemetry-end", daemon=True).start()
+    _, unfinished = await asyncio.wait(left, timeout=timeout_s)
+    return not unfinished
 
 
 def _span_exporter(config: TelemetryConfig) -> SpanExporter:

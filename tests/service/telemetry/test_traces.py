@@ -256,7 +256,9 @@ async def test_over_http_too(serve_traced, collector, monkeypatch):
     served = await serve_traced()
     await served.vision.Query(QUERY, metadata=SAMPLED)
     await trace(collector)
-    assert {signal for signal, _ in collector.exports} == {"http-traces"}
+    await served.server.telemetry.close()
+    await collector.until(lambda: "rpc.server.call.duration" in collector.metric_names())
+    assert {signal for signal, _ in collector.exports} == {"http-traces", "http-metrics"}
 
 
 async def test_stopping_exports_what_waits(serve_traced, collector, monkeypatch):
