@@ -10,6 +10,7 @@ engine has accepted the request, because a client's retry policy gives up once i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import time
@@ -203,12 +204,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                             if watcher is not None:
                                 watcher.take(call, request)
                             _check_priority(request, principal)
-                        writer = (
-                            context
-                            if limits.write_s is None or not streaming
-                            else cast(Context, BoundedContext(context, limits.write_s))
-                        )
-                        response = await _in_time(behaviour(request, writer), call)
+                        if streaming and limits.write_s is not None:
+                            writer = BoundedContext(context, limits.write_s)
+                            with contextlib.closing(writer):
+                                response = await _in_time(
+                                    behaviour(request, cast(Context, writer)), call
+                                )
+                        else:
+                            response = await _in_time(behaviour(request, context), call)
                     await call.accept()
                     return response
                 except asyncio.CancelledError:

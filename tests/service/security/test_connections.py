@@ -117,3 +117,23 @@ async def test_a_reader_who_is_only_slow_gets_everything(serve, large_events):
         events.append(event)
     assert events[-1].HasField("final")
     assert len(events) > 50
+
+
+async def test_a_storm_of_cancellations_leaves_nothing_behind(serve):
+    """As by HTTP/2's rapid reset: calls that are given up as soon as they are made."""
+    served = await serve(slow(), max_queue=600)
+    for _ in range(3):
+        calls = [served.vision.Query(query(200)) for _ in range(200)]
+        streams = [
+            served.vision.StreamQuery(pb.StreamQueryRequest(request=query(200))) for _ in range(100)
+        ]
+        await asyncio.sleep(0.02)
+        for call in (*calls, *streams):
+            call.cancel()
+    assert (await served.vision.Query(query())).usage.output_tokens == 2
+    admission = served.server.guard.admission
+    until = time.monotonic() + 10
+    while admission.calls or served.engine.num_requests or served.server._in_flight.count:
+        assert time.monotonic() < until
+        await asyncio.sleep(0.01)
+    assert (admission.held_bytes, admission.refused) == (0, 0)

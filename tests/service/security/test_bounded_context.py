@@ -1,0 +1,87 @@
+"""Which write is given up, and which cancellation is whose."""
+
+import asyncio
+import contextlib
+import time
+
+import pytest
+
+from kestrel_grpc.errors import SlowReader
+from kestrel_grpc.security.bounded_context import BoundedContext
+
+
+class Reader:
+    """A context whose writes take as long as they say."""
+
+    code = "something else of the context"
+
+    def __init__(self):
+        self.written = 0
+
+    async def write(self, seconds):
+        await asyncio.sleep(seconds)
+        self.written += 1
+
+
+@pytest.fixture
+def reader():
+    return Reader()
+
+
+@pytest.fixture
+async def bounded(reader):
+    with contextlib.closing(BoundedContext(reader, 0.1)) as bounded:
+        yield bounded
+
+
+async def test_writes_that_take_long_only_together_are_left_alone(reader, bounded):
+    for _ in range(8):
+        await bounded.write(0.03)
+    await asyncio.sleep(0.15)
+    await bounded.write(0.05)
+    assert reader.written == 9
+    assert bounded.code == reader.code
+
+
+async def test_one_that_takes_longer_is_given_up(reader, bounded):
+    await bounded.write(0.07)
+    began = time.monotonic()
+    with pytest.raises(SlowReader, match=r"not read for 0\.1 s"):
+        await bounded.write(5)
+    assert 0.09 < time.monotonic() - began < 0.5
+    assert reader.written == 1
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0, "nobody else cancelled us"
+    await asyncio.sleep(0)
+
+
+async def test_the_task_that_writes_is_the_one_to_be_told(bounded):
+    async def write():
+        await bounded.write(5)
+
+    await bounded.write(0)
+    with pytest.raises(SlowReader):
+        await asyncio.create_task(write())
+
+
+async def test_a_cancellation_from_outside_stays_one(bounded):
+    task = asyncio.create_task(bounded.write(5))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_deadline_around_it_stays_one(bounded):
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.03):
+            await bounded.write(5)
+
+
+async def test_nothing_is_left_behind(reader):
+    bounded = BoundedContext(reader, 0.05)
+    await bounded.write(0)
+    bounded.close()
+    assert bounded._timer is None
+    bounded.close()
