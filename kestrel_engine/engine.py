@@ -182,7 +182,7 @@ class InferenceEngine(SkillCalls):
         then. ``cache_salt``: pictures and prefixes are shared with requests of the same salt only. Raises RequestError,
         EngineOverloaded, DeadlineExceeded, EngineClosed; later failures come through the stream.
         """
-        self._check_admission()
+        self.check_admission()
         now = time.monotonic()
         timings = RequestTimings(accepted_at=now)
         request_id = _checked_request_id(request_id)
@@ -228,7 +228,7 @@ class InferenceEngine(SkillCalls):
     ) -> PreparedImage:
         """Checks, decodes and tiles a picture ahead of the requests that will be about it, which take the result as
         their ``image``. Raises ImageError, InvalidRequest, EngineOverloaded, DeadlineExceeded, EngineClosed."""
-        self._check_admission()
+        self.check_admission()
         timings = RequestTimings(accepted_at=time.monotonic())
         return await self._prepare(image, timings, timeout_s, cache_salt)
 
@@ -285,7 +285,8 @@ class InferenceEngine(SkillCalls):
         async with started:
             return await started.result()
 
-    def _check_admission(self) -> None:
+    def check_admission(self) -> None:
+        """Raises EngineOverloaded if a request would find no room now, EngineClosed if none are taken."""
         if self._closing:
             raise EngineClosed("the engine is shutting down")
         if self._failure is not None:

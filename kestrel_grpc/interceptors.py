@@ -194,7 +194,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     call.principal = principal = guard.principal(method, context)
                     call.owner = principal.name or call.owner
                     size = len(data) if isinstance(data, bytes) else 0
-                    with guard.admission.admit(principal.name, size):
+                    with guard.admit(method, principal, size):
                         if isinstance(data, AsyncIterator):
                             request: Any = _decoded(data, decode, guard)
                         else:

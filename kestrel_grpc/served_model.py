@@ -57,6 +57,11 @@ class ServedModel:
         """From now on requests are refused; those that run may end."""
         self._state = State.DRAINING
 
+    def check_room(self) -> None:
+        """Raises EngineOverloaded if a request would find no room; why it might be refused else is not asked here."""
+        if self._engine is not None and self.state is State.READY:
+            self._engine.check_admission()
+
     def check_name(self, name: str | None, field: str = "model") -> None:
         """Raises ModelNotFoundError, naming what is served; None means the default."""
         if name is None or name == self.name:

@@ -85,7 +85,7 @@ class KestrelServer:
         self.load_seconds = 0.0
         self.images = ImageStore(config.image_store_bytes)
         """The pictures kept for later requests."""
-        self.guard = Guard(config.security, config.max_message_bytes)
+        self.guard = Guard(config.security, config.max_message_bytes, self.served.check_room)
         """Who calls, and what of their calls is in progress."""
         self.telemetry: Telemetry | None = None
         """Once started: watches calls, and wants to be the engine's observer. None: nothing is measured."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -11,6 +13,7 @@ from .callers import Callers
 from .config import SecurityConfig
 from .principal import NotAuthenticated, Principal, needed_scopes
 
+_VISION = "/kestrel.v1.VisionService/"
 _HEALTH = "/grpc.health."
 _REFLECTION = "/grpc.reflection."
 
@@ -18,8 +21,14 @@ _REFLECTION = "/grpc.reflection."
 class Guard:
     """Made once a server; nothing of a call's message is known to it but its size."""
 
-    def __init__(self, security: SecurityConfig, max_message_bytes: int) -> None:
-        """Raises TokenFileError."""
+    def __init__(
+        self,
+        security: SecurityConfig,
+        max_message_bytes: int,
+        check_room: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``check_room`` raises if the model could not take a request now. Raises TokenFileError."""
+        self._check_room = check_room
         self.limits = security.calls
         self.admission = Admission(security.calls, max_message_bytes)
         self._security = security
@@ -31,6 +40,14 @@ class Guard:
         principal = self._callers.of(context.invocation_metadata() or (), connection)
         principal.check(*needed_scopes(method))
         return principal
+
+    @contextmanager
+    def admit(self, method: str, principal: Principal, num_bytes: int) -> Iterator[None]:
+        """Around a call whose message has ``num_bytes``. Raises EngineOverloaded, MessageTooLarge."""
+        with self.admission.admit(principal.name, num_bytes):
+            if method.startswith(_VISION):
+                self._check_room()
+            yield
 
     def door(self, details: grpc.HandlerCallDetails) -> NotAuthenticated | None:
         """Why a call of health, reflection or an unknown method is refused; None lets it in. A certificate was

@@ -200,3 +200,25 @@ async def test_no_call_takes_longer_than_the_server_lets_it(serve, timeout):
     while served.engine.num_requests:
         await asyncio.sleep(0.005)
     assert (await served.vision.Query(query())).usage.output_tokens == 2
+
+
+async def test_a_full_queue_refuses_before_a_message_is_decoded(serve):
+    served = await serve(slow(), max_queue=1)
+    held = [
+        asyncio.ensure_future(served.vision.Query(query(max_tokens=200)))
+        for _ in range(1 + LIMITS.max_batch_size)
+    ]
+    while served.engine.num_requests < len(held):
+        await asyncio.sleep(0.005)
+    garbage = served.channel.unary_unary("/kestrel.v1.VisionService/Query")
+    told = await failure(garbage(b"\xff" * 1000))
+    assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    assert told.retry_after_s == 1
+    assert served.server.guard.admission.calls == len(held)
+    for call in held:
+        call.cancel()
+    await asyncio.gather(*held, return_exceptions=True)
+    while served.engine.num_requests:
+        await asyncio.sleep(0.005)
+    told = await failure(garbage(b"\xff" * 1000))
+    assert told.code is grpc.StatusCode.INVALID_ARGUMENT
