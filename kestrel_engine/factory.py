@@ -84,6 +84,7 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
         weights_bytes=sum(t.numel() * t.element_size() for t in loaded.tensors.values()),
         weights_fingerprint=loaded.fingerprint,
         device=str(device),
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
         dtype=str(dtype).removeprefix("torch."),
         max_batch_size=config.max_batch_size,
         num_pages=num_pages,

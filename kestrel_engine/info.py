@@ -23,6 +23,8 @@ class EngineInfo:
     weights_bytes: int
     weights_fingerprint: str
     device: str
+    device_name: str = ""
+    """Of a CUDA device, as its driver tells it."""
     dtype: str
     max_batch_size: int
     num_pages: int

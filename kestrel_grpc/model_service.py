@@ -72,12 +72,13 @@ class ModelService(ModelServiceServicer):
     ) -> pb.GetServerInfoResponse:
         config, engine = self._served.config, self._served.loaded
         device = engine.info.device if engine is not None else config.device
+        driver_name = engine.info.device_name if engine is not None else ""
         return pb.GetServerInfoResponse(
             server_version=__version__,
             api_version=API_VERSION,
             library_versions=self._versions,
             device="" if device == "auto" else device,
-            device_name=_cpu_name() if device == "cpu" else "",
+            device_name=_cpu_name() if device == "cpu" else driver_name,
             dtype=engine.info.dtype if engine is not None else "",
             default_model=self._served.name,
             weights_fingerprint=engine.info.weights_fingerprint if engine is not None else "",
