@@ -10,12 +10,17 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import grpc
+
 from kestrel_client import KestrelClient, KestrelError, RpcError, Tls, UnavailableError
+from kestrel_client.connection import Connection
+from kestrel_client.errors import from_rpc_error
 
 from ..settings import DEFAULT_ADDRESS, Flags
 from .parser import CommandError
 
 DEFAULT_TIMEOUT_S = 300.0
+CallMetadata = tuple[tuple[str, str | bytes], ...]
 
 
 _TOKENS = ("KESTREL_TOKEN", "KESTREL_API_KEY")
@@ -66,8 +71,29 @@ def add_server_flags(parser: argparse.ArgumentParser) -> Flags:
 
 def open_client(args: argparse.Namespace, timeout: float | None) -> KestrelClient:
     """Raises the SDK's KestrelError for what can't work."""
-    token = next((value for name in _TOKENS if (value := os.environ.get(name))), None)
-    return KestrelClient(args.server, tls=_tls(args), token=token, timeout=timeout)
+    return KestrelClient(args.server, tls=_tls(args), token=_token(), timeout=timeout)
+
+
+@contextmanager
+def open_channel(args: argparse.Namespace) -> Iterator[tuple[grpc.Channel, CallMetadata]]:
+    """A channel for what the SDK has no methods for, and the metadata that calls send. Errors as for ``connected``."""
+    with told_errors(args):
+        connection = Connection(target=args.server, tls=_tls(args), token=_token())
+        credentials = connection.credentials()
+        channel = (
+            grpc.insecure_channel(args.server, connection.options)
+            if credentials is None
+            else grpc.secure_channel(args.server, credentials, connection.options)
+        )
+        with channel:
+            try:
+                yield channel, connection.call_metadata(None)
+            except grpc.RpcError as error:
+                raise from_rpc_error(error) from None
+
+
+def _token() -> str | None:
+    return next((value for name in _TOKENS if (value := os.environ.get(name))), None)
 
 
 def _tls(args: argparse.Namespace) -> Tls | bool:
@@ -85,9 +111,15 @@ def _tls(args: argparse.Namespace) -> Tls | bool:
 @contextmanager
 def connected(args: argparse.Namespace) -> Iterator[KestrelClient]:
     """A client of ``args.server``; its errors become CommandErrors."""
+    with told_errors(args), open_client(args, args.timeout) as client:
+        yield client
+
+
+@contextmanager
+def told_errors(args: argparse.Namespace) -> Iterator[None]:
+    """The SDK's errors become CommandErrors."""
     try:
-        with open_client(args, args.timeout) as client:
-            yield client
+        yield
     except UnavailableError as error:
         # A reason comes from a server; without one there was none to answer.
         why = (

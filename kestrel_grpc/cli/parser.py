@@ -29,6 +29,7 @@ COMMANDS = {
     "put": ("pictures", "send a picture once, to name it by id afterwards"),
     "forget": ("pictures", "delete a picture that was put"),
     "models": ("models", "list the models of a server, and its limits"),
+    "admin": ("admin", "manage a running server: drain, cancel, flush, log-level, statistics"),
     "token": ("token", "make a token and its line for --auth-tokens"),
     "health": ("health", "tell whether a server is ready"),
     "schedule": ("schedule", "push prompts through an engine in this process, without a server"),

@@ -38,10 +38,16 @@ def token():
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory, server_pair, token):
-    """The address of a server with TLS and one token, on all addresses."""
+def admin_token():
+    return new_token()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, server_pair, token, admin_token):
+    """The address of a server with TLS and two tokens, on all addresses."""
     path = tmp_path_factory.mktemp("tokens") / "tokens"
-    path.write_text(f"{line_of('camera', [Scope.INFER], token)}\n")
+    lines = line_of("camera", [Scope.INFER], token), line_of("ops", [Scope.ADMIN], admin_token)
+    path.write_text("\n".join(lines))
     process = subprocess.Popen(
         [
             *(*PROGRAM, "serve", "--listen", "0.0.0.0:0", "--auth-tokens", str(path)),
@@ -75,6 +81,23 @@ def test_a_question_over_tls_with_a_token(served, authority, token):
     assert "[UNAUTHENTICATED]" in refused.stderr
     urgent = kestrel(*question, *flags, "--priority", "high", KESTREL_API_KEY=token)
     assert "camera lacks the scope high [PERMISSION_DENIED]" in urgent.stderr
+
+
+def test_a_server_is_managed_by_who_may(served, authority, token, admin_token):
+    def admin(*words, using=admin_token):
+        flags = ("--server", served, "--ca", authority.ca.cert)
+        return kestrel("admin", *flags, *words, KESTREL_TOKEN=using)
+
+    told = admin("statistics").stdout.splitlines()
+    assert "calls: 1" in told
+    assert any(line.startswith("uptime_seconds: ") for line in told)
+    assert admin("cancel", "nobody").stdout == "0 requests cancelled\n"
+    assert admin("flush", "--stored-images").stdout == "flushed; 0 stored pictures forgotten\n"
+    assert admin("log-level", "debug").stdout == "log level debug, before info\n"
+    assert "lacks the scope admin [PERMISSION_DENIED]" in admin("drain", using=token).stderr
+    assert admin("drain").stdout == "draining: 0 requests still run or wait\n"
+    health = kestrel("health", "--server", served, "--ca", authority.ca.cert, "--wait", 0.5)
+    assert health.stdout == "NOT_SERVING\n"
 
 
 @pytest.mark.parametrize(
