@@ -81,6 +81,8 @@ class RuntimeConfig:
     """Pages in the pool. Default: max_batch_size full sequences, bounded by memory."""
     max_queue: int = 512
     """Requests that may wait, preprocessing included, before EngineOverloaded is raised."""
+    max_queued_pixels: int = 4_000_000_000
+    """Pixels of pictures that may wait to be decoded: a decoder makes some 100 million a second."""
     max_queue_wait_s: float | None = None
     """Seconds that a request may wait before it fails with QueueTimeout. Default: as long as its caller does."""
     priority_aging_s: float = 10.0
@@ -139,6 +141,7 @@ class RuntimeConfig:
                 _whole(name, value, low)
         for name in (
             "max_queue",
+            "max_queued_pixels",
             "default_max_tokens",
             "default_max_objects",
             "preprocess_threads",

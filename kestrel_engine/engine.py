@@ -104,6 +104,7 @@ class InferenceEngine(SkillCalls):
             config.image_limits,
             built.model.vision,
             cache_bytes=config.image_cache_bytes,
+            max_waiting_pixels=config.max_queued_pixels,
         )
         self._limits = built.runtime.limits
         self._aio = asyncio.get_running_loop()

@@ -16,6 +16,7 @@
     │   ├── DownloadError        the hub refused, is unreachable, or the file is absent
     │   └── InsufficientMemoryError
     ├── EngineOverloaded         a bounded queue is full; try again later
+    │   ├── PixelsWaiting        the pictures that wait to be decoded are too many pixels
     │   └── QueueTimeout         it waited longer than the engine's max_queue_wait_s
     ├── DeadlineExceeded         the caller's own time ran out before the request was taken up
     ├── EngineClosed             the engine is shut down, or shutting down
@@ -122,6 +123,10 @@ class EngineOverloaded(KestrelError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class PixelsWaiting(EngineOverloaded):
+    """With this picture, more pixels would wait to be decoded than may."""
 
 
 class QueueTimeout(EngineOverloaded):

@@ -279,6 +279,13 @@ def add_model_flags(
         help="most requests that wait; more get RESOURCE_EXHAUSTED",
     )
     limits.add(
+        "--max-queued-pixels",
+        type=whole,
+        metavar="N",
+        default=_default(RuntimeConfig, "max_queued_pixels"),
+        help="pixels of pictures that may wait to be decoded",
+    )
+    limits.add(
         "--max-queue-wait",
         type=_seconds,
         metavar="SECONDS",
@@ -401,6 +408,7 @@ def runtime_config(args: argparse.Namespace) -> RuntimeConfig:
             max_batch_size=args.max_batch_size,
             max_seq_length=args.max_seq_length,
             max_queue=args.max_queue,
+            max_queued_pixels=args.max_queued_pixels,
             max_queue_wait_s=args.max_queue_wait,
             kv_cache_pages=args.kv_cache_pages,
             max_new_tokens=args.max_new_tokens,

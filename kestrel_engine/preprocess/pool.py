@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ..config import ImageLimits
-from ..errors import EngineClosed
+from ..errors import EngineClosed, PixelsWaiting
 from ..model_config import VisionConfig
 from ..requests import PreparedImage
 from .crops import prepare
-from .images import ImageSource, open_image
+from .images import ImageSource, num_pixels, open_image
 from .prepared_cache import PreparedCache, in_namespace
 
 
@@ -30,11 +30,18 @@ class Preprocessed:
 
 class PreprocessPool:
     """``threads`` pictures at once, so pixels in memory are bounded by ``threads`` times ``limits.max_pixels``, besides
-    ``cache_bytes`` of prepared ones that are kept for repeats."""
+    ``cache_bytes`` of prepared ones that are kept for repeats. ``max_waiting_pixels`` may wait for a thread."""
 
     def __init__(
-        self, threads: int, limits: ImageLimits, vision: VisionConfig, *, cache_bytes: int = 0
+        self,
+        threads: int,
+        limits: ImageLimits,
+        vision: VisionConfig,
+        *,
+        cache_bytes: int = 0,
+        max_waiting_pixels: int | None = None,
     ) -> None:
+        self._max_waiting, self._waiting_pixels = max_waiting_pixels, 0
         self._limits, self._vision = limits, vision
         self._cache = PreparedCache(cache_bytes)
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="kestrel-preprocess")
@@ -47,9 +54,9 @@ class PreprocessPool:
 
         A job cancelled while it waits never starts. One cancelled while it runs ends on its own (a thread can't be
         stopped; its length is bounded by the limits) and counts against ``threads`` until then. Raises what
-        ``open_image`` raises, and EngineClosed after ``close``.
+        ``open_image`` raises, PixelsWaiting, and EngineClosed after ``close``.
         """
-        await self._free.acquire()
+        await self._turn(source)
         try:
             if self._closed:
                 raise EngineClosed("preprocessing is shut down")
@@ -61,6 +68,23 @@ class PreprocessPool:
         # Unlike awaiting the job itself, this leaves it alone when the caller is cancelled.
         await asyncio.wait([job])
         return job.result()
+
+    async def _turn(self, source: ImageSource) -> None:
+        """Waits for a thread. Only a picture that must wait is looked at for its size, and a single one always may."""
+        if self._max_waiting is None or not self._free.locked():
+            await self._free.acquire()
+            return
+        pixels = await asyncio.to_thread(num_pixels, source)
+        if self._waiting_pixels and self._waiting_pixels + pixels > self._max_waiting:
+            raise PixelsWaiting(
+                f"pictures of {self._waiting_pixels} pixels wait to be decoded; with these {pixels} it would be more "
+                f"than {self._max_waiting} (max_queued_pixels)"
+            )
+        self._waiting_pixels += pixels
+        try:
+            await self._free.acquire()
+        finally:
+            self._waiting_pixels -= pixels
 
     def flush(self) -> None:
         """Forgets the prepared pictures that are kept for repeats."""

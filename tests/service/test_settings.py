@@ -40,7 +40,16 @@ def test_flags_reach_their_fields():
         *("--max-seq-length", "900", "--max-queue", "11", "--default-max-new-tokens", "12"),
         *("--max-image-bytes", "1MiB", "--max-image-pixels", "1000"),
         *("--max-image-aspect-ratio", "3"),
-        *("--max-queue-wait", "2.5", "--kv-cache-pages", "13", "--prefix-cache", "off"),
+        *(
+            "--max-queue-wait",
+            "2.5",
+            "--max-queued-pixels",
+            "17",
+            "--kv-cache-pages",
+            "13",
+            "--prefix-cache",
+            "off",
+        ),
         *("--image-cache-bytes", "0", "--step-prefill-positions", "14", "--step-crops", "15"),
         *("--step-timeout", "16"),
         *("--listen", "0.0.0.0:1", "--listen", "unix:/a,[::1]:2", "--max-message-bytes", "5M"),
@@ -51,6 +60,7 @@ def test_flags_reach_their_fields():
     assert (runtime.cpu_threads, runtime.seed, runtime.max_batch_size) == (2, 7, 9)
     assert (runtime.max_seq_length, runtime.max_queue, runtime.default_max_tokens) == (900, 11, 12)
     assert (runtime.max_queue_wait_s, runtime.kv_cache_pages) == (2.5, 13)
+    assert runtime.max_queued_pixels == 17
     assert (runtime.prefix_cache, runtime.image_cache_bytes) == (False, 0)
     assert (runtime.step_prefill_positions, runtime.step_crops) == (14, 15)
     assert runtime.step_timeout_s == 16

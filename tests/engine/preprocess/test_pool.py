@@ -13,10 +13,15 @@ import pytest
 from PIL import Image
 
 from kestrel_engine.config import ImageLimits
-from kestrel_engine.errors import EngineClosed, ImageTooLargeError, UnsupportedImageError
+from kestrel_engine.errors import (
+    EngineClosed,
+    ImageTooLargeError,
+    PixelsWaiting,
+    UnsupportedImageError,
+)
 from kestrel_engine.model_config import VisionConfig
 from kestrel_engine.preprocess.crops import prepare
-from kestrel_engine.preprocess.images import open_image
+from kestrel_engine.preprocess.images import num_pixels, open_image
 from kestrel_engine.preprocess.pool import PreprocessPool
 
 
@@ -175,3 +180,56 @@ async def test_close_waits_for_running_jobs_and_refuses_new_ones(gated):
         await pool.prepare(pixels())
     pool.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("kestrel-preprocess")]
+
+
+def png(width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels(0, height, width)).save(file, "PNG")
+    return file.getvalue()
+
+
+async def test_pixels_that_wait_are_bounded(gated):
+    """A picture that need not wait is not counted, and one alone always may."""
+    limits = ImageLimits(max_aspect_ratio=100)
+    pool = PreprocessPool(1, limits, VisionConfig(), max_waiting_pixels=5000)
+    busy = gated()
+    running = asyncio.create_task(pool.prepare(busy))
+    await started(busy)
+    first = asyncio.create_task(pool.prepare(png(100, 100)))
+    while pool._waiting_pixels == 0:
+        await asyncio.sleep(0.001)
+    assert pool._waiting_pixels == 10_000, "more than the limit, but alone"
+    for source in (png(1, 1), pixels(0, 1, 1)):
+        with pytest.raises(PixelsWaiting, match="max_queued_pixels"):
+            await pool.prepare(source)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert pool._waiting_pixels == 0
+    waiting = [asyncio.create_task(pool.prepare(source)) for source in (png(50, 50), png(50, 50))]
+    broken = asyncio.create_task(pool.prepare(b"no picture"))
+    while pool._waiting_pixels < 5000:
+        await asyncio.sleep(0.001)
+    with pytest.raises(PixelsWaiting):
+        await pool.prepare(png(50, 50))
+    busy.gate.set()
+    await asyncio.gather(running, *waiting)
+    with pytest.raises(UnsupportedImageError):
+        await broken
+    assert pool._waiting_pixels == 0
+    pool.close()
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "TIFF", "GIF", "AVIF"])
+def test_the_pixels_are_told_by_the_header(format):
+    file = io.BytesIO()
+    Image.fromarray(pixels(0, 30, 40)).save(file, format)
+    assert num_pixels(file.getvalue()) == 1200
+    assert num_pixels(memoryview(file.getvalue())) == 1200
+
+
+@pytest.mark.parametrize(
+    "source", [b"", b"rubbish", b"\xff\xd8\xff", "no-such-file", np.zeros(3), object()]
+)
+def test_what_is_no_picture_has_no_pixels(source):
+    assert num_pixels(source) == 0
