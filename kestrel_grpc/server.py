@@ -44,7 +44,7 @@ from .interceptors import CallInterceptor, InFlight
 from .model_service import ModelService
 from .pictures import Pictures
 from .reflection import add_reflection
-from .security.config import ConnectionLimits
+from .security.config import SecurityConfig
 from .security.guard import Guard
 from .security.listening import add_port, check_exposure
 from .security.tls import server_credentials
@@ -103,7 +103,7 @@ class KestrelServer:
         security = self._config.security
         check_exposure(self._config.listen, security)
         credentials = None if security.tls is None else server_credentials(security.tls)
-        options = _channel_options(self._config.max_message_bytes, security.connections)
+        options = _channel_options(self._config.max_message_bytes, security)
         self.telemetry = open_telemetry(
             self._config.telemetry,
             num_calls=lambda: self._in_flight.count,
@@ -172,8 +172,8 @@ class KestrelServer:
             await self.telemetry.close()
 
 
-def _channel_options(max_message_bytes: int, limits: ConnectionLimits) -> list[tuple[str, int]]:
-    age_ms = _FOREVER_MS if limits.age_s is None else round(1000 * limits.age_s)
+def _channel_options(max_message_bytes: int, security: SecurityConfig) -> list[tuple[str, int]]:
+    limits = security.connections
     return [
         # What is somewhat larger is received, to be refused with a reason and told not to be tried again (Admission);
         # gRPC itself refuses without one.
@@ -183,8 +183,8 @@ def _channel_options(max_message_bytes: int, limits: ConnectionLimits) -> list[t
         # Between the two limits gRPC refuses at random.
         ("grpc.absolute_max_metadata_size", limits.metadata_bytes),
         ("grpc.max_concurrent_streams", limits.streams),
-        ("grpc.max_connection_age_ms", age_ms),
-        ("grpc.max_connection_age_grace_ms", round(1000 * limits.age_grace_s)),
+        ("grpc.max_connection_age_ms", _milliseconds(limits.age_s)),
+        ("grpc.max_connection_age_grace_ms", _milliseconds(security.age_grace_s)),
         # Two servers on one port would share its connections silently; so the second fails to start.
         ("grpc.so_reuseport", 0),
         # Clients may ping every second, during long calls and between calls, without being thrown out.
@@ -194,3 +194,7 @@ def _channel_options(max_message_bytes: int, limits: ConnectionLimits) -> list[t
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
     ]
+
+
+def _milliseconds(seconds: float | None) -> int:
+    return _FOREVER_MS if seconds is None else round(1000 * seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 KIB = 1024
+_A_LITTLE_S = 10.0
 GIB = 1024 * 1024 * 1024
 
 
@@ -47,8 +48,8 @@ class ConnectionLimits:
     """Calls in progress."""
     age_s: float | None = 1800.0
     """Seconds after which a client is asked to connect anew, a tenth more or less; calls in progress may end."""
-    age_grace_s: float = 130.0
-    """Seconds that they have for it."""
+    age_grace_s: float | None = None
+    """Seconds that they have for it. Default: what the longest call may take, and a little more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,13 @@ class SecurityConfig:
     """Whether to listen beyond loopback without TLS or without asking who calls."""
     calls: CallLimits = field(default_factory=CallLimits)
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+
+    @property
+    def age_grace_s(self) -> float | None:
+        """Seconds that an aged connection's calls may go on; None without an end."""
+        if self.connections.age_grace_s is not None:
+            return self.connections.age_grace_s
+        return None if self.calls.deadline_s is None else self.calls.deadline_s + _A_LITTLE_S
 
     @property
     def has_tokens(self) -> bool:

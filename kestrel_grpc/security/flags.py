@@ -128,7 +128,7 @@ def _add_limits(parser: argparse.ArgumentParser, environ: Mapping[str, str] | No
         "--connection-grace",
         type=_amount,
         metavar="SECONDS",
-        default=connections.age_grace_s,
+        shown="10 more than --max-deadline",
         help="how long its calls in progress may go on then",
     )
 

@@ -51,6 +51,13 @@ def test_callers_and_their_limits():
     assert told.connections.age_s is None
 
 
+def test_an_aged_connection_lets_the_longest_call_end():
+    assert config().age_grace_s == 130
+    assert config("--max-deadline", "600").age_grace_s == 610
+    assert config("--max-deadline", "0").age_grace_s is None
+    assert config("--max-deadline", "600", "--connection-grace", "5").age_grace_s == 5
+
+
 def test_the_key_has_no_flag_that_others_could_see():
     with pytest.raises(SystemExit):
         config("--api-key", "k" * 20)
