@@ -39,7 +39,7 @@ COMMANDS = {
 
 _EXAMPLES = """examples:
   kestrel-grpc serve
-  kestrel-grpc serve --model moondream2 --device cuda --listen 0.0.0.0:50051 --listen unix:/run/kestrel.sock
+  kestrel-grpc serve --model moondream2 --device cuda --listen 127.0.0.1:50051 --listen unix:/run/kestrel.sock
   kestrel-grpc query photo.jpg "How many red circles are there?" --stream
   kestrel-grpc detect photo.jpg "red circle" --save boxes.png
   kestrel-grpc analyze photo.jpg --caption short --query "How many people?" --detect person
