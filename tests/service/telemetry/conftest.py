@@ -84,8 +84,8 @@ class Collector:
 
 @pytest.fixture(autouse=True)
 def no_exporter_outlives_its_test() -> Iterator[None]:
-    """A server gives its exporters up after a bounded time; they go on trying to reach a collector that isn't there, and
-    what they meet then must not befall another test."""
+    """A server gives its exporters up after a bounded time; they go on trying to reach a collector that isn't there,
+    and what they meet then must not befall another test."""
     yield
     for thread in threading.enumerate():
         if thread.name.startswith(("Otel", "kestrel-telemetry")):
