@@ -11,10 +11,7 @@ import dataclasses
 import itertools
 import logging
 import secrets
-import sys
-import threading
 import time
-import traceback
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +20,7 @@ import numpy as np
 
 from .calls import SkillCalls
 from .config import RuntimeConfig
-from .delivery import Delivery, DeliveryThread, Finished
+from .delivery import Delivery, DeliveryThread
 from .errors import (
     ContextLengthError,
     DeadlineExceeded,
@@ -31,13 +28,13 @@ from .errors import (
     EngineOverloaded,
     InvalidRequest,
     KestrelError,
-    RuntimeFailure,
 )
 from .events import EngineMetrics, EngineResult, StreamUpdate
 from .factory import Built, Progress, build
 from .info import EngineInfo
 from .loop import EngineLoop, Work
-from .observer import Observer, RequestEvent
+from .observer import Observer
+from .open_requests import OpenRequest, OpenRequests
 from .preprocess.pool import PreprocessPool
 from .requests import ImageBlock, PreparedImage, Prompt, num_positions
 from .scheduler.budget import StepBudget
@@ -47,6 +44,7 @@ from .skills.base import SkillContext, SkillDefaults, SkillRequest
 from .skills.registry import SkillRegistry
 from .stream import EngineStream
 from .timings import RequestTimings
+from .watchdog import watch
 
 __all__ = ["EngineMetrics", "EngineResult", "EngineStream", "InferenceEngine", "StreamUpdate"]
 
@@ -56,17 +54,6 @@ PRIORITIES = {"high": 0, "normal": 1, "low": 2}
 
 MAX_REQUEST_ID_LENGTH = 128
 """Characters of a caller's request id: it goes into every log line."""
-
-
-@dataclasses.dataclass(slots=True)
-class _Open:
-    """An accepted request whose outcome has not come back."""
-
-    skill: str
-    stream: EngineStream
-    timings: RequestTimings
-    sequence: Sequence
-    input_tokens: int
 
 
 class InferenceEngine(SkillCalls):
@@ -108,7 +95,7 @@ class InferenceEngine(SkillCalls):
         )
         self._limits = built.runtime.limits
         self._aio = asyncio.get_running_loop()
-        self._observer = observer
+        self._open = OpenRequests(self.info.model, observer, self._note_idle)
         self._delivery = DeliveryThread(self._deliver_threadsafe, lambda i: self._loop.abort(i))
         self._loop = EngineLoop(
             built.runtime, self._delivery, policy=_policy(config), observer=observer
@@ -118,7 +105,6 @@ class InferenceEngine(SkillCalls):
         self._watchdog = asyncio.create_task(self._watch())
         self._failure: KestrelError | None = None
         self._ids = itertools.count(1)
-        self._open: dict[int, _Open] = {}
         self._preparing = 0
         self._closing = False
         self._idle = asyncio.Event()
@@ -197,8 +183,7 @@ class InferenceEngine(SkillCalls):
             if image is not None
             else None
         )
-        if self._closing:
-            raise EngineClosed("the engine is shutting down")
+        self._check_alive()
         prompt = self._prompt(request, prepared)
         max_tokens = self._token_limit(request, num_positions(prompt))
         control = spec.new_control(request, max_tokens, self._context)
@@ -217,7 +202,9 @@ class InferenceEngine(SkillCalls):
             deadline_at=now + min(bounds) if bounds else None,
         )
         stream = EngineStream(request_id, lambda: self._loop.abort(sequence_id))
-        self._open[sequence_id] = _Open(skill, stream, timings, sequence, num_positions(prompt))
+        self._open.add(
+            sequence_id, OpenRequest(skill, stream, timings, sequence, num_positions(prompt))
+        )
         self._idle.clear()
         output = spec.new_output(request, self._context)
         queue_limited = bool(bounds) and min(bounds) != timeout_s
@@ -236,7 +223,7 @@ class InferenceEngine(SkillCalls):
     def cancel(self, request_id: str) -> int:
         """Ends the requests of this id as "cancelled", as soon as a step ends; returns how many. One whose picture is
         still being prepared is not among them."""
-        found = [i for i, opened in self._open.items() if opened.stream.request_id == request_id]
+        found = self._open.named(request_id)
         for sequence_id in found:
             self._loop.abort(sequence_id)
         return len(found)
@@ -262,7 +249,7 @@ class InferenceEngine(SkillCalls):
         if await asyncio.to_thread(self._loop.stop, 5.0 if self._failure else None):
             await asyncio.to_thread(self._delivery.stop)
         await asyncio.sleep(0)  # Lets the last deliveries reach their streams.
-        self._fail_open(EngineClosed("the engine was shut down"))
+        self._open.fail_all(EngineClosed("the engine was shut down"))
         await asyncio.to_thread(self._pool.close)
 
     async def __aenter__(self) -> InferenceEngine:
@@ -288,18 +275,22 @@ class InferenceEngine(SkillCalls):
 
     def check_admission(self) -> None:
         """Raises EngineOverloaded if a request would find no room now, EngineClosed if none are taken."""
-        if self._closing:
-            raise EngineClosed("the engine is shutting down")
-        if self._failure is not None:
-            raise EngineClosed(f"the engine has failed: {self._failure}")
-        if not self._loop.alive:
-            raise EngineClosed("the engine's step thread has died")
+        self._check_alive()
         bound = self._config.max_queue + self._config.max_batch_size
         if self.num_requests >= bound:
             raise EngineOverloaded(
                 f"{self.num_requests} requests are running or waiting; the bound is {bound} "
                 f"(max_queue={self._config.max_queue} + max_batch_size={self._config.max_batch_size})"
             )
+
+    def _check_alive(self) -> None:
+        """Raises EngineClosed unless requests are taken and a thread is there to compute them."""
+        if self._closing:
+            raise EngineClosed("the engine is shutting down")
+        if self._failure is not None:
+            raise EngineClosed(f"the engine has failed: {self._failure}")
+        if not self._loop.alive:
+            raise EngineClosed("the engine's step thread has died")
 
     async def _prepare(
         self, image: Any, timings: RequestTimings, timeout_s: float | None, cache_salt: str
@@ -358,108 +349,13 @@ class InferenceEngine(SkillCalls):
     def _deliver_threadsafe(self, deliveries: list[Delivery]) -> None:
         """On the step thread."""
         try:
-            self._aio.call_soon_threadsafe(self._deliver, deliveries)
+            self._aio.call_soon_threadsafe(self._open.deliver, deliveries)
         except RuntimeError:  # The event loop is closed: nobody is left to be told.
             logger.debug("dropped %d deliveries: the event loop is closed", len(deliveries))
 
-    def _deliver(self, deliveries: list[Delivery]) -> None:
-        for delivery in deliveries:
-            opened = self._open.get(delivery.sequence_id)
-            if opened is None:
-                continue
-            for update in delivery.updates:
-                opened.stream.push(
-                    dataclasses.replace(
-                        update,
-                        request_id=opened.stream.request_id,
-                        token_index=delivery.token_index,
-                    )
-                )
-            if delivery.outcome is None:
-                continue
-            del self._open[delivery.sequence_id]
-            if isinstance(delivery.outcome, Finished):
-                result = self._result(opened, delivery.outcome)
-                self._observe(opened, result.metrics, reason=result.finish_reason)
-                opened.stream.finish(result)
-            else:
-                metrics = self._metrics(opened, 0)
-                self._observe(opened, metrics, error=type(delivery.outcome).__name__)
-                opened.stream.fail(delivery.outcome)
-        self._note_idle()
-
-    def _metrics(self, opened: _Open, output_tokens: int) -> EngineMetrics:
-        return opened.timings.metrics(
-            input_tokens=opened.input_tokens,
-            output_tokens=output_tokens,
-            cached_tokens=opened.sequence.num_cached,
-        )
-
-    def _result(self, opened: _Open, finished: Finished) -> EngineResult:
-        image = opened.sequence.image
-        return EngineResult(
-            request_id=opened.stream.request_id,
-            output=finished.output,
-            finish_reason=finished.reason,
-            token_ids=finished.token_ids,
-            metrics=self._metrics(opened, len(finished.token_ids)),
-            model=self.info.model,
-            image_size=None if image is None else (image.width, image.height),
-            seed=opened.sequence.sampling.seed,
-        )
-
-    def _observe(
-        self, opened: _Open, metrics: EngineMetrics, *, reason: str = "", error: str = ""
-    ) -> None:
-        if self._observer is None:
-            return
-        timings, image = opened.timings, opened.sequence.image
-        event = RequestEvent(
-            request_id=opened.stream.request_id,
-            skill=opened.skill,
-            finish_reason=reason,
-            error=error,
-            metrics=metrics,
-            image_size=None if image is None else (image.width, image.height),
-            num_crops=0 if image is None else image.num_crops,
-            accepted_at=timings.accepted_at,
-            prepared_at=timings.prepared_at,
-            scheduled_at=timings.scheduled_at,
-            first_token_at=timings.first_token_at,
-            finished_at=timings.finished_at or time.monotonic(),
-        )
-        self._observer.on_request(event)
-
     async def _watch(self) -> None:
-        """Declares the engine failed when no step ends for step_timeout_s while there is work, or its thread dies."""
-        limit = self._config.step_timeout_s
-        while True:
-            await asyncio.sleep(min(1.0, limit / 4))
-            stalled = self._loop.stalled_s
-            if not self._loop.alive and not self._closing:
-                self._fail(RuntimeFailure("the step thread died"))
-            elif stalled > limit:
-                self._fail(
-                    RuntimeFailure(f"no step ended for {stalled:.1f} s, the limit is {limit:.1f} s")
-                )
-            else:
-                continue
-            return
-
-    def _fail(self, error: KestrelError) -> None:
-        self._failure = error
-        frames = sys._current_frames()
-        for thread in threading.enumerate():
-            if thread.ident in frames:
-                stack = "".join(traceback.format_stack(frames[thread.ident]))
-                logger.error("%s; stack of thread %s:\n%s", error, thread.name, stack)
-        self._fail_open(error)
-
-    def _fail_open(self, error: KestrelError) -> None:
-        for opened in self._open.values():
-            opened.stream.fail(error)
-        self._open.clear()
-        self._note_idle()
+        self._failure = await watch(self._loop, self._config.step_timeout_s)
+        self._open.fail_all(self._failure)
 
     def _note_idle(self) -> None:
         if self.num_requests == 0:

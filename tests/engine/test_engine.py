@@ -25,6 +25,8 @@ from kestrel_engine import (
     SkillRegistry,
     SkillUnavailable,
 )
+from kestrel_engine.preprocess import pool
+from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.skills import QuerySkill
 from tests.engine.fakes import fake_build
@@ -236,6 +238,32 @@ async def test_a_dead_step_thread_is_noticed(make_engine, fake_limits):
     assert not engine.is_ready
     with pytest.raises(EngineClosed):
         await engine.query(question="a")
+
+
+async def test_a_picture_prepared_while_the_engine_died_is_not_waited_for(
+    make_engine, fake_limits, monkeypatch
+):
+    preparing, go = threading.Event(), threading.Event()
+
+    def slowly(decoded, vision):
+        preparing.set()
+        assert go.wait(20)
+        return prepare(decoded, vision)
+
+    monkeypatch.setattr(pool, "prepare", slowly)
+    runtime = FakeRuntime(fake_limits)
+    engine = make_engine(runtime)
+    late = asyncio.create_task(engine.query(PICTURE, "what?", settings=GREEDY))
+    await asyncio.to_thread(preparing.wait, 20)
+    runtime.fail_next = KeyboardInterrupt()  # type: ignore[assignment]
+    with pytest.raises(RuntimeFailure):
+        await engine.query(question="a")
+    while engine.is_ready:
+        await asyncio.sleep(0.01)
+    go.set()
+    with pytest.raises(EngineClosed):
+        await asyncio.wait_for(late, 10)
+    assert engine.num_requests == 0
 
 
 async def test_a_deadline_in_the_queue_drops_the_request_before_any_compute(
