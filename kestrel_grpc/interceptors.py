@@ -145,7 +145,8 @@ class InFlight:
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """``log_call`` is called once at the end of every call."""
+    """``log_call`` is called once at the end of every call; what ``trailers`` gives for its method goes with its
+    status."""
 
     def __init__(
         self,
@@ -153,9 +154,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         guard: Guard,
         log_call: Callable[[Call], None],
         watcher: CallWatcher | None = None,
+        trailers: Callable[[str], tuple[tuple[str, str | bytes], ...]] | None = None,
     ) -> None:
         self._in_flight, self._guard = in_flight, guard
         self._log_call, self._watcher = log_call, watcher
+        self._trailers = trailers
 
     async def intercept_service(
         self,
@@ -213,6 +216,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                         else:
                             response = await _in_time(behaviour(request, context), call)
                     await call.accept()
+                    if self._trailers is not None:
+                        context.set_trailing_metadata(self._trailers(method))
                     return response
                 except asyncio.CancelledError:
                     left = context.time_remaining()
@@ -232,8 +237,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
         return handle
 
-    @staticmethod
-    async def _fail(call: Call, error: Exception, prefix: str) -> None:
+    async def _fail(self, call: Call, error: Exception, prefix: str) -> None:
         call.code, message, trailers = status_of(error, call.request_id, prefix)
         if isinstance(error, RuntimeFailure):
             logger.error("request %s: %s", call.request_id, error)
@@ -241,7 +245,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             logger.error("request %s failed", call.request_id, exc_info=error)
         if not row_of(error).public:
             call.error = error
-        trailers = (*trailers, *call.ids)
+        extra = () if self._trailers is None else self._trailers(call.method)
+        trailers = (*trailers, *call.ids, *extra)
         try:
             async with asyncio.timeout(_LAST_WORD_S):
                 await call.context.abort(call.code, message, trailers)

@@ -13,6 +13,7 @@ from kestrel_engine import IMAGE_FORMATS, InvalidRequest
 from . import __version__
 from .analysis import MAX_TASKS
 from .interceptors import Context
+from .load import LoadMeter
 from .served_model import ServedModel, State
 
 API_VERSION = "kestrel.v1"
@@ -48,9 +49,14 @@ class ModelService(ModelServiceServicer):
     """Reads the served model's state anew for every call."""
 
     def __init__(
-        self, served: ServedModel, *, max_message_bytes: int, image_store_bytes: int
+        self,
+        served: ServedModel,
+        load: LoadMeter,
+        *,
+        max_message_bytes: int,
+        image_store_bytes: int,
     ) -> None:
-        self._served = served
+        self._served, self._load = served, load
         self._image_store_bytes = image_store_bytes
         self._max_message_bytes = max_message_bytes
         self._versions = {name: version for name in _LIBRARIES if (version := _version(name))}
@@ -89,6 +95,27 @@ class ModelService(ModelServiceServicer):
                 reasoning=True,
                 spatial_refs=True,
             ),
+        )
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
+        load = self._load.read()
+        return pb.GetLoadResponse(
+            ready=load.state is State.READY,
+            state=_STATES[load.state],
+            running_requests=load.running,
+            waiting_requests=load.waiting,
+            max_batch_size=load.max_running,
+            max_queue=load.max_waiting,
+            utilization=load.utilization,
+            pages=load.pages,
+            free_pages=load.free_pages,
+            cached_pages=load.cached_pages,
+            prefix_hit_rate=load.prefix_hit_rate,
+            output_tokens_per_second=load.tokens_per_s,
+            requests_per_second=load.requests_per_s,
+            errors_per_second=load.errors_per_s,
+            cpu_utilization=load.cpu,
+            memory_utilization=load.memory,
         )
 
     def _model(self) -> pb.Model:

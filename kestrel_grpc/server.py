@@ -40,8 +40,10 @@ from .addresses import check_free, close_address, with_port
 from .admin_service import AdminService
 from .image_service import ImageService
 from .image_store import ImageStore
-from .interceptors import CallInterceptor, InFlight
+from .interceptors import Call, CallInterceptor, InFlight
+from .load import LoadMeter
 from .model_service import ModelService
+from .orca import TRAILER, load_report
 from .pictures import Pictures
 from .reflection import add_reflection
 from .security.config import SecurityConfig
@@ -87,6 +89,8 @@ class KestrelServer:
         """The pictures kept for later requests."""
         self.guard = Guard(config.security, config.max_message_bytes, self.served.check_room)
         """Who calls, and what of their calls is in progress."""
+        self.load_meter = LoadMeter(self.served)
+        """How busy it is."""
         self.telemetry: Telemetry | None = None
         """Once started: watches calls, and wants to be the engine's observer. None: nothing is measured."""
         self._in_flight = InFlight()
@@ -110,13 +114,25 @@ class KestrelServer:
             is_ready=lambda: self.served.state is State.READY,
         )
         log = AccessLog(self._config.access_log)
-        interceptor = CallInterceptor(self._in_flight, self.guard, log, self.telemetry)
+
+        def end_call(call: Call) -> None:
+            log(call)
+            self.load_meter.on_call(call)
+
+        interceptor = CallInterceptor(
+            self._in_flight,
+            self.guard,
+            end_call,
+            self.telemetry,
+            self._load_trailer if self._config.orca else None,
+        )
         self._server = server = grpc.aio.server(interceptors=(interceptor,), options=options)
         pictures = Pictures(self.images)
         add_VisionServiceServicer_to_server(VisionService(self.served, pictures), server)
         add_ImageServiceServicer_to_server(ImageService(self.served, pictures), server)
         models = ModelService(
             self.served,
+            self.load_meter,
             max_message_bytes=self._config.max_message_bytes,
             image_store_bytes=self._config.image_store_bytes,
         )
@@ -170,6 +186,12 @@ class KestrelServer:
             close_address(address)
         if self.telemetry is not None:
             await self.telemetry.close()
+
+    def _load_trailer(self, method: str) -> tuple[tuple[str, bytes], ...]:
+        """How busy the server is, at the end of a call of ``method`` that makes it so."""
+        if not method.startswith(f"/{VISION_SERVICE}/"):
+            return ()
+        return ((TRAILER, load_report(self.load_meter.read())),)
 
 
 def _channel_options(max_message_bytes: int, security: SecurityConfig) -> list[tuple[str, int]]:

@@ -57,6 +57,8 @@ class ServerConfig:
     """How long running requests may go on once the server is told to stop. Kubernetes' own default."""
     access_log: Literal["off", "text", "json"] = "off"
     log_level: str = "info"
+    orca: bool = False
+    """Whether the trailers of VisionService's calls say how busy the server is."""
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     """What is measured, and where that goes. By default nothing."""
 
@@ -178,6 +180,12 @@ def add_server_flags(
         help="where Prometheus finds metrics: HOST:PORT; needs kestrel-grpc[telemetry]",
     )
     flags.add(
+        "--orca",
+        choices=("on", "off"),
+        default="off",
+        help="load reports in trailers, for balancers",
+    )
+    flags.add(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default=_default(ServerConfig, "log_level"),
@@ -204,6 +212,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         grace_s=args.grace,
         access_log=args.access_log,
         log_level=args.log_level,
+        orca=args.orca == "on",
         telemetry=telemetry,
     )
 

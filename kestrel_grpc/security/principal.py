@@ -19,7 +19,7 @@ class Scope(enum.StrEnum):
     HIGH = "high"
     """PRIORITY_HIGH."""
     METRICS = "metrics"
-    """AdminService's statistics."""
+    """AdminService's statistics, and the load."""
     ADMIN = "admin"
     """AdminService."""
 
@@ -66,10 +66,13 @@ ANONYMOUS = Principal("", frozenset({Scope.INFER, Scope.HIGH, Scope.METRICS}))
 
 _ADMIN_SERVICE = "/kestrel.v1.AdminService/"
 _STATISTICS = f"{_ADMIN_SERVICE}GetStatistics"
+_LOAD = "/kestrel.v1.ModelService/GetLoad"
 
 
 def needed_scopes(method: str) -> tuple[Scope, ...]:
     """One of them is enough. ``method``: like "/kestrel.v1.VisionService/Query"."""
     if method == _STATISTICS:
         return (Scope.METRICS, Scope.ADMIN)
+    if method == _LOAD:
+        return (Scope.INFER, Scope.METRICS)
     return (Scope.ADMIN,) if method.startswith(_ADMIN_SERVICE) else (Scope.INFER,)

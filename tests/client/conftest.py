@@ -261,6 +261,14 @@ class Models(model_service_pb2_grpc.ModelServiceServicer):
             ),
         )
 
+    def GetLoad(self, request: Any, context: Any) -> model_service_pb2.GetLoadResponse:
+        return model_service_pb2.GetLoadResponse(
+            ready=True,
+            state=model_service_pb2.MODEL_STATE_READY,
+            running_requests=3,
+            utilization=0.75,
+        )
+
 
 def _pieces(text: str) -> list[str]:
     return [word + " " for word in text.split(" ")[:-1]] + [text.split(" ")[-1]]

@@ -179,6 +179,9 @@ def test_models(client: KestrelClient) -> None:
     assert (info.api_version, info.device, info.limits.max_batch_size) == ("kestrel.v1", "cpu", 4)
     assert info.capabilities.image_formats == ("jpeg", "png") and "grpcio" in info.library_versions
     assert json.loads(json.dumps(info.to_dict()))["limits"]["default_top_p"] == 0.9
+    load = client.server_load()
+    assert (load.ready, load.state, load.running_requests) == (True, "ready", 3)
+    assert json.loads(json.dumps(load.to_dict()))["utilization"] == 0.75
 
 
 async def test_models_async(async_client: AsyncKestrelClient) -> None:

@@ -132,7 +132,12 @@ def test_all_methods_are_there() -> None:
         assert method.input_type.name == f"{method.name}Request"
         assert method.output_type.name == f"{method.name}Response"
     models = model_service_pb2.DESCRIPTOR.services_by_name["ModelService"]
-    assert [m.name for m in models.methods] == ["ListModels", "GetModel", "GetServerInfo"]
+    assert [m.name for m in models.methods] == [
+        "ListModels",
+        "GetModel",
+        "GetServerInfo",
+        "GetLoad",
+    ]
     images = image_service_pb2.DESCRIPTOR.services_by_name["ImageService"]
     assert [m.name for m in images.methods] == ["PutImage", "UploadImage", "DeleteImage"]
     assert [m.client_streaming for m in images.methods] == [False, True, False]

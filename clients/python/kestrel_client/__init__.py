@@ -8,7 +8,7 @@ from __future__ import annotations
 from .async_client import AsyncKestrelClient
 from .client import KestrelClient
 from .connection import Metadata, Tls
-from .description import Model, ServerCapabilities, ServerInfo, ServerLimits
+from .description import Model, ServerCapabilities, ServerInfo, ServerLimits, ServerLoad
 from .errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -121,6 +121,7 @@ __all__ = [
     "ServerError",
     "ServerInfo",
     "ServerLimits",
+    "ServerLoad",
     "SkillResult",
     "SpatialRef",
     "Stream",

@@ -30,7 +30,14 @@ from .connection import (
     Metadata,
     Tls,
 )
-from .description import Model, ServerInfo, read_model, read_server_info
+from .description import (
+    Model,
+    ServerInfo,
+    ServerLoad,
+    read_load,
+    read_model,
+    read_server_info,
+)
 from .errors import DeadlineExceededError, from_rpc_error
 from .events import Event, PathPiece, ReasoningDelta, TextDelta
 from .geometry import Box, Point, SpatialRef
@@ -343,6 +350,11 @@ class AsyncKestrelClient:
         """The server's versions, limits and capabilities."""
         sent = model_service_pb2.GetServerInfoRequest()
         return read_server_info(await self._ask("GetServerInfo", sent, timeout))
+
+    async def server_load(self, *, timeout: float | None = None) -> ServerLoad:
+        """How busy the server is, for those who choose between several."""
+        sent = model_service_pb2.GetLoadRequest()
+        return read_load(await self._ask("GetLoad", sent, timeout))
 
     async def wait_ready(self, timeout: float = 60.0, *, service: str = "") -> None:
         """Waits until the server is up and answers requests, by gRPC's health protocol.

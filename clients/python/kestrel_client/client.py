@@ -29,7 +29,14 @@ from .connection import (
     Metadata,
     Tls,
 )
-from .description import Model, ServerInfo, read_model, read_server_info
+from .description import (
+    Model,
+    ServerInfo,
+    ServerLoad,
+    read_load,
+    read_model,
+    read_server_info,
+)
 from .errors import DeadlineExceededError, from_rpc_error
 from .events import Event, PathPiece, ReasoningDelta, TextDelta
 from .geometry import Box, Point, SpatialRef
@@ -310,6 +317,11 @@ class KestrelClient:
         """The server's versions, limits and capabilities."""
         sent = model_service_pb2.GetServerInfoRequest()
         return read_server_info(self._ask(self._models.GetServerInfo, sent, timeout))
+
+    def server_load(self, *, timeout: float | None = None) -> ServerLoad:
+        """How busy the server is, for those who choose between several."""
+        sent = model_service_pb2.GetLoadRequest()
+        return read_load(self._ask(self._models.GetLoad, sent, timeout))
 
     def wait_ready(self, timeout: float = 60.0, *, service: str = "") -> None:
         """Waits until the server is up and answers requests, by gRPC's health protocol.

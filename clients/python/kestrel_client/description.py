@@ -98,6 +98,38 @@ class ServerInfo:
         return plain
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLoad:
+    """How busy a server is; see the comments at GetLoadResponse in model_service.proto."""
+
+    ready: bool
+    state: ModelState
+    running_requests: int
+    waiting_requests: int
+    max_batch_size: int
+    max_queue: int
+    utilization: float
+    """Requests over places in the batch: beyond 1 they wait."""
+    pages: int
+    free_pages: int
+    cached_pages: int
+    prefix_hit_rate: float
+    output_tokens_per_second: float
+    requests_per_second: float
+    errors_per_second: float
+    cpu_utilization: float
+    memory_utilization: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that ``json.dumps`` takes."""
+        return asdict(self)
+
+
+def read_load(message: model_service_pb2.GetLoadResponse) -> ServerLoad:
+    plain = {name: getattr(message, name) for name in ServerLoad.__dataclass_fields__}
+    return ServerLoad(**{**plain, "state": _STATES.get(message.state, "unknown")})
+
+
 def read_model(message: model_service_pb2.Model) -> Model:
     return Model(
         name=message.name,

@@ -383,6 +383,105 @@ class ServerLimits(_message.Message):
 Global___ServerLimits: _TypeAlias = ServerLimits  # noqa: Y015
 
 @_typing.final
+class GetLoadRequest(_message.Message):
+    """Asks how busy the server is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLoadRequest: _TypeAlias = GetLoadRequest  # noqa: Y015
+
+@_typing.final
+class GetLoadResponse(_message.Message):
+    """How busy the server is at this moment. Requests and pages are 0 until the model is ready."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READY_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
+    MAX_BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    MAX_QUEUE_FIELD_NUMBER: _builtins.int
+    UTILIZATION_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    FREE_PAGES_FIELD_NUMBER: _builtins.int
+    CACHED_PAGES_FIELD_NUMBER: _builtins.int
+    PREFIX_HIT_RATE_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    REQUESTS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    ERRORS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    CPU_UTILIZATION_FIELD_NUMBER: _builtins.int
+    MEMORY_UTILIZATION_FIELD_NUMBER: _builtins.int
+    ready: _builtins.bool
+    """Whether requests are answered."""
+    state: Global___ModelState.ValueType
+    """Whether the model can answer, and if not, why."""
+    running_requests: _builtins.int
+    """Requests in the batch that is computed; at least 0."""
+    waiting_requests: _builtins.int
+    """Requests accepted and not in the batch, those whose picture is being decoded included; at least 0."""
+    max_batch_size: _builtins.int
+    """Places in the batch; at least 1."""
+    max_queue: _builtins.int
+    """Most requests that wait; beyond it the server answers RESOURCE_EXHAUSTED. At least 1."""
+    utilization: _builtins.float
+    """Requests over places in the batch; at least 0, and beyond 1 they wait. Choose the server where it is least."""
+    pages: _builtins.int
+    """Pages of the KV cache; at least 0."""
+    free_pages: _builtins.int
+    """Of these, those that hold nothing; at least 0."""
+    cached_pages: _builtins.int
+    """Of these, those that hold prefixes for later requests; given up when a request needs them. At least 0."""
+    prefix_hit_rate: _builtins.float
+    """Share of all prompts' positions whose computation was reused, since the start; in [0, 1]."""
+    output_tokens_per_second: _builtins.float
+    """Tokens generated for calls of VisionService that ended, a second, over the last 10 seconds; at least 0."""
+    requests_per_second: _builtins.float
+    """Calls of VisionService that ended, a second, over the last 10 seconds; at least 0."""
+    errors_per_second: _builtins.float
+    """Of these, those that failed by the server's fault; at least 0."""
+    cpu_utilization: _builtins.float
+    """Share of its processors that the process used over the last second or longer; in [0, 1]."""
+    memory_utilization: _builtins.float
+    """Share of the machine's or container's memory that the process holds; in [0, 1]; 0 if the system doesn't tell."""
+    def __init__(
+        self,
+        *,
+        ready: _builtins.bool = ...,
+        state: Global___ModelState.ValueType = ...,
+        running_requests: _builtins.int = ...,
+        waiting_requests: _builtins.int = ...,
+        max_batch_size: _builtins.int = ...,
+        max_queue: _builtins.int = ...,
+        utilization: _builtins.float = ...,
+        pages: _builtins.int = ...,
+        free_pages: _builtins.int = ...,
+        cached_pages: _builtins.int = ...,
+        prefix_hit_rate: _builtins.float = ...,
+        output_tokens_per_second: _builtins.float = ...,
+        requests_per_second: _builtins.float = ...,
+        errors_per_second: _builtins.float = ...,
+        cpu_utilization: _builtins.float = ...,
+        memory_utilization: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cpu_utilization", b"cpu_utilization", "errors_per_second", b"errors_per_second", "free_pages", b"free_pages", "max_batch_size", b"max_batch_size", "max_queue", b"max_queue", "memory_utilization", b"memory_utilization", "output_tokens_per_second", b"output_tokens_per_second", "pages", b"pages", "prefix_hit_rate", b"prefix_hit_rate", "ready", b"ready", "requests_per_second", b"requests_per_second", "running_requests", b"running_requests", "state", b"state", "utilization", b"utilization", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLoadResponse: _TypeAlias = GetLoadResponse  # noqa: Y015
+
+@_typing.final
 class ServerCapabilities(_message.Message):
     """What a server can do."""
 

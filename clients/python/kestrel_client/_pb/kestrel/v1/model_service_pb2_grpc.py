@@ -51,6 +51,11 @@ class ModelServiceStub:
                 request_serializer=kestrel_dot_v1_dot_model__service__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_model__service__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
+        self.GetLoad = channel.unary_unary(
+                '/kestrel.v1.ModelService/GetLoad',
+                request_serializer=kestrel_dot_v1_dot_model__service__pb2.GetLoadRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_model__service__pb2.GetLoadResponse.FromString,
+                _registered_method=True)
 
 
 class ModelServiceServicer:
@@ -78,6 +83,13 @@ class ModelServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetLoad(self, request, context):
+        """Tells how busy the server is, for those who choose between several. The scope "metrics" is enough.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ModelServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +107,11 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     servicer.GetServerInfo,
                     request_deserializer=kestrel_dot_v1_dot_model__service__pb2.GetServerInfoRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_model__service__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'GetLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoad,
+                    request_deserializer=kestrel_dot_v1_dot_model__service__pb2.GetLoadRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_model__service__pb2.GetLoadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +196,33 @@ class ModelService:
             '/kestrel.v1.ModelService/GetServerInfo',
             kestrel_dot_v1_dot_model__service__pb2.GetServerInfoRequest.SerializeToString,
             kestrel_dot_v1_dot_model__service__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.ModelService/GetLoad',
+            kestrel_dot_v1_dot_model__service__pb2.GetLoadRequest.SerializeToString,
+            kestrel_dot_v1_dot_model__service__pb2.GetLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,

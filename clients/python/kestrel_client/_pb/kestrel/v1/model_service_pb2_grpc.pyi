@@ -40,6 +40,8 @@ class ModelServiceStub:
     """Describes one model. NOT_FOUND if the server doesn't serve it."""
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetServerInfoRequest, _model_service_pb2.GetServerInfoResponse]
     """Tells the server's versions, limits and capabilities, and what it runs on."""
+    GetLoad: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetLoadRequest, _model_service_pb2.GetLoadResponse]
+    """Tells how busy the server is, for those who choose between several. The scope "metrics" is enough."""
 
 @_typing.type_check_only
 class ModelServiceAsyncStub(ModelServiceStub):
@@ -52,6 +54,8 @@ class ModelServiceAsyncStub(ModelServiceStub):
     """Describes one model. NOT_FOUND if the server doesn't serve it."""
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetServerInfoRequest, _model_service_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """Tells the server's versions, limits and capabilities, and what it runs on."""
+    GetLoad: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetLoadRequest, _model_service_pb2.GetLoadResponse]  # type: ignore[assignment]
+    """Tells how busy the server is, for those who choose between several. The scope "metrics" is enough."""
 
 class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
     """Tells about models and server. Answers before the model is ready as well."""
@@ -79,5 +83,13 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_model_service_pb2.GetServerInfoResponse, _abc.Awaitable[_model_service_pb2.GetServerInfoResponse]]:
         """Tells the server's versions, limits and capabilities, and what it runs on."""
+
+    @_abc_1.abstractmethod
+    def GetLoad(
+        self,
+        request: _model_service_pb2.GetLoadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_service_pb2.GetLoadResponse, _abc.Awaitable[_model_service_pb2.GetLoadResponse]]:
+        """Tells how busy the server is, for those who choose between several. The scope "metrics" is enough."""
 
 def add_ModelServiceServicer_to_server(servicer: ModelServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,53 @@
+"""The load report of a call's trailer, as gRFC A51 and the xDS interface define it (xds.data.orca.v3.OrcaLoadReport).
+
+Owns its encoding: six fields of two shapes, so no stubs of a package that few have.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+
+from .load import Load
+
+TRAILER = "endpoint-load-metrics-bin"
+
+_CPU, _MEMORY, _UTILIZATION, _RPS, _EPS, _NAMED, _APPLICATION = 1, 2, 5, 6, 7, 8, 9
+"""Numbers of the message's fields."""
+
+
+def load_report(load: Load) -> bytes:
+    """The encoded message. gRPC's C core keeps it from applications: only their balancers read it."""
+    named = {
+        "running_requests": load.running,
+        "waiting_requests": load.waiting,
+        "kv_cache_pages": load.pages,
+        "kv_cache_free_pages": load.free_pages,
+        "prefix_hit_rate": load.prefix_hit_rate,
+        "output_tokens_per_second": load.tokens_per_s,
+    }
+    return b"".join(
+        (
+            _double(_CPU, load.cpu),
+            _double(_MEMORY, load.memory),
+            _map(_UTILIZATION, {"kv_cache": load.kv_use}),
+            _double(_RPS, load.requests_per_s),
+            _double(_EPS, load.errors_per_s),
+            _map(_NAMED, named),
+            _double(_APPLICATION, load.utilization),
+        )
+    )
+
+
+def _double(field: int, value: float) -> bytes:
+    """Absent if it is 0, as in any proto3 message."""
+    return struct.pack("<Bd", field << 3 | 1, value) if value else b""
+
+
+def _map(field: int, values: Mapping[str, float]) -> bytes:
+    entries = []
+    for name, value in values.items():
+        key = name.encode()
+        entry = bytes((1 << 3 | 2, len(key))) + key + struct.pack("<Bd", 2 << 3 | 1, value)
+        entries.append(bytes((field << 3 | 2, len(entry))) + entry)
+    return b"".join(entries)

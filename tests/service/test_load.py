@@ -1,0 +1,198 @@
+"""Load signals for routers: GetLoad and the load report in trailers, read by a real client."""
+
+import asyncio
+import base64
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from kestrel_client import AsyncKestrelClient
+from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine import RuntimeConfig
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_grpc.interceptors import Call
+from kestrel_grpc.load import WINDOW_S, LoadMeter
+from kestrel_grpc.security.config import SecurityConfig
+from kestrel_grpc.security.principal import Scope
+from kestrel_grpc.security.tokens import line_of, new_token
+from kestrel_grpc.served_model import ServedModel
+from tests.service.conftest import LIMITS, raw_image
+from tests.service.statuses import failure
+
+TRAILER = "endpoint-load-metrics-bin"
+BUF = Path(sys.executable).parent / "buf"
+SHORT = {"question": "?", "sampling": {"maxTokens": 2}}
+LOAD = model_service_pb2.GetLoadRequest()
+
+
+def slow():
+    """Never says the end; a step takes 5 ms."""
+    return FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.005)
+
+
+def query(max_tokens=2, **fields):
+    sampling = common_pb2.Sampling(max_tokens=max_tokens, temperature=0)
+    return pb.QueryRequest(question="what?", sampling=sampling, **fields)
+
+
+def orca_message():
+    """xds.data.orca.v3.OrcaLoadReport, as the xDS interface numbers its fields."""
+    file = descriptor_pb2.FileDescriptorProto(
+        name="orca_load_report.proto", package="xds.data.orca.v3", syntax="proto3"
+    )
+    message = file.message_type.add(name="OrcaLoadReport")
+    kinds = descriptor_pb2.FieldDescriptorProto
+    for number, name in (
+        (1, "cpu_utilization"),
+        (2, "mem_utilization"),
+        (6, "rps_fractional"),
+        (7, "eps"),
+        (9, "application_utilization"),
+    ):
+        message.field.add(
+            name=name, number=number, type=kinds.TYPE_DOUBLE, label=kinds.LABEL_OPTIONAL
+        )
+    for number, name, entry in (
+        (5, "utilization", "UtilizationEntry"),
+        (8, "named_metrics", "NamedMetricsEntry"),
+    ):
+        pair = message.nested_type.add(name=entry)
+        pair.options.map_entry = True
+        pair.field.add(name="key", number=1, type=kinds.TYPE_STRING, label=kinds.LABEL_OPTIONAL)
+        pair.field.add(name="value", number=2, type=kinds.TYPE_DOUBLE, label=kinds.LABEL_OPTIONAL)
+        message.field.add(
+            name=name,
+            number=number,
+            type=kinds.TYPE_MESSAGE,
+            label=kinds.LABEL_REPEATED,
+            type_name=f".xds.data.orca.v3.OrcaLoadReport.{entry}",
+        )
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    found = pool.FindMessageTypeByName("xds.data.orca.v3.OrcaLoadReport")
+    return message_factory.GetMessageClass(found)
+
+
+async def ask(served, method, message):
+    """(exit status, the trailer's report or None) of a call by buf: gRPC's C core, and so Python, keeps this trailer
+    from its applications."""
+    process = await asyncio.create_subprocess_exec(
+        *(BUF, "curl", "-v", "--protocol", "grpc", "--http2-prior-knowledge"),
+        *("-d", json.dumps(message), f"http://{served.server.addresses[0]}/kestrel.v1.{method}"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    _, err = await process.communicate()
+    # The call's own trailers come last, after those of reflection.
+    found = re.findall(rf"(?i){TRAILER}: (\S+)", err.decode())
+    if not found:
+        return process.returncode, None
+    encoded = base64.b64decode(found[-1] + "=" * (-len(found[-1]) % 4))
+    return process.returncode, orca_message().FromString(encoded)
+
+
+async def test_the_load_of_a_busy_server(serve):
+    served = await serve(slow(), max_queue=9)
+    async with AsyncKestrelClient(served.server.addresses[0]) as client:
+        idle = await client.server_load()
+        assert (idle.ready, idle.state, idle.utilization) == (True, "ready", 0)
+        assert (idle.max_batch_size, idle.max_queue) == (LIMITS.max_batch_size, 9)
+        assert (idle.pages, idle.free_pages) == (LIMITS.num_pages, LIMITS.num_pages)
+        calls = [asyncio.ensure_future(served.vision.Query(query(60))) for _ in range(5)]
+        while (busy := await client.server_load()).running_requests < 3:
+            await asyncio.sleep(0.005)
+        assert (busy.running_requests, busy.waiting_requests) == (3, 2)
+        assert busy.utilization == pytest.approx(5 / 3)
+        assert busy.free_pages < busy.pages and 0 < busy.memory_utilization < 1
+        await asyncio.gather(*calls)
+        await served.vision.Query(query(image=raw_image()))
+        await served.vision.Query(query(image=raw_image()))
+        after = await client.server_load()
+        assert (after.running_requests, after.waiting_requests) == (0, 0)
+        assert after.cached_pages > 0 and 0 < after.prefix_hit_rate < 1
+        # 304 tokens of 7 calls, over as long as the server is there: from 1 to 10 seconds.
+        assert 0.7 <= after.requests_per_second <= 7
+        assert after.output_tokens_per_second / after.requests_per_second == pytest.approx(304 / 7)
+        assert after.errors_per_second == 0
+        assert after.to_dict()["state"] == "ready"
+
+
+async def test_the_load_while_loading_and_draining(serve):
+    served = await serve(load=False)
+    load = await served.models.GetLoad(LOAD)
+    assert (load.ready, load.state) == (False, model_service_pb2.MODEL_STATE_LOADING)
+    await served.server.load()
+    assert (await served.models.GetLoad(LOAD)).ready
+    await served.server.drain()
+    load = await served.models.GetLoad(LOAD)
+    assert (load.ready, load.state) == (False, model_service_pb2.MODEL_STATE_DRAINING)
+
+
+async def test_who_may_ask_for_the_load(serve, tmp_path):
+    tokens = {scope: new_token() for scope in Scope}
+    path = tmp_path / "tokens"
+    path.write_text("\n".join(line_of(s.value, [s], token) for s, token in tokens.items()))
+    served = await serve(server_config={"security": SecurityConfig(auth_tokens=str(path))})
+    assert (await failure(served.models.GetLoad(LOAD))).code is grpc.StatusCode.UNAUTHENTICATED
+    for scope in Scope:
+        call = served.models.GetLoad(LOAD, metadata=(("authorization", f"Bearer {tokens[scope]}"),))
+        if scope in (Scope.INFER, Scope.METRICS):
+            assert (await call).ready
+        else:
+            assert (await failure(call)).reason == "SCOPE_MISSING"
+
+
+async def test_trailers_report_the_load_of_unary_calls_streams_and_failures(serve):
+    served = await serve(slow(), server_config={"orca": True})
+
+    async def keep_busy():
+        while True:
+            await served.vision.Query(query(250))
+
+    running = asyncio.ensure_future(keep_busy())
+    (unary, told), (streamed, again), (failed, refused), (asked, nothing) = await asyncio.gather(
+        ask(served, "VisionService/Query", SHORT),
+        ask(served, "VisionService/StreamQuery", {"request": SHORT}),
+        ask(served, "VisionService/Query", {}),
+        ask(served, "ModelService/GetLoad", {}),
+    )
+    running.cancel()
+    assert unary == streamed == asked == 0 < failed
+    assert nothing is None
+    for report in (told, again, refused):
+        assert 1 / 3 <= report.application_utilization <= 1
+        assert report.named_metrics["running_requests"] >= 1
+        assert report.named_metrics["waiting_requests"] == 0
+        assert report.named_metrics["kv_cache_pages"] == LIMITS.num_pages
+        assert 0 < report.utilization["kv_cache"] < 1 and 0 < report.mem_utilization < 1
+    assert max(report.rps_fractional for report in (told, again, refused)) > 0
+
+
+async def test_no_report_unless_asked(serve):
+    assert await ask(await serve(), "VisionService/Query", SHORT) == (0, None)
+
+
+def test_rates_are_of_the_last_seconds():
+    now = 100.0
+    meter = LoadMeter(ServedModel(RuntimeConfig()), clock=lambda: now)
+    call = Call(method="/kestrel.v1.VisionService/Query", peer="", context=None)
+    for second in (200.0, 201.5, 208.0):
+        now = second
+        meter.on_call(call)
+    call.error = ValueError()
+    meter.on_call(call)
+    meter.on_call(Call(method="/kestrel.v1.ModelService/GetLoad", peer="", context=None))
+    now = 210.0
+    load = meter.read()
+    # From 201.0 on: three calls in nine seconds and the present one.
+    assert load.requests_per_s == pytest.approx(3 / (WINDOW_S - 1))
+    assert load.errors_per_s == pytest.approx(1 / (WINDOW_S - 1))
+    now = 1000.0
+    assert meter.read().requests_per_s == 0
