@@ -168,7 +168,10 @@ class EngineLoop:
         self._out.append(_Out(plan, self._runtime.launch(plan), now))
         for row in plan.prefill + plan.decode:
             if row.sample is not None:
-                self._resume(self._active[row.sequence_id])
+                try:
+                    self._resume(self._active[row.sequence_id])
+                except Exception:
+                    self._skill_failed(row.sequence_id)
 
     def _resume(self, work: Work) -> None:
         """Tells the scheduler the next rule as soon as it is known."""
@@ -209,9 +212,8 @@ class EngineLoop:
                     or sequence.in_flight
                     or sequence.num_planned == sequence.max_tokens
                 )
-        except Exception:  # A skill's fault ends its own request only.
-            logger.exception("the skill of sequence %d failed", sequence.sequence_id)
-            self._end(sequence.sequence_id, RuntimeFailure("the skill failed on a sampled token"))
+        except Exception:
+            self._skill_failed(sequence.sequence_id)
             return
         if finish is None:
             self._outbox.append(
@@ -219,6 +221,11 @@ class EngineLoop:
             )
         else:
             self._end(sequence.sequence_id, finish, None if finish == "stop" else token)
+
+    def _skill_failed(self, sequence_id: int) -> None:
+        """Called where a skill raised: its fault ends its own request only."""
+        logger.exception("the skill of sequence %d failed", sequence_id)
+        self._end(sequence_id, RuntimeFailure("the skill failed on a sampled token"))
 
     def _add(self, work: Work) -> None:
         self._active[work.sequence.sequence_id] = work

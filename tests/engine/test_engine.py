@@ -184,6 +184,18 @@ class BrokenControl(QuerySkill):
         return control
 
 
+class BrokenRule(QuerySkill):
+    """Its rule is asked for ahead, when the step before is launched."""
+
+    name = "broken rule"
+
+    def new_control(self, request, max_tokens, context):
+        control = super().new_control(request, max_tokens, context)
+        first = control.rule(0)
+        control.rule = lambda index: first if index == 0 else 1 / 0  # type: ignore[method-assign]
+        return control
+
+
 class BrokenOutput(QuerySkill):
     name = "broken output"
 
@@ -193,7 +205,7 @@ class BrokenOutput(QuerySkill):
         return output
 
 
-@pytest.mark.parametrize("broken", [BrokenControl, BrokenOutput])
+@pytest.mark.parametrize("broken", [BrokenControl, BrokenRule, BrokenOutput])
 async def test_a_broken_skill_fails_its_own_request_only(fake_limits, broken):
     config = RuntimeConfig(max_batch_size=3)
     skills = SkillRegistry([QuerySkill(), broken()])
