@@ -187,6 +187,7 @@ class InferenceEngine(SkillCalls):
         prompt = self._prompt(request, prepared)
         max_tokens = self._token_limit(request, num_positions(prompt))
         control = spec.new_control(request, max_tokens, self._context)
+        output = spec.new_output(request, self._context)
         sequence_id = next(self._ids)
         bounds = [b for b in (timeout_s, self._config.max_queue_wait_s) if b is not None]
         sequence = Sequence(
@@ -206,7 +207,6 @@ class InferenceEngine(SkillCalls):
             sequence_id, OpenRequest(skill, stream, timings, sequence, num_positions(prompt))
         )
         self._idle.clear()
-        output = spec.new_output(request, self._context)
         queue_limited = bool(bounds) and min(bounds) != timeout_s
         self._loop.submit(Work(request_id, sequence, control, output, timings, queue_limited))
         return stream

@@ -219,6 +219,21 @@ async def test_a_broken_skill_fails_its_own_request_only(fake_limits, broken):
         assert engine.num_requests == 0
 
 
+async def test_a_skill_that_fails_to_begin_holds_nothing(fake_limits):
+    class Unborn(QuerySkill):
+        name = "unborn"
+
+        def new_output(self, request, context):
+            raise ZeroDivisionError
+
+    config = RuntimeConfig(max_batch_size=3)
+    built = fake_build(config, FakeRuntime(fake_limits))
+    async with kestrel_engine.InferenceEngine(config, built, SkillRegistry([Unborn()])) as engine:
+        with pytest.raises(ZeroDivisionError):
+            await engine.submit("unborn", None, {"question": "a"}, GREEDY)
+        assert engine.num_requests == 0
+
+
 async def test_a_hung_device_fails_those_who_wait_and_tells_where_it_hangs(fake_limits, caplog):
     gate = Gate()
     config = RuntimeConfig(max_batch_size=3, step_timeout_s=0.3)
