@@ -68,7 +68,9 @@ def _draw(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     ranked, ids = logits.double().sort(dim=-1, descending=True, stable=True)
     # The best is subtracted before dividing: a tiny temperature then tends to greedy, never to inf - inf.
     scaled = (ranked - ranked[:, :1]) / column([s.sampling.temperature for s in specs])
-    top_k = column([s.sampling.top_k or logits.shape[-1] for s in specs])
+    vocab_size = logits.shape[-1]
+    # Bounded before it becomes a float: any whole number is a valid top_k.
+    top_k = column([min(s.sampling.top_k or vocab_size, vocab_size) for s in specs])
     ranks = torch.arange(logits.shape[-1], device=device)
     mass = scaled.masked_fill(ranks >= top_k, -math.inf).softmax(dim=-1)
     before = mass.cumsum(dim=-1) - mass

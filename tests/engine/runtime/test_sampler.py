@@ -67,6 +67,7 @@ def test_top_k_comes_before_top_p():
     assert set(draws(2000, top_k=2, top_p=0.5)) == {1}
     assert set(draws(2000, top_k=3)) == {1, 2, 3}
     assert set(draws(2000, top_k=99)) == {0, 1, 2, 3, 4}
+    assert draws(50, top_k=10**400) == draws(50, top_k=0)
 
 
 def test_temperature_comes_before_top_p():
