@@ -401,6 +401,10 @@ def test_is_local(target: str, local: bool) -> None:
         {"max_message_bytes": 0},
         {"token": "two\nlines"},
         {"tls": Tls(root_certificates="/nowhere/ca.pem")},
+        {"tls": Tls(root_certificates=__file__)},
+        {"metadata": {"two words": "x"}},
+        {"metadata": [("x-team", "two\nlines")]},
+        {"metadata": {"x-team": b"bytes"}},
     ],
     ids=str,
 )

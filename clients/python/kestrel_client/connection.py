@@ -88,6 +88,7 @@ class Connection:
             raise InvalidRequestError(
                 f"timeout={self.timeout}: must be above 0, or None for no limit"
             )
+        _pairs(self.metadata)
         if self.token is not None and not re.fullmatch(r"[!-~]+", self.token):
             raise InvalidRequestError("token: must be visible ASCII characters")
         if self.token is not None and not self.tls and not is_local(self.target):
@@ -138,7 +139,16 @@ def _pairs(metadata: Metadata | None) -> tuple[tuple[str, str | bytes], ...]:
     if metadata is None:
         return ()
     pairs = metadata.items() if isinstance(metadata, Mapping) else metadata
-    return tuple((key.lower(), value) for key, value in pairs)
+    return tuple((_key(key.lower(), value), value) for key, value in pairs)
+
+
+def _key(key: str, value: str | bytes) -> str:
+    """gRPC itself would fail such a call with INTERNAL, and name nothing."""
+    if not re.fullmatch(r"[0-9a-z_.-]+", key):
+        raise InvalidRequestError(f"metadata: {key!r} is not letters, digits, '_', '-' and '.'")
+    if not key.endswith("-bin") and not (isinstance(value, str) and re.fullmatch(r"[ -~]*", value)):
+        raise InvalidRequestError(f"metadata: the value of {key!r} must be printable ASCII text")
+    return key
 
 
 def is_local(target: str) -> bool:
@@ -171,8 +181,11 @@ def _pem(name: str, source: bytes | str | os.PathLike[str] | None) -> bytes | No
     if source is None or isinstance(source, bytes):
         return source
     try:
-        return Path(source).read_bytes()
+        content = Path(source).read_bytes()
     except OSError as error:
         raise InvalidRequestError(
             f"tls: can't read {name} {os.fspath(source)}: {error.strerror or error}"
         ) from error
+    if b"-----BEGIN " not in content:
+        raise InvalidRequestError(f"tls: {name} {os.fspath(source)} holds no PEM")
+    return content
