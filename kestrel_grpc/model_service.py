@@ -9,6 +9,7 @@ from pathlib import Path
 from kestrel_client._pb.kestrel.v1 import model_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceServicer
 from kestrel_engine import IMAGE_FORMATS, InvalidRequest
+from kestrel_engine.config import DEFAULT_MODEL
 
 from . import __version__
 from .analysis import MAX_TASKS
@@ -28,6 +29,8 @@ _LIBRARIES = (
     "pyvips",
     "kestrel-client",
 )
+_LICENSES = {DEFAULT_MODEL: "Apache-2.0"}
+"""Of weights that are ours to license; what others allow is for their pages to say. A path is a name of its own."""
 _STATES = {
     State.LOADING: pb.MODEL_STATE_LOADING,
     State.READY: pb.MODEL_STATE_READY,
@@ -123,6 +126,7 @@ class ModelService(ModelServiceServicer):
         model = pb.Model(
             name=self._served.name,
             default_max_objects=self._served.config.default_max_objects,
+            license=_LICENSES.get(self._served.name, ""),
             state=_STATES[self._served.state],
         )
         if engine is not None:
