@@ -122,13 +122,17 @@ def told_errors(args: argparse.Namespace) -> Iterator[None]:
         yield
     except UnavailableError as error:
         # A reason comes from a server; without one there was none to answer.
-        why = (
-            error.message
-            if error.reason
-            else "nobody answers there; is 'kestrel-grpc serve' running?"
-        )
+        why = error.message if error.reason else _unreached(error.message)
         raise CommandError(f"server {args.server} is unavailable: {why}") from None
     except RpcError as error:
         raise CommandError(f"{error.message} [{error.code.name}]") from None
     except KestrelError as error:
         raise CommandError(str(error)) from None
+
+
+def _unreached(message: str) -> str:
+    """What gRPC says of a server that it can't talk to, without what it says of every such server."""
+    cause = message.rpartition("last error: ")[2]
+    if any(sign in cause.lower() for sign in ("handshake", "verification", "socket closed")):
+        return f"no connection; do both sides talk TLS, and trust each other? ({cause})"
+    return f"nobody answers there; is 'kestrel-grpc serve' running? ({cause})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from kestrel_client import DeadlineExceededError, KestrelError
+from kestrel_client import DeadlineExceededError, KestrelError, NotFoundError
 
 from .connection import add_server_flags, open_client
 from .parser import EXIT_FAILED, CommandError
@@ -34,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
     except DeadlineExceededError:
         print("NOT_SERVING")
         return EXIT_FAILED
+    except NotFoundError:
+        raise CommandError(f"server {args.server} has no service {args.service!r}") from None
     except KestrelError as error:
         raise CommandError(f"server {args.server}: {error}") from None
     print("SERVING")

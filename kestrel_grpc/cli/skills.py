@@ -104,6 +104,8 @@ def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     image = read_image(args.image)
+    if args.save is not None and (image is None or isinstance(image, ImageHandle)):
+        raise CommandError("--save paints on a picture: give its file, not an id or none")
     arguments, options = _arguments(args)
     with connected(args) as client:
         if args.stream:
@@ -122,10 +124,14 @@ def run(args: argparse.Namespace) -> int:
 def read_image(name: str | None) -> str | bytes | ImageHandle | None:
     """A path for the SDK to read, the bytes on standard input, or a picture that the server has."""
     if name == "-":
+        if sys.stdin is None:
+            raise CommandError("standard input is closed")
         return sys.stdin.buffer.read()
     if name is not None and not Path(name).is_file():
         if name.startswith(_ID_PREFIX):
             return ImageHandle(name)
+        if Path(name).is_dir():
+            raise CommandError(f"{name!r} is a folder, not a picture")
         raise CommandError(f"there is no picture {name!r}")
     return name
 

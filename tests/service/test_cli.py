@@ -195,6 +195,7 @@ def test_models_and_health(server):
     assert "segment" in done.stdout
     described = json.loads(ask(server, "models", "--json").stdout)
     assert described["models"][0]["name"] == "kestrel-tiny"
+    assert described["models"][0]["license"] == "Apache-2.0"
     assert len(described["models"][0]["weights_fingerprint"]) == 64
     assert described["server"]["device"] == "cpu"
     assert described["server"]["dtype"] == "float32"
@@ -209,6 +210,9 @@ def test_models_and_health(server):
         (["query", "hi", "--model", "gpt"], "'gpt' is not served"),
         (["query", "hi", "--max-tokens", "0"], "sampling.max_tokens"),
         (["caption", "nowhere.jpg"], "there is no picture 'nowhere.jpg'"),
+        (["caption", "."], "'.' is a folder"),
+        (["caption", "img_gone", "--save", "x.png"], "give its file, not an id"),
+        (["health", "--service", "x"], "has no service 'x'"),
         (["caption", "{text}"], "not in a supported format"),
         (
             ["detect", "{picture}", "pink star", "--save", "/absent/x.png"],
@@ -237,6 +241,29 @@ def test_without_a_server_the_address_is_named():
     assert done.stderr.count("\n") == 1
     done = kestrel("health", "--wait", "0.2", KESTREL_SERVER="127.0.0.1:1")
     assert (done.returncode, done.stdout) == (1, "NOT_SERVING\n")
+
+
+def test_why_there_is_no_connection_is_told(server):
+    done = ask(server, "models", "--tls", "--timeout", "10")
+    assert done.returncode == 1
+    # gRPC may log before it.
+    error = done.stderr.splitlines()[-1]
+    assert "do both sides talk TLS" in error and "handshake failed" in error
+    done = kestrel("models", "--server", "unix:/absent/x.sock", "--timeout", "10")
+    assert "No such file" in done.stderr
+
+
+def test_standard_input_that_is_closed_is_no_picture():
+    done = subprocess.run(
+        ["bash", "-c", '"$@" <&-', "bash", *PROGRAM, "caption", "-"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env=environment(),
+    )
+    assert done.returncode == 1
+    assert done.stderr == "kestrel-grpc caption: error: standard input is closed\n"
 
 
 def test_help_and_version():
