@@ -77,4 +77,5 @@ wheels: $(INSTALLED) ## Build the wheels of both distributions into dist/
 	$(BIN)/python -m build -q --outdir dist .
 
 clean: ## Remove what the other targets made
-	rm -rf $(VENV) .venv-* build dist out *.egg-info clients/python/*.egg-info
+	rm -rf $(VENV) .venv-* build dist out *.egg-info clients/python/*.egg-info \
+	  .hypothesis .mypy_cache .ruff_cache .pytest_cache
