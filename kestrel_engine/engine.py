@@ -106,7 +106,7 @@ class InferenceEngine(SkillCalls):
         self._failure: KestrelError | None = None
         self._ids = itertools.count(1)
         self._preparing = 0
-        self._closing = False
+        self._closing = self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._seeds = itertools.count(config.seed) if config.seed is not None else None
@@ -239,14 +239,16 @@ class InferenceEngine(SkillCalls):
         self._closing = True
         if self.num_requests and grace_s > 0:
             try:
-                await asyncio.wait_for(self._idle.wait(), grace_s)
+                await asyncio.wait_for(self._until_idle(), grace_s)
             except TimeoutError:
                 logger.warning(
                     "%d requests were unfinished after %.1f s", self.num_requests, grace_s
                 )
+        self._closed = True
         self._watchdog.cancel()
         # A hung device is left behind: its thread is a daemon, and nobody waits for it.
-        if await asyncio.to_thread(self._loop.stop, 5.0 if self._failure else None):
+        patience_s = 5.0 if self._failure else self._config.step_timeout_s
+        if await asyncio.to_thread(self._loop.stop, patience_s):
             await asyncio.to_thread(self._delivery.stop)
         await asyncio.sleep(0)  # Lets the last deliveries reach their streams.
         self._open.fail_all(EngineClosed("the engine was shut down"))
@@ -275,6 +277,8 @@ class InferenceEngine(SkillCalls):
 
     def check_admission(self) -> None:
         """Raises EngineOverloaded if a request would find no room now, EngineClosed if none are taken."""
+        if self._closing:
+            raise EngineClosed("the engine is shutting down")
         self._check_alive()
         bound = self._config.max_queue + self._config.max_batch_size
         if self.num_requests >= bound:
@@ -284,9 +288,9 @@ class InferenceEngine(SkillCalls):
             )
 
     def _check_alive(self) -> None:
-        """Raises EngineClosed unless requests are taken and a thread is there to compute them."""
-        if self._closing:
-            raise EngineClosed("the engine is shutting down")
+        """Raises EngineClosed unless a thread is there to compute what was taken."""
+        if self._closed:
+            raise EngineClosed("the engine was shut down")
         if self._failure is not None:
             raise EngineClosed(f"the engine has failed: {self._failure}")
         if not self._loop.alive:
@@ -356,6 +360,11 @@ class InferenceEngine(SkillCalls):
     async def _watch(self) -> None:
         self._failure = await watch(self._loop, self._config.step_timeout_s)
         self._open.fail_all(self._failure)
+
+    async def _until_idle(self) -> None:
+        # A picture that has just been prepared leaves nothing open for a moment: looked at again.
+        while self.num_requests:
+            await self._idle.wait()
 
     def _note_idle(self) -> None:
         if self.num_requests == 0:

@@ -422,6 +422,41 @@ async def test_shutdown_lets_running_requests_end_then_refuses(make_engine, fake
     await engine.shutdown()
 
 
+async def test_shutdown_lets_a_picture_be_prepared_and_asked_about(make_engine, monkeypatch):
+    preparing, go = threading.Event(), threading.Event()
+
+    def slowly(decoded, vision):
+        preparing.set()
+        assert go.wait(20)
+        return prepare(decoded, vision)
+
+    monkeypatch.setattr(pool, "prepare", slowly)
+    engine = make_engine()
+    accepted = asyncio.create_task(engine.query(PICTURE, "what?", settings=GREEDY))
+    await asyncio.to_thread(preparing.wait, 20)
+    stopping = asyncio.create_task(engine.shutdown(grace_s=20))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineClosed):
+        await engine.query(question="a")
+    go.set()
+    assert (await accepted).output["answer"]
+    await stopping
+
+
+async def test_shutdown_does_not_wait_for_a_device_that_hangs(fake_limits):
+    gate = Gate()
+    config = RuntimeConfig(max_batch_size=3, step_timeout_s=0.3)
+    engine = kestrel_engine.InferenceEngine(
+        config, fake_build(config, FakeRuntime(fake_limits, gate))
+    )
+    stream = await engine.submit("query", None, {"question": "a"}, GREEDY)
+    await asyncio.to_thread(gate.entered.wait, 20)
+    await asyncio.wait_for(engine.shutdown(grace_s=0), 10)
+    with pytest.raises(EngineClosed):
+        await stream.result()
+    gate.open.set()
+
+
 async def test_shutdown_without_grace_fails_what_is_unfinished(make_engine, fake_limits):
     runtime = FakeRuntime(fake_limits, never_ends, cost=lambda plan: 0.005)
     engine = make_engine(runtime)
