@@ -7,6 +7,7 @@ import logging
 from typing import Any, Literal
 
 from .interceptors import Call
+from .logs import structured
 
 Format = Literal["off", "text", "json"]
 
@@ -22,11 +23,14 @@ class AccessLog:
     def __call__(self, call: Call) -> None:
         if self._format == "off":
             return
+        if not logger.isEnabledFor(logging.INFO):
+            return
         fields = _fields(call)
         if self._format == "json":
-            logger.info(json.dumps(fields))
+            text = json.dumps(fields)
         else:
-            logger.info(" ".join(f"{name}={value}" for name, value in fields.items()))
+            text = " ".join(f"{name}={value}" for name, value in fields.items())
+        logger.info("%s", text, extra=structured("call", fields))
 
 
 def _fields(call: Call) -> dict[str, Any]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from .logs import tell_lifecycle
 from .served_model import ServedModel, State
-
-logger = logging.getLogger(__name__)
 
 SERVICE_NAME: str = health.SERVICE_NAME
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -54,5 +52,5 @@ class Health:
         """Watches over the engine until it fails or this task is cancelled."""
         while self._served.state is not State.FAILED:
             await asyncio.sleep(POLL_INTERVAL_S)
-        logger.error("the engine has died; the server answers UNAVAILABLE until it is restarted")
+        tell_lifecycle("failed", error="the engine has died; a restart is needed")
         await self.update()

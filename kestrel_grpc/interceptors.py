@@ -104,6 +104,11 @@ def current_call() -> Call:
     return _current.get()
 
 
+def find_call() -> Call | None:
+    """The call that this task handles; None outside of one."""
+    return _current.get(None)
+
+
 class CallWatcher(Protocol):
     """Is told of every call: ``begin``, ``take`` once its request is read and its id known, ``end``. Must not raise."""
 

@@ -42,6 +42,7 @@ from .image_service import ImageService
 from .image_store import ImageStore
 from .interceptors import Call, CallInterceptor, InFlight
 from .load import LoadMeter
+from .logs import tell_lifecycle
 from .model_service import ModelService
 from .orca import TRAILER, load_report
 from .pictures import Pictures
@@ -85,6 +86,7 @@ class KestrelServer:
         self.addresses: tuple[str, ...] = ()
         """What the server listens on, with the ports that it was given for port 0."""
         self.load_seconds = 0.0
+        self._started_at: float | None = None
         self.images = ImageStore(config.image_store_bytes)
         """The pictures kept for later requests."""
         self.guard = Guard(config.security, config.max_message_bytes, self.served.check_room)
@@ -148,22 +150,35 @@ class KestrelServer:
         await self._health.start()
         await server.start()
         self.addresses = tuple(bound)
-        logger.info("listening on %s", ", ".join(bound))
+        self._started_at = time.monotonic()
+        tell_lifecycle("listening", addresses=bound)
 
     async def load(self) -> InferenceEngine:
         """Loads the model and takes requests. Raises ConfigError or ModelLoadError."""
         started = time.monotonic()
-        engine = await self._load_engine()
+        try:
+            engine = await self._load_engine()
+        except Exception as error:
+            tell_lifecycle("failed", error=str(error))
+            raise
         self.load_seconds = time.monotonic() - started
         if self.telemetry is not None:
             self.telemetry.ready(engine, self.load_seconds)
         self.served.ready(engine)
         await self._health.update()
         self._following = asyncio.create_task(self._health.follow())
+        if self.served.state is State.READY:
+            info, seconds = engine.info, round(self.load_seconds, 3)
+            tell_lifecycle(
+                "ready", model=info.model, device=info.device, dtype=info.dtype, load_s=seconds
+            )
         return engine
 
     async def drain(self) -> None:
         """Takes no more requests; those that run go on. Idempotent."""
+        if self.served.state is not State.DRAINING:
+            engine = self.served.loaded
+            tell_lifecycle("draining", requests=0 if engine is None else engine.num_requests)
         self.served.drain()
         await self._health.update()
 
@@ -186,6 +201,9 @@ class KestrelServer:
             close_address(address)
         if self.telemetry is not None:
             await self.telemetry.close()
+        if self._started_at is not None:
+            tell_lifecycle("stopped", served_s=round(time.monotonic() - self._started_at, 3))
+            self._started_at = None
 
     def _load_trailer(self, method: str) -> tuple[tuple[str, bytes], ...]:
         """How busy the server is, at the end of a call of ``method`` that makes it so."""

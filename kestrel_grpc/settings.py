@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from .addresses import parse_address
+from .log_settings import add_log_flags
 from .security.config import SecurityConfig
 from .telemetry.config import TelemetryConfig, telemetry_config
 
@@ -56,7 +57,9 @@ class ServerConfig:
     grace_s: float = 30.0
     """How long running requests may go on once the server is told to stop. Kubernetes' own default."""
     access_log: Literal["off", "text", "json"] = "off"
+    log_format: Literal["text", "json"] = "text"
     log_level: str = "info"
+    """As log_settings.log_levels reads it."""
     orca: bool = False
     """Whether the trailers of VisionService's calls say how busy the server is."""
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
@@ -165,14 +168,6 @@ def add_server_flags(
         help="how long running requests may go on after SIGTERM or Ctrl-C; a second signal ends them",
     )
     flags.add(
-        "--access-log",
-        nargs="?",
-        const="text",
-        choices=("off", "text", "json"),
-        default=_default(ServerConfig, "access_log"),
-        help="write a line for each request: text (also if no format is named) or json",
-    )
-    flags.add(
         "--metrics-listen",
         type=parse_address,
         metavar="ADDRESS",
@@ -185,12 +180,7 @@ def add_server_flags(
         default="off",
         help="load reports in trailers, for balancers",
     )
-    flags.add(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default=_default(ServerConfig, "log_level"),
-        help="least urgent messages to log, on standard error",
-    )
+    add_log_flags(flags)
 
 
 def server_config(args: argparse.Namespace) -> ServerConfig:
@@ -211,6 +201,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         skills=tuple(dict.fromkeys(args.skill or ())),
         grace_s=args.grace,
         access_log=args.access_log,
+        log_format=args.log_format,
         log_level=args.log_level,
         orca=args.orca == "on",
         telemetry=telemetry,

@@ -16,6 +16,7 @@ from kestrel_engine import ConfigError, InferenceEngine, KestrelError, RuntimeCo
 
 from .. import __version__
 from ..addresses import AddressError, close_address
+from ..logs import set_up_logging
 from ..security.flags import add_security_flags, security_config
 from ..security.tls import TlsError
 from ..security.tokens import TokenFileError
@@ -58,13 +59,7 @@ def run(args: argparse.Namespace) -> int:
     config, runtime = server_config(args), runtime_config(args)
     config = dataclasses.replace(config, security=security_config(args))
     skills = skill_registry(config.skills)
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
-    # libvips tells of every pipeline it builds.
-    logging.getLogger("pyvips").setLevel(logging.WARNING)
+    set_up_logging(config.log_level, config.log_format)
     gc.set_threshold(*GC_THRESHOLDS)
     try:
         asyncio.run(_serve(config, runtime, skills))
@@ -123,7 +118,6 @@ async def _serve(config: ServerConfig, runtime: RuntimeConfig, skills: SkillRegi
         with contextlib.suppress(asyncio.CancelledError):
             await loading
     await server.stop(config.grace_s)
-    logger.info("stopped")
     if not loaded:
         _leave_now(0)
 

@@ -1,0 +1,59 @@
+"""What is logged, in which form: the flags, and the levels that one of them holds. Imports no engine."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .settings import Flags
+
+LEVELS = ("debug", "info", "warning", "error")
+_MODULE = re.compile(r"\w+(\.\w+)*")
+
+
+def add_log_flags(flags: Flags) -> None:
+    flags.add(
+        "--access-log",
+        nargs="?",
+        const="text",
+        choices=("off", "text", "json"),
+        default="off",
+        help="write a line for each request: text (also if no format is named) or json",
+    )
+    flags.add(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="form of all that is logged; json has one object a line",
+    )
+    flags.add(
+        "--log-level",
+        type=checked_levels,
+        metavar="LEVELS",
+        default="info",
+        help="least urgent messages to log, on standard error: debug, info, warning or error, then other levels for "
+        "single modules, like info,kestrel_engine.loop=debug",
+    )
+
+
+def log_levels(text: str) -> dict[str, str]:
+    """Level by module; "" is all others. Raises ValueError."""
+    levels: dict[str, str] = {}
+    for part in text.split(","):
+        module, named, level = part.strip().rpartition("=")
+        level = level.lower()
+        if level not in LEVELS:
+            raise ValueError(f"{level!r} is not one of {', '.join(LEVELS)}")
+        if named and not _MODULE.fullmatch(module):
+            raise ValueError(f"{module!r} is not the name of a module")
+        if module in levels:
+            raise ValueError(f"{module or 'the level of all modules'} is named twice")
+        levels[module] = level
+    return {"": "info", **levels}
+
+
+def checked_levels(text: str) -> str:
+    """``text``, if it holds levels. Raises ValueError."""
+    log_levels(text)
+    return text

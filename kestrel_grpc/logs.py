@@ -1,0 +1,95 @@
+"""How log records look, as text or JSON, and the events of the server's life.
+
+Owns the process's log handler. A record that is written while a call is handled bears the call's ids; those of the
+engine's threads, which serve many calls at once, don't.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
+
+from .interceptors import find_call
+from .log_settings import log_levels
+
+Format = Literal["text", "json"]
+LifeEvent = Literal["listening", "ready", "draining", "stopped", "failed"]
+
+_lifecycle = logging.getLogger("kestrel_grpc.lifecycle")
+
+
+def set_up_logging(levels: str, format: Format, stream: TextIO | None = None) -> None:
+    """Replaces the root logger's handlers. ``levels`` as --log-level has them; raises ValueError for others."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    logging.basicConfig(handlers=[handler], force=True)
+    # libvips tells of every pipeline it builds.
+    logging.getLogger("pyvips").setLevel(logging.WARNING)
+    for module, level in log_levels(levels).items():
+        logging.getLogger(module).setLevel(level.upper())
+
+
+def tell_lifecycle(event: LifeEvent, **fields: Any) -> None:
+    """Logs what has become of the server; a failure as an error."""
+    level = logging.ERROR if event == "failed" else logging.INFO
+    text = " ".join((event, *(f"{name}={_plain(value)}" for name, value in fields.items())))
+    _lifecycle.log(level, "%s", text, extra=structured(event, fields))
+
+
+def structured(event: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """``extra`` of a record that JSON has in fields instead of words."""
+    return {"kestrel_event": event, "kestrel_fields": fields}
+
+
+class TextFormatter(logging.Formatter):
+    """One line, and a traceback's after it."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname).1s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line = super().formatMessage(record)
+        ids = "".join(
+            f" {name}={value}" for name, value in _ids().items() if value not in record.message
+        )
+        return line + ids
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time (UTC), level, logger, then message, or event with its fields; the call's ids; and for an
+    exception its traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, UTC)
+        told: dict[str, Any] = {
+            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+        }
+        event = getattr(record, "kestrel_event", None)
+        if event is None:
+            told["message"] = record.getMessage()
+        else:
+            told |= {"event": event, **getattr(record, "kestrel_fields", {})}
+        told = {**told, **_ids()}
+        if record.exc_info:
+            told["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            told["stack"] = self.formatStack(record.stack_info)
+        return json.dumps(told, ensure_ascii=False, default=str)
+
+
+def _ids() -> dict[str, str]:
+    """Of the call that is being handled; empty outside of one."""
+    call = find_call()
+    if call is None:
+        return {}
+    ids = {"request_id": call.request_id, "trace_id": call.trace_id}
+    return {name: value for name, value in ids.items() if value}
+
+
+def _plain(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
