@@ -9,7 +9,6 @@ from pathlib import Path
 from kestrel_client._pb.kestrel.v1 import model_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceServicer
 from kestrel_engine import IMAGE_FORMATS, InvalidRequest
-from kestrel_engine.config import DEFAULT_MODEL
 
 from . import __version__
 from .analysis import MAX_TASKS
@@ -29,7 +28,7 @@ _LIBRARIES = (
     "pyvips",
     "kestrel-client",
 )
-_LICENSES = {DEFAULT_MODEL: "Apache-2.0"}
+_LICENSES = {"kestrel-tiny": "Apache-2.0"}
 """Of weights that are ours to license; what others allow is for their pages to say. A path is a name of its own."""
 _STATES = {
     State.LOADING: pb.MODEL_STATE_LOADING,
