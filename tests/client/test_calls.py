@@ -415,6 +415,16 @@ def test_impossible_settings(settings: dict[str, Any]) -> None:
         AsyncKestrelClient(**settings)
 
 
+@pytest.mark.parametrize("timeout", [float("inf"), 1e12])
+def test_a_limit_beyond_all_clocks_is_none(peer: Any, timeout: float) -> None:
+    with KestrelClient(peer.target, timeout=timeout) as client:
+        client.query(None, "q")
+    with KestrelClient(peer.target, timeout=1.0) as client:
+        client.query(None, "q", timeout=timeout)
+        with pytest.raises(InvalidRequestError, match="above 0"):
+            client.query(None, "q", timeout=0)
+
+
 def test_certificate_and_key_need_each_other() -> None:
     with pytest.raises(InvalidRequestError):
         Tls(certificate=b"x")

@@ -372,7 +372,7 @@ class AsyncKestrelClient:
             try:
                 reply = await check(
                     wire_pb2.HealthCheckRequest(service=service),
-                    timeout=left,
+                    timeout=self._connection.call_timeout(left),
                     metadata=metadata,
                     wait_for_ready=True,
                 )
@@ -443,7 +443,7 @@ class AsyncKestrelClient:
 
     def _handling(self, timeout: float | None, metadata: Metadata | None) -> dict[str, Any]:
         return {
-            "timeout": self._connection.timeout if timeout is None else timeout,
+            "timeout": self._connection.call_timeout(timeout),
             "metadata": self._connection.call_metadata(metadata),
         }
 

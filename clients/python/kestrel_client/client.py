@@ -339,7 +339,7 @@ class KestrelClient:
             try:
                 reply = check(
                     wire_pb2.HealthCheckRequest(service=service),
-                    timeout=left,
+                    timeout=self._connection.call_timeout(left),
                     metadata=metadata,
                     wait_for_ready=True,
                 )
@@ -390,7 +390,7 @@ class KestrelClient:
 
     def _handling(self, timeout: float | None, metadata: Metadata | None) -> dict[str, Any]:
         return {
-            "timeout": self._connection.timeout if timeout is None else timeout,
+            "timeout": self._connection.call_timeout(timeout),
             "metadata": self._connection.call_metadata(metadata),
         }
 

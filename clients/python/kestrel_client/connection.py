@@ -19,6 +19,8 @@ from .version import __version__
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 300.0
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+_FOREVER_S = 1e9
+"""Thirty years: gRPC's clock overflows some way beyond, and such a call would expire at once."""
 HEALTH_CHECK_METHOD = "/grpc.health.v1.Health/Check"
 VISION_SERVICE = "kestrel.v1.VisionService"
 IMAGE_SERVICE = "kestrel.v1.ImageService"
@@ -84,10 +86,7 @@ class Connection:
             raise InvalidRequestError(
                 f"max_message_bytes={self.max_message_bytes}: must be at least 1"
             )
-        if self.timeout is not None and not self.timeout > 0:
-            raise InvalidRequestError(
-                f"timeout={self.timeout}: must be above 0, or None for no limit"
-            )
+        self.call_timeout(None)
         _pairs(self.metadata)
         if self.token is not None and not re.fullmatch(r"[!-~]+", self.token):
             raise InvalidRequestError("token: must be visible ASCII characters")
@@ -126,6 +125,15 @@ class Connection:
             return channel
         token = grpc.access_token_call_credentials(self.token)
         return grpc.composite_channel_credentials(channel, token)
+
+    def call_timeout(self, own: float | None) -> float | None:
+        """Seconds that a call may take, the client's if it has none of its ``own``; None: no limit."""
+        timeout = self.timeout if own is None else own
+        if timeout is None:
+            return None
+        if not timeout > 0:
+            raise InvalidRequestError(f"timeout={timeout}: must be above 0, or None for no limit")
+        return timeout if timeout < _FOREVER_S else None
 
     def call_metadata(self, own: Metadata | None) -> tuple[tuple[str, str | bytes], ...]:
         """What a call sends: the client's, the call's own, and without TLS the token."""

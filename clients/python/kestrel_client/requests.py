@@ -249,11 +249,10 @@ class Preparer:
         size, limit = request.ByteSize() + _STREAM_WRAPPER_BYTES, self._connection.max_message_bytes
         if size > limit:
             raise RequestTooLargeError(size, limit)
-        timeout = options.get("timeout")
         return Prepared(
             request,
             reading if isinstance(reading, Reading) else Reading(reading),
-            self._connection.timeout if timeout is None else timeout,
+            self._connection.call_timeout(options.get("timeout")),
             self._connection.call_metadata(options.get("metadata")),
         )
 
