@@ -134,18 +134,20 @@ def _page_size(config: RuntimeConfig, model: ModelConfig) -> int:
 
 
 def _check_pool(config: RuntimeConfig, model: ModelConfig, page_size: int) -> None:
-    """Raises ConfigError for sizes that can't hold a picture and a token."""
-    prefix = model.image_prefix
-    if config.max_seq_length is not None and config.max_seq_length <= prefix:
+    """Raises ConfigError for sizes that can't hold what the warm-up takes: a picture, a caption's prompt, 2 tokens."""
+    least = model.image_prefix + max(map(len, model.templates.caption.values())) + 2
+    if config.max_seq_length is not None and config.max_seq_length < least:
         raise ConfigError(
             "max_seq_length",
             config.max_seq_length,
-            f"must exceed the image prefix of {prefix} positions",
+            f"must be at least {least}, a picture with a short prompt and answer",
         )
     pages = config.kv_cache_pages
-    if pages is not None and pages * page_size <= prefix:
+    if pages is not None and pages * page_size < least:
         raise ConfigError(
-            "kv_cache_pages", pages, f"of {page_size} positions can't hold a picture of {prefix}"
+            "kv_cache_pages",
+            pages,
+            f"of {page_size} positions can't hold {least}, a picture with a short prompt and answer",
         )
 
 

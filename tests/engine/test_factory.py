@@ -26,6 +26,7 @@ def weightless(golden_folder, tmp_path):
         {"page_size": 7},
         {"kv_cache_pages": 73},
         {"max_seq_length": 730},
+        {"max_seq_length": 736},
         {"max_seq_length": 4096},
         {"device": "cuda:99"},
     ],
