@@ -7,6 +7,7 @@ out to have ended are dropped. Commands come in through one queue, tokens go out
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
@@ -29,6 +30,9 @@ from .step import PREVIOUS, StepPlan, StepResult, StepToken
 from .timings import RequestTimings
 
 logger = logging.getLogger(__name__)
+
+EXIT_PATIENCE_S = 5.0
+"""Seconds that a program which ends without shutdown() waits for the step that runs."""
 
 PIPELINE_DEPTH = 2
 """Steps out at a time: one runs while the host works on the other."""
@@ -83,6 +87,8 @@ class EngineLoop:
 
     def start(self) -> None:
         self._thread.start()
+        # An interpreter that goes away under a thread inside torch aborts the whole process.
+        atexit.register(self.stop, EXIT_PATIENCE_S)
 
     @property
     def alive(self) -> bool:
@@ -117,6 +123,7 @@ class EngineLoop:
     def stop(self, timeout_s: float | None = None) -> bool:
         """Any thread but the loop's. Fails what is unfinished with EngineClosed, closes the runtime. False: it
         hangs."""
+        atexit.unregister(self.stop)
         self._commands.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout_s)

@@ -471,6 +471,36 @@ async def test_shutdown_without_grace_fails_what_is_unfinished(make_engine, fake
     assert engine.num_requests == 0
 
 
+def test_a_program_that_ends_without_shutdown_leaves_no_step_running():
+    program = """
+import asyncio, logging
+from kestrel_engine import InferenceEngine, RuntimeConfig
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_engine.step import RuntimeLimits
+from tests.engine.fakes import fake_build
+
+class Told(FakeRuntime):
+    def close(self):
+        print("closed")
+
+async def main():
+    config = RuntimeConfig()
+    limits = RuntimeLimits(
+        num_pages=200, page_size=2, max_batch_size=3, max_seq_length=300, vocab_size=400
+    )
+    runtime = Told(limits, lambda fed: 197, cost=lambda plan: 0.01)
+    engine = InferenceEngine(config, fake_build(config, runtime))
+    await engine.submit("query", None, {"question": "a"}, {"max_tokens": 250})
+    raise SystemExit(3)
+
+asyncio.run(main())
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (3, "closed\n"), ended.stderr
+
+
 async def test_requests_that_do_not_fit_are_refused_with_the_numbers(make_engine):
     engine = make_engine()
     with pytest.raises(ContextLengthError, match=r"209 positions left.*91.*300") as caught:
