@@ -131,11 +131,13 @@ def _print_answer(prompt: str, result: EngineResult) -> None:
     print(f"  {result.output['answer']}")
     # The first token belongs to the prefill; the rest are decoded.
     decoded = metrics.output_tokens - 1
-    rate = 1e3 * decoded / metrics.decode_time_ms if decoded > 0 and metrics.decode_time_ms else 0.0
+    rate = ""
+    if decoded > 0 and metrics.decode_time_ms:
+        rate = f" at {1e3 * decoded / metrics.decode_time_ms:.1f}/s"
     print(
         f"  first token {metrics.ttft_ms:.0f} ms (queue {metrics.queue_time_ms:.0f}, preprocess "
         f"{metrics.preprocess_time_ms:.0f}, prefill {metrics.prefill_time_ms:.0f} of {metrics.input_tokens} "
-        f"positions), decode {metrics.output_tokens} tokens at {rate:.1f}/s, total {metrics.total_time_ms:.0f} ms, "
+        f"positions), decode {max(decoded, 0)} tokens{rate}, total {metrics.total_time_ms:.0f} ms, "
         f"{result.finish_reason}"
     )
 

@@ -297,6 +297,7 @@ def test_schedule_answers_in_this_process():
     assert re.search(
         r"first token \d+ ms .*prefill \d+ of \d+ positions.*decode \d+ tokens", done.stdout
     )
+    assert "decode 0 tokens, total" in done.stdout
     assert re.search(r"2 prompts in [\d.]+ s: \d+ tokens", done.stdout)
 
 
