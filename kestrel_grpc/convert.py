@@ -196,6 +196,8 @@ def image_source(image: common_pb2.Image) -> ImageSource:
     if source == "raw":
         return _raw_pixels(image.raw)
     if source == "image_id":
+        if not image.image_id:
+            raise InvalidRequest("image.image_id", "must not be empty")
         return ImageId(image.image_id)
     raise InvalidRequest("image", "holds no picture: set encoded or raw, or image_id")
 

@@ -214,6 +214,11 @@ BAD = {
         "image.image_id",
         "IMAGE_NOT_FOUND",
     ),
+    "an empty id": (
+        request(question(), image=common_pb2.Image(image_id="")),
+        "image.image_id",
+        "INVALID_REQUEST",
+    ),
     "a broken picture": (
         request(question(), image=common_pb2.Image(encoded=b"\xff\xd8\xff")),
         "image",
