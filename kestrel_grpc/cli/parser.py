@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Protocol, cast
@@ -61,6 +62,7 @@ class Command(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
+    _open_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(
         prog=PROGRAM,
@@ -96,6 +98,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has enough; the interpreter would complain once more on its way out.
         sys.stderr.close()
         return EXIT_FAILED
+
+
+def _open_closed_streams() -> None:
+    """Standard streams that whoever started us had closed (``2>&-``) lead nowhere, instead of to our first sockets."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
 
 
 def _fail(command: str | None, message: str, status: int) -> int:

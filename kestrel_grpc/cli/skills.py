@@ -124,8 +124,6 @@ def run(args: argparse.Namespace) -> int:
 def read_image(name: str | None) -> str | bytes | ImageHandle | None:
     """A path for the SDK to read, the bytes on standard input, or a picture that the server has."""
     if name == "-":
-        if sys.stdin is None:
-            raise CommandError("standard input is closed")
         return sys.stdin.buffer.read()
     if name is not None and not Path(name).is_file():
         if name.startswith(_ID_PREFIX):

@@ -263,7 +263,24 @@ def test_standard_input_that_is_closed_is_no_picture():
         env=environment(),
     )
     assert done.returncode == 1
-    assert done.stderr == "kestrel-grpc caption: error: standard input is closed\n"
+    assert done.stderr == "kestrel-grpc caption: error: the picture has no bytes\n"
+
+
+def test_a_server_needs_no_standard_streams(tmp_path):
+    address = f"unix:{tmp_path}/s.sock"
+    popen = subprocess.Popen(
+        ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *PROGRAM, "serve", "--listen", address],
+        cwd=ROOT,
+        env=environment(),
+    )
+    try:
+        done = kestrel("health", "--wait", 60, "--server", address)
+        assert (done.returncode, done.stdout) == (0, "SERVING\n")
+        popen.send_signal(signal.SIGTERM)
+        assert popen.wait(30) == 0
+    finally:
+        popen.kill()
+        popen.wait()
 
 
 def test_help_and_version():
