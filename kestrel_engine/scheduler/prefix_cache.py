@@ -25,11 +25,12 @@ class Atom:
 
 
 class Node:
-    """The end of an edge. ``pages`` are the edge's own; the way up gives the rest."""
+    """The end of an edge. ``pages`` are the edge's own; the way up gives the rest. A root's ``atom`` has the namespace
+    as its key."""
 
     __slots__ = ("atom", "children", "last_used", "locks", "pages", "parent")
 
-    def __init__(self, atom: Atom | None, pages: list[int], parent: Node | None) -> None:
+    def __init__(self, atom: Atom, pages: list[int], parent: Node | None) -> None:
         self.atom, self.pages, self.parent = atom, pages, parent
         self.children: dict[Hashable, Node] = {}
         self.locks = 0
@@ -128,7 +129,7 @@ class PrefixCache:
         assert sum(atom.num_pages for atom in atoms) == len(pages), (
             "pages must cover the atoms exactly"
         )
-        node = self._roots.setdefault(namespace, Node(None, [], None))
+        node = self._roots.setdefault(namespace, Node(Atom(namespace, 0), [], None))
         offset = 0
         for atom in atoms:
             child = node.children.get(atom.key)
@@ -168,7 +169,7 @@ class PrefixCache:
             stack = list(root.children.values())
             while stack:
                 node = stack.pop()
-                assert node.atom is not None and len(node.pages) == node.atom.num_pages
+                assert len(node.pages) == node.atom.num_pages
                 assert all(self._pool.references(page) >= 1 for page in node.pages), (
                     "a cached page is free"
                 )
@@ -204,7 +205,7 @@ class PrefixCache:
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
-        assert parent is not None and node.atom is not None
+        assert parent is not None, "a root is not removed like this"
         del parent.children[node.atom.key]
         node.parent = None
         self._pool.release(node.pages)
@@ -213,4 +214,4 @@ class PrefixCache:
         if parent.parent is not None:
             self._offer(parent)
         elif not parent.children:
-            self._roots = {name: root for name, root in self._roots.items() if root is not parent}
+            del self._roots[parent.atom.key]

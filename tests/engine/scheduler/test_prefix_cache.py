@@ -1,5 +1,7 @@
 """The prefix cache against an independent brute-force model: a set of cached atom tuples."""
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -171,3 +173,21 @@ def test_agrees_with_the_brute_force_model(data):
         assert cache.num_pages == size == pool.num_pages - pool.num_free
         free = sum(3 if p[-1].isupper() else 1 for p in model.prefixes if not model.is_locked(p))
         assert cache.num_evictable == free
+
+
+def test_many_namespaces_are_forgotten_in_linear_time():
+    """When each removal went through all namespaces, these took 1.5 s, and four times as many 35 s."""
+    count = 8000
+    pool = PagePool(count)
+    cache = PrefixCache(pool)
+    for name in range(count):
+        pages = pool.allocate(1)
+        node = cache.insert(name, [Atom("the same", 1)], pages)
+        assert node is not None
+        cache.unlock(node)
+        pool.release(pages)
+    began = time.perf_counter()
+    assert cache.flush() == count
+    assert time.perf_counter() - began < 0.5
+    assert pool.num_free == count
+    cache.check()
