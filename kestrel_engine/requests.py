@@ -80,7 +80,12 @@ class SamplingParams:
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    # Compared, for isfinite() raises on a whole number that is no float.
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and -math.inf < value < math.inf
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
