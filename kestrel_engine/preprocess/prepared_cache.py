@@ -99,7 +99,8 @@ def source_key(source: Any, namespace: str = "") -> bytes | None:
     digest = hashlib.blake2b(key=_digest(namespace), digest_size=16)
     if isinstance(source, (bytes, bytearray, memoryview)):
         digest.update(b"bytes")
-        digest.update(source)
+        view = memoryview(source)
+        digest.update(view if view.c_contiguous else view.tobytes())
     elif isinstance(source, np.ndarray) and source.dtype == np.uint8:
         digest.update(repr(("array", source.shape)).encode())
         digest.update(np.ascontiguousarray(source).data)
