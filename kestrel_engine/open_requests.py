@@ -81,12 +81,16 @@ class OpenRequests:
         self._on_end()
 
     def fail_all(self, error: KestrelError) -> None:
-        for request in self._open.values():
-            request.stream.fail(error)
-        self._open.clear()
+        requests, self._open = self._open, {}
+        for request in requests.values():
+            self._end(request, error)
         self._on_end()
 
     def _end(self, request: OpenRequest, outcome: Finished | KestrelError) -> None:
+        timings = request.timings
+        if timings.finished_at is None:  # The step thread never got to its end.
+            timings.scheduled_at = request.sequence.admitted_at
+            timings.finished_at = time.monotonic()
         if isinstance(outcome, KestrelError):
             self._observe(request, request.metrics(0), error=type(outcome).__name__)
             request.stream.fail(outcome)

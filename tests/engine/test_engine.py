@@ -238,11 +238,14 @@ async def test_a_hung_device_fails_those_who_wait_and_tells_where_it_hangs(fake_
     gate = Gate()
     config = RuntimeConfig(max_batch_size=3, step_timeout_s=0.3)
     built = fake_build(config, FakeRuntime(fake_limits, gate))
-    engine = kestrel_engine.InferenceEngine(config, built)
+    listener = Listener()
+    engine = kestrel_engine.InferenceEngine(config, built, observer=listener)
     streams = [await engine.submit("query", None, {"question": "a"}, GREEDY) for _ in range(4)]
     for stream in streams:
         with pytest.raises(RuntimeFailure, match="no step ended for"):
             await stream.result()
+    assert [e.error for e in listener.requests] == 4 * ["RuntimeFailure"]
+    assert all(e.metrics.total_time_ms >= 300 for e in listener.requests)
     assert not engine.is_ready
     with pytest.raises(EngineClosed, match="failed"):
         await engine.query(question="a")
