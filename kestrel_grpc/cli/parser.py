@@ -6,6 +6,7 @@ Exit status: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted. 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -98,6 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has enough; the interpreter would complain once more on its way out.
         sys.stderr.close()
         return EXIT_FAILED
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        return _fail(chosen, f"can't write: {error.strerror}", EXIT_FAILED)
 
 
 def _open_closed_streams() -> None:

@@ -266,6 +266,17 @@ def test_standard_input_that_is_closed_is_no_picture():
     assert done.stderr == "kestrel-grpc caption: error: the picture has no bytes\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_told_in_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*PROGRAM, "token", "x"], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+            timeout=60, env=environment(PYTHONUNBUFFERED="1"),
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == "kestrel-grpc token: error: can't write: No space left on device\n"
+
+
 def test_a_server_needs_no_standard_streams(tmp_path):
     address = f"unix:{tmp_path}/s.sock"
     popen = subprocess.Popen(
