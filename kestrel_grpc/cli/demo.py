@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -67,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"can't make the folder {args.output!r}: {error.strerror}") from None
     if not Path(args.image).is_file():
         raise CommandError(f"there is no picture {args.image!r}")
+    # As Ctrl-C does: the server must not outlive us.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _server(args.model) as address:
         try:
             with KestrelClient(address) as client:

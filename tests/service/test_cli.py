@@ -422,6 +422,24 @@ def test_a_second_signal_ends_the_server_at_once(golden_folder, tmp_path):
     assert not (tmp_path / "k.sock").exists()
 
 
+def test_a_demo_that_is_told_to_stop_takes_its_server_along(tmp_path):
+    popen = subprocess.Popen(
+        [*PROGRAM, "demo", "--output", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
+        env=environment(TMPDIR=str(tmp_path)),
+    )
+    with popen:
+        popen.stdout.readline()
+        assert READY.match(popen.stdout.readline().strip())
+        popen.send_signal(signal.SIGTERM)
+        # The folder of the socket is removed only after the server has ended.
+        assert popen.wait(30) == 130
+    assert not list(tmp_path.glob("kestrel-demo-*"))
+
+
 def test_the_demo_calls_everything_and_leaves_no_process(tmp_path):
     done = kestrel("demo", "--output", tmp_path / "out")
     assert done.returncode == 0, done.stderr
