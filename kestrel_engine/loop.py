@@ -54,7 +54,7 @@ class Work:
 @dataclass(frozen=True, slots=True)
 class _Out:
     plan: StepPlan
-    handle: StepHandle
+    handle: StepHandle | None
     launched_at: float
 
 
@@ -172,7 +172,17 @@ class EngineLoop:
             )
 
     def _launch(self, plan: StepPlan, now: float) -> None:
-        self._out.append(_Out(plan, self._runtime.launch(plan), now))
+        try:
+            handle = self._runtime.launch(plan)
+        except (
+            Exception
+        ):  # The loop's edge, as in _collect; steps fail in order, so those before it come first.
+            while self._out:
+                self._collect()
+            logger.exception("step %d could not be launched", plan.step_id)
+            self._fail_step(_Out(plan, None, now))
+            return
+        self._out.append(_Out(plan, handle, now))
         for row in plan.prefill + plan.decode:
             if row.sample is not None:
                 try:
@@ -191,17 +201,21 @@ class EngineLoop:
     def _collect(self) -> None:
         out = self._out.popleft()
         try:
+            assert out.handle is not None
             result = self._runtime.collect(out.handle)
         except Exception:  # The loop's edge: a failed step ends its requests, not the engine.
             logger.exception("step %d failed", out.plan.step_id)
-            self._observe(out, StepResult(), failed=True)
-            for sequence_id in self._scheduler.fail_step(out.plan):
-                self._end(sequence_id, RuntimeFailure("the step that computed this request failed"))
+            self._fail_step(out)
             return
         self._beat_at = self._clock()
         self._observe(out, result, failed=False)
         for sequence, token in self._scheduler.commit(out.plan, result):
             self._consume(self._active[sequence.sequence_id], token)
+
+    def _fail_step(self, out: _Out) -> None:
+        self._observe(out, StepResult(), failed=True)
+        for sequence_id in self._scheduler.fail_step(out.plan):
+            self._end(sequence_id, RuntimeFailure("the step that computed this request failed"))
 
     def _consume(self, work: Work, token: StepToken) -> None:
         sequence = work.sequence
@@ -311,7 +325,10 @@ class EngineLoop:
             cached_positions=stats.cached_positions,
             prompt_positions=stats.prompt_positions,
         )
-        self._observer.on_step(event)
+        try:
+            self._observer.on_step(event)
+        except Exception:  # What measures must not disturb what it measures.
+            logger.exception("the observer failed on a step")
 
     def _about(self, keys: set[str]) -> tuple[str, ...]:
         """Requests about one of the pictures."""

@@ -7,6 +7,7 @@ Knows no scheduler and no runtime.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
 
@@ -17,6 +18,8 @@ from .observer import Observer, RequestEvent
 from .scheduler.sequence import Sequence
 from .stream import EngineStream
 from .timings import RequestTimings
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True)
@@ -128,4 +131,7 @@ class OpenRequests:
             first_token_at=timings.first_token_at,
             finished_at=timings.finished_at or time.monotonic(),
         )
-        self._observer.on_request(event)
+        try:
+            self._observer.on_request(event)
+        except Exception:  # What measures must not disturb what it measures.
+            logger.exception("the observer failed on request %s", event.request_id)

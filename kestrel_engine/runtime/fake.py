@@ -48,6 +48,7 @@ class FakeRuntime:
         self._lost = LostWork()
         self.plans: list[StepPlan] = []
         self.fail_next: Exception | None = None
+        self.fail_launch: Exception | None = None
         self.closed = False
 
     @property
@@ -56,6 +57,9 @@ class FakeRuntime:
 
     def launch(self, plan: StepPlan) -> StepPlan:
         assert not self.closed
+        if self.fail_launch is not None:
+            error, self.fail_launch = self.fail_launch, None
+            raise error
         self._launched.append(plan)
         return plan
 

@@ -296,6 +296,36 @@ async def test_a_picture_prepared_while_the_engine_died_is_not_waited_for(
     assert engine.num_requests == 0
 
 
+async def test_a_step_that_cannot_be_launched_fails_its_requests_and_the_engine_goes_on(
+    make_engine, fake_limits
+):
+    runtime = FakeRuntime(fake_limits, cost=lambda plan: 0.005)
+    engine = make_engine(runtime)
+    running = await engine.query(question="a", stream=True, settings={"max_tokens": 50})
+    await anext(running)
+    runtime.fail_launch = RuntimeError("out of memory")
+    with pytest.raises(RuntimeFailure):
+        await running.result()
+    assert (await engine.query(PICTURE, "what?", settings=GREEDY)).output["answer"]
+
+
+class Spiteful:
+    def on_step(self, event):
+        raise ValueError("no")
+
+    def on_request(self, event):
+        raise ValueError("no")
+
+
+async def test_an_observer_that_raises_disturbs_nobody(fake_limits, caplog):
+    config = RuntimeConfig(max_batch_size=3)
+    built = fake_build(config, FakeRuntime(fake_limits))
+    async with kestrel_engine.InferenceEngine(config, built, observer=Spiteful()) as engine:
+        assert (await engine.query(question="a", settings=GREEDY)).output["answer"]
+    assert "the observer failed on a step" in caplog.text
+    assert "the observer failed on request" in caplog.text
+
+
 async def test_a_deadline_in_the_queue_drops_the_request_before_any_compute(
     make_engine, fake_limits
 ):
