@@ -173,11 +173,16 @@ class Hub:
 
     def _offline(self, file: HubFile) -> DownloadError:
         endpoint = self._endpoint or hf.constants.ENDPOINT
-        option = "--tokenizer" if file.file.endswith("tokenizer.json") else "--weights"
+        tokenizer = file.file.endswith("tokenizer.json")
+        named = (
+            f"name {file.file} with --tokenizer"
+            if tokenizer
+            else "name their folder with --weights"
+        )
         return DownloadError(
             f"{file.file} of {file.repo}@{file.revision} is not in the cache ({self._cache()}) and {endpoint} can't be "
             f"reached ({self._offline_reason}). On a connected machine run `hf download {file.repo} --revision "
-            f"{file.revision}`, copy the files here and name their folder with {option}"
+            f"{file.revision}`, copy the files here and {named}"
         )
 
     def _cache(self) -> str:
