@@ -73,7 +73,9 @@ async def test_a_request_that_waits_in_the_queue_is_dropped_at_its_deadline(serv
     running = [
         asyncio.ensure_future(served.vision.Query(LONG)) for _ in range(LIMITS.max_batch_size)
     ]
-    while served.engine.num_requests < len(running):
+    while served.engine.stats.running < len(
+        running
+    ):  # Not one still prepares or waits for a prefix.
         await asyncio.sleep(0.005)
     told = await failure(served.vision.Query(LONG, timeout=0.1))
     assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -92,7 +94,9 @@ async def test_urgent_requests_are_taken_up_first(serve):
     running = [
         asyncio.ensure_future(served.vision.Query(LONG)) for _ in range(LIMITS.max_batch_size)
     ]
-    while served.engine.num_requests < len(running):
+    while served.engine.stats.running < len(
+        running
+    ):  # Not one still prepares or waits for a prefix.
         await asyncio.sleep(0.005)
     order = []
 
@@ -120,11 +124,13 @@ async def test_urgent_requests_are_taken_up_first(serve):
 
 
 async def test_a_request_that_waits_too_long_is_refused_with_a_hint(serve):
-    served = await serve(slow(), max_queue_wait_s=0.1)
+    served = await serve(slow(), max_queue_wait_s=0.4)
     running = [
         asyncio.ensure_future(served.vision.Query(LONG)) for _ in range(LIMITS.max_batch_size)
     ]
-    while served.engine.num_requests < len(running):
+    while served.engine.stats.running < len(
+        running
+    ):  # Not one still prepares or waits for a prefix.
         await asyncio.sleep(0.005)
     told = await failure(served.vision.Query(LONG))
     assert told.code is grpc.StatusCode.RESOURCE_EXHAUSTED
