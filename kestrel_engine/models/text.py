@@ -53,13 +53,16 @@ class Tau:
 class Moe:
     """Mixture of experts: the chosen experts' outputs, weighted by a softmax over the chosen router logits.
 
-    ``fc1`` [experts, 2 * inner, dim]: rows of h, then of g. ``fc2`` [experts, dim, inner].
+    ``fc1`` [experts, 2 * inner, dim]: rows of h, then of g. ``fc2`` [experts, dim, inner]. Where they are float8_e4m3fn
+    each row has a float32 scale, ``fc1_scale`` [experts, 2 * inner] and ``fc2_scale`` [experts, dim]: W = fp8 * scale.
     """
 
     router: Linear
     fc1: Tensor
     fc2: Tensor
     experts_per_token: int
+    fc1_scale: Tensor | None = None
+    fc2_scale: Tensor | None = None
 
     @classmethod
     def load(cls, tensors: Tensors, name: str, experts_per_token: int) -> Moe:
@@ -68,6 +71,8 @@ class Moe:
             tensors[f"{name}.fc1.weight"],
             tensors[f"{name}.fc2.weight"],
             experts_per_token,
+            tensors.get(f"{name}.fc1.scale"),
+            tensors.get(f"{name}.fc2.scale"),
         )
 
     def __call__(self, u: Tensor) -> Tensor:
@@ -95,8 +100,17 @@ class Moe:
 
     def expert(self, index: int, u: Tensor) -> Tensor:
         """One expert's output for ``u`` [num_tokens, dim]."""
-        h, g = F.linear(u, self.fc1[index]).chunk(2, dim=-1)
-        return F.linear(gelu_erf(h) * (g + 1), self.fc2[index])
+        fc1 = _dequantised(self.fc1, self.fc1_scale, index, u.dtype)
+        fc2 = _dequantised(self.fc2, self.fc2_scale, index, u.dtype)
+        h, g = F.linear(u, fc1).chunk(2, dim=-1)
+        return F.linear(gelu_erf(h) * (g + 1), fc2)
+
+
+def _dequantised(weight: Tensor, scale: Tensor | None, index: int, dtype: torch.dtype) -> Tensor:
+    """One expert's weight [rows, columns], in the type of the computation."""
+    if scale is None:
+        return weight[index]
+    return (weight[index].float() * scale[index].unsqueeze(-1)).to(dtype)
 
 
 class TextBlock:
