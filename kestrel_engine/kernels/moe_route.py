@@ -1,0 +1,221 @@
+"""Routing of a mixture of experts: each token's experts and their weights, and the pairs grouped by expert.
+
+A pair is one token with one of its experts: pair = token * k + choice. All of it stays on the device: grids depend on
+shapes only, so a captured graph replays it with any routing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_CHUNK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Pairs in the order of their experts, cut into tiles of at most ``tile`` pairs of one expert.
+
+    ``order`` [pairs] int32: the pair at each place. ``tiles`` [3, num_tiles] int32: expert of the tile (-1: none, the
+    tile is beyond the end), its first place, and the end of its expert's places (a tile may end before).
+    """
+
+    order: Tensor
+    tiles: Tensor
+    tile: int
+
+    @property
+    def num_tiles(self) -> int:
+        return self.tiles.shape[1]
+
+
+def route(
+    logits: Tensor, k: int, *, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Of ``logits`` [T, E]: weights [T, k] float32 and experts [T, k] int32, largest first, ties to the lower expert.
+
+    The weights are a softmax over the chosen logits. NaN sorts above everything, and shows in the weights.
+    """
+    num_tokens, num_experts = logits.shape
+    if not 1 <= k <= num_experts:
+        raise ValueError(f"{k} of {num_experts} experts")
+    if out is None:
+        weights = torch.empty((num_tokens, k), dtype=torch.float32, device=logits.device)
+        experts = torch.empty((num_tokens, k), dtype=torch.int32, device=logits.device)
+    else:
+        weights, experts = out
+    # Few rows a program while there are few tokens: their latency is all that a decode step sees of this kernel.
+    rows = 1 if num_tokens <= 512 else 8
+    _route_kernel[(triton.cdiv(num_tokens, rows),)](
+        logits,
+        weights,
+        experts,
+        num_tokens,
+        logits.stride(0),
+        NUM_EXPERTS=num_experts,
+        K=k,
+        ROWS=rows,
+        EXPERTS_PAD=triton.next_power_of_2(num_experts),
+        K_PAD=triton.next_power_of_2(k),
+        num_warps=1 if rows == 1 else 4,
+    )
+    return weights, experts
+
+
+def group_by_expert(experts: Tensor, num_experts: int, tile: int) -> Grouping:
+    """Groups the pairs of ``experts`` [T, k] int32; within an expert they keep their order, so results repeat."""
+    num_pairs = experts.numel()
+    device = experts.device
+    num_chunks = triton.cdiv(num_pairs, _CHUNK)
+    num_tiles = num_pairs // tile + min(num_experts, num_pairs)
+    counts = torch.empty((num_chunks, num_experts), dtype=torch.int32, device=device)
+    order = torch.empty(num_pairs, dtype=torch.int32, device=device)
+    tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=device)
+    experts_pad = triton.next_power_of_2(num_experts)
+    _count_kernel[(num_chunks,)](
+        experts,
+        counts,
+        num_pairs,
+        NUM_EXPERTS=num_experts,
+        EXPERTS_PAD=experts_pad,
+        CHUNK=_CHUNK,
+        num_warps=8,
+    )
+    _place_kernel[(num_chunks,)](
+        experts,
+        counts,
+        order,
+        tiles,
+        num_pairs,
+        num_chunks,
+        num_tiles,
+        NUM_EXPERTS=num_experts,
+        EXPERTS_PAD=experts_pad,
+        CHUNK=_CHUNK,
+        TILE=tile,
+        num_warps=8,
+    )
+    return Grouping(order, tiles, tile)
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr,
+    weights_ptr,
+    experts_ptr,
+    num_tokens,
+    stride,
+    NUM_EXPERTS: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr,
+    K_PAD: tl.constexpr,
+):
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, EXPERTS_PAD)
+    valid = (token < num_tokens)[:, None] & (expert < NUM_EXPERTS)[None, :]
+    logits = tl.load(
+        logits_ptr + token.to(tl.int64)[:, None] * stride + expert[None, :], mask=valid, other=0.0
+    ).to(tl.float32)
+    logits = tl.where(logits == 0.0, 0.0, logits)  # -0.0 ties with 0.0
+    # One integer orders by logit, then by lower expert: float bits become monotonic when a negative's are flipped.
+    bits = logits.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = (bits.to(tl.int64) << 32) | (EXPERTS_PAD - 1 - expert).to(tl.int64)[None, :]
+    least = -0x7FFFFFFFFFFFFFFF
+    key = tl.where((expert < NUM_EXPERTS)[None, :], key, least)
+    choice = tl.arange(0, K_PAD)
+    chosen = tl.zeros([ROWS, K_PAD], tl.int32)
+    values = tl.full([ROWS, K_PAD], float("-inf"), tl.float32)
+    for i in tl.static_range(K):
+        best = tl.max(key, axis=1)
+        is_best = key == best[:, None]
+        value = tl.sum(tl.where(is_best, logits, 0.0), axis=1)
+        index = EXPERTS_PAD - 1 - (best & 0xFFFFFFFF).to(tl.int32)
+        chosen = tl.where((choice == i)[None, :], index[:, None], chosen)
+        values = tl.where((choice == i)[None, :], value[:, None], values)
+        key = tl.where(is_best, least, key)
+    exponentials = tl.exp(values - tl.max(values, axis=1)[:, None])
+    weights = exponentials / tl.sum(exponentials, axis=1)[:, None]
+    at = token[:, None] * K + choice[None, :]
+    stored = (token < num_tokens)[:, None] & (choice < K)[None, :]
+    tl.store(weights_ptr + at, weights, mask=stored)
+    tl.store(experts_ptr + at, chosen, mask=stored)
+
+
+@triton.jit
+def _count_kernel(
+    experts_ptr,
+    counts_ptr,
+    num_pairs,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Counts of each expert in one chunk of pairs."""
+    chunk = tl.program_id(0)
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.arange(0, EXPERTS_PAD)
+    of_pair = tl.load(experts_ptr + pair, mask=pair < num_pairs, other=-1)
+    counts = tl.sum((of_pair[:, None] == expert[None, :]).to(tl.int32), axis=0)
+    tl.store(counts_ptr + chunk * NUM_EXPERTS + expert, counts, mask=expert < NUM_EXPERTS)
+
+
+@triton.jit
+def _place_kernel(
+    experts_ptr,
+    counts_ptr,
+    order_ptr,
+    tiles_ptr,
+    num_pairs,
+    num_chunks,
+    num_tiles,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Places one chunk's pairs after those of lower experts and of the expert's earlier chunks; program 0 also cuts
+    the experts into tiles."""
+    chunk = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS_PAD)
+    total = tl.zeros([EXPERTS_PAD], tl.int32)
+    before = tl.zeros([EXPERTS_PAD], tl.int32)
+    for first in range(0, num_chunks, 32):
+        other = first + tl.arange(0, 32)
+        counts = tl.load(
+            counts_ptr + other[:, None] * NUM_EXPERTS + expert[None, :],
+            mask=(other < num_chunks)[:, None] & (expert < NUM_EXPERTS)[None, :],
+            other=0,
+        )
+        total += tl.sum(counts, axis=0)
+        before += tl.sum(tl.where((other < chunk)[:, None], counts, 0), axis=0)
+    begin = tl.cumsum(total, axis=0) - total
+
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    of_pair = tl.load(experts_ptr + pair, mask=pair < num_pairs, other=-1)
+    belongs = of_pair[:, None] == expert[None, :]
+    rank = tl.cumsum(belongs.to(tl.int32), axis=0) - 1
+    place = tl.sum(tl.where(belongs, (begin + before)[None, :] + rank, 0), axis=1)
+    tl.store(order_ptr + place, pair, mask=pair < num_pairs)
+
+    if chunk == 0:
+        tiles = (total + TILE - 1) // TILE
+        last = tl.cumsum(tiles, axis=0)
+        for first in range(0, num_tiles, 32):
+            tile = first + tl.arange(0, 32)
+            of_tile = tl.sum((last[None, :] <= tile[:, None]).to(tl.int32), axis=1)
+            mine = of_tile[:, None] == expert[None, :]
+            first_tile = tl.sum(tl.where(mine, (last - tiles)[None, :], 0), axis=1)
+            first_place = tl.sum(tl.where(mine, begin[None, :], 0), axis=1)
+            count = tl.sum(tl.where(mine, total[None, :], 0), axis=1)
+            stored = tile < num_tiles
+            of_tile = tl.where(of_tile < EXPERTS_PAD, of_tile, -1)
+            tl.store(tiles_ptr + tile, of_tile, mask=stored)
+            at = first_place + (tile - first_tile) * TILE
+            tl.store(tiles_ptr + num_tiles + tile, at, mask=stored)
+            tl.store(tiles_ptr + 2 * num_tiles + tile, first_place + count, mask=stored)
