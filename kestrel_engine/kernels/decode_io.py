@@ -1,0 +1,163 @@
+"""The two ends of a decode pass: what each row is fed, and what is kept of what it sampled.
+
+A row's input is either told by the host or what its sequence's last row sampled, which only the device may know yet:
+the tokens sampled last lie in arrays with a place for each sequence. Kinds of tokens: TEXT, COORD, SIZE.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PREVIOUS, TEXT, COORD, SIZE = -1, 0, 1, 2
+
+RESULT_WIDTH = 8
+"""int32 columns of a result: id, bad, bits of the id's log-probability, coord bin, width bin, height bin, bits of the
+coord's log-probability, bits of the size's."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """The token that each sequence sampled last. ``ids``, ``kinds`` [num_seqs] int32; ``values`` [num_seqs, 2]
+    float32: a coordinate, or width and height."""
+
+    ids: Tensor
+    kinds: Tensor
+    values: Tensor
+
+    @classmethod
+    def empty(cls, num_seqs: int, device: torch.device) -> SampledTokens:
+        ints = torch.zeros(2, num_seqs, dtype=torch.int32, device=device)
+        return cls(ints[0], ints[1], torch.zeros(num_seqs, 2, device=device))
+
+
+def feed_rows(
+    seqs: Tensor,
+    kinds: Tensor,
+    ids: Tensor,
+    values: Tensor,
+    sampled: SampledTokens,
+    wte: Tensor,
+    *,
+    x: Tensor,
+    kinds_out: Tensor,
+    values_out: Tensor,
+) -> None:
+    """Resolves ``kinds`` [M] (PREVIOUS: see ``sampled`` at ``seqs``), and embeds.
+
+    ``ids`` [M], ``values`` [M, 2] count where the kind is told. Writes ``x`` [M, dim]: the row of ``wte`` for TEXT,
+    undefined for others; ``kinds_out`` [M] int32 and ``values_out`` [M, 2] float32.
+    """
+    dim = wte.shape[1]
+    _feed_kernel[(len(x),)](
+        seqs, kinds, ids, values, sampled.ids, sampled.kinds, sampled.values,
+        wte, x, kinds_out, values_out, dim, triton.next_power_of_2(dim),
+    )  # fmt: skip
+
+
+@triton.jit
+def _feed_kernel(
+    seqs, kinds, ids, values, last_ids, last_kinds, last_values,
+    wte, x, kinds_out, values_out, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    seq = tl.load(seqs + row)
+    kind = tl.load(kinds + row)
+    previous = kind < 0
+    kind = tl.where(previous, tl.load(last_kinds + seq), kind)
+    token = tl.where(previous, tl.load(last_ids + seq), tl.load(ids + row)).to(tl.int64)
+    first = tl.where(previous, tl.load(last_values + 2 * seq), tl.load(values + 2 * row))
+    second = tl.where(previous, tl.load(last_values + 2 * seq + 1), tl.load(values + 2 * row + 1))
+    tl.store(kinds_out + row, kind)
+    tl.store(values_out + 2 * row, first)
+    tl.store(values_out + 2 * row + 1, second)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < DIM
+    # A value's row may carry any id: it is not looked up.
+    embedding = tl.load(wte + tl.where(kind == 0, token, 0) * DIM + columns, mask=inside)
+    tl.store(x + row * DIM + columns, embedding, mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """What a region head's logits say: ``bins`` int32 and ``logprobs`` float32 [M, heads], of ``num_bins`` bins."""
+
+    bins: Tensor
+    logprobs: Tensor
+    num_bins: int
+
+
+def keep_rows(
+    seqs: Tensor,
+    flags: Tensor,
+    ids: Tensor,
+    logprobs: Tensor,
+    bad: Tensor,
+    coords: Bins | None,
+    sizes: Bins | None,
+    sampled: SampledTokens,
+    results: Tensor,
+    *,
+    coord_id: int,
+    size_id: int,
+    reads_coord: int,
+    reads_size: int,
+) -> None:
+    """Writes what M rows sampled to ``sampled`` at ``seqs`` and to ``results`` [M, RESULT_WIDTH] int32.
+
+    ``flags`` [M] int32, any stride: bits ``reads_coord`` and ``reads_size`` say that a row with that id takes a value
+    from ``coords`` [M, 1] or ``sizes`` [M, 2]. With None for both no row may ask for one.
+    """
+    assert (coords is None) == (sizes is None), "coordinates and sizes are read together"
+    spatial = coords is not None
+    nothing = Bins(ids, logprobs, 2)
+    of_coords, of_sizes = coords or nothing, sizes or nothing
+    _keep_kernel[(len(ids),)](
+        seqs, flags, flags.stride(0), ids, logprobs, bad,
+        of_coords.bins, of_coords.logprobs, of_sizes.bins, of_sizes.logprobs,
+        sampled.ids, sampled.kinds, sampled.values, results, results.stride(0),
+        of_coords.num_bins, of_sizes.num_bins, coord_id, size_id, reads_coord, reads_size, spatial,
+    )  # fmt: skip
+
+
+@triton.jit
+def _keep_kernel(
+    seqs, flags, flag_stride, ids, logprobs, bad,
+    coord_bins, coord_logprobs, size_bins, size_logprobs,
+    last_ids, last_kinds, last_values, results, result_stride,
+    NUM_COORD: tl.constexpr, NUM_SIZE: tl.constexpr, COORD_ID: tl.constexpr, SIZE_ID: tl.constexpr,
+    READS_COORD: tl.constexpr, READS_SIZE: tl.constexpr, SPATIAL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    seq = tl.load(seqs + row)
+    token = tl.load(ids + row)
+    out = results + row * result_stride
+    tl.store(last_ids + seq, token)
+    tl.store(out, token)
+    tl.store(out + 1, tl.load(bad + row))
+    tl.store(out + 2, tl.load(logprobs + row).to(tl.int32, bitcast=True))
+    kind = token * 0
+    if SPATIAL:
+        flag = tl.load(flags + row * flag_stride)
+        kind = tl.where(((flag & READS_COORD) != 0) & (token == COORD_ID), 1, kind)
+        kind = tl.where(((flag & READS_SIZE) != 0) & (token == SIZE_ID), 2, kind)
+        place = tl.load(coord_bins + row)
+        width = tl.load(size_bins + 2 * row)
+        height = tl.load(size_bins + 2 * row + 1)
+        tl.store(out + 3, place)
+        tl.store(out + 4, width)
+        tl.store(out + 5, height)
+        tl.store(out + 6, tl.load(coord_logprobs + row).to(tl.int32, bitcast=True))
+        of_size = tl.load(size_logprobs + 2 * row) + tl.load(size_logprobs + 2 * row + 1)
+        tl.store(out + 7, of_size.to(tl.int32, bitcast=True))
+        # In float64, as models.region computes them on the host (moondream.md section 7).
+        coord = (place.to(tl.float64) / NUM_COORD).to(tl.float32)
+        w = tl.exp2(10.0 * width.to(tl.float64) / (NUM_SIZE - 1) - 10.0).to(tl.float32)
+        h = tl.exp2(10.0 * height.to(tl.float64) / (NUM_SIZE - 1) - 10.0).to(tl.float32)
+        tl.store(last_values + 2 * seq, tl.where(kind == 1, coord, w))
+        tl.store(last_values + 2 * seq + 1, h)
+    tl.store(last_kinds + seq, kind)
