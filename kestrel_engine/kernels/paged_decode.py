@@ -1,0 +1,381 @@
+"""Decode attention: one new token a row against its sequence's pages, in one launch (flash decoding).
+
+Owns everything between the qkv GEMM and the output projection of a decode step: Moondream 3's tau factors, RoPE,
+storing the new key and value, and softmax attention over positions 0..p, all in float32. Positions of a row are
+divided among ``splits`` programs for each group of heads; they leave partial sums, and the program that finishes last
+adds them up (or a second kernel does), always in the order of the splits, so the result is deterministic.
+
+The split-and-merge scheme is Flash-Decoding's (Dao et al. 2023). One query a row makes no use of matrix units: products
+are fused multiply-adds over tiles [positions, heads, head_dim], which read whole runs of ``heads * head_dim`` elements.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """A program's tile: ``heads`` heads by ``block`` positions at a time; ``stages`` > 1 copies tiles ahead through
+    shared memory. ``merge_last``: the last program to finish merges the splits; else a second kernel does."""
+
+    heads: int
+    block: int
+    num_warps: int
+    stages: int = 1
+    merge_last: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """Partial sums of the splits, for one launch at a time: launches on one stream may share it.
+
+    ``sums`` [entries, num_heads * head_dim] and ``stats`` [entries, 2 * num_heads] float32, an entry for each row and
+    split; ``arrived`` [rows * num_heads] int32, zero between launches (every launch leaves it so).
+    """
+
+    sums: Tensor
+    stats: Tensor
+    arrived: Tensor
+
+    @classmethod
+    def allocate(
+        cls, shapes: list[tuple[int, int]], num_heads: int, head_dim: int, device: torch.device
+    ) -> DecodeWorkspace:
+        """Room for the largest of ``shapes``, pairs of (rows, splits)."""
+        entries = max(rows * splits for rows, splits in shapes)
+        rows = max(rows for rows, _ in shapes)
+        return cls(
+            torch.empty(entries, num_heads * head_dim, dtype=torch.float32, device=device),
+            torch.empty(entries, 2 * num_heads, dtype=torch.float32, device=device),
+            torch.zeros(rows * num_heads, dtype=torch.int32, device=device),
+        )
+
+
+def candidates(head_dim: int, dtype: torch.dtype) -> list[DecodeConfig]:
+    """What the benchmark tries. A warp's 16-byte loads cover ``warp_heads`` heads of one position; with one warp for
+    every ``warp_heads`` heads no softmax crosses warps, with more warps more positions are in flight."""
+    lanes = max(1, head_dim * dtype.itemsize // 16)
+    warp_heads = max(1, 32 // lanes)
+    one, two, four = warp_heads, 2 * warp_heads, 4 * warp_heads
+    return [
+        *(DecodeConfig(one, 64, 4, merge_last=last) for last in (True, False)),
+        *(DecodeConfig(one, 32, 2, merge_last=last) for last in (True, False)),
+        DecodeConfig(one, 16, 1),
+        DecodeConfig(one, 16, 1, stages=3),
+        DecodeConfig(one, 32, 4, stages=3),
+        DecodeConfig(two, 32, 4),
+        DecodeConfig(two, 16, 2),
+        DecodeConfig(two, 16, 2, stages=3),
+        DecodeConfig(two, 8, 2, stages=5),
+        DecodeConfig(four, 16, 4),
+        DecodeConfig(four, 8, 4, stages=3),
+        DecodeConfig(four, 8, 4, stages=5),
+    ]
+
+
+def _config(rows: int, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
+    lanes = max(1, head_dim * dtype.itemsize // 16)
+    warp_heads = max(1, 32 // lanes)
+    if rows <= 8:
+        return DecodeConfig(warp_heads, 64, 4)
+    return DecodeConfig(warp_heads, 32, 2)
+
+
+def choose_splits(rows: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Enough programs for four on each of an H200's 132 multiprocessors, at most 16 a row."""
+    groups = -(-num_heads // _config(rows, head_dim, dtype).heads)
+    wanted = -(-4 * 132 // (rows * groups))
+    return max(1, min(16, wanted))
+
+
+def paged_decode(
+    qkv: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    page_table: Tensor,
+    row_seq: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    page_size: int,
+    tau: tuple[Tensor, Tensor] | None = None,
+    splits: int,
+    workspace: DecodeWorkspace | None,
+    out: Tensor,
+    config: DecodeConfig | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """Stores each row's new key and value, and returns ``out`` [M, H*D]: its attention to positions 0..p of itself.
+
+    ``qkv`` [M, >= 3*H*D]: q, k and v of all heads, neither rotated nor scaled; left as it is. ``key_pool`` and
+    ``value_pool`` [num_slots, H, D], one layer, contiguous. ``page_table`` [num_seqs, max_pages] int32; ``row_seq``
+    and ``positions`` [M] int32: whose pages a row uses and where its token stands. ``cos`` and ``sin``
+    [max_positions, rotary_dim / 2] float32. ``tau``: raw content [M, 2*H] and alpha [H] float32. ``workspace`` is
+    needed where ``splits`` > 1. Columns of ``qkv``, ``content`` and ``out`` are contiguous, row strides free.
+
+    A row sees its own token and slots of positions below p, nothing else. Rows of one sequence must not meet in one
+    launch, except padding rows (position 0 of a spare sequence that nobody reads).
+
+    ``pdl``: launched so that it may begin before the previous kernel has ended; then page table, positions and older
+    keys must have been written before that kernel began, and it must wait for its own predecessor before it lets this
+    one start.
+    """
+    rows = qkv.shape[0]
+    _, num_heads, head_dim = key_pool.shape
+    assert key_pool.is_contiguous() and value_pool.shape == key_pool.shape
+    assert value_pool.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+    assert qkv.stride(1) == 1 and qkv.shape[1] >= 3 * num_heads * head_dim
+    assert out.stride(1) == 1 and out.shape == (rows, num_heads * head_dim)
+    assert len(row_seq) == len(positions) == rows and page_table.stride(1) == 1
+    chosen = config or _config(rows, head_dim, key_pool.dtype)
+    heads = min(chosen.heads, triton.next_power_of_2(num_heads))
+    groups = triton.cdiv(num_heads, heads)
+    if splits > 1:
+        assert workspace is not None, "splits need a workspace"
+        assert len(workspace.sums) >= rows * splits and len(workspace.arrived) >= rows * groups
+        sums, stats, arrived = workspace.sums, workspace.stats, workspace.arrived
+    else:
+        sums = stats = arrived = positions  # Never touched.
+    content, alpha = tau if tau is not None else (qkv, cos)
+    assert tau is None or content.stride(1) == 1
+    block_dim = triton.next_power_of_2(head_dim)
+    shape = {"H": num_heads, "D": head_dim, "BD": block_dim, "SPLITS": splits}
+    launch = {"launch_pdl": True} if pdl else {}
+    _decode[(groups, splits, rows)](
+        qkv,
+        key_pool,
+        value_pool,
+        page_table,
+        row_seq,
+        positions,
+        cos,
+        sin,
+        content,
+        alpha,
+        sums,
+        stats,
+        arrived,
+        out,
+        qkv.stride(0),
+        page_table.stride(0),
+        content.stride(0),
+        out.stride(0),
+        head_dim**-0.5 * math.log2(math.e),
+        ROT=2 * cos.shape[-1],
+        PAGE=page_size,
+        HEADS=heads,
+        BLOCK=chosen.block,
+        STAGES=chosen.stages,
+        TAU=tau is not None,
+        MERGE=chosen.merge_last,
+        PDL=pdl,
+        num_warps=chosen.num_warps,
+        **shape,
+        **launch,
+    )
+    if splits > 1 and not chosen.merge_last:
+        few = min(4, heads)
+        _merge_splits[(triton.cdiv(num_heads, few), rows)](
+            positions,
+            sums,
+            stats,
+            out,
+            out.stride(0),
+            HEADS=few,
+            PDL=pdl,
+            num_warps=4,
+            **shape,
+            **launch,
+        )
+    return out
+
+
+@triton.jit
+def _chunk(position, SPLITS: tl.constexpr):
+    """Positions of one split: whole eights, so that few splits are needed for few positions."""
+    return tl.cdiv(tl.cdiv(position, SPLITS), 8) * 8
+
+
+@triton.jit
+def _num_active(position, SPLITS: tl.constexpr):
+    return tl.maximum(tl.cdiv(position, tl.maximum(_chunk(position, SPLITS), 1)), 1)
+
+
+@triton.jit
+def _tau(content, alpha, heads, known, position):
+    """tanh(content) + 0.5 + sigmoid(alpha * ln(p + 1)), [HEADS] float32."""
+    raw = tl.load(content + heads, mask=known, other=0.0).to(tl.float32)
+    turn = tl.load(alpha + heads, mask=known, other=0.0)
+    place = tl.sigmoid(turn * tl.log(position.to(tl.float32) + 1.0))
+    return 2.0 * tl.sigmoid(2.0 * raw) - 0.5 + place  # tanh(x) = 2 * sigmoid(2x) - 1
+
+
+@triton.jit
+def _merged(sums, stats, entry, active, heads, hd, known, known_hd, H: tl.constexpr, D: tl.constexpr,
+            SPLITS: tl.constexpr, HEADS: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    """[HEADS, BD]: the attention of one row from its splits, in their order. Reads past L1, which may be stale."""
+    most = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, BD], tl.float32)
+    for first in range(0, active, CHUNK):
+        split = first + tl.arange(0, CHUNK)
+        there = split < active
+        at = (entry + split).to(tl.int64)
+        stat = at[:, None] * (2 * H) + heads[None, :]
+        mask = there[:, None] & known[None, :]
+        m = tl.load(stats + stat, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        weight = tl.load(stats + stat + H, mask=mask, other=0.0, cache_modifier=".cg")
+        part = tl.load(
+            sums + at[:, None, None] * (H * D) + hd[None, :, :],
+            mask=there[:, None, None] & known_hd[None, :, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        higher = tl.maximum(most, tl.max(m, 0))
+        # A head beyond the last has no maximum; zero keeps -inf - -inf out.
+        higher = tl.where(known, higher, 0.0)
+        scale = tl.exp2(m - higher[None, :])
+        before = tl.exp2(most - higher)
+        total = total * before + tl.sum(scale * weight, 0)
+        acc = acc * before[:, None] + tl.sum(scale[:, :, None] * part, 0)
+        most = higher
+    return acc / tl.where(known, total, 1.0)[:, None]
+
+
+@triton.jit
+def _decode(
+    qkv, key_pool, value_pool, page_table, row_seq, positions, cos, sin, content, alpha, sums, stats, arrived, out,
+    qkv_stride, table_stride, content_stride, out_stride, scale,
+    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TAU: tl.constexpr, MERGE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    # Groups run fastest: neighbouring programs read neighbouring heads of the same positions.
+    group, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position = tl.load(positions + row)
+    table = page_table + tl.load(row_seq + row).to(tl.int64) * table_stride
+    chunk = _chunk(position, SPLITS)
+    begin = split * chunk
+    end = tl.minimum(begin + chunk, position)
+    if (begin >= end) & (split > 0):
+        return
+
+    heads = group * HEADS + tl.arange(0, HEADS)
+    d = tl.arange(0, BD)
+    hd = heads[:, None] * D + d[None, :]
+    known = heads < H
+    known_hd = known[:, None] & (d < D)[None, :]
+    half: tl.constexpr = ROT // 2
+    turns = d < ROT
+    other_d = tl.where(d < half, d + half, tl.where(turns, d - half, d))
+    other = heads[:, None] * D + other_d[None, :]
+    angle = position.to(tl.int64) * half + tl.where(d < half, d, d - half)
+    cosine = tl.load(cos + angle, mask=turns, other=1.0)[None, :]
+    sine = tl.load(sin + angle, mask=turns, other=0.0)
+    sine = tl.where(d < half, -sine, sine)[None, :]
+    page = tl.load(table + position // PAGE)
+    slot = page.to(tl.int64) * PAGE + position % PAGE
+
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = qkv + row.to(tl.int64) * qkv_stride
+    q = tl.load(x + hd, mask=known_hd, other=0.0).to(tl.float32) * cosine
+    q += tl.load(x + other, mask=known_hd, other=0.0).to(tl.float32) * sine
+    x += H * D
+    k_new = tl.load(x + hd, mask=known_hd, other=0.0).to(tl.float32) * cosine
+    k_new += tl.load(x + other, mask=known_hd, other=0.0).to(tl.float32) * sine
+    v_new = tl.load(x + H * D + hd, mask=known_hd, other=0.0).to(tl.float32)
+    if TAU:
+        raw = content + row.to(tl.int64) * content_stride
+        q *= _tau(raw, alpha, heads, known, position)[:, None]
+        v_new *= _tau(raw + H, alpha, heads, known, position)[:, None]
+    q *= scale
+
+    # The first split begins with the new token, as later steps will read it: rounded to the pool's type.
+    first = split == 0
+    k_low = k_new.to(key_pool.dtype.element_ty)
+    v_low = v_new.to(value_pool.dtype.element_ty)
+    tl.store(key_pool + slot * (H * D) + hd, k_low, mask=known_hd & first)
+    tl.store(value_pool + slot * (H * D) + hd, v_low, mask=known_hd & first)
+    most = tl.where(first, tl.sum(q * k_low.to(tl.float32), 1), float("-inf"))
+    total = tl.where(first, 1.0, 0.0) + tl.zeros([HEADS], tl.float32)
+    acc = tl.where(first, v_low.to(tl.float32), 0.0)
+    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
+        at = start + tl.arange(0, BLOCK)
+        seen = at < end
+        pages = tl.load(table + at // PAGE, mask=seen, other=0)
+        run = (pages.to(tl.int64) * PAGE + at % PAGE) * (H * D)
+        offsets = run[:, None, None] + hd[None, :, :]
+        if (H % HEADS == 0) and (BD == D):
+            mask = seen[:, None, None]
+        else:
+            mask = seen[:, None, None] & known_hd[None, :, :]
+        k = tl.load(key_pool + offsets, mask=mask, other=0.0)
+        v = tl.load(value_pool + offsets, mask=mask, other=0.0)
+        scores = tl.sum(k.to(tl.float32) * q[None, :, :], 2)
+        scores = tl.where(seen[:, None], scores, float("-inf"))
+        higher = tl.maximum(most, tl.max(scores, 0))
+        weights = tl.exp2(scores - higher[None, :])
+        before = tl.exp2(most - higher)
+        total = total * before + tl.sum(weights, 0)
+        acc = acc * before[:, None] + tl.sum(weights[:, :, None] * v.to(tl.float32), 0)
+        most = higher
+
+    target = out + row.to(tl.int64) * out_stride
+    active = _num_active(position, SPLITS)
+    if (SPLITS == 1) | (active == 1):
+        tl.store(target + hd, (acc / total[:, None]).to(out.dtype.element_ty), mask=known_hd)
+    else:
+        entry = row * SPLITS
+        at_entry = (entry + split).to(tl.int64)
+        tl.store(sums + at_entry * (H * D) + hd, acc, mask=known_hd)
+        tl.store(stats + at_entry * (2 * H) + heads, most, mask=known)
+        tl.store(stats + at_entry * (2 * H) + H + heads, total, mask=known)
+        if MERGE:
+            counter = arrived + row * tl.num_programs(0) + group
+            # All threads' partial sums are out before one of them says so.
+            tl.debug_barrier()
+            before_us = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            if before_us == active - 1:
+                tl.store(counter, 0)
+                whole = _merged(
+                    sums, stats, entry, active, heads, hd, known, known_hd, H, D, SPLITS, HEADS, BD,
+                    CHUNK=8 if SPLITS > 4 else 4,
+                )  # fmt: skip
+                tl.store(target + hd, whole.to(out.dtype.element_ty), mask=known_hd)
+
+
+@triton.jit
+def _merge_splits(
+    positions, sums, stats, out, out_stride,
+    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    group, row = tl.program_id(0), tl.program_id(1)
+    position = tl.load(positions + row)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    active = _num_active(position, SPLITS)
+    if active == 1:
+        return
+    heads = group * HEADS + tl.arange(0, HEADS)
+    d = tl.arange(0, BD)
+    hd = heads[:, None] * D + d[None, :]
+    known = heads < H
+    known_hd = known[:, None] & (d < D)[None, :]
+    whole = _merged(
+        sums, stats, row * SPLITS, active, heads, hd, known, known_hd, H, D, SPLITS, HEADS, BD,
+        CHUNK=16 if SPLITS > 8 else 8,
+    )  # fmt: skip
+    at = out + row.to(tl.int64) * out_stride + hd
+    tl.store(at, whole.to(out.dtype.element_ty), mask=known_hd)

@@ -1,0 +1,125 @@
+"""One new token a row against its pages, compared with plain torch in float64."""
+
+import pytest
+import torch
+
+from kestrel_engine.kernels.paged_decode import (
+    DecodeConfig,
+    DecodeWorkspace,
+    candidates,
+    choose_splits,
+    paged_decode,
+)
+from tests.kernels.attention_cases import Case, decode_reference, relative_error
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def decode(case, *, splits=1, config=None, width=None):
+    """The kernel on copies of the case's tensors; also the pools afterwards."""
+    rows, dim = len(case.positions), case.num_heads * case.head_dim
+    workspace = DecodeWorkspace.allocate(
+        [(rows, splits)], case.num_heads, case.head_dim, torch.device(DEVICE)
+    )
+    out = case.qkv.new_full((rows, width or dim), float("nan"))[:, :dim]
+    keys, values = case.keys.clone(), case.values.clone()
+    for _ in range(2):  # The second launch finds the counters as the first left them.
+        paged_decode(
+            case.qkv,
+            keys,
+            values,
+            case.page_table,
+            case.row_seq,
+            case.positions,
+            case.cos,
+            case.sin,
+            page_size=case.page_size,
+            tau=case.tau,
+            splits=splits,
+            workspace=workspace,
+            out=out,
+            config=config,
+        )
+    assert not workspace.arrived.any()
+    return out, keys, values
+
+
+def check(case, **how):
+    out, keys, values = decode(case, **how)
+    expected, new_keys, new_values = decode_reference(case)
+    limit = LIMITS[case.qkv.dtype]
+    assert relative_error(out, expected) < limit
+    own = case.own_slots()
+    assert relative_error(keys[own], new_keys) < limit
+    assert relative_error(values[own], new_values) < limit
+    others = torch.ones(len(keys), dtype=torch.bool)
+    others[own] = False
+    assert torch.equal(keys[others].nan_to_num(7.0), case.keys[others].nan_to_num(7.0))
+    assert torch.equal(values[others].nan_to_num(7.0), case.values[others].nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 10])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("tau", [False, True])
+def test_every_page_size_and_split(page_size, splits, tau):
+    # Lengths before, at and after the ends of pages, splits and blocks.
+    case = Case.make([0, 1, 8, 9, 25, 40], page_size=page_size, tau=tau, device=DEVICE)
+    check(case, splits=splits, config=DecodeConfig(2, 8, 4))
+
+
+@pytest.mark.parametrize("merge_last", [True, False])
+@pytest.mark.parametrize("splits", [2, 5, 16])
+def test_both_ways_to_merge(merge_last, splits):
+    case = Case.make([0, 39, 17], page_size=10, tau=True, device=DEVICE)
+    check(case, splits=splits, config=DecodeConfig(4, 16, 4, merge_last=merge_last))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "rotary"), [(4, 64, 32), (3, 24, 16), (6, 32, 32), (1, 8, 4)]
+)
+def test_shapes_that_are_no_powers_of_two(num_heads, head_dim, rotary, dtype):
+    case = Case.make(
+        [3, 33, 12],
+        page_size=13,
+        tau=True,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        rotary=rotary,
+        dtype=dtype,
+        device=DEVICE,
+    )
+    check(case, splits=3)
+
+
+def test_rows_may_lie_apart_and_columns_may_follow():
+    case = Case.make([5, 21], page_size=5, tau=True, extra_columns=48, device=DEVICE)
+    check(case, splits=2, width=400)
+
+
+def test_every_candidate():
+    case = Case.make([40, 11], page_size=10, tau=False, num_heads=4, head_dim=32, device=DEVICE)
+    for config in candidates(32, torch.float32):
+        check(case, splits=3, config=config)
+
+
+def test_padding_rows_touch_the_spare_sequence_only():
+    case = Case.make([9, 0, 0, 0], page_size=10, tau=False, device=DEVICE, row_seq=[0, 1, 1, 1])
+    out, keys, _ = decode(case, splits=3)
+    expected, _, _ = decode_reference(case)
+    assert relative_error(out[:1], expected[:1]) < 2e-6
+    spare = case.own_slots()[1]
+    changed = (keys.nan_to_num(7.0) != case.keys.nan_to_num(7.0)).flatten(1).any(1).nonzero()
+    assert set(changed.flatten().tolist()) == {int(case.own_slots()[0]), int(spare)}
+
+
+def test_a_result_is_the_same_each_time():
+    case = Case.make([40, 31], page_size=10, tau=True, device=DEVICE)
+    first, second = decode(case, splits=4)[0], decode(case, splits=4)[0]
+    assert torch.equal(first, second)
+
+
+def test_more_rows_take_fewer_splits():
+    splits = [choose_splits(rows, 32, 64, torch.bfloat16) for rows in (1, 4, 16, 64, 128)]
+    assert splits == sorted(splits, reverse=True) and splits[0] == 16 and splits[-1] >= 1
