@@ -1,0 +1,154 @@
+"""LayerNorm of rows, with the sums that come before it: a bias still owed, or a decode step's split-K partials.
+
+One program a row of up to 4096 elements; statistics in float32, the variance from the centred row. Every sum has one
+fixed order, so a row's result depends neither on the batch nor on the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..models.layers import LAYER_NORM_EPS
+
+MAX_PARTS = 3
+
+
+@triton.jit
+def _normalised(v, mask, gain, shift, dim, eps):
+    """LN of one row ``v`` [BLOCK] float32 that is zero where ``mask`` is false."""
+    mean = tl.sum(v, axis=0) / dim
+    centred = tl.where(mask, v - mean, 0.0)
+    variance = tl.sum(centred * centred, axis=0) / dim
+    return centred * tl.rsqrt(variance + eps) * gain + shift
+
+
+@triton.jit
+def _layer_norm_kernel(
+    x, weight, bias, pending, out, x_stride, out_stride, dim, eps,
+    HAS_PENDING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < dim
+    v = tl.load(x + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    if HAS_PENDING:
+        v += tl.load(pending + cols, mask=mask, other=0.0)
+    gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+    shift = tl.load(bias + cols, mask=mask, other=0.0).to(tl.float32)
+    u = _normalised(v, mask, gain, shift, dim, eps)
+    tl.store(out + row * out_stride + cols, u.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_of(part, row, cols, mask, split_stride, row_stride, SPLITS: tl.constexpr):
+    """``part[:, row]`` summed from the first split to the last, [BLOCK] float32."""
+    at = part + row * row_stride + cols
+    total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(at + split * split_stride, mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _add_layer_norm_kernel(
+    x, part0, part1, part2, owed, weight, bias, out, x_stride, out_stride,
+    split_stride0, row_stride0, split_stride1, row_stride1, split_stride2, row_stride2, dim, eps,
+    SPLITS0: tl.constexpr, SPLITS1: tl.constexpr, SPLITS2: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < dim
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    # Parameters first: no kernel before this one writes them.
+    gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+    shift = tl.load(bias + cols, mask=mask, other=0.0).to(tl.float32)
+    added = tl.zeros([BLOCK], tl.float32)
+    if HAS_BIAS:
+        added = tl.load(owed + cols, mask=mask, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    stream = x + row * x_stride + cols
+    v = tl.load(stream, mask=mask, other=0.0).to(tl.float32)
+    if SPLITS0 > 0:
+        added += _sum_of(part0, row, cols, mask, split_stride0, row_stride0, SPLITS0)
+    if SPLITS1 > 0:
+        added += _sum_of(part1, row, cols, mask, split_stride1, row_stride1, SPLITS1)
+    if SPLITS2 > 0:
+        added += _sum_of(part2, row, cols, mask, split_stride2, row_stride2, SPLITS2)
+    stored = (v + added).to(x.dtype.element_ty)
+    tl.store(stream, stored, mask=mask)
+    # LN of what was stored, not of the sum before rounding: u is then a function of the residual stream alone.
+    u = _normalised(stored.to(tl.float32), mask, gain, shift, dim, eps)
+    tl.store(out + row * out_stride + cols, u.to(out.dtype.element_ty), mask=mask)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, *, pending: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """``LN(x + pending)``, [T, D].
+
+    ``x`` [T, D], its rows any stride apart; ``weight`` and ``bias`` [D]; ``pending`` [D] float32 is what the residual
+    stream still lacks. ``out`` [T, D] may be ``x``.
+    """
+    rows, dim = x.shape
+    out = torch.empty((rows, dim), dtype=x.dtype, device=x.device) if out is None else out
+    if rows:
+        block = triton.next_power_of_2(dim)
+        _layer_norm_kernel[(rows,)](
+            x, weight, bias, x if pending is None else pending, out, x.stride(0), out.stride(0),
+            dim, LAYER_NORM_EPS, HAS_PENDING=pending is not None, BLOCK=block,
+            num_warps=_warps(block),
+        )  # fmt: skip
+    return out
+
+
+def add_layer_norm(
+    x: Tensor,
+    parts: Sequence[Tensor],
+    bias: Tensor | None,
+    weight: Tensor,
+    ln_bias: Tensor,
+    *,
+    pdl: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The decode residual: ``x += bias + sum(parts)`` in place, rounded to x's type; returns ``LN(x)``, [M, D].
+
+    ``x`` [M, D]; up to three ``parts``, each [S, M, D] or [M, D], float32 or x's type, last dimension contiguous;
+    ``bias`` [D] float32; ``weight`` and ``ln_bias`` [D]. Within a part splits are summed first to last; the order of
+    parts is the order given. ``pdl``: launched as a programmatic dependent (sm_90): the parameters are read while the
+    kernel before still runs. Raises ValueError on more than three parts.
+    """
+    rows, dim = x.shape
+    if len(parts) > MAX_PARTS:
+        raise ValueError(f"{len(parts)} parts; at most {MAX_PARTS} can be added at once")
+    out = torch.empty((rows, dim), dtype=x.dtype, device=x.device) if out is None else out
+    if not rows:
+        return out
+    split = [p if p.dim() == 3 else p.unsqueeze(0) for p in parts]
+    absent = MAX_PARTS - len(split)
+    tensors = [*split, *[x] * absent]
+    strides = [s for p in split for s in (p.stride(0), p.stride(1))] + [0, 0] * absent
+    counts = [p.shape[0] for p in split] + [0] * absent
+    block = triton.next_power_of_2(dim)
+    pdl = pdl and x.is_cuda
+    # Only CUDA knows the launch attribute.
+    launch = {"launch_pdl": True} if pdl else {}
+    _add_layer_norm_kernel[(rows,)](
+        x, *tensors, x if bias is None else bias, weight, ln_bias, out, x.stride(0), out.stride(0),
+        *strides, dim, LAYER_NORM_EPS, SPLITS0=counts[0], SPLITS1=counts[1], SPLITS2=counts[2],
+        HAS_BIAS=bias is not None, PDL=pdl, BLOCK=block, num_warps=_warps(block), **launch,
+    )  # fmt: skip
+    return out
+
+
+def _warps(block: int) -> int:
+    """Eight elements a thread: one 16-byte access of a half type; a row's latency matters more than occupancy."""
+    return min(max(block // 256, 1), 16)

@@ -1,0 +1,271 @@
+"""Linear layers of few rows (a decode step's M <= 128): kernels that do nothing but stream a weight once.
+
+Two kernels. ``_dot_kernel`` gives each program BLOCK_N rows of the weight and one part of K, and multiplies on tensor
+cores with the operands swapped - weight [BLOCK_N, K] times x^T [K, BLOCK_M] - so that the big operand fills the
+64-row instruction and the few rows of x are its narrow side. ``_row_kernel`` is for one row of x: plain
+multiply-adds, the weight in registers.
+
+Programmatic dependent launch (``pdl``): before it waits for the kernel that makes x, a program asks for its first
+weight tiles (into L2, or into registers), so that the weight stream goes on between kernels.
+
+Numerics: float32 accumulation. A row's result does not depend on the other rows. The split of K depends on N and K
+alone, and ``_dot_kernel`` adds along K in one order whatever its tile, so a row's result does not depend on how many
+rows there are either, unless ``_config`` gives one row to ``_row_kernel``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How the weight is cut. ``prefetch``: K tiles that a program asks into L2 before it waits (``pdl`` only)."""
+
+    block_n: int
+    block_k: int
+    stages: int = 4
+    warps: int = 4
+    prefetch: int = 0
+    one_row: bool = False
+
+
+@triton.jit
+def _gelu_tanh(v):
+    """0.5 v (1 + tanh(z)) = v sigmoid(2 z), which needs no tanh; the exponential is of -|2 z|: it can't overflow."""
+    twice_z = 1.5957691216057308 * (v + 0.044715 * v * v * v)
+    small = tl.exp(-tl.abs(twice_z))
+    return v * tl.where(twice_z >= 0, 1.0, small) / (1.0 + small)
+
+
+@triton.jit
+def _prefetch_l2(address, BYTES: tl.constexpr):
+    """Asks for BYTES bytes (a multiple of 16) at each address of a block of int64, and does not wait."""
+    tl.inline_asm_elementwise(
+        f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; // $0",
+        "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+# The number of rows and the depth of the prefetch change no code: one compilation serves them all.
+@triton.jit(do_not_specialize=["num_rows", "prefetch"])
+def _dot_kernel(
+    x, weight, bias, out, num_rows, n, k, k_per_split, x_stride, w_stride, out_stride,
+    split_stride, gelu_from, prefetch,
+    HAS_BIAS: tl.constexpr, HAS_GELU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    TILE_BYTES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BLOCK_N
+    begin = tl.program_id(1) * k_per_split
+    end = tl.minimum(begin + k_per_split, k)
+    rows_n = tl.arange(0, BLOCK_N)
+    rows_m = tl.arange(0, BLOCK_M)
+    within_k = tl.arange(0, BLOCK_K)
+    # Only the tile's start needs 64 bits.
+    w_tile = weight + first.to(tl.int64) * w_stride
+    w_at = w_tile + rows_n[:, None] * w_stride + within_k[None, :]
+    x_at = x + rows_m[:, None] * x_stride + within_k[None, :]
+    keep_n = first + rows_n < n
+    keep_m = rows_m < num_rows
+    # Read now, needed last: at the end its latency would be in nobody's shadow.
+    if HAS_BIAS:
+        owed = tl.load(bias + first + rows_n, mask=keep_n, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        line = (w_tile + rows_n * w_stride + begin).to(tl.int64)
+        for tile in range(prefetch):
+            _prefetch_l2(line + tile * TILE_BYTES, TILE_BYTES)
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for at in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+        if EVEN_N and EVEN_K:
+            w = tl.load(w_at + at)
+        elif EVEN_K:
+            w = tl.load(w_at + at, mask=keep_n[:, None], other=0.0)
+        else:
+            keep = keep_n[:, None] & (at + within_k < end)[None, :]
+            w = tl.load(w_at + at, mask=keep, other=0.0)
+        if EVEN_K:
+            rows = tl.load(x_at + at, mask=keep_m[:, None], other=0.0)
+        else:
+            keep = keep_m[:, None] & (at + within_k < end)[None, :]
+            rows = tl.load(x_at + at, mask=keep, other=0.0)
+        acc = tl.dot(w, tl.trans(rows), acc, input_precision="ieee")
+    if HAS_BIAS:
+        acc += owed[:, None]
+    if HAS_GELU:
+        acc = tl.where((first + rows_n >= gelu_from)[:, None], _gelu_tanh(acc), acc)
+    out += tl.program_id(1).to(tl.int64) * split_stride
+    at_out = out + rows_m[:, None] * out_stride + (first + rows_n)[None, :]
+    result = tl.trans(acc.to(out.dtype.element_ty))
+    tl.store(at_out, result, mask=keep_m[:, None] & keep_n[None, :])
+
+
+@triton.jit
+def _row_kernel(
+    x, weight, bias, out, n, k, k_per_split, w_stride, split_stride, gelu_from,
+    HAS_BIAS: tl.constexpr, HAS_GELU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    ONE_TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BLOCK_N
+    begin = tl.program_id(1) * k_per_split
+    end = tl.minimum(begin + k_per_split, k)
+    rows_n = tl.arange(0, BLOCK_N)
+    within_k = tl.arange(0, BLOCK_K)
+    keep_n = first + rows_n < n
+    w_at = weight + first.to(tl.int64) * w_stride + rows_n[:, None] * w_stride + within_k[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    # The first tile is on its way, into registers, before the wait for x.
+    if EVEN_N and EVEN_K:
+        w = tl.load(w_at + begin)
+    else:
+        keep = keep_n[:, None] & (begin + within_k < end)[None, :]
+        w = tl.load(w_at + begin, mask=keep, other=0.0)
+    if HAS_BIAS:
+        owed = tl.load(bias + first + rows_n, mask=keep_n, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    v = tl.load(x + begin + within_k, mask=begin + within_k < end, other=0.0)
+    acc = w.to(tl.float32) * v.to(tl.float32)[None, :]
+    if not ONE_TILE:
+        for at in range(begin + BLOCK_K, end, BLOCK_K):
+            if EVEN_N and EVEN_K:
+                w = tl.load(w_at + at)
+            else:
+                keep = keep_n[:, None] & (at + within_k < end)[None, :]
+                w = tl.load(w_at + at, mask=keep, other=0.0)
+            v = tl.load(x + at + within_k, mask=at + within_k < end, other=0.0)
+            acc += w.to(tl.float32) * v.to(tl.float32)[None, :]
+    total = tl.sum(acc, axis=1)
+    if HAS_BIAS:
+        total += owed
+    if HAS_GELU:
+        total = tl.where(first + rows_n >= gelu_from, _gelu_tanh(total), total)
+    out += tl.program_id(1).to(tl.int64) * split_stride + first
+    tl.store(out + rows_n, total.to(out.dtype.element_ty), mask=keep_n)
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    gelu_from: int | None = None,
+    pdl: bool = False,
+    tiling: Tiling | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``x @ weight.T + bias``, [M, N] in x's type; columns from ``gelu_from`` on go through the tanh GELU in float32.
+
+    ``x`` [M, K] with M <= 128 and ``weight`` [N, K] of one type (bfloat16, float16 or float32), rows any stride apart;
+    ``bias`` [N] or None. ``pdl``: launched as a programmatic dependent (sm_90), which changes no result.
+    ``tiling``: a candidate to measure instead of the table's. Raises ValueError on more rows.
+    """
+    out = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
+    _launch(x, weight, bias, gelu_from, out.unsqueeze(0), pdl, tiling)
+    return out
+
+
+def skinny_partials(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    splits: int | None = None,
+    pdl: bool = False,
+    tiling: Tiling | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``x @ weight.T`` as partial sums over ``splits`` parts of K, [S, M, N] float32; `add_layer_norm` adds them.
+
+    ``splits=None``: `default_splits` of the weight's shape. Given ``out`` [S, M, N], its S counts. The rest as in
+    `skinny_linear`.
+    """
+    if out is None:
+        splits = default_splits(*weight.shape) if splits is None else splits
+        shape = (splits, x.shape[0], weight.shape[0])
+        out = torch.empty(shape, dtype=torch.float32, device=x.device)
+    _launch(x, weight, None, None, out, pdl, tiling)
+    return out
+
+
+def default_splits(n: int, k: int) -> int:
+    """Parts of K, at least 256 long, that make about two tiles of 64 rows for each of 132 multiprocessors."""
+    tiles = triton.cdiv(n, 64)
+    return max(min(256 // tiles, k // 256), 1)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gelu_from: int | None,
+    out: Tensor,
+    pdl: bool,
+    tiling: Tiling | None,
+) -> None:
+    """``out`` [S, M, N]."""
+    (rows, k), n, splits = x.shape, weight.shape[0], out.shape[0]
+    if rows > MAX_ROWS:
+        raise ValueError(f"{rows} rows; this kernel is for {MAX_ROWS} at most")
+    if not rows:
+        return
+    t = tiling or _config(rows, n, k, splits, x.element_size())
+    pdl = pdl and x.is_cuda
+    k_per_split = triton.cdiv(triton.cdiv(k, splits), t.block_k) * t.block_k
+    even_k = k % splits == 0 and k // splits == k_per_split
+    grid = (triton.cdiv(n, t.block_n), splits)
+    options: dict[str, Any] = {
+        "HAS_BIAS": bias is not None,
+        "HAS_GELU": gelu_from is not None,
+        "EVEN_N": n % t.block_n == 0,
+        "BLOCK_N": t.block_n,
+        "BLOCK_K": t.block_k,
+        "PDL": pdl,
+        "num_warps": t.warps,
+    }
+    if pdl:
+        options["launch_pdl"] = True
+    gelu_from = n if gelu_from is None else gelu_from
+    # What has no bias still needs a pointer.
+    given_bias = out if bias is None else bias
+    if t.one_row:
+        _row_kernel[grid](
+            x, weight, given_bias, out, n, k, k_per_split, weight.stride(0), out.stride(0),
+            gelu_from, EVEN_K=even_k, ONE_TILE=k_per_split == t.block_k, **options,
+        )  # fmt: skip
+        return
+    _dot_kernel[grid](
+        x, weight, given_bias, out, rows, n, k, k_per_split, x.stride(0), weight.stride(0),
+        out.stride(1), out.stride(0), gelu_from,
+        _prefetchable(weight, t, k_per_split) if pdl and even_k else 0,
+        EVEN_K=even_k,
+        BLOCK_M=max(triton.next_power_of_2(rows), 16),
+        STAGES=t.stages,
+        TILE_BYTES=t.block_k * x.element_size(),
+        **options,
+    )  # fmt: skip
+
+
+def _prefetchable(weight: Tensor, t: Tiling, k_per_split: int) -> int:
+    """Tiles to prefetch: none if a row does not start on 16 bytes or the last program's rows would pass the end."""
+    aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.element_size() % 16 == 0
+    whole = weight.shape[0] % t.block_n == 0
+    return min(t.prefetch, k_per_split // t.block_k) if aligned and whole else 0
+
+
+def _config(rows: int, n: int, k: int, splits: int, element_bytes: int) -> Tiling:
+    """The tiling for a shape, measured on an H200 by ``benchmarks.kernels.linear``."""
+    if element_bytes == 4:
+        # Float32 multiplies on the plain units; nothing here is tuned for it.
+        return Tiling(32, 32, stages=3)
+    return Tiling(64, 128, stages=4, prefetch=4)

@@ -1,0 +1,134 @@
+"""The decode GEMMs against float64: odd sizes, weights inside larger ones, GELU columns, split K, every tiling."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from kestrel_engine.kernels.skinny_linear import (
+    Tiling,
+    default_splits,
+    skinny_linear,
+    skinny_partials,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCES = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# Interpreted, bfloat16 arithmetic is wrong.
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.double() @ weight.double().T
+
+
+def assert_near(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    assert got.shape == wanted.shape
+    error = (got.double() - wanted).norm() / wanted.norm()
+    assert error < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 16, 33])
+@pytest.mark.parametrize(("n", "k"), [(128, 256), (75, 130), (30, 17)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear(dtype, rows, n, k, has_bias):
+    x, weight = random(rows, k, dtype=dtype), random(n, k, dtype=dtype)
+    bias = random(n, dtype=dtype) * 10 if has_bias else None
+    wanted = product(x, weight) + (0 if bias is None else bias.double())
+    out = poisoned(rows, n, dtype=dtype)
+    assert skinny_linear(x, weight, bias, out=out) is out
+    assert_near(out, wanted, dtype)
+
+
+@pytest.mark.parametrize("one_row", [False, True])
+@pytest.mark.parametrize("gelu_from", [0, 50, 96])
+def test_gelu_from_a_column_on(gelu_from, one_row):
+    x, weight, bias = random(1, 64), random(96, 64), random(96)
+    wanted = product(x, weight) + bias.double()
+    wanted[:, gelu_from:] = F.gelu(wanted[:, gelu_from:], approximate="tanh")
+    tiling = Tiling(32, 32, one_row=one_row)
+    out = skinny_linear(x, weight, bias, gelu_from=gelu_from, tiling=tiling)
+    assert_near(out, wanted, torch.float32)
+
+
+def test_gelu_of_large_values_is_finite():
+    x = torch.tensor([[100.0], [-100.0]], device=DEVICE)
+    out = skinny_linear(x, torch.ones(1, 1, device=DEVICE), None, gelu_from=0)
+    assert out.flatten().tolist() == [100.0, 0.0]
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_weights_and_rows_inside_larger_tensors(rows):
+    """proj and fc2 are columns of one tensor, qkv and fc1 rows of one; the output may be columns as well."""
+    whole, x = random(80, 300), random(rows, 200)
+    out = poisoned(rows, 100)
+    skinny_linear(x[:, 50:], whole[10:70, 100:250], None, out=out[:, 20:80])
+    assert_near(out[:, 20:80], product(x[:, 50:], whole[10:70, 100:250]), torch.float32)
+    assert out[:, :20].isnan().all() and out[:, 80:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("splits", [None, 1, 3, 4])
+@pytest.mark.parametrize(("n", "k"), [(64, 512), (45, 330)])
+def test_partials_add_up(dtype, rows, splits, n, k):
+    x, weight = random(rows, k, dtype=dtype), random(n, k, dtype=dtype)
+    partials = skinny_partials(x, weight, splits=splits)
+    assert partials.dtype == torch.float32
+    assert partials.shape == (splits or default_splits(n, k), rows, n)
+    assert_near(partials.sum(0), product(x, weight), dtype)
+
+
+@pytest.mark.parametrize("one_row", [False, True])
+def test_a_split_is_its_part_of_k_and_an_empty_one_is_zero(one_row):
+    x, weight = random(1, 96), random(40, 96)
+    out = poisoned(5, 1, 40)
+    # Tiles of 32: three splits hold one each, two have nothing left.
+    assert skinny_partials(x, weight, out=out, tiling=Tiling(16, 32, one_row=one_row)) is out
+    for split in range(3):
+        part = slice(split * 32, split * 32 + 32)
+        assert_near(out[split], product(x[:, part], weight[:, part]), torch.float32)
+    assert out[3:].eq(0).all()
+
+
+@pytest.mark.parametrize("tiling", [Tiling(16, 64), Tiling(64, 16), Tiling(32, 32, one_row=True)])
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (50, 100)])
+def test_every_tiling_computes_the_same(tiling, n, k):
+    x, weight, bias = random(1, k), random(n, k), random(n)
+    out = skinny_linear(x, weight, bias, tiling=tiling)
+    assert_near(out, product(x, weight) + bias.double(), torch.float32)
+
+
+def test_rows_do_not_touch_each_other():
+    x, weight = random(6, 200), random(90, 200)
+    whole = skinny_linear(x, weight, None)
+    x[2] = float("nan")
+    again = skinny_linear(x, weight, None)
+    assert again[2].isnan().all()
+    keep = [0, 1, 3, 4, 5]
+    assert torch.equal(again[keep], whole[keep])
+
+
+def test_no_rows_and_too_many():
+    weight = random(32, 64)
+    assert skinny_linear(random(0, 64), weight, None).shape == (0, 32)
+    with pytest.raises(ValueError, match="129 rows"):
+        skinny_linear(random(129, 64), weight, None)
+
+
+def test_splits_fill_the_chip_and_stay_long():
+    """The shapes of Moondream, and one too small to split."""
+    assert default_splits(2048, 10240) == 8
+    assert default_splits(2048, 2048) == 8
+    assert default_splits(256, 256) == 1
+    assert default_splits(51200, 2048) == 1
