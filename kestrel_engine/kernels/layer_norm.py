@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..models.layers import LAYER_NORM_EPS
-
+EPS = 1e-5
 MAX_PARTS = 3
 
 
@@ -103,7 +102,7 @@ def layer_norm(
         block = triton.next_power_of_2(dim)
         _layer_norm_kernel[(rows,)](
             x, weight, bias, x if pending is None else pending, out, x.stride(0), out.stride(0),
-            dim, LAYER_NORM_EPS, HAS_PENDING=pending is not None, BLOCK=block,
+            dim, EPS, HAS_PENDING=pending is not None, BLOCK=block,
             num_warps=_warps(block),
         )  # fmt: skip
     return out
@@ -143,7 +142,7 @@ def add_layer_norm(
     launch = {"launch_pdl": True} if pdl else {}
     _add_layer_norm_kernel[(rows,)](
         x, *tensors, x if bias is None else bias, weight, ln_bias, out, x.stride(0), out.stride(0),
-        *strides, dim, LAYER_NORM_EPS, SPLITS0=counts[0], SPLITS1=counts[1], SPLITS2=counts[2],
+        *strides, dim, EPS, SPLITS0=counts[0], SPLITS1=counts[1], SPLITS2=counts[2],
         HAS_BIAS=bias is not None, PDL=pdl, BLOCK=block, num_warps=_warps(block), **launch,
     )  # fmt: skip
     return out

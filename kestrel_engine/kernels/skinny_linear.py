@@ -200,7 +200,7 @@ def skinny_partials(
 
 def default_splits(n: int, k: int) -> int:
     """Parts of K, at least 256 long, that make about two tiles of 64 rows for each of 132 multiprocessors."""
-    tiles = triton.cdiv(n, 64)
+    tiles = (n + 63) // 64
     return max(min(256 // tiles, k // 256), 1)
 
 
