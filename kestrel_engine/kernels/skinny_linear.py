@@ -22,13 +22,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAX_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How the weight is cut. ``prefetch``: K tiles that a program asks into L2 before it waits (``pdl`` only)."""
+    """How the weight is cut.
+
+    ``prefetch``: K tiles that a program asks into L2 before it waits (``pdl`` only). ``one_row``: by multiply-adds,
+    for one row of x. ``boxes``: tiles come by the tensor memory accelerator (sm_90) if the weight's alignment allows.
+    """
 
     block_n: int
     block_k: int
@@ -36,6 +41,7 @@ class Tiling:
     warps: int = 4
     prefetch: int = 0
     one_row: bool = False
+    boxes: bool = False
 
 
 @triton.jit
@@ -58,11 +64,11 @@ def _prefetch_l2(address, BYTES: tl.constexpr):
 # The number of rows and the depth of the prefetch change no code: one compilation serves them all.
 @triton.jit(do_not_specialize=["num_rows", "prefetch"])
 def _dot_kernel(
-    x, weight, bias, out, num_rows, n, k, k_per_split, x_stride, w_stride, out_stride,
+    x, weight, boxes, bias, out, num_rows, n, k, k_per_split, x_stride, w_stride, out_stride,
     split_stride, gelu_from, prefetch,
     HAS_BIAS: tl.constexpr, HAS_GELU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    TILE_BYTES: tl.constexpr, PDL: tl.constexpr,
+    TILE_BYTES: tl.constexpr, BOXES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     begin = tl.program_id(1) * k_per_split
@@ -87,7 +93,9 @@ def _dot_kernel(
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for at in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
-        if EVEN_N and EVEN_K:
+        if BOXES:
+            w = boxes.load([first, at])
+        elif EVEN_N and EVEN_K:
             w = tl.load(w_at + at)
         elif EVEN_K:
             w = tl.load(w_at + at, mask=keep_n[:, None], other=0.0)
@@ -244,23 +252,33 @@ def _launch(
             gelu_from, EVEN_K=even_k, ONE_TILE=k_per_split == t.block_k, **options,
         )  # fmt: skip
         return
+    boxes = t.boxes and even_k and _is_aligned(weight)
     _dot_kernel[grid](
-        x, weight, given_bias, out, rows, n, k, k_per_split, x.stride(0), weight.stride(0),
-        out.stride(1), out.stride(0), gelu_from,
+        x, weight, _boxes(weight, t) if boxes else weight, given_bias, out, rows, n, k,
+        k_per_split, x.stride(0), weight.stride(0), out.stride(1), out.stride(0), gelu_from,
         _prefetchable(weight, t, k_per_split) if pdl and even_k else 0,
         EVEN_K=even_k,
         BLOCK_M=max(triton.next_power_of_2(rows), 16),
         STAGES=t.stages,
         TILE_BYTES=t.block_k * x.element_size(),
+        BOXES=boxes,
         **options,
     )  # fmt: skip
 
 
+def _is_aligned(weight: Tensor) -> bool:
+    """Whether every row starts on 16 bytes, as bulk reads need it."""
+    return weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.element_size() % 16 == 0
+
+
+def _boxes(weight: Tensor, t: Tiling) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(weight, [t.block_n, t.block_k])
+
+
 def _prefetchable(weight: Tensor, t: Tiling, k_per_split: int) -> int:
-    """Tiles to prefetch: none if a row does not start on 16 bytes or the last program's rows would pass the end."""
-    aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.element_size() % 16 == 0
+    """Tiles to prefetch: none if a row is not aligned or the last program's rows would pass the weight's end."""
     whole = weight.shape[0] % t.block_n == 0
-    return min(t.prefetch, k_per_split // t.block_k) if aligned and whole else 0
+    return min(t.prefetch, k_per_split // t.block_k) if whole and _is_aligned(weight) else 0
 
 
 def _config(rows: int, n: int, k: int, splits: int, element_bytes: int) -> Tiling:

@@ -101,12 +101,29 @@ def test_a_split_is_its_part_of_k_and_an_empty_one_is_zero(one_row):
     assert out[3:].eq(0).all()
 
 
-@pytest.mark.parametrize("tiling", [Tiling(16, 64), Tiling(64, 16), Tiling(32, 32, one_row=True)])
-@pytest.mark.parametrize(("n", "k"), [(64, 128), (50, 100)])
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        Tiling(16, 64),
+        Tiling(64, 16),
+        Tiling(32, 32, one_row=True),
+        Tiling(32, 128, one_row=True),
+        Tiling(32, 32, boxes=True),
+    ],
+)
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (50, 128), (50, 100)])
 def test_every_tiling_computes_the_same(tiling, n, k):
     x, weight, bias = random(1, k), random(n, k), random(n)
     out = skinny_linear(x, weight, bias, tiling=tiling)
     assert_near(out, product(x, weight) + bias.double(), torch.float32)
+
+
+@pytest.mark.parametrize("column", [0, 16, 3])
+def test_boxes_of_a_part_of_a_weight(column):
+    """Rows that do not start on 16 bytes are read without boxes."""
+    weight, x = random(60, 200)[7:, column : column + 128], random(3, 128)
+    partials = skinny_partials(x, weight, splits=2, tiling=Tiling(32, 32, boxes=True))
+    assert_near(partials.sum(0), product(x, weight), torch.float32)
 
 
 def test_rows_do_not_touch_each_other():
