@@ -211,6 +211,40 @@ def _num_active(position, SPLITS: tl.constexpr):
 
 
 @triton.jit
+def _pages(table, at, end, PAGE: tl.constexpr):
+    return tl.load(table + at // PAGE, mask=at < end, other=0)
+
+
+@triton.jit
+def _prefetch(
+    pool,
+    table,
+    at,
+    end,
+    head,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """Asks for RUN elements from ``head`` on of positions ``at`` [n] into L2, in lines of 128 bytes."""
+    # Past the end, the last position is asked for again.
+    at = tl.minimum(at, tl.maximum(end - 1, 0))
+    run = (tl.load(table + at // PAGE).to(tl.int64) * PAGE + at % PAGE) * (H * D)
+    LINE: tl.constexpr = 1024 // pool.dtype.element_ty.primitive_bitwidth
+    element = tl.minimum(head * D + tl.arange(0, max(1, RUN // LINE)) * LINE, H * D - 1)
+    address = (pool + run[:, None] + element[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [address],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def _tau(content, alpha, heads, known, position):
     """tanh(content) + 0.5 + sigmoid(alpha * ln(p + 1)), [HEADS] float32."""
     raw = tl.load(content + heads, mask=known, other=0.0).to(tl.float32)
@@ -284,8 +318,14 @@ def _decode(
     sine = tl.where(d < half, -sine, sine)[None, :]
     page = tl.load(table + position // PAGE)
     slot = page.to(tl.int64) * PAGE + position % PAGE
-
+    # Pages are read a tile ahead, so that keys wait for one load, not two; with stages the compiler sees to that.
+    if STAGES == 1:
+        ahead = _pages(table, begin + tl.arange(0, BLOCK), end, PAGE)
     if PDL:
+        # Older keys and values do not depend on the kernel before this one.
+        near = begin + tl.arange(0, BLOCK)
+        _prefetch(key_pool, table, near, end, group * HEADS, H, D, PAGE, HEADS * BD)
+        _prefetch(value_pool, table, near, end, group * HEADS, H, D, PAGE, HEADS * BD)
         gdc_wait()
         gdc_launch_dependents()
     x = qkv + row.to(tl.int64) * qkv_stride
@@ -307,13 +347,19 @@ def _decode(
     v_low = v_new.to(value_pool.dtype.element_ty)
     tl.store(key_pool + slot * (H * D) + hd, k_low, mask=known_hd & first)
     tl.store(value_pool + slot * (H * D) + hd, v_low, mask=known_hd & first)
-    most = tl.where(first, tl.sum(q * k_low.to(tl.float32), 1), float("-inf"))
-    total = tl.where(first, 1.0, 0.0) + tl.zeros([HEADS], tl.float32)
-    acc = tl.where(first, v_low.to(tl.float32), 0.0)
+    # A leading dimension of 1 keeps state and tiles in one layout: nothing crosses shared memory in the loop.
+    score = tl.sum(q * k_low.to(tl.float32), 1)
+    most = tl.where(first, score, float("-inf"))[None, :]
+    total = tl.where(first, tl.full([1, HEADS], 1.0, tl.float32), 0.0)
+    acc = tl.where(first, v_low.to(tl.float32), 0.0)[None, :, :]
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         at = start + tl.arange(0, BLOCK)
         seen = at < end
-        pages = tl.load(table + at // PAGE, mask=seen, other=0)
+        if STAGES == 1:
+            pages = ahead
+            ahead = _pages(table, at + BLOCK, end, PAGE)
+        else:
+            pages = _pages(table, at, end, PAGE)
         run = (pages.to(tl.int64) * PAGE + at % PAGE) * (H * D)
         offsets = run[:, None, None] + hd[None, :, :]
         if (H % HEADS == 0) and (BD == D):
@@ -324,13 +370,16 @@ def _decode(
         v = tl.load(value_pool + offsets, mask=mask, other=0.0)
         scores = tl.sum(k.to(tl.float32) * q[None, :, :], 2)
         scores = tl.where(seen[:, None], scores, float("-inf"))
-        higher = tl.maximum(most, tl.max(scores, 0))
-        weights = tl.exp2(scores - higher[None, :])
+        higher = tl.maximum(most, tl.max(scores, 0, keep_dims=True))
+        weights = tl.exp2(scores - higher)
         before = tl.exp2(most - higher)
-        total = total * before + tl.sum(weights, 0)
-        acc = acc * before[:, None] + tl.sum(weights[:, :, None] * v.to(tl.float32), 0)
+        total = total * before + tl.sum(weights, 0, keep_dims=True)
+        attended = tl.sum(weights[:, :, None] * v.to(tl.float32), 0, keep_dims=True)
+        acc = acc * before[:, :, None] + attended
         most = higher
 
+    # Sums over a dimension of 1 only drop it.
+    acc, total, most = tl.sum(acc, 0), tl.sum(total, 0), tl.sum(most, 0)
     target = out + row.to(tl.int64) * out_stride
     active = _num_active(position, SPLITS)
     if (SPLITS == 1) | (active == 1):
