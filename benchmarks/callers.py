@@ -6,9 +6,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,14 +16,15 @@ from kestrel_client import AsyncKestrelClient
 from kestrel_client.streams import AsyncStream
 from kestrel_engine import InferenceEngine, RuntimeConfig, SkillRegistry
 
-from .forced_skill import ForcedCaption
+from .forced_skill import ForcedCaption, ForcedQuery
 
 GREEDY = {"temperature": 0.0}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """``gaps_s``: time between tokens as the caller saw them; several tokens at once share their gap."""
+    """``gaps_s``: time between tokens as the caller saw them; several tokens at once share their gap.
+    ``seen``: instants (monotonic clock) at which so many tokens had come, as far as updates told."""
 
     seconds: float
     ttft_ms: float
@@ -31,6 +32,7 @@ class Answer:
     input_tokens: int
     output_tokens: int
     cached_tokens: int
+    seen: list[tuple[float, int]] = field(default_factory=list)
 
 
 class Target(Protocol):
@@ -41,6 +43,12 @@ class Target(Protocol):
     async def query(self, image: bytes, question: str) -> Answer: ...
 
     async def detect(self, image: bytes, what: str) -> Answer: ...
+
+    async def forced_query(
+        self, image: bytes, question: str, max_tokens: int, sampling: Mapping[str, float]
+    ) -> Answer:
+        """Exactly ``max_tokens`` tokens about a question; ``sampling``: temperature and top_p, absent greedy."""
+        ...
 
 
 class EngineTarget:
@@ -63,6 +71,12 @@ class EngineTarget:
         """Exactly ``max_tokens`` tokens."""
         return await self._run("forced", image, {}, {"max_tokens": max_tokens})
 
+    async def forced_query(
+        self, image: bytes, question: str, max_tokens: int, sampling: Mapping[str, float]
+    ) -> Answer:
+        settings = {**sampling, "max_tokens": max_tokens}
+        return await self._run("forced_query", image, {"question": question}, settings)
+
     async def _run(
         self, skill: str, image: bytes, arguments: dict[str, Any], settings: dict[str, Any]
     ) -> Answer:
@@ -79,6 +93,7 @@ class EngineTarget:
             input_tokens=metrics.input_tokens,
             output_tokens=metrics.output_tokens,
             cached_tokens=metrics.cached_tokens,
+            seen=gaps.seen,
         )
 
 
@@ -114,12 +129,13 @@ class ServedTarget:
             input_tokens=result.usage.input_tokens,
             output_tokens=result.usage.output_tokens,
             cached_tokens=result.usage.cached_tokens,
+            seen=gaps.seen,
         )
 
 
 @asynccontextmanager
 async def engine_target(config: RuntimeConfig) -> AsyncIterator[EngineTarget]:
-    skills = SkillRegistry([*SkillRegistry.default(), ForcedCaption()])
+    skills = SkillRegistry([*SkillRegistry.default(), ForcedCaption(), ForcedQuery()])
     async with await InferenceEngine.create(config, skills=skills) as engine:
         yield EngineTarget(engine)
 
@@ -156,13 +172,15 @@ class _Gaps:
 
     def __init__(self) -> None:
         self.values: list[float] = []
+        self.seen: list[tuple[float, int]] = []
         self._last: tuple[float, int] | None = None
 
     def note(self, num_tokens: int) -> None:
         """An event came that follows ``num_tokens`` tokens; 0 is no event of text."""
-        now = time.perf_counter()
+        now = time.monotonic()
         if num_tokens and self._last is not None and num_tokens > self._last[1]:
             between = num_tokens - self._last[1]
             self.values += [(now - self._last[0]) / between] * between
         if num_tokens:
             self._last = (now, num_tokens)
+            self.seen.append(self._last)

@@ -1,15 +1,22 @@
-"""ForcedCaption: a skill that writes exactly max_tokens tokens, so that decoding is measured and not the model's wish
-to end. A constraint is data, so a skill in one file is all it takes."""
+"""Skills that write exactly max_tokens tokens, so that serving is measured and not the model's wish to end.
+
+A constraint is data, so a skill in one file is all it takes.
+
+A server takes them by ``--skill benchmarks.forced_skill:ForcedQuery``; RunSkill reaches them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from kestrel_engine.errors import InvalidRequest
 from kestrel_engine.events import FinishReason
 from kestrel_engine.requests import SamplingParams
 from kestrel_engine.skills.answer import AnswerOutput
 from kestrel_engine.skills.base import SkillContext, SkillControl, SkillOutput, SkillRequest
+from kestrel_engine.skills.query import QuerySkill
 from kestrel_engine.step import StepToken, TokenRule
 
 
@@ -37,12 +44,37 @@ class ForcedCaption:
         return AnswerOutput("text", context)
 
 
+class ForcedQuery:
+    """A direct query in all but its end. Arguments: question. Settings: max_tokens, which is needed, and sampling, by
+    default greedy. Output: {"answer"}."""
+
+    name = "forced_query"
+    _query = QuerySkill()
+
+    def build(
+        self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
+    ) -> SkillRequest:
+        greedy = {"temperature": 0.0, "top_p": 1.0}
+        request = self._query.build(arguments, {**greedy, **settings}, context)
+        if request.max_tokens is None:
+            raise InvalidRequest("max_tokens", "is needed: the answer has no other end")
+        return replace(request, skill=self.name, needs_image=True)
+
+    def new_control(
+        self, request: SkillRequest, max_tokens: int, context: SkillContext
+    ) -> SkillControl:
+        return _NeverEnds(context)
+
+    def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
+        return AnswerOutput("answer", context)
+
+
 class _NeverEnds:
-    """The end token is never allowed."""
+    """The end token is never allowed; else the rule of an ordinary answer, so that it costs the same."""
 
     def __init__(self, context: SkillContext) -> None:
         ids = context.model.ids
-        self._rule = TokenRule(suppressed=(ids.eos_id, ids.answer_id))
+        self._rule = TokenRule(stop=ids.eos_id, suppressed=(ids.eos_id, ids.answer_id))
 
     def rule(self, index: int) -> TokenRule:
         return self._rule

@@ -49,7 +49,7 @@ class Report:
             self.tables[title] = []
             print(f"\n{title}\n{'  '.join(f'{name:>12}' for name in row)}")
         self.tables[title].append(row)
-        print("  ".join(f"{_shown(value):>12}" for value in row.values()), flush=True)
+        print("  ".join(f"{shown(value):>12}" for value in row.values()), flush=True)
 
     def bar(self, what: str, value: float, limit: float, *, at_least: bool = False) -> None:
         self.bars.append(Bar(what, value, limit, at_least))
@@ -62,18 +62,21 @@ class Report:
         for bar in self.bars:
             relation = "at least" if bar.at_least else "at most"
             verdict = "met   " if bar.is_met else "MISSED"
-            print(f"{verdict} {bar.what}: {_shown(bar.value)}, {relation} {_shown(bar.limit)}")
+            print(f"{verdict} {bar.what}: {shown(bar.value)}, {relation} {shown(bar.limit)}")
         print(f"\n{', '.join(f'{name} {value}' for name, value in machine.items())}")
         if path is not None:
-            bars = [asdict(bar) | {"is_met": bar.is_met} for bar in self.bars]
-            content = {
-                "benchmark": self.name,
-                "machine": machine,
-                "settings": self.settings,
-                "tables": self.tables,
-                "bars": bars,
-            }
-            Path(path).write_text(json.dumps(content, indent=1) + "\n")
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(json.dumps(self.content(machine), indent=1) + "\n")
+
+    def content(self, machine: dict[str, Any]) -> dict[str, Any]:
+        """What goes into the JSON file."""
+        return {
+            "benchmark": self.name,
+            "machine": machine,
+            "settings": self.settings,
+            "tables": self.tables,
+            "bars": [asdict(bar) | {"is_met": bar.is_met} for bar in self.bars],
+        }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,5 +110,5 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def _shown(value: float | int | str) -> str:
+def shown(value: float | int | str) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

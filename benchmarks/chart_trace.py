@@ -1,0 +1,296 @@
+"""The trace of the serving benchmarks: pictures and questions of the shape of ChartQA's test split, drawn by seed.
+
+python -m benchmarks.chart_trace [--cache FOLDER]      says what the pictures weigh
+
+1,509 pictures (60 % 850x600, 20 % 800x557, 20 % 420x520: a smooth background, drawn bars, discs and lines, a little
+noise, about 150 kB each as JPEG) and 2,500 questions of 12 to 30 tokens in picture order: each picture has one
+question, 991 of them a second. Own pictures and questions can be given instead. Knows no engine; what counts as a token
+is told by a tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyvips
+
+NUM_PICTURES, NUM_QUESTIONS = 1509, 2500
+TOKENS = (12, 30)
+"""Fewest and most of a question."""
+VERSION = 1
+"""Raise it when a seed gives other pictures than before: cached ones are then left alone."""
+IN_PROCESS = 48
+"""Up to so many pictures are drawn here: other processes take longer to start."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A kind of picture. ``noise``: standard deviation in grey levels; with ``quality`` it makes about 150 kB."""
+
+    width: int
+    height: int
+    share: float
+    noise: float
+    quality: int
+
+
+SHAPES = (
+    Shape(850, 600, 0.6, 3.3, 90),
+    Shape(800, 557, 0.2, 3.5, 91),
+    Shape(420, 520, 0.2, 3.8, 95),
+)
+
+WORDS = tuple(
+    "what is the value of in for total share which year bar has highest lowest line shows more "
+    "than between how many people per cent country was number average difference green blue red "
+    "label left right axis year's growth rate sales first last color chart are there above below "
+    "and a by on to at it no if".split()
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """``is_repeat``: an earlier question of the trace was about the same picture."""
+
+    picture: int
+    text: str
+    num_tokens: int
+    is_repeat: bool
+
+
+@dataclass(frozen=True)
+class ChartTrace:
+    """Encoded ``pictures``, and ``questions`` about them in picture order."""
+
+    pictures: Sequence[bytes]
+    questions: tuple[Question, ...]
+
+
+def shape_of(number: int) -> Shape:
+    """Which kind picture ``number`` is; the shares hold for every stretch of the trace."""
+    place = (number * 0.6180339887498949) % 1.0
+    for shape in SHAPES:
+        if place < shape.share:
+            return shape
+        place -= shape.share
+    return SHAPES[-1]
+
+
+def draw(seed: int, number: int) -> bytes:
+    """Picture ``number`` of a seed as JPEG: the same on every run, another for every number."""
+    rng = np.random.default_rng((VERSION, seed, number))
+    shape = shape_of(number)
+    width, height = shape.width, shape.height
+    patches = rng.integers(170, 256, (3, 4, 3)).astype(np.uint8)
+    image = pyvips.Image.new_from_array(patches)
+    image = image.resize(width / 4 * 1.01, vscale=height / 3 * 1.01, kernel="cubic")
+    pixels = image.crop(0, 0, width, height).numpy().astype(np.float32)
+    bars = int(rng.integers(4, 12))
+    step = width // (bars + 1)
+    for bar in range(bars):
+        left, top = step // 2 + bar * step, int(rng.integers(height // 5, height - 60))
+        pixels[top : height - 30, left : left + step * 2 // 3] = rng.integers(0, 256, 3)
+    for _ in range(int(rng.integers(2, 6))):
+        radius = int(rng.integers(8, height // 10))
+        x, y = (int(rng.integers(radius, side - radius)) for side in (width, height))
+        within = np.hypot(*np.ogrid[-radius : radius + 1, -radius : radius + 1]) <= radius
+        box = pixels[y - radius : y + radius + 1, x - radius : x + radius + 1]
+        box[within[: len(box), : box.shape[1]]] = rng.integers(0, 256, 3)
+    for _ in range(int(rng.integers(10, 24))):
+        ends = rng.uniform(0, 1, (2, 2)) * (width - 1, height - 1)
+        x, y = np.linspace(*ends, width).round().astype(int).T
+        pixels[y, x] = rng.integers(0, 256, 3)
+    pixels += rng.standard_normal(pixels.shape, dtype=np.float32) * np.float32(shape.noise)
+    image = pyvips.Image.new_from_array(pixels.clip(0, 255).astype(np.uint8))
+    return bytes(image.copy(interpretation="srgb").jpegsave_buffer(Q=shape.quality))
+
+
+def _draw_some(seed: int, numbers: Sequence[int]) -> list[bytes]:
+    return [draw(seed, number) for number in numbers]
+
+
+def draw_pictures(
+    count: int, *, seed: int = 0, first: int = 0, cache: str | Path | None = None
+) -> list[bytes]:
+    """Pictures ``first`` and after. Many are drawn by a pool of processes. ``cache``: a folder to keep them in."""
+    if cache is None:
+        return _drawn(count, seed, first)
+    path = Path(cache) / f"chart-pictures-{VERSION}-{seed}-{first}-{count}.npz"
+    if not path.exists():
+        pictures = _drawn(count, seed, first)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.stem}-{os.getpid()}.npz")
+        ends = np.cumsum([len(p) for p in pictures])
+        np.savez(partial, ends=ends, data=np.frombuffer(b"".join(pictures), np.uint8))
+        partial.replace(path)
+        return pictures
+    with np.load(path) as stored:
+        ends, data = stored["ends"], stored["data"].tobytes()
+    return [data[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _drawn(count: int, seed: int, first: int) -> list[bytes]:
+    numbers = range(first, first + count)
+    if count <= IN_PROCESS:
+        return _draw_some(seed, numbers)
+    began, workers = time.perf_counter(), os.cpu_count() or 1
+    print(f"drawing {count} pictures with {workers} processes", flush=True)
+    portions = [numbers[i : i + 16] for i in range(0, count, 16)]
+    # Started anew, not forked: this process may have threads and a GPU.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        drawn = pool.map(_draw_some, [seed] * len(portions), portions)
+        pictures = [picture for portion in drawn for picture in portion]
+    print(f"drawn in {time.perf_counter() - began:.1f} s", flush=True)
+    return pictures
+
+
+def write_question(rng: random.Random, encode: Callable[[str], list[int]]) -> tuple[str, int]:
+    """(text, its tokens): words drawn until a drawn length within TOKENS is reached, counted by ``encode``."""
+    wanted, text = rng.randint(*TOKENS), rng.choice(WORDS)
+    count = len(encode(text))
+    while count < wanted:
+        for word in rng.sample(WORDS, len(WORDS)):
+            longer = f"{text} {word}"
+            if count < (found := len(encode(longer))) <= wanted:
+                text, count = longer, found
+                break
+        else:
+            if count >= TOKENS[0] or wanted == TOKENS[1]:
+                break
+            wanted += 1
+    assert TOKENS[0] <= count <= TOKENS[1], (
+        f"{text!r} has {count} tokens: no question of {TOKENS} tokens can be made of these words"
+    )
+    return text, count
+
+
+def order_of_questions(num_pictures: int, num_questions: int, seed: int) -> list[int]:
+    """The picture of each question, in picture order: one each, and a second one for a drawn few; more if asked."""
+    each, more = divmod(num_questions, num_pictures)
+    again = set(random.Random(f"{seed}/again").sample(range(num_pictures), more))
+    return [p for p in range(num_pictures) for _ in range(each + (p in again))]
+
+
+def make_trace(
+    encode: Callable[[str], list[int]],
+    *,
+    num_prompts: int | None = None,
+    num_pictures: int | None = None,
+    pictures: Sequence[bytes] = (),
+    prompts: Sequence[str] = (),
+    seed: int = 0,
+    cache: str | Path | None = None,
+) -> ChartTrace:
+    """The trace, or its beginning: of the first ``num_prompts`` questions or ``num_pictures`` pictures.
+
+    ``pictures``: encoded ones to use instead of drawn ones; ``prompts``: questions asked in turn instead of drawn ones.
+    """
+    if pictures:
+        count = min(len(pictures), num_pictures or len(pictures))
+        asked = num_prompts or max(count, round(count * NUM_QUESTIONS / NUM_PICTURES))
+        order = order_of_questions(count, asked, seed)
+    else:
+        count = num_pictures or NUM_PICTURES
+        order = order_of_questions(count, round(count * NUM_QUESTIONS / NUM_PICTURES), seed)
+        if num_prompts is not None:
+            # A short trace is the beginning of the long one: its share of repeats is the same.
+            order = [order[i % len(order)] for i in range(num_prompts)]
+        count = max(order) + 1
+    rng, questions = random.Random(f"{seed}/questions"), []
+    seen: set[int] = set()
+    for index, picture in enumerate(order):
+        if prompts:
+            text = prompts[index % len(prompts)]
+            tokens = len(encode(text))
+        else:
+            text, tokens = write_question(rng, encode)
+        questions.append(Question(picture, text, tokens, picture in seen))
+        seen.add(picture)
+    drawn = pictures[:count] or draw_pictures(count, seed=seed, cache=cache)
+    return ChartTrace(drawn, tuple(questions))
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that say what is asked."""
+    group = parser.add_argument_group("trace")
+    group.add_argument(
+        "--num-prompts", type=int, metavar="N", help="only the first N questions [2500]"
+    )
+    group.add_argument(
+        "--num-pictures", type=int, metavar="N", help="only the first N pictures [1509]"
+    )
+    group.add_argument(
+        "--image",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="a picture of your own instead of drawn ones; may be given several times",
+    )
+    group.add_argument("--image-dir", type=Path, metavar="FOLDER", help="all pictures of a folder")
+    group.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a question of your own instead of drawn ones; may be given several times",
+    )
+    group.add_argument("--trace-seed", type=int, default=0, metavar="N", help="of the drawing [0]")
+    group.add_argument(
+        "--cache", type=Path, metavar="FOLDER", help="keep drawn pictures there for later runs"
+    )
+
+
+def trace_from(args: argparse.Namespace, encode: Callable[[str], list[int]]) -> ChartTrace:
+    """The trace that the flags ask for."""
+    paths = list(args.image)
+    if args.image_dir is not None:
+        paths += sorted(p for p in args.image_dir.iterdir() if p.is_file())
+    return make_trace(
+        encode,
+        num_prompts=args.num_prompts,
+        num_pictures=args.num_pictures,
+        pictures=[path.read_bytes() for path in paths],
+        prompts=args.prompt,
+        seed=args.trace_seed,
+        cache=args.cache,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.chart_trace",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--num-pictures", type=int, default=NUM_PICTURES, help="[1509]")
+    parser.add_argument("--trace-seed", type=int, default=0, help="[0]")
+    parser.add_argument("--cache", type=Path, metavar="FOLDER", help="keep the pictures there")
+    args = parser.parse_args(arguments)
+    pictures = draw_pictures(args.num_pictures, seed=args.trace_seed, cache=args.cache)
+    kinds = [shape_of(number) for number in range(len(pictures))]
+    for shape, count in Counter(kinds).most_common():
+        sizes = [len(p) for p, kind in zip(pictures, kinds, strict=True) if kind is shape]
+        print(
+            f"{shape.width}x{shape.height}: {count} pictures ({count / len(pictures):.1%}), "
+            f"{min(sizes) / 1e3:.0f} to {max(sizes) / 1e3:.0f} kB, mean {np.mean(sizes) / 1e3:.0f} kB"
+        )
+    total = sum(map(len, pictures))
+    print(
+        f"{len(pictures)} pictures, {total / 1e6:.1f} MB, mean {total / len(pictures) / 1e3:.0f} kB"
+    )
+
+
+if __name__ == "__main__":
+    main()

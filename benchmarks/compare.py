@@ -1,0 +1,109 @@
+"""Compares two runs, figure by figure, and fails beyond a stated slowdown.
+
+python -m benchmarks.compare OLD NEW [--tolerance 5]
+
+OLD and NEW: JSON files that the benchmarks wrote, or folders of them. Figures are matched by benchmark and name. Ends
+with status 1 if one got worse by more than the tolerance, 2 if nothing could be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .report import shown
+
+
+@dataclass(frozen=True)
+class Compared:
+    """``worse``: by which share the new figure is worse; negative if it is better."""
+
+    name: str
+    old: float
+    new: float
+    worse: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """``figures``: value and whether more is better, by (benchmark, name). ``machines``: where they were taken."""
+
+    figures: dict[tuple[str, str], tuple[float, bool]]
+    machines: set[str]
+
+
+def read_run(path: Path) -> Run:
+    """A report, or all reports of a folder. Files of other content are passed over."""
+    figures: dict[tuple[str, str], tuple[float, bool]] = {}
+    machines: set[str] = set()
+    for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
+        content: Any = json.loads(file.read_text())
+        if not isinstance(content, dict) or "benchmark" not in content:
+            continue
+        machine = content.get("machine", {})
+        machines.add(str(machine.get("gpu", f"{machine.get('cores')} cores")))
+        for figure in content.get("figures", []):
+            key = content["benchmark"], figure["name"]
+            figures[key] = float(figure["value"]), bool(figure["at_least"])
+        for bar in content.get("bars", []):
+            key = content["benchmark"], bar["what"]
+            figures[key] = float(bar["value"]), bool(bar["at_least"])
+    return Run(figures, machines)
+
+
+def compare(old: Run, new: Run) -> list[Compared]:
+    """Figures of both, the worst first."""
+    found = []
+    for key in old.figures.keys() & new.figures.keys():
+        before, at_least = old.figures[key]
+        after, _ = new.figures[key]
+        # As time for the same work: half the rate and twice the time are both 100 % worse.
+        more, less = (before, after) if at_least else (after, before)
+        worse = more / less - 1 if less else (math.inf if more else 0.0)
+        found.append(Compared(": ".join(key), before, after, worse))
+    return sorted(found, key=lambda c: (-c.worse, c.name))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("old", type=Path, help="JSON file or folder of the earlier run")
+    parser.add_argument("new", type=Path, help="JSON file or folder of the later run")
+    parser.add_argument(
+        "--tolerance", type=float, default=5.0, help="most percent of more time [5]"
+    )
+    args = parser.parse_args(arguments)
+    old, new = read_run(args.old), read_run(args.new)
+    if old.machines != new.machines:
+        print(f"taken on different machines: {sorted(old.machines)} and {sorted(new.machines)}")
+    found = compare(old, new)
+    if not found:
+        print("nothing to compare: no figure is in both")
+        return 2
+    slower = 0
+    for one in found:
+        verdict = "SLOWER" if 100 * one.worse > args.tolerance else "      "
+        slower += verdict == "SLOWER"
+        change = f"{100 * one.worse:+7.1f} %"
+        print(f"{verdict} {change}  {one.name}: {shown(one.old)} -> {shown(one.new)}")
+    for title, keys in (
+        ("new", new.figures.keys() - old.figures.keys()),
+        ("missing", old.figures.keys() - new.figures.keys()),
+    ):
+        for key in sorted(keys):
+            print(f"{title}: {': '.join(key)}")
+    print(f"{len(found)} compared, {slower} slower by more than {args.tolerance:g} %")
+    return int(slower > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

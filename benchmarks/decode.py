@@ -1,0 +1,221 @@
+"""The decode step against its memory floor, through the real runtime, without a scheduler.
+
+python -m benchmarks.decode --model moondream2 --random-weights --device cuda --json F
+
+Sequences of distinct text are prefilled to about 800 positions; then each step feeds back what the last one sampled
+(greedy, under the rule of an answer), two steps out at a time, as the engine's step thread does. The floor: weights and
+KV bytes read once, and the new KV written, at the copy rate measured in the same run. Of a mixture of experts the floor
+counts the experts that the batch touches, found by running the same sequences through plain torch and reading the
+routers, in the format they are stored in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kestrel_engine.model_config import ModelConfig
+from kestrel_engine.models.moondream import Moondream
+from kestrel_engine.runtime.protocol import StepHandle
+from kestrel_engine.step import StepPlan, TokenRule
+
+from . import bars
+from .device_rates import copy_rate, synchronize
+from .gpu_report import GpuReport, command_line
+from .hand_made_steps import HandMadeSteps, Held
+from .model_work import chosen_experts, decoder_bytes, touched
+from .opening import Opened, model_arguments, open_model, parse, server_gc
+from .report import add_arguments, median, quantile
+
+ROWS_A_PREFILL = 8
+FIRST_TEXT_ID = 10
+"""Ids below it are special in every family."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Prefilled sequences: their text, and the position that the first decode step writes."""
+
+    held: list[Held]
+    texts: list[list[int]]
+    start: int
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Of steady steps: wall time each, host time in ``launch``, and the device's own time for decode."""
+
+    step_s: list[float]
+    launch_s: list[float]
+    device_s: list[float]
+
+
+def prefill_contexts(
+    steps: HandMadeSteps, config: ModelConfig, count: int, length: int, room: int
+) -> Context:
+    """``count`` sequences of ``length`` positions of drawn text, with pages for ``room`` more."""
+    rng = random.Random(0)
+    texts = [
+        [
+            config.ids.bos_id,
+            *rng.choices(range(FIRST_TEXT_ID, config.text.vocab_size), k=length - 1),
+        ]
+        for _ in range(count)
+    ]
+    held = [steps.hold(length + room) for _ in range(count)]
+    for first in range(0, count, ROWS_A_PREFILL):
+        some = range(first, min(first + ROWS_A_PREFILL, count))
+        result = steps.prefill([steps.row(held[i], tuple(texts[i]), 0, draw=0) for i in some])
+        for i in some:
+            texts[i].append(result.tokens[held[i].sequence_id].id)
+    return Context(held, texts, length)
+
+
+def run_pipelined(steps: HandMadeSteps, plans: Sequence[StepPlan], warm_up: int) -> Timed:
+    """Two steps out: N + 1 is launched before N is collected. The first ``warm_up`` steps are not counted."""
+    runtime, out = steps.runtime, list[StepHandle]()
+    step_s: list[float] = []
+    launch_s: list[float] = []
+    device_s: list[float] = []
+    last = time.perf_counter()
+    for plan in plans:
+        began = time.perf_counter()
+        out.append(runtime.launch(plan))
+        launch_s.append(time.perf_counter() - began)
+        if len(out) == 2:
+            device_s.append(runtime.collect(out.pop(0)).decode_s)
+            now = time.perf_counter()
+            step_s.append(now - last)
+            last = now
+    for handle in out:
+        runtime.collect(handle)
+    return Timed(step_s[warm_up:], launch_s[warm_up:], device_s[warm_up:])
+
+
+def collect_cost(steps: HandMadeSteps, plans: Sequence[StepPlan], device: torch.device) -> float:
+    """Host seconds of ``collect`` when the device has ended before; nan where that can't be told."""
+    if device.type != "cuda":
+        return math.nan
+    times = []
+    for plan in plans:
+        handle = steps.runtime.launch(plan)
+        synchronize(device)
+        began = time.perf_counter()
+        steps.runtime.collect(handle)
+        times.append(time.perf_counter() - began)
+    return median(times)
+
+
+def measure(
+    opened: Opened,
+    report: GpuReport,
+    *,
+    batches: Sequence[int],
+    context: int,
+    num_steps: int,
+    warm_up: int,
+    rate: float | None = None,
+) -> None:
+    """``rate``: bytes a second of a copy, measured if not given."""
+    config, device = opened.built.model, opened.device
+    model = opened.built.runtime.model  # type: ignore[attr-defined]
+    assert isinstance(model, Moondream)
+    rate = rate or copy_rate(device)
+    ids = config.ids
+    rule = TokenRule(stop=ids.eos_id, suppressed=(ids.eos_id, ids.answer_id))
+    steps = HandMadeSteps(opened.built.runtime, rule=rule)
+    total = num_steps + warm_up
+    largest = min(max(batches), opened.built.runtime.limits.max_batch_size)
+    prefilled = prefill_contexts(steps, config, largest, context - total // 2, total + 1)
+    work = decoder_bytes(model, model.dtype)
+    routed = chosen_experts(model, prefilled.texts) if work.moe_layers else None
+    positions = prefilled.start + warm_up + num_steps / 2
+    for batch in sorted(b for b in batches if b <= largest):
+        held = prefilled.held[:batch]
+        with server_gc():
+            timed = run_pipelined(
+                steps, steps.decode_plans(held, prefilled.start, total + 1), warm_up
+            )
+        collected = collect_cost(steps, steps.decode_plans(held, prefilled.start, 5), device)
+        experts = touched(routed[:batch]) if routed is not None else 0.0
+        floor = work.step(batch, positions, experts) / rate
+        # The mean, for work that moves from one step to another must not be lost.
+        step_s = sum(timed.step_s) / len(timed.step_s)
+        row: dict[str, float | int | str] = {
+            "model": opened.name,
+            "batch": batch,
+            "ms": 1e3 * step_s,
+            "p95 ms": 1e3 * quantile(timed.step_s, 0.95),
+            "device ms": 1e3 * median(timed.device_s),
+            "floor ms": 1e3 * floor,
+            "share": floor / step_s,
+            "tokens/s": batch / step_s,
+            "launch us": 1e6 * median(timed.launch_s),
+            "collect us": 1e6 * collected,
+        }
+        if routed is not None:
+            row["experts"] = experts
+            row["if even"] = work.expected_experts(batch)
+        report.add(
+            f"Decode at about {positions:.0f} positions; copy rate {rate / 1e12:.3g} TB/s", row
+        )
+        judged = opened.on_cuda and context >= 800
+        limits = bars.DECODE_SHARE.get((opened.name, batch), bars.NONE) if judged else bars.NONE
+        report.figure(
+            f"{opened.name}: decode step, batch {batch}",
+            1e3 * step_s,
+            "ms",
+            at_least=False,
+            floor=1e3 * floor,
+            bar=1e3 * floor / limits.bar if limits.bar else None,
+            goal=1e3 * floor / limits.goal if limits.goal else None,
+        )
+    steps.end(prefilled.held)
+
+
+def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 4, 16, 32, 64], help="[1 4 16 32 64]"
+    )
+    parser.add_argument("--context", type=int, default=800, help="positions of a sequence [800]")
+    parser.add_argument("--steps", type=int, default=96, help="steps that count [96]")
+    parser.add_argument("--warm-up", type=int, default=16, help="steps before them [16]")
+
+
+def main(arguments: Sequence[str] | None = None) -> GpuReport:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.decode",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_arguments(parser)
+    add_decode_arguments(parser)
+    args, of_model = parse(parser, arguments)
+    if args.quick:
+        args.batches, args.context, args.steps, args.warm_up = [1, 4], 48, 6, 2
+    report = GpuReport("decode", vars(args), command=command_line("benchmarks.decode", arguments))
+    opened = open_model(model_arguments(of_model, quick=args.quick))
+    try:
+        measure(
+            opened,
+            report,
+            batches=args.batches,
+            context=args.context,
+            num_steps=args.steps,
+            warm_up=args.warm_up,
+        )
+    finally:
+        opened.built.runtime.close()
+    report.finish(args.json)
+    return report
+
+
+if __name__ == "__main__":
+    main()

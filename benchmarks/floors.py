@@ -1,0 +1,165 @@
+"""Ceilings of this machine: what no kernel, copy or picture decoder will beat here.
+
+python -m benchmarks.floors [--device cuda] [--json F]
+
+Copy rate of the device's memory (bytes read and written), bf16 and FP8 matrix products (large, and at the shapes of
+Moondream's vision tower and prefill), pinned host to device copies, the host's cost of a launch and of a captured
+graph's, and preprocessing of the trace's pictures on all cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from kestrel_engine import ImageLimits
+from kestrel_engine.model_config import VisionConfig
+from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.images import open_image
+
+from .chart_trace import draw_pictures
+from .device_rates import (
+    copy_rate,
+    fp8_gemm_rate,
+    gemm_rate,
+    seconds_of,
+    supports_fp8,
+    synchronize,
+)
+from .gpu_report import GpuReport, command_line
+from .report import add_arguments, median
+
+PREPROCESSING_FROM = 2_000_000
+"""Numbers of the pictures that are preprocessed."""
+
+GEMMS = {
+    "large": (8192, 8192, 8192),
+    "vision qkv, 56 crops": (56 * 729, 3 * 1152, 1152),
+    "vision fc1, 56 crops": (56 * 729, 4304, 1152),
+    "vision fc2, 56 crops": (56 * 729, 1152, 4304),
+    "prefill qkv, 16 pictures": (16 * 730, 3 * 2048, 2048),
+    "prefill fc1, 16 pictures": (16 * 730, 8192, 2048),
+    "prefill fc2, 16 pictures": (16 * 730, 2048, 8192),
+}
+"""Rows, columns and inner dimension."""
+
+
+def measure_memory(report: GpuReport, device: torch.device, *, quick: bool) -> None:
+    rate = copy_rate(device, num_bytes=4 << 20 if quick else None)
+    report.figure(f"{device.type}: copy rate", rate / 1e12, "TB/s")
+    if device.type != "cuda":
+        return
+    num_bytes = 64 << 20
+    host = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8).pin_memory()
+    there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    took = seconds_of(lambda: there.copy_(host, non_blocking=True), device, repeats=9)
+    report.figure("pinned host to device", num_bytes / took / 1e9, "GB/s")
+
+
+def measure_gemms(report: GpuReport, device: torch.device, *, quick: bool) -> None:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    name = str(dtype).removeprefix("torch.")
+    for shape, sizes in GEMMS.items():
+        rows, columns, inner = (max(s // 64, 8) for s in sizes) if quick else sizes
+        rate = gemm_rate(rows, columns, inner, dtype, device)
+        report.figure(f"{name} GEMM, {shape}", rate / 1e12, "TFLOP/s")
+    if not supports_fp8(device):
+        return
+    for shape in ("large", "prefill fc1, 16 pictures"):
+        for row_scales in (False, True):
+            scales = "a scale a row" if row_scales else "one scale"
+            rate = fp8_gemm_rate(*GEMMS[shape], device, row_scales=row_scales)
+            report.figure(f"FP8 GEMM, {shape}, {scales}", rate / 1e12, "TFLOP/s")
+
+
+def measure_launches(report: GpuReport, device: torch.device, *, quick: bool) -> None:
+    """Host time of enqueuing: a small operator, and on CUDA a graph of a hundred of them."""
+    x, count = torch.zeros(32, device=device), 100 if quick else 2000
+    took = _host_us(lambda: x.add_(1), device, count)
+    report.figure("host time of a small operator", took, "us", at_least=False)
+    if device.type != "cuda":
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(100):
+            x.add_(1)
+    took = _host_us(graph.replay, device, 200)
+    report.figure("host time of launching a graph of 100 kernels", took, "us", at_least=False)
+    device_s = seconds_of(graph.replay, device, repeats=50)
+    report.figure(
+        "device time of a dependent empty kernel in a graph", 1e4 * device_s, "us", at_least=False
+    )
+
+
+def _host_us(work: Callable[[], object], device: torch.device, count: int) -> float:
+    """Median of rounds short enough that the device's queue never fills."""
+    rounds, portion = [], 50
+    for _ in range(max(count // portion, 1)):
+        synchronize(device)
+        began = time.perf_counter()
+        for _ in range(portion):
+            work()
+        rounds.append((time.perf_counter() - began) / portion)
+    synchronize(device)
+    return 1e6 * median(rounds)
+
+
+def measure_preprocessing(report: GpuReport, *, quick: bool) -> None:
+    """Pictures of the trace, from JPEG bytes to crops: on one thread, and on as many as there are cores."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    pictures = draw_pictures(2 if quick else 16 * cores, first=PREPROCESSING_FROM)
+    limits, vision = ImageLimits(), VisionConfig()
+
+    def work(picture: bytes) -> int:
+        return prepare(open_image(picture, limits), vision).num_crops
+
+    work(pictures[0])
+    few = pictures[: 2 if quick else 16]
+    began = time.perf_counter()
+    crops = sum(work(picture) for picture in few)
+    alone = time.perf_counter() - began
+    report.figure("preprocessing, 1 thread", len(few) / alone, "pictures/s")
+    with ThreadPoolExecutor(cores) as pool:
+        list(pool.map(work, few))
+        began = time.perf_counter()
+        list(pool.map(work, pictures))
+        together = time.perf_counter() - began
+    report.figure(f"preprocessing, {cores} threads", len(pictures) / together, "pictures/s")
+    report.add("Preprocessing", {"pictures": len(pictures), "crops a picture": crops / len(few)})
+
+
+def measure(report: GpuReport, device: torch.device, *, quick: bool) -> None:
+    """All of it. A CPU is measured with a sixty-fourth of the work under ``quick``."""
+    measure_memory(report, device, quick=quick)
+    measure_gemms(report, device, quick=quick)
+    measure_launches(report, device, quick=quick)
+    measure_preprocessing(report, quick=quick)
+
+
+def main(arguments: Sequence[str] | None = None) -> GpuReport:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.floors",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    parser.add_argument("--device", default="auto", help="auto (CUDA if there is one), cpu or cuda")
+    args = parser.parse_args(arguments)
+    name = args.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    report = GpuReport("floors", vars(args), command=command_line("benchmarks.floors", arguments))
+    measure(report, torch.device(name), quick=args.quick)
+    report.finish(args.json)
+    return report
+
+
+if __name__ == "__main__":
+    main()

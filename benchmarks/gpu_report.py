@@ -1,0 +1,133 @@
+"""GpuReport: figures with what the machine allows, what is asked of them, and where and how they were taken."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .report import Report, shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One number that may be compared with another run's by ``name``; ``floor``, ``bar`` and ``goal`` have its unit.
+
+    ``at_least``: more is better. ``floor``: what the machine would allow, measured in the same run.
+    """
+
+    name: str
+    value: float
+    unit: str
+    at_least: bool
+    floor: float | None = None
+    bar: float | None = None
+    goal: float | None = None
+
+    @property
+    def share(self) -> float | None:
+        """How much of what the machine allows was reached, 0 to 1."""
+        if self.floor is None or not self.value or not self.floor:
+            return None
+        return self.value / self.floor if self.at_least else self.floor / self.value
+
+    def reaches(self, limit: float) -> bool:
+        return self.value >= limit if self.at_least else self.value <= limit
+
+    @property
+    def verdict(self) -> str:
+        if self.goal is not None and self.reaches(self.goal):
+            return "goal met"
+        if self.bar is None:
+            return ""
+        return "met" if self.reaches(self.bar) else "MISSED"
+
+
+@dataclass
+class GpuReport(Report):
+    """A Report whose figures are compared by ``compare.py``. ``command``: what was run."""
+
+    figures: list[Figure] = field(default_factory=list)
+    command: str = ""
+
+    def figure(
+        self,
+        name: str,
+        value: float,
+        unit: str,
+        *,
+        at_least: bool = True,
+        floor: float | None = None,
+        bar: float | None = None,
+        goal: float | None = None,
+    ) -> Figure:
+        """Notes a figure and shows it. ``name`` must be new."""
+        assert all(f.name != name for f in self.figures), f"two figures named {name!r}"
+        figure = Figure(
+            name=name, value=value, unit=unit, at_least=at_least, floor=floor, bar=bar, goal=goal
+        )
+        self.figures.append(figure)
+        print(f"  {line(figure)}", flush=True)
+        return figure
+
+    def take(self, other: GpuReport) -> None:
+        """Adds all that ``other`` found."""
+        for title, rows in other.tables.items():
+            self.tables.setdefault(title, []).extend(rows)
+        self.bars += other.bars
+        self.figures += other.figures
+
+    def finish(self, path: str | None) -> None:
+        if self.figures:
+            print("\nFigures")
+            for figure in self.figures:
+                print(f"  {line(figure)}")
+        super().finish(path)
+
+    def content(self, machine: dict[str, Any]) -> dict[str, Any]:
+        figures = [asdict(f) | {"share": f.share, "verdict": f.verdict} for f in self.figures]
+        return super().content(machine | describe_device()) | {
+            "command": self.command,
+            "figures": figures,
+        }
+
+
+def line(figure: Figure) -> str:
+    """A figure as one line of text."""
+    parts = [f"{figure.name}: {shown(float(figure.value))} {figure.unit}"]
+    share = figure.share
+    if share is not None and figure.floor is not None:
+        parts.append(f"{100 * share:.1f} % of {shown(figure.floor)}")
+    if figure.bar is not None:
+        parts.append(f"bar {shown(figure.bar)}")
+    if figure.goal is not None:
+        parts.append(f"goal {shown(figure.goal)}")
+    if figure.verdict:
+        parts.append(figure.verdict)
+    return ", ".join(parts)
+
+
+def command_line(module: str, arguments: Sequence[str] | None) -> str:
+    """How ``python -m module`` was called."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return shlex.join(["python", "-m", module, *given])
+
+
+def describe_device() -> dict[str, Any]:
+    """GPU and versions, as far as torch is loaded and sees one."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    found: dict[str, Any] = {"torch": torch.__version__}
+    triton = sys.modules.get("triton")
+    if triton is not None:
+        found["triton"] = triton.__version__
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found["gpu"] = properties.name
+        found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
+        found["gpus"] = torch.cuda.device_count()
+        found["cuda"] = torch.version.cuda
+    return found

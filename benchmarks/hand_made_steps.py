@@ -1,0 +1,95 @@
+"""HandMadeSteps: StepPlans without a scheduler, for measuring what a runtime does with them.
+
+Owns which pages and sequence ids its sequences have. The runtime must serve nobody else meanwhile.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kestrel_engine.requests import PreparedImage, SamplingParams, Token, num_positions
+from kestrel_engine.runtime.protocol import Runtime
+from kestrel_engine.step import (
+    PREVIOUS,
+    EncodeSlice,
+    Row,
+    SampleSpec,
+    StepPlan,
+    StepResult,
+    TokenRule,
+)
+
+_ids = itertools.count(1 << 40)
+"""Sequences and steps: far from an engine's own."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A sequence with pages for all the positions it may reach."""
+
+    sequence_id: int
+    pages: tuple[int, ...]
+
+
+class HandMadeSteps:
+    """``rule``: what may be sampled. Greedy. Pages are handed out in a drawn order, as a pool in use has them."""
+
+    def __init__(self, runtime: Runtime, *, rule: TokenRule | None = None) -> None:
+        self.runtime = runtime
+        self._rule = rule or TokenRule()
+        self._free = list(range(runtime.limits.num_pages))
+        random.Random(0).shuffle(self._free)
+
+    def hold(self, positions: int) -> Held:
+        """Takes pages for ``positions``."""
+        count = -(-positions // self.runtime.limits.page_size)
+        assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
+        pages = tuple(self._free.pop() for _ in range(count))
+        return Held(next(_ids), pages)
+
+    def end(self, held: Sequence[Held], images: Sequence[str] = ()) -> None:
+        """Gives pages back and lets the runtime forget sequences and pictures."""
+        ended = tuple(h.sequence_id for h in held)
+        for one in held:
+            self._free += one.pages
+        self.run(StepPlan(next(_ids), ended=ended, drop_images=tuple(images)))
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """One step, waited for."""
+        return self.runtime.collect(self.runtime.launch(plan))
+
+    def row(
+        self, held: Held, tokens: tuple[Token, ...], start: int, *, draw: int | None = None
+    ) -> Row:
+        """``tokens`` from position ``start`` on; ``draw``: sample after them, as this request's n-th token."""
+        used = -(-(start + num_positions(tokens)) // self.runtime.limits.page_size)
+        return Row(held.sequence_id, tokens, start, held.pages[:used], self._sample(draw))
+
+    def prefill(self, rows: Sequence[Row]) -> StepResult:
+        return self.run(StepPlan(next(_ids), prefill=tuple(rows)))
+
+    def encode(self, images: Sequence[PreparedImage]) -> StepResult:
+        """All crops of ``images`` in one step; their embeddings are kept until ``end`` names them."""
+        pieces = tuple(EncodeSlice(image, 0, image.num_crops) for image in images)
+        return self.run(StepPlan(next(_ids), encode=pieces))
+
+    def decode(self, rows: Sequence[Row]) -> StepResult:
+        return self.run(StepPlan(next(_ids), decode=tuple(rows)))
+
+    def decode_plans(self, held: Sequence[Held], start: int, count: int) -> list[StepPlan]:
+        """``count`` steps in which each sequence feeds back what it sampled last, from position ``start`` on.
+
+        Page tables are whole from the beginning, so that a sequence may start over from an earlier position.
+        """
+        plans = []
+        for step in range(count):
+            spec = self._sample(1 + step)
+            rows = [Row(h.sequence_id, (PREVIOUS,), start + step, h.pages, spec) for h in held]
+            plans.append(StepPlan(next(_ids), decode=tuple(rows)))
+        return plans
+
+    def _sample(self, draw: int | None) -> SampleSpec | None:
+        return None if draw is None else SampleSpec(self._rule, SamplingParams(), draw)

@@ -1,0 +1,139 @@
+"""From a benchmark's flags to a loaded model: the flags of ``kestrel-grpc serve`` about the model and its steps.
+
+Several engines and benchmarks may use one loaded model, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kestrel_engine import InferenceEngine, Observer, RuntimeConfig, SkillRegistry
+from kestrel_engine.factory import Built, build
+from kestrel_engine.runtime.protocol import Runtime, StepHandle
+from kestrel_engine.step import RuntimeLimits, StepPlan, StepResult
+from kestrel_grpc.cli.serve import GC_THRESHOLDS
+from kestrel_grpc.model_settings import add_model_flags, runtime_config
+
+from .callers import EngineTarget
+from .forced_skill import ForcedCaption, ForcedQuery
+
+if TYPE_CHECKING:
+    import torch
+
+QUICK = ("--model", "kestrel-tiny", "--device", "cpu", "--max-seq-length", "640")
+"""Flags of the model under --quick, before those that are given."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A loaded model. ``seconds``: what loading took. ``config``: what it was loaded with."""
+
+    config: RuntimeConfig
+    built: Built
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """The architecture's, whether its weights are read or made up."""
+        return self.built.info.model.partition(" (")[0]
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.built.info.device.startswith("cuda")
+
+    @property
+    def device(self) -> torch.device:
+        import torch
+
+        return torch.device(self.built.info.device)
+
+
+def model_arguments(arguments: Sequence[str], *, quick: bool = False) -> RuntimeConfig:
+    """The configuration that flags of ``kestrel-grpc serve`` stand for."""
+    parser = argparse.ArgumentParser(prog="model", allow_abbrev=False)
+    add_model_flags(parser)
+    given = [*(QUICK if quick else ()), *arguments]
+    return runtime_config(parser.parse_args(given))
+
+
+def parse(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> tuple[argparse.Namespace, list[str]]:
+    """(the benchmark's own flags, the rest, which are the model's)."""
+    parser.epilog = (
+        "All other flags are those of 'kestrel-grpc serve' about the model and its steps: --model, --random-weights,\n"
+        "--device, --dtype, --max-batch-size, --step-crops and so on."
+    )
+    return parser.parse_known_args(arguments)
+
+
+def open_model(config: RuntimeConfig) -> Opened:
+    """Loads what ``config`` names and says how long it took."""
+    print(f"loading {config.model} on {config.device}", flush=True)
+    began = time.perf_counter()
+    built = build(config)
+    seconds = time.perf_counter() - began
+    info = built.info
+    print(
+        f"loaded {info.model} on {info.device} {info.device_name} ({info.dtype}, "
+        f"{info.num_parameters / 1e9:.2f} G parameters, {info.num_pages} pages of {info.page_size}) in {seconds:.1f} s",
+        flush=True,
+    )
+    return Opened(config, built, seconds)
+
+
+@contextmanager
+def server_gc() -> Iterator[None]:
+    """The collector of garbage as the server sets it, once what lives long is loaded."""
+    before = gc.get_threshold()
+    gc.set_threshold(*GC_THRESHOLDS)
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
+
+
+class KeptRuntime:
+    """A runtime that outlives the engine which uses it: ``close`` is left to who opened it."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    @property
+    def limits(self) -> RuntimeLimits:
+        return self._runtime.limits
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        return self._runtime.launch(plan)
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        return self._runtime.collect(handle)
+
+    def close(self) -> None:
+        """Nothing: the model is used again."""
+
+
+@dataclass(frozen=True)
+class RunningEngine:
+    engine: InferenceEngine
+    target: EngineTarget
+
+
+@asynccontextmanager
+async def engine_on(
+    opened: Opened, observer: Observer | None = None
+) -> AsyncIterator[RunningEngine]:
+    """An engine on a loaded model, with the skills that never end; leaves the model loaded."""
+    skills = SkillRegistry([*SkillRegistry.default(), ForcedCaption(), ForcedQuery()])
+    built = replace(opened.built, runtime=KeptRuntime(opened.built.runtime))
+    async with InferenceEngine(opened.config, built, skills, observer=observer) as engine:
+        yield RunningEngine(engine, EngineTarget(engine))

@@ -1,0 +1,54 @@
+"""StepLog: an engine's observer that keeps what its steps did, and what that says about a stretch of time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kestrel_engine import RequestEvent, StepEvent
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Shares of the wall that the device worked, by its own clocks where it has them; ``steps_s``: steps a second."""
+
+    vision: float
+    prefill: float
+    decode: float
+    steps_s: float
+    mean_batch: float
+    """Rows of the steps that decoded."""
+    crops_s: float
+
+    @property
+    def busy(self) -> float:
+        return self.vision + self.prefill + self.decode
+
+
+class StepLog:
+    """``on_step`` is called on the step thread; appending to a list needs no lock."""
+
+    def __init__(self) -> None:
+        self._events: list[StepEvent] = []
+
+    def on_step(self, event: StepEvent) -> None:
+        self._events.append(event)
+
+    def on_request(self, event: RequestEvent) -> None:
+        """Requests are measured by those who ask."""
+
+    def clear(self) -> None:
+        self._events = []
+
+    def between(self, begin: float, end: float) -> Phases:
+        """Of steps that came back between two instants of the monotonic clock."""
+        events = [e for e in self._events if begin <= e.collected_at <= end]
+        wall = max(end - begin, 1e-9)
+        decoding = [e.num_decode for e in events if e.num_decode]
+        return Phases(
+            vision=sum(e.vision_s for e in events) / wall,
+            prefill=sum(e.prefill_s for e in events) / wall,
+            decode=sum(e.decode_s for e in events) / wall,
+            steps_s=len(events) / wall,
+            mean_batch=sum(decoding) / len(decoding) if decoding else 0.0,
+            crops_s=sum(e.num_crops for e in events) / wall,
+        )

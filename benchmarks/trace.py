@@ -1,0 +1,236 @@
+"""The trace through the engine: requests from encoded JPEG bytes to the last token, in one process.
+
+python -m benchmarks.trace --model moondream2 --random-weights --device cuda --in-flight 64 1 --tokens 3 30 --json F
+python -m benchmarks.trace --model kestrel-tiny --num-prompts 50 --in-flight 8
+
+Every combination of --in-flight and --tokens runs on one loaded model, with empty caches at its start. The answer's end
+is forced: the skill ``forced_query`` is a query whose rule forbids the end token, at temperature 0 unless told
+otherwise. Callers ask again when answered (closed loop), in the trace's order, so that a picture's second question
+comes while or shortly after its first is answered. --saturate measures long answers of as many streams instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from . import bars
+from .chart_trace import ChartTrace, Question, add_trace_arguments, draw_pictures, trace_from
+from .gpu_report import GpuReport, command_line
+from .opening import Opened, RunningEngine, engine_on, model_arguments, open_model, parse, server_gc
+from .report import Row, add_arguments
+from .step_log import StepLog
+from .trace_run import RunPlan, Steady, part_summary, parts, run_trace, span, steady, summary
+
+WARM_UP_FROM = 1_000_000
+"""Numbers of the pictures that warm up: the trace has none of them."""
+WARM_UP_PICTURES = 24
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that say how the trace is asked."""
+    group = parser.add_argument_group("runs")
+    group.add_argument(
+        "--in-flight", type=int, nargs="+", default=[64], metavar="N", help="callers at once [64]"
+    )
+    group.add_argument(
+        "--tokens", type=int, nargs="+", default=[3], metavar="N", help="tokens an answer [3]"
+    )
+    group.add_argument(
+        "--sampled",
+        action="store_true",
+        help="draw with temperature 0.2 and top_p 0.9, the query's defaults, instead of greedily",
+    )
+    group.add_argument(
+        "--limit", type=float, default=600.0, metavar="S", help="longest time of a run [600]"
+    )
+    group.add_argument(
+        "--saturate",
+        action="store_true",
+        help="long answers of all streams at once, each about a picture of its own: tokens/s while all decode",
+    )
+    group.add_argument(
+        "--saturate-tokens", type=int, default=768, metavar="N", help="of such an answer [768]"
+    )
+
+
+def settle(args: argparse.Namespace) -> None:
+    """No more pictures than a run needs; a hundredth of its size if it is to be quick."""
+    if args.saturate and not (args.image or args.image_dir):
+        args.num_prompts = args.num_prompts or 2 * max(args.in_flight)
+    if args.quick:
+        args.num_prompts = min(args.num_prompts or 6, 6)
+        args.in_flight = [min(n, 4) for n in args.in_flight]
+        args.saturate_tokens = min(args.saturate_tokens, 12)
+
+
+def sampling(args: argparse.Namespace) -> dict[str, float]:
+    if args.sampled:
+        return {"temperature": 0.2, "top_p": 0.9}
+    return {"temperature": 0.0, "top_p": 1.0}
+
+
+async def warm_up(running: RunningEngine, in_flight: int, *, quick: bool) -> None:
+    """Every path once with pictures of the trace's sizes: what is compiled or captured late is paid here."""
+    count = 1 if quick else min(max(in_flight // 2, 3), WARM_UP_PICTURES)
+    pictures = draw_pictures(count, first=WARM_UP_FROM)
+    base = ChartTrace(pictures, ())
+    for repeat in (False, True):
+        trace = replace(base, questions=warm_up_questions(count, repeat=repeat))
+        await run_trace(running.target, trace, RunPlan(in_flight, 8, {}))
+    running.engine.flush_caches()
+
+
+def warm_up_questions(count: int, *, repeat: bool) -> tuple[Question, ...]:
+    text = "how many bars are there" if repeat else "what is the value of the last bar"
+    return tuple(Question(i, text, 0, repeat) for i in range(count))
+
+
+async def measure_trace(
+    opened: Opened,
+    running: RunningEngine,
+    log: StepLog,
+    trace: ChartTrace,
+    plan: RunPlan,
+    report: GpuReport,
+) -> None:
+    """One run over the trace, its tables and figures."""
+    running.engine.flush_caches()
+    log.clear()
+    print(f"{opened.name}: {plan.in_flight} in flight, {plan.tokens} tokens", flush=True)
+    asked = await run_trace(running.target, trace, plan)
+    expected = plan.tokens
+    assert all(a.answer.output_tokens == expected for a in asked), "an answer of another length"
+    whole, phases = summary(asked), log.between(*span(asked))
+    key: Row = {"model": opened.name, "in flight": plan.in_flight, "tokens": plan.tokens}
+    report.add("Trace through the engine (times in ms)", {**key, **whole})
+    for part, those in parts(asked).items():
+        report.add("Uncached pictures and repeats (ms)", {**key, "of": part, **part_summary(those)})
+    report.add(
+        "The device, by the runtime's own clocks (shares of the wall)",
+        {
+            **key,
+            "busy": phases.busy,
+            "vision": phases.vision,
+            "prefill": phases.prefill,
+            "decode": phases.decode,
+            "steps/s": phases.steps_s,
+            "mean batch": phases.mean_batch,
+            "crops/s": phases.crops_s,
+        },
+    )
+    judge = opened.on_cuda
+    name = f"{opened.name}: {plan.in_flight} in flight, {plan.tokens} tokens"
+    run = (opened.name, plan.in_flight, plan.tokens)
+    limits = bars.TRACE.get(run, bars.NONE) if judge else bars.NONE
+    report.figure(
+        f"{name}: requests/s", float(whole["requests/s"]), "1/s", bar=limits.bar, goal=limits.goal
+    )
+    for part, those in parts(asked).items():
+        limits = bars.TRACE_P50_MS.get((*run, part), bars.NONE) if judge else bars.NONE
+        if those:
+            p50 = float(part_summary(those)["p50"])
+            report.figure(
+                f"{name}: p50 of {part}",
+                p50,
+                "ms",
+                at_least=False,
+                bar=limits.bar,
+                goal=limits.goal,
+            )
+
+
+async def measure_saturated(
+    opened: Opened,
+    running: RunningEngine,
+    log: StepLog,
+    trace: ChartTrace,
+    plan: RunPlan,
+    report: GpuReport,
+) -> Steady:
+    """Long answers of ``plan.in_flight`` streams: tokens/s while all of them decode."""
+    print(f"{opened.name}: {plan.in_flight} streams of {plan.tokens} tokens", flush=True)
+    numbers = saturating(trace, plan.in_flight)
+    # Their pictures are cached first, so that all begin to decode at about the same time.
+    await run_trace(running.target, trace, replace(plan, tokens=1), numbers)
+    log.clear()
+    asked = await run_trace(running.target, trace, plan, numbers)
+    found = steady([a.answer for a in asked])
+    phases = log.between(found.begin, found.end)
+    report.add(
+        "Saturated decode, engine alone",
+        {
+            "model": opened.name,
+            "streams": plan.in_flight,
+            "tokens": plan.tokens,
+            "tokens/s": found.tokens_s,
+            "seconds": found.end - found.begin,
+            "decode busy": phases.decode,
+            "steps/s": phases.steps_s,
+            "mean batch": phases.mean_batch,
+        },
+    )
+    name = f"{opened.name}: {plan.in_flight} streams, engine alone"
+    report.figure(f"{name}: tokens/s", found.tokens_s, "1/s")
+    report.figure(f"{name}: device busy by its own clocks", phases.busy, "of the wall")
+    return found
+
+
+def saturating(trace: ChartTrace, streams: int) -> list[int]:
+    """As many first questions about pictures as there are streams; repeats if the trace is too short."""
+    first = [i for i, q in enumerate(trace.questions) if not q.is_repeat]
+    assert first, "a trace without questions"
+    return [first[i % len(first)] for i in range(streams)]
+
+
+async def measure(args: argparse.Namespace, opened: Opened, report: GpuReport) -> None:
+    log = StepLog()
+    async with engine_on(opened, log) as running:
+        trace = trace_from(args, opened.built.codec.encode)
+        began = time.perf_counter()
+        await warm_up(running, max(args.in_flight), quick=args.quick)
+        print(f"warmed up in {time.perf_counter() - began:.1f} s", flush=True)
+        with server_gc():
+            if args.saturate:
+                for in_flight in args.in_flight:
+                    plan = RunPlan(in_flight, args.saturate_tokens, sampling(args), args.limit)
+                    await measure_saturated(opened, running, log, trace, plan, report)
+                return
+            for in_flight in args.in_flight:
+                for tokens in args.tokens:
+                    plan = RunPlan(in_flight, tokens, sampling(args), args.limit)
+                    await measure_trace(opened, running, log, trace, plan, report)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="benchmarks.trace",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_arguments(made)
+    add_run_arguments(made)
+    add_trace_arguments(made)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> GpuReport:
+    args, of_model = parse(parser(), arguments)
+    settle(args)
+    config = model_arguments(of_model, quick=args.quick)
+    report = GpuReport("trace", vars(args), command=command_line("benchmarks.trace", arguments))
+    opened = open_model(config)
+    try:
+        asyncio.run(measure(args, opened, report))
+    finally:
+        opened.built.runtime.close()
+    report.finish(args.json)
+    return report
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Asking the questions of a trace, by so many callers at once, and what their answers amount to. Knows neither engine
+nor server: a Target answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .callers import Answer, Target
+from .chart_trace import ChartTrace
+from .report import Row, median, quantile
+
+PROGRESS_S = 5.0
+"""Seconds between lines that say how far a run is."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question, answered. Instants: seconds of the monotonic clock, which all processes of a machine share."""
+
+    is_repeat: bool
+    began: float
+    ended: float
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """``in_flight`` callers, each of whom asks again when answered, for at most ``limit_s`` seconds."""
+
+    in_flight: int
+    tokens: int
+    sampling: Mapping[str, float]
+    limit_s: float = 600.0
+
+
+async def run_trace(
+    target: Target, trace: ChartTrace, plan: RunPlan, numbers: Sequence[int] | None = None
+) -> list[Asked]:
+    """Asks the questions ``numbers`` (default: all) in order. What fails, raises."""
+    waiting = iter(range(len(trace.questions)) if numbers is None else numbers)
+    total = len(trace.questions) if numbers is None else len(numbers)
+    asked: list[Asked] = []
+    began = told = time.monotonic()
+
+    async def caller() -> None:
+        nonlocal told
+        for number in waiting:
+            question, start = trace.questions[number], time.monotonic()
+            if start - began > plan.limit_s:
+                return
+            answer = await target.forced_query(
+                trace.pictures[question.picture], question.text, plan.tokens, plan.sampling
+            )
+            now = time.monotonic()
+            asked.append(Asked(question.is_repeat, start, now, answer))
+            if now - told > PROGRESS_S:
+                told = now
+                rate = len(asked) / (now - began)
+                print(f"  {len(asked)} of {total} answered, {rate:.1f} a second", flush=True)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(plan.in_flight, total)):
+            group.create_task(caller())
+    return asked
+
+
+def span(asked: Sequence[Asked]) -> tuple[float, float]:
+    """When the first was asked and the last answered."""
+    return min(a.began for a in asked), max(a.ended for a in asked)
+
+
+def summary(asked: Sequence[Asked]) -> Row:
+    """Rates over the whole run; times in ms."""
+    begin, end = span(asked)
+    seconds = end - begin
+    answers = [a.answer for a in asked]
+    took = [1e3 * a.answer.seconds for a in asked]
+    ttft = [a.ttft_ms for a in answers]
+    gaps = [1e3 * gap for a in answers for gap in a.gaps_s]
+    return {
+        "requests": len(asked),
+        "requests/s": len(asked) / seconds,
+        "tokens/s": sum(a.output_tokens for a in answers) / seconds,
+        "p50": median(took),
+        "p95": quantile(took, 0.95),
+        "p99": quantile(took, 0.99),
+        "ttft p50": median(ttft),
+        "ttft p95": quantile(ttft, 0.95),
+        "itl p50": median(gaps),
+        "itl p95": quantile(gaps, 0.95),
+        "itl p99": quantile(gaps, 0.99),
+        "hit rate": sum(a.cached_tokens for a in answers) / sum(a.input_tokens for a in answers),
+    }
+
+
+def parts(asked: Sequence[Asked]) -> dict[str, list[Asked]]:
+    """Pictures asked about for the first time, and repeats."""
+    return {
+        "uncached": [a for a in asked if not a.is_repeat],
+        "repeats": [a for a in asked if a.is_repeat],
+    }
+
+
+def part_summary(asked: Sequence[Asked]) -> Row:
+    """Times in ms; nan where nobody was."""
+    took = [1e3 * a.answer.seconds for a in asked]
+    ttft = [a.answer.ttft_ms for a in asked]
+    return {
+        "requests": len(asked),
+        "p50": median(took),
+        "p95": quantile(took, 0.95),
+        "p99": quantile(took, 0.99),
+        "ttft p50": median(ttft),
+        "ttft p95": quantile(ttft, 0.95),
+    }
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Tokens a second while all streams decoded; ``begin`` and ``end`` are instants of the monotonic clock."""
+
+    tokens_s: float
+    begin: float
+    end: float
+
+
+def steady(answers: Sequence[Answer]) -> Steady:
+    """Of streams that ran at the same time: from the last one's first token to the first one's last."""
+    begin = max(a.seen[0][0] for a in answers)
+    end = min(a.seen[-1][0] for a in answers)
+    assert begin < end, "the streams never decoded all at the same time: longer answers are needed"
+    gained = sum(_tokens_at(a, end) - _tokens_at(a, begin) for a in answers)
+    return Steady(gained / (end - begin), begin, end)
+
+
+def _tokens_at(answer: Answer, instant: float) -> float:
+    """Between two updates the tokens are taken to have come evenly."""
+    before_at, before = answer.seen[0]
+    for at, count in answer.seen:
+        if at >= instant:
+            spent = (instant - before_at) / (at - before_at) if at > before_at else 1.0
+            return before + (count - before) * spent
+        before_at, before = at, count
+    return float(before)
