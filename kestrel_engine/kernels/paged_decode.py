@@ -125,9 +125,8 @@ def paged_decode(
     A row sees its own token and slots of positions below p, nothing else. Rows of one sequence must not meet in one
     launch, except padding rows (position 0 of a spare sequence that nobody reads).
 
-    ``pdl``: launched so that it may begin before the previous kernel has ended; then page table, positions and older
-    keys must have been written before that kernel began, and it must wait for its own predecessor before it lets this
-    one start.
+    ``pdl``: may begin before the previous kernel has ended, and then reads page table, positions and older keys. Those
+    must come from an earlier graph, or from a kernel that lets none start early.
     """
     rows = qkv.shape[0]
     _, num_heads, head_dim = key_pool.shape

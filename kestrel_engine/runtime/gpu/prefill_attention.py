@@ -1,0 +1,216 @@
+"""Attention of one prefill pass: image blocks among themselves, text over the pages.
+
+The flat batch begins with n blocks of BOS and picture, whose positions see each other both ways and nothing else; then
+comes the text of all rows, which is causal over everything stored. Blocks read queries, keys and values where the qkv
+GEMM left them; text reads the K/V pool. Which library computes is chosen once (`choose_attention`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ...errors import ConfigError
+from .device import library_version
+from .flashinfer_attention import (
+    DTYPES,
+    FlashInfer,
+    FlashInferBlocks,
+    FlashInferText,
+    PlannedBlocks,
+)
+from .prefill_batch import TextPart
+
+MAX_GATHERED = 16384
+"""Positions whose keys and values the torch path copies at a time."""
+
+
+class Batch(Protocol):
+    """What attention needs to know of a `PrefillBatch`."""
+
+    @property
+    def blocks(self) -> Sequence[object]: ...
+    @property
+    def block_length(self) -> int: ...
+    @property
+    def text(self) -> tuple[TextPart, ...]: ...
+
+
+class PlannedText(Protocol):
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        """``q`` [n, H, D], the text's queries; one layer's pools; writes ``out`` [n, H*D]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """``text`` and ``blocks``: FlashInfer computes them, if there; else torch does, the blocks by ``block_backend``
+    (None leaves that to torch)."""
+
+    text: FlashInferText | None = None
+    blocks: FlashInferBlocks | None = None
+    block_backend: SDPBackend | None = None
+
+    @property
+    def name(self) -> str:
+        return "torch" if self.text is None else "flashinfer"
+
+
+def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> AttentionChoice:
+    """``name``: "flashinfer", "triton" or "torch" ("triton" names the decode kernel; prefill is torch's then), or
+    "auto": FlashInfer where it is there and computes with ``dtype``. Raises ConfigError where it was asked for by name
+    and can't be had."""
+    if name not in ("auto", "flashinfer", "triton", "torch"):
+        raise ConfigError("attention", name, "must be auto, flashinfer, triton or torch")
+    fits = device.type == "cuda" and dtype in DTYPES
+    if name == "flashinfer" or (name == "auto" and fits and library_version("flashinfer")):
+        library = FlashInfer(device, dtype)
+        # 1 / 8 / 16 blocks of 730 positions, 32 heads of 64, on an H200: fa3 36 / 120 / 213 us, torch 45 / 133 / 236,
+        # and torch's result is yet to be copied; fa2 is slower than torch.
+        blocks = FlashInferBlocks(library) if library.backend == "fa3" else None
+        return AttentionChoice(FlashInferText(library), blocks)
+    return AttentionChoice()
+
+
+class PrefillAttention:
+    """Made for one pass from plain data; called once a layer. ``key_pool`` and ``value_pool``
+    [layers, num_slots, H, D]."""
+
+    def __init__(
+        self,
+        choice: AttentionChoice,
+        batch: Batch,
+        key_pool: Tensor,
+        value_pool: Tensor,
+        page_size: int,
+    ) -> None:
+        self._keys, self._values = key_pool, value_pool
+        self._num_blocks, self._length = len(batch.blocks), batch.block_length
+        self._block_tokens = self._num_blocks * self._length
+        self._backend = choice.block_backend
+        self._text: PlannedText | None = None
+        self._blocks: PlannedBlocks | None = None
+        num_heads, head_dim = key_pool.shape[-2:]
+        if choice.blocks is not None and self._num_blocks:
+            self._blocks = choice.blocks.plan(self._num_blocks, self._length, num_heads, head_dim)
+        if batch.text:
+            begin = self._block_tokens
+            for part in batch.text:
+                assert part.begin == begin, f"text at {part.begin} instead of {begin}"
+                begin += part.count
+            if choice.text is not None:
+                self._text = choice.text.plan(batch.text, num_heads, head_dim, page_size)
+            else:
+                self._text = GatheredText(batch.text, page_size, key_pool.device)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+        """``q``, ``k``, ``v`` [T, H, D], rotated, any row stride; k and v are in the pools already. Writes and returns
+        ``out`` [T, H*D], any row stride."""
+        split = self._block_tokens
+        if split and self._blocks is not None:
+            self._blocks(q[:split], k[:split], v[:split], out[:split])
+        elif split:
+            self._attend_blocks(q[:split], k[:split], v[:split], out[:split])
+        if self._text is not None:
+            self._text(q[split:], self._keys[layer], self._values[layer], out[split:])
+        return out
+
+    def _attend_blocks(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        blocks = self._num_blocks, self._length
+        # [n, H, length, D], views all: kernels take any strides but the last.
+        q, k, v = (x.unflatten(0, blocks).transpose(1, 2) for x in (q, k, v))
+        with nullcontext() if self._backend is None else sdpa_kernel(self._backend):
+            attended = F.scaled_dot_product_attention(q, k, v)
+        out.unflatten(0, blocks).unflatten(2, (q.shape[1], -1)).copy_(attended.transpose(1, 2))
+
+
+class GatheredText:
+    """Torch's answer: keys and values of several rows gathered and padded to the longest, one masked call for them.
+
+    Rows of like lengths come together, as many as `MAX_GATHERED` positions hold.
+    """
+
+    def __init__(self, parts: Sequence[TextPart], page_size: int, device: torch.device) -> None:
+        first = parts[0].begin
+        by_length = sorted(parts, key=lambda part: part.start + part.count)
+        groups: list[list[TextPart]] = []
+        for part in by_length:
+            # Sorted: this one is the longest of its group so far.
+            if groups and (len(groups[-1]) + 1) * (part.start + part.count) <= MAX_GATHERED:
+                groups[-1].append(part)
+            else:
+                groups.append([part])
+        self._groups = [_PaddedRows.of(group, first, page_size, device) for group in groups]
+
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        """As `PlannedText`."""
+        for group in self._groups:
+            group.attend(q, keys, values, out)
+
+
+@dataclass(frozen=True, slots=True)
+class _PaddedRows:
+    """``queries`` [n, longest] int64: places among the text's tokens; a short row repeats its last. ``slots``
+    [n, positions] int64; past a row's end its first, which holds finite numbers as others may not. ``seen``
+    [n, 1, longest, positions] bool. ``places`` and ``sources`` int64: where real results go, and where in
+    [n * longest] they are."""
+
+    queries: Tensor
+    slots: Tensor
+    seen: Tensor
+    places: Tensor
+    sources: Tensor
+
+    @classmethod
+    def of(
+        cls, parts: Sequence[TextPart], first: int, page_size: int, device: torch.device
+    ) -> _PaddedRows:
+        counts = np.array([part.count for part in parts])
+        starts = np.array([part.start for part in parts])
+        ends = starts + counts
+        query = np.minimum(np.arange(counts.max()), counts[:, None] - 1)
+        position = np.arange(ends.max())
+        tables = np.zeros((len(parts), -(-int(ends.max()) // page_size)), dtype=np.int64)
+        for row, part in enumerate(parts):
+            used = -(-int(ends[row]) // page_size)
+            tables[row, :used] = part.page_table[:used]
+        at = np.where(position < ends[:, None], position, 0)
+        slots = np.take_along_axis(tables, at // page_size, axis=1) * page_size + at % page_size
+        begins = np.array([part.begin - first for part in parts])
+        queries = begins[:, None] + query
+        real = np.arange(counts.max()) < counts[:, None]
+        seen = position <= (starts[:, None] + query)[:, :, None]
+
+        def upload(array: np.ndarray) -> Tensor:
+            there = torch.from_numpy(np.ascontiguousarray(array))
+            if device.type != "cuda":
+                return there.to(device)
+            return there.pin_memory().to(device, non_blocking=True)
+
+        return cls(
+            queries=upload(queries),
+            slots=upload(slots),
+            seen=upload(seen[:, None]),
+            places=upload(queries[real]),
+            sources=upload(np.flatnonzero(real)),
+        )
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        n, positions = self.slots.shape
+        at = self.slots.flatten()
+        k, v = (
+            pool.index_select(0, at).unflatten(0, (n, positions)).transpose(1, 2)
+            for pool in (keys, values)
+        )
+        queries = q[self.queries].transpose(1, 2)
+        attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=self.seen)
+        rows = attended.transpose(1, 2).flatten(2).flatten(0, 1)
+        out.index_copy_(0, self.places, rows.index_select(0, self.sources))
