@@ -1,14 +1,16 @@
 """RuntimeConfig: what the user decides, checked once, before any weight is read.
 
 Knows no torch and probes no device: what the device decides (number of pages, captured batch sizes) is
-``step.RuntimeLimits``. Reads no environment; that is the service's ``settings.py``.
+``step.RuntimeLimits``, and the fields that it chooses defaults for are settled by ``sizes``. Reads no environment; that
+is the service's ``settings.py``.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "kestrel-tiny"
 DTYPES = ("float32", "bfloat16", "float16")
+ATTENTIONS = ("auto", "flashinfer", "triton", "torch")
+FP8_EXPERTS = ("auto", "keep", "dequantise")
 _DTYPE_ALIASES = {
     "float32": "float32",
     "float": "float32",
@@ -53,6 +57,28 @@ class ImageLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The fields of RuntimeConfig whose defaults depend on the device, settled."""
+
+    max_batch_size: int
+    step_prefill_positions: int
+    step_crops: int
+    preprocess_threads: int
+
+
+_CPU_SIZES = Sizes(
+    max_batch_size=16, step_prefill_positions=768, step_crops=3, preprocess_threads=2
+)
+"""Sixteen decode six times as fast together as one after the other; a step takes on one image prefix."""
+_CUDA_SIZES = Sizes(
+    max_batch_size=64, step_prefill_positions=4380, step_crops=18, preprocess_threads=2
+)
+"""Six image prefixes of 730, and about as many pictures' crops: less leaves a large GPU idle, more shows between
+tokens. ``preprocess_threads`` grows with the processors, up to MOST_PREPROCESS_THREADS."""
+MOST_PREPROCESS_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig:
     """How to build an engine.
 
@@ -71,14 +97,28 @@ class RuntimeConfig:
     """"auto" (CUDA if there is one, else CPU), "cpu", "cuda" or "cuda:N"."""
     dtype: str | torch.dtype = "auto"
     """Computation type, a torch.dtype or its name. "auto": float32 on CPU, bfloat16 on CUDA."""
-    max_batch_size: int = 4
-    """Most sequences that decode in one step."""
+    random_weights: bool = False
+    """Make the weights up on the device instead of reading any: the named architecture, or that of a config.json. For
+    measuring; ``seed`` chooses them."""
+    fp8_experts: str = "auto"
+    """FP8 experts of a checkpoint: "keep" them in FP8 on the device, "dequantise" them to ``dtype``; "auto" keeps them
+    where the GPU computes in FP8."""
+    attention: str = "auto"
+    """On CUDA: "flashinfer", "triton" or "torch"; "auto" takes the fastest that is there."""
+    compile: bool = True
+    """On CUDA: Triton kernels. False takes plain torch operators there."""
+    cuda_graphs: bool = True
+    """On CUDA: decode steps are captured once and replayed."""
+    max_batch_size: int | None = 4
+    """Most sequences that decode in one step. None: 16 on a CPU, 64 on CUDA."""
     max_seq_length: int | None = None
     """Most positions of one sequence, image prefix included. Default: the model's context."""
     page_size: int | None = None
     """KV positions a page; must divide the image prefix. Default: the largest divisor up to 16."""
     kv_cache_pages: int | None = None
-    """Pages in the pool. Default: max_batch_size full sequences, bounded by memory."""
+    """Pages in the pool. Default: max_batch_size full sequences, on CUDA more for the prefix cache; as memory allows."""
+    kv_cache_gib: float | None = None
+    """The pool's size in GiB instead, rounded down to whole pages."""
     max_queue: int = 512
     """Requests that may wait, preprocessing included, before EngineOverloaded is raised."""
     max_queued_pixels: int = 4_000_000_000
@@ -87,10 +127,11 @@ class RuntimeConfig:
     """Seconds that a request may wait before it fails with QueueTimeout. Default: as long as its caller does."""
     priority_aging_s: float = 10.0
     """Waiting this many seconds is worth one step of priority, so that low priority never starves."""
-    step_prefill_positions: int = 768
-    """Prompt positions that a step takes on while others decode: the knob between TTFT and ITL. One image prefix."""
-    step_crops: int = 3
-    """Crops that a step encodes while others decode; shares one allowance with the positions."""
+    step_prefill_positions: int | None = None
+    """Prompt positions that a step takes on while others decode: the knob between TTFT and ITL. None: 768 on a CPU, one
+    image prefix; 4380 on CUDA, six."""
+    step_crops: int | None = None
+    """Crops that a step encodes while others decode; shares one allowance with the positions. None: 3, 18 on CUDA."""
     step_timeout_s: float = 300.0
     """The engine counts as hung when no step ends for so long while there is work. Big models on a CPU are slow."""
     prefix_cache: bool = True
@@ -112,8 +153,9 @@ class RuntimeConfig:
     max_text_bytes: int = 32 * 1024 - 1
     """Most UTF-8 bytes of a question or object name: 32 KiB are refused."""
     image_limits: ImageLimits = field(default_factory=ImageLimits)
-    preprocess_threads: int = 2
-    """Pictures decoded at once."""
+    preprocess_threads: int | None = None
+    """Pictures decoded at once. None: 2 on a CPU, which computes the model too; on CUDA two less than there are
+    processors, at least 2 and at most 16."""
     cpu_threads: int | None = None
     """Threads of one CPU operator (torch intra-op). Default: torch's own choice, the physical cores."""
     seed: int | None = None
@@ -128,13 +170,24 @@ class RuntimeConfig:
                 raise ConfigError(name, value, "must not be empty")
         self._check_device()
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        _whole("max_batch_size", self.max_batch_size, 1, 4096)
+        for name, allowed in (("attention", ATTENTIONS), ("fp8_experts", FP8_EXPERTS)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(name, getattr(self, name), f"must be {_one_of(allowed)}")
+        for name in ("random_weights", "compile", "cuda_graphs", "prefix_cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, getattr(self, name), "must be True or False")
+        if self.max_batch_size is not None:
+            _whole("max_batch_size", self.max_batch_size, 1, 4096)
+        self._check_pool()
         for name, low in (
             ("max_seq_length", 2),
             ("page_size", 1),
             ("kv_cache_pages", 1),
             ("cpu_threads", 1),
             ("max_new_tokens", 1),
+            ("step_prefill_positions", 1),
+            ("step_crops", 1),
+            ("preprocess_threads", 1),
         ):
             value = getattr(self, name)
             if value is not None:
@@ -144,10 +197,8 @@ class RuntimeConfig:
             "max_queued_pixels",
             "default_max_tokens",
             "default_max_objects",
-            "preprocess_threads",
+            "max_text_bytes",
         ):
-            _whole(name, getattr(self, name), 1)
-        for name in ("max_text_bytes", "step_prefill_positions", "step_crops"):
             _whole(name, getattr(self, name), 1)
         for name in ("kept_embeddings", "image_cache_bytes"):
             _whole(name, getattr(self, name), 0)
@@ -163,6 +214,27 @@ class RuntimeConfig:
             raise ConfigError("default_top_p", self.default_top_p, "must be in (0, 1]")
         if self.seed is not None:
             _whole("seed", self.seed, 0, 2**64 - 1)
+
+    def sizes(self, *, cuda: bool) -> Sizes:
+        """What was left to the device, settled for one: every reader of these fields asks here."""
+        chosen = _CUDA_SIZES if cuda else _CPU_SIZES
+        if cuda:
+            threads = min(max(_processors() - 2, 2), MOST_PREPROCESS_THREADS)
+            chosen = replace(chosen, preprocess_threads=threads)
+        given = {f.name: getattr(self, f.name) for f in fields(Sizes)}
+        return replace(chosen, **{k: v for k, v in given.items() if v is not None})
+
+    def _check_pool(self) -> None:
+        if self.kv_cache_gib is None:
+            return
+        if not _finite(self.kv_cache_gib) or self.kv_cache_gib <= 0:
+            raise ConfigError("kv_cache_gib", self.kv_cache_gib, "must be a finite number above 0")
+        if self.kv_cache_pages is not None:
+            raise ConfigError(
+                "kv_cache_gib",
+                self.kv_cache_gib,
+                f"excludes kv_cache_pages={self.kv_cache_pages}: give one of the two",
+            )
 
     def _check_device(self) -> None:
         kind, _, index = (
@@ -182,6 +254,17 @@ def dtype_name(dtype: object) -> str:
             "dtype", dtype, f"must be auto, {', '.join(DTYPES)} or the torch.dtype of that name"
         )
     return name
+
+
+def _processors() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _one_of(allowed: tuple[str, ...]) -> str:
+    return f"{', '.join(allowed[:-1])} or {allowed[-1]}"
 
 
 def _finite(value: object) -> bool:

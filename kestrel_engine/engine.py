@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from .calls import SkillCalls
-from .config import RuntimeConfig
+from .config import RuntimeConfig, Sizes
 from .delivery import Delivery, DeliveryThread
 from .errors import (
     ContextLengthError,
@@ -75,6 +75,7 @@ class InferenceEngine(SkillCalls):
         available = [n for n in registry.names if n != "segment" or "segment" in built.model.skills]
         self.info: EngineInfo = dataclasses.replace(built.info, skills=tuple(available))
         """What this engine serves."""
+        self._sizes = config.sizes(cuda=built.info.device.startswith("cuda"))
         self._context = SkillContext(
             model=built.model,
             codec=built.codec,
@@ -87,7 +88,7 @@ class InferenceEngine(SkillCalls):
             ),
         )
         self._pool = PreprocessPool(
-            config.preprocess_threads,
+            self._sizes.preprocess_threads,
             config.image_limits,
             built.model.vision,
             cache_bytes=config.image_cache_bytes,
@@ -98,7 +99,7 @@ class InferenceEngine(SkillCalls):
         self._open = OpenRequests(self.info.model, observer, self._note_idle)
         self._delivery = DeliveryThread(self._deliver_threadsafe, lambda i: self._loop.abort(i))
         self._loop = EngineLoop(
-            built.runtime, self._delivery, policy=_policy(config), observer=observer
+            built.runtime, self._delivery, policy=_policy(config, self._sizes), observer=observer
         )
         self._delivery.start()
         self._loop.start()
@@ -280,11 +281,11 @@ class InferenceEngine(SkillCalls):
         if self._closing:
             raise EngineClosed("the engine is shutting down")
         self._check_alive()
-        bound = self._config.max_queue + self._config.max_batch_size
+        bound = self._config.max_queue + self._sizes.max_batch_size
         if self.num_requests >= bound:
             raise EngineOverloaded(
                 f"{self.num_requests} requests are running or waiting; the bound is {bound} "
-                f"(max_queue={self._config.max_queue} + max_batch_size={self._config.max_batch_size})"
+                f"(max_queue={self._config.max_queue} + max_batch_size={self._sizes.max_batch_size})"
             )
 
     def _check_alive(self) -> None:
@@ -396,9 +397,9 @@ def _checked_priority(priority: str) -> int:
     return PRIORITIES[priority]
 
 
-def _policy(config: RuntimeConfig) -> SchedulerPolicy:
+def _policy(config: RuntimeConfig, sizes: Sizes) -> SchedulerPolicy:
     return SchedulerPolicy(
-        budget=StepBudget(prefill_positions=config.step_prefill_positions, crops=config.step_crops),
+        budget=StepBudget(prefill_positions=sizes.step_prefill_positions, crops=sizes.step_crops),
         prefix_cache=config.prefix_cache,
         kept_embeddings=config.kept_embeddings,
         aging_s=config.priority_aging_s,

@@ -53,8 +53,8 @@ class Load:
 
     @property
     def utilization(self) -> float:
-        """Requests over places in the batch: beyond 1 they wait."""
-        return (self.running + self.waiting) / self.max_running
+        """Requests over places in the batch: beyond 1 they wait. 0 while nothing is loaded."""
+        return (self.running + self.waiting) / max(self.max_running, 1)
 
     @property
     def kv_use(self) -> float:
@@ -107,7 +107,9 @@ class LoadMeter:
             waiting=0
             if engine is None or stats is None
             else max(0, engine.num_requests - stats.running),
-            max_running=config.max_batch_size,
+            max_running=config.max_batch_size or 0
+            if engine is None
+            else engine.info.max_batch_size,
             max_waiting=config.max_queue,
             pages=0 if stats is None else stats.pages_total,
             free_pages=0 if stats is None else stats.pages_free,

@@ -150,7 +150,9 @@ class ModelService(ModelServiceServicer):
             max_context_positions=engine.info.max_context
             if engine is not None
             else config.max_seq_length or 0,
-            max_batch_size=config.max_batch_size,
+            max_batch_size=engine.info.max_batch_size
+            if engine is not None
+            else config.max_batch_size or 0,
             max_queue=config.max_queue,
             default_max_tokens=config.default_max_tokens,
             default_max_objects=config.default_max_objects,

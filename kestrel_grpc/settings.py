@@ -1,9 +1,8 @@
-"""Flags and environment: the only reader of either. From them come a frozen ServerConfig and a RuntimeConfig.
+"""Flags and environment: the only reader of either. From them comes a frozen ServerConfig; ``model_settings`` makes the
+engine's RuntimeConfig.
 
 Every flag ``--some-thing`` added through Flags has an environment variable KESTREL_SOME_THING: the flag wins over the
 variable, the variable over the default. What is invalid is said in one line that names the flag or the variable.
-
-Imports the engine only when an engine's configuration is asked for: a client's command line starts without it.
 """
 
 from __future__ import annotations
@@ -13,26 +12,21 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from .addresses import parse_address
 from .log_settings import add_log_flags
 from .security.config import SecurityConfig
 from .telemetry.config import TelemetryConfig, telemetry_config
 
-if TYPE_CHECKING:
-    from kestrel_engine import RuntimeConfig
-
 PROGRAM = "kestrel-grpc"
-DEFAULT_BATCH_SIZE = 16
-"""A server has several callers: sixteen decode six times as fast together as one after the other."""
-
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 EXIT_USAGE = 2
 
 MIB = 1024 * 1024
 _SIZE = re.compile(r"(\d+)\s*(?:([KMG])(i?)B?|B)?", re.IGNORECASE)
 _PLUGIN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_ON, _OFF = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
 _LARGEST_MESSAGE = 2**31 - 1
 """grpc counts a message's bytes in 32 bits."""
 
@@ -123,6 +117,16 @@ class Flags:
             **options,
         )
 
+    def switch(self, flag: str, *, help: str) -> None:
+        """A flag without a value; its variable takes on or off."""
+        variable = "KESTREL_" + flag.removeprefix("--").upper().replace("-", "_")
+        value = self._environ.get(variable, "").strip().lower()
+        if value not in ("", *_ON, *_OFF):
+            raise SettingsError(f"{variable}={value!r}: must be on or off")
+        self._parser.add_argument(
+            flag, action="store_true", default=value in _ON, help=f"{help} [off; {variable}]"
+        )
+
 
 def add_server_flags(
     parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None
@@ -140,7 +144,7 @@ def add_server_flags(
         "--max-message-bytes",
         type=size,
         metavar="SIZE",
-        default=_default(ServerConfig, "max_message_bytes"),
+        default=default_of(ServerConfig, "max_message_bytes"),
         shown="64MiB",
         help="largest message, either way",
     )
@@ -148,7 +152,7 @@ def add_server_flags(
         "--image-store-bytes",
         type=size,
         metavar="SIZE",
-        default=_default(ServerConfig, "image_store_bytes"),
+        default=default_of(ServerConfig, "image_store_bytes"),
         shown="256MiB",
         help="pictures kept for requests that name them by id, unused ones dropped first; 0 keeps none",
     )
@@ -162,9 +166,9 @@ def add_server_flags(
     )
     flags.add(
         "--grace",
-        type=_seconds,
+        type=seconds,
         metavar="SECONDS",
-        default=_default(ServerConfig, "grace_s"),
+        default=default_of(ServerConfig, "grace_s"),
         help="how long running requests may go on after SIGTERM or Ctrl-C; a second signal ends them",
     )
     flags.add(
@@ -208,234 +212,6 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
     )
 
 
-def add_model_flags(
-    parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None
-) -> None:
-    from kestrel_engine import ImageLimits, RuntimeConfig
-
-    model = Flags(parser.add_argument_group("model"), environ)
-    model.add(
-        "--model",
-        default=_default(RuntimeConfig, "model"),
-        help="kestrel-tiny, moondream2, moondream3-preview, moondream3.1-9b-a2b, "
-        "a hub id ORG/REPO[@REVISION][:FILE], or a path",
-    )
-    model.add(
-        "--weights",
-        metavar="PATH",
-        shown="the model's own",
-        help="a checkpoint folder, or one .safetensors or .pt file",
-    )
-    model.add(
-        "--tokenizer",
-        metavar="PATH",
-        shown="beside the weights, else the model's own",
-        help="tokenizer.json",
-    )
-    model.add(
-        "--device",
-        default=_default(RuntimeConfig, "device"),
-        help="auto (CUDA if there is one), cpu, cuda or cuda:N",
-    )
-    model.add(
-        "--dtype",
-        default=_default(RuntimeConfig, "dtype"),
-        help="float32, bfloat16, float16, or auto (float32 on a CPU, bfloat16 on CUDA)",
-    )
-    model.add(
-        "--threads",
-        type=whole,
-        metavar="N",
-        shown="torch's choice",
-        help="threads of one operator on a CPU",
-    )
-    model.add(
-        "--seed",
-        type=whole,
-        metavar="N",
-        shown="drawn anew",
-        help="makes the seeds of requests that name none repeatable",
-    )
-    limits = Flags(parser.add_argument_group("limits and defaults of requests"), environ)
-    limits.add(
-        "--max-batch-size",
-        type=whole,
-        metavar="N",
-        default=DEFAULT_BATCH_SIZE,
-        help="most requests that are computed together",
-    )
-    limits.add(
-        "--max-seq-length",
-        type=whole,
-        metavar="N",
-        shown="the model's context",
-        help="most positions of one request, picture, prompt and answer together",
-    )
-    limits.add(
-        "--max-queue",
-        type=whole,
-        metavar="N",
-        default=_default(RuntimeConfig, "max_queue"),
-        help="most requests that wait; more get RESOURCE_EXHAUSTED",
-    )
-    limits.add(
-        "--max-queued-pixels",
-        type=whole,
-        metavar="N",
-        default=_default(RuntimeConfig, "max_queued_pixels"),
-        help="pixels of pictures that may wait to be decoded",
-    )
-    limits.add(
-        "--max-queue-wait",
-        type=_seconds,
-        metavar="SECONDS",
-        default=_default(RuntimeConfig, "max_queue_wait_s"),
-        shown="as long as the caller waits",
-        help="how long a request may wait before it gets RESOURCE_EXHAUSTED",
-    )
-    limits.add(
-        "--max-new-tokens",
-        type=whole,
-        metavar="N",
-        shown="what the context has room for",
-        help="most tokens that one request may ask for",
-    )
-    limits.add(
-        "--default-max-new-tokens",
-        type=whole,
-        metavar="N",
-        default=_default(RuntimeConfig, "default_max_tokens"),
-        help="most tokens generated when a request names no max_tokens",
-    )
-    limits.add(
-        "--max-image-bytes",
-        type=size,
-        metavar="SIZE",
-        default=_default(ImageLimits, "max_bytes"),
-        shown="32MiB",
-        help="largest encoded picture",
-    )
-    limits.add(
-        "--max-image-pixels",
-        type=whole,
-        metavar="N",
-        default=_default(ImageLimits, "max_pixels"),
-        help="most pixels of a picture, width times height",
-    )
-    limits.add(
-        "--max-image-aspect-ratio",
-        type=float,
-        metavar="RATIO",
-        default=_default(ImageLimits, "max_aspect_ratio"),
-        help="longest side of a picture over its shortest",
-    )
-    _add_schedule_flags(parser, environ)
-
-
-def _add_schedule_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str] | None) -> None:
-    from kestrel_engine import RuntimeConfig
-
-    work = Flags(parser.add_argument_group("caches and steps"), environ)
-    work.add(
-        "--kv-cache-pages",
-        type=whole,
-        metavar="N",
-        shown="max-batch-size full requests, as far as memory allows",
-        help="pages of the KV cache",
-    )
-    work.add(
-        "--prefix-cache",
-        choices=("on", "off"),
-        default="on",
-        help="reuse what was computed for prompts and pictures seen before",
-    )
-    work.add(
-        "--image-cache-bytes",
-        type=size,
-        metavar="SIZE",
-        default=_default(RuntimeConfig, "image_cache_bytes"),
-        shown="256MiB",
-        help="decoded pictures kept in memory for repeats; 0 keeps none",
-    )
-    work.add(
-        "--step-prefill-positions",
-        type=whole,
-        metavar="N",
-        default=_default(RuntimeConfig, "step_prefill_positions"),
-        help="prompt positions a step takes on beside those who decode: less is smoother, more starts sooner",
-    )
-    work.add(
-        "--step-crops",
-        type=whole,
-        metavar="N",
-        default=_default(RuntimeConfig, "step_crops"),
-        help="crops of pictures a step encodes beside those who decode",
-    )
-    work.add(
-        "--step-timeout",
-        type=_seconds,
-        metavar="SECONDS",
-        default=_default(RuntimeConfig, "step_timeout_s"),
-        help="without the end of a step for so long the engine counts as hung",
-    )
-
-
-_FLAG_OF_FIELD = {
-    "model_path": "--weights",
-    "tokenizer_path": "--tokenizer",
-    "cpu_threads": "--threads",
-    "default_max_tokens": "--default-max-new-tokens",
-    "max_queue_wait_s": "--max-queue-wait",
-    "step_timeout_s": "--step-timeout",
-    "image_limits.max_bytes": "--max-image-bytes",
-    "image_limits.max_pixels": "--max-image-pixels",
-    "image_limits.max_aspect_ratio": "--max-image-aspect-ratio",
-}
-"""Where a field of RuntimeConfig and its flag have different names."""
-
-
-def runtime_config(args: argparse.Namespace) -> RuntimeConfig:
-    """Raises SettingsError naming the flag at fault."""
-    from kestrel_engine import ConfigError, ImageLimits, RuntimeConfig
-
-    try:
-        return RuntimeConfig(
-            model=args.model,
-            model_path=args.weights,
-            tokenizer_path=args.tokenizer,
-            device=args.device,
-            dtype=args.dtype,
-            max_batch_size=args.max_batch_size,
-            max_seq_length=args.max_seq_length,
-            max_queue=args.max_queue,
-            max_queued_pixels=args.max_queued_pixels,
-            max_queue_wait_s=args.max_queue_wait,
-            kv_cache_pages=args.kv_cache_pages,
-            max_new_tokens=args.max_new_tokens,
-            default_max_tokens=args.default_max_new_tokens,
-            prefix_cache=args.prefix_cache == "on",
-            image_cache_bytes=args.image_cache_bytes,
-            step_prefill_positions=args.step_prefill_positions,
-            step_crops=args.step_crops,
-            step_timeout_s=args.step_timeout,
-            cpu_threads=args.threads,
-            seed=args.seed,
-            image_limits=ImageLimits(
-                max_bytes=args.max_image_bytes,
-                max_pixels=args.max_image_pixels,
-                max_aspect_ratio=args.max_image_aspect_ratio,
-            ),
-        )
-    except ConfigError as error:
-        raise SettingsError(config_error_line(error.field, error.value, error.limit)) from None
-
-
-def config_error_line(field: str, value: object, limit: str) -> str:
-    """A ConfigError in terms of flags."""
-    flag = _FLAG_OF_FIELD.get(field, "--" + field.replace("_", "-"))
-    return f"{flag}={value}: {limit}"
-
-
 def size(text: str) -> int:
     """Bytes: a number, or one with K, M, G (thousands) or KiB, MiB, GiB (1024s). Raises ValueError."""
     match = _SIZE.fullmatch(text.strip())
@@ -454,11 +230,19 @@ def whole(text: str) -> int:
         raise ValueError("must be a whole number") from None
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """A time of at most a day. Raises ValueError."""
     value = float(text) if re.fullmatch(r"\d+(\.\d*)?", text.strip()) else -1.0
     if not 0 <= value <= 86_400:
         raise ValueError("must be a number of seconds from 0 to 86400")
     return value
+
+
+def gib(text: str) -> float:
+    """A number of GiB, whole or not. Raises ValueError."""
+    if not re.fullmatch(r"\d+(\.\d*)?|\.\d+", text.strip()):
+        raise ValueError("must be a number of GiB")
+    return float(text)
 
 
 def _addresses(text: str) -> list[str]:
@@ -484,5 +268,6 @@ def _told(type: Callable[[str], Any]) -> Callable[[str], Any]:
     return parse
 
 
-def _default(config: Any, field: str) -> Any:
+def default_of(config: Any, field: str) -> Any:
+    """What a field of a configuration class is if nobody says."""
     return config.__dataclass_fields__[field].default

@@ -22,7 +22,8 @@ from kestrel_engine import (
     RuntimeConfig,
 )
 
-from ..settings import SettingsError, add_model_flags, config_error_line, runtime_config
+from ..model_settings import add_model_flags, config_error_line, runtime_config
+from ..settings import SettingsError
 from .loading import LoadingProgress
 from .parser import EXIT_FAILED, CommandError
 

@@ -17,19 +17,12 @@ from kestrel_engine import ConfigError, InferenceEngine, KestrelError, RuntimeCo
 from .. import __version__
 from ..addresses import AddressError, close_address
 from ..logs import set_up_logging
+from ..model_settings import add_model_flags, config_error_line, runtime_config
 from ..security.flags import add_security_flags, security_config
 from ..security.tls import TlsError
 from ..security.tokens import TokenFileError
 from ..server import KestrelServer
-from ..settings import (
-    ServerConfig,
-    SettingsError,
-    add_model_flags,
-    add_server_flags,
-    config_error_line,
-    runtime_config,
-    server_config,
-)
+from ..settings import ServerConfig, SettingsError, add_server_flags, server_config
 from ..skill_plugins import skill_registry
 from .loading import LoadingProgress
 from .parser import CommandError

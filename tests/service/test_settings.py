@@ -3,14 +3,13 @@
 import pytest
 
 from kestrel_grpc.addresses import parse_address, unix_path, with_port
+from kestrel_grpc.model_settings import add_model_flags, runtime_config
 from kestrel_grpc.settings import (
     MIB,
     Parser,
     ServerConfig,
     SettingsError,
-    add_model_flags,
     add_server_flags,
-    runtime_config,
     server_config,
     size,
 )
@@ -30,7 +29,24 @@ def test_without_flags_the_defaults_hold():
     assert server.listen == ("127.0.0.1:50051",)
     assert server.max_message_bytes == 64 * MIB
     assert runtime.model == "kestrel-tiny"
-    assert runtime.max_batch_size == 16
+    assert runtime.max_batch_size is None, "the device decides"
+    assert runtime.compile and runtime.cuda_graphs and not runtime.random_weights
+
+
+def test_flags_of_the_gpu_reach_their_fields():
+    _, runtime = configs(
+        *("--attention", "triton", "--no-compile", "--no-cuda-graphs", "--kv-cache-gib", "1.5"),
+        *("--random-weights", "--fp8-experts", "keep", "--preprocess-threads", "3"),
+    )
+    assert (runtime.attention, runtime.compile, runtime.cuda_graphs) == ("triton", False, False)
+    assert (runtime.kv_cache_gib, runtime.random_weights) == (1.5, True)
+    assert (runtime.fp8_experts, runtime.preprocess_threads) == ("keep", 3)
+
+
+def test_a_switch_has_a_variable_of_on_and_off():
+    assert configs(KESTREL_NO_CUDA_GRAPHS="on")[1].cuda_graphs is False
+    assert configs(KESTREL_NO_CUDA_GRAPHS="0", KESTREL_NO_COMPILE="")[1].cuda_graphs is True
+    assert configs("--no-compile", KESTREL_NO_COMPILE="off")[1].compile is False
 
 
 def test_flags_reach_their_fields():
@@ -100,6 +116,20 @@ def test_access_log_without_a_format_is_text():
     [
         (["--max-batch-size", "0"], {}, "--max-batch-size=0: must be a whole number of at least 1"),
         (["--device", "tpu"], {}, "--device=tpu"),
+        (
+            ["--attention", "none"],
+            {},
+            "--attention=none: must be auto, flashinfer, triton or torch",
+        ),
+        (["--fp8-experts", "no"], {}, "--fp8-experts=no: must be auto, keep or dequantise"),
+        (["--kv-cache-gib", "0"], {}, "--kv-cache-gib=0.0: must be a finite number above 0"),
+        (
+            ["--kv-cache-gib", "2", "--kv-cache-pages", "9"],
+            {},
+            "--kv-cache-gib=2.0: excludes kv_cache_pages=9",
+        ),
+        ([], {"KESTREL_NO_COMPILE": "maybe"}, "KESTREL_NO_COMPILE='maybe': must be on or off"),
+        ([], {"KESTREL_KV_CACHE_GIB": "8G"}, "KESTREL_KV_CACHE_GIB='8G': must be a number of GiB"),
         (["--threads", "0"], {}, "--threads=0"),
         (["--max-queue-wait", "0"], {}, "--max-queue-wait=0"),
         (["--max-image-aspect-ratio", "0.5"], {}, "--max-image-aspect-ratio=0.5"),

@@ -1,0 +1,284 @@
+"""The flags of the model and of the engine's limits: from them comes a RuntimeConfig.
+
+Imports the engine only when asked for flags or a configuration: a client's command line starts without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from .settings import Flags, SettingsError, default_of, gib, seconds, size, whole
+
+if TYPE_CHECKING:
+    from kestrel_engine import RuntimeConfig
+
+
+def add_model_flags(
+    parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None
+) -> None:
+    from kestrel_engine import ImageLimits, RuntimeConfig
+
+    model = Flags(parser.add_argument_group("model"), environ)
+    model.add(
+        "--model",
+        default=default_of(RuntimeConfig, "model"),
+        help="kestrel-tiny, moondream2, moondream3-preview, moondream3.1-9b-a2b, "
+        "a hub id ORG/REPO[@REVISION][:FILE], or a path",
+    )
+    model.add(
+        "--weights",
+        metavar="PATH",
+        shown="the model's own",
+        help="a checkpoint folder, or one .safetensors or .pt file",
+    )
+    model.add(
+        "--tokenizer",
+        metavar="PATH",
+        shown="beside the weights, else the model's own",
+        help="tokenizer.json",
+    )
+    model.add(
+        "--device",
+        default=default_of(RuntimeConfig, "device"),
+        help="auto (CUDA if there is one), cpu, cuda or cuda:N",
+    )
+    model.add(
+        "--dtype",
+        default=default_of(RuntimeConfig, "dtype"),
+        help="float32, bfloat16, float16, or auto (float32 on a CPU, bfloat16 on CUDA)",
+    )
+    model.add(
+        "--fp8-experts",
+        default=default_of(RuntimeConfig, "fp8_experts"),
+        help="keep FP8 experts in FP8, or dequantise them; auto keeps them where the GPU computes in FP8",
+    )
+    model.switch(
+        "--random-weights",
+        help="read no weights but make them up, of the named model or of a config.json; to measure speed with",
+    )
+    model.add(
+        "--attention",
+        default=default_of(RuntimeConfig, "attention"),
+        help="flashinfer, triton or torch, on CUDA; auto takes the fastest that is there",
+    )
+    model.switch(
+        "--no-compile", help="on CUDA, plain torch operators instead of the Triton kernels"
+    )
+    model.switch("--no-cuda-graphs", help="on CUDA, launch every kernel of a decode step by itself")
+    model.add(
+        "--threads",
+        type=whole,
+        metavar="N",
+        shown="torch's choice",
+        help="threads of one operator on a CPU",
+    )
+    model.add(
+        "--seed",
+        type=whole,
+        metavar="N",
+        shown="drawn anew",
+        help="makes the seeds of requests that name none repeatable",
+    )
+    limits = Flags(parser.add_argument_group("limits and defaults of requests"), environ)
+    limits.add(
+        "--max-batch-size",
+        type=whole,
+        metavar="N",
+        shown="16, on CUDA 64",
+        help="most requests that are computed together",
+    )
+    limits.add(
+        "--max-seq-length",
+        type=whole,
+        metavar="N",
+        shown="the model's context",
+        help="most positions of one request, picture, prompt and answer together",
+    )
+    limits.add(
+        "--max-queue",
+        type=whole,
+        metavar="N",
+        default=default_of(RuntimeConfig, "max_queue"),
+        help="most requests that wait; more get RESOURCE_EXHAUSTED",
+    )
+    limits.add(
+        "--max-queued-pixels",
+        type=whole,
+        metavar="N",
+        default=default_of(RuntimeConfig, "max_queued_pixels"),
+        help="pixels of pictures that may wait to be decoded",
+    )
+    limits.add(
+        "--max-queue-wait",
+        type=seconds,
+        metavar="SECONDS",
+        default=default_of(RuntimeConfig, "max_queue_wait_s"),
+        shown="as long as the caller waits",
+        help="how long a request may wait before it gets RESOURCE_EXHAUSTED",
+    )
+    limits.add(
+        "--max-new-tokens",
+        type=whole,
+        metavar="N",
+        shown="what the context has room for",
+        help="most tokens that one request may ask for",
+    )
+    limits.add(
+        "--default-max-new-tokens",
+        type=whole,
+        metavar="N",
+        default=default_of(RuntimeConfig, "default_max_tokens"),
+        help="most tokens generated when a request names no max_tokens",
+    )
+    limits.add(
+        "--max-image-bytes",
+        type=size,
+        metavar="SIZE",
+        default=default_of(ImageLimits, "max_bytes"),
+        shown="32MiB",
+        help="largest encoded picture",
+    )
+    limits.add(
+        "--max-image-pixels",
+        type=whole,
+        metavar="N",
+        default=default_of(ImageLimits, "max_pixels"),
+        help="most pixels of a picture, width times height",
+    )
+    limits.add(
+        "--max-image-aspect-ratio",
+        type=float,
+        metavar="RATIO",
+        default=default_of(ImageLimits, "max_aspect_ratio"),
+        help="longest side of a picture over its shortest",
+    )
+    _add_schedule_flags(parser, environ)
+
+
+def _add_schedule_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str] | None) -> None:
+    from kestrel_engine import RuntimeConfig
+
+    work = Flags(parser.add_argument_group("caches and steps"), environ)
+    work.add(
+        "--kv-cache-pages",
+        type=whole,
+        metavar="N",
+        shown="max-batch-size full requests, on CUDA eight times as many, as far as memory allows",
+        help="pages of the KV cache",
+    )
+    work.add(
+        "--kv-cache-gib",
+        type=gib,
+        metavar="GIB",
+        shown="as --kv-cache-pages",
+        help="size of the KV cache instead of its pages",
+    )
+    work.add(
+        "--prefix-cache",
+        choices=("on", "off"),
+        default="on",
+        help="reuse what was computed for prompts and pictures seen before",
+    )
+    work.add(
+        "--image-cache-bytes",
+        type=size,
+        metavar="SIZE",
+        default=default_of(RuntimeConfig, "image_cache_bytes"),
+        shown="256MiB",
+        help="decoded pictures kept in memory for repeats; 0 keeps none",
+    )
+    work.add(
+        "--step-prefill-positions",
+        type=whole,
+        metavar="N",
+        shown="768, on CUDA 4380",
+        help="prompt positions a step takes on beside those who decode: less is smoother, more starts sooner",
+    )
+    work.add(
+        "--step-crops",
+        type=whole,
+        metavar="N",
+        shown="3, on CUDA 18",
+        help="crops of pictures a step encodes beside those who decode",
+    )
+    work.add(
+        "--preprocess-threads",
+        type=whole,
+        metavar="N",
+        shown="2, on CUDA two less than the processors, up to 16",
+        help="pictures decoded at once",
+    )
+    work.add(
+        "--step-timeout",
+        type=seconds,
+        metavar="SECONDS",
+        default=default_of(RuntimeConfig, "step_timeout_s"),
+        help="without the end of a step for so long the engine counts as hung",
+    )
+
+
+_FLAG_OF_FIELD = {
+    "model_path": "--weights",
+    "tokenizer_path": "--tokenizer",
+    "cpu_threads": "--threads",
+    "default_max_tokens": "--default-max-new-tokens",
+    "compile": "--no-compile",
+    "cuda_graphs": "--no-cuda-graphs",
+    "max_queue_wait_s": "--max-queue-wait",
+    "step_timeout_s": "--step-timeout",
+    "image_limits.max_bytes": "--max-image-bytes",
+    "image_limits.max_pixels": "--max-image-pixels",
+    "image_limits.max_aspect_ratio": "--max-image-aspect-ratio",
+}
+"""Where a field of RuntimeConfig and its flag have different names."""
+
+
+def runtime_config(args: argparse.Namespace) -> RuntimeConfig:
+    """Raises SettingsError naming the flag at fault."""
+    from kestrel_engine import ConfigError, ImageLimits, RuntimeConfig
+
+    try:
+        return RuntimeConfig(
+            model=args.model,
+            model_path=args.weights,
+            tokenizer_path=args.tokenizer,
+            device=args.device,
+            dtype=args.dtype,
+            random_weights=args.random_weights,
+            fp8_experts=args.fp8_experts,
+            attention=args.attention,
+            compile=not args.no_compile,
+            cuda_graphs=not args.no_cuda_graphs,
+            max_batch_size=args.max_batch_size,
+            max_seq_length=args.max_seq_length,
+            max_queue=args.max_queue,
+            max_queued_pixels=args.max_queued_pixels,
+            max_queue_wait_s=args.max_queue_wait,
+            kv_cache_pages=args.kv_cache_pages,
+            kv_cache_gib=args.kv_cache_gib,
+            max_new_tokens=args.max_new_tokens,
+            default_max_tokens=args.default_max_new_tokens,
+            prefix_cache=args.prefix_cache == "on",
+            image_cache_bytes=args.image_cache_bytes,
+            step_prefill_positions=args.step_prefill_positions,
+            step_crops=args.step_crops,
+            preprocess_threads=args.preprocess_threads,
+            step_timeout_s=args.step_timeout,
+            cpu_threads=args.threads,
+            seed=args.seed,
+            image_limits=ImageLimits(
+                max_bytes=args.max_image_bytes,
+                max_pixels=args.max_image_pixels,
+                max_aspect_ratio=args.max_image_aspect_ratio,
+            ),
+        )
+    except ConfigError as error:
+        raise SettingsError(config_error_line(error.field, error.value, error.limit)) from None
+
+
+def config_error_line(field: str, value: object, limit: str) -> str:
+    """A ConfigError in terms of flags."""
+    flag = _FLAG_OF_FIELD.get(field, "--" + field.replace("_", "-"))
+    return f"{flag}={value}: {limit}"

@@ -1,0 +1,58 @@
+"""What RuntimeConfig leaves to the device."""
+
+import pytest
+
+from kestrel_engine import ConfigError, RuntimeConfig, config
+
+
+def test_the_device_settles_what_was_left_open(monkeypatch):
+    monkeypatch.setattr(config, "_processors", lambda: 12)
+    open_config = RuntimeConfig(max_batch_size=None)
+    on_cpu, on_cuda = (open_config.sizes(cuda=cuda) for cuda in (False, True))
+    assert (on_cpu.max_batch_size, on_cpu.step_prefill_positions, on_cpu.step_crops) == (16, 768, 3)
+    assert (on_cuda.max_batch_size, on_cuda.step_prefill_positions) == (64, 4380)
+    assert on_cuda.step_crops == 18
+    assert (on_cpu.preprocess_threads, on_cuda.preprocess_threads) == (2, 10)
+    assert RuntimeConfig().sizes(cuda=True).max_batch_size == 4
+
+
+@pytest.mark.parametrize(("processors", "threads"), [(1, 2), (4, 2), (18, 16), (128, 16)])
+def test_preprocessing_leaves_two_processors_to_the_engine(monkeypatch, processors, threads):
+    monkeypatch.setattr(config, "_processors", lambda: processors)
+    assert RuntimeConfig().sizes(cuda=True).preprocess_threads == threads
+
+
+def test_what_is_given_holds_on_every_device():
+    given = {
+        "max_batch_size": 5,
+        "step_prefill_positions": 6,
+        "step_crops": 7,
+        "preprocess_threads": 8,
+    }
+    for cuda in (False, True):
+        assert RuntimeConfig(**given).sizes(cuda=cuda) == config.Sizes(**given)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("attention", "fast"),
+        ("fp8_experts", "yes"),
+        ("compile", 1),
+        ("random_weights", "on"),
+        ("kv_cache_gib", 0.0),
+        ("kv_cache_gib", float("inf")),
+        ("max_batch_size", 0),
+        ("step_crops", 0),
+        ("preprocess_threads", 1.5),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_limit(field, value):
+    with pytest.raises(ConfigError) as caught:
+        RuntimeConfig(**{field: value})
+    assert (caught.value.field, caught.value.value) == (field, value)
+
+
+def test_the_pool_has_one_size():
+    with pytest.raises(ConfigError, match="excludes kv_cache_pages=9"):
+        RuntimeConfig(kv_cache_gib=1.0, kv_cache_pages=9)
