@@ -97,8 +97,33 @@ def resolve(
     else:
         source = _from_path("model_path", Path(model_path).expanduser(), model.strip())
     if tokenizer_path is not None:
-        source = replace(source, tokenizer=_tokenizer_file(tokenizer_path))
+        source = replace(source, tokenizer=tokenizer_file(tokenizer_path))
     return source
+
+
+def architecture(
+    model: str, model_path: str | Path | None = None
+) -> tuple[str, Family | None, Path | None]:
+    """(name, family, config.json) of a model whose weights nobody has: a known name, or a path of a config.json or of a
+    folder with one. Without a file it is the released shape of the family. Raises ConfigError."""
+    field = "model" if model_path is None else "model_path"
+    name = model.strip()
+    known = KNOWN.get(name.lower())
+    if model_path is None and known is not None and known.path is None:
+        return known.name, known.family, None
+    path = Path(name if model_path is None else model_path).expanduser()
+    if model_path is None and known is not None and known.path is not None:
+        path = known.path
+    file = path if path.suffix == ".json" else path / "config.json"
+    if not file.is_file():
+        raise ConfigError(
+            field,
+            str(path) if model_path is not None else model,
+            f"random weights need one of {', '.join(KNOWN)}, or the path of a config.json or its folder",
+        )
+    if known is not None and (model_path is None or known.name != DEFAULT_MODEL):
+        return known.name, known.family, file
+    return (file.resolve().parent.name if file.name == "config.json" else file.stem), None, file
 
 
 def _from_path(field: str, path: Path, name: str) -> ModelSource:
@@ -148,7 +173,8 @@ def _at(hub: HubCheckpoint, revision: str | None, file: str | None) -> HubCheckp
     )
 
 
-def _tokenizer_file(tokenizer_path: str | Path) -> Path:
+def tokenizer_file(tokenizer_path: str | Path) -> Path:
+    """The tokenizer.json that was given, as a file or its folder. Raises ConfigError."""
     path = Path(tokenizer_path).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"

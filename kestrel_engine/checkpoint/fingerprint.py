@@ -23,16 +23,15 @@ class Fingerprint:
         self._digests: dict[str, bytes] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Takes a tensor as stored (CPU, before conversion) under its canonical name."""
+        """Takes a tensor as stored (before conversion, on any device) under its canonical name. At most WHOLE_BYTES of
+        it are read, wherever it is."""
         digest = hashlib.sha256(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+        data = tensor.contiguous().view(-1).view(torch.uint8)
         size = data.nbytes
-        if size <= WHOLE_BYTES:
-            digest.update(data.tobytes())
-        else:
-            for sample in range(SAMPLES):
-                start = (size - SAMPLE_BYTES) * sample // (SAMPLES - 1)
-                digest.update(data[start : start + SAMPLE_BYTES].tobytes())
+        if size > WHOLE_BYTES:
+            starts = ((size - SAMPLE_BYTES) * sample // (SAMPLES - 1) for sample in range(SAMPLES))
+            data = torch.cat([data[start : start + SAMPLE_BYTES] for start in starts])
+        digest.update(data.cpu().numpy().tobytes())
         self._digests[name] = digest.digest()
 
     def hexdigest(self) -> str:

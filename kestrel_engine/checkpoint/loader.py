@@ -1,8 +1,9 @@
 """Weights from files into tensors of the wanted dtype and device, one at a time.
 
-Files are memory-mapped. On the CPU a tensor that already has the wanted dtype stays mapped and costs no anonymous
-memory; every other one is converted alone, so the peak is the target's size plus one tensor. Knows canonical names and
-shapes, not what the model does with them.
+For the CPU files are memory-mapped: a tensor that already has the wanted dtype stays mapped and costs no anonymous
+memory; every other one is converted alone, so the peak is the target's size plus one tensor. For other devices
+``device_reader`` reads ahead, a tensor and 256 MiB at most. Knows canonical names and shapes, not what the model does
+with them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +22,11 @@ from safetensors import SafetensorError, safe_open
 from ..errors import CheckpointError
 from ..model_config import ModelConfig
 from .config_file import config_beside
+from .device_reader import DeviceReader
 from .files import StoredTensor, find_files, is_pickle, load_pickle, read_headers
 from .fingerprint import Fingerprint
+from .finite import FiniteCheck, is_finite
+from .fp8 import dequantise
 from .memory import require_memory
 from .names import Part
 from .plan import (
@@ -40,13 +45,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_ELEMENTS = 1 << 22
+KEPT_FP8 = "F8_E4M3"
+"""The stored type of experts that can stay as they are: the one that GPUs multiply weights in."""
 Read = Callable[[StoredTensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
     """``tensors``: canonical name -> tensor of the wanted dtype and device; ``region.ln`` may be absent (identity).
+    Experts kept in FP8 are float8_e4m3fn ``….mlp.fc1.weight`` with float32 row scales ``….mlp.fc1.scale``, fc2 alike.
 
     CPU tensors may be views of the mapped file: never write to them in place. ``fingerprint``: 64 hexadecimal digits,
     the same for the same weights in other files, names or target dtypes. ``ignored``: stored names not needed.
@@ -65,6 +72,7 @@ def load_checkpoint(
     config: ModelConfig | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    keep_fp8: bool = False,
     progress: Progress | None = None,
 ) -> LoadedCheckpoint:
     """Loads a folder or file; ``config`` defaults to config.json beside it, and to the released shapes without one.
@@ -79,7 +87,14 @@ def load_checkpoint(
         config = model_config_for(raw, stored)
         hint = no_config_hint(raw, config)
     return load_planned(
-        plan_checkpoint(stored, config), config, files, dtype, device, progress, hint=hint
+        plan_checkpoint(stored, config),
+        config,
+        files,
+        dtype,
+        device,
+        progress,
+        keep_fp8=keep_fp8,
+        hint=hint,
     )
 
 
@@ -91,9 +106,14 @@ def load_planned(
     device: torch.device | str,
     progress: Progress | None = None,
     *,
+    keep_fp8: bool = False,
     hint: str = "",
+    read_ahead: bool | None = None,
 ) -> LoadedCheckpoint:
-    """Second stage of `load_checkpoint`: reads the values that ``plan`` names. Raises as it does."""
+    """Second stage of `load_checkpoint`: reads the values that ``plan`` names. Raises as it does.
+
+    ``read_ahead``: through DeviceReader instead of mapped files; by default on every device but the CPU.
+    """
     device = torch.device(device)
     where = str(files[0] if len(files) == 1 else files[0].parent)
     report = progress or log_progress("loading weights")
@@ -101,11 +121,9 @@ def load_planned(
         # Still look at the values that fit, so that one error tells everything.
         bad = [name for name, ok in _scan(plan.tensors, files, report) if not ok]
         raise checkpoint_error(where, _with_nonfinite(plan, bad), hint=hint)
-    require_memory(
-        plan.num_elements * dtype.itemsize,
-        device,
-        what=f"{where}: weights as {str(dtype).removeprefix('torch.')}",
-    )
+    total = sum(_loaded_bytes(item, dtype, keep_fp8) for item in plan.tensors)
+    kind = str(dtype).removeprefix("torch.") + (" and FP8 experts" if keep_fp8 else "")
+    require_memory(total, device, what=f"{where}: weights as {kind}")
     if config.region.decoder == "linear":
         present = any(tensor.name.startswith("region.ln.") for tensor in plan.tensors)
         logger.info("region.ln: %s", "loaded" if present else "absent, the identity is used")
@@ -113,62 +131,57 @@ def load_planned(
         logger.info("not needed: %d tensors such as %s", len(plan.ignored), plan.ignored[0])
     tensors: dict[str, torch.Tensor] = {}
     fingerprint = Fingerprint()
-    nonfinite: list[str] = []
-    total = plan.num_elements * dtype.itemsize
+    finite = FiniteCheck()
     done = 0
-    with _Reader(files) as read:
+    wanted = [s for item in plan.tensors for s in (item.stored, item.scale) if s is not None]
+    if read_ahead is None:
+        read_ahead = device.type != "cpu"
+    with DeviceReader(wanted, device) if read_ahead else _Reader(files) as read:
         for item in plan.tensors:
             source = _part(read(item.stored), item)
             fingerprint.add(item.name, source)
             if item.scale is None:
-                tensor = source.to(device=device, dtype=dtype)
+                made = {item.name: source.to(device=device, dtype=dtype)}
             else:
                 scale = read(item.scale)
                 fingerprint.add(f"{item.name}.scale", scale)
-                tensor = _dequantise(source, scale, dtype, device)
-            if not is_finite(tensor):
-                nonfinite.append(item.name)
-            tensors[item.name] = tensor
-            done += tensor.nbytes
+                if _keeps(item, keep_fp8):
+                    row_scales = scale.to(device=device, dtype=torch.float32).contiguous()
+                    made = {item.name: source.to(device), scale_of(item.name): row_scales}
+                else:
+                    made = {item.name: dequantise(source, scale, dtype, device)}
+            finite.add(item.name, *made.values())
+            tensors |= made
+            done += sum(tensor.nbytes for tensor in made.values())
             report(done, total, item.name)
-    if nonfinite:
+    if nonfinite := finite.nonfinite():
         raise checkpoint_error(where, _with_nonfinite(plan, nonfinite), hint=hint)
     return LoadedCheckpoint(config, tensors, fingerprint.hexdigest(), files, plan.ignored)
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor infinity. Reads in chunks, allocates next to nothing on the CPU."""
-    flat = tensor.reshape(-1)
-    step = _CHUNK_ELEMENTS if tensor.device.type == "cpu" else max(flat.numel(), 1)
-    for start in range(0, flat.numel(), step):
-        chunk = flat[start : start + step]
-        if chunk.dtype.itemsize == 1:
-            chunk = chunk.float()
-        # Minimum and maximum carry NaN on, so two numbers tell about the whole chunk.
-        if not bool(torch.isfinite(torch.stack(torch.aminmax(chunk))).all()):
-            return False
-    return True
+def scale_of(expert_weight: str) -> str:
+    """The canonical name of the row scales beside an expert weight that stays in FP8."""
+    return expert_weight.removesuffix(".weight") + ".scale"
 
 
-def _dequantise(
-    weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """W[e, o, :] = float(weight[e, o, :]) * scale[e, o], an expert at a time (moondream.md section 2.4)."""
-    out = torch.empty(weight.shape, dtype=dtype, device=device)
-    scale = scale.to(device=device, dtype=torch.float32)
-    for expert in range(weight.shape[0]):
-        values = weight[expert].to(device).to(torch.float32)
-        out[expert].copy_(values.mul_(scale[expert].unsqueeze(-1)))
-    return out
+def _keeps(item: TensorPlan, keep_fp8: bool) -> bool:
+    return keep_fp8 and item.scale is not None and item.stored.dtype == KEPT_FP8
+
+
+def _loaded_bytes(item: TensorPlan, dtype: torch.dtype, keep_fp8: bool) -> int:
+    if not _keeps(item, keep_fp8):
+        return item.num_elements * dtype.itemsize
+    return item.num_elements + 4 * prod(item.shape[:-1])
 
 
 def _part(tensor: torch.Tensor, item: TensorPlan) -> torch.Tensor:
     if item.part is Part.TRANSPOSED:
         return tensor.t().contiguous()
-    if item.part is Part.FIRST_ROWS:
-        return tensor[: item.shape[0]].contiguous()
-    if item.part is Part.LAST_ROWS:
-        return tensor[item.shape[0] :].contiguous()
+    if item.part in (Part.FIRST_ROWS, Part.LAST_ROWS):
+        first = item.part is Part.FIRST_ROWS
+        rows = tensor[: item.shape[0]] if first else tensor[item.shape[0] :]
+        # A view would keep the other half on the device; a mapped file costs nothing.
+        return rows.contiguous() if rows.device.type == "cpu" else rows.clone()
     return tensor.contiguous()
 
 

@@ -12,14 +12,21 @@ from typing import TYPE_CHECKING
 from ..config import RuntimeConfig
 from ..errors import CheckpointError, DownloadError
 from ..model_config import ModelConfig, parse_model_config
-from .catalog import HubFile, ModelSource, resolve
+from .catalog import HubFile, ModelSource, architecture, resolve
 from .config_file import NAME as CONFIG_NAME
 from .config_file import check_fits, config_beside, read_config
 from .files import find_files, read_headers
 from .hub import Hub, sibling
-from .plan import CheckpointPlan, model_config_for, no_config_hint, plan_checkpoint, states_numbers
+from .plan import (
+    CheckpointPlan,
+    Faults,
+    model_config_for,
+    no_config_hint,
+    plan_checkpoint,
+    states_numbers,
+)
 from .tokenizer_file import NAME as TOKENIZER_NAME
-from .tokenizer_file import find_tokenizer
+from .tokenizer_file import find_tokenizer, stand_in_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +39,7 @@ if TYPE_CHECKING:
 class OpenedModel:
     """A model whose files are on this machine and whose settings are checked; no weight is read yet.
 
-    ``name`` is what it is served as. ``plan`` is for `load_weights`.
+    ``name`` is what it is served as. ``plan`` is for `load_weights`. ``random_seed``: the weights are to be made up.
     """
 
     name: str
@@ -41,6 +48,7 @@ class OpenedModel:
     files: tuple[Path, ...]
     plan: CheckpointPlan
     hint: str = ""
+    random_seed: int | None = None
 
 
 def open_model(
@@ -50,6 +58,8 @@ def open_model(
 
     Raises ConfigError (unknown name, setting beyond the model), DownloadError, CheckpointError (no or broken files).
     """
+    if runtime.random_weights:
+        return _open_random(runtime)
     source = resolve(runtime.model, runtime.model_path, runtime.tokenizer_path)
     hub = hub or Hub(progress=progress)
     if source.hub is not None:
@@ -77,13 +87,45 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
+    keep_fp8: bool = False,
     progress: Progress | None = None,
 ) -> LoadedCheckpoint:
-    """Reads the weights of an opened model, checked, as ``dtype`` on ``device``. See `loader.load_checkpoint`."""
+    """Reads the weights of an opened model, checked, as ``dtype`` on ``device``; or makes them up.
+
+    ``keep_fp8``: experts stored in FP8 stay so. See `loader.LoadedCheckpoint`; raises as `loader.load_checkpoint`.
+    """
+    if opened.random_seed is not None:
+        from .random_weights import random_checkpoint
+
+        return random_checkpoint(
+            opened.config, opened.random_seed, dtype, device, keep_fp8=keep_fp8, progress=progress
+        )
     from .loader import load_planned
 
     return load_planned(
-        opened.plan, opened.config, opened.files, dtype, device, progress, hint=opened.hint
+        opened.plan,
+        opened.config,
+        opened.files,
+        dtype,
+        device,
+        progress,
+        keep_fp8=keep_fp8,
+        hint=opened.hint,
+    )
+
+
+def _open_random(runtime: RuntimeConfig) -> OpenedModel:
+    """A model whose weights will be made up: an architecture is enough, and neither weights nor network are needed."""
+    name, family, file = architecture(runtime.model, runtime.model_path)
+    config = parse_model_config(read_config(file) if file is not None else {}, family=family)
+    check_fits(runtime, config)
+    return OpenedModel(
+        name=f"{name} (random weights)",
+        config=config,
+        tokenizer_path=stand_in_tokenizer(runtime.tokenizer_path, file),
+        files=(),
+        plan=CheckpointPlan((), (), Faults()),
+        random_seed=runtime.seed or 0,
     )
 
 

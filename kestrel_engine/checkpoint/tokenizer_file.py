@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from ..model_config import ModelConfig
-from .catalog import STARMIE, HubFile, ModelSource
+from .catalog import BUNDLED, STARMIE, HubFile, ModelSource, tokenizer_file
 
 if TYPE_CHECKING:
     from .hub import Hub
@@ -48,6 +48,18 @@ def find_tokenizer(source: ModelSource, beside: Path | None, config: ModelConfig
     raise ConfigError(
         "tokenizer_path", None, f"no {NAME} beside the weights of {source.name}; give its path"
     )
+
+
+def stand_in_tokenizer(given: str | Path | None, config_file: Path | None) -> Path:
+    """For weights that are made up: the given tokenizer.json, the one beside config.json, else the bundled model's.
+
+    The bundled one knows few of a released vocabulary's ids; the others decode to nothing. Raises ConfigError.
+    """
+    if given is not None:
+        return tokenizer_file(given)
+    if config_file is not None and (beside := config_file.parent / NAME).is_file():
+        return beside
+    return BUNDLED / "kestrel_tiny" / NAME
 
 
 def _problem(file: Path, config: ModelConfig) -> str:

@@ -1,0 +1,33 @@
+"""Experts in eight bits: one float32 scale for each row, W[e, o, :] = float(weight[e, o, :]) * scale[e, o].
+
+The released format (moondream.md section 2.4). One expert at a time is wide, so that memory stays near the result's.
+"""
+
+from __future__ import annotations
+
+import torch
+
+LARGEST = 448.0
+"""The largest value of float8_e4m3fn, which has no infinity."""
+
+
+def dequantise(
+    weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """``weight`` [experts, rows, columns] in eight bits, ``scale`` [experts, rows] -> the same as ``dtype``."""
+    out = torch.empty(weight.shape, dtype=dtype, device=device)
+    scale = scale.to(device=device, dtype=torch.float32)
+    for expert in range(weight.shape[0]):
+        values = weight[expert].to(device).to(torch.float32)
+        out[expert].copy_(values.mul_(scale[expert].unsqueeze(-1)))
+    return out
+
+
+def quantise_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``weight`` [..., rows, columns] float32, which is overwritten -> (float8_e4m3fn, scales [..., rows] float32).
+
+    Every row uses the whole range: its largest magnitude becomes LARGEST.
+    """
+    scale = weight.abs().amax(dim=-1).div_(LARGEST)
+    weight.div_(scale.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1))
+    return weight.to(torch.float8_e4m3fn), scale
