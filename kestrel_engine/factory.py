@@ -1,17 +1,18 @@
-"""build(config): from a configuration to a runtime. The only place that picks a device, a dtype and a pool size.
+"""build(config): from a configuration to a runtime. The only place that picks device, dtype, runtime and pool size.
 
-Imports torch when called, not before. Everything that can be wrong with the configuration is found before any weight is
-read.
+Imports torch when called, not before; Triton only where it is to be used. Everything that can be wrong with the
+configuration is found before any weight is read.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .config import RuntimeConfig
-from .errors import ConfigError, InsufficientMemoryError
+from .config import RuntimeConfig, Sizes
+from .errors import ConfigError
 from .info import EngineInfo
 from .model_config import ModelConfig
 from .runtime.protocol import Runtime
@@ -20,13 +21,21 @@ from .skills.base import TextCodec
 if TYPE_CHECKING:
     import torch
 
+    from .runtime.gpu.memory import Pool
+
+logger = logging.getLogger(__name__)
+
 Progress = Callable[[int, int, str], None]
 """Called with (bytes done, bytes in all, what)."""
 
 LARGEST_DEFAULT_PAGE = 16
 """Positions. Attention speed doesn't depend on the page size; small pages waste little and share well."""
-POOL_SHARE = 0.5
-"""The KV pool's default takes at most this share of the memory left beside the weights."""
+CPU_POOL_SHARE = 0.5
+"""On a CPU the KV pool's default takes at most this share of the memory left beside the weights."""
+
+
+PLAIN_CROPS = 8
+"""Crops that the plain vision tower encodes together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,60 +48,184 @@ class Built:
     info: EngineInfo
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a runtime is to be built as, weights and pool aside."""
+
+    config: RuntimeConfig
+    sizes: Sizes
+    model: ModelConfig
+    page_size: int
+    page_bytes: int
+    device: torch.device
+    dtype: torch.dtype
+    progress: Progress | None
+
+
 def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
     """Resolves, checks, downloads if need be, loads. Blocks; raises ConfigError or ModelLoadError."""
     import torch
 
-    from .checkpoint.memory import device_available
     from .checkpoint.open import load_weights, open_model
-    from .models.moondream import Moondream
     from .preprocess.prompt import Tokenizer
+    from .runtime.gpu.memory import out_of_memory
     from .runtime.kv_cache import bytes_per_page
-    from .runtime.torch_runtime import TorchRuntime
 
     device, dtype = _device(config), _dtype(config)
+    sizes = config.sizes(cuda=device.type == "cuda")
+    kernels = _uses_kernels(config, device)
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     opened = open_model(config, progress=progress)
     model = opened.config
     page_size = _page_size(config, model)
-    _check_pool(config, model, page_size)
-    codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=model.text.vocab_size)
-    loaded = load_weights(opened, dtype=dtype, device=device, progress=progress)
     page_bytes = bytes_per_page(model.text, page_size, dtype)
-    num_pages, max_seq_length = _pool(
-        config, model, page_size, page_bytes, device_available(device)
-    )
-    runtime = TorchRuntime(
-        Moondream(model, loaded.tensors),
-        model,
-        num_pages=num_pages,
-        page_size=page_size,
-        max_batch_size=config.max_batch_size,
-        max_seq_length=max_seq_length,
-        device=device,
-        dtype=dtype,
-    )
+    _check_pool(config, model, page_size, page_bytes)
+    codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=model.text.vocab_size)
+    try:
+        loaded = load_weights(
+            opened,
+            dtype=dtype,
+            device=device,
+            keep_fp8=_keeps_fp8(config, device, kernels),
+            progress=progress,
+        )
+        tensors = loaded.tensors
+        num_parameters = sum(t.numel() for n, t in tensors.items() if not n.endswith(".scale"))
+        weights_bytes = sum(t.nbytes for t in tensors.values())
+        plan = _Plan(config, sizes, model, page_size, page_bytes, device, dtype, progress)
+        runtime = (_gpu_runtime if kernels else _torch_runtime)(plan, tensors)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        raise out_of_memory(config, sizes.max_batch_size, reason) from error
+    limits = runtime.limits
     info = EngineInfo(
         model=opened.name,
         family=model.family,
         skills=model.skills,
-        max_context=max_seq_length,
+        max_context=limits.max_seq_length,
         image_positions=model.image_positions,
         vocab_size=model.text.vocab_size,
-        num_parameters=sum(t.numel() for t in loaded.tensors.values()),
-        weights_bytes=sum(t.numel() * t.element_size() for t in loaded.tensors.values()),
+        num_parameters=num_parameters,
+        weights_bytes=weights_bytes,
         weights_fingerprint=loaded.fingerprint,
         device=str(device),
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
         dtype=str(dtype).removeprefix("torch."),
-        max_batch_size=config.max_batch_size,
-        num_pages=num_pages,
+        max_batch_size=limits.max_batch_size,
+        num_pages=limits.num_pages,
         page_size=page_size,
+        kv_cache_bytes=limits.num_pages * page_bytes,
         max_queue=config.max_queue,
         torch_version=torch.__version__,
     )
     return Built(runtime, model, codec, info)
+
+
+def _uses_kernels(config: RuntimeConfig, device: torch.device) -> bool:
+    """Whether GpuRuntime computes; else plain torch does. Raises ConfigError for what this device can't do."""
+    from .runtime.gpu.device import library_version, require_supported
+
+    require_supported(device)
+    wanted = device.type == "cuda" and config.compile
+    kernels = wanted and library_version("triton") is not None
+    if device.type == "cuda" and not kernels:
+        why = "Triton isn't there" if wanted else "--no-compile"
+        logger.warning("%s: plain torch computes on %s, at a fraction of the speed", why, device)
+    if config.attention in ("flashinfer", "triton") and not kernels:
+        raise ConfigError(
+            "attention", config.attention, "needs CUDA and Triton, without --no-compile; else torch"
+        )
+    if config.attention == "flashinfer" and library_version("flashinfer") is None:
+        raise ConfigError("attention", config.attention, "needs the package flashinfer-python")
+    return kernels
+
+
+def _keeps_fp8(config: RuntimeConfig, device: torch.device, kernels: bool) -> bool:
+    from .runtime.gpu.device import capabilities
+
+    if config.fp8_experts == "auto":
+        return kernels and capabilities(device).fp8
+    return config.fp8_experts == "keep"
+
+
+def _torch_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> Runtime:
+    from .models.moondream import Moondream
+    from .runtime.gpu.footprint import reserve_bytes
+    from .runtime.torch_runtime import TorchRuntime
+
+    reserve = 0
+    if plan.device.type == "cuda":
+        # Plain operators keep what the kernels fuse away.
+        reserve = 2 * reserve_bytes(
+            plan.model,
+            plan.dtype,
+            max_batch_size=plan.sizes.max_batch_size,
+            max_crops=PLAIN_CROPS,
+        )
+    pool = _pool(plan, reserve)
+    return TorchRuntime(
+        Moondream(plan.model, tensors),
+        plan.model,
+        num_pages=pool.num_pages,
+        page_size=plan.page_size,
+        max_batch_size=plan.sizes.max_batch_size,
+        max_seq_length=pool.max_seq_length,
+        device=plan.device,
+        dtype=plan.dtype,
+    )
+
+
+def _gpu_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> Runtime:
+    import torch
+
+    from .runtime.gpu.footprint import reserve_bytes
+    from .runtime.gpu.runtime import GpuRuntime
+    from .runtime.gpu.vision import MAX_CROPS
+    from .runtime.gpu.weights import pack_weights
+    from .scheduler.budget import StepBudget
+
+    sizes = plan.sizes
+    pack_weights(plan.model, tensors)
+    # What packing and loading left behind must count as free.
+    torch.cuda.empty_cache()
+    budget = StepBudget(prefill_positions=sizes.step_prefill_positions, crops=sizes.step_crops)
+    reserve = reserve_bytes(
+        plan.model,
+        plan.dtype,
+        max_batch_size=sizes.max_batch_size,
+        max_crops=min(budget.crops * budget.idle_scale, MAX_CROPS),
+    )
+    pool = _pool(plan, reserve)
+    return GpuRuntime(
+        plan.model,
+        tensors,
+        num_pages=pool.num_pages,
+        page_size=plan.page_size,
+        max_batch_size=sizes.max_batch_size,
+        max_seq_length=pool.max_seq_length,
+        attention=plan.config.attention,
+        cuda_graphs=plan.config.cuda_graphs,
+        progress=plan.progress,
+    )
+
+
+def _pool(plan: _Plan, reserve_bytes: int) -> Pool:
+    from .checkpoint.memory import device_available
+    from .runtime.gpu.memory import CACHED_CONTEXTS, CUDA_SHARE, plan_pool
+
+    cuda = plan.device.type == "cuda"
+    return plan_pool(
+        device_available(plan.device),
+        reserve_bytes,
+        plan.page_bytes,
+        plan.config,
+        plan.model,
+        page_size=plan.page_size,
+        max_batch_size=plan.sizes.max_batch_size,
+        share=CUDA_SHARE if cuda else CPU_POOL_SHARE,
+        contexts=CACHED_CONTEXTS if cuda else 1,
+    )
 
 
 def _device(config: RuntimeConfig) -> torch.device:
@@ -133,42 +266,25 @@ def _page_size(config: RuntimeConfig, model: ModelConfig) -> int:
     return config.page_size
 
 
-def _check_pool(config: RuntimeConfig, model: ModelConfig, page_size: int) -> None:
-    """Raises ConfigError for sizes that can't hold what the warm-up takes: a picture, a caption's prompt, 2 tokens."""
-    least = model.image_prefix + max(map(len, model.templates.caption.values())) + 2
+def _check_pool(config: RuntimeConfig, model: ModelConfig, page_size: int, page_bytes: int) -> None:
+    """Raises ConfigError for sizes that can't hold what the warm-up takes."""
+    from .runtime.gpu.memory import given_pages, least_positions
+
+    least = least_positions(model)
     if config.max_seq_length is not None and config.max_seq_length < least:
         raise ConfigError(
             "max_seq_length",
             config.max_seq_length,
             f"must be at least {least}, a picture with a short prompt and answer",
         )
-    pages = config.kv_cache_pages
+    pages = given_pages(config, page_bytes)
     if pages is not None and pages * page_size < least:
+        field = "kv_cache_pages" if config.kv_cache_gib is None else "kv_cache_gib"
         raise ConfigError(
-            "kv_cache_pages",
-            pages,
-            f"of {page_size} positions can't hold {least}, a picture with a short prompt and answer",
+            field,
+            getattr(config, field),
+            f"of {page_size} positions can't hold {least}, a picture with a short prompt and answer"
+            if config.kv_cache_gib is None
+            else f"holds {pages} pages of {page_size} positions; {least} are needed, a picture with a short prompt and "
+            "answer",
         )
-
-
-def _pool(
-    config: RuntimeConfig,
-    model: ModelConfig,
-    page_size: int,
-    page_bytes: int,
-    available: int | None,
-) -> tuple[int, int]:
-    """(pages, longest sequence). By default every batch place can hold a full sequence, as far as memory allows."""
-    longest = config.max_seq_length or model.text.max_context
-    per_sequence = -(-longest // page_size)
-    pages = config.kv_cache_pages
-    if pages is None:
-        pages = per_sequence * config.max_batch_size
-        if available is not None:
-            pages = min(pages, int(available * POOL_SHARE) // page_bytes)
-        if pages * page_size <= model.image_prefix:
-            raise InsufficientMemoryError(
-                f"{available} bytes are left beside the weights; half of them hold {pages} pages of the KV cache, and "
-                f"a picture takes {model.image_prefix // page_size} pages of {page_bytes} bytes"
-            )
-    return pages, min(longest, pages * page_size)

@@ -22,6 +22,7 @@ class EngineInfo:
     num_parameters: int
     weights_bytes: int
     weights_fingerprint: str
+    """64 hexadecimal digits, or "random:SEED:DEVICE:DTYPE" of weights that were made up."""
     device: str
     device_name: str = ""
     """Of a CUDA device, as its driver tells it."""
@@ -29,5 +30,7 @@ class EngineInfo:
     max_batch_size: int
     num_pages: int
     page_size: int
+    kv_cache_bytes: int = 0
+    """Of all pages."""
     max_queue: int
     torch_version: str

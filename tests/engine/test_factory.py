@@ -3,8 +3,11 @@
 import shutil
 
 import pytest
+import torch
 
 from kestrel_engine import ConfigError, InsufficientMemoryError, RuntimeConfig, factory
+from kestrel_engine.runtime.gpu import device as gpu_device
+from kestrel_engine.runtime.torch_runtime import TorchRuntime
 
 
 @pytest.fixture
@@ -25,6 +28,9 @@ def weightless(golden_folder, tmp_path):
     [
         {"page_size": 7},
         {"kv_cache_pages": 73},
+        {"kv_cache_gib": 0.001},
+        {"attention": "triton"},
+        {"attention": "flashinfer"},
         {"max_seq_length": 730},
         {"max_seq_length": 736},
         {"max_seq_length": 4096},
@@ -67,3 +73,156 @@ def test_too_little_memory_for_one_picture_says_so(golden_folder, monkeypatch):
     monkeypatch.setattr(memory, "device_available", lambda device: next(room))
     with pytest.raises(InsufficientMemoryError, match="a picture takes 73 pages"):
         factory.build(config)
+
+
+def test_the_pool_is_as_large_as_was_said(golden_folder):
+    config = RuntimeConfig(model_path=golden_folder("md2"), device="cpu", kv_cache_gib=0.01)
+    built = factory.build(config)
+    page_bytes = 10 * 2 * 4 * 256 * 4
+    assert built.model.text.n_layers == 4 and built.model.text.dim == 256
+    assert built.runtime.limits.num_pages == int(0.01 * 2**30) // page_bytes
+    assert built.info.kv_cache_bytes == built.runtime.limits.num_pages * page_bytes
+    built.runtime.close()
+
+
+def test_a_pool_beyond_the_memory_says_what_to_lower(golden_folder):
+    config = RuntimeConfig(model_path=golden_folder("md2"), device="cpu", kv_cache_gib=50_000)
+    with pytest.raises(InsufficientMemoryError, match=r"lower --kv-cache-gib to at most \d"):
+        factory.build(config)
+
+
+def test_a_device_that_refuses_memory_says_what_to_lower(golden_folder, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+    monkeypatch.setattr("kestrel_engine.checkpoint.open.load_weights", refuse)
+    config = RuntimeConfig(model_path=golden_folder("md2"), device="cpu", max_seq_length=900)
+    with pytest.raises(InsufficientMemoryError) as caught:
+        factory.build(config)
+    for words in (
+        "CUDA out of memory",
+        "--kv-cache-gib",
+        "--max-batch-size (now 4)",
+        "--max-seq-length (now 900)",
+    ):
+        assert words in str(caught.value)
+
+
+def test_without_a_batch_size_the_device_decides(golden_folder):
+    config = RuntimeConfig(model_path=golden_folder("md2"), device="cpu", max_batch_size=None)
+    built = factory.build(config)
+    assert built.runtime.limits.max_batch_size == built.info.max_batch_size == 16
+    built.runtime.close()
+
+
+def test_random_weights_serve_the_golden_shape(golden_folder):
+    config = RuntimeConfig(
+        model_path=golden_folder("md3") / "config.json", device="cpu", random_weights=True, seed=9
+    )
+    built = factory.build(config)
+    assert built.info.model == "md3 (random weights)"
+    assert built.info.weights_fingerprint == "random:9:cpu:float32"
+    assert built.info.num_parameters == sum(
+        tensor.numel() for tensor in _tensors_of(golden_folder("md3")).values()
+    )
+    built.runtime.close()
+
+
+def test_kept_experts_are_counted_in_bytes_and_not_as_parameters(golden_folder):
+    def build(fp8_experts):
+        config = RuntimeConfig(
+            model_path=golden_folder("md3"),
+            device="cpu",
+            dtype="bfloat16",
+            random_weights=True,
+            fp8_experts=fp8_experts,
+        )
+        built = factory.build(config)
+        built.runtime.close()
+        return built
+
+    auto, keep = build("auto"), build("keep")
+    assert keep.info.num_parameters == auto.info.num_parameters
+    assert keep.info.weights_bytes < auto.info.weights_bytes, "a CPU widens them by default"
+    moe = keep.model.text.moe
+    layers = keep.model.text.n_layers - moe.start_layer
+    rows = moe.num_experts * (2 * moe.expert_inner_dim + 256)
+    elements = moe.num_experts * 3 * moe.expert_inner_dim * 256
+    saved = auto.info.weights_bytes - keep.info.weights_bytes
+    assert saved == layers * (elements - 4 * rows)
+
+
+def _tensors_of(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+class TestChoiceOfRuntime:
+    """On a device that isn't here: what is chosen follows from what it says about itself."""
+
+    CUDA = torch.device("cuda")
+
+    @pytest.fixture(autouse=True)
+    def an_h200(self, monkeypatch):
+        self.says(monkeypatch, (9, 0))
+        monkeypatch.setattr(gpu_device, "library_version", lambda name: "3.6.0")
+
+    def says(self, monkeypatch, capability):
+        found = gpu_device.Capabilities(
+            name="a card",
+            compute_capability=capability,
+            num_sms=100,
+            shared_memory_per_block=100_000,
+            memory=10**10,
+        )
+        monkeypatch.setattr(gpu_device, "capabilities", lambda device: found)
+
+    def test_kernels_compute_and_experts_stay_in_fp8(self):
+        config = RuntimeConfig()
+        assert factory._uses_kernels(config, self.CUDA)
+        assert factory._keeps_fp8(config, self.CUDA, kernels=True)
+        assert not factory._keeps_fp8(config, self.CUDA, kernels=False)
+
+    def test_ampere_widens_its_experts(self, monkeypatch):
+        self.says(monkeypatch, (8, 6))
+        assert factory._uses_kernels(RuntimeConfig(), self.CUDA)
+        assert not factory._keeps_fp8(RuntimeConfig(), self.CUDA, kernels=True)
+        assert factory._keeps_fp8(RuntimeConfig(fp8_experts="keep"), self.CUDA, kernels=True)
+
+    def test_experts_are_widened_where_that_is_asked_for(self):
+        config = RuntimeConfig(fp8_experts="dequantise")
+        assert not factory._keeps_fp8(config, self.CUDA, kernels=True)
+
+    def test_no_compile_is_plain_torch_and_says_so(self, caplog):
+        assert not factory._uses_kernels(RuntimeConfig(compile=False), self.CUDA)
+        assert "--no-compile: plain torch computes on cuda" in caplog.text
+
+    def test_without_triton_plain_torch_computes(self, monkeypatch, caplog):
+        monkeypatch.setattr(gpu_device, "library_version", lambda name: None)
+        assert not factory._uses_kernels(RuntimeConfig(), self.CUDA)
+        assert "Triton isn't there: plain torch computes" in caplog.text
+
+    def test_flashinfer_must_be_there_if_asked_for(self, monkeypatch):
+        there = {"triton": "3.6.0"}
+        monkeypatch.setattr(gpu_device, "library_version", there.get)
+        assert factory._uses_kernels(RuntimeConfig(attention="triton"), self.CUDA)
+        with pytest.raises(ConfigError, match="flashinfer-python"):
+            factory._uses_kernels(RuntimeConfig(attention="flashinfer"), self.CUDA)
+
+    def test_an_older_card_is_refused_in_one_line(self, monkeypatch):
+        self.says(monkeypatch, (7, 5))
+        with pytest.raises(
+            ConfigError, match=r"a card of compute capability 7\.5; 8\.0 \(Ampere\)"
+        ):
+            factory._uses_kernels(RuntimeConfig(), self.CUDA)
+
+    def test_a_cpu_asks_for_no_gpu_library(self, monkeypatch):
+        monkeypatch.setattr(gpu_device, "library_version", lambda name: pytest.fail(name))
+        assert not factory._uses_kernels(RuntimeConfig(), torch.device("cpu"))
+
+
+def test_a_cpu_computes_with_plain_torch(golden_folder):
+    built = factory.build(RuntimeConfig(model_path=golden_folder("md2"), device="cpu"))
+    assert isinstance(built.runtime, TorchRuntime)
+    built.runtime.close()
