@@ -1,0 +1,102 @@
+"""The decode path of a mixture of experts against models.text.Moe."""
+
+import pytest
+import torch
+
+from tests.kernels.moe_layer import DEVICE, Layer, poisoned, relative_error
+
+moe_decode = pytest.importorskip("kestrel_engine.kernels.moe_decode")
+route = pytest.importorskip("kestrel_engine.kernels.moe_route").route
+
+F32, F16 = torch.float32, torch.float16
+
+
+def decode(layer: Layer, u: torch.Tensor, **kwargs) -> torch.Tensor:
+    parts = poisoned(layer.k, len(u), u.shape[1])
+    moe_decode.moe_decode(
+        u, *route(layer.logits(u), layer.k), *layer.tensors(), out=parts, **kwargs
+    )
+    return parts.sum(0)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 7, 16, 17, 37, 64])
+def test_float32_is_the_models_layer(num_tokens):
+    layer = Layer(num_experts=8, k=3, dim=64, inner=32, seed=num_tokens)
+    u = torch.randn(num_tokens, 64, device=DEVICE)
+    torch.testing.assert_close(decode(layer, u), layer.expected(u), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 40])
+@pytest.mark.parametrize(
+    ("dtype", "fp8", "within"), [(F16, False, 2e-3), (F16, True, 2e-3), (F32, True, 1e-5)]
+)
+def test_half_and_fp8_within_their_rounding(num_tokens, dtype, fp8, within):
+    layer = Layer(num_experts=8, k=3, dim=160, inner=48, dtype=dtype, fp8=fp8)
+    u = torch.randn(num_tokens, 160, device=DEVICE, dtype=dtype)
+    assert relative_error(decode(layer, u), layer.expected(u)) < within
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [
+        moe_decode.Tile(16, 32, 4, 2, swap=True),
+        moe_decode.Tile(16, 64, 4, 3, swap=False),
+        moe_decode.Tile(64, 128, 4, 3, swap=True),
+    ],
+)
+@pytest.mark.parametrize("num_tokens", [1, 12, 33])
+def test_any_tile_gives_the_same(num_tokens, tile):
+    """Inner and dim are multiples of no tile."""
+    layer = Layer(num_experts=4, k=2, dim=72, inner=40)
+    u = torch.randn(num_tokens, 72, device=DEVICE)
+    out = decode(layer, u, tiles=moe_decode.Tiles(tile, tile))
+    torch.testing.assert_close(out, layer.expected(u), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 16, 40])
+@pytest.mark.parametrize("favourites", [[5], [0, 6]])
+def test_experts_chosen_by_all_and_by_nobody(num_tokens, favourites):
+    layer = Layer(num_experts=12, k=len(favourites) + 1, dim=32, inner=16)
+    layer.bias[favourites] = 100.0
+    layer.bias[[1, 7]] = -100.0
+    u = torch.randn(num_tokens, 32, device=DEVICE)
+    torch.testing.assert_close(decode(layer, u), layer.expected(u), atol=2e-5, rtol=1e-5)
+
+
+def test_every_part_is_written_and_parts_are_in_the_order_of_choice():
+    layer = Layer(num_experts=8, k=3, dim=32, inner=16)
+    u = torch.randn(20, 32, device=DEVICE)
+    weights, experts = route(layer.logits(u), 3)
+    parts = moe_decode.moe_decode(u, weights, experts, *layer.tensors(), out=poisoned(3, 20, 32))
+    alone = weights.clone()
+    alone[:, 0] = alone[:, 2] = 0.0
+    only = moe_decode.moe_decode(u, alone, experts, *layer.tensors())
+    assert parts.isfinite().all()
+    assert torch.equal(parts[1], only[1])
+    assert not only[0].any() and not only[2].any()
+
+
+def test_products_beyond_float16_stay_finite():
+    layer = Layer(num_experts=4, k=2, dim=32, inner=16, dtype=F16, fp8=True)
+    assert layer.fc1_scale is not None and layer.fc2_scale is not None
+    layer.fc1_scale *= 300
+    layer.fc2_scale *= 1e-5
+    u = torch.randn(5, 32, device=DEVICE, dtype=F16)
+    h, g = (layer.fc1.float() * layer.fc1_scale[..., None] @ u.float().T).chunk(2, dim=1)
+    assert (torch.nn.functional.gelu(h) * (g + 1)).abs().max() > torch.finfo(F16).max
+    assert relative_error(decode(layer, u), layer.expected(u)) < 2e-3
+
+
+def test_rows_of_a_wider_matrix_and_parts_in_half():
+    layer = Layer(num_experts=4, k=2, dim=32, inner=16, dtype=F16)
+    u = torch.randn(6, 64, device=DEVICE, dtype=F16)[:, :32]
+    parts = poisoned(2, 6, 32, dtype=F16)
+    moe_decode.moe_decode(u, *route(layer.logits(u), 2), *layer.tensors(), out=parts)
+    assert relative_error(parts.sum(0), layer.expected(u)) < 3e-3
+
+
+def test_too_many_tokens_are_refused():
+    layer = Layer(num_experts=4, k=2, dim=32, inner=16)
+    u = torch.zeros(65, 32, device=DEVICE)
+    with pytest.raises(ValueError, match="65 tokens"):
+        moe_decode.moe_decode(u, *route(layer.logits(u), 2), *layer.tensors())
