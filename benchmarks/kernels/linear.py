@@ -188,6 +188,20 @@ def check(case: Case, c: Candidate, x: Tensor, w: Tensor, bias: Tensor, wanted: 
             sys.exit(f"WRONG: {case.name} M={len(x)} {c} pdl={pdl}: relative error {error:.2e}")
 
 
+def same_bits(case: Case) -> bool:
+    """Whether a row's result is the same in every batch, under any tile of tensor cores (of one split of K)."""
+    w = torch.randn(case.n, case.k, dtype=DTYPE, device="cuda")
+    x = torch.randn(64, case.k, dtype=DTYPE, device="cuda")
+    bias = torch.randn(case.n, dtype=DTYPE, device="cuda")
+    splits = case.splits[0] if case.splits else None
+    rows = [
+        compute(case, Candidate(t, splits), x[:m], w, bias, False)[..., :1, :]
+        for m in (1, 16, 32, 64)
+        for t in (DOT[0], DOT[2])
+    ]
+    return all(torch.equal(row, rows[0]) for row in rows)
+
+
 def run_case(case: Case, rows: int, tried: list[Candidate]) -> list[dict[str, Any]]:
     """cuBLAS and every candidate without and with programmatic launch, best first."""
     copies = max(int(ROTATION_BYTES / (case.megabytes * 1e6)), 2)
@@ -391,6 +405,7 @@ def main() -> None:
                 + ", ".join(f"{r['what']} {r['us']}" for r in ranked[:3]),
                 flush=True,
             )
+    print("the same bits whatever M and tile:", {c.name: same_bits(c) for c in CASES[:2]})
     print(f"alone after {time.monotonic() - began:.0f} s", flush=True)
     chained: list[dict[str, Any]] = []
     chain = Chain(1)

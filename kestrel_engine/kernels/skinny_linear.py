@@ -8,9 +8,10 @@ multiply-adds, the weight in registers.
 Programmatic dependent launch (``pdl``): before it waits for the kernel that makes x, a program asks for its first
 weight tiles (into L2, or into registers), so that the weight stream goes on between kernels.
 
-Numerics: float32 accumulation. A row's result does not depend on the other rows. The split of K depends on N and K
-alone, and ``_dot_kernel`` adds along K in one order whatever its tile, so a row's result does not depend on how many
-rows there are either, unless ``_config`` gives one row to ``_row_kernel``.
+Numerics: float32 accumulation. A row's result does not depend on the other rows. The number of splits depends on N and
+K alone, and ``_dot_kernel`` adds along K in one order whatever its tile, so a row's result does not depend on how many
+rows there are either - unless ``_config`` gives one row to ``_row_kernel``, or tiles of different depth to different
+numbers of rows where K / splits is no multiple of both (splits end on whole tiles).
 """
 
 from __future__ import annotations
@@ -207,9 +208,10 @@ def skinny_partials(
 
 
 def default_splits(n: int, k: int) -> int:
-    """Parts of K, at least 256 long, that make about two tiles of 64 rows for each of 132 multiprocessors."""
+    """Parts of K, in multiples of 256 if K allows, that make about two tiles of 64 rows a multiprocessor (of 132)."""
     tiles = (n + 63) // 64
-    return max(min(256 // tiles, k // 256), 1)
+    most = max(min(256 // tiles, k // 256), 1)
+    return next((s for s in range(most, 0, -1) if k % (256 * s) == 0), most)
 
 
 def _launch(
