@@ -147,7 +147,7 @@ def paged_decode(
     content, alpha = tau if tau is not None else (qkv, cos)
     assert tau is None or content.stride(1) == 1
     block_dim = triton.next_power_of_2(head_dim)
-    shape = {"H": num_heads, "D": head_dim, "BD": block_dim, "SPLITS": splits}
+    shape = {"H": num_heads, "D": head_dim, "BD": block_dim}
     launch = {"launch_pdl": True} if pdl else {}
     _decode[(groups, splits, rows)](
         qkv,
@@ -174,6 +174,7 @@ def paged_decode(
         HEADS=heads,
         BLOCK=chosen.block,
         STAGES=chosen.stages,
+        SPLIT=splits > 1,
         TAU=tau is not None,
         MERGE=chosen.merge_last,
         PDL=pdl,
@@ -189,6 +190,7 @@ def paged_decode(
             stats,
             out,
             out.stride(0),
+            splits,
             HEADS=few,
             PDL=pdl,
             num_warps=4,
@@ -199,14 +201,14 @@ def paged_decode(
 
 
 @triton.jit
-def _chunk(position, SPLITS: tl.constexpr):
+def _chunk(position, splits):
     """Positions of one split: whole eights, so that few splits are needed for few positions."""
-    return tl.cdiv(tl.cdiv(position, SPLITS), 8) * 8
+    return tl.cdiv(tl.cdiv(position, splits), 8) * 8
 
 
 @triton.jit
-def _num_active(position, SPLITS: tl.constexpr):
-    return tl.maximum(tl.cdiv(position, tl.maximum(_chunk(position, SPLITS), 1)), 1)
+def _num_active(position, splits):
+    return tl.maximum(tl.cdiv(position, tl.maximum(_chunk(position, splits), 1)), 1)
 
 
 @triton.jit
@@ -254,7 +256,7 @@ def _tau(content, alpha, heads, known, position):
 
 @triton.jit
 def _merged(sums, stats, entry, active, heads, hd, known, known_hd, H: tl.constexpr, D: tl.constexpr,
-            SPLITS: tl.constexpr, HEADS: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+            HEADS: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """[HEADS, BD]: the attention of one row from its splits, in their order. Reads past L1, which may be stale."""
     most = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
@@ -288,15 +290,16 @@ def _merged(sums, stats, entry, active, heads, hd, known, known_hd, H: tl.conste
 def _decode(
     qkv, key_pool, value_pool, page_table, row_seq, positions, cos, sin, content, alpha, sums, stats, arrived, out,
     qkv_stride, table_stride, content_stride, out_stride, scale,
-    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TAU: tl.constexpr, MERGE: tl.constexpr,
-    PDL: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, TAU: tl.constexpr,
+    MERGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # Groups run fastest: neighbouring programs read neighbouring heads of the same positions.
     group, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row)
     table = page_table + tl.load(row_seq + row).to(tl.int64) * table_stride
-    chunk = _chunk(position, SPLITS)
+    splits = tl.num_programs(1)
+    chunk = _chunk(position, splits)
     begin = split * chunk
     end = tl.minimum(begin + chunk, position)
     if (begin >= end) & (split > 0):
@@ -380,11 +383,11 @@ def _decode(
     # Sums over a dimension of 1 only drop it.
     acc, total, most = tl.sum(acc, 0), tl.sum(total, 0), tl.sum(most, 0)
     target = out + row.to(tl.int64) * out_stride
-    active = _num_active(position, SPLITS)
-    if (SPLITS == 1) | (active == 1):
+    active = _num_active(position, splits)
+    if (not SPLIT) or active == 1:
         tl.store(target + hd, (acc / total[:, None]).to(out.dtype.element_ty), mask=known_hd)
     else:
-        entry = row * SPLITS
+        entry = row * splits
         at_entry = (entry + split).to(tl.int64)
         tl.store(sums + at_entry * (H * D) + hd, acc, mask=known_hd)
         tl.store(stats + at_entry * (2 * H) + heads, most, mask=known)
@@ -397,23 +400,22 @@ def _decode(
             if before_us == active - 1:
                 tl.store(counter, 0)
                 whole = _merged(
-                    sums, stats, entry, active, heads, hd, known, known_hd, H, D, SPLITS, HEADS, BD,
-                    CHUNK=8 if SPLITS > 4 else 4,
+                    sums, stats, entry, active, heads, hd, known, known_hd, H, D, HEADS, BD, CHUNK=8
                 )  # fmt: skip
                 tl.store(target + hd, whole.to(out.dtype.element_ty), mask=known_hd)
 
 
 @triton.jit
 def _merge_splits(
-    positions, sums, stats, out, out_stride,
-    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+    positions, sums, stats, out, out_stride, splits,
+    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     group, row = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions + row)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    active = _num_active(position, SPLITS)
+    active = _num_active(position, splits)
     if active == 1:
         return
     heads = group * HEADS + tl.arange(0, HEADS)
@@ -422,8 +424,7 @@ def _merge_splits(
     known = heads < H
     known_hd = known[:, None] & (d < D)[None, :]
     whole = _merged(
-        sums, stats, row * SPLITS, active, heads, hd, known, known_hd, H, D, SPLITS, HEADS, BD,
-        CHUNK=16 if SPLITS > 8 else 8,
+        sums, stats, row * splits, active, heads, hd, known, known_hd, H, D, HEADS, BD, CHUNK=16
     )  # fmt: skip
     at = out + row.to(tl.int64) * out_stride + hd
     tl.store(at, whole.to(out.dtype.element_ty), mask=known_hd)
