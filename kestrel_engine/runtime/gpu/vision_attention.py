@@ -18,7 +18,25 @@ PREFERRED = (
 )
 """56 crops of 729 patches, 16 heads of 72, one H200: cuDNN 496 us, flash 712 us (torch 2.11)."""
 
-BATCHES = (*range(1, 11), 12, 14, 16, 18, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60, 64)
+BATCHES: tuple[int, ...] = (
+    *range(1, 11),
+    12,
+    14,
+    16,
+    18,
+    20,
+    24,
+    28,
+    32,
+    36,
+    40,
+    44,
+    48,
+    52,
+    56,
+    60,
+    64,
+)
 """Numbers of crops that cuDNN is asked for: it plans each shape anew, which takes long, so others are rounded up."""
 
 
@@ -38,7 +56,7 @@ class CropAttention:
     @property
     def backend(self) -> str:
         """The one that is used, for logs and benchmarks."""
-        return self._backends[0].name if self._backends else "default"
+        return str(self._backends[0].name) if self._backends else "default"
 
     def padded(self, crops: int) -> int:
         """How many crops a buffer for ``crops`` of them must hold. What the others contain doesn't matter."""

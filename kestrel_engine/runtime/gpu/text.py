@@ -1,0 +1,159 @@
+"""The text decoder in few launches: what `models.text.TextModel` computes, for prompts and for decode steps.
+
+Works on a flat batch of tokens against the paged pool; knows no requests, sampling or graphs. Both passes overwrite the
+residual stream that they are given.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels.layer_norm import layer_norm
+from ...kernels.moe_prefill import moe_prefill
+from ...kernels.moe_route import route
+from ...kernels.rope_store import rope_store
+from ...kernels.skinny_linear import skinny_linear
+from ...kernels.tau_content import TauWorkspace, tau_content
+from ...model_config import TextConfig
+from ...models.layers import LayerNorm, Linear, Tensors
+from .gemm import add_linear, linear, linear_gelu
+from .text_decode import DecodePass
+from .text_layers import TextLayer, load_layers, rotary_angles
+
+SKINNY_LOGITS = 64
+"""Rows up to which the vocabulary head streams its weight by our own kernel; beyond, cuBLAS is faster (H200: 57 us
+against 65 at 64 rows, 56 against 54 at 16)."""
+
+
+class TokenAttention(Protocol):
+    """Attention of one prefill pass, after keys and values were stored to the pool."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """``q``, ``k``, ``v`` [T, heads, head_dim], turned, rows any stride apart; fills ``out``, contiguous."""
+        ...
+
+
+class FusedText:
+    """``tensors``: a packed checkpoint (`weights.pack_weights`), in the type and on the device of the computation,
+    experts perhaps in FP8. ``max_rows``: of a decode step. ``overlap``: attention and MLP of a decode step run beside
+    each other on two streams instead of sharing GEMMs (CUDA only). ``pdl``: decode kernels begin while those before
+    them end (sm_90)."""
+
+    def __init__(
+        self,
+        config: TextConfig,
+        tensors: Tensors,
+        *,
+        max_rows: int,
+        page_size: int,
+        overlap: bool = False,
+        pdl: bool = False,
+    ) -> None:
+        self.config = config
+        self._layers, self._pending = load_layers(config, tensors)
+        self._post_ln = LayerNorm.load(tensors, "text.post_ln")
+        self._lm_head = Linear.load(tensors, "text.lm_head")
+        device = self._pending.device
+        self._cos, self._sin = rotary_angles(config, device)
+        self._tau = TauWorkspace.allocate(2 * config.n_heads, device) if config.tau_attn else None
+        self._decode = DecodePass(
+            config,
+            self._layers,
+            self._post_ln,
+            (self._cos, self._sin),
+            self._tau,
+            max_rows=max_rows,
+            page_size=page_size,
+            overlap=overlap,
+            pdl=pdl,
+        )
+
+    def prefill(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        attention: TokenAttention,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Residual stream after the last block, before ``post_ln``: [T, dim], or its ``rows`` [n] int64 only.
+
+        ``x`` [T, dim], overwritten. ``positions`` and ``slots`` [T] int64. ``keys`` and ``values``: the pool, [layers,
+        num_slots, heads, head_dim].
+        """
+        u, attended = torch.empty_like(x), torch.empty_like(x)
+        heads = self.config.n_heads
+        for layer in self._layers:
+            layer_norm(x, layer.ln.weight, layer.ln.bias, pending=layer.pending, out=u)
+            qkv = linear(u, layer.qkv)
+            pool = keys[layer.index], values[layer.index]
+            tau = self._factors(layer, qkv)
+            rope_store(qkv, positions, slots, *pool, self._cos, self._sin, tau=tau)
+            q, k, v = qkv.view(len(x), 3, heads, -1).unbind(1)
+            attention(layer.index, q, k, v, attended.view(len(x), heads, -1))
+            add_linear(x, attended, layer.proj)
+            self._add_mlp(layer, x, u)
+        if rows is not None:
+            x = x[rows]
+        # The sum is rounded once: adding float32 to a half type in place is done in float32.
+        return x.add_(self._pending)
+
+    def _factors(self, layer: TextLayer, qkv: Tensor) -> tuple[Tensor, Tensor] | None:
+        if layer.tau is None:
+            return None
+        assert self._tau is not None
+        return tau_content(qkv, layer.tau.weights, self._tau), layer.tau.alpha
+
+    def _add_mlp(self, layer: TextLayer, x: Tensor, u: Tensor) -> None:
+        moe = layer.moe
+        if moe is None:
+            assert layer.fc1 is not None and layer.fc2 is not None
+            add_linear(x, linear_gelu(u, layer.fc1), layer.fc2)
+            return
+        weights, experts = route(linear(u, moe.router), moe.experts_per_token)
+        moe_prefill(
+            u,
+            weights,
+            experts,
+            moe.fc1,
+            moe.fc2,
+            moe.fc1_scale,
+            moe.fc2_scale,
+            add_to=x,
+            out=x,
+        )
+
+    def decode(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        row_seq: Tensor,
+        page_table: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        normed: Tensor | None = None,
+    ) -> Tensor:
+        """One token a row: ``x`` [M, dim] becomes the residual stream after the last block and is returned.
+
+        ``positions`` and ``row_seq`` [M] int32: where a row's token stands and whose pages it sees, ``page_table``
+        [num_seqs, max_pages] int32. ``keys`` and ``values`` as for `prefill`. ``normed`` [M, dim]: filled with
+        ``post_ln`` of the stream, which costs nothing here; `logits` takes it. A graph can capture this: the grids
+        depend on M alone and all memory is there before.
+        """
+        return self._decode(x, positions, row_seq, page_table, keys, values, normed=normed)
+
+    def logits(self, hidden: Tensor, *, normed: Tensor | None = None) -> Tensor:
+        """Residual stream [n, dim] -> [n, vocab] in the model's type. ``normed``: its ``post_ln``, if it is there."""
+        if normed is None:
+            normed = layer_norm(hidden, self._post_ln.weight, self._post_ln.bias, pending=None)
+        if len(normed) <= SKINNY_LOGITS:
+            return skinny_linear(normed, self._lm_head.weight, self._lm_head.bias)
+        return F.linear(normed, self._lm_head.weight, self._lm_head.bias)

@@ -1,0 +1,220 @@
+"""One decode step of the text decoder: a token a row, every launch and every buffer fixed by the number of rows.
+
+A block is parallel, so it is at its shortest four launches: LayerNorm (which adds what the block before computed), one
+GEMM for qkv and fc1, attention, and one GEMM for proj and fc2 whose partial sums the next LayerNorm adds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ...kernels.layer_norm import add_layer_norm, layer_norm
+from ...kernels.moe_decode import MAX_TOKENS, moe_decode
+from ...kernels.moe_prefill import moe_prefill
+from ...kernels.moe_route import route
+from ...kernels.paged_decode import DecodeWorkspace, choose_splits, paged_decode
+from ...kernels.skinny_linear import MAX_ROWS, default_splits, skinny_linear, skinny_partials
+from ...kernels.tau_content import TauWorkspace, tau_content
+from ...model_config import TextConfig
+from ...models.layers import LayerNorm, Linear
+from .gemm import linear
+from .text_layers import TextLayer
+
+
+class DecodePass:
+    """Owns the buffers of a step of up to ``max_rows`` rows. Steps share them, so they run one after another.
+
+    ``overlap``: attention and MLP have GEMMs of their own, on two streams where there are streams.
+    """
+
+    def __init__(
+        self,
+        config: TextConfig,
+        layers: list[TextLayer],
+        post_ln: LayerNorm,
+        angles: tuple[Tensor, Tensor],
+        tau: TauWorkspace | None,
+        *,
+        max_rows: int,
+        page_size: int,
+        overlap: bool,
+        pdl: bool,
+    ) -> None:
+        self._config, self._layers, self._post_ln = config, layers, post_ln
+        self._cos, self._sin = angles
+        self._tau, self._page_size, self._overlap = tau, page_size, overlap
+        weight = layers[0].proj
+        device, self._dtype = weight.device, weight.dtype
+        self._side = torch.cuda.Stream(device) if overlap and weight.is_cuda else None
+        # Kernels that wait for their predecessor in the stream don't wait for the other stream's.
+        self._pdl = pdl and weight.is_cuda and not overlap
+        self._max_rows = max_rows
+        dim, heads = config.dim, config.n_heads
+        widest = max(layer.reads.weight.shape[0] for layer in layers)
+        chosen = config.moe.experts_per_token if config.moe else 1
+        of_mlp = [default_splits(*layer.fc2.shape) for layer in layers if layer.fc2 is not None]
+
+        def floats(*shape: int) -> Tensor:
+            return torch.empty(math.prod(shape), dtype=torch.float32, device=device)
+
+        self._u = weight.new_empty(max_rows * dim)
+        self._read = weight.new_empty(max_rows * widest)
+        self._written = floats(
+            max(default_splits(*w.shape) for w in _writers(layers)), max_rows, dim
+        )
+        self._of_mlp = floats(max(chosen, *of_mlp), max_rows, dim)
+        self._content = floats(max_rows, 2 * heads)
+        self._router_weights = floats(max_rows, chosen)
+        self._chosen = torch.empty(max_rows * chosen, dtype=torch.int32, device=device)
+        shapes = [(rows, self._splits(rows)) for rows in range(1, max_rows + 1)]
+        self._attention = DecodeWorkspace.allocate(shapes, heads, config.head_dim, device)
+
+    def __call__(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        row_seq: Tensor,
+        page_table: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        normed: Tensor | None,
+    ) -> Tensor:
+        """As `text.FusedText.decode`."""
+        assert len(x) <= self._max_rows, f"{len(x)} rows, buffers for {self._max_rows}"
+        rows = positions, row_seq, page_table
+        u = _shaped(self._u, *x.shape)
+        first = self._layers[0].ln
+        layer_norm(x, first.weight, first.bias, pending=None, out=u)
+        norms = [*(layer.ln for layer in self._layers[1:]), self._post_ln]
+        for layer, norm in zip(self._layers, norms, strict=True):
+            parts = self._block(layer, u, rows, keys[layer.index], values[layer.index])
+            if norm is self._post_ln and normed is not None:
+                u = normed
+            add_layer_norm(x, parts, layer.owed, norm.weight, norm.bias, pdl=self._pdl, out=u)
+        return x
+
+    def _block(
+        self,
+        layer: TextLayer,
+        u: Tensor,
+        rows: tuple[Tensor, Tensor, Tensor],
+        keys: Tensor,
+        values: Tensor,
+    ) -> list[Tensor]:
+        """What the block adds to the stream but for its biases: parts whose sum it is."""
+        dim, dense = self._config.dim, layer.moe is None
+        read = _shaped(self._read, len(u), layer.reads.weight.shape[0])
+        # Attention's result takes the place of the values that it has read, each head's after the last look at them:
+        # so it lies beside the MLP's in one operand.
+        attended, hidden = read[:, 2 * dim : 3 * dim], read[:, 3 * dim :]
+        if dense and not self._overlap:
+            self._linear(u, layer.reads, read, gelu_from=3 * dim)
+            self._attend(layer, read, rows, keys, values, attended)
+            return [self._partials(read[:, 2 * dim :], layer.writes, self._written)]
+        if not dense:
+            # The router's few rows ride along with qkv.
+            self._linear(u, layer.reads, read)
+        with self._beside():
+            of_mlp = self._mlp(layer, u, hidden)
+        if dense:
+            self._linear(u, layer.qkv, read[:, : 3 * dim])
+        self._attend(layer, read, rows, keys, values, attended)
+        of_attention = self._partials(attended, layer.proj, self._written)
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+        return [of_attention, of_mlp]
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """What is launched inside runs on the side stream, after all that was launched before."""
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            yield
+
+    def _attend(
+        self,
+        layer: TextLayer,
+        read: Tensor,
+        rows: tuple[Tensor, Tensor, Tensor],
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+    ) -> None:
+        positions, row_seq, page_table = rows
+        factors = None
+        if layer.tau is not None:
+            assert self._tau is not None
+            content = _shaped(self._content, len(read), 2 * self._config.n_heads)
+            tau_content(read, layer.tau.weights, self._tau, out=content)
+            factors = content, layer.tau.alpha
+        paged_decode(
+            read,
+            keys,
+            values,
+            page_table,
+            row_seq,
+            positions,
+            self._cos,
+            self._sin,
+            page_size=self._page_size,
+            tau=factors,
+            splits=self._splits(len(read)),
+            workspace=self._attention,
+            out=out,
+            pdl=self._pdl,
+        )
+
+    def _mlp(self, layer: TextLayer, u: Tensor, hidden: Tensor) -> Tensor:
+        """``hidden`` [M, ff] is filled; of an MoE layer it holds the router's logits."""
+        moe = layer.moe
+        if moe is None:
+            assert layer.fc1 is not None and layer.fc2 is not None
+            self._linear(u, layer.fc1, hidden, gelu_from=0)
+            return self._partials(hidden, layer.fc2, self._of_mlp)
+        rows, k = len(u), moe.experts_per_token
+        routed = _shaped(self._router_weights, rows, k), _shaped(self._chosen, rows, k)
+        route(hidden, k, out=routed)
+        if rows > MAX_TOKENS:
+            return moe_prefill(u, *routed, moe.fc1, moe.fc2, moe.fc1_scale, moe.fc2_scale)
+        out = _shaped(self._of_mlp, k, *u.shape)
+        return moe_decode(u, *routed, moe.fc1, moe.fc2, moe.fc1_scale, moe.fc2_scale, out=out)
+
+    def _linear(
+        self, x: Tensor, layer: Linear, out: Tensor, *, gelu_from: int | None = None
+    ) -> None:
+        if len(x) <= MAX_ROWS:
+            skinny_linear(x, layer.weight, layer.bias, gelu_from=gelu_from, pdl=self._pdl, out=out)
+            return
+        linear(x, layer, out=out)
+        if gelu_from is not None:
+            torch.ops.aten.gelu_(out[:, gelu_from:], approximate="tanh")
+
+    def _partials(self, x: Tensor, weight: Tensor, room: Tensor) -> Tensor:
+        """[S, M, dim] float32, or beyond `MAX_ROWS` rows [M, dim] in the model's type."""
+        if len(x) > MAX_ROWS:
+            return torch.mm(x, weight.T)
+        shape = default_splits(*weight.shape), len(x), weight.shape[0]
+        return skinny_partials(x, weight, pdl=self._pdl, out=_shaped(room, *shape))
+
+    def _splits(self, rows: int) -> int:
+        config = self._config
+        return choose_splits(rows, config.n_heads, config.head_dim, self._dtype)
+
+
+def _writers(layers: list[TextLayer]) -> Iterator[Tensor]:
+    for layer in layers:
+        yield from (layer.proj, layer.writes)
+
+
+def _shaped(buffer: Tensor, *shape: int) -> Tensor:
+    """The beginning of a flat buffer."""
+    return buffer[: math.prod(shape)].view(shape)

@@ -1,0 +1,196 @@
+"""The fused decoder, interpreted on the CPU, against the plain one: prompts, then steps of one token a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kestrel_engine.checkpoint.loader import load_checkpoint
+from kestrel_engine.model_config import ModelConfig
+from kestrel_engine.models.attention import PagedAttention, Span
+from kestrel_engine.models.moondream import Moondream
+from kestrel_engine.runtime.gpu import text_decode
+from kestrel_engine.runtime.gpu.text import FusedText
+from kestrel_engine.runtime.gpu.weights import pack_weights
+from tests.engine.models.small import random_tensors, small_config
+
+FAMILIES = ["moondream2", "moondream3"]
+PAGE = 5
+PAGES = [[7, 3, 9, 1, 4], [12, 2, 6, 8, 5], [0, 11, 13, 14, 10]]
+SPARE = 15
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    with torch.inference_mode():
+        yield
+
+
+@dataclass
+class Pair:
+    """The same weights in both decoders, each with its own pool; sequence i has the pages ``PAGES[i]``."""
+
+    model: Moondream
+    fused: FusedText
+    plain_pool: tuple[Tensor, Tensor]
+    pool: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, config: ModelConfig, tensors: dict[str, Tensor], **options) -> Pair:
+        tensors = pack_weights(config, tensors)
+        options = {"max_rows": 4, "page_size": PAGE} | options
+        fused = FusedText(config.text, tensors, **options)
+        text = config.text
+        shape = (2, text.n_layers, (SPARE + 1) * PAGE, text.n_heads, text.head_dim)
+        pools = [tuple(torch.full(shape, torch.nan).unbind()) for _ in range(2)]
+        return cls(Moondream(config, tensors), fused, pools[0], pools[1])
+
+    def prefill(self, sequence: int, x: Tensor, prefix: int, rows: Tensor | None = None):
+        """Both decoders' streams of a prompt whose first ``prefix`` positions see one another."""
+        count = len(x)
+        places, slots = slice(0, count), slots_of(sequence, count)
+        mask = torch.ones(count, count, dtype=torch.bool).tril()
+        mask[:prefix, :prefix] = True
+        span = Span(places, fresh=places, mask=mask)
+        expected = self.model.text(
+            x, torch.arange(count), PagedAttention(*self.plain_pool, slots, [span], [])
+        )
+
+        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+            heads_first = (part.transpose(0, 1) for part in (q, k, v))
+            out.copy_(F.scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(0, 1))
+
+        actual = self.fused.prefill(
+            x.clone(), torch.arange(count), slots, attention, *self.pool, rows=rows
+        )
+        return actual, expected
+
+    def decode(self, positions: dict[int, int], x: Tensor, padding: int = 0, **options):
+        """Both decoders' streams of one token for each sequence at its position."""
+        spans, slots = [], []
+        for row, (sequence, position) in enumerate(positions.items()):
+            seen = slots_of(sequence, position + 1)
+            spans.append(Span(slice(row, row + 1), slots=seen))
+            slots.append(seen[-1])
+        at = list(positions.values())
+        attention = PagedAttention(*self.plain_pool, torch.stack(slots), spans, [])
+        expected = self.model.text(x, torch.tensor(at), attention)
+        table = torch.full((len(PAGES) + 1, 7), SPARE, dtype=torch.int32)
+        table[: len(PAGES), : len(PAGES[0])] = torch.tensor(PAGES)
+        row_seq = [*positions, *[len(PAGES)] * padding]
+        actual = self.fused.decode(
+            torch.cat([x, torch.randn(padding, x.shape[1])]),
+            torch.tensor([*at, *[0] * padding], dtype=torch.int32),
+            torch.tensor(row_seq, dtype=torch.int32),
+            table,
+            *self.pool,
+            **options,
+        )
+        return actual[: len(x)], expected
+
+    def check_pools(self) -> None:
+        used = slice(0, SPARE * PAGE)
+        for actual, expected in zip(self.pool, self.plain_pool, strict=True):
+            torch.testing.assert_close(
+                actual[:, used], expected[:, used], atol=1e-5, rtol=1e-5, equal_nan=True
+            )
+
+
+def slots_of(sequence: int, count: int) -> Tensor:
+    return torch.tensor([PAGES[sequence][p // PAGE] * PAGE + p % PAGE for p in range(count)])
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def small_pair(family: str, **options) -> Pair:
+    config = small_config(family)
+    return Pair.of(config, random_tensors(config), **options)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_and_steps_of_several_sequences(family, overlap):
+    pair = small_pair(family, overlap=overlap)
+    torch.manual_seed(1)
+    lengths = {0: 11, 2: 4, 1: 1}
+    for sequence, length in lengths.items():
+        assert_same(*pair.prefill(sequence, torch.randn(length, 32), prefix=min(length, 7)))
+    for step in range(2):
+        positions = {sequence: length + step for sequence, length in lengths.items()}
+        assert_same(*pair.decode(positions, torch.randn(3, 32), padding=1))
+    pair.check_pools()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_wanted_rows_come_back(family):
+    pair = small_pair(family)
+    rows = torch.tensor([8, 2])
+    actual, expected = pair.prefill(0, torch.randn(9, 32), 4, rows)
+    assert_same(actual, expected[rows])
+
+
+def test_logits_are_those_of_the_stream_and_of_its_norm():
+    pair = small_pair("moondream2")
+    pair.prefill(0, torch.randn(6, 32), 1)
+    normed = torch.empty(2, 32)
+    hidden, _ = pair.decode({0: 6}, torch.randn(1, 32), padding=1, normed=normed)
+    assert_same(pair.fused.logits(hidden), pair.model.text.logits(hidden))
+    assert_same(pair.fused.logits(hidden, normed=normed[:1]), pair.model.text.logits(hidden))
+    many = torch.randn(70, 32)
+    assert_same(pair.fused.logits(many), pair.model.text.logits(many))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_more_rows_than_the_streaming_kernels_take(family, monkeypatch):
+    for limit in ("MAX_ROWS", "MAX_TOKENS"):
+        monkeypatch.setattr(text_decode, limit, 2)
+    pair = small_pair(family)
+    for sequence in range(3):
+        pair.prefill(sequence, torch.randn(4, 32), 1)
+    assert_same(*pair.decode({0: 4, 1: 4, 2: 4}, torch.randn(3, 32)))
+
+
+def test_a_step_larger_than_its_buffers_is_refused():
+    pair = small_pair("moondream2", max_rows=2)
+    with pytest.raises(AssertionError, match="3 rows"):
+        pair.decode({0: 0, 1: 0, 2: 0}, torch.randn(3, 32))
+
+
+def test_experts_may_stay_in_fp8():
+    config = small_config("moondream3")
+    tensors = random_tensors(config)
+    for layer in range(1, config.text.n_layers):
+        for name in ("fc1", "fc2"):
+            place = f"text.blocks.{layer}.mlp.{name}"
+            weight = tensors[f"{place}.weight"]
+            scale = weight.abs().amax(-1) / 448
+            tensors[f"{place}.scale"] = scale
+            tensors[f"{place}.weight"] = (weight / scale[..., None]).to(torch.float8_e4m3fn)
+    pair = Pair.of(config, tensors)
+    actual, expected = pair.prefill(0, torch.randn(6, 32), 3)
+    # Products with FP8 weights round to float16.
+    torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2)
+    actual, expected = pair.decode({0: 6}, torch.randn(1, 32))
+    torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("model", ["md2", "md3"])
+def test_golden_weights(golden_folder, model):
+    loaded = load_checkpoint(golden_folder(model))
+    # Interpreted, each layer takes seconds: one of each kind says enough.
+    moe = loaded.config.text.moe
+    text = replace(loaded.config.text, n_layers=2 if moe is None else moe.start_layer + 1)
+    pair = Pair.of(replace(loaded.config, text=text), loaded.tensors)
+    torch.manual_seed(2)
+    embedded = pair.model.text.embed(torch.randint(0, 1000, (8,)))
+    assert_same(*pair.prefill(1, embedded, prefix=6))
+    x = pair.model.text.embed(torch.randint(0, 1000, (1,)))
+    assert_same(*pair.decode({1: 8}, x, padding=1))
+    pair.check_pools()
