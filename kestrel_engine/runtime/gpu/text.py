@@ -32,8 +32,8 @@ against 65 at 64 rows, 56 against 54 at 16)."""
 class TokenAttention(Protocol):
     """Attention of one prefill pass, after keys and values were stored to the pool."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """``q``, ``k``, ``v`` [T, heads, head_dim], turned, rows any stride apart; fills ``out``, contiguous."""
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> object:
+        """``q``, ``k``, ``v`` [T, heads, head_dim], turned, rows any stride apart; fills ``out`` [T, dim]."""
         ...
 
 
@@ -97,7 +97,7 @@ class FusedText:
             tau = self._factors(layer, qkv)
             rope_store(qkv, positions, slots, *pool, self._cos, self._sin, tau=tau)
             q, k, v = qkv.view(len(x), 3, heads, -1).unbind(1)
-            attention(layer.index, q, k, v, attended.view(len(x), heads, -1))
+            attention(layer.index, q, k, v, attended)
             add_linear(x, attended, layer.proj)
             self._add_mlp(layer, x, u)
         if rows is not None:
