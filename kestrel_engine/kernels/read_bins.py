@@ -1,0 +1,59 @@
+"""What a region head says: the best bin of each row of logits, its log-probability and the value it stands for."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def read_bins(
+    logits: Tensor,
+    *,
+    table: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+    values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``logits`` [R, B] (float32, bfloat16 or float16; row stride free) -> bins [R] int32, their logprobs [R] float32.
+
+    The first of equally good bins wins. If ``values`` [R] float32 is given, ``table[bin]`` is written there: the
+    value of each bin, [B] float32, worked out on the host, so that host and device feed the same bits. ``out``: the
+    two results. Doesn't wait for the device.
+    """
+    rows, num_bins = logits.shape
+    assert logits.stride(1) == 1, logits.stride()
+    assert (table is None) == (values is None), "a table, and where to write, come together"
+    if out is None:
+        out = (
+            torch.empty(rows, dtype=torch.int32, device=logits.device),
+            torch.empty(rows, dtype=torch.float32, device=logits.device),
+        )
+    bins, logprobs = out
+    if rows:
+        _read_kernel[(rows,)](
+            logits,
+            logits.stride(0),
+            num_bins,
+            bins,
+            logprobs,
+            table,
+            values,
+            BLOCK=triton.next_power_of_2(num_bins),
+            num_warps=4,
+        )
+    return bins, logprobs
+
+
+@triton.jit
+def _read_kernel(logits, stride, num_bins, bins, logprobs, table, values, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < num_bins
+    x = tl.load(logits + row * stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+    best = tl.max(x)
+    index = tl.min(tl.where(x == best, column, num_bins - 1))
+    tl.store(bins + row, index)
+    tl.store(logprobs + row, -tl.log(tl.sum(tl.exp(x - best))))
+    if values is not None:
+        tl.store(values + row, tl.load(table + index))

@@ -1,0 +1,269 @@
+"""Drawing an id with a temperature, top-k and top-p: what `runtime.sampler` defines, without a sort.
+
+Each chunk sums its weights above a few values between the row's best and worst; those sums narrow the draw to a range
+of values, whose few ids are listed; one program a row then finds the id in the list by splitting an interval of keys.
+A key orders by logit descending, then id ascending, as the reference's stable sort does. Weights are float64 and all
+sums have a fixed order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .sample_logits import extent, first_best, load, settle
+
+_NO_KEY = tl.constexpr(-(2**63))
+_ID_MASK = tl.constexpr(2**32 - 1)
+_BELOW_ONE = tl.constexpr(1 - 2**-52)
+
+
+@triton.jit
+def _weight(x, best, temperature):
+    """exp((x - best) / temperature) in float64, as the reference's softmax before it is normalised."""
+    return tl.exp((x.to(tl.float64) - best.to(tl.float64)) / temperature.to(tl.float64))
+
+
+@triton.jit
+def _edges(best, worst, EDGES: tl.constexpr):
+    """[EDGES] values from just below ``best`` down; all is above the last."""
+    j = tl.arange(0, EDGES)
+    share = (j + 1).to(tl.float32) / EDGES
+    return tl.where(j < EDGES - 1, best * (1 - share) + worst * share, float("-inf"))
+
+
+@triton.jit
+def histogram_kernel(
+    logits, stride, rules, vocab, stats, places, chunks, temperatures, edges_of, masses, counts,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PART: tl.constexpr, EDGES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """What weighs, and how many there are, at or above each edge, of one chunk."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    temperature = tl.load(temperatures + row)
+    rule = rules + row * WIDTH
+    if (temperature > 0) & (tl.load(rule) < 0):
+        best, worst = extent(stats, row, chunks, CHUNKS)
+        edges = _edges(best, worst, EDGES)
+        if part == 0:
+            tl.store(edges_of + row * EDGES + tl.arange(0, EDGES), edges)
+        mass = tl.zeros([PART, EDGES], tl.float64)
+        count = tl.zeros([PART, EDGES], tl.int32)
+        for begin in range(0, CHUNK, PART):
+            ids = part * CHUNK + begin + tl.arange(0, PART)
+            x, kept = load(logits + row * stride, rule, ids, ids < vocab)
+            weight = _weight(x, best, temperature)
+            above = kept[:, None] & (x[:, None] >= edges[None, :])
+            mass += tl.where(above, weight[:, None], 0.0)
+            count += above.to(tl.int32)
+        to = (row * chunks + part) * EDGES + tl.arange(0, EDGES)
+        tl.store(masses + to, tl.sum(mass, axis=0))
+        tl.store(counts + to, tl.sum(count, axis=0))
+
+
+@triton.jit
+def _first_over(above, target, EDGES: tl.constexpr):
+    """The first edge above which there is more than ``target``; the last if rounding says there is none."""
+    j = tl.arange(0, EDGES)
+    return tl.min(tl.where(above > target, j, EDGES - 1))
+
+
+@triton.jit
+def _at(values, index, EDGES: tl.constexpr):
+    """values[index]; 0 for index -1."""
+    return tl.sum(tl.where(tl.arange(0, EDGES) == index, values, 0))
+
+
+@triton.jit
+def candidates_kernel(
+    logits, stride, rules, vocab, stats, places, chunks, temperatures, top_ps, top_ks, uniforms,
+    edges_of, masses, counts, ranges, bounds, candidates, max_listed,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EDGES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Lists one chunk's ids between two edges: between them lie the cuts of top-k and top-p, and the draw."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    temperature = tl.load(temperatures + row)
+    rule = rules + row * WIDTH
+    if (temperature > 0) & (tl.load(rule) < 0):
+        top_p = tl.load(top_ps + row)
+        top_k = tl.load(top_ks + row)
+        drawn = tl.load(uniforms + row)
+        best, worst = extent(stats, row, chunks, CHUNKS)
+        # Kept rather than worked out anew: the list must be as long as was counted, to the last bit of an edge.
+        edges = tl.load(edges_of + row * EDGES + tl.arange(0, EDGES))
+        c = tl.arange(0, CHUNKS)[:, None]
+        at = (row * chunks + c) * EDGES + tl.arange(0, EDGES)[None, :]
+        count = tl.load(counts + at, mask=c < chunks, other=0)
+        above = tl.sum(tl.load(masses + at, mask=c < chunks, other=0.0), axis=0)
+        number = tl.sum(count, axis=0)
+        total = _at(above, EDGES - 1, EDGES)
+        num_kept = _at(number, EDGES - 1, EDGES)
+        # Where top-k cuts is known between two edges only, so the weight that it leaves is known between two values,
+        # and so are the cut of top-p and the draw after it.
+        cut_by_rank = (top_k > 0) & (top_k < num_kept)
+        last = tl.where(cut_by_rank, _first_over(number, top_k - 1, EDGES), EDGES - 1)
+        least = tl.where(cut_by_rank, _at(above, last - 1, EDGES), total)
+        cut_by_mass = top_p < 1
+        cut = _first_over(above, top_p * least, EDGES)
+        least = tl.where(cut_by_mass, _at(above, cut - 1, EDGES), least)
+        first = _first_over(above, drawn * least, EDGES)
+        last = tl.where(cut_by_rank, last, tl.where(cut_by_mass, cut, first))
+        higher = _at(number, first - 1, EDGES)
+        listed = _at(number, last, EDGES) - higher
+        low = tl.where(last < EDGES - 1, _at(edges, last, EDGES), worst)
+        high = tl.where(first > 0, _at(edges, first - 1, EDGES), best)
+        if part == 0:
+            tl.store(ranges + row * 5, _at(above, first - 1, EDGES))
+            tl.store(ranges + row * 5 + 1, total)
+            tl.store(ranges + row * 5 + 2, higher.to(tl.float64))
+            tl.store(ranges + row * 5 + 3, listed.to(tl.float64))
+            tl.store(ranges + row * 5 + 4, num_kept.to(tl.float64))
+            tl.store(bounds + row * 2, low)
+            tl.store(bounds + row * 2 + 1, high)
+        if listed <= max_listed:
+            j = tl.arange(0, EDGES)[None, :]
+            between = tl.where(j == last, count, 0) - tl.where(j == first - 1, count, 0)
+            begin = tl.sum(tl.where(c < part, between, 0))
+            if tl.sum(tl.where(c == part, between, 0)) > 0:
+                ids = part * CHUNK + tl.arange(0, CHUNK)
+                x, kept = load(logits + row * stride, rule, ids, ids < vocab)
+                taken = kept & (x >= low) & ((first == 0) | (x < high))
+                place = begin + tl.cumsum(taken.to(tl.int32), axis=0) - 1
+                tl.store(candidates + row * max_listed + place, ids, mask=taken)
+
+
+@triton.jit
+def _ordered(x):
+    """float32 to int64, keeping the order; the two zeros are equal to a sort, so they are one here."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+
+
+@triton.jit
+def _logit(key):
+    """The logit in a key."""
+    bits = (key >> 32).to(tl.int32)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _element(logits, rule, candidates, places, is_list, number, best, temperature):
+    """Keys and weights of the candidates at ``places``: of a list, or of the whole row."""
+    inside = places < number
+    ids = tl.load(candidates + places, mask=inside & is_list, other=0)
+    ids = tl.where(is_list, ids, places)
+    x, kept = load(logits, rule, ids, inside)
+    key = tl.where(kept, (_ordered(x) << 32) + (ids.to(tl.int64) ^ _ID_MASK), _NO_KEY)
+    return key, tl.where(kept, _weight(x, best, temperature), 0.0)
+
+
+@triton.jit
+def _search(
+    logits, rule, candidates, is_list, number, best, temperature, base, target, low, high, COUNT:
+    tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
+):  # fmt: skip
+    """The first candidate, best first, with which more than ``target`` is reached: its key, and what is reached.
+
+    ``base`` is what lies above all candidates. What is summed is weights, or numbers if COUNT. The answer lies in
+    [low, high] throughout; each pass cuts that at ``high`` itself and at PIVOTS - 1 places below, evenly by logit,
+    or by id between equal logits, and ``high`` always moves to a candidate, so every pass ends nearer.
+    """
+    j = tl.arange(0, PIVOTS)
+    share = j.to(tl.float32) / PIVOTS
+    reached = base
+    going = 1
+    while going > 0:
+        low_logit = _logit(low)
+        high_logit = _logit(high)
+        by_logit = _ordered(high_logit * (1 - share) + low_logit * share) << 32
+        by_id = high - ((high - low) & _ID_MASK) * j // PIVOTS
+        pivots = tl.where(high_logit > low_logit, by_logit, by_id)
+        pivots = tl.where(j == 0, high, tl.minimum(tl.maximum(pivots, low), high))
+        over = tl.zeros([BLOCK, PIVOTS], tl.float64)
+        below = tl.full([BLOCK, PIVOTS], _NO_KEY, tl.int64)
+        for begin in range(0, number, BLOCK):
+            key, weight = _element(
+                logits, rule, candidates, begin + tl.arange(0, BLOCK), is_list, number, best,
+                temperature,
+            )  # fmt: skip
+            if COUNT:
+                weight = tl.where(key > _NO_KEY, 1.0, 0.0).to(tl.float64)
+            is_over = key[:, None] >= pivots[None, :]
+            over += tl.where(is_over, weight[:, None], 0.0)
+            below = tl.maximum(below, tl.where(is_over, _NO_KEY, key[:, None]))
+        sums = base + tl.sum(over, axis=0)
+        first = tl.min(tl.where(sums > target, j, PIVOTS))
+        next_high = tl.max(tl.where(j == first - 1, tl.max(below, axis=0), _NO_KEY))
+        reached = tl.sum(tl.where(j == 0, sums, 0.0))
+        going = tl.where((first > 0) & (next_high >= low), 1, 0)
+        low = tl.maximum(low, tl.max(tl.where(j == first, pivots, _NO_KEY)))
+        high = tl.where(going > 0, next_high, high)
+    return high, reached
+
+
+@triton.jit
+def draw_kernel(
+    logits, stride, rules, vocab, stats, places, chunks, temperatures, top_ps, top_ks, uniforms,
+    ranges, bounds, candidates, max_listed, ids, logprobs, bad, CHUNKS: tl.constexpr, BLOCK:
+    tl.constexpr, PIVOTS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Top-k, top-p and the draw among one row's candidates."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    rule = rules + row * WIDTH
+    temperature = tl.load(temperatures + row)
+    token = first_best(stats, places, row, chunks, vocab, CHUNKS)
+    not_finite = tl.sum(
+        tl.load(
+            places + (row * chunks + tl.arange(0, CHUNKS)) * 2 + 1,
+            mask=tl.arange(0, CHUNKS) < chunks,
+            other=0,
+        )
+    )
+    if (temperature > 0) & (tl.load(rule) < 0) & (not_finite == 0):
+        best, _worst = extent(stats, row, chunks, CHUNKS)
+        candidates += row * max_listed
+        base = tl.load(ranges + row * 5)
+        left = tl.load(ranges + row * 5 + 1)
+        base_count = tl.load(ranges + row * 5 + 2)
+        number = tl.load(ranges + row * 5 + 3).to(tl.int32)
+        num_kept = tl.load(ranges + row * 5 + 4)
+        low_logit = tl.load(bounds + row * 2)
+        high_logit = tl.load(bounds + row * 2 + 1)
+        is_list = number <= max_listed
+        if is_list == 0:
+            number = vocab
+            base = base * 0.0
+            base_count = base_count * 0.0
+        low = _ordered(low_logit) << 32
+        high = (_ordered(high_logit) << 32) + _ID_MASK
+        top_k = tl.load(top_ks + row).to(tl.float64)
+        if (top_k > 0) & (top_k < num_kept):
+            low, _num_left = _search(
+                logits, rule, candidates, is_list, number, best, temperature, base_count, top_k -
+                1, low, high, True, BLOCK, PIVOTS,
+            )  # fmt: skip
+            sums = tl.zeros([BLOCK], tl.float64)
+            for begin in range(0, number, BLOCK):
+                key, weight = _element(
+                    logits, rule, candidates, begin + tl.arange(0, BLOCK), is_list, number, best,
+                    temperature,
+                )  # fmt: skip
+                sums += tl.where(key >= low, weight, 0.0)
+            left = base + tl.sum(sums)
+        top_p = tl.load(top_ps + row)
+        if top_p < 1:
+            low, left = _search(
+                logits, rule, candidates, is_list, number, best, temperature, base, top_p * left,
+                low, high, False, BLOCK, PIVOTS,
+            )  # fmt: skip
+        # Below the sum even where the product rounds up to it.
+        target = tl.minimum(tl.load(uniforms + row) * left, left * _BELOW_ONE)
+        key, _reached = _search(
+            logits, rule, candidates, is_list, number, best, temperature, base, target, low, high,
+            False, BLOCK, PIVOTS,
+        )  # fmt: skip
+        token = ((key & _ID_MASK) ^ _ID_MASK).to(tl.int32)
+    settle(logits, rule, row, token, stats, places, chunks, ids, logprobs, bad, CHUNKS)

@@ -1,0 +1,130 @@
+"""What a rule leaves of a row of logits: the chunks' statistics, the best id, and what is written for a row.
+
+Of every chunk: its largest logit and where, the sum of exp(logit - largest), its smallest, and whether all are finite.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+RULE_WIDTH = 32
+"""int32 columns of a rule: forced id or -1, id for all but the stop or -1, stop id, number suppressed, number allowed
+(0: all), three that are not read here, 8 suppressed ids, 16 allowed ids."""
+FORCED, OTHERWISE, STOP, NUM_SUPPRESSED, NUM_ALLOWED = 0, 1, 2, 3, 4
+SUPPRESSED, MAX_SUPPRESSED = 8, 8
+ALLOWED, MAX_ALLOWED = 16, 16
+
+LARGEST = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def kept(rule, ids, inside):
+    """Whether the rule allows ``ids``."""
+    allowed = inside
+    for i in range(tl.load(rule + 3)):
+        allowed = allowed & (ids != tl.load(rule + 8 + i))
+    num_allowed = tl.load(rule + 4)
+    if num_allowed > 0:
+        listed = ids < 0
+        for i in range(num_allowed):
+            listed = listed | (ids == tl.load(rule + 16 + i))
+        allowed = allowed & listed
+    return allowed
+
+
+@triton.jit
+def load(logits, rule, ids, inside):
+    """Logits of ``ids`` as float32, and whether the rule allows them; -inf if not."""
+    is_kept = kept(rule, ids, inside)
+    x = tl.load(logits + ids, mask=is_kept, other=float("-inf")).to(tl.float32)
+    return x, is_kept
+
+
+@triton.jit
+def stats_kernel(
+    logits, stride, rules, vocab, stats, places, chunks, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    ids = part * CHUNK + tl.arange(0, CHUNK)
+    inside = ids < vocab
+    x = tl.load(logits + row * stride + ids, mask=inside, other=0.0).to(tl.float32)
+    # Written so that NaN fails.
+    finite = tl.abs(x) <= LARGEST
+    bad = tl.sum(tl.where(inside & (finite == 0), 1, 0))
+    is_kept = kept(rules + row * WIDTH, ids, inside) & finite
+    best = tl.max(tl.where(is_kept, x, -LARGEST))
+    place = tl.min(tl.where(is_kept & (x == best), ids, vocab))
+    total = tl.sum(tl.exp(tl.where(is_kept, x, float("-inf")) - best))
+    worst = tl.min(tl.where(is_kept, x, LARGEST))
+    stats += (row * chunks + part) * 3
+    places += (row * chunks + part) * 2
+    tl.store(stats, best)
+    tl.store(stats + 1, total)
+    tl.store(stats + 2, worst)
+    tl.store(places, place)
+    tl.store(places + 1, bad)
+
+
+@triton.jit
+def extent(stats, row, chunks, CHUNKS: tl.constexpr):
+    """The row's largest and smallest logit under its rule."""
+    c = tl.arange(0, CHUNKS)
+    stats += (row * chunks + c) * 3
+    best = tl.max(tl.load(stats, mask=c < chunks, other=-LARGEST))
+    worst = tl.min(tl.load(stats + 2, mask=c < chunks, other=LARGEST))
+    return best, worst
+
+
+@triton.jit
+def first_best(stats, places, row, chunks, vocab, CHUNKS: tl.constexpr):
+    """The row's best id; 0 if nothing is left, which only a row that is not finite can bring about."""
+    c = tl.arange(0, CHUNKS)
+    largest = tl.load(stats + (row * chunks + c) * 3, mask=c < chunks, other=-LARGEST)
+    place = tl.load(places + (row * chunks + c) * 2, mask=c < chunks, other=vocab)
+    first = tl.min(tl.where(largest == tl.max(largest), place, vocab))
+    return tl.where(first < vocab, first, 0)
+
+
+@triton.jit
+def settle(
+    logits, rule, row, token, stats, places, chunks, ids, logprobs, bad, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Writes the row's id and log-probability: its rule's forced id, or ``otherwise``, or ``token``."""
+    c = tl.arange(0, CHUNKS)
+    here = c < chunks
+    largest = tl.load(stats + (row * chunks + c) * 3, mask=here, other=-LARGEST)
+    total = tl.load(stats + (row * chunks + c) * 3 + 1, mask=here, other=0.0)
+    not_finite = tl.sum(tl.load(places + (row * chunks + c) * 2 + 1, mask=here, other=0))
+    best = tl.max(largest)
+    # At least 1, the best's own share, unless no logit is finite.
+    log_total = tl.log(tl.maximum(tl.sum(total * tl.exp(largest - best)), 1.0))
+    logprob = tl.load(logits + token).to(tl.float32) - best - log_total
+    forced = tl.load(rule)
+    otherwise = tl.load(rule + 1)
+    stop = tl.load(rule + 2)
+    # A suppressed stop has no probability, so all the rest has all of it.
+    stop_logit, stop_kept = load(logits, rule, stop + tl.arange(0, 1), tl.arange(0, 1) == 0)
+    stopping = tl.sum(tl.where(stop_kept, tl.exp(stop_logit - best - log_total), 0.0))
+    rest = tl.log(tl.maximum(1.0 - stopping.to(tl.float64), 1e-300)).to(tl.float32)
+    joined = (otherwise >= 0) & (token != stop)
+    logprob = tl.where(joined & (stopping < 1.0), rest, logprob)
+    token = tl.where(joined, otherwise, token)
+    is_forced = forced >= 0
+    tl.store(ids + row, tl.where(is_forced, forced, token))
+    tl.store(logprobs + row, tl.where(is_forced, 0.0, logprob))
+    tl.store(bad + row, tl.where((not_finite > 0) & (is_forced == 0), 1, 0))
+
+
+@triton.jit
+def best_kernel(
+    logits, stride, rules, vocab, stats, places, chunks, ids, logprobs, bad, CHUNKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    token = first_best(stats, places, row, chunks, vocab, CHUNKS)
+    settle(
+        logits + row * stride, rules + row * WIDTH, row, token, stats, places, chunks, ids,
+        logprobs, bad, CHUNKS,
+    )  # fmt: skip

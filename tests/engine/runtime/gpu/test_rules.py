@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kestrel_engine.errors import RuntimeFailure
+from kestrel_engine.model_config import parse_model_config
+from kestrel_engine.models.region import coord_of_bin, size_of_bins
+from kestrel_engine.requests import SamplingParams
+from kestrel_engine.step import SampleSpec, StepToken, TokenRule, uniform
+
+rules = pytest.importorskip("kestrel_engine.runtime.gpu.rules")
+
+CONFIG = parse_model_config({}, family="moondream2")
+COORD, SIZE = CONFIG.ids.coord_id, CONFIG.ids.size_id
+
+
+def host_arrays(rows: int) -> dict[str, np.ndarray]:
+    """As they come round again: full of old values."""
+    return {
+        "rules": np.full((rows, rules.RULE_WIDTH), 77, np.int32),
+        "temperature": np.full(rows, 7.0),
+        "top_p": np.full(rows, 7.0),
+        "top_k": np.full(rows, 77, np.int32),
+        "uniforms": np.full(rows, 7.0),
+    }
+
+
+def spec(rule: TokenRule, draw: int = 0, **sampling) -> SampleSpec:
+    return SampleSpec(rule, SamplingParams(**sampling), draw)
+
+
+def test_a_rule_as_numbers():
+    rule = TokenRule(
+        allowed=(3, 9, 4), suppressed=(9,), otherwise=5, stop=3, read_coord=True, read_size=True
+    )
+    row = rules.encode_rule(rule).tolist()
+    assert row[:6] == [-1, 5, 3, 1, 3, 3]
+    assert row[8:9] == [9] and row[16:19] == [3, 9, 4]
+    assert len(row) == rules.RULE_WIDTH
+    forced = rules.encode_rule(TokenRule(forced=0, suppressed=(1,) * 20, read_size=True)).tolist()
+    assert forced[0] == 0 and forced[3:5] == [0, 0] and forced[5] == rules.READS_SIZE
+
+
+def test_a_rule_that_forbids_everything_is_a_mistake():
+    with pytest.raises(AssertionError, match="forbids every id"):
+        rules.encode_rule(TokenRule(allowed=(1, 2), suppressed=(2, 1)))
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (TokenRule(), True),
+        (TokenRule(suppressed=tuple(range(8)), allowed=tuple(range(16))), True),
+        (TokenRule(suppressed=tuple(range(9))), False),
+        (TokenRule(allowed=tuple(range(17))), False),
+    ],
+)
+def test_what_fits(rule, expected):
+    assert rules.fits(rule) is expected
+
+
+def test_rows_are_filled_and_padding_is_forced():
+    encoder, host = rules.RuleEncoder(), host_arrays(5)
+    first, second = TokenRule(suppressed=(3,)), TokenRule(stop=9, read_coord=True)
+    specs = [
+        spec(first),
+        spec(second, 4, temperature=0.5, top_p=0.3, top_k=10**400, seed=2**63),
+        spec(TokenRule(suppressed=(3,)), 1, temperature=0.1, top_k=7),
+    ]
+    assert encoder.encode(specs, host, 4) == [] and not encoder.odd
+    expected = [*map(rules.encode_rule, (first, second, first, TokenRule(forced=0)))]
+    assert np.array_equal(host["rules"][:4], expected)
+    assert host["temperature"].tolist() == [0.0, 0.5, 0.1, 0.0, 7.0]
+    assert host["top_p"].tolist() == [1.0, 0.3, 1.0, 1.0, 7.0]
+    assert host["top_k"].tolist() == [0, 2**31 - 1, 7, 0, 77]
+    assert host["uniforms"].tolist() == [0.0, uniform(2**63, 4), uniform(0, 1), 0.0, 7.0]
+    assert (host["rules"][4] == 77).all()
+
+
+def test_rules_that_do_not_fit_are_named_and_read_what_they_read():
+    encoder, host = rules.RuleEncoder(), host_arrays(3)
+    long = spec(TokenRule(allowed=tuple(range(40)), read_coord=True), temperature=1.0)
+    assert encoder.encode([spec(TokenRule()), long, long], host, 3) == [1, 2]
+    assert encoder.odd == {1: long, 2: long}
+    assert np.array_equal(host["rules"][1], rules.encode_rule(TokenRule(read_coord=True)))
+    assert host["temperature"].tolist() == [0.0, 0.0, 0.0]
+    assert encoder.encode([spec(TokenRule())], host, 1) == [] and encoder.odd == {}
+
+
+def test_any_number_of_different_rules():
+    encoder, host = rules.RuleEncoder(), host_arrays(100)
+    for begin in range(0, 9000, 100):
+        specs = [spec(TokenRule(suppressed=(i,))) for i in range(begin, begin + 100)]
+        encoder.encode(specs, host, 100)
+        assert host["rules"][:, 8].tolist() == [*range(begin, begin + 100)]
+
+
+def results(*rows: tuple[int, ...]) -> torch.Tensor:
+    """id, bad, coord bin, width bin, height bin; log-probabilities are -0.5, -0.25 and -2."""
+    made = torch.zeros(len(rows), 8, dtype=torch.int32)
+    floats = made.view(torch.float32)
+    for index, (token, bad, *bins) in enumerate(rows):
+        made[index, 0], made[index, 1] = token, bad
+        made[index, 3:6] = torch.tensor(bins)
+        floats[index, 2], floats[index, 6], floats[index, 7] = -0.5, -0.25, -2.0
+    return made
+
+
+def test_tokens_and_values():
+    reading = TokenRule(read_coord=True, read_size=True)
+    specs = [spec(TokenRule()), *[spec(reading)] * 3, spec(TokenRule(read_size=True))]
+    found = rules.decode_results(
+        results((COORD, 0, 3, 4, 5), (COORD, 0, 3, 4, 5), (SIZE, 0, 3, 4, 5), (9, 0, 3, 4, 5),
+                (COORD, 0, 3, 4, 5)),
+        specs,
+        CONFIG,
+    )  # fmt: skip
+    assert found == [
+        StepToken(COORD, None, -0.5),
+        StepToken(COORD, coord_of_bin(3), -0.75),
+        StepToken(SIZE, size_of_bins(4, 5), -2.5),
+        StepToken(9, None, -0.5),
+        StepToken(COORD, None, -0.5),
+    ]
+
+
+def test_bins_are_those_of_the_model():
+    config = replace(CONFIG, region=replace(CONFIG.region, coord_out_dim=64, size_out_dim=256))
+    specs = [spec(TokenRule(read_coord=True)), spec(TokenRule(read_size=True))]
+    found = rules.decode_results(results((COORD, 0, 63, 0, 0), (SIZE, 0, 0, 127, 0)), specs, config)
+    assert [token.value for token in found] == [coord_of_bin(63, 64), size_of_bins(127, 0, 128)]
+
+
+def test_non_finite_logits_are_an_error_naming_the_rows():
+    with pytest.raises(RuntimeFailure, match=r"rows \[1, 2\] of 3"):
+        rules.decode_results(
+            results((1, 0, 0, 0, 0), (1, 1, 0, 0, 0), (1, 1, 0, 0, 0)),
+            [spec(TokenRule())] * 3,
+            CONFIG,
+        )

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kestrel_engine.models.region import size_of_bins
+
+kernel = pytest.importorskip("kestrel_engine.kernels.read_bins")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "num_bins"), [(1, 1024), (5, 100), (0, 16)])
+def test_best_bins_and_how_likely_they_are(rows, num_bins, dtype):
+    logits = torch.randn(rows, num_bins, device=DEVICE).to(dtype)
+    bins, logprobs = kernel.read_bins(logits)
+    assert bins.dtype == torch.int32 and logprobs.dtype == torch.float32
+    assert torch.equal(bins.long(), logits.argmax(dim=-1))
+    torch.testing.assert_close(logprobs, logits.float().log_softmax(dim=-1).amax(dim=-1))
+
+
+def test_the_first_of_equal_bins_wins():
+    logits = torch.zeros(2, 40, device=DEVICE)
+    logits[1, [30, 12, 13]] = 2.0
+    assert kernel.read_bins(logits)[0].tolist() == [0, 12]
+
+
+def test_values_come_from_the_table_bit_for_bit():
+    num_bins = 64
+    table = torch.tensor([size_of_bins(i, 0, num_bins).width for i in range(num_bins)]).to(DEVICE)
+    logits = torch.randn(6, 2 * num_bins, device=DEVICE)[:, :num_bins]
+    values = torch.full((6,), float("nan"), device=DEVICE)
+    out = (
+        torch.empty(6, dtype=torch.int32, device=DEVICE),
+        torch.empty(6, dtype=torch.float32, device=DEVICE),
+    )
+    bins, logprobs = kernel.read_bins(logits, table=table, values=values, out=out)
+    assert bins is out[0] and logprobs is out[1]
+    assert values.tolist() == [table[i].item() for i in bins.tolist()]

@@ -1,0 +1,191 @@
+"""The kernel's ids and log-probabilities against those of runtime.sampler, for the same logits, rules and draws."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from kestrel_engine.requests import SamplingParams
+from kestrel_engine.runtime.sampler import sample
+from kestrel_engine.step import SampleSpec, TokenRule, uniform
+
+kernel = pytest.importorskip("kestrel_engine.kernels.sample")
+layout = pytest.importorskip("kestrel_engine.kernels.sample_logits")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = kernel.Tiles(chunk=64, histogram=32, edges=8, listed=8192, block=32, pivots=4)
+"""Several chunks, blocks and passes at a small vocabulary."""
+
+
+def encoded(rule: TokenRule) -> list[int]:
+    row = [0] * layout.RULE_WIDTH
+    row[layout.FORCED] = -1 if rule.forced is None else rule.forced
+    row[layout.OTHERWISE] = -1 if rule.otherwise is None else rule.otherwise
+    row[layout.STOP] = rule.stop
+    allowed = rule.allowed or ()
+    row[layout.NUM_SUPPRESSED], row[layout.NUM_ALLOWED] = len(rule.suppressed), len(allowed)
+    row[layout.SUPPRESSED : layout.SUPPRESSED + len(rule.suppressed)] = rule.suppressed
+    row[layout.ALLOWED : layout.ALLOWED + len(allowed)] = allowed
+    return row
+
+
+def by_kernel(logits, specs, tiles=SMALL, greedy=False):
+    """[(id, logprob, bad)] of each row."""
+
+    def column(values, dtype=torch.float64):
+        return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+    ids = column([-7] * len(specs), torch.int32)
+    logprobs = column([math.nan] * len(specs), torch.float32)
+    bad = column([-7] * len(specs), torch.int32)
+    kernel.sample_rows(
+        logits.to(DEVICE),
+        column([encoded(spec.rule) for spec in specs], torch.int32),
+        column([spec.sampling.temperature for spec in specs]),
+        column([spec.sampling.top_p for spec in specs]),
+        column([min(spec.sampling.top_k, 2**31 - 1) for spec in specs], torch.int32),
+        column([uniform(spec.sampling.seed, spec.draw) for spec in specs]),
+        greedy=greedy,
+        ids=ids,
+        logprobs=logprobs,
+        bad=bad,
+        tiles=tiles,
+    )
+    return list(zip(ids.tolist(), logprobs.tolist(), bad.tolist(), strict=True))
+
+
+def check(logits, specs, tiles=SMALL, greedy=False):
+    expected = sample(logits.float().clone(), specs)
+    for spec, row, (token, logprob) in zip(
+        specs, by_kernel(logits, specs, tiles, greedy), expected, strict=True
+    ):
+        assert row[0] == token, (spec, row, token, logprob)
+        assert row[1] == pytest.approx(logprob, rel=2e-5, abs=2e-5), spec
+        assert row[2] == 0
+
+
+def plain(**sampling) -> SampleSpec:
+    return SampleSpec(TokenRule(), SamplingParams(**sampling), 0)
+
+
+def random_spec(rng: random.Random, vocab: int) -> SampleSpec:
+    allowed = (
+        tuple(rng.sample(range(vocab), rng.choice([2, 5, 16]))) if rng.random() < 0.3 else None
+    )
+    suppressed = (
+        tuple(rng.sample(range(vocab), rng.choice([1, 2, 8]))) if rng.random() < 0.4 else ()
+    )
+    if allowed is not None and not set(allowed) - set(suppressed):
+        suppressed = ()
+    rule = TokenRule(
+        allowed=allowed,
+        suppressed=suppressed,
+        otherwise=rng.randrange(vocab) if rng.random() < 0.2 else None,
+        stop=rng.randrange(vocab),
+    )
+    # No top_p that a sum of few equal weights meets exactly: there the last bit of a sum decides.
+    sampling = SamplingParams(
+        temperature=rng.choice([0.0, 0.2, 0.5, 1.0, 2.0, 100.0, 1e-3]),
+        top_p=rng.choice([1.0, 1.0, 0.9017351, 0.3071153, 0.0123711]),
+        top_k=rng.choice([0, 0, 1, 3, 17, 10**6]),
+        seed=rng.randrange(2**63),
+    )
+    return SampleSpec(rule, sampling, rng.randrange(50))
+
+
+@pytest.mark.parametrize("kind", ["normal", "rounded", "equal", "flat", "outlier", "float16"])
+def test_draws_are_those_of_the_reference_sampler(kind):
+    rows, rounds = (2, 1) if DEVICE == "cpu" else (64, 20)
+    rng = random.Random(kind)
+    generator = torch.Generator().manual_seed(len(kind))
+    for _ in range(rounds):
+        vocab = rng.choice([40, 100, 150])
+        logits = 3 * torch.randn(rows, vocab, generator=generator)
+        if kind == "rounded":
+            logits = logits.round()
+        elif kind == "equal":
+            logits = torch.full((rows, vocab), -0.0)
+        elif kind == "flat":
+            logits = 5 + 1e-6 * logits
+        elif kind == "outlier":
+            logits[:, 7] = rng.choice([1e30, -1e30, 100.0])
+        elif kind == "float16":
+            logits = logits.half()
+        check(logits, [random_spec(rng, vocab) for _ in range(rows)])
+
+
+def test_the_whole_row_is_searched_where_candidates_are_too_many_to_list():
+    logits = torch.randn(2, 150, generator=torch.Generator().manual_seed(3))
+    specs = [plain(temperature=2.0, top_p=0.8012, top_k=k, seed=9) for k in (0, 90)]
+    check(logits, specs, SMALL._replace(listed=4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_greedy_takes_the_first_of_the_best(dtype):
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(1)).to(dtype)
+    logits[0, [250, 70, 130]] = 9.0
+    logits[1] = 0.0
+    logits[1, ::2] = -0.0
+    rules = [
+        TokenRule(),
+        TokenRule(suppressed=(0,)),
+        TokenRule(allowed=(299, 4)),
+        TokenRule(otherwise=5, stop=9),
+    ]
+    specs = [SampleSpec(rule, SamplingParams(), 0) for rule in rules]
+    check(logits, specs, greedy=True)
+    assert [row[0] for row in by_kernel(logits, specs, greedy=True)][:2] == [70, 1]
+
+
+def test_a_probable_stop_and_a_suppressed_one():
+    logits = torch.zeros(3, 20)
+    logits[:, 4] = torch.tensor([30.0, 2.0, 2.0])
+    specs = [
+        SampleSpec(rule, SamplingParams(temperature=1.0, seed=2), 0)
+        for rule in (
+            TokenRule(otherwise=7, stop=4),
+            TokenRule(otherwise=7, stop=4, suppressed=(4,)),
+            TokenRule(otherwise=4, stop=7),
+        )
+    ]
+    check(logits, specs)
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_forced_rows_look_at_no_logits(greedy):
+    logits = torch.full((1, 20), math.nan)
+    sampling = SamplingParams(temperature=0.0 if greedy else 1.0)
+    spec = SampleSpec(TokenRule(forced=13), sampling, 0)
+    assert by_kernel(logits, [spec], greedy=greedy) == [(13, 0.0, 0)]
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_rows_that_are_not_finite_are_named_and_spoil_no_others(greedy, value):
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
+    good = logits.clone()
+    logits[1, 66] = value
+    sampling = SamplingParams(temperature=0.0 if greedy else 0.7, top_p=0.9017, seed=3)
+    # Suppressed or not, a bad logit is bad.
+    specs = [SampleSpec(TokenRule(suppressed=(66,)), sampling, i) for i in range(3)]
+    rows = by_kernel(logits, specs, greedy=greedy)
+    assert [row[2] for row in rows] == [0, 1, 0]
+    assert 0 <= rows[1][0] < 100
+    expected = sample(good, specs)
+    assert [rows[0][0], rows[2][0]] == [expected[0][0], expected[2][0]]
+
+
+def test_a_tiny_temperature_is_greedy_and_a_stride_is_followed():
+    wide = torch.randn(2, 256, generator=torch.Generator().manual_seed(5))
+    specs = [plain(temperature=1e-300, seed=1), plain(temperature=0.3, seed=8)]
+    check(wide[:, :100], specs)
+
+
+def test_the_default_tiles_and_a_kept_workspace():
+    logits = torch.randn(2, 1500, generator=torch.Generator().manual_seed(6))
+    check(logits, [plain(temperature=1.0, seed=4), plain(temperature=0.5, top_p=0.3071)], None)
+    work = kernel.allocate(8, 1500, DEVICE)
+    assert work.stats.shape == (8, 2, 3)
