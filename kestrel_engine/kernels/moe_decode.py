@@ -4,11 +4,14 @@ Programs are (slot, tile of output rows). A slot is an expert, or while there ar
 then the first pair of an expert works for all of its tokens and the others exit. A program finds its tokens itself in
 the few routing entries, so nothing has to be sorted. Experts of at most 16 tokens use a narrow tile, others one that
 holds all tokens. A single token is multiplied without tensor cores.
+
+Programmatic dependent launch (``pdl``): the up kernel lets the down kernel start only once the routing is complete, so
+that one's programs find their expert and ask for its weights in L2 while the up kernel still runs.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -64,12 +67,14 @@ def moe_decode(
     fc2_scale: Tensor | None = None,
     *,
     out: Tensor | None = None,
+    pdl: bool = False,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """``u`` [T, D] through its experts (moe_route.route) -> parts [k, T, D] float32: part i is the output of
     each token's i-th expert times its weight. Summed in order (add_layer_norm does) they are the layer's output.
 
-    ``out``: where the parts go, also in the model's dtype. Raises ValueError beyond 64 tokens.
+    ``out``: where the parts go, also in the model's dtype. ``pdl``: launched as programmatic dependents (sm_90), which
+    changes no result. Raises ValueError beyond 64 tokens.
     """
     layer = Experts(fc1, fc2, fc1_scale, fc2_scale)
     num_tokens, k = experts.shape
@@ -84,7 +89,9 @@ def moe_decode(
     tiles = tiles or TILES[fc1.element_size(), batch_class(num_tokens)]
     product_type = layer.product_type(u.dtype)
     product = torch.empty((num_pairs, inner), dtype=product_type, device=u.device)
-    shared = {
+    pdl = pdl and u.is_cuda
+    shared: dict[str, Any] = {
+        "PDL": pdl,
         "K_CHOICES": k,
         "BY_EXPERT": by_expert,
         "TOKENS_PAD": 1 if num_tokens == 1 else max(_NARROW, triton.next_power_of_2(num_tokens)),
@@ -94,6 +101,8 @@ def moe_decode(
         "DOT": triton_type(product_type),
         "PRODUCT_SCALE": product_scale(product_type),
     }
+    if pdl:
+        shared["launch_pdl"] = True
     _up_kernel[(triton.cdiv(inner, tiles.up.rows), num_slots)](
         u,
         experts,
@@ -126,11 +135,31 @@ def moe_decode(
         BLOCK_K=tiles.down.block_k,
         STAGES=tiles.down.stages,
         SWAP=tiles.down.swap,
+        TILE_BYTES=_prefetchable(fc2, tiles.down.rows),
         num_warps=tiles.down.warps,
         num_stages=tiles.down.stages,
         **shared,
     )
     return out
+
+
+def _prefetchable(fc2: Tensor, rows: int) -> int:
+    """Bytes of one program's weights, which lie together; 0 if the last program's rows would pass the expert's end."""
+    num_bytes = rows * fc2.shape[2] * fc2.element_size()
+    return num_bytes if fc2.shape[1] % rows == 0 and num_bytes % (128 * 16) == 0 else 0
+
+
+@triton.jit
+def _prefetch_l2(address, BYTES: tl.constexpr):
+    """Asks for BYTES bytes (a multiple of 16) at each address of a block of int64: one thread each, without waiting."""
+    tl.inline_asm_elementwise(
+        f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; // $0",
+        "=r,l",
+        [address],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -300,9 +329,13 @@ def _up_kernel(
     SCALED: tl.constexpr,
     DOT: tl.constexpr,
     PRODUCT_SCALE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """product[pair] = gelu(h) * (g + 1) of one slot's pairs and ROWS of its columns."""
     tile = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     expert, pairs = _pairs_of_slot(
         experts_ptr, tl.program_id(1), num_tokens, K_CHOICES, BY_EXPERT, TOKENS_PAD, CHOICES_PAD
     )
@@ -390,6 +423,8 @@ def _down_kernel(
     SCALED: tl.constexpr,
     DOT: tl.constexpr,
     PRODUCT_SCALE: tl.constexpr,
+    PDL: tl.constexpr,
+    TILE_BYTES: tl.constexpr,
 ):
     """out[choice, token] = weight * (product[pair] @ fc2.T) of one slot's pairs and ROWS of its columns."""
     tile = tl.program_id(0)
@@ -397,6 +432,14 @@ def _down_kernel(
         experts_ptr, tl.program_id(1), num_tokens, K_CHOICES, BY_EXPERT, TOKENS_PAD, CHOICES_PAD
     )
     count = tl.sum((pairs >= 0).to(tl.int32), axis=0)
+    if PDL:
+        if TILE_BYTES > 0:
+            if count > 0:
+                row = expert.to(tl.int64) * DIM + tile * ROWS
+                begin = (fc2_ptr + row * INNER).to(tl.int64)
+                _prefetch_l2(begin + tl.arange(0, 128) * (TILE_BYTES // 128), TILE_BYTES // 128)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if count > 0:
         if TOKENS_PAD <= NARROW:
             _down_tile(

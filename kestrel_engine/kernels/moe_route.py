@@ -34,11 +34,12 @@ class Grouping:
 
 
 def route(
-    logits: Tensor, k: int, *, out: tuple[Tensor, Tensor] | None = None
+    logits: Tensor, k: int, *, pdl: bool = False, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Of ``logits`` [T, E]: weights [T, k] float32 and experts [T, k] int32, largest first, ties to the lower expert.
 
     The weights are a softmax over the chosen logits. NaN sorts above everything, and shows in the weights.
+    ``pdl``: launched as a programmatic dependent (sm_90), which changes no result.
     """
     num_tokens, num_experts = logits.shape
     if not 1 <= k <= num_experts:
@@ -50,6 +51,8 @@ def route(
         weights, experts = out
     # Few rows a program while there are few tokens: their latency is all that a decode step sees of this kernel.
     rows = 1 if num_tokens <= 512 else 8
+    pdl = pdl and logits.is_cuda
+    launch = {"launch_pdl": True} if pdl else {}
     _route_kernel[(triton.cdiv(num_tokens, rows),)](
         logits,
         weights,
@@ -61,7 +64,9 @@ def route(
         ROWS=rows,
         EXPERTS_PAD=triton.next_power_of_2(num_experts),
         K_PAD=triton.next_power_of_2(k),
+        PDL=pdl,
         num_warps=1 if rows == 1 else 4,
+        **launch,
     )
     return weights, experts
 
@@ -114,7 +119,11 @@ def _route_kernel(
     ROWS: tl.constexpr,
     EXPERTS_PAD: tl.constexpr,
     K_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, EXPERTS_PAD)
     valid = (token < num_tokens)[:, None] & (expert < NUM_EXPERTS)[None, :]

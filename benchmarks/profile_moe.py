@@ -1,0 +1,99 @@
+"""One layer of experts again and again, for a profiler: nothing else runs between its warm-up and its end.
+
+    python -m benchmarks.profile_moe --mode prefill|decode [--iterations N] [--refresh-routing] [--nvtx]
+
+Prefill is one picture with its question (832 tokens), decode four sequences. Without --refresh-routing every iteration
+uses the same experts, which the cache then holds. With --nvtx the measured iterations lie in a range "moe" for Nsight
+Compute: ncu --nvtx --nvtx-include "moe/" python -m benchmarks.profile_moe --nvtx. On a CPU it runs by Triton's
+interpreter, in float32: choose tiny sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+
+TOKENS = {"prefill": 832, "decode": 4}
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--mode", choices=sorted(TOKENS), default="prefill")
+    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--warmup-iters", type=int, default=5)
+    parser.add_argument(
+        "--refresh-routing", action="store_true", help="draw new router logits each iteration"
+    )
+    parser.add_argument("--nvtx", action="store_true", help='mark the iterations as range "moe"')
+    parser.add_argument("--tokens", type=int, help="instead of 832 or 4")
+    parser.add_argument("--format", choices=["fp8", "bf16"], default="fp8", help="of the experts")
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--experts-per-token", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=2048)
+    parser.add_argument("--inner", type=int, default=1024)
+    args = parser.parse_args(arguments)
+    if args.iterations < 1 or args.warmup_iters < 0:
+        parser.error("--iterations must be at least 1, --warmup-iters at least 0")
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> list[float]:
+    """Runs, prints and returns the milliseconds of each measured iteration."""
+    args = parse(arguments)
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined
+    from kestrel_engine.kernels.moe import FusedMoe, random_experts
+
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    torch.manual_seed(0)
+    tokens = args.tokens or TOKENS[args.mode]
+    layer = FusedMoe(
+        random_experts(
+            args.experts,
+            args.dim,
+            args.inner,
+            dtype=dtype,
+            device=device,
+            fp8=args.format == "fp8",
+        ),
+        args.experts_per_token,
+    )
+    wide = layer.experts.upcast() if on_gpu and layer.wants_wide(tokens) else None
+    u = torch.randn(tokens, args.dim, device=device, dtype=dtype)
+    logits = torch.randn(tokens, args.experts, device=device, dtype=dtype)
+
+    def iterate() -> float:
+        if args.refresh_routing:
+            logits.normal_()
+        if on_gpu:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        if args.mode == "decode" and layer.is_decode(tokens):
+            layer.parts(u, logits)
+        else:
+            layer(u, logits, add_to=u, wide=wide)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return (time.perf_counter() - began) * 1e3
+
+    for _ in range(args.warmup_iters):
+        iterate()
+    marked = torch.cuda.nvtx.range("moe") if args.nvtx and on_gpu else contextlib.nullcontext()
+    with marked:
+        times = [iterate() for _ in range(args.iterations)]
+    print(
+        f"{args.mode}: {tokens} tokens, {args.experts} experts ({args.format}), {args.experts_per_token} a token:"
+        f" {statistics.median(times):.3f} ms (launches included), {len(times)} iterations on {device}"
+    )
+    return times
+
+
+if __name__ == "__main__":
+    main()
