@@ -1,0 +1,243 @@
+"""The sampling kernel: its draws against the reference sampler's, then microseconds of every kind of row.
+
+    python -m benchmarks.kernels.sampling [--quick] [--json FILE]
+
+Thousands of random rows, rules and draws are checked first; a draw may differ only where the random number falls on
+the boundary between two ids to within rounding. Times are medians of captured graphs over logits that lie in the L2,
+as the vocabulary head leaves them. Without a GPU a few rows are checked, by interpretation, and nothing is timed.
+Exits with 1 if a row is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from benchmarks.report import Report, add_arguments
+from kestrel_engine.requests import SamplingParams
+from kestrel_engine.runtime.sampler import sample
+from kestrel_engine.step import SampleSpec, TokenRule, uniform
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from kestrel_engine.kernels.sample import Tiles, allocate, sample_rows
+from kestrel_engine.runtime.gpu.rules import RULE_WIDTH, RuleEncoder
+
+VOCAB = 51200
+ROUNDING = 1e-12
+"""Of a row's mass: far above what float64 sums differ by, far below what a random number can hit by chance."""
+KINDS = ("normal", "peaked", "flat", "rounded", "equal", "outlier")
+CALLS = 20
+"""In one graph: launches overlap as they do in a decode step."""
+SETTINGS = {
+    "greedy": SamplingParams(),
+    "0.5, top_p 0.3": SamplingParams(temperature=0.5, top_p=0.3),
+    "0.2, top_p 0.9": SamplingParams(temperature=0.2, top_p=0.9),
+    "1.0": SamplingParams(temperature=1.0),
+    "1.0, top_p 0.9": SamplingParams(temperature=1.0, top_p=0.9),
+    "0.7, top_k 50": SamplingParams(temperature=0.7, top_k=50),
+}
+TILINGS = [
+    Tiles(),
+    Tiles(chunk=512),
+    Tiles(chunk=2048),
+    Tiles(edges=8),
+    Tiles(edges=32),
+    Tiles(histogram=128),
+    Tiles(block=256),
+    Tiles(block=1024),
+    Tiles(block=256, pivots=16),
+    Tiles(pivots=4),
+]
+
+
+class Rows:
+    """Logits [M, V] on ``device`` with a spec for each row, and the kernel's outputs."""
+
+    def __init__(self, logits: Tensor, specs: Sequence[SampleSpec], tiles: Tiles) -> None:
+        count, device = len(specs), logits.device
+        host = {
+            "rules": torch.zeros(count, RULE_WIDTH, dtype=torch.int32),
+            "temperature": torch.zeros(count, dtype=torch.float64),
+            "top_p": torch.zeros(count, dtype=torch.float64),
+            "top_k": torch.zeros(count, dtype=torch.int32),
+            "uniforms": torch.zeros(count, dtype=torch.float64),
+        }
+        odd = RuleEncoder().encode(specs, {name: t.numpy() for name, t in host.items()}, count)
+        assert not odd, odd
+        self._columns = [column.to(device) for column in host.values()]
+        self._logits, self._tiles = logits, tiles
+        self._greedy = all(spec.sampling.temperature == 0 for spec in specs)
+        self._work = allocate(count, logits.shape[1], device, tiles)
+        self.ids = torch.full((count,), -7, dtype=torch.int32, device=device)
+        self.logprobs = torch.full((count,), math.nan, device=device)
+        self.bad = torch.full((count,), -7, dtype=torch.int32, device=device)
+
+    def run(self) -> None:
+        sample_rows(
+            self._logits, *self._columns, greedy=self._greedy, ids=self.ids,
+            logprobs=self.logprobs, bad=self.bad, workspace=self._work, tiles=self._tiles,
+        )  # fmt: skip
+
+
+def random_logits(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> Tensor:
+    logits = 3 * torch.randn(rows, vocab)
+    if kind == "peaked":
+        logits[torch.arange(rows), torch.randint(vocab, (rows,))] += 15
+    elif kind == "flat":
+        logits *= 1e-6
+    elif kind == "rounded":
+        logits = logits.round()
+    elif kind == "equal":
+        logits = torch.zeros(rows, vocab)
+    elif kind == "outlier":
+        logits[:, vocab // 2] = 3e4
+    return logits.to(dtype)
+
+
+def random_spec(rng: random.Random, vocab: int) -> SampleSpec:
+    allowed = tuple(rng.sample(range(vocab), rng.choice([2, 16]))) if rng.random() < 0.2 else None
+    suppressed = tuple(rng.sample(range(vocab), rng.choice([1, 8]))) if rng.random() < 0.4 else ()
+    if allowed is not None and not set(allowed) - set(suppressed):
+        suppressed = ()
+    otherwise = rng.randrange(vocab) if rng.random() < 0.2 else None
+    sampling = SamplingParams(
+        temperature=rng.choice([0.0, 0.2, 0.5, 1.0, 2.0, 100.0, 1e-3]),
+        # None that a sum of few equal weights meets exactly: there the last bit of a sum decides.
+        top_p=rng.choice([1.0, 1.0, 0.9017351, 0.3071153, 0.0123711]),
+        top_k=rng.choice([0, 0, 0, 1, 3, 50, 10**6]),
+        seed=rng.randrange(2**63),
+    )
+    rule = TokenRule(
+        allowed=allowed, suppressed=suppressed, otherwise=otherwise, stop=rng.randrange(vocab)
+    )
+    return SampleSpec(rule, sampling, rng.randrange(50))
+
+
+def beside_a_boundary(logits: Tensor, spec: SampleSpec) -> bool:
+    """Whether the draw, or the cut of top-p, of one row [V] falls on a boundary to within ROUNDING."""
+    row = logits.double().clone()
+    if spec.rule.allowed is not None:
+        listed = torch.tensor(spec.rule.allowed)
+        kept = row[listed]
+        row.fill_(-math.inf)
+        row[listed] = kept
+    row[list(spec.rule.suppressed)] = -math.inf
+    ranked = row.sort(descending=True, stable=True).values
+    mass = ((ranked - ranked[0]) / spec.sampling.temperature).exp()
+    mass[min(spec.sampling.top_k or len(mass), len(mass)) :] = 0
+    cumulative = mass.cumsum(0) / mass.sum()
+    if float((cumulative - spec.sampling.top_p).abs().min()) < ROUNDING and spec.sampling.top_p < 1:
+        return True
+    survivors = cumulative[: int((cumulative <= spec.sampling.top_p).sum()) + 1]
+    point = uniform(spec.sampling.seed, spec.draw) * survivors[-1]
+    return float((survivors - point).abs().min()) < ROUNDING
+
+
+def check(report: Report, device: str, rows: int, vocab: int, batches: int) -> None:
+    """Compares ``batches`` batches of each kind with the reference on the CPU; exits if a row is wrong."""
+    rng, num_boundary = random.Random(vocab), 0
+    torch.manual_seed(vocab)
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    for kind in KINDS:
+        for batch in range(batches):
+            logits = random_logits(kind, rows, vocab, dtypes[batch % 3])
+            specs = [random_spec(rng, vocab) for _ in range(rows)]
+            # Too many candidates for the list: the other way round to the same id.
+            tiles = Tiles() if batch % 2 == 0 else Tiles(listed=64)
+            ours = Rows(logits.to(device), specs, tiles)
+            ours.run()
+            wanted = sample(logits.float().clone(), specs)
+            found = zip(ours.ids.tolist(), ours.logprobs.tolist(), ours.bad.tolist(), strict=True)
+            for i, ((token, logprob, bad), (id_, reference)) in enumerate(
+                zip(found, wanted, strict=True)
+            ):
+                if token != id_ and specs[i].sampling.temperature > 0:
+                    if beside_a_boundary(logits[i], specs[i]):
+                        num_boundary += 1
+                        continue
+                close = math.isclose(logprob, reference, rel_tol=3e-5, abs_tol=3e-5)
+                if token != id_ or not close or bad:
+                    sys.exit(
+                        f"WRONG: {kind} {logits.dtype} {specs[i]}: {token} {logprob} bad {bad}, "
+                        f"not {id_} {reference}"
+                    )
+    report.add(
+        "checked against the reference sampler",
+        {"vocab": vocab, "rows": rows * batches * len(KINDS), "on a boundary": num_boundary},
+    )
+
+
+def microseconds(body: Callable[[], None], replays: int) -> float:
+    """Of one call: the median replay of a graph of CALLS calls."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        body()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            body()
+    times = []
+    for i in range(replays + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if i >= 2:
+            times.append(begin.elapsed_time(end) * 1000 / CALLS)
+    return float(statistics.median(times))
+
+
+def time_rows(
+    report: Report, title: str, tiles: Tiles, batches: Sequence[int], spread: float
+) -> None:
+    """Adds a row of microseconds for each number of rows; ``spread``: the logits' standard deviation."""
+    for rows in batches:
+        logits = spread * torch.randn(rows, VOCAB, device="cuda")
+        row: dict[str, float | int | str] = {"rows": rows}
+        for name, sampling in SETTINGS.items():
+            specs = [
+                SampleSpec(TokenRule(suppressed=(3,)), SamplingParams(
+                    temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, seed=i
+                ), 0)
+                for i in range(rows)
+            ]  # fmt: skip
+            row[name] = microseconds(Rows(logits, specs, tiles).run, 9)
+        report.add(title, row)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    flags = parser.parse_args(arguments)
+    report = Report("kernels.sampling", {"quick": flags.quick, "vocab": VOCAB})
+    if not torch.cuda.is_available():
+        check(report, "cpu", rows=2, vocab=100, batches=1)
+        report.finish(flags.json)
+        return
+    check(report, "cuda", rows=64, vocab=1000, batches=2 if flags.quick else 24)
+    check(report, "cuda", rows=16, vocab=VOCAB, batches=2)
+    batches = (1, 16, 64)
+    time_rows(report, "microseconds, logits of deviation 3", Tiles(), batches, 3.0)
+    if not flags.quick:
+        time_rows(report, "microseconds, logits of deviation 1", Tiles(), batches, 1.0)
+        for tiles in TILINGS[1:]:
+            changed = [f"{n}={v}" for n, v in tiles._asdict().items() if v != getattr(Tiles(), n)]
+            time_rows(report, f"microseconds, {' '.join(changed)}", tiles, (1, 64), 3.0)
+    report.finish(flags.json)
+
+
+if __name__ == "__main__":
+    main()
