@@ -7,6 +7,7 @@ configuration is found before any weight is read.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -83,6 +84,7 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
     _check_pool(config, model, page_size, page_bytes)
     codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=model.text.vocab_size)
     try:
+        began = time.monotonic()
         loaded = load_weights(
             opened,
             dtype=dtype,
@@ -93,12 +95,21 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
         tensors = loaded.tensors
         num_parameters = sum(t.numel() for n, t in tensors.items() if not n.endswith(".scale"))
         weights_bytes = sum(t.nbytes for t in tensors.values())
+        read = time.monotonic()
+        logger.info("weights: %.2f GB in %.2f s", weights_bytes / 1e9, read - began)
         plan = _Plan(config, sizes, model, page_size, page_bytes, device, dtype, progress)
         runtime = (_gpu_runtime if kernels else _torch_runtime)(plan, tensors)
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]
         raise out_of_memory(config, sizes.max_batch_size, reason) from error
     limits = runtime.limits
+    logger.info(
+        "%s: %d pages, %.2f GB of KV cache, in %.2f s",
+        type(runtime).__name__,
+        limits.num_pages,
+        limits.num_pages * page_bytes / 1e9,
+        time.monotonic() - read,
+    )
     info = EngineInfo(
         model=opened.name,
         family=model.family,

@@ -2,10 +2,18 @@
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
-from kestrel_engine import ConfigError, InsufficientMemoryError, RuntimeConfig, factory
+from kestrel_engine import (
+    ConfigError,
+    InferenceEngine,
+    InsufficientMemoryError,
+    RuntimeConfig,
+    factory,
+)
+from kestrel_engine.checkpoint.catalog import BUNDLED
 from kestrel_engine.runtime.gpu import device as gpu_device
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 
@@ -126,6 +134,27 @@ def test_random_weights_serve_the_golden_shape(golden_folder):
         tensor.numel() for tensor in _tensors_of(golden_folder("md3")).values()
     )
     built.runtime.close()
+
+
+async def test_an_engine_of_random_weights_answers(golden_folder):
+    """With the bundled tokenizer, which doesn't know most of the ids: they decode to nothing."""
+    config = RuntimeConfig(
+        model_path=golden_folder("md3") / "config.json",
+        device="cpu",
+        random_weights=True,
+        tokenizer_path=BUNDLED / "kestrel_tiny",
+        fp8_experts="keep",
+        max_seq_length=900,
+    )
+    async with await InferenceEngine.create(config) as engine:
+        picture = np.full((200, 300, 3), 90, np.uint8)
+        settings = {"max_tokens": 6, "temperature": 0.0}
+        first, again = [
+            await engine.query(picture, "What is this?", settings=settings) for _ in range(2)
+        ]
+        assert first.metrics.output_tokens == 6 and first.finish_reason == "length"
+        assert isinstance(first.output["answer"], str)
+        assert again.output == first.output
 
 
 def test_kept_experts_are_counted_in_bytes_and_not_as_parameters(golden_folder):

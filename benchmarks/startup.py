@@ -1,0 +1,170 @@
+"""From the start of the server's process until it is ready, weights on a local disk.
+
+python -m benchmarks.startup --model moondream2 --device cuda --folder /tmp/weights --json F
+
+Writes a checkpoint of the named model's true size, made of random weights, into --folder (and leaves it there for the
+next run; experts are FP8 as released in moondream3.1-9b-a2b, and so for moondream3-preview with --fp8), then starts
+``kestrel-grpc serve`` on it several times. Before each run the kernel is asked to forget the files' pages, so they are
+read from the disk, unless --warm. The first run compiles what is not compiled yet; the last one counts. The server's
+own log says where the time goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kestrel_engine import RuntimeConfig
+from kestrel_engine.checkpoint.catalog import BUNDLED
+from kestrel_engine.checkpoint.open import open_model
+
+from . import bars
+from .gpu_report import GpuReport, command_line
+from .report import add_arguments
+
+PATIENCE_S = 400.0
+"""A server that isn't ready by then has failed."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """``ready_s``: from the process's start. ``log``: what the server said meanwhile."""
+
+    ready_s: float
+    log: str
+
+
+def write_checkpoint(model: str, folder: Path, *, device: str, keep_fp8: bool) -> int:
+    """Writes weights, config.json and a tokenizer unless they are there; returns the weights' bytes."""
+    weights = folder / "model.safetensors"
+    if not weights.is_file():
+        import torch
+        from safetensors.torch import save_file
+
+        from kestrel_engine.checkpoint.random_weights import random_checkpoint
+
+        config = open_model(RuntimeConfig(model=model, random_weights=True)).config
+        tensors = random_checkpoint(
+            config, 0, torch.bfloat16, device, keep_fp8=keep_fp8, progress=lambda *_: None
+        ).tensors
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({_stored_name(n): t.cpu() for n, t in tensors.items()}, weights)
+        released = BUNDLED / "kestrel_tiny/config.json" if model == "kestrel-tiny" else None
+        raw = (
+            {"model_type": config.family} if released is None else json.loads(released.read_text())
+        )
+        (folder / "config.json").write_text(json.dumps(raw))
+        shutil.copy(BUNDLED / "kestrel_tiny/tokenizer.json", folder)
+    return weights.stat().st_size
+
+
+def _stored_name(name: str) -> str:
+    """Row scales are stored under the released names."""
+    for leaf, side in (("fc1", "up"), ("fc2", "down")):
+        if name.endswith(f".mlp.{leaf}.scale"):
+            return name.replace(f"mlp.{leaf}.scale", f"mlp.moe_quant.{side}_scale")
+    return name
+
+
+def forget_pages(folder: Path) -> None:
+    """Asks the kernel to drop the files' pages from its cache."""
+    for file in folder.iterdir():
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def start_server(flags: Sequence[str]) -> Start:
+    """Starts a server, waits for its ready line and ends it. Raises RuntimeError with its log if it fails."""
+    command = [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0", *flags]
+    began = time.perf_counter()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None and server.stderr is not None
+        overdue = threading.Timer(PATIENCE_S, server.kill)
+        overdue.start()
+        # Its log is short: it stays in the pipe until the end.
+        line = server.stdout.readline()
+        overdue.cancel()
+        ready_s = time.perf_counter() - began
+        server.send_signal(signal.SIGTERM)
+        _, log = server.communicate(timeout=PATIENCE_S)
+    if "ready" not in line:
+        raise RuntimeError(f"the server did not start:\n{log}")
+    return Start(ready_s, log)
+
+
+def measure(
+    report: GpuReport,
+    model: str,
+    folder: Path,
+    size: int,
+    flags: Sequence[str],
+    runs: int,
+    warm: bool,
+) -> None:
+    for number in range(runs):
+        if not warm:
+            forget_pages(folder)
+        start = start_server(flags)
+        report.add(
+            "From the start of the process until ready",
+            {"model": model, "run": number + 1, "GB": size / 1e9, "s": start.ready_s},
+        )
+        for line in start.log.splitlines():
+            if "kestrel_engine.factory" in line or "load_s" in line:
+                print(f"    {line}")
+    limits = bars.READY_S.get(model, bars.NONE) if "cuda" in flags else bars.NONE
+    report.figure(
+        f"{model}: start to ready",
+        start.ready_s,
+        "s",
+        at_least=False,
+        bar=limits.bar,
+        goal=limits.goal,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> GpuReport:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.startup",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_arguments(parser)
+    parser.add_argument("--model", default="moondream2", help="[moondream2]")
+    parser.add_argument("--device", default="cuda", help="[cuda]")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/kestrel-weights"))
+    parser.add_argument("--fp8", action="store_true", help="write the experts in FP8")
+    parser.add_argument("--runs", type=int, default=3, help="the last one counts [3]")
+    parser.add_argument("--warm", action="store_true", help="leave the files in the page cache")
+    parser.epilog = "All other flags go to the server."
+    args, of_server = parser.parse_known_args(arguments)
+    if args.quick:
+        args.model, args.device, args.runs = "kestrel-tiny", "cpu", 1
+    command = command_line("benchmarks.startup", arguments)
+    settings = {name: str(value) for name, value in vars(args).items()}
+    report = GpuReport("startup", settings, command=command)
+    keep_fp8 = args.fp8 or args.model == "moondream3.1-9b-a2b"
+    folder = args.folder / (args.model + ("-fp8" if keep_fp8 else ""))
+    size = write_checkpoint(args.model, folder, device=args.device, keep_fp8=keep_fp8)
+    flags = ["--model", args.model, "--weights", str(folder), "--device", args.device, *of_server]
+    measure(report, args.model, folder, size, flags, args.runs, args.warm)
+    report.finish(args.json)
+    return report
+
+
+if __name__ == "__main__":
+    main()
