@@ -62,7 +62,11 @@ class Pair:
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
             heads_first = (part.transpose(0, 1) for part in (q, k, v))
-            out.copy_(F.scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(0, 1).flatten(1))
+            out.copy_(
+                F.scaled_dot_product_attention(*heads_first, attn_mask=mask)
+                .transpose(0, 1)
+                .flatten(1)
+            )
 
         actual = self.fused.prefill(
             x.clone(), torch.arange(count), slots, attention, *self.pool, rows=rows
