@@ -1,0 +1,74 @@
+"""Random models of both families for interpreted kernels: a crop has 16 patches, a picture 17 positions."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kestrel_engine.checkpoint.expected import expected_tensors
+from kestrel_engine.model_config import ModelConfig, parse_model_config
+from kestrel_engine.requests import PreparedImage
+
+RAW = {
+    "text": {
+        "dim": 64,
+        "ff_dim": 96,
+        "n_layers": 3,
+        "n_heads": 2,
+        "n_kv_heads": 2,
+        "vocab_size": 150,
+        "max_context": 256,
+        "rotary_dim": 16,
+    },
+    "vision": {
+        "enc_dim": 48,
+        "enc_n_layers": 2,
+        "enc_ff_dim": 80,
+        "enc_n_heads": 2,
+        "proj_out_dim": 64,
+        "crop_size": 56,
+        "max_crops": 6,
+        "overlap_margin": 1,
+        "proj_inner_dim": 96,
+    },
+    "region": {
+        "dim": 64,
+        "coord_feat_dim": 16,
+        "coord_out_dim": 64,
+        "size_feat_dim": 32,
+        "size_out_dim": 128,
+        "inner_dim": 96,
+    },
+}
+MOE = {"num_experts": 6, "start_layer": 1, "experts_per_token": 2, "expert_inner_dim": 32}
+
+
+def small_model(family: str, *, seed: int = 0) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """``family``: "moondream2" or "moondream3"."""
+    raw = {key: dict(value) for key, value in RAW.items()}
+    if family == "moondream3":
+        raw["text"] |= {"tau_attn": True, "moe": MOE}
+    config = parse_model_config({"config": raw}, family=family)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in expected_tensors(config).items():
+        noise = torch.randn(shape, generator=generator)
+        if name.endswith("bias"):
+            tensors[name] = noise * 0.1
+        elif ".ln" in name or "post_ln" in name:
+            tensors[name] = 1 + noise * 0.1
+        else:
+            tensors[name] = noise / shape[-1] ** 0.5
+    # Otherwise every token looks alike to the blocks, and greedy answers are one id for ever.
+    tensors["text.wte"] *= config.text.dim**0.5
+    return config, tensors
+
+
+def picture(key: str, tiling: tuple[int, int], config: ModelConfig, *, seed: int) -> PreparedImage:
+    side = config.vision.crop_size
+    count = 1 + tiling[0] * tiling[1]
+    crops = np.random.default_rng(seed).integers(0, 255, (count, side, side, 3), dtype=np.uint8)
+    if tiling == (1, 1):
+        crops[1] = crops[0]
+    return PreparedImage(key, crops, tiling, width=100, height=100)

@@ -1,0 +1,205 @@
+"""GpuRuntime gives what TorchRuntime gives: token for token in float32, whatever the batch, the sampling or the skill.
+
+Without a GPU Triton interprets the kernels, so the models are small.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kestrel_engine.errors import RuntimeFailure
+from kestrel_engine.models.moondream import Moondream
+from kestrel_engine.requests import Coord, ImageBlock, SamplingParams, Size, num_positions
+from kestrel_engine.runtime.gpu.runtime import GpuRuntime
+from kestrel_engine.runtime.torch_runtime import TorchRuntime
+from kestrel_engine.step import PREVIOUS, EncodeSlice, Row, SampleSpec, StepPlan, TokenRule
+from tests.engine.runtime.gpu.small_models import picture, small_model
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PAGE, PAGES = 17, 60
+SIZES = {"num_pages": PAGES, "page_size": PAGE, "max_batch_size": 6, "max_seq_length": 200}
+
+TEXT = TokenRule(suppressed=(3,))
+POINT_X = TokenRule(allowed=(5, 0), read_coord=True)
+POINT_Y = TokenRule(allowed=(5,), read_coord=True)
+SIDES = TokenRule(forced=6, read_size=True)
+WIDE = TokenRule(allowed=tuple(range(5, 60)))
+"""More ids than a kernel's rule has room for."""
+
+
+@pytest.fixture(params=["moondream2", "moondream3"], scope="module")
+def both(request):
+    """The config, a TorchRuntime and a GpuRuntime with equal weights, holding pictures "wide" and "single"."""
+    config, tensors = small_model(request.param)
+    reference = TorchRuntime(
+        Moondream(config, tensors), config, device="cpu", dtype=torch.float32, **SIZES
+    )
+    own = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
+    tested = GpuRuntime(config, own, **SIZES)
+    wide, single = (
+        picture("wide", (1, 3), config, seed=1),
+        picture("single", (1, 1), config, seed=2),
+    )
+    for runtime in (reference, tested):
+        # The wide one's crops come over two steps.
+        plans = [
+            StepPlan(0, encode=(EncodeSlice(wide, 0, 3), EncodeSlice(single, 0, 2))),
+            StepPlan(1, encode=(EncodeSlice(wide, 3, 4),)),
+        ]
+        for plan in plans:
+            runtime.collect(runtime.launch(plan))
+    yield config, reference, tested
+    tested.close()
+    reference.close()
+
+
+class Talk:
+    """One sequence in both runtimes: rules and prompt are given, what was sampled is kept."""
+
+    def __init__(self, number, prompt, rules, sampling=None, *, chunk=None):
+        self.number, self.prompt, self.rules = number, tuple(prompt), rules
+        self.sampling = sampling or SamplingParams()
+        self.chunk = chunk
+        total = num_positions(self.prompt) + len(rules)
+        rng = random.Random(number)
+        self.pages = tuple(rng.sample(range(number * 8, number * 8 + 8), -(-total // PAGE)))
+        self.fed = self.position = self.sampled = 0
+
+    def rows(self):
+        """(prefill row or None, decode row or None) of the next step."""
+        if self.fed < len(self.prompt):
+            end = min(len(self.prompt), self.fed + (self.chunk or len(self.prompt)))
+            tokens = self.prompt[self.fed : end]
+            self.fed = end
+            return self._row(tokens, samples=end == len(self.prompt)), None
+        if self.sampled == len(self.rules):
+            return None, None
+        return None, self._row((PREVIOUS,), samples=True)
+
+    def _row(self, tokens, *, samples):
+        spec = None
+        if samples:
+            spec = SampleSpec(self.rules[self.sampled], self.sampling, self.sampled)
+            self.sampled += 1
+        start = self.position
+        self.position += sum(1 if t is PREVIOUS else num_positions((t,)) for t in tokens)
+        table = self.pages[: -(-self.position // PAGE)]
+        return Row(self.number, tokens, start, table, spec)
+
+
+def answers(runtime, talks, first_step=10):
+    """{sequence: [StepToken]}, two steps being out at a time."""
+    out = {talk.number: [] for talk in talks}
+    pending = []
+
+    def collect():
+        for number, token in runtime.collect(pending.pop(0)).tokens.items():
+            out[number].append(token)
+
+    step = first_step
+    while True:
+        rows = [talk.rows() for talk in talks]
+        prefill = tuple(p for p, _ in rows if p is not None)
+        decode = tuple(d for _, d in rows if d is not None)
+        if not (prefill or decode):
+            break
+        pending.append(runtime.launch(StepPlan(step, prefill=prefill, decode=decode)))
+        step += 1
+        if len(pending) == 2:
+            collect()
+    while pending:
+        collect()
+    runtime.collect(runtime.launch(StepPlan(step, ended=tuple(out))))
+    return out
+
+
+def compare(both, make):
+    config, reference, tested = both
+    wanted, got = (answers(runtime, make(config)) for runtime in (reference, tested))
+    for number, tokens in wanted.items():
+        assert [(t.id, t.value) for t in got[number]] == [(t.id, t.value) for t in tokens], number
+        assert [t.logprob for t in got[number]] == pytest.approx(
+            [t.logprob for t in tokens], abs=2e-4
+        )
+    return wanted
+
+
+def image(config, key):
+    return [0, ImageBlock(key, config.image_positions)]
+
+
+def test_text_and_pictures_of_all_kinds_in_one_batch(both):
+    def make(config):
+        wide, single = image(config, "wide"), image(config, "single")
+        return [
+            Talk(0, [*wide, 11, 12, 13], [TEXT] * 5),
+            Talk(1, [0, 21, 22, 23, 24, 25, 26], [TEXT] * 6, chunk=3),
+            Talk(2, [*single, 31], [POINT_X, POINT_Y, SIDES, POINT_X, POINT_Y, SIDES]),
+            Talk(3, [*wide, Coord(0.25), Coord(0.5), Size(0.1, 0.75), 41], [TEXT] * 4),
+            Talk(4, single, [TEXT] * 3),
+        ]
+
+    wanted = compare(both, make)
+    assert [t.value is not None for t in wanted[2]][1:3] == [True, True]
+    assert len({t.id for t in wanted[0] + wanted[1]}) > 3, (
+        "a model that says one thing shows little"
+    )
+
+
+def test_sampled_rows_draw_what_the_reference_draws(both):
+    def make(config):
+        hot = [
+            SamplingParams(temperature=1.0, top_p=0.9, seed=5),
+            SamplingParams(temperature=0.7, top_k=8, seed=6),
+            SamplingParams(temperature=1.5, seed=2**63),
+        ]
+        talks = [Talk(i, [0, 20 + i, 30], [TEXT] * 5, s) for i, s in enumerate(hot)]
+        return [*talks, Talk(3, [0, 33], [TEXT] * 5)]
+
+    compare(both, make)
+
+
+def test_rules_with_long_lists_are_drawn_by_the_reference_sampler(both):
+    def make(config):
+        hot = SamplingParams(temperature=1.0, seed=9)
+        return [
+            Talk(0, [0, 20, 21], [WIDE] * 3),
+            Talk(1, [0, 22, 23], [WIDE, TEXT, WIDE], hot),
+            Talk(2, [0, 24], [TEXT] * 3),
+        ]
+
+    compare(both, make)
+
+
+def test_a_sequence_alone_and_in_a_batch_says_the_same(both):
+    config, _, tested = both
+    prompts = [[*image(config, "wide"), 11 + i] for i in range(4)]
+    together = answers(tested, [Talk(i, p, [TEXT] * 4) for i, p in enumerate(prompts)])
+    for i, prompt in enumerate(prompts):
+        alone = answers(tested, [Talk(i, prompt, [TEXT] * 4)])
+        assert [t.id for t in alone[i]] == [t.id for t in together[i]]
+
+
+def test_a_step_with_numbers_that_are_none_fails_alone(both):
+    _, _, tested = both
+    wte = tested.model.text.wte
+    kept = wte[77].clone()
+    wte[77] = torch.nan
+    row = Row(40, (0, 77), 0, (50,), SampleSpec(TEXT, SamplingParams(), 0))
+    with pytest.raises(RuntimeFailure, match="non-finite"):
+        tested.collect(tested.launch(StepPlan(900, prefill=(row,))))
+    wte[77] = kept
+    fine = Row(41, (0, 76), 0, (50,), SampleSpec(TEXT, SamplingParams(), 0))
+    plan = StepPlan(901, ended=(40,), prefill=(fine,))
+    assert set(tested.collect(tested.launch(plan)).tokens) == {41}
+
+
+def test_a_picture_that_is_not_there_fails_its_step_only(both):
+    config, _, tested = both
+    row = Row(42, tuple(image(config, "unknown")), 0, (51,), SampleSpec(TEXT, SamplingParams(), 0))
+    with pytest.raises(AssertionError, match="unknown was not encoded"):
+        tested.launch(StepPlan(910, prefill=(row,)))
+    compare(both, lambda config: [Talk(0, [0, 9, 8], [TEXT] * 3)])
