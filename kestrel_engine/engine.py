@@ -28,6 +28,7 @@ from .errors import (
     EngineOverloaded,
     InvalidRequest,
     KestrelError,
+    RuntimeFailure,
 )
 from .events import EngineMetrics, EngineResult, StreamUpdate
 from .factory import Built, Progress, build
@@ -37,6 +38,7 @@ from .observer import Observer
 from .open_requests import OpenRequest, OpenRequests
 from .preprocess.pool import PreprocessPool
 from .requests import ImageBlock, PreparedImage, Prompt, num_positions
+from .runtime.gpu.memory import out_of_memory
 from .scheduler.budget import StepBudget
 from .scheduler.policy import SchedulerPolicy, SchedulerStats
 from .scheduler.sequence import Sequence
@@ -132,6 +134,11 @@ class InferenceEngine(SkillCalls):
         engine = cls(config, built, skills, observer=observer)
         try:
             await engine._warm_up()
+        except RuntimeFailure as error:
+            await engine.shutdown(grace_s=0)
+            if error.out_of_memory:
+                raise out_of_memory(config, engine._sizes.max_batch_size, str(error)) from error
+            raise
         except BaseException:
             await engine.shutdown(grace_s=0)
             raise

@@ -142,4 +142,11 @@ class EngineClosed(KestrelError):
 
 
 class RuntimeFailure(KestrelError):
-    """A step failed on the device or in our code; the request is lost, the engine goes on."""
+    """A step failed on the device or in our code; the request is lost, the engine goes on.
+
+    ``out_of_memory``: the device had none left for it.
+    """
+
+    def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
+        super().__init__(message)
+        self.out_of_memory = out_of_memory

@@ -174,13 +174,12 @@ class EngineLoop:
     def _launch(self, plan: StepPlan, now: float) -> None:
         try:
             handle = self._runtime.launch(plan)
-        except (
-            Exception
-        ):  # The loop's edge, as in _collect; steps fail in order, so those before it come first.
+        except Exception as error:
+            # The loop's edge, as in _collect; steps fail in order, so those before it come first.
             while self._out:
                 self._collect()
             logger.exception("step %d could not be launched", plan.step_id)
-            self._fail_step(_Out(plan, None, now))
+            self._fail_step(_Out(plan, None, now), error)
             return
         self._out.append(_Out(plan, handle, now))
         for row in plan.prefill + plan.decode:
@@ -203,19 +202,27 @@ class EngineLoop:
         try:
             assert out.handle is not None
             result = self._runtime.collect(out.handle)
-        except Exception:  # The loop's edge: a failed step ends its requests, not the engine.
+        except (
+            Exception
+        ) as error:  # The loop's edge: a failed step ends its requests, not the engine.
             logger.exception("step %d failed", out.plan.step_id)
-            self._fail_step(out)
+            self._fail_step(out, error)
             return
         self._beat_at = self._clock()
         self._observe(out, result, failed=False)
         for sequence, token in self._scheduler.commit(out.plan, result):
             self._consume(self._active[sequence.sequence_id], token)
 
-    def _fail_step(self, out: _Out) -> None:
+    def _fail_step(self, out: _Out, error: Exception) -> None:
         self._observe(out, StepResult(), failed=True)
+        # torch's own class can't be named here: only runtimes load torch.
+        memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        why = ": the device is out of memory" if memory else ""
         for sequence_id in self._scheduler.fail_step(out.plan):
-            self._end(sequence_id, RuntimeFailure("the step that computed this request failed"))
+            failure = RuntimeFailure(
+                f"the step that computed this request failed{why}", out_of_memory=memory
+            )
+            self._end(sequence_id, failure)
 
     def _consume(self, work: Work, token: StepToken) -> None:
         sequence = work.sequence
