@@ -160,15 +160,22 @@ def _element(logits, rule, candidates, places, is_list, number, best, temperatur
 
 
 @triton.jit
+def _summed(key, weight, COUNT: tl.constexpr):
+    """The weights, or 1 for every candidate if COUNT."""
+    return tl.where(key > _NO_KEY, 1.0, 0.0).to(tl.float64) if COUNT else weight
+
+
+@triton.jit
 def _search(
-    logits, rule, candidates, is_list, number, best, temperature, base, target, low, high, COUNT:
-    tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
+    logits, rule, candidates, is_list, number, best, temperature, keys, weights,
+    base, target, low, high, COUNT: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
     """The first candidate, best first, with which more than ``target`` is reached: its key, and what is reached.
 
-    ``base`` is what lies above all candidates. What is summed is weights, or numbers if COUNT. The answer lies in
-    [low, high] throughout; each pass cuts that at ``high`` itself and at PIVOTS - 1 places below, evenly by logit,
-    or by id between equal logits, and ``high`` always moves to a candidate, so every pass ends nearer.
+    ``base`` is what lies above all candidates; ``keys`` and ``weights`` are those of the first BLOCK, mostly of all.
+    What is summed is weights, or numbers if COUNT. The answer lies in [low, high] throughout; each pass cuts that at
+    ``high`` itself and at PIVOTS - 1 places below, evenly by logit, or by id between equal logits, and ``high``
+    always moves to a candidate, so every pass ends nearer.
     """
     j = tl.arange(0, PIVOTS)
     share = j.to(tl.float32) / PIVOTS
@@ -181,18 +188,17 @@ def _search(
         by_id = high - ((high - low) & _ID_MASK) * j // PIVOTS
         pivots = tl.where(high_logit > low_logit, by_logit, by_id)
         pivots = tl.where(j == 0, high, tl.minimum(tl.maximum(pivots, low), high))
-        over = tl.zeros([BLOCK, PIVOTS], tl.float64)
-        below = tl.full([BLOCK, PIVOTS], _NO_KEY, tl.int64)
-        for begin in range(0, number, BLOCK):
+        is_over = keys[:, None] >= pivots[None, :]
+        over = tl.where(is_over, _summed(keys, weights, COUNT)[:, None], 0.0)
+        below = tl.where(is_over, _NO_KEY, keys[:, None])
+        for begin in range(BLOCK, number, BLOCK):
             key, weight = _element(
                 logits, rule, candidates, begin + tl.arange(0, BLOCK), is_list, number, best,
                 temperature,
             )  # fmt: skip
-            if COUNT:
-                weight = tl.where(key > _NO_KEY, 1.0, 0.0).to(tl.float64)
-            is_over = key[:, None] >= pivots[None, :]
-            over += tl.where(is_over, weight[:, None], 0.0)
-            below = tl.maximum(below, tl.where(is_over, _NO_KEY, key[:, None]))
+            is_more = key[:, None] >= pivots[None, :]
+            over += tl.where(is_more, _summed(key, weight, COUNT)[:, None], 0.0)
+            below = tl.maximum(below, tl.where(is_more, _NO_KEY, key[:, None]))
         sums = base + tl.sum(over, axis=0)
         first = tl.min(tl.where(sums > target, j, PIVOTS))
         next_high = tl.max(tl.where(j == first - 1, tl.max(below, axis=0), _NO_KEY))
@@ -206,8 +212,8 @@ def _search(
 @triton.jit
 def draw_kernel(
     logits, stride, rules, vocab, stats, places, chunks, temperatures, top_ps, top_ks, uniforms,
-    ranges, bounds, candidates, max_listed, ids, logprobs, bad, CHUNKS: tl.constexpr, BLOCK:
-    tl.constexpr, PIVOTS: tl.constexpr, WIDTH: tl.constexpr,
+    ranges, bounds, candidates, max_listed, ids, logprobs, bad,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Top-k, top-p and the draw among one row's candidates."""
     row = tl.program_id(0).to(tl.int64)
@@ -239,14 +245,17 @@ def draw_kernel(
             base_count = base_count * 0.0
         low = _ordered(low_logit) << 32
         high = (_ordered(high_logit) << 32) + _ID_MASK
+        keys, weights = _element(
+            logits, rule, candidates, tl.arange(0, BLOCK), is_list, number, best, temperature
+        )
         top_k = tl.load(top_ks + row).to(tl.float64)
         if (top_k > 0) & (top_k < num_kept):
             low, _num_left = _search(
-                logits, rule, candidates, is_list, number, best, temperature, base_count, top_k -
-                1, low, high, True, BLOCK, PIVOTS,
+                logits, rule, candidates, is_list, number, best, temperature, keys, weights,
+                base_count, top_k - 1, low, high, True, BLOCK, PIVOTS,
             )  # fmt: skip
-            sums = tl.zeros([BLOCK], tl.float64)
-            for begin in range(0, number, BLOCK):
+            sums = tl.where(keys >= low, weights, 0.0)
+            for begin in range(BLOCK, number, BLOCK):
                 key, weight = _element(
                     logits, rule, candidates, begin + tl.arange(0, BLOCK), is_list, number, best,
                     temperature,
@@ -256,14 +265,14 @@ def draw_kernel(
         top_p = tl.load(top_ps + row)
         if top_p < 1:
             low, left = _search(
-                logits, rule, candidates, is_list, number, best, temperature, base, top_p * left,
-                low, high, False, BLOCK, PIVOTS,
+                logits, rule, candidates, is_list, number, best, temperature, keys, weights,
+                base, top_p * left, low, high, False, BLOCK, PIVOTS,
             )  # fmt: skip
         # Below the sum even where the product rounds up to it.
         target = tl.minimum(tl.load(uniforms + row) * left, left * _BELOW_ONE)
         key, _reached = _search(
-            logits, rule, candidates, is_list, number, best, temperature, base, target, low, high,
-            False, BLOCK, PIVOTS,
+            logits, rule, candidates, is_list, number, best, temperature, keys, weights,
+            base, target, low, high, False, BLOCK, PIVOTS,
         )  # fmt: skip
         token = ((key & _ID_MASK) ^ _ID_MASK).to(tl.int32)
     settle(logits, rule, row, token, stats, places, chunks, ids, logprobs, bad, CHUNKS)
