@@ -65,19 +65,13 @@ class OpenRequests:
         return [i for i, r in self._open.items() if r.stream.request_id == request_id]
 
     def deliver(self, deliveries: list[Delivery]) -> None:
-        """Hands out what a step did. What is said of a request that has ended is dropped."""
+        """Hands out what steps did. What is said of a request that has ended is dropped."""
         for delivery in deliveries:
             request = self._open.get(delivery.sequence_id)
             if request is None:
                 continue
-            for update in delivery.updates:
-                request.stream.push(
-                    dataclasses.replace(
-                        update,
-                        request_id=request.stream.request_id,
-                        token_index=delivery.token_index,
-                    )
-                )
+            if delivery.updates:
+                request.stream.push(delivery.updates)
             if delivery.outcome is not None:
                 del self._open[delivery.sequence_id]
                 self._end(request, delivery.outcome)

@@ -36,6 +36,10 @@ GC_THRESHOLDS = (50_000, 20, 100)
 collector runs several times a step at large batches, promotes what is about to die, and host time grows faster than
 the batch: 3.1 against 1.9 ms at 512 rows (benchmarks.engine_host). Cycles are few, and still found."""
 
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may keep the interpreter while another waits for it. Python's default of 5 ms is longer than a step
+of a GPU: the step thread, which gives the interpreter up whenever it waits for the device, got it back too late."""
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
@@ -54,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     skills = skill_registry(config.skills)
     set_up_logging(config.log_level, config.log_format)
     gc.set_threshold(*GC_THRESHOLDS)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         asyncio.run(_serve(config, runtime, skills))
     except (AddressError, TlsError, TokenFileError) as error:

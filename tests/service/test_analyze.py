@@ -126,7 +126,8 @@ async def test_a_stream_tells_every_task_and_then_all(serve):
 
 
 async def test_events_of_tasks_mix(serve):
-    served = await serve(FakeRuntime(LIMITS, lambda fed: 197))
+    # Slow enough that each token is told by itself.
+    served = await serve(FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.02))
     tasks = [question(key=key, max_tokens=20) for key in "ab"]
     events = [e async for e in stream(served, request(*tasks)) if e.HasField("text_delta")]
     keys = "".join(event.key for event in events)

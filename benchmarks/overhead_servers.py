@@ -1,0 +1,219 @@
+"""The measured processes of grpc_overhead.py: the server, the engine alone, and a bare echo.
+
+Each is run in a process of its own with one end of a pipe: it tells its address, if it has one, answers what it is
+asked ("window": a Window; "cpu": seconds of CPU so far), and ends when it is told None.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import grpc
+
+from kestrel_engine import InferenceEngine, RuntimeConfig, delivery
+from kestrel_grpc.cli.serve import GC_THRESHOLDS, SWITCH_INTERVAL_S
+from kestrel_grpc.server import KestrelServer
+from kestrel_grpc.settings import ServerConfig
+
+from .paced_device import PacedRuntime, paced_build
+from .pictures import jpeg
+
+_NUM_DECODERS = max(2, (os.cpu_count() or 1) - 2)
+
+
+@dataclass(frozen=True)
+class Load:
+    """``streams`` callers read ``tokens`` tokens each; the device takes ``step_s`` a step, staging ``staging_s``."""
+
+    streams: int
+    tokens: int
+    step_s: float
+    staging_s: float
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a server is set up; None leaves what it does by itself."""
+
+    name: str
+    switch_interval_s: float | None = None
+    longest_pause_s: float | None = None
+    pictures_per_s: int = 0
+    """New pictures that are decoded besides, as uploads are."""
+
+
+def run_server(pipe: Connection, load: Load, setting: Setting) -> None:
+    async def main() -> None:
+        config = _config(load)
+        built = paced_build(config, step_s=load.step_s, staging_s=load.staging_s)
+
+        async def load_engine() -> InferenceEngine:
+            return InferenceEngine(config, built, observer=server.telemetry)
+
+        server = KestrelServer(ServerConfig(listen=("127.0.0.1:0",)), config, load_engine)
+        await server.start()
+        await server.load()
+        gc.freeze()
+        pipe.send(server.addresses[0])
+        uploading = asyncio.create_task(_upload(server, setting.pictures_per_s))
+        await _answer(pipe, built.runtime)
+        uploading.cancel()
+        await asyncio.sleep(0.1)  # Lets the last pictures be done.
+        await server.stop(grace_s=0)
+
+    _apply(setting)
+    asyncio.run(main())
+
+
+def run_alone(pipe: Connection, load: Load) -> None:
+    """The engine without gRPC; its streams are read on its event loop."""
+
+    async def read(engine: InferenceEngine, picture: bytes) -> None:
+        settings = {"max_tokens": load.tokens}
+        async with await engine.submit("caption", picture, {}, settings) as stream:
+            async for _ in stream:
+                pass
+
+    async def main() -> None:
+        config = _config(load)
+        built = paced_build(config, step_s=load.step_s, staging_s=load.staging_s)
+        async with InferenceEngine(config, built) as engine:
+            gc.freeze()
+            picture = jpeg(1, 64, 64)
+            await asyncio.gather(*(read(engine, picture) for _ in range(load.streams)))
+            await _answer(pipe, built.runtime)
+
+    _apply(Setting(""))
+    asyncio.run(main())
+
+
+def run_echo(
+    pipe: Connection, method: str, messages: list[bytes], streams: int, pause_s: float
+) -> None:
+    """Sends ``messages`` to each stream, one every ``pause_s`` and to all ``streams`` at once; a unary call gets the
+    first. "streamed": the CPU from the first message of all to the last."""
+    from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+
+    began, cpu = asyncio.Event(), [0.0, 0.0]
+
+    async def main() -> None:
+        waiting = 0
+
+        async def stream(request: Any, context: Any) -> None:
+            nonlocal waiting
+            waiting += 1
+            if waiting == streams:
+                cpu[0] = time.process_time()
+                began.set()
+            await began.wait()
+            for message in parsed:
+                await turn()
+                await context.write(message)
+            cpu[1] = time.process_time()
+
+        loop = asyncio.get_running_loop()
+        waiters: list[asyncio.Future[None]] = []
+
+        def turn() -> asyncio.Future[None]:
+            waiter = loop.create_future()
+            waiters.append(waiter)
+            return waiter
+
+        async def tick() -> None:
+            due = time.perf_counter()
+            while True:
+                due = max(due + pause_s, time.perf_counter())
+                await asyncio.sleep(due - time.perf_counter())
+                ready = waiters.copy()
+                waiters.clear()
+                for waiter in ready:
+                    if not waiter.done():
+                        waiter.set_result(None)
+
+        async def unary(request: Any, context: Any) -> Any:
+            return parsed[0]
+
+        streaming = pause_s > 0
+        kind = pb.StreamCaptionResponse if streaming else pb.QueryResponse
+        asked = pb.StreamCaptionRequest if streaming else pb.QueryRequest
+        parsed = [kind.FromString(m) for m in messages]
+        make = (
+            grpc.unary_stream_rpc_method_handler
+            if streaming
+            else grpc.unary_unary_rpc_method_handler
+        )
+        handler = make(
+            stream if streaming else unary,
+            request_deserializer=asked.FromString,
+            response_serializer=kind.SerializeToString,
+        )
+        server = grpc.aio.server()
+        service, _, name = method[1:].partition("/")
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(service, {name: handler}),)
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        ticking = asyncio.create_task(tick()) if streaming else None
+        gc.freeze()
+        pipe.send(f"127.0.0.1:{port}")
+        await _answer(pipe, None, lambda: cpu[1] - cpu[0])
+        if ticking is not None:
+            ticking.cancel()
+        await server.stop(None)
+
+    _apply(Setting(""))
+    asyncio.run(main())
+
+
+def _config(load: Load) -> RuntimeConfig:
+    return RuntimeConfig(
+        max_batch_size=load.streams,
+        max_seq_length=2048,
+        preprocess_threads=_NUM_DECODERS,
+    )
+
+
+async def _upload(server: KestrelServer, pictures_per_s: int) -> None:
+    """Has pictures decoded that nobody asks about, each of them new by its bytes, while there are requests; no more at
+    a time than a decoder each can take."""
+    engine, picture = server.served.loaded, jpeg(2, 850, 600)
+    assert engine is not None
+    waiting: set[asyncio.Task[Any]] = set()
+    for number in itertools.count():
+        await asyncio.sleep(1 / pictures_per_s if pictures_per_s else 3600)
+        if len(waiting) < _NUM_DECODERS and engine.num_requests > len(waiting):
+            data = picture + number.to_bytes(8, "big")
+            task = asyncio.create_task(engine.prepare_image(data))
+            waiting.add(task)
+            task.add_done_callback(waiting.discard)
+
+
+def _apply(setting: Setting) -> None:
+    gc.set_threshold(*GC_THRESHOLDS)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    if setting.longest_pause_s is not None:
+        delivery.LONGEST_PAUSE_S = setting.longest_pause_s
+    if setting.switch_interval_s is not None:
+        sys.setswitchinterval(setting.switch_interval_s)
+
+
+async def _answer(
+    pipe: Connection, runtime: Any, streamed: Callable[[], float] = lambda: 0.0
+) -> None:
+    """Answers until told to end."""
+    while (asked := await asyncio.to_thread(pipe.recv)) is not None:
+        if asked == "window":
+            assert isinstance(runtime, PacedRuntime)
+            pipe.send(runtime.window())
+        else:
+            pipe.send(streamed() if asked == "streamed" else time.process_time())

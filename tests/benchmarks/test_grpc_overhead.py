@@ -1,0 +1,18 @@
+"""The benchmark of the front end runs at a hundredth of its size; figures are not judged here."""
+
+import json
+
+from benchmarks import grpc_overhead
+
+
+def test_it_tells_server_engine_and_echo_apart(tmp_path):
+    path = tmp_path / "report.json"
+    grpc_overhead.main(["--quick", "--json", str(path)])
+    report = json.loads(path.read_text())
+    rates, (tokens,), unary = report["tables"].values()
+    assert [row["setting"] for row in rates] == ["engine alone", "as it is"]
+    # A message a token, one for the beginning and one for the end, less what came together.
+    assert 0 < rates[1]["messages/token"] <= 62 / 60
+    assert tokens["server"] > 0 and tokens["echo"] > 0
+    assert [row["of"] for row in unary] == ["server", "echo"]
+    assert [bar["limit"] for bar in report["bars"]] == [15.0, 0.9, 150.0]

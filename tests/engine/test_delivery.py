@@ -1,0 +1,135 @@
+"""How often streams hear of tokens: together under load, at once when there is little to do, ends without delay."""
+
+import asyncio
+import queue
+import time
+
+import pytest
+
+from kestrel_engine import delivery
+from kestrel_engine.delivery import DeliveryThread, Progress
+from kestrel_engine.errors import RuntimeFailure
+from kestrel_engine.events import StreamUpdate
+from kestrel_engine.step import StepToken
+from kestrel_engine.stream import EngineStream
+
+
+class Letters:
+    """Every token is its id as a letter."""
+
+    def __init__(self):
+        self.text = ""
+
+    def push(self, token):
+        self.text += chr(token.id)
+        return [StreamUpdate(text=chr(token.id))]
+
+    def finish(self):
+        return [StreamUpdate(text="!")]
+
+    def output(self):
+        return {"text": self.text + "!"}
+
+    token_ids = (1, 2)
+
+
+@pytest.fixture
+def heard():
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def thread(heard):
+    thread = DeliveryThread(heard.put, lambda number: None)
+    thread.start()
+    yield thread
+    thread.stop()
+
+
+def step(outputs, index, end=None):
+    token = StepToken(ord("a") + index)
+    return [Progress(i, output, index + 1, token, end) for i, output in outputs.items()]
+
+
+def texts(deliveries):
+    return {d.sequence_id: [(n, u.text) for n, u in d.updates] for d in deliveries}
+
+
+def test_what_comes_within_the_pause_is_told_together(thread, heard, monkeypatch):
+    monkeypatch.setattr(delivery, "PAUSE_PER_STREAM_S", 0.05)
+    monkeypatch.setattr(delivery, "LONGEST_PAUSE_S", 0.1)
+    outputs = {1: Letters(), 2: Letters()}
+    began = time.monotonic()
+    for index in range(1, 4):
+        thread.put(step(outputs, index))
+    assert texts(heard.get(timeout=5)) == {1: [(2, "b")], 2: [(2, "b")]}
+    assert texts(heard.get(timeout=5)) == {1: [(3, "c"), (4, "d")], 2: [(3, "c"), (4, "d")]}
+    assert time.monotonic() - began >= 0.1
+    time.sleep(0.15)
+    thread.put(step(outputs, 4))
+    assert texts(heard.get(timeout=5)) == {1: [(5, "e")], 2: [(5, "e")]}
+
+
+def test_the_pause_has_a_bound(thread, heard, monkeypatch):
+    monkeypatch.setattr(delivery, "PAUSE_PER_STREAM_S", 60.0)
+    outputs = {1: Letters()}
+    thread.put(step(outputs, 1))
+    thread.put(step(outputs, 2))
+    assert texts(heard.get(timeout=5)) == {1: [(2, "b")]}
+    assert texts(heard.get(timeout=5)) == {1: [(3, "c")]}
+
+
+def test_first_tokens_and_ends_do_not_wait_and_others_go_on_waiting(thread, heard, monkeypatch):
+    monkeypatch.setattr(delivery, "PAUSE_PER_STREAM_S", 60.0)
+    monkeypatch.setattr(delivery, "LONGEST_PAUSE_S", 60.0)
+    patient, ending, new = {1: Letters()}, {2: Letters()}, {3: Letters()}
+    thread.put(step(patient | ending, 1))
+    assert texts(heard.get(timeout=5)) == {1: [(2, "b")], 2: [(2, "b")]}
+    thread.put(step(patient | ending, 2))
+    thread.put(step(patient, 3) + step(ending, 3, "length") + step(new, 0))
+    deliveries = heard.get(timeout=5)
+    assert texts(deliveries) == {2: [(3, "c"), (4, "d"), (4, "!")], 3: [(1, "a")]}
+    assert deliveries[0].outcome.reason == "length"
+    assert deliveries[0].outcome.output == {"text": "bcd!"}
+    with pytest.raises(queue.Empty):
+        heard.get(timeout=0.05)
+    thread.stop()
+    assert texts(heard.get(timeout=5)) == {1: [(3, "c"), (4, "d")]}
+
+
+def test_a_failure_comes_after_what_was_made_before_it(thread, heard, monkeypatch):
+    monkeypatch.setattr(delivery, "LONGEST_PAUSE_S", 60.0)
+    monkeypatch.setattr(delivery, "PAUSE_PER_STREAM_S", 60.0)
+    output = Letters()
+    thread.put(step({1: output}, 1))
+    heard.get(timeout=5)
+    thread.put(step({1: output}, 2))
+    output_error = RuntimeFailure("the step failed")
+    thread.put([Progress(1, output, 3, None, output_error)])
+    (told,) = heard.get(timeout=5)
+    assert [u.text for _, u in told.updates] == ["c"]
+    assert told.outcome is output_error
+
+
+async def test_a_stream_joins_text_that_waits_and_keeps_the_order_of_kinds():
+    stream = EngineStream("r", lambda: None)
+    box = {"x": 0.5, "y": 0.5}
+    stream.push([(1, StreamUpdate(reasoning="so ")), (2, StreamUpdate(reasoning="then"))])
+    stream.push([(3, StreamUpdate(text="a")), (4, StreamUpdate(text="b"))])
+    stream.push([(6, StreamUpdate(object=box)), (9, StreamUpdate(object=box))])
+    stream.push([(10, StreamUpdate(path="M 1")), (11, StreamUpdate(path="L 2"))])
+    stream.push([(12, StreamUpdate(text="c"))])
+    stream.fail(asyncio.CancelledError())
+    updates = []
+    with pytest.raises(asyncio.CancelledError):
+        async for update in stream:
+            updates.append(update)
+    assert updates == [
+        StreamUpdate("r", 2, reasoning="so then"),
+        StreamUpdate("r", 4, text="ab"),
+        StreamUpdate("r", 6, object=box),
+        StreamUpdate("r", 9, object=box),
+        StreamUpdate("r", 10, path="M 1"),
+        StreamUpdate("r", 11, path="L 2"),
+        StreamUpdate("r", 12, text="c"),
+    ]
