@@ -255,7 +255,26 @@ def _tau(content, alpha, heads, known, position):
 
 
 @triton.jit
-def _merged(sums, stats, entry, active, heads, hd, known, known_hd, H: tl.constexpr, D: tl.constexpr,
+def _elements(group, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BD: tl.constexpr):
+    """Where the group's heads lie in one position's run, [HEADS * BD], and which of these are there.
+
+    Tiles are loaded as rows of a run and shaped [.., HEADS, BD] afterwards: that way every version of the compiler
+    lays a warp along heads, so that sums over positions stay within a thread.
+    """
+    e = tl.arange(0, HEADS * BD)
+    if BD == D:
+        element = group * (HEADS * D) + e
+    else:
+        element = (group * HEADS + e // BD) * D + e % BD
+    if (H % HEADS == 0) and (BD == D):
+        inside = tl.full([HEADS * BD], 1, tl.int1)
+    else:
+        inside = (group * HEADS + e // BD < H) & (e % BD < D)
+    return element, inside
+
+
+@triton.jit
+def _merged(sums, stats, entry, active, heads, known, element, inside, H: tl.constexpr, D: tl.constexpr,
             HEADS: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """[HEADS, BD]: the attention of one row from its splits, in their order. Reads past L1, which may be stale."""
     most = tl.full([HEADS], float("-inf"), tl.float32)
@@ -270,8 +289,8 @@ def _merged(sums, stats, entry, active, heads, hd, known, known_hd, H: tl.conste
         m = tl.load(stats + stat, mask=mask, other=float("-inf"), cache_modifier=".cg")
         weight = tl.load(stats + stat + H, mask=mask, other=0.0, cache_modifier=".cg")
         part = tl.load(
-            sums + at[:, None, None] * (H * D) + hd[None, :, :],
-            mask=there[:, None, None] & known_hd[None, :, :],
+            sums + at[:, None] * (H * D) + element[None, :],
+            mask=there[:, None] & inside[None, :],
             other=0.0,
             cache_modifier=".cg",
         )
@@ -281,6 +300,7 @@ def _merged(sums, stats, entry, active, heads, hd, known, known_hd, H: tl.conste
         scale = tl.exp2(m - higher[None, :])
         before = tl.exp2(most - higher)
         total = total * before + tl.sum(scale * weight, 0)
+        part = tl.reshape(part, [CHUNK, HEADS, BD])
         acc = acc * before[:, None] + tl.sum(scale[:, :, None] * part, 0)
         most = higher
     return acc / tl.where(known, total, 1.0)[:, None]
@@ -354,6 +374,7 @@ def _decode(
     most = tl.where(first, score, float("-inf"))[None, :]
     total = tl.where(first, tl.full([1, HEADS], 1.0, tl.float32), 0.0)
     acc = tl.where(first, v_low.to(tl.float32), 0.0)[None, :, :]
+    element, inside = _elements(group, H, D, HEADS, BD)
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         at = start + tl.arange(0, BLOCK)
         seen = at < end
@@ -363,13 +384,11 @@ def _decode(
         else:
             pages = _pages(table, at, end, PAGE)
         run = (pages.to(tl.int64) * PAGE + at % PAGE) * (H * D)
-        offsets = run[:, None, None] + hd[None, :, :]
-        if (H % HEADS == 0) and (BD == D):
-            mask = seen[:, None, None]
-        else:
-            mask = seen[:, None, None] & known_hd[None, :, :]
-        k = tl.load(key_pool + offsets, mask=mask, other=0.0)
-        v = tl.load(value_pool + offsets, mask=mask, other=0.0)
+        offsets = run[:, None] + element[None, :]
+        k = tl.load(key_pool + offsets, mask=seen[:, None] & inside[None, :], other=0.0)
+        v = tl.load(value_pool + offsets, mask=seen[:, None] & inside[None, :], other=0.0)
+        k = tl.reshape(k, [BLOCK, HEADS, BD])
+        v = tl.reshape(v, [BLOCK, HEADS, BD])
         scores = tl.sum(k.to(tl.float32) * q[None, :, :], 2)
         scores = tl.where(seen[:, None], scores, float("-inf"))
         higher = tl.maximum(most, tl.max(scores, 0, keep_dims=True))
@@ -400,7 +419,7 @@ def _decode(
             if before_us == active - 1:
                 tl.store(counter, 0)
                 whole = _merged(
-                    sums, stats, entry, active, heads, hd, known, known_hd, H, D, HEADS, BD, CHUNK=8
+                    sums, stats, entry, active, heads, known, element, inside, H, D, HEADS, BD, CHUNK=8
                 )  # fmt: skip
                 tl.store(target + hd, whole.to(out.dtype.element_ty), mask=known_hd)
 
@@ -423,8 +442,9 @@ def _merge_splits(
     hd = heads[:, None] * D + d[None, :]
     known = heads < H
     known_hd = known[:, None] & (d < D)[None, :]
+    element, inside = _elements(group, H, D, HEADS, BD)
     whole = _merged(
-        sums, stats, row * splits, active, heads, hd, known, known_hd, H, D, HEADS, BD, CHUNK=16
+        sums, stats, row * splits, active, heads, known, element, inside, H, D, HEADS, BD, CHUNK=16
     )  # fmt: skip
     at = out + row.to(tl.int64) * out_stride + hd
     tl.store(at, whole.to(out.dtype.element_ty), mask=known_hd)

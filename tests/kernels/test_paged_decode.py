@@ -60,8 +60,7 @@ def check(case, **how):
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 10])
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("tau", [False, True])
+@pytest.mark.parametrize(("splits", "tau"), [(1, False), (3, True)])
 def test_every_page_size_and_split(page_size, splits, tau):
     # Lengths before, at and after the ends of pages, splits and blocks.
     case = Case.make([0, 1, 8, 9, 25, 40], page_size=page_size, tau=tau, device=DEVICE)
