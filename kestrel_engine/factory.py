@@ -79,7 +79,7 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
         torch.set_num_threads(config.cpu_threads)
     opened = open_model(config, progress=progress)
     model = opened.config
-    page_size = _page_size(config, model)
+    page_size = page_size_of(config, model)
     page_bytes = bytes_per_page(model.text, page_size, dtype)
     _check_pool(config, model, page_size, page_bytes)
     codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=model.text.vocab_size)
@@ -155,9 +155,14 @@ def _uses_kernels(config: RuntimeConfig, device: torch.device) -> bool:
 def _keeps_fp8(config: RuntimeConfig, device: torch.device, kernels: bool) -> bool:
     from .runtime.gpu.device import capabilities
 
-    if config.fp8_experts == "auto":
-        return kernels and capabilities(device).fp8
-    return config.fp8_experts == "keep"
+    if config.fp8_experts == "dequantise" or not kernels:
+        return config.fp8_experts == "keep"
+    found = capabilities(device)
+    if config.fp8_experts == "keep" and not found.fp8:
+        raise ConfigError(
+            "fp8_experts", "keep", f"needs a card of compute capability 8.9; {found.name} is older"
+        )
+    return found.fp8
 
 
 def _torch_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> Runtime:
@@ -190,24 +195,14 @@ def _torch_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> Runtime:
 def _gpu_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> Runtime:
     import torch
 
-    from .runtime.gpu.footprint import reserve_bytes
     from .runtime.gpu.runtime import GpuRuntime
-    from .runtime.gpu.vision import MAX_CROPS
     from .runtime.gpu.weights import pack_weights
-    from .scheduler.budget import StepBudget
 
     sizes = plan.sizes
     pack_weights(plan.model, tensors)
     # What packing and loading left behind must count as free.
     torch.cuda.empty_cache()
-    budget = StepBudget(prefill_positions=sizes.step_prefill_positions, crops=sizes.step_crops)
-    reserve = reserve_bytes(
-        plan.model,
-        plan.dtype,
-        max_batch_size=sizes.max_batch_size,
-        max_crops=min(budget.crops * budget.idle_scale, MAX_CROPS),
-    )
-    pool = _pool(plan, reserve)
+    pool = _pool(plan, reserve_of(plan.model, plan.dtype, sizes))
     return GpuRuntime(
         plan.model,
         tensors,
@@ -218,6 +213,21 @@ def _gpu_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> Runtime:
         attention=plan.config.attention,
         cuda_graphs=plan.config.cuda_graphs,
         progress=plan.progress,
+    )
+
+
+def reserve_of(model: ModelConfig, dtype: torch.dtype, sizes: Sizes) -> int:
+    """Bytes that GpuRuntime needs beside weights and pool, with the largest steps that the scheduler makes."""
+    from .runtime.gpu.footprint import reserve_bytes
+    from .runtime.gpu.vision_attention import BATCHES
+    from .scheduler.budget import StepBudget
+
+    budget = StepBudget(prefill_positions=sizes.step_prefill_positions, crops=sizes.step_crops)
+    return reserve_bytes(
+        model,
+        dtype,
+        max_batch_size=sizes.max_batch_size,
+        max_crops=min(budget.crops * budget.idle_scale, BATCHES[-1]),
     )
 
 
@@ -262,7 +272,7 @@ def _dtype(config: RuntimeConfig) -> torch.dtype:
     return dtype
 
 
-def _page_size(config: RuntimeConfig, model: ModelConfig) -> int:
+def page_size_of(config: RuntimeConfig, model: ModelConfig) -> int:
     """A divisor of the image prefix, so that a prefix fills whole pages and none is shared half full."""
     prefix = model.image_prefix
     if config.page_size is None:

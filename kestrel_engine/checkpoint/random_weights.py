@@ -55,7 +55,7 @@ def random_checkpoint(
     device = torch.device(device)
     shapes = expected_tensors(config)
     report = progress or log_progress("making up weights")
-    total = sum(_bytes(config, name, shape, dtype, keep_fp8) for name, shape in shapes.items())
+    total = weight_bytes(config, dtype, keep_fp8=keep_fp8)
     require_memory(total, device, what=f"random weights as {str(dtype).removeprefix('torch.')}")
     tensors: dict[str, torch.Tensor] = {}
     done = 0
@@ -77,6 +77,15 @@ def random_checkpoint(
         report(done, total, next(iter(made)))
     kind = str(dtype).removeprefix("torch.")
     return LoadedCheckpoint(config, tensors, f"random:{seed}:{device.type}:{kind}", (), ())
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, keep_fp8: bool) -> int:
+    """What all weights take, made up or read; ``keep_fp8``: experts are in FP8, with their scales."""
+    total = 0
+    for name, shape in expected_tensors(config).items():
+        eight_bit = keep_fp8 and is_expert(config, name)
+        total += prod(shape) + 4 * prod(shape[:-1]) if eight_bit else prod(shape) * dtype.itemsize
+    return total
 
 
 def moments(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
@@ -135,14 +144,6 @@ def _each(
         return
     with ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="kestrel-random") as threads:
         yield from threads.map(make, names)
-
-
-def _bytes(
-    config: ModelConfig, name: str, shape: tuple[int, ...], dtype: torch.dtype, keep_fp8: bool
-) -> int:
-    if keep_fp8 and is_expert(config, name):
-        return prod(shape) + 4 * prod(shape[:-1])
-    return prod(shape) * dtype.itemsize
 
 
 def _seed_of(seed: int, name: str) -> int:

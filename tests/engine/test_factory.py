@@ -217,7 +217,10 @@ class TestChoiceOfRuntime:
         self.says(monkeypatch, (8, 6))
         assert factory._uses_kernels(RuntimeConfig(), self.CUDA)
         assert not factory._keeps_fp8(RuntimeConfig(), self.CUDA, kernels=True)
-        assert factory._keeps_fp8(RuntimeConfig(fp8_experts="keep"), self.CUDA, kernels=True)
+        with pytest.raises(ConfigError, match=r"capability 8\.9; a card is older"):
+            factory._keeps_fp8(RuntimeConfig(fp8_experts="keep"), self.CUDA, kernels=True)
+        plain = RuntimeConfig(fp8_experts="keep")
+        assert factory._keeps_fp8(plain, self.CUDA, kernels=False), "the reference path can"
 
     def test_experts_are_widened_where_that_is_asked_for(self):
         config = RuntimeConfig(fp8_experts="dequantise")
@@ -249,6 +252,30 @@ class TestChoiceOfRuntime:
     def test_a_cpu_asks_for_no_gpu_library(self, monkeypatch):
         monkeypatch.setattr(gpu_device, "library_version", lambda name: pytest.fail(name))
         assert not factory._uses_kernels(RuntimeConfig(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("family", ["md2", "md3"])
+def test_the_kernels_runtime_gets_weights_pool_and_settings(golden_folder, monkeypatch, family):
+    """Where Triton interprets its kernels the same runtime stands on a CPU; building it runs none of them."""
+    pytest.importorskip("triton")
+    from kestrel_engine.runtime.gpu.runtime import GpuRuntime
+
+    monkeypatch.setattr(factory, "_uses_kernels", lambda config, device: True)
+    config = RuntimeConfig(
+        model_path=golden_folder(family),
+        device="cpu",
+        attention="torch",
+        fp8_experts="dequantise",
+        max_batch_size=3,
+        kv_cache_pages=90,
+    )
+    built = factory.build(config)
+    assert isinstance(built.runtime, GpuRuntime)
+    limits = built.runtime.limits
+    assert (limits.num_pages, limits.max_batch_size, limits.max_seq_length) == (90, 3, 900)
+    plain = sum(tensor.numel() for tensor in _tensors_of(golden_folder(family)).values())
+    assert built.info.num_parameters == plain, "counted before weights are packed"
+    built.runtime.close()
 
 
 def test_a_cpu_computes_with_plain_torch(golden_folder):

@@ -1,0 +1,127 @@
+"""What a model takes of a GPU and what is left for the KV cache, by the arithmetic that the factory itself uses.
+
+    python -m kestrel_engine.sizing --model moondream2 --gpu-gib 8 16 24 80
+
+Needs no GPU and reads no weights. Before torch can use any of a card's memory the driver takes some for itself:
+CONTEXT_BYTES is what we assume, the only figure here that is not computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .config import RuntimeConfig
+from .errors import KestrelError
+
+GIB = 2**30
+CONTEXT_BYTES = 600 * 2**20
+"""CUDA's own memory in a process, kernels loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Bytes, and what they hold. ``full_sequences``: at max_seq_length each. ``pictures``: cached image prefixes."""
+
+    weights_bytes: int
+    reserve_bytes: int
+    pool_bytes: int
+    num_pages: int
+    page_size: int
+    max_batch_size: int
+    max_seq_length: int
+    full_sequences: int
+    pictures: int
+
+
+def fit(config: RuntimeConfig, gpu_bytes: int, *, fp8: bool = True) -> Fit:
+    """How ``config`` is served by a card of ``gpu_bytes``; ``fp8``: it computes in FP8 (8.9 and newer), so experts
+    that are stored so stay so. Raises ConfigError, and InsufficientMemoryError as the start would."""
+    import torch
+
+    from .checkpoint.open import open_model
+    from .checkpoint.random_weights import weight_bytes
+    from .errors import InsufficientMemoryError
+    from .factory import page_size_of, reserve_of
+    from .runtime.gpu.memory import plan_pool
+    from .runtime.kv_cache import bytes_per_page
+
+    model = open_model(config).config
+    dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, str(config.dtype))
+    sizes = config.sizes(cuda=True)
+    page_size = page_size_of(config, model)
+    page_bytes = bytes_per_page(model.text, page_size, dtype)
+    keep = config.fp8_experts == "keep" or (config.fp8_experts == "auto" and fp8)
+    weights = weight_bytes(model, dtype, keep_fp8=keep)
+    free = gpu_bytes - CONTEXT_BYTES - weights
+    if free <= 0:
+        raise InsufficientMemoryError(
+            f"the weights take {weights / GIB:.1f} GiB and CUDA itself {CONTEXT_BYTES / GIB:.1f}"
+        )
+    reserve = reserve_of(model, dtype, sizes)
+    pool = plan_pool(
+        free,
+        reserve,
+        page_bytes,
+        config,
+        model,
+        page_size=page_size,
+        max_batch_size=sizes.max_batch_size,
+    )
+    return Fit(
+        weights_bytes=weights,
+        reserve_bytes=reserve,
+        pool_bytes=pool.num_pages * page_bytes,
+        num_pages=pool.num_pages,
+        page_size=page_size,
+        max_batch_size=sizes.max_batch_size,
+        max_seq_length=pool.max_seq_length,
+        full_sequences=pool.num_pages // -(-pool.max_seq_length // page_size),
+        pictures=pool.num_pages * page_size // model.image_prefix,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m kestrel_engine.sizing", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--model", default="moondream2", help="a released name or a config.json")
+    parser.add_argument("--gpu-gib", type=float, nargs="+", default=[8, 16, 24, 80], metavar="N")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--max-batch-size", type=int, default=None)
+    parser.add_argument("--max-seq-length", type=int, default=None)
+    parser.add_argument("--step-crops", type=int, default=None)
+    parser.add_argument("--kv-cache-gib", type=float, default=None)
+    parser.add_argument("--no-fp8", action="store_true", help="a card without FP8 (below 8.9)")
+    args = parser.parse_args(arguments)
+    columns = "GPU, GiB", "weights", "reserve", "KV cache", "batch", "context", "full", "pictures"
+    print("".join(f"{column:>10}" for column in columns))
+    for gib in args.gpu_gib:
+        try:
+            config = RuntimeConfig(
+                model=args.model,
+                dtype=args.dtype,
+                random_weights=True,
+                max_batch_size=args.max_batch_size,
+                max_seq_length=args.max_seq_length,
+                step_crops=args.step_crops,
+                kv_cache_gib=args.kv_cache_gib,
+            )
+            found = fit(config, int(gib * GIB), fp8=not args.no_fp8)
+        except KestrelError as error:
+            print(f"{gib:>10g}  {error}")
+            continue
+        sizes = found.weights_bytes, found.reserve_bytes, found.pool_bytes
+        counts = found.max_batch_size, found.max_seq_length, found.full_sequences, found.pictures
+        print(
+            f"{gib:>10g}"
+            + "".join(f"{size / GIB:>10.2f}" for size in sizes)
+            + "".join(f"{count:>10}" for count in counts)
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

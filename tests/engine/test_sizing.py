@@ -1,0 +1,84 @@
+"""What fits a card, and that the sum is the factory's own."""
+
+import pytest
+import torch
+
+from kestrel_engine import InsufficientMemoryError, RuntimeConfig, factory, sizing
+from kestrel_engine.checkpoint.random_weights import random_checkpoint, weight_bytes
+from kestrel_engine.model_config import parse_model_config
+from kestrel_engine.sizing import GIB, fit
+
+
+def config(model="moondream2", **more):
+    return RuntimeConfig(model=model, random_weights=True, **({"max_batch_size": None} | more))
+
+
+def test_the_released_shapes_by_hand():
+    found = fit(config(), 24 * GIB)
+    assert found.weights_bytes == 2 * 1_927_237_104
+    assert (found.page_size, found.max_batch_size, found.max_seq_length) == (10, 64, 2048)
+    page_bytes = 2 * 24 * 10 * 2048 * 2
+    assert found.pool_bytes == found.num_pages * page_bytes
+    room = 24 * GIB - sizing.CONTEXT_BYTES - found.weights_bytes - found.reserve_bytes
+    assert found.num_pages == int(0.9 * room) // page_bytes
+    assert found.full_sequences == found.num_pages // 205
+    assert found.pictures == found.num_pages // 73
+
+
+def test_a_card_without_fp8_holds_wide_experts():
+    kept, wide = (fit(config("moondream3.1-9b-a2b"), 80 * GIB, fp8=fp8) for fp8 in (True, False))
+    assert wide.weights_bytes == 2 * 9_268_626_928
+    rows = 20 * 64 * (2048 + 2048)
+    assert kept.weights_bytes == wide.weights_bytes - 8_053_063_680 + 4 * rows
+    assert kept.num_pages > wide.num_pages
+
+
+def test_a_smaller_step_leaves_more_for_the_cache():
+    whole, small = fit(config(), 8 * GIB), fit(config(step_crops=1, max_batch_size=4), 8 * GIB)
+    assert small.reserve_bytes < whole.reserve_bytes and small.num_pages > whole.num_pages
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_weights_are_what_loading_makes(keep):
+    text = {
+        "dim": 64,
+        "n_layers": 2,
+        "n_heads": 2,
+        "n_kv_heads": 2,
+        "ff_dim": 64,
+        "vocab_size": 50,
+        "moe": {"num_experts": 4, "experts_per_token": 2, "start_layer": 1, "expert_inner_dim": 32},
+    }
+    vision = {"enc_dim": 32, "enc_n_layers": 1, "enc_ff_dim": 32, "enc_n_heads": 2}
+    vision |= {"proj_inner_dim": 32, "proj_out_dim": 64}
+    raw = {"config": {"text": text, "vision": vision, "region": {"dim": 64}}}
+    model = parse_model_config(raw)
+    made = random_checkpoint(
+        model, 0, torch.bfloat16, "cpu", keep_fp8=keep, progress=lambda *_: None
+    )
+    total = sum(tensor.nbytes for tensor in made.tensors.values())
+    assert weight_bytes(model, torch.bfloat16, keep_fp8=keep) == total
+
+
+def test_what_does_not_fit_is_said():
+    with pytest.raises(InsufficientMemoryError, match=r"the weights take 9\.8 GiB"):
+        fit(config("moondream3.1-9b-a2b"), 8 * GIB)
+    with pytest.raises(InsufficientMemoryError, match="a picture takes 73 pages"):
+        fit(config(), 6 * GIB)
+
+
+def test_the_command_prints_a_line_a_card(capsys):
+    assert sizing.main(["--model", "moondream3.1-9b-a2b", "--gpu-gib", "8", "24"]) == 0
+    header, small, large = capsys.readouterr().out.splitlines()
+    assert header.split()[-3:] == ["context", "full", "pictures"]
+    assert "the weights take" in small
+    assert large.split()[:2] == ["24", "9.78"] and large.split()[5] == "32768"
+
+
+def test_the_reserve_counts_the_largest_step():
+    model = parse_model_config({}, family="moondream2")
+    few, many = (
+        factory.reserve_of(model, torch.bfloat16, config(step_crops=crops).sizes(cuda=True))
+        for crops in (1, 18)
+    )
+    assert few < many
