@@ -120,7 +120,8 @@ def paged_decode(
     ``value_pool`` [num_slots, H, D], one layer, contiguous. ``page_table`` [num_seqs, max_pages] int32; ``row_seq``
     and ``positions`` [M] int32: whose pages a row uses and where its token stands. ``cos`` and ``sin``
     [max_positions, rotary_dim / 2] float32. ``tau``: raw content [M, 2*H] and alpha [H] float32. ``workspace`` is
-    needed where ``splits`` > 1. Columns of ``qkv``, ``content`` and ``out`` are contiguous, row strides free.
+    needed where ``splits`` > 1. Columns of ``qkv``, ``content`` and ``out`` are contiguous, row strides free; ``out``
+    may be the columns of v in ``qkv``.
 
     A row sees its own token and slots of positions below p, nothing else. Rows of one sequence must not meet in one
     launch, except padding rows (position 0 of a spare sequence that nobody reads).
@@ -403,6 +404,9 @@ def _decode(
     acc, total, most = tl.sum(acc, 0), tl.sum(total, 0), tl.sum(most, 0)
     target = out + row.to(tl.int64) * out_stride
     active = _num_active(position, splits)
+    # ``out`` may be qkv's own columns of v: every thread has read the new value before one overwrites it. Other splits
+    # have either ended at once or arrived before the last one writes.
+    tl.debug_barrier()
     if (not SPLIT) or active == 1:
         tl.store(target + hd, (acc / total[:, None]).to(out.dtype.element_ty), mask=known_hd)
     else:
@@ -413,7 +417,7 @@ def _decode(
         tl.store(stats + at_entry * (2 * H) + H + heads, total, mask=known)
         if MERGE:
             counter = arrived + row * tl.num_programs(0) + group
-            # All threads' partial sums are out before one of them says so.
+            # All threads' partial sums are out before one says so.
             tl.debug_barrier()
             before_us = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
             if before_us == active - 1:

@@ -97,6 +97,28 @@ def test_rows_may_lie_apart_and_columns_may_follow():
     check(case, splits=2, width=400)
 
 
+def test_the_output_may_take_the_place_of_v():
+    for splits in (1, 3):
+        case = Case.make([5, 21], page_size=5, tau=False, device=DEVICE)
+        expected = decode_reference(case)[0]
+        out = case.qkv[:, 2 * 64 : 3 * 64]
+        paged_decode(
+            case.qkv,
+            case.keys,
+            case.values,
+            case.page_table,
+            case.row_seq,
+            case.positions,
+            case.cos,
+            case.sin,
+            page_size=5,
+            splits=splits,
+            workspace=DecodeWorkspace.allocate([(2, splits)], 4, 16, torch.device(DEVICE)),
+            out=out,
+        )
+        assert relative_error(out, expected) < LIMITS[torch.float32]
+
+
 def test_every_candidate():
     case = Case.make([40, 11], page_size=10, tau=False, num_heads=4, head_dim=32, device=DEVICE)
     for config in candidates(32, torch.float32):
