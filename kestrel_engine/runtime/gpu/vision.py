@@ -29,7 +29,7 @@ MAX_PICTURES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class VisionBlock:
     """``pending``: what LayerNorms 1 and 2 add to the stream, float32 [enc_dim]."""
 
     ln1: LayerNorm
@@ -56,8 +56,8 @@ class FusedVision:
                 *(tensors[f"{name}.{leaf}.bias"] for name in names for leaf in leaves),
             ]
         )
-        self._blocks = [
-            _Block(
+        self.blocks = [
+            VisionBlock(
                 ln1=LayerNorm.load(tensors, f"{name}.ln1"),
                 qkv=Linear.load(tensors, f"{name}.attn.qkv"),
                 proj=tensors[f"{name}.attn.proj.weight"],
@@ -99,7 +99,7 @@ class FusedVision:
         if len(qkv) > len(x):
             # Never read, but numbers: some kernels are slow or loud about what is none.
             qkv[len(x) :].zero_()
-        for block in self._blocks:
+        for block in self.blocks:
             layer_norm(x, block.ln1.weight, block.ln1.bias, pending=block.pending[0], out=u)
             linear(u, block.qkv, out=qkv[: len(x)])
             attended = self.attention(qkv.view(-1, patches, 3, self.config.enc_n_heads, self._size))
