@@ -122,7 +122,10 @@ def _launch(
     num_inputs = weight.shape[2]
     product_type = outputs.dtype if kernel is _up_kernel else inputs.dtype
     rows: Any = weight
-    if tile.tma:
+    tma = (
+        tile.tma and num_inputs * weight.element_size() % 16 == 0
+    )  # what the copy engine can address
+    if tma:
         rows = TensorDescriptor.from_tensor(
             weight.view(-1, num_inputs), [tile.block_n, tile.block_k]
         )
@@ -142,7 +145,7 @@ def _launch(
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         SWAP=tile.swap,
-        TMA=tile.tma,
+        TMA=tma,
         SCALED=scale is not None,
         DOT=triton_type(product_type),
         PRODUCT_SCALE=product_scale(product_type),
