@@ -98,10 +98,10 @@ class EngineTarget:
 
 
 class ServedTarget:
-    """A server, asked through the SDK's streams."""
+    """A server, asked through the SDK's streams. Questions with a forced end share caches within ``namespace``."""
 
-    def __init__(self, client: AsyncKestrelClient) -> None:
-        self._client = client
+    def __init__(self, client: AsyncKestrelClient, namespace: str = "") -> None:
+        self._client, self._namespace = client, namespace
 
     async def caption(self, image: bytes, max_tokens: int | None = None) -> Answer:
         return await self._read(
@@ -115,6 +115,18 @@ class ServedTarget:
 
     async def detect(self, image: bytes, what: str) -> Answer:
         return await self._read(self._client.stream_detect(image, what, max_objects=8))
+
+    async def forced_query(
+        self, image: bytes, question: str, max_tokens: int, sampling: Mapping[str, float]
+    ) -> Answer:
+        """The server must have been given the skill."""
+        settings = {**sampling, "max_tokens": max_tokens}
+        arguments = {"question": question}
+        return await self._read(
+            self._client.stream_skill(
+                "forced_query", image, arguments, settings, cache_salt=self._namespace or None
+            )
+        )
 
     async def _read(self, stream: AsyncStream[Any, Any]) -> Answer:
         began = time.perf_counter()

@@ -126,14 +126,23 @@ def draw_pictures(
     if cache is None:
         return _drawn(count, seed, first)
     path = Path(cache) / f"chart-pictures-{VERSION}-{seed}-{first}-{count}.npz"
-    if not path.exists():
-        pictures = _drawn(count, seed, first)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.stem}-{os.getpid()}.npz")
-        ends = np.cumsum([len(p) for p in pictures])
-        np.savez(partial, ends=ends, data=np.frombuffer(b"".join(pictures), np.uint8))
-        partial.replace(path)
-        return pictures
+    if path.exists():
+        return load_pictures(path)
+    pictures = _drawn(count, seed, first)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.stem}-{os.getpid()}.npz")
+    store_pictures(partial, pictures)
+    partial.replace(path)
+    return pictures
+
+
+def store_pictures(path: Path, pictures: Sequence[bytes]) -> None:
+    """One .npz file of them all."""
+    ends = np.cumsum([len(p) for p in pictures])
+    np.savez(path, ends=ends, data=np.frombuffer(b"".join(pictures), np.uint8))
+
+
+def load_pictures(path: Path) -> list[bytes]:
     with np.load(path) as stored:
         ends, data = stored["ends"], stored["data"].tobytes()
     return [data[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]

@@ -39,11 +39,14 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """A report, or all reports of a folder. Files of other content are passed over."""
+    """A report or a list of them in one file, or all of a folder. Other content is passed over."""
     figures: dict[tuple[str, str], tuple[float, bool]] = {}
     machines: set[str] = set()
+    reports: list[Any] = []
     for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
         content: Any = json.loads(file.read_text())
+        reports += content if isinstance(content, list) else [content]
+    for content in reports:
         if not isinstance(content, dict) or "benchmark" not in content:
             continue
         machine = content.get("machine", {})
@@ -89,10 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not found:
         print("nothing to compare: no figure is in both")
         return 2
-    slower = 0
+    worse = 0
     for one in found:
-        verdict = "SLOWER" if 100 * one.worse > args.tolerance else "      "
-        slower += verdict == "SLOWER"
+        verdict = "WORSE " if 100 * one.worse > args.tolerance else "      "
+        worse += verdict == "WORSE "
         change = f"{100 * one.worse:+7.1f} %"
         print(f"{verdict} {change}  {one.name}: {shown(one.old)} -> {shown(one.new)}")
     for title, keys in (
@@ -101,8 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         for key in sorted(keys):
             print(f"{title}: {': '.join(key)}")
-    print(f"{len(found)} compared, {slower} slower by more than {args.tolerance:g} %")
-    return int(slower > 0)
+    print(f"{len(found)} compared, {worse} worse by more than {args.tolerance:g} %")
+    return int(worse > 0)
 
 
 if __name__ == "__main__":

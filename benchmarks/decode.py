@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import torch
 
 from kestrel_engine.model_config import ModelConfig
-from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.protocol import StepHandle
 from kestrel_engine.step import StepPlan, TokenRule
 
@@ -124,14 +123,13 @@ def measure(
 ) -> None:
     """``rate``: bytes a second of a copy, measured if not given."""
     config, device = opened.built.model, opened.device
-    model = opened.built.runtime.model  # type: ignore[attr-defined]
-    assert isinstance(model, Moondream)
+    model = opened.runtime.model
     rate = rate or copy_rate(device)
     ids = config.ids
     rule = TokenRule(stop=ids.eos_id, suppressed=(ids.eos_id, ids.answer_id))
-    steps = HandMadeSteps(opened.built.runtime, rule=rule)
+    steps = HandMadeSteps(opened.runtime, rule=rule)
     total = num_steps + warm_up
-    largest = min(max(batches), opened.built.runtime.limits.max_batch_size)
+    largest = min(max(batches), opened.runtime.limits.max_batch_size)
     prefilled = prefill_contexts(steps, config, largest, context - total // 2, total + 1)
     work = decoder_bytes(model, model.dtype)
     routed = chosen_experts(model, prefilled.texts) if work.moe_layers else None
@@ -212,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
             warm_up=args.warm_up,
         )
     finally:
-        opened.built.runtime.close()
+        opened.runtime.close()
     report.finish(args.json)
     return report
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 from kestrel_engine import InferenceEngine, Observer, RuntimeConfig, SkillRegistry
 from kestrel_engine.factory import Built, build
 from kestrel_engine.runtime.protocol import Runtime, StepHandle
-from kestrel_engine.step import RuntimeLimits, StepPlan, StepResult
+from kestrel_engine.step import Row, RuntimeLimits, StepPlan, StepResult
 from kestrel_grpc.cli.serve import GC_THRESHOLDS
 from kestrel_grpc.model_settings import add_model_flags, runtime_config
 
@@ -26,8 +27,25 @@ from .forced_skill import ForcedCaption, ForcedQuery
 if TYPE_CHECKING:
     import torch
 
+    from kestrel_engine.models.moondream import Moondream
+
 QUICK = ("--model", "kestrel-tiny", "--device", "cpu", "--max-seq-length", "640")
 """Flags of the model under --quick, before those that are given."""
+
+KV_CACHE_GIB = 24.0
+"""On CUDA, unless told otherwise: 64 sequences of 2,048 positions. By default the pool takes nearly all the memory that
+is left, and a float32 reference or a second process would find none."""
+
+
+class ModelRuntime(Runtime, Protocol):
+    """What every runtime that computes has besides: its model, and a forward pass to look into."""
+
+    @property
+    def model(self) -> Moondream: ...
+
+    def hidden(self, rows: Sequence[Row]) -> torch.Tensor:
+        """[num_rows, dim]: the residual stream at each row's last position, before the last LayerNorm."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,6 +60,10 @@ class Opened:
     def name(self) -> str:
         """The architecture's, whether its weights are read or made up."""
         return self.built.info.model.partition(" (")[0]
+
+    @property
+    def runtime(self) -> ModelRuntime:
+        return cast(ModelRuntime, self.built.runtime)
 
     @property
     def on_cuda(self) -> bool:
@@ -59,7 +81,16 @@ def model_arguments(arguments: Sequence[str], *, quick: bool = False) -> Runtime
     parser = argparse.ArgumentParser(prog="model", allow_abbrev=False)
     add_model_flags(parser)
     given = [*(QUICK if quick else ()), *arguments]
-    return runtime_config(parser.parse_args(given))
+    config = runtime_config(parser.parse_args(given))
+    if config.kv_cache_gib is None and config.kv_cache_pages is None and _is_cuda(config.device):
+        config = replace(config, kv_cache_gib=KV_CACHE_GIB)
+    return config
+
+
+def _is_cuda(device: str) -> bool:
+    import torch
+
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
 def parse(
@@ -103,23 +134,38 @@ def server_gc() -> Iterator[None]:
 
 
 class KeptRuntime:
-    """A runtime that outlives the engine which uses it: ``close`` is left to who opened it."""
+    """A runtime that outlives the engine which uses it: ``close`` makes it forget that engine's work and stay."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._out: deque[StepHandle] = deque()
+        self._sequences: set[int] = set()
+        self._pictures: set[str] = set()
 
     @property
     def limits(self) -> RuntimeLimits:
         return self._runtime.limits
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        return self._runtime.launch(plan)
+        handle = self._runtime.launch(plan)
+        self._out.append(handle)
+        # Every sequence begins with a prefill row, so decode rows, of which there are many, need no look.
+        self._sequences.update(row.sequence_id for row in plan.prefill)
+        self._sequences.difference_update(plan.ended)
+        self._pictures.update(piece.image.key for piece in plan.encode)
+        self._pictures.difference_update(plan.drop_images)
+        return handle
 
     def collect(self, handle: StepHandle) -> StepResult:
+        self._out.remove(handle)
         return self._runtime.collect(handle)
 
     def close(self) -> None:
-        """Nothing: the model is used again."""
+        while self._out:
+            self._runtime.collect(self._out.popleft())
+        left = StepPlan(0, drop_images=tuple(self._pictures), ended=tuple(self._sequences))
+        self._runtime.collect(self._runtime.launch(left))
+        self._sequences, self._pictures = set(), set()
 
 
 @dataclass(frozen=True)

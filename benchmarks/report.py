@@ -66,7 +66,7 @@ class Report:
         print(f"\n{', '.join(f'{name} {value}' for name, value in machine.items())}")
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(json.dumps(self.content(machine), indent=1) + "\n")
+            Path(path).write_text(json.dumps(self.content(machine), indent=1, default=str) + "\n")
 
     def content(self, machine: dict[str, Any]) -> dict[str, Any]:
         """What goes into the JSON file."""

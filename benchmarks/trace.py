@@ -28,6 +28,8 @@ from .trace_run import RunPlan, Steady, part_summary, parts, run_trace, span, st
 WARM_UP_FROM = 1_000_000
 """Numbers of the pictures that warm up: the trace has none of them."""
 WARM_UP_PICTURES = 24
+PROFILE_AFTER_S = 1.5
+"""Seconds into a run at which the profiler begins to watch."""
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +39,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--in-flight", type=int, nargs="+", default=[64], metavar="N", help="callers at once [64]"
     )
     group.add_argument(
-        "--tokens", type=int, nargs="+", default=[3], metavar="N", help="tokens an answer [3]"
+        "--tokens",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="tokens an answer [3; with --saturate the trace is asked only if this is given]",
     )
     group.add_argument(
         "--sampled",
@@ -57,9 +63,20 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_profile_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--profile",
+        type=float,
+        metavar="S",
+        help="after each run, run once more with torch's profiler watching the GPU for S seconds",
+    )
+
+
 def settle(args: argparse.Namespace) -> None:
     """No more pictures than a run needs; a hundredth of its size if it is to be quick."""
-    if args.saturate and not (args.image or args.image_dir):
+    if args.tokens is None:
+        args.tokens = [] if args.saturate else [3]
+    if not args.tokens and not (args.image or args.image_dir):
         args.num_prompts = args.num_prompts or 2 * max(args.in_flight)
     if args.quick:
         args.num_prompts = min(args.num_prompts or 6, 6)
@@ -153,7 +170,7 @@ async def measure_saturated(
 ) -> Steady:
     """Long answers of ``plan.in_flight`` streams: tokens/s while all of them decode."""
     print(f"{opened.name}: {plan.in_flight} streams of {plan.tokens} tokens", flush=True)
-    numbers = saturating(trace, plan.in_flight)
+    numbers = saturating(trace.questions, plan.in_flight)
     # Their pictures are cached first, so that all begin to decode at about the same time.
     await run_trace(running.target, trace, replace(plan, tokens=1), numbers)
     log.clear()
@@ -179,11 +196,38 @@ async def measure_saturated(
     return found
 
 
-def saturating(trace: ChartTrace, streams: int) -> list[int]:
-    """As many first questions about pictures as there are streams; repeats if the trace is too short."""
-    first = [i for i, q in enumerate(trace.questions) if not q.is_repeat]
+def saturating(questions: Sequence[Question], streams: int) -> list[int]:
+    """As many first questions about pictures as there are streams; repeats if there are too few."""
+    first = [i for i, q in enumerate(questions) if not q.is_repeat]
     assert first, "a trace without questions"
     return [first[i % len(first)] for i in range(streams)]
+
+
+async def profile(
+    running: RunningEngine,
+    trace: ChartTrace,
+    plan: RunPlan,
+    numbers: Sequence[int] | None,
+    seconds: float,
+    report: GpuReport,
+    name: str,
+) -> None:
+    """Runs once more while the GPU is watched: how busy it was with kernels, and with which."""
+    from .device_trace import record
+
+    # The first time it takes the profiler seconds to get ready.
+    await asyncio.to_thread(record, 0.05)
+    if numbers is None:
+        running.engine.flush_caches()
+    limited = replace(plan, limit_s=min(plan.limit_s, PROFILE_AFTER_S + seconds))
+    run = asyncio.create_task(run_trace(running.target, trace, limited, numbers))
+    await asyncio.sleep(PROFILE_AFTER_S)
+    seen = await asyncio.to_thread(record, seconds)
+    await run
+    for kernel, share, calls in seen.kernels:
+        row: Row = {"share": share, "calls": calls, "kernel": kernel[:90]}
+        report.add(f"{name}: kernels, by torch's profiler", row)
+    report.figure(f"{name}: GPU busy, kernel time over wall", seen.busy, "of the wall")
 
 
 async def measure(args: argparse.Namespace, opened: Opened, report: GpuReport) -> None:
@@ -198,11 +242,17 @@ async def measure(args: argparse.Namespace, opened: Opened, report: GpuReport) -
                 for in_flight in args.in_flight:
                     plan = RunPlan(in_flight, args.saturate_tokens, sampling(args), args.limit)
                     await measure_saturated(opened, running, log, trace, plan, report)
-                return
+                    if args.profile and opened.on_cuda:
+                        numbers = saturating(trace.questions, in_flight)
+                        name = f"{opened.name}: {in_flight} streams, engine alone"
+                        await profile(running, trace, plan, numbers, args.profile, report, name)
             for in_flight in args.in_flight:
                 for tokens in args.tokens:
                     plan = RunPlan(in_flight, tokens, sampling(args), args.limit)
                     await measure_trace(opened, running, log, trace, plan, report)
+                    if args.profile and opened.on_cuda:
+                        name = f"{opened.name}: {in_flight} in flight, {tokens} tokens"
+                        await profile(running, trace, plan, None, args.profile, report, name)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -214,6 +264,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_arguments(made)
     add_run_arguments(made)
+    add_profile_argument(made)
     add_trace_arguments(made)
     return made
 
@@ -227,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
     try:
         asyncio.run(measure(args, opened, report))
     finally:
-        opened.built.runtime.close()
+        opened.runtime.close()
     report.finish(args.json)
     return report
 

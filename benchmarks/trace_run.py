@@ -28,12 +28,16 @@ class Asked:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """``in_flight`` callers, each of whom asks again when answered, for at most ``limit_s`` seconds."""
+    """``in_flight`` callers, each of whom asks again when answered, for at most ``limit_s`` seconds.
+
+    ``namespace``: what other runs left in a server's caches is not seen.
+    """
 
     in_flight: int
     tokens: int
     sampling: Mapping[str, float]
     limit_s: float = 600.0
+    namespace: str = ""
 
 
 async def run_trace(
@@ -61,9 +65,12 @@ async def run_trace(
                 rate = len(asked) / (now - began)
                 print(f"  {len(asked)} of {total} answered, {rate:.1f} a second", flush=True)
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(plan.in_flight, total)):
-            group.create_task(caller())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(plan.in_flight, total)):
+                group.create_task(caller())
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from several
     return asked
 
 

@@ -20,7 +20,7 @@ def write(path: Path, name: str, rate: float, time_ms: float) -> None:
 def test_equal_runs_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write(tmp_path / "a.json", "x", 10, 2)
     assert main([str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 0
-    assert "2 compared, 0 slower" in capsys.readouterr().out
+    assert "2 compared, 0 worse" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("rate", "time_ms"), [(9.4, 2), (10, 2.2)])

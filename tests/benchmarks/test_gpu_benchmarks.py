@@ -12,7 +12,19 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import chart_trace, compare, decode, floors, trace
+from benchmarks import (
+    chart_trace,
+    compare,
+    decode,
+    floors,
+    gpu_suite,
+    prefill,
+    quality,
+    trace,
+    trace_grpc,
+    vision,
+)
+from benchmarks.report import Report
 
 MODEL = ("--threads", "1", "--max-batch-size", "16")
 
@@ -79,7 +91,74 @@ def test_floors(tmp_path: Path) -> None:
     assert {"cpu: copy rate", "float32 GEMM, large", "preprocessing, 1 thread"} <= names
 
 
-@pytest.mark.parametrize("benchmark", [chart_trace, compare, decode, floors, trace])
+def test_vision(tmp_path: Path) -> None:
+    report = run(vision, tmp_path, *MODEL)
+    tower, step = report["tables"].values()
+    assert [row["crops"] for row in tower] == [2, 1]
+    assert step[0]["pictures"] == 6 and step[0]["crops/s"] > 0
+
+
+def test_prefill(tmp_path: Path) -> None:
+    report = run(prefill, tmp_path, *MODEL)
+    prefixes, questions, moe = report["tables"].values()
+    assert [row["positions"] for row in prefixes] == [325, 650]
+    assert [row["questions"] for row in questions] == [1, 2]
+    assert (moe[0]["tokens"], moe[0]["experts"]) == (650, "float32")
+
+
+def test_quality_of_float32_is_perfect_and_of_bfloat16_near(tmp_path: Path) -> None:
+    report = run(quality, tmp_path, *MODEL, "--drift-only")
+    assert [bar["value"] for bar in report["bars"]] == [0, 0]
+    report = run(quality, tmp_path, *MODEL, "--drift-only", "--dtype", "bfloat16")
+    assert all(bar["is_met"] and bar["value"] > 1e-4 for bar in report["bars"])
+
+
+def test_quality_fails_when_a_limit_is_passed() -> None:
+    report = Report("x")
+    report.bar("relative error", 0.01, 0.03)
+    assert quality.passed(report)
+    report.bar("score", 0.9, quality.LEAST_SCORE, at_least=True)
+    assert not quality.passed(report)
+
+
+def test_score(tmp_path: Path) -> None:
+    path = tmp_path / "score.json"
+    report = quality.main(["--quick", "--score-only", "--threads", "1", "--json", str(path)])
+    (bar,) = report.bars
+    assert bar.value >= 0.5, "one scene"
+    assert quality.passed(report) == (bar.value >= quality.LEAST_SCORE)
+
+
+def test_trace_through_a_server(tmp_path: Path) -> None:
+    flags = ["--saturate", "--engine-tokens-per-s", "100", "--in-flight", "3", "--tokens", "3"]
+    report = run(trace_grpc, tmp_path, *MODEL, "--clients", "2", *flags)
+    saturated, whole, halves = report["tables"].values()
+    assert saturated[0]["streams"] == 3 and saturated[0]["ratio"] > 0
+    assert (whole[0]["requests"], whole[0]["tokens"]) == (6, 3)
+    assert [row["of"] for row in halves] == ["uncached", "repeats"]
+
+
+@pytest.mark.slow
+def test_suite_goes_on_after_a_part_that_fails(tmp_path: Path, capfd) -> None:
+    parts = ["--parts", "trace", "saturate", "decode", "floors"]
+    assert gpu_suite.main(["--quick", "--out", str(tmp_path), *parts]) == 0
+    reports = json.loads((tmp_path / "bench.json").read_text())
+    assert {r["benchmark"] for r in reports} == {"trace", "saturate", "decode", "floors"}
+    assert compare.main([str(tmp_path / "bench.json"), str(tmp_path)]) == 0
+    # A model that there isn't fails; the ceilings are measured all the same.
+    flags = ["--out", str(tmp_path), "--device", "cpu", "--models", "nosuch"]
+    (tmp_path / "floors.json").unlink()
+    failed = gpu_suite.Job("x", ["benchmarks.gpu_suite", "--one", "nosuch", *flags], 60)
+    assert not gpu_suite.run_job(failed, 60)
+    assert not gpu_suite.run_job(gpu_suite.Job("y", ["http.server", "0"], 60), 1)
+    assert "y was out of time" in capfd.readouterr().out
+
+
+BENCHMARKS = [chart_trace, compare, decode, floors, gpu_suite]
+BENCHMARKS += [prefill, quality, trace, trace_grpc, vision]
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
 def test_help(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         benchmark.main(["--help"])

@@ -1,0 +1,281 @@
+"""All benchmarks of a GPU, the most important first, each within a time limit; what fails or hangs stops no other.
+
+python -m benchmarks.gpu_suite [--out out/bench] [--seconds 530]      `make bench-gpu` runs this
+
+Each model is loaded once, with random weights at its true shape, and everything is measured on it that needs no
+server; the service, the ceilings and the quality gate have processes of their own. Every part writes its JSON into
+--out as soon as it has ended, and bench.json there holds them all, for benchmarks.compare; an earlier run's files are
+removed first. Ends with status 1 if a part failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .gpu_report import Figure, GpuReport, command_line, line
+
+MODELS = ("moondream2", "moondream3-preview")
+RUNS = {"moondream2": ((64, 3), (64, 30), (1, 3)), "moondream3-preview": ((64, 3), (64, 30))}
+"""Of the trace: requests in flight and tokens an answer."""
+PARTS = ("trace", "decode", "prefill", "vision", "saturate", "quality")
+"""Of a model, in this order. Both models have one vision tower, so it is measured on the first."""
+ONE_IN_FLIGHT_S, TRACE_S = 14.0, 45.0
+"""Longest time of a run of the trace; one request at a time takes a part of the trace."""
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A process: ``arguments`` of ``python -m``, and the most seconds it may take."""
+
+    name: str
+    arguments: Sequence[str]
+    limit_s: float
+
+
+def jobs(args: argparse.Namespace, cache: Path) -> list[Job]:
+    """What is to be run, the most important first."""
+    out, found = args.out, []
+    quick = ["--quick"] if args.quick else []
+    device = ["--device", args.device]
+    for model, limit_s in zip(args.models, (175.0, 195.0), strict=False):
+        one = ["benchmarks.gpu_suite", "--one", model, "--out", str(out), "--cache", str(cache)]
+        chosen = [part for part in args.parts if part in PARTS]
+        if chosen:
+            found.append(Job(model, [*one, *quick, *device, "--parts", *chosen], limit_s))
+    first = args.models[0]
+    served = ["--model", first, *device] + ([] if args.quick else ["--random-weights"])
+    if args.quick:
+        served += ["--threads", "1"]
+    if "grpc" in args.parts:
+        through = [
+            "benchmarks.trace_grpc",
+            *quick,
+            "--saturate",
+            "--json",
+            f"{out}/trace_grpc.json",
+        ]
+        through += ["--in-flight", "2" if args.quick else "64", *served]
+        if not args.quick:
+            through += ["--tokens", "3", "--limit", "30", "--cache", str(cache)]
+        found.append(Job("grpc", through, 120.0))
+    if "floors" in args.parts:
+        floors = ["benchmarks.floors", *quick, *device, "--json", f"{out}/floors.json"]
+        found.append(Job("floors", floors, 45.0))
+    if "score" in args.parts:
+        score = ["benchmarks.quality", *quick, "--score-only", *device]
+        found.append(Job("score", [*score, "--json", f"{out}/score.json"], 60.0))
+    if "startup" in args.parts:
+        startup = ["benchmarks.startup", *quick, "--model", first, *device, "--runs", "2"]
+        found.append(Job("startup", [*startup, "--json", f"{out}/startup.json"], 120.0))
+    return found
+
+
+ALL_PARTS = (*PARTS, "grpc", "floors", "score", "startup")
+
+
+def run_job(job: Job, limit_s: float) -> bool:
+    """Runs a job to its end, or ends it and all that it started when its time is over. True: it went well."""
+    command = [sys.executable, "-m", *job.arguments]
+    print(
+        f"\n==== {job.name}, at most {limit_s:.0f} s: python -m {' '.join(job.arguments)}",
+        flush=True,
+    )
+    began = time.monotonic()
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    try:
+        status = process.wait(limit_s)
+        told = f"ended with status {status}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        status, told = -1, "was out of time"
+    print(f"==== {job.name} {told} after {time.monotonic() - began:.0f} s", flush=True)
+    return status == 0
+
+
+def measure_model(args: argparse.Namespace) -> bool:
+    """The parts of one model, in this process. True: all went well."""
+    from .opening import model_arguments, open_model
+
+    flags = ["--model", args.one, "--device", args.device]
+    flags += ["--threads", "1"] if args.quick else ["--random-weights"]
+    opened = open_model(model_arguments(flags, quick=args.quick))
+    good = True
+    for part in args.parts:
+        if part == "vision" and args.one not in (MODELS[0], "kestrel-tiny"):
+            continue
+        report = GpuReport(part, vars(args), command=command_line("benchmarks.gpu_suite", None))
+        began = time.monotonic()
+        print(f"\n-- {args.one}: {part}", flush=True)
+        try:
+            MEASURES[part](opened, args, report)
+        except Exception:  # The other parts are worth having.
+            traceback.print_exc()
+            good = False
+        print(f"-- {args.one}: {part} took {time.monotonic() - began:.0f} s", flush=True)
+        # Figures that were taken before a failure count too.
+        report.finish(str(args.out / f"{args.one}-{part}.json"))
+    opened.runtime.close()
+    return good
+
+
+def _trace(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
+    from .chart_trace import make_trace
+    from .opening import engine_on, server_gc
+    from .step_log import StepLog
+    from .trace import measure_trace, warm_up
+    from .trace_run import RunPlan
+
+    trace = make_trace(
+        opened.built.codec.encode, num_prompts=4 if args.quick else None, cache=args.cache
+    )
+    runs = ((2, 3),) if args.quick else RUNS[args.one]
+
+    async def run() -> None:
+        log = StepLog()
+        async with engine_on(opened, log) as running:
+            await warm_up(running, max(n for n, _ in runs), quick=args.quick)
+            with server_gc():
+                for in_flight, tokens in runs:
+                    limit_s = ONE_IN_FLIGHT_S if in_flight == 1 else TRACE_S
+                    plan = RunPlan(in_flight, tokens, {}, limit_s)
+                    await measure_trace(opened, running, log, trace, plan, report)
+
+    asyncio.run(run())
+
+
+def _saturate(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
+    from .chart_trace import make_trace
+    from .opening import engine_on, server_gc
+    from .step_log import StepLog
+    from .trace import measure_saturated
+    from .trace_run import RunPlan
+
+    streams, tokens = (2, 12) if args.quick else (64, 768)
+    trace = make_trace(opened.built.codec.encode, num_prompts=2 * streams)
+
+    async def run() -> None:
+        log = StepLog()
+        async with engine_on(opened, log) as running:
+            with server_gc():
+                plan = RunPlan(streams, tokens, {})
+                await measure_saturated(opened, running, log, trace, plan, report)
+
+    asyncio.run(run())
+
+
+def _decode(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
+    from .decode import measure
+
+    sizes = ((1, 2), 48, 4, 2) if args.quick else ((1, 4, 16, 32, 64), 800, 96, 16)
+    batches, context, steps, warm = sizes
+    measure(opened, report, batches=batches, context=context, num_steps=steps, warm_up=warm)
+
+
+def _vision(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
+    from .vision import measure
+
+    counts = (1,) if args.quick else (56, 28, 9, 1)
+    measure(opened, report, crop_counts=counts, repeats=1 if args.quick else 9)
+
+
+def _prefill(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
+    from .prefill import measure
+
+    counts = (1,) if args.quick else (1, 4, 16)
+    measure(opened, report, picture_counts=counts, repeats=1 if args.quick else 7)
+
+
+def _quality(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
+    from .quality import measure_drift
+
+    pictures, steps = (1, 1) if args.quick else (4, 16)
+    measure_drift(opened, report, pictures=pictures, steps=steps)
+
+
+MEASURES: dict[str, Callable[[Any, argparse.Namespace, GpuReport], None]] = {
+    "trace": _trace,
+    "saturate": _saturate,
+    "decode": _decode,
+    "vision": _vision,
+    "prefill": _prefill,
+    "quality": _quality,
+}
+
+
+def gather(out: Path) -> list[dict[str, Any]]:
+    """All reports of a folder, and bench.json made of them."""
+    files = sorted(file for file in out.glob("*.json") if file.name != "bench.json")
+    reports = [json.loads(file.read_text()) for file in files]
+    (out / "bench.json").write_text(json.dumps(reports, indent=1) + "\n")
+    return reports
+
+
+def show(reports: Sequence[dict[str, Any]]) -> None:
+    """Every figure and bar in one list."""
+    print("\nAll figures")
+    for report in reports:
+        for found in report.get("figures", []):
+            derived = ("share", "verdict")
+            print("  " + line(Figure(**{k: v for k, v in found.items() if k not in derived})))
+        for bar in report.get("bars", []):
+            verdict = "met" if bar["is_met"] else "MISSED"
+            print(f"  {bar['what']}: {bar['value']:.4g}, limit {bar['limit']:g}, {verdict}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.gpu_suite",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="[out/bench]")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help=f"[{' '.join(MODELS)}]")
+    parser.add_argument(
+        "--parts", nargs="+", default=list(ALL_PARTS), choices=ALL_PARTS, metavar="PART",
+        help=f"some of: {' '.join(ALL_PARTS)} [all]",
+    )  # fmt: skip
+    parser.add_argument("--device", default="cuda", help="[cuda]")
+    parser.add_argument("--seconds", type=float, default=530.0, help="for all of it [530]")
+    parser.add_argument("--cache", type=Path, help="folder of the trace's pictures [OUT/pictures]")
+    parser.add_argument("--quick", action="store_true", help="a smoke test with kestrel-tiny")
+    parser.add_argument("--one", metavar="MODEL", help="only this model's parts, in this process")
+    args = parser.parse_args(arguments)
+    args.out = args.out.resolve()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.one:
+        return 0 if measure_model(args) else 1
+    if args.quick:
+        args.models, args.device = ["kestrel-tiny"], "cpu"
+    for file in args.out.glob("*.json"):
+        file.unlink()
+    cache = args.cache or args.out / "pictures"
+    until = time.monotonic() + args.seconds
+    failed = []
+    for job in jobs(args, cache):
+        left = until - time.monotonic()
+        if left < min(20.0, job.limit_s):
+            print(f"==== {job.name} left out: {left:.0f} s are left", flush=True)
+            failed.append(job.name)
+        elif not run_job(job, min(job.limit_s, left)):
+            failed.append(job.name)
+    show(gather(args.out))
+    print(f"\n{'failed: ' + ', '.join(failed) if failed else 'all parts ran'}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

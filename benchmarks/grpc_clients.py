@@ -1,0 +1,108 @@
+"""ClientProcesses: callers of a server in processes of their own, so that asking costs the server's process nothing.
+
+Each process has its own connection and takes every n-th question of a run, with its share of the callers; all use the
+SDK's streams. Pictures come to them through a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+
+from kestrel_client import AsyncKestrelClient
+
+from .callers import ServedTarget
+from .chart_trace import ChartTrace, Question, load_pictures, store_pictures
+from .trace_run import Asked, RunPlan, run_trace
+
+
+class ClientProcesses:
+    """A context; ``folder`` holds the pictures meanwhile."""
+
+    def __init__(self, address: str, trace: ChartTrace, *, count: int, folder: Path) -> None:
+        path = folder / "pictures.npz"
+        store_pictures(path, trace.pictures)
+        # Started anew, not forked: gRPC forbids that.
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_client, args=(theirs, address, path, trace.questions), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        for pipe in self._pipes:
+            assert pipe.recv() == "ready"
+
+    def begin(self, plan: RunPlan, numbers: Sequence[int]) -> None:
+        """Starts a run; questions and callers are dealt out in turn."""
+        count = len(self._pipes)
+        for index, pipe in enumerate(self._pipes):
+            callers = len(range(index, plan.in_flight, count))
+            own = numbers[index::count] if plan.in_flight >= count else ()
+            if plan.in_flight < count and index < plan.in_flight:
+                own = numbers[index :: plan.in_flight]
+            pipe.send((replace(plan, in_flight=callers), list(own)))
+
+    def collect(self) -> list[Asked]:
+        """Waits for the run's end. Raises RuntimeError if a call failed."""
+        asked: list[Asked] = []
+        for pipe in self._pipes:
+            found = pipe.recv()
+            if isinstance(found, str):
+                raise RuntimeError(f"a client failed: {found}")
+            asked += found
+        return asked
+
+    def run(self, plan: RunPlan, numbers: Sequence[int]) -> list[Asked]:
+        self.begin(plan, numbers)
+        return self.collect()
+
+    def __enter__(self) -> ClientProcesses:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for pipe in self._pipes:
+            try:
+                pipe.send(None)
+            except OSError:
+                pass  # It has ended by itself.
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+
+def _client(pipe: Connection, address: str, path: Path, questions: tuple[Question, ...]) -> None:
+    """A client process: runs what comes through ``pipe`` until None comes."""
+    trace = ChartTrace(load_pictures(path), questions)
+
+    async def main() -> None:
+        async with AsyncKestrelClient(address) as client:
+            await client.wait_ready()
+            pipe.send("ready")
+            while (order := await asyncio.to_thread(pipe.recv)) is not None:
+                plan, numbers = order
+                target = ServedTarget(client, plan.namespace)
+                try:
+                    found = await run_trace(target, trace, plan, numbers) if numbers else []
+                except Exception as error:  # The parent waits for an answer, whatever it is.
+                    pipe.send(f"{type(error).__name__}: {error}")
+                else:
+                    pipe.send(found)
+
+    asyncio.run(main())

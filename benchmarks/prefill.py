@@ -1,0 +1,179 @@
+"""Prefill: image prefixes together, questions behind cached ones, and the MoE layers alone.
+
+python -m benchmarks.prefill --model moondream2 --random-weights --device cuda --json F
+
+Prefixes (BOS and picture, attending in both directions) and questions go through the runtime as steps without a
+scheduler and are timed by the runtime's own clock. The MoE layers are called as the runtime's prefill calls them, on
+random activations of as many tokens as that many prefixes have; the routers choose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kestrel_engine.models.text import Moe
+from kestrel_engine.requests import ImageBlock
+
+from . import bars
+from .decode import FIRST_TEXT_ID
+from .device_rates import gemm_rate, seconds_of
+from .gpu_report import GpuReport, command_line
+from .hand_made_steps import HandMadeSteps
+from .model_work import moe_flop, prefix_flop
+from .opening import Opened, model_arguments, open_model, parse
+from .report import add_arguments, median
+from .vision import prepared_pictures
+
+QUESTION = 25
+"""Tokens of a question with its template."""
+
+
+def measure_prefixes(
+    opened: Opened, report: GpuReport, *, picture_counts: Sequence[int], repeats: int
+) -> None:
+    config, device = opened.built.model, opened.device
+    model = opened.runtime.model
+    steps = HandMadeSteps(opened.runtime)
+    most = max(picture_counts)
+    text, prefix = config.text, config.image_prefix
+    # As large a product as there is: the ceiling of what is mostly fc1 and fc2.
+    ceiling = gemm_rate(most * prefix, text.ff_dim, text.dim, model.dtype, device, repeats=repeats)
+    pictures = prepared_pictures(most, config.vision)
+    steps.encode(pictures)
+    held = [steps.hold(prefix + QUESTION) for _ in pictures]
+    rng, bos = random.Random(0), config.ids.bos_id
+    for count in picture_counts:
+        rows = [
+            steps.row(h, (bos, ImageBlock(p.key, config.image_positions)), 0)
+            for h, p in zip(held[:count], pictures, strict=False)
+        ]
+        took = median([steps.prefill(rows).prefill_s for _ in range(repeats + 1)][1:])
+        tflops = prefix_flop(config, count) / took / 1e12
+        report.add(
+            "Image prefixes, by the runtime's clock",
+            {
+                "model": opened.name,
+                "pictures": count,
+                "positions": count * prefix,
+                "ms": 1e3 * took,
+                "TFLOP/s": tflops,
+                "GEMM ceiling": ceiling / 1e12,
+            },
+        )
+        limits = bars.PREFILL_TFLOPS.get((opened.name, count), bars.NONE)
+        limits = limits if opened.on_cuda else bars.NONE
+        report.figure(
+            f"{opened.name}: prefix prefill, {count} pictures",
+            tflops,
+            "TFLOP/s",
+            floor=ceiling / 1e12,
+            bar=limits.bar,
+            goal=limits.goal,
+        )
+    for count in picture_counts:
+        words = range(FIRST_TEXT_ID, text.vocab_size)
+        rows = [
+            steps.row(h, tuple(rng.choices(words, k=QUESTION)), prefix, draw=0)
+            for h in held[:count]
+        ]
+        took = median([steps.prefill(rows).prefill_s for _ in range(repeats + 1)][1:])
+        report.add(
+            f"Questions of {QUESTION} tokens behind cached prefixes, with one sampled token",
+            {"model": opened.name, "questions": count, "ms": 1e3 * took},
+        )
+        name = f"{opened.name}: prefill of {count} questions"
+        report.figure(name, 1e3 * took, "ms", at_least=False)
+    steps.end(held, [p.key for p in pictures])
+
+
+def measure_moe(opened: Opened, report: GpuReport, *, pictures: int, repeats: int) -> None:
+    """Nothing for a model without experts."""
+    config, device = opened.built.model, opened.device
+    model = opened.runtime.model
+    layers = [block.mlp for block in model.text.blocks if isinstance(block.mlp, Moe)]
+    if not layers:
+        return
+    tokens = pictures * config.image_prefix
+    u = torch.randn(tokens, config.text.dim, device=device).to(model.dtype)
+    call = moe_call(kernels=hasattr(opened.runtime, "vision"))
+    with torch.inference_mode():
+        took = median(
+            [seconds_of(partial(call, layer, u), device, repeats=repeats) for layer in layers[:4]]
+        )
+    tflops = moe_flop(config, tokens) / took / 1e12
+    stored = str(layers[0].fc1.dtype).removeprefix("torch.")
+    report.add(
+        "One MoE layer, router included",
+        {
+            "model": opened.name,
+            "tokens": tokens,
+            "experts": stored,
+            "ms": 1e3 * took,
+            "TFLOP/s": tflops,
+        },
+    )
+    judged = opened.on_cuda and opened.name.startswith("moondream3") and pictures == 16
+    limits = bars.MOE_TFLOPS if judged else bars.NONE
+    report.figure(
+        f"{opened.name}: MoE layer, {pictures} pictures, {stored}",
+        tflops,
+        "TFLOP/s",
+        bar=limits.bar,
+        goal=limits.goal,
+    )
+
+
+def moe_call(*, kernels: bool) -> Callable[[Moe, Tensor], Tensor]:
+    """How prefill computes a layer's experts: by the kernels, or in plain torch."""
+    if not kernels:
+        return Moe.__call__
+    from kestrel_engine.kernels.moe_prefill import moe_prefill
+    from kestrel_engine.kernels.moe_route import route
+
+    def call(layer: Moe, u: Tensor) -> Tensor:
+        weights, experts = route(layer.router(u), layer.experts_per_token)
+        return moe_prefill(
+            u, weights, experts, layer.fc1, layer.fc2, layer.fc1_scale, layer.fc2_scale
+        )
+
+    return call
+
+
+def measure(
+    opened: Opened, report: GpuReport, *, picture_counts: Sequence[int], repeats: int
+) -> None:
+    measure_prefixes(opened, report, picture_counts=picture_counts, repeats=repeats)
+    measure_moe(opened, report, pictures=max(picture_counts), repeats=repeats)
+
+
+def main(arguments: Sequence[str] | None = None) -> GpuReport:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.prefill",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_arguments(parser)
+    parser.add_argument("--pictures", type=int, nargs="+", default=[1, 4, 16], help="[1 4 16]")
+    parser.add_argument("--repeats", type=int, default=7, help="of which the median counts [7]")
+    args, of_model = parse(parser, arguments)
+    if args.quick:
+        args.pictures, args.repeats = [1, 2], 1
+    report = GpuReport("prefill", vars(args), command=command_line("benchmarks.prefill", arguments))
+    opened = open_model(model_arguments(of_model, quick=args.quick))
+    try:
+        measure(opened, report, picture_counts=args.pictures, repeats=args.repeats)
+    finally:
+        opened.runtime.close()
+    report.finish(args.json)
+    return report
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""What speed costs in quality, as a gate: drift of the served logits from float32, and kestrel-tiny's score.
+
+python -m benchmarks.quality --model moondream2 --random-weights --device cuda --json F
+python -m benchmarks.quality --score-only --device cuda
+
+Drift: the same weights, widened to float32, run in plain torch beside the served dtype and kernels, both fed the same
+pictures, questions and continuations (teacher forcing). At the end of prompts whole rows of logits are compared; in
+decode steps what a step tells, its best id and that id's log-probability. The score: the frozen evaluation's first
+scenes, asked of kestrel-tiny on the device in its default dtype. Ends with status 1 if a limit is passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, is_dataclass
+
+import torch
+from torch import Tensor
+
+from kestrel_engine.models.moondream import Moondream
+from kestrel_engine.requests import ImageBlock, Token
+from kestrel_engine.runtime.torch_runtime import TorchRuntime
+from kestrel_engine.step import Row
+
+from .decode import FIRST_TEXT_ID
+from .device_rates import synchronize
+from .gpu_report import GpuReport, command_line
+from .hand_made_steps import HandMadeSteps, Held
+from .opening import ModelRuntime, Opened, engine_on, model_arguments, open_model, parse
+from .report import add_arguments
+from .vision import prepared_pictures
+
+RELATIVE_ERROR = {"float32": 1e-3, "float16": 0.01, "bfloat16": 0.03}
+"""Most of ||served - float32|| / ||float32||, over the logits at the ends of prompts, each row less its mean."""
+WITH_EXPERTS = 2.5
+"""Times as much for a mixture of experts: a router's near tie may fall otherwise, and one token gets another expert."""
+LEAST_SCORE = 0.985
+"""Share of the evaluation's tasks; the whole evaluation in float32 gives 0.997."""
+SCENES = 150
+QUESTIONS_A_PICTURE = 4
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Token ids of each sequence after BOS and its picture: a question, then what it is made to continue with."""
+
+    pictures: list[int]
+    questions: list[tuple[int, ...]]
+    continuations: list[tuple[int, ...]]
+
+
+def tensors_of(value: object) -> Iterator[Tensor]:
+    """Every tensor that a model is made of."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_of(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_of(getattr(value, field.name))
+    elif hasattr(value, "__dict__"):
+        for item in vars(value).values():
+            yield from tensors_of(item)
+
+
+def widened(model: Moondream) -> Moondream:
+    """A copy whose tensors are float32: the same values, FP8 experts beside their scales."""
+    memo = {id(tensor): tensor.float() for tensor in tensors_of(model)}
+    return copy.deepcopy(model, memo)
+
+
+def make_prompts(opened: Opened, *, pictures: int, steps: int) -> Prompts:
+    rng = random.Random(0)
+    words = range(FIRST_TEXT_ID, opened.built.model.text.vocab_size)
+    count = pictures * QUESTIONS_A_PICTURE
+    return Prompts(
+        [i // QUESTIONS_A_PICTURE for i in range(count)],
+        [tuple(rng.choices(words, k=rng.randint(12, 30))) for _ in range(count)],
+        [tuple(rng.choices(words, k=steps)) for _ in range(count)],
+    )
+
+
+class Forced:
+    """One runtime that is fed ``prompts``."""
+
+    def __init__(self, runtime: ModelRuntime, opened: Opened, prompts: Prompts) -> None:
+        self.runtime, self._prompts = runtime, prompts
+        self._config, self._device = opened.built.model, opened.device
+        self.steps = HandMadeSteps(runtime)
+        self._keys: list[str] = []
+        self._held: list[Held] = []
+
+    def prefill(self, *, at_once: int = 8) -> Tensor:
+        """[sequences, vocab] float32 on the CPU: the logits at the end of each prompt."""
+        config, prompts = self._config, self._prompts
+        pictures = prepared_pictures(1 + max(prompts.pictures), config.vision)
+        self._keys = [picture.key for picture in pictures]
+        self.steps.encode(pictures)
+        rows, found = [], []
+        for number, question in zip(prompts.pictures, prompts.questions, strict=True):
+            block = ImageBlock(self._keys[number], config.image_positions)
+            tokens: tuple[Token, ...] = (config.ids.bos_id, block, *question)
+            room = config.image_prefix + len(question) + len(prompts.continuations[0])
+            self._held.append(self.steps.hold(room))
+            rows.append(self.steps.row(self._held[-1], tokens, 0))
+        for first in range(0, len(rows), at_once):
+            found.append(self._logits(rows[first : first + at_once]))
+        return torch.cat(found)
+
+    def _logits(self, rows: Sequence[Row]) -> Tensor:
+        hidden = self.runtime.hidden(rows)
+        synchronize(self._device)
+        with torch.inference_mode():
+            return self.runtime.model.text.logits(hidden).float().cpu()
+
+    def _next_rows(self, step: int, *, sampled: bool) -> list[Row]:
+        prompts, prefix = self._prompts, self._config.image_prefix
+        return [
+            self.steps.row(
+                held, (ids[step],), prefix + len(question) + step, draw=step if sampled else None
+            )
+            for held, question, ids in zip(
+                self._held, prompts.questions, prompts.continuations, strict=True
+            )
+        ]
+
+    def decode_logits(self, step: int) -> Tensor:
+        """The same after feeding continuation ``step``."""
+        return self._logits(self._next_rows(step, sampled=False))
+
+    def decode_best(self, step: int) -> tuple[list[int], list[float]]:
+        """Through a decode step: each row's best id and its log-probability."""
+        result = self.steps.decode(self._next_rows(step, sampled=True))
+        tokens = [result.tokens[held.sequence_id] for held in self._held]
+        return [t.id for t in tokens], [t.logprob or 0.0 for t in tokens]
+
+    def end(self) -> None:
+        self.steps.end(self._held, self._keys)
+
+
+def relative_error(found: Tensor, reference: Tensor) -> float:
+    """Of rows that are equal up to a constant, which a softmax doesn't see."""
+    found, reference = (t - t.mean(dim=-1, keepdim=True) for t in (found, reference))
+    return float((found - reference).norm() / reference.norm())
+
+
+def measure_drift(opened: Opened, report: GpuReport, *, pictures: int, steps: int) -> None:
+    """Adds tables, figures and the bar of the relative error."""
+    served = opened.runtime
+    config, limits = opened.built.model, served.limits
+    prompts = make_prompts(opened, pictures=pictures, steps=steps)
+    room = config.image_prefix + 32 + steps
+    reference = TorchRuntime(
+        widened(served.model),
+        config,
+        num_pages=len(prompts.questions) * (-(-room // limits.page_size) + 1),
+        page_size=limits.page_size,
+        max_batch_size=len(prompts.questions),
+        max_seq_length=min(limits.max_seq_length, room + limits.page_size),
+        device=opened.device,
+        dtype=torch.float32,
+    )
+    exact = Forced(reference, opened, prompts)
+    tested = Forced(served, opened, prompts)
+    try:
+        wanted, got = exact.prefill(), tested.prefill()
+        error = relative_error(got, wanted)
+        agreement = [float((got.argmax(-1) == wanted.argmax(-1)).float().mean())]
+        gap = (got - wanted).abs()
+        report.add(
+            "Logits at the end of prompts against float32",
+            {
+                "model": opened.name,
+                "dtype": opened.built.info.dtype,
+                "rows": len(wanted),
+                "relative error": error,
+                "max abs": float(gap.max()),
+                "mean abs": float(gap.mean()),
+                "std": float(wanted.std()),
+                "top-1 equal": agreement[0],
+            },
+        )
+        off: list[float] = []
+        same: list[bool] = []
+        for step in range(steps):
+            logprobs = exact.decode_logits(step).log_softmax(dim=-1)
+            best = logprobs.argmax(dim=-1).tolist()
+            ids, values = tested.decode_best(step)
+            for row, (token, value) in enumerate(zip(ids, values, strict=True)):
+                off.append(abs(value - float(logprobs[row, token])))
+                same.append(token == best[row])
+        report.add(
+            "Decode steps: the best id and its log-probability against float32",
+            {
+                "model": opened.name,
+                "dtype": opened.built.info.dtype,
+                "tokens": len(off),
+                "max abs": max(off),
+                "mean abs": sum(off) / len(off),
+                "top-1 equal": sum(same) / len(same),
+            },
+        )
+    finally:
+        exact.end()
+        tested.end()
+        reference.close()
+    name = f"{opened.name} {opened.built.info.dtype}"
+    limit = RELATIVE_ERROR[opened.built.info.dtype] * (WITH_EXPERTS if config.text.moe else 1.0)
+    report.bar(f"{name}: relative error of logits", error, limit)
+    report.bar(f"{name}: mean error of decoded log-probabilities", sum(off) / len(off), 2 * limit)
+    report.figure(f"{name}: decoded tokens equal to float32's", sum(same) / len(same), "of all")
+
+
+async def measure_score(opened: Opened, report: GpuReport, *, scenes: int) -> None:
+    """Share of kestrel-tiny's tasks that are right."""
+    from training.evaluate import ask
+    from training.evaluation_set import encode, example
+    from training.scoring import Record, score
+
+    examples = [example("seen", index) for index in range(scenes)]
+    with ThreadPoolExecutor(thread_name_prefix="render") as pool:
+        images = list(pool.map(encode, examples))
+    records: list[Record] = []
+    async with engine_on(opened) as running:
+        waiting = iter(zip(examples, images, strict=True))
+
+        async def caller() -> None:
+            for found, image in waiting:
+                outputs = await asyncio.gather(
+                    *(ask(running.engine, image, task) for task in found.tasks)
+                )
+                for task, output in zip(found.tasks, outputs, strict=True):
+                    records.append({"skill": task.skill, **score(found.scene, task, output)})
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(8, scenes)):
+                group.create_task(caller())
+    name = f"kestrel-tiny {opened.built.info.dtype} on {opened.device.type}"
+    for skill in sorted({r["skill"] for r in records}):
+        those = [r for r in records if r["skill"] == skill]
+        right = sum(bool(r["ok"]) for r in those)
+        report.add(
+            f"{name}, {scenes} scenes",
+            {"skill": skill, "tasks": len(those), "right": right / len(those)},
+        )
+    share = sum(bool(r["ok"]) for r in records) / len(records)
+    report.bar(f"{name}: tasks answered right", share, LEAST_SCORE, at_least=True)
+
+
+def score_on(device: str, report: GpuReport, *, scenes: int, threads: int | None = None) -> None:
+    """Loads kestrel-tiny, asks it and closes it."""
+    flags = ["--model", "kestrel-tiny", "--device", device, "--max-batch-size", "32"]
+    if threads:
+        flags += ["--threads", str(threads)]
+    opened = open_model(model_arguments(flags))
+    try:
+        asyncio.run(measure_score(opened, report, scenes=scenes))
+    finally:
+        opened.runtime.close()
+
+
+def passed(report: GpuReport) -> bool:
+    return all(bar.is_met for bar in report.bars)
+
+
+def main(arguments: Sequence[str] | None = None) -> GpuReport:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.quality",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_arguments(parser)
+    parser.add_argument(
+        "--pictures", type=int, default=4, help="of the drift, 4 questions each [4]"
+    )
+    parser.add_argument("--steps", type=int, default=16, help="decode steps of the drift [16]")
+    parser.add_argument("--scenes", type=int, default=SCENES, help=f"of the score [{SCENES}]")
+    parser.add_argument("--drift-only", action="store_true", help="leave the score out")
+    parser.add_argument("--score-only", action="store_true", help="leave the drift out")
+    args, of_model = parse(parser, arguments)
+    if args.quick:
+        args.pictures, args.steps, args.scenes = 1, 2, 1
+    report = GpuReport("quality", vars(args), command=command_line("benchmarks.quality", arguments))
+    config = model_arguments(of_model, quick=args.quick)
+    if not args.score_only:
+        opened = open_model(config)
+        try:
+            measure_drift(opened, report, pictures=args.pictures, steps=args.steps)
+        finally:
+            opened.runtime.close()
+    if not args.drift_only:
+        score_on(config.device, report, scenes=args.scenes, threads=config.cpu_threads)
+    report.finish(args.json)
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(0 if passed(main()) else 1)

@@ -1,0 +1,329 @@
+"""The trace through the service: a server process, client processes on the same host, streaming RPCs.
+
+python -m benchmarks.trace_grpc --model moondream2 --random-weights --device cuda --in-flight 64 --tokens 3 --json F
+python -m benchmarks.trace_grpc --model moondream2 --random-weights --device cuda --saturate
+
+Starts ``kestrel-grpc serve`` with the model's flags (or asks the server at --server, which must have been started with
+--skill benchmarks.forced_skill:ForcedQuery) and asks by StreamSkill, as the forced end is no setting of StreamQuery.
+--saturate: long answers of all streams at once, first by the engine alone in a process of its own (benchmarks.trace
+--saturate), then through gRPC: tokens/s and their ratio. How busy the GPU is comes from torch's profiler inside the
+server, by the skill benchmarks.profile_skill:DeviceProfile, in a run of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kestrel_client import AsyncKestrelClient
+from kestrel_engine.checkpoint.open import open_model
+from kestrel_engine.preprocess.prompt import Tokenizer
+
+from . import bars
+from .chart_trace import ChartTrace, add_trace_arguments, draw_pictures, trace_from
+from .gpu_report import GpuReport, command_line
+from .grpc_clients import ClientProcesses
+from .opening import QUICK, model_arguments, parse
+from .report import Row, add_arguments
+from .trace import (
+    WARM_UP_FROM,
+    add_run_arguments,
+    sampling,
+    saturating,
+    settle,
+    warm_up_questions,
+)
+from .trace_run import RunPlan, part_summary, parts, steady, summary
+
+SKILLS = ("benchmarks.forced_skill:ForcedQuery", "benchmarks.profile_skill:DeviceProfile")
+PROFILE_AFTER_S, PROFILE_S = 0.7, 0.6
+"""When the profile of a saturated run begins, and how long it is."""
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server. ``ready_s``: from its process's start until it was ready; None if it was there before."""
+
+    address: str
+    model: str
+    device: str
+    ready_s: float | None
+
+
+@contextmanager
+def server(flags: Sequence[str]) -> Iterator[Served]:
+    """``kestrel-grpc serve`` on a port of its own, with the skills that are needed; ended at the end."""
+    command = [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0"]
+    command += ["--log-level", "warning", "--max-deadline", "600"]
+    for skill in SKILLS:
+        command += ["--skill", skill]
+    began = time.perf_counter()
+    process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if "listening on " not in line:
+            raise SystemExit(f"the server ended with status {process.wait()}")
+        ready = time.perf_counter() - began
+        address = line.split("listening on ")[1].split(",")[0].strip()
+        print(line.strip(), flush=True)
+        yield replace(described(address), ready_s=ready)
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def described(address: str) -> Served:
+    """What a server says of itself."""
+
+    async def ask() -> Served:
+        async with AsyncKestrelClient(address) as client:
+            await client.wait_ready()
+            info = await client.server_info()
+        return Served(address, info.default_model.partition(" (")[0], info.device, None)
+
+    return asyncio.run(ask())
+
+
+class Profile:
+    """The server's device, watched by the skill that was plugged in."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+
+    def start(self, seconds: float) -> None:
+        asyncio.run(self._ask({"seconds": seconds}))
+
+    def result(self, timeout_s: float = 60.0) -> dict[str, Any] | None:
+        """The DeviceTrace as plain values; None if the server's device can't be watched."""
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until:
+            seen = asyncio.run(self._ask({}))
+            if seen["state"] == "done":
+                trace: dict[str, Any] = seen["trace"]
+                return trace
+            if seen["state"] != "watching":
+                print(f"no profile: {seen['state']}", flush=True)
+                return None
+            time.sleep(0.2)
+        print(f"no profile within {timeout_s:g} s", flush=True)
+        return None
+
+    async def _ask(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        async with AsyncKestrelClient(self._served.address) as client:
+            return (await client.run_skill("device_profile", arguments=arguments)).output
+
+
+def measure_trace(
+    served: Served, clients: ClientProcesses, plan: RunPlan, count: int, report: GpuReport
+) -> None:
+    """One run over the first ``count`` questions."""
+    print(f"{served.model}: {plan.in_flight} in flight, {plan.tokens} tokens, gRPC", flush=True)
+    asked = clients.run(plan, range(count))
+    assert all(a.answer.output_tokens == plan.tokens for a in asked), "an answer of another length"
+    whole = summary(asked)
+    key: Row = {"model": served.model, "in flight": plan.in_flight, "tokens": plan.tokens}
+    report.add("Trace through gRPC (times in ms)", {**key, **whole})
+    for part, those in parts(asked).items():
+        report.add("Uncached pictures and repeats (ms)", {**key, "of": part, **part_summary(those)})
+    name = f"{served.model}: {plan.in_flight} in flight, {plan.tokens} tokens, gRPC"
+    report.figure(f"{name}: requests/s", float(whole["requests/s"]), "1/s")
+
+
+def measure_saturated(
+    served: Served,
+    clients: ClientProcesses,
+    numbers: Sequence[int],
+    plan: RunPlan,
+    alone: float | None,
+    report: GpuReport,
+) -> None:
+    """``alone``: tokens/s of the engine alone."""
+    on_cuda = served.device.startswith("cuda")
+    print(f"{served.model}: {plan.in_flight} streams of {plan.tokens} tokens, gRPC", flush=True)
+    clients.run(replace(plan, tokens=1), numbers)
+    found = steady([a.answer for a in clients.run(plan, numbers)])
+    trace, inside = watched(served, clients, numbers, plan) if on_cuda else (None, False)
+    row: Row = {
+        "model": served.model,
+        "streams": plan.in_flight,
+        "tokens": plan.tokens,
+        "tokens/s": found.tokens_s,
+        "seconds": found.end - found.begin,
+        "engine alone": alone if alone is not None else math.nan,
+        "ratio": found.tokens_s / alone if alone else math.nan,
+    }
+    name = f"{served.model}: {plan.in_flight} streams, gRPC"
+    if trace is not None and trace["wall_s"]:
+        row["GPU busy"] = busy = trace["busy_s"] / trace["wall_s"]
+        row["profile inside"] = str(inside)
+        for kernel, share, calls in trace["kernels"]:
+            title = "Kernels while saturated, by torch's profiler"
+            report.add(title, {"share": share, "calls": int(calls), "kernel": kernel[:90]})
+    report.add("Saturated decode through gRPC", row)
+    report.figure(f"{name}: tokens/s", found.tokens_s, "1/s")
+    judged = on_cuda and plan.in_flight == 64
+    if alone:
+        limits = bars.GRPC_SHARE if judged else bars.NONE
+        report.figure(
+            f"{name} over the engine alone",
+            found.tokens_s / alone,
+            "of it",
+            bar=limits.bar,
+            goal=limits.goal,
+        )
+    if "GPU busy" in row:
+        limits = bars.GPU_BUSY if judged and inside else bars.NONE
+        report.figure(
+            f"{name}: GPU busy, kernel time over wall",
+            busy,
+            "of the wall",
+            bar=limits.bar,
+            goal=limits.goal,
+        )
+
+
+def watched(
+    served: Served, clients: ClientProcesses, numbers: Sequence[int], plan: RunPlan
+) -> tuple[dict[str, Any] | None, bool]:
+    """A saturated run with the profiler on: what it saw, and whether all streams decoded all the while."""
+    profile = Profile(served)
+    # The first time it takes the profiler seconds to get ready.
+    profile.start(0.05)
+    if profile.result() is None:
+        return None, False
+    clients.begin(plan, numbers)
+    time.sleep(PROFILE_AFTER_S)
+    profile.start(PROFILE_S)
+    found = steady([a.answer for a in clients.collect()])
+    trace = profile.result()
+    inside = trace is not None and found.begin <= trace["begin"] and trace["end"] <= found.end
+    return trace, inside
+
+
+def engine_alone(
+    streams: int, args: argparse.Namespace, of_model: Sequence[str], report: GpuReport
+) -> float:
+    """Tokens/s of the engine in a process of its own, with the same flags; its report is taken over."""
+    with tempfile.TemporaryDirectory(prefix="kestrel-bench-") as folder:
+        path = Path(folder) / "alone.json"
+        command = [sys.executable, "-m", "benchmarks.trace", "--saturate", "--json", str(path)]
+        command += ["--in-flight", str(streams), "--saturate-tokens", str(args.saturate_tokens)]
+        command += ["--quick"] if args.quick else []
+        command += ["--sampled"] if args.sampled else []
+        subprocess.run([*command, *of_model], check=True, cwd=ROOT)
+        content = json.loads(path.read_text())
+    (row,) = content["tables"]["Saturated decode, engine alone"]
+    report.add("Saturated decode, engine alone", row)
+    return float(row["tokens/s"])
+
+
+def trace_with_warm_up(args: argparse.Namespace, config: Any) -> tuple[ChartTrace, list[int]]:
+    """The trace, with questions about other pictures behind it that warm the server up: (all of it, their numbers)."""
+    opened = open_model(config)
+    codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=opened.config.text.vocab_size)
+    trace = trace_from(args, codec.encode)
+    count = 1 if args.quick else 24
+    pictures = [*trace.pictures, *draw_pictures(count, first=WARM_UP_FROM)]
+    more = [
+        replace(q, picture=q.picture + len(trace.pictures))
+        for repeat in (False, True)
+        for q in warm_up_questions(count, repeat=repeat)
+    ]
+    first = len(trace.questions)
+    numbers = list(range(first, first + len(more)))
+    return ChartTrace(pictures, (*trace.questions, *more)), numbers
+
+
+def measure(
+    served: Served,
+    args: argparse.Namespace,
+    of_model: Sequence[str],
+    report: GpuReport,
+    alone: dict[int, float],
+) -> None:
+    config = model_arguments(of_model, quick=args.quick)
+    trace, warm_up = trace_with_warm_up(args, config)
+    count = len(trace.questions) - len(warm_up)
+    if served.ready_s is not None:
+        made = "weights made up" if config.random_weights else "weights read"
+        name = f"{served.model}: server's start to ready, {made}"
+        report.figure(name, served.ready_s, "s", at_least=False)
+    with tempfile.TemporaryDirectory(prefix="kestrel-bench-") as folder:
+        with ClientProcesses(
+            served.address, trace, count=args.clients, folder=Path(folder)
+        ) as clients:
+            clients.run(RunPlan(max(args.in_flight), 8, {}, namespace="warm-up"), warm_up)
+            if args.saturate:
+                for in_flight in args.in_flight:
+                    plan = RunPlan(
+                        in_flight, args.saturate_tokens, sampling(args), args.limit, "saturate"
+                    )
+                    numbers = saturating(trace.questions[:count], in_flight)
+                    measure_saturated(served, clients, numbers, plan, alone.get(in_flight), report)
+            for in_flight in args.in_flight:
+                for tokens in args.tokens:
+                    name = f"{in_flight}-{tokens}"
+                    plan = RunPlan(in_flight, tokens, sampling(args), args.limit, name)
+                    measure_trace(served, clients, plan, count, report)
+
+
+def main(arguments: Sequence[str] | None = None) -> GpuReport:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.trace_grpc",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_arguments(parser)
+    add_run_arguments(parser)
+    group = parser.add_argument_group("service")
+    group.add_argument("--server", metavar="ADDRESS", help="ask this server; start none")
+    group.add_argument("--clients", type=int, default=4, metavar="N", help="client processes [4]")
+    group.add_argument(
+        "--engine-tokens-per-s",
+        type=float,
+        metavar="N",
+        help="what --saturate gave by the engine alone; else that is measured first",
+    )
+    add_trace_arguments(parser)
+    args, of_model = parse(parser, arguments)
+    settle(args)
+    flags = [*(QUICK if args.quick else ()), *of_model]
+    config = model_arguments(of_model, quick=args.quick)
+    if config.kv_cache_gib is not None and "--kv-cache-gib" not in flags:
+        flags += ["--kv-cache-gib", str(config.kv_cache_gib)]
+    report = GpuReport(
+        "trace_grpc", vars(args), command=command_line("benchmarks.trace_grpc", arguments)
+    )
+    alone: dict[int, float] = {}
+    if args.saturate and args.engine_tokens_per_s:
+        alone = dict.fromkeys(args.in_flight, args.engine_tokens_per_s)
+    elif args.saturate:
+        alone = {n: engine_alone(n, args, of_model, report) for n in args.in_flight}
+    if args.server:
+        measure(described(args.server), args, of_model, report, alone)
+    else:
+        with server(flags) as served:
+            measure(served, args, of_model, report, alone)
+    report.finish(args.json)
+    return report
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""The vision tower: TFLOP/s and crops/s by how many crops go through it together.
+
+python -m benchmarks.vision --model moondream2 --random-weights --device cuda --json F
+
+The crops are of the trace's pictures and lie on the device; what is timed is the tower alone (patch embedding, blocks
+and the last LayerNorm), by the device's events. A whole step - copying the crops there, the tower, stitching, pooling
+and the projector - is measured as well, as the runtime's own clock tells it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from kestrel_engine import ImageLimits, PreparedImage
+from kestrel_engine.model_config import VisionConfig
+from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.images import open_image
+
+from . import bars
+from .chart_trace import draw_pictures
+from .device_rates import gemm_rate, seconds_of
+from .gpu_report import GpuReport, command_line
+from .hand_made_steps import HandMadeSteps
+from .model_work import vision_flop
+from .opening import Opened, model_arguments, open_model, parse
+from .report import add_arguments, median
+
+PICTURES_FROM = 3_000_000
+"""Numbers of the pictures whose crops are encoded."""
+
+
+def prepared_pictures(count: int, vision: VisionConfig) -> list[PreparedImage]:
+    """Pictures of the trace, decoded and tiled, each with a key of its own."""
+    limits = ImageLimits()
+    pictures = draw_pictures(min(count, 8), first=PICTURES_FROM)
+    drawn = [prepare(open_image(picture, limits), vision) for picture in pictures]
+    return [replace(drawn[i % len(drawn)], key=f"benchmark-{i}") for i in range(count)]
+
+
+def measure(opened: Opened, report: GpuReport, *, crop_counts: Sequence[int], repeats: int) -> None:
+    config, device = opened.built.model, opened.device
+    runtime = opened.runtime
+    model = runtime.model
+    tower = getattr(runtime, "vision", model.vision)
+    pictures = prepared_pictures(6, config.vision)
+    crops = np.concatenate([picture.crops for picture in pictures])
+    most = max(crop_counts)
+    crops = np.concatenate([crops] * -(-most // len(crops)))[:most]
+    there = torch.from_numpy(crops).to(device)
+    ceiling = _ceiling(config.vision, most, model.dtype, device, repeats)
+    title = "Vision tower, crops on the device"
+    for count in crop_counts:
+        some = there[:count]
+        with torch.inference_mode():
+            took = seconds_of(partial(tower.encode_crops, some), device, repeats=repeats)
+        tflops = vision_flop(config, count) / took / 1e12
+        report.add(
+            title,
+            {
+                "model": opened.name,
+                "crops": count,
+                "ms": 1e3 * took,
+                "crops/s": count / took,
+                "TFLOP/s": tflops,
+                "GEMM ceiling": ceiling / 1e12,
+            },
+        )
+        limits = bars.VISION_TFLOPS.get(count, bars.NONE) if opened.on_cuda else bars.NONE
+        report.figure(
+            f"{opened.name}: vision tower, {count} crops",
+            tflops,
+            "TFLOP/s",
+            floor=ceiling / 1e12,
+            bar=limits.bar,
+            goal=limits.goal,
+        )
+    _whole_step(opened, report, pictures, repeats)
+
+
+def _ceiling(
+    vision: VisionConfig, crops: int, dtype: torch.dtype, device: torch.device, repeats: int
+) -> float:
+    """FLOP/s of the tower's largest matrix products, each weighted by its share of the work."""
+    rows, d, ff = crops * vision.grid**2, vision.enc_dim, vision.enc_ff_dim
+    shapes = [(3 * d, d), (d, d), (ff, d), (d, ff)]
+    flop = [2 * rows * columns * inner for columns, inner in shapes]
+    rates = [gemm_rate(rows, n, k, dtype, device, repeats=repeats) for n, k in shapes]
+    return sum(flop) / sum(f / rate for f, rate in zip(flop, rates, strict=True))
+
+
+def _whole_step(
+    opened: Opened, report: GpuReport, pictures: Sequence[PreparedImage], repeats: int
+) -> None:
+    steps = HandMadeSteps(opened.runtime)
+    times = []
+    for _ in range(repeats):
+        times.append(steps.encode(pictures).vision_s)
+        steps.end([], [picture.key for picture in pictures])
+    crops = sum(picture.num_crops for picture in pictures)
+    report.add(
+        "A step that encodes whole pictures, by the runtime's clock",
+        {
+            "model": opened.name,
+            "pictures": len(pictures),
+            "crops": crops,
+            "ms": 1e3 * median(times),
+            "crops/s": crops / median(times),
+        },
+    )
+    name = f"{opened.name}: step of {len(pictures)} pictures"
+    report.figure(name, 1e3 * median(times), "ms", at_least=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> GpuReport:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.vision",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_arguments(parser)
+    parser.add_argument("--crops", type=int, nargs="+", default=[56, 28, 9, 1], help="[56 28 9 1]")
+    parser.add_argument("--repeats", type=int, default=9, help="of which the median counts [9]")
+    args, of_model = parse(parser, arguments)
+    if args.quick:
+        args.crops, args.repeats = [2, 1], 1
+    report = GpuReport("vision", vars(args), command=command_line("benchmarks.vision", arguments))
+    opened = open_model(model_arguments(of_model, quick=args.quick))
+    try:
+        measure(opened, report, crop_counts=args.crops, repeats=args.repeats)
+    finally:
+        opened.runtime.close()
+    report.finish(args.json)
+    return report
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The arithmetic behind the trace's figures: steady rates, device time, phases, work that can't be avoided."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.callers import Answer
+from benchmarks.device_trace import summarised
+from benchmarks.model_work import moe_flop, prefix_flop, vision_flop
+from benchmarks.profile_skill import DeviceProfile
+from benchmarks.step_log import StepLog
+from benchmarks.telemetry_overhead import step
+from benchmarks.trace_run import steady
+from kestrel_engine.errors import InvalidRequest
+from kestrel_engine.model_config import parse_model_config
+
+
+def answer(seen: list[tuple[float, int]]) -> Answer:
+    return Answer(1.0, 1.0, [], 10, seen[-1][1], 0, seen)
+
+
+def test_steady_rate_counts_only_while_all_decode():
+    first = answer([(0.0, 1), (1.0, 11), (2.0, 21), (3.0, 31)])
+    second = answer([(0.5, 1), (2.5, 41), (9.0, 50)])
+    found = steady([first, second])
+    assert (found.begin, found.end) == (0.5, 3.0)
+    # The first gains 25 between 0.5 and 3.0; the second 40 up to 2.5 and a 13th of 9 after it.
+    assert found.tokens_s * 2.5 == pytest.approx(25 + 40 + 9 * 0.5 / 6.5)
+
+
+def test_streams_that_never_meet_have_no_steady_rate():
+    with pytest.raises(AssertionError, match="longer answers"):
+        steady([answer([(0.0, 1), (1.0, 5)]), answer([(2.0, 1), (3.0, 5)])])
+
+
+def test_kernels_that_overlap_count_once_and_copies_not_at_all():
+    found = [("a", 0, 1000), ("b", 500, 2000), ("Memcpy HtoD", 2000, 3000), ("a", 3000, 4000)]
+    trace = summarised(found, 1.0, 2.0)
+    assert trace.busy_s == pytest.approx(3e-6)
+    assert trace.wall_s == pytest.approx(4e-6)
+    assert trace.busy == pytest.approx(0.75)
+    assert [(name, calls) for name, _, calls in trace.kernels] == [("a", 2), ("b", 1)]
+    assert sum(share for _, share, _ in trace.kernels) == pytest.approx(1)
+
+
+def test_a_trace_without_kernels_is_not_busy():
+    assert summarised([], 1.0, 2.0).wall_s == 0
+
+
+def test_phases_of_the_steps_of_a_stretch():
+    log = StepLog()
+    for number in range(4):
+        log.on_step(step(100.0, number))
+    phases = log.between(100.0, 100.0091)
+    assert phases.steps_s == pytest.approx(3 / 0.0091)
+    assert phases.busy == pytest.approx(3 * 0.002 / 0.0091)
+    assert phases.mean_batch == 16
+
+
+def test_operations_of_the_released_models():
+    two = parse_model_config({}, family="moondream2")
+    three = parse_model_config({}, family="moondream3")
+    # 445 TFLOP/s were 665 crops a second.
+    assert vision_flop(two, 1) == pytest.approx(445e12 / 665, rel=0.01)
+    # 1.2 G weights of the dense decoder's blocks, each a multiply-add a position, and attention.
+    weights = 24 * (4 * 2048**2 + 2 * 2048 * 8192)
+    attention = 24 * 4 * 730**2 * 2048
+    assert prefix_flop(two, 16) == pytest.approx(16 * (2 * 730 * weights + attention))
+    assert moe_flop(three, 1) == 2 * 8 * 3 * 2048 * 1024 + 2 * 2048 * 64
+    assert prefix_flop(three, 1) > prefix_flop(two, 1)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 11, "long"])
+def test_a_profile_of_a_wrong_length_is_refused(seconds):
+    with pytest.raises(InvalidRequest, match="seconds"):
+        DeviceProfile().build({"seconds": seconds}, {}, None)
+
+
+def test_a_trace_crosses_the_wire_as_plain_values():
+    from dataclasses import asdict
+
+    json.dumps(asdict(summarised([("a", 0, 10)], 1.0, 2.0)))
