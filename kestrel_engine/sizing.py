@@ -37,10 +37,14 @@ class Fit:
 
 
 def fit(config: RuntimeConfig, gpu_bytes: int, *, fp8: bool = True) -> Fit:
-    """How ``config`` is served by a card of ``gpu_bytes``; ``fp8``: it computes in FP8 (8.9 and newer), so experts
-    that are stored so stay so. Raises ConfigError, and InsufficientMemoryError as the start would."""
+    """How ``config`` is served by a card of ``gpu_bytes``. ``fp8``: it computes in FP8 (8.9 and newer), so experts that
+    are stored so, as moondream3.1-9b-a2b's and not moondream3-preview's, stay so.
+
+    Raises ConfigError, and InsufficientMemoryError as the start would.
+    """
     import torch
 
+    from .checkpoint.catalog import KNOWN
     from .checkpoint.open import open_model
     from .checkpoint.random_weights import weight_bytes
     from .errors import InsufficientMemoryError
@@ -53,7 +57,9 @@ def fit(config: RuntimeConfig, gpu_bytes: int, *, fp8: bool = True) -> Fit:
     sizes = config.sizes(cuda=True)
     page_size = page_size_of(config, model)
     page_bytes = bytes_per_page(model.text, page_size, dtype)
-    keep = config.fp8_experts == "keep" or (config.fp8_experts == "auto" and fp8)
+    released = KNOWN.get(config.model.lower())
+    stored = released is None or released.fp8
+    keep = config.fp8_experts == "keep" or (config.fp8_experts == "auto" and fp8 and stored)
     weights = weight_bytes(model, dtype, keep_fp8=keep)
     free = gpu_bytes - CONTEXT_BYTES - weights
     if free <= 0:

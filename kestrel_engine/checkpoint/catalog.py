@@ -45,7 +45,7 @@ STARMIE = HubFile(
 class ModelSource:
     """Exactly one of ``path`` and ``hub`` is set. ``tokenizer``: where to look first; None: beside the weights.
 
-    ``family``: what the weights must be, when the name says so.
+    ``family``: what the weights must be, when the name says so. ``fp8``: its released experts are stored in FP8.
     """
 
     name: str
@@ -53,6 +53,7 @@ class ModelSource:
     hub: HubCheckpoint | None = None
     tokenizer: Path | HubFile | None = None
     family: Family | None = None
+    fp8: bool = False
 
 
 KNOWN: dict[str, ModelSource] = {
@@ -78,6 +79,7 @@ KNOWN: dict[str, ModelSource] = {
             hub=HubCheckpoint("moondream/moondream3.1-9B-A2B", "main", "model.safetensors"),
             tokenizer=STARMIE,
             family="moondream3",
+            fp8=True,
         ),
     )
 }

@@ -1,5 +1,8 @@
 """What fits a card, and that the sum is the factory's own."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -31,6 +34,11 @@ def test_a_card_without_fp8_holds_wide_experts():
     rows = 20 * 64 * (2048 + 2048)
     assert kept.weights_bytes == wide.weights_bytes - 8_053_063_680 + 4 * rows
     assert kept.num_pages > wide.num_pages
+
+
+def test_experts_stored_wide_stay_wide_on_every_card():
+    preview = config("moondream3-preview")
+    assert fit(preview, 80 * GIB) == fit(preview, 80 * GIB, fp8=False)
 
 
 def test_a_smaller_step_leaves_more_for_the_cache():
@@ -82,3 +90,24 @@ def test_the_reserve_counts_the_largest_step():
         for crops in (1, 18)
     )
     assert few < many
+
+
+def test_the_table_in_the_docs_is_what_the_command_says():
+    """To a tenth of a GiB; longer lines of the table come from `python -m kestrel_engine.sizing`."""
+    page = (Path(__file__).parents[2] / "docs/gpus.md").read_text()
+    rows = re.findall(r"^\| (\d+) GiB.*? \| `(.+?)` \| (.+?) \|$", page, re.MULTILINE)
+    assert len(rows) >= 9
+    for gib, flags, shown in rows:
+        model, *rest = flags.split()
+        values = dict(zip(rest[::2], map(int, rest[1::2]), strict=True))
+        settings = {name.removeprefix("--").replace("-", "_"): v for name, v in values.items()}
+        found = fit(config(model, **settings), int(gib) * GIB)
+        weights, reserve, cache, context, full, pictures = (
+            float(cell.replace(",", "")) for cell in shown.split(" | ")
+        )
+        assert weights == pytest.approx(found.weights_bytes / GIB, abs=0.1), flags
+        assert reserve == pytest.approx(found.reserve_bytes / GIB, abs=0.1), flags
+        assert cache == pytest.approx(found.pool_bytes / GIB, abs=0.1), flags
+        assert context == found.max_seq_length, flags
+        assert full == pytest.approx(found.full_sequences, abs=1), flags
+        assert pictures == pytest.approx(found.pictures, abs=2), flags
