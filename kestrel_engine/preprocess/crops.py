@@ -43,22 +43,22 @@ def select_tiling(width: int, height: int, vision: VisionConfig) -> tuple[int, i
     return max(1, rows), max(1, columns)
 
 
-def prepare(image: DecodedImage, vision: VisionConfig) -> PreparedImage:
+def prepare(image: DecodedImage, vision: VisionConfig, *, threads: int = 1) -> PreparedImage:
     """Tiles and resizes; the crops equal the reference's byte for byte. Blocks: call it in a worker thread.
 
-    The key depends on pixels, size, geometry and PREPROCESS_VERSION only, so the same pixels have one key in whatever
-    format they came. Resizing is libvips' ``resize`` with its default kernels on the whole picture (bicubic to enlarge,
-    Lanczos 3 to shrink).
+    ``threads``: of libvips, at most, for this picture; any number gives the same crops. The key depends on pixels,
+    size, geometry and PREPROCESS_VERSION only, so the same pixels have one key in whatever format they came. Resizing
+    is libvips' ``resize`` with its default kernels on the whole picture (bicubic to enlarge, Lanczos 3 to shrink).
     """
     side, window = vision.crop_size, _window(vision)
     rows, columns = select_tiling(image.width, image.height, vision)
     crops = np.empty((1 + rows * columns, side, side, 3), np.uint8)
-    crops[0] = _resize(image.pixels, side, side)
+    crops[0] = _resize(image.pixels, side, side, threads)
     if (rows, columns) == (1, 1):
         crops[1] = crops[0]
     else:
         margins = _margins(vision)
-        whole = _resize(image.pixels, columns * window + margins, rows * window + margins)
+        whole = _resize(image.pixels, columns * window + margins, rows * window + margins, threads)
         for index in range(rows * columns):
             top, left = window * (index // columns), window * (index % columns)
             crops[1 + index] = whole[top : top + side, left : left + side]
@@ -81,12 +81,16 @@ def _window(vision: VisionConfig) -> int:
     return vision.crop_size - _margins(vision)
 
 
-def _resize(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
+def _resize(pixels: np.ndarray, width: int, height: int, threads: int) -> np.ndarray:
     """[h, w, 3] uint8 to [height, width, 3] uint8; the aspect ratio is not kept."""
     h, w, bands = pixels.shape
     image = pyvips.Image.new_from_memory(pixels.data, w, h, bands, "uchar")
     image = image.resize(width / w, vscale=height / h)
     assert (image.width, image.height) == (width, height), (pixels.shape, width, height)
+    if threads > 1:
+        # libvips' own hint, of this image alone. Tiles are cut the same, so their pixels are, too.
+        image = image.copy()
+        image.set_type(pyvips.GValue.gint_type, "concurrency", threads)
     return np.frombuffer(image.write_to_memory(), np.uint8).reshape(height, width, bands)
 
 

@@ -7,7 +7,7 @@ Knows no model, crop or cache. Importing this module changes libvips for the who
 - libvips' operation cache is off: it would keep pictures in memory after their request.
 - pyvips logs errors only, unless its logger has a level: its warnings are about callers' pictures, a line or more each.
 - libvips' own concurrency is 1: the pool decodes several pictures side by side, and decoding one JPEG or PNG does not
-  split.
+  split. Resizing does, and has a hint of its own (crops.py).
 
 Pictures are read in one sequential pass into memory. libvips writes temporary files only for random access to large
 pictures, which never happens here: no picture reaches the disk.

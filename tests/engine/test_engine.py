@@ -275,10 +275,10 @@ async def test_a_picture_prepared_while_the_engine_died_is_not_waited_for(
 ):
     preparing, go = threading.Event(), threading.Event()
 
-    def slowly(decoded, vision):
+    def slowly(decoded, vision, *, threads):
         preparing.set()
         assert go.wait(20)
-        return prepare(decoded, vision)
+        return prepare(decoded, vision, threads=threads)
 
     monkeypatch.setattr(pool, "prepare", slowly)
     runtime = FakeRuntime(fake_limits)
@@ -458,10 +458,10 @@ async def test_shutdown_lets_running_requests_end_then_refuses(make_engine, fake
 async def test_shutdown_lets_a_picture_be_prepared_and_asked_about(make_engine, monkeypatch):
     preparing, go = threading.Event(), threading.Event()
 
-    def slowly(decoded, vision):
+    def slowly(decoded, vision, *, threads):
         preparing.set()
         assert go.wait(20)
-        return prepare(decoded, vision)
+        return prepare(decoded, vision, threads=threads)
 
     monkeypatch.setattr(pool, "prepare", slowly)
     engine = make_engine()

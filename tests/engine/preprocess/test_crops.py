@@ -100,6 +100,16 @@ def test_every_size_gives_whole_crops_that_overlap_exactly(width, height, vision
             assert np.array_equal(upper[-overlap:], lower[:overlap])
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 1500), st.integers(1, 1500), st.sampled_from([2, 3, 8]))
+def test_any_number_of_threads_gives_the_same_crops(width, height, threads):
+    rng = np.random.default_rng(width * 1000 + height)
+    image = DecodedImage(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+    alone, shared = prepare(image, VISION), prepare(image, VISION, threads=threads)
+    assert np.array_equal(alone.crops, shared.crops)
+    assert (alone.key, alone.tiling) == (shared.key, shared.tiling)
+
+
 @pytest.mark.parametrize("size", [(1, 1), (1, 20), (2000, 100), (100, 2000), (378, 1), (379, 379)])
 def test_extreme_sizes(size):
     width, height = size

@@ -114,6 +114,32 @@ async def test_runs_no_more_than_its_threads(gated):
     pool.close()
 
 
+async def test_a_picture_alone_is_split_and_one_of_many_is_not(gated, monkeypatch):
+    shares = []
+
+    def noted(decoded, vision, *, threads):
+        shares.append(threads)
+        return prepare(decoded, vision, threads=threads)
+
+    monkeypatch.setattr("kestrel_engine.preprocess.pool.prepare", noted)
+    pool = PreprocessPool(6, ImageLimits(), VisionConfig())
+    for seed in range(2):
+        await pool.prepare(pixels(seed))
+    assert shares == [6, 6]
+    pictures = [gated() for _ in range(4)]
+    jobs = [asyncio.create_task(pool.prepare(picture)) for picture in pictures]
+    for picture in pictures:
+        await started(picture)
+    await pool.prepare(pixels(2))
+    for picture in pictures:
+        picture.gate.set()
+    await asyncio.gather(*jobs)
+    await pool.prepare(pixels(3))
+    pool.close()
+    assert shares[2] == 1
+    assert shares[-1] == 6
+
+
 async def test_seconds_leave_waiting_out(pool, gated):
     slow = gated()
     first = asyncio.create_task(pool.prepare(slow))

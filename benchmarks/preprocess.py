@@ -1,0 +1,191 @@
+"""Preprocessing: milliseconds for one picture, pictures a second for many, and what the step thread notices of it.
+
+python -m benchmarks.preprocess [--quick] [--json FILE]
+
+Pictures of 850x600, the first of the chart trace, at Moondream's shapes: 9 crops. Repeats are kept from being found
+again by eight bytes behind the picture's end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kestrel_engine.config import ImageLimits
+from kestrel_engine.model_config import VisionConfig
+from kestrel_engine.preprocess import crops
+from kestrel_engine.preprocess.images import DecodedImage, open_image
+from kestrel_engine.preprocess.pool import PreprocessPool
+from kestrel_engine.preprocess.prepared_cache import source_key
+from kestrel_grpc.cli.serve import SWITCH_INTERVAL_S
+
+from .chart_trace import draw, shape_of
+from .report import Report, add_arguments, median, quantile
+
+VISION, LIMITS = VisionConfig(), ImageLimits()
+SHARES = (1, 2, 4, 8)
+RATE_LIMIT = 70.0
+"""Pictures a second that one H200 asks for."""
+
+ONE_LIMIT_MS = 18.0
+"""What a request of 38 ms leaves beside some 20 ms of GPU work."""
+
+
+def new_pictures() -> Iterator[bytes]:
+    """The same picture again and again, each time with other bytes."""
+    number = next(i for i in itertools.count() if shape_of(i).width == 850)
+    picture = draw(0, number)
+    for count in itertools.count():
+        yield picture + count.to_bytes(8, "big")
+
+
+def times(work: Callable[[], Any], count: int) -> tuple[float, float]:
+    """Median milliseconds by the wall, and of the process's CPU."""
+    wall, cpu = [], []
+    for _ in range(count):
+        began, spent = time.perf_counter(), time.process_time()
+        work()
+        wall.append(1e3 * (time.perf_counter() - began))
+        cpu.append(1e3 * (time.process_time() - spent))
+    return median(wall), median(cpu)
+
+
+def measure_one(report: Report, count: int) -> None:
+    """Where the time of one picture goes, nobody else about."""
+    pictures = new_pictures()
+    picture = next(pictures)
+    decoded = open_image(picture, LIMITS)
+    rows, columns = crops.select_tiling(decoded.width, decoded.height, VISION)
+    stages: dict[str, Callable[[], Any]] = {
+        "source key": lambda: source_key(picture),
+        "decode": lambda: open_image(picture, LIMITS),
+        "content key": lambda: crops._content_key(decoded.pixels, VISION),
+    }
+    for threads in SHARES:
+        stages[f"tile, {threads} threads"] = _tiling(decoded, threads)
+    title = f"One picture of {len(picture)} bytes, {rows} x {columns} crops"
+    for name, work in stages.items():
+        wall, cpu = times(work, count)
+        report.add(title, {"ms": wall, "cpu ms": cpu, "of": name})
+
+    async def repeated(pool: PreprocessPool, fresh: bool) -> list[float]:
+        found = []
+        for _ in range(count):
+            source = next(pictures) if fresh else picture
+            began = time.perf_counter()
+            await pool.prepare(source)
+            found.append(1e3 * (time.perf_counter() - began))
+        return found
+
+    async def through_pool() -> tuple[list[float], list[float]]:
+        pool = PreprocessPool(_num_threads()[-1], LIMITS, VISION, cache_bytes=2**28)
+        await pool.prepare(picture)
+        found = await repeated(pool, True), await repeated(pool, False)
+        pool.close()
+        return found
+
+    fresh, again = asyncio.run(through_pool())
+    report.add(title, {"ms": median(fresh), "cpu ms": "-", "of": "new, through the pool"})
+    report.add(title, {"ms": median(again), "cpu ms": "-", "of": "repeat, through the pool"})
+    report.bar("ms of one new picture, nobody else about", median(fresh), ONE_LIMIT_MS)
+
+
+def _tiling(decoded: DecodedImage, threads: int) -> Callable[[], Any]:
+    return lambda: crops.prepare(decoded, VISION, threads=threads)
+
+
+def measure_many(report: Report, seconds: float) -> None:
+    """New pictures without end, as many asked for as there are threads and two more; and beside them a thread that
+    wakes every millisecond, as the step thread does when a step ends."""
+    title = "New pictures by threads; how late a thread wakes that sleeps 1 ms"
+    best = 0.0
+    pictures = new_pictures()
+    late = _lateness(lambda: time.sleep(seconds / 2))
+    report.add(title, _row(0, 0.0, 0.0, late))
+    for threads in _num_threads():
+        done: list[int] = []
+        spent = time.process_time()
+        began = time.perf_counter()
+        late = _lateness(lambda t=threads, d=done: asyncio.run(_prepare(pictures, t, seconds, d)))  # type: ignore[misc]
+        rate = len(done) / (time.perf_counter() - began)
+        cpu_ms = 1e3 * (time.process_time() - spent) / max(1, len(done))
+        report.add(title, _row(threads, rate, cpu_ms, late))
+        best = max(best, rate)
+    report.bar("new pictures/s", best, RATE_LIMIT, at_least=True)
+
+
+def _num_threads() -> list[int]:
+    """Up to what the machine has, less the two that the server keeps for itself."""
+    most = max(2, (os.cpu_count() or 1) - 2)
+    return [n for n in (1, 2, 4, 8) if n < most] + [most]
+
+
+def _row(
+    threads: int, rate: float, cpu_ms: float, late: list[float]
+) -> dict[str, float | int | str]:
+    return {
+        "threads": threads,
+        "pictures/s": rate,
+        "cpu ms": cpu_ms,
+        "late p50 us": median(late),
+        "late p99 us": quantile(late, 0.99),
+    }
+
+
+async def _prepare(
+    pictures: Iterator[bytes], threads: int, seconds: float, done: list[int]
+) -> None:
+    pool = PreprocessPool(threads, LIMITS, VISION)
+    end = time.perf_counter() + seconds
+
+    async def caller() -> None:
+        while time.perf_counter() < end:
+            await pool.prepare(next(pictures))
+            done.append(1)
+
+    await asyncio.gather(*(caller() for _ in range(threads + 2)))
+    pool.close()
+
+
+def _lateness(work: Callable[[], None]) -> list[float]:
+    """Microseconds beyond 1 ms that a thread slept while ``work`` ran, time and again."""
+    found: list[float] = []
+    ended = threading.Event()
+
+    def wake() -> None:
+        while not ended.is_set():
+            began = time.perf_counter()
+            time.sleep(1e-3)
+            found.append(1e6 * (time.perf_counter() - began - 1e-3))
+
+    thread = threading.Thread(target=wake)
+    thread.start()
+    work()
+    ended.set()
+    thread.join()
+    return found
+
+
+def main(arguments: list[str] | None = None) -> Report:
+    parser = argparse.ArgumentParser(prog="benchmarks.preprocess", description=__doc__)
+    add_arguments(parser)
+    args = parser.parse_args(arguments)
+    report = Report("preprocess", vars(args))
+    measure_one(report, 2 if args.quick else 30)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    measure_many(report, 0.1 if args.quick else 3.0)
+    sys.setswitchinterval(before)
+    report.finish(args.json)
+    return report
+
+
+if __name__ == "__main__":
+    main()
