@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, cast
 
 from kestrel_engine import InferenceEngine, Observer, RuntimeConfig, SkillRegistry
+from kestrel_engine.checkpoint.open import open_model as open_files
 from kestrel_engine.factory import Built, build
 from kestrel_engine.runtime.protocol import Runtime, StepHandle
 from kestrel_engine.step import Row, RuntimeLimits, StepPlan, StepResult
@@ -23,6 +24,7 @@ from kestrel_grpc.model_settings import add_model_flags, runtime_config
 
 from .callers import EngineTarget
 from .forced_skill import ForcedCaption, ForcedQuery
+from .made_up_tokenizer import tokenizer_file
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +86,21 @@ def model_arguments(arguments: Sequence[str], *, quick: bool = False) -> Runtime
     config = runtime_config(parser.parse_args(given))
     if config.kv_cache_gib is None and config.kv_cache_pages is None and _is_cuda(config.device):
         config = replace(config, kv_cache_gib=KV_CACHE_GIB)
+    if config.random_weights and config.tokenizer_path is None:
+        # The bundled stand-in knows few ids of a released vocabulary: streams would carry no text.
+        vocab_size = open_files(config).config.text.vocab_size
+        config = replace(config, tokenizer_path=tokenizer_file(vocab_size))
     return config
+
+
+def server_flags(arguments: Sequence[str], config: RuntimeConfig) -> list[str]:
+    """``arguments`` with what `model_arguments` chose besides, for ``kestrel-grpc serve``."""
+    flags = list(arguments)
+    chosen = {"--kv-cache-gib": config.kv_cache_gib, "--tokenizer": config.tokenizer_path}
+    for flag, value in chosen.items():
+        if value is not None and not any(f.partition("=")[0] == flag for f in flags):
+            flags += [flag, str(value)]
+    return flags
 
 
 def _is_cuda(device: str) -> bool:

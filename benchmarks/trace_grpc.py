@@ -34,7 +34,7 @@ from . import bars
 from .chart_trace import ChartTrace, add_trace_arguments, draw_pictures, trace_from
 from .gpu_report import GpuReport, command_line
 from .grpc_clients import ClientProcesses
-from .opening import QUICK, model_arguments, parse
+from .opening import QUICK, model_arguments, parse, server_flags
 from .report import Row, add_arguments
 from .trace import (
     WARM_UP_FROM,
@@ -304,10 +304,8 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
     add_trace_arguments(parser)
     args, of_model = parse(parser, arguments)
     settle(args)
-    flags = [*(QUICK if args.quick else ()), *of_model]
     config = model_arguments(of_model, quick=args.quick)
-    if config.kv_cache_gib is not None and "--kv-cache-gib" not in flags:
-        flags += ["--kv-cache-gib", str(config.kv_cache_gib)]
+    flags = server_flags([*(QUICK if args.quick else ()), *of_model], config)
     report = GpuReport(
         "trace_grpc", vars(args), command=command_line("benchmarks.trace_grpc", arguments)
     )
