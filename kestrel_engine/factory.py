@@ -75,6 +75,8 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
     device, dtype = _device(config), _dtype(config)
     sizes = config.sizes(cuda=device.type == "cuda")
     kernels = _uses_kernels(config, device)
+    if config.attention == "flashinfer" and dtype == torch.float32:
+        raise ConfigError("attention", "flashinfer", "needs dtype bfloat16 or float16")
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     opened = open_model(config, progress=progress)
@@ -193,15 +195,11 @@ def _torch_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> Runtime:
 
 
 def _gpu_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> Runtime:
-    import torch
-
     from .runtime.gpu.runtime import GpuRuntime
     from .runtime.gpu.weights import pack_weights
 
     sizes = plan.sizes
     pack_weights(plan.model, tensors)
-    # What packing and loading left behind must count as free.
-    torch.cuda.empty_cache()
     pool = _pool(plan, reserve_of(plan.model, plan.dtype, sizes))
     return GpuRuntime(
         plan.model,
@@ -236,6 +234,11 @@ def _pool(plan: _Plan, reserve_bytes: int) -> Pool:
     from .runtime.gpu.memory import CACHED_CONTEXTS, CUDA_SHARE, plan_pool
 
     cuda = plan.device.type == "cuda"
+    if cuda:
+        import torch
+
+        # What loading and packing left behind must count as free.
+        torch.cuda.empty_cache()
     return plan_pool(
         device_available(plan.device),
         reserve_bytes,

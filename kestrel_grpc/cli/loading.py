@@ -28,7 +28,9 @@ class LoadingProgress:
             return
         self._last = now
         share = f"{100 * done / total:3.0f} %" if total else "  ? %"
-        line = f"{what}: {share} of {total / _MB:,.0f} MB"
+        # Few of something else than bytes, such as graphs.
+        amount = f"{total / _MB:,.0f} MB" if total >= _MB else f"{total:,}"
+        line = f"{what}: {share} of {amount}"
         if self._terminal:
             sys.stderr.write(f"\r\x1b[K{line}")
             sys.stderr.flush()
