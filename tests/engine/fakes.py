@@ -1,11 +1,22 @@
-"""Builds engines on the fake runtime: the real loop, scheduler, skills and preprocessing, no torch and no weights."""
+"""Builds engines on the fake runtime: the real loop, scheduler, skills and preprocessing, no torch and no weights.
+
+Beside it scripts for the runtime, an observer, and a picture and settings to ask with.
+"""
 
 from __future__ import annotations
 
-from kestrel_engine import EngineInfo, RuntimeConfig
+import threading
+
+import numpy as np
+
+from kestrel_engine import EngineInfo, RequestEvent, RuntimeConfig, StepEvent
 from kestrel_engine.factory import Built
 from kestrel_engine.model_config import parse_model_config
+from kestrel_engine.requests import Token
 from kestrel_engine.runtime.fake import FakeRuntime
+
+PICTURE = np.full((40, 60, 3), 200, np.uint8)
+GREEDY = {"temperature": 0.0, "max_tokens": 6}
 
 SMALL = {
     "config": {
@@ -48,3 +59,34 @@ def fake_build(config: RuntimeConfig, runtime: FakeRuntime, family: str = "moond
         torch_version="",
     )
     return Built(runtime, model, ByteCodec(), info)
+
+
+def never_ends(fed: tuple[Token, ...]) -> int:
+    """A script: one letter after another."""
+    return 100 + 97
+
+
+class Gate:
+    """A script that holds the step thread until it is opened."""
+
+    def __init__(self) -> None:
+        self.entered, self.open = threading.Event(), threading.Event()
+
+    def __call__(self, fed: tuple[Token, ...]) -> int:
+        self.entered.set()
+        assert self.open.wait(20)
+        return 100 + 97
+
+
+class Listener:
+    """An observer that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepEvent] = []
+        self.requests: list[RequestEvent] = []
+
+    def on_step(self, event: StepEvent) -> None:
+        self.steps.append(event)
+
+    def on_request(self, event: RequestEvent) -> None:
+        self.requests.append(event)

@@ -1,54 +1,24 @@
-"""The engine's front on the fake runtime: results, streams, cancellation, pressure, failure, shutdown."""
+"""The engine's front on the fake runtime: results, streams, what is refused, what it tells of itself."""
 
-import asyncio
 import subprocess
 import sys
-import threading
 
-import numpy as np
 import pytest
 
 import kestrel_engine
 from kestrel_engine import (
     ConfigError,
     ContextLengthError,
-    DeadlineExceeded,
-    EngineClosed,
-    EngineOverloaded,
     EngineResult,
     EngineStream,
     ImageDecodeError,
     InvalidRequest,
-    QueueTimeout,
     RuntimeConfig,
     RuntimeFailure,
-    SkillRegistry,
     SkillUnavailable,
 )
-from kestrel_engine.preprocess import pool
-from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_engine.skills import QuerySkill
-from tests.engine.fakes import fake_build
-
-PICTURE = np.full((40, 60, 3), 200, np.uint8)
-GREEDY = {"temperature": 0.0, "max_tokens": 6}
-
-
-def never_ends(fed):
-    return 100 + 97
-
-
-class Gate:
-    """A script that holds the step thread until it is opened."""
-
-    def __init__(self):
-        self.entered, self.open = threading.Event(), threading.Event()
-
-    def __call__(self, fed):
-        self.entered.set()
-        assert self.open.wait(20)
-        return 100 + 97
+from tests.engine.fakes import GREEDY, PICTURE, Listener, fake_build
 
 
 async def test_query_gives_the_whole_result(make_engine):
@@ -123,266 +93,6 @@ async def test_a_seed_decides_and_is_reported(make_engine):
     assert seeds == [5, 6]
 
 
-async def test_aclose_cancels_and_frees(make_engine, fake_limits):
-    runtime = FakeRuntime(fake_limits, never_ends, cost=lambda plan: 0.001)
-    engine = make_engine(runtime)
-    stream = await engine.query(question="go on", stream=True, settings={"max_tokens": 200})
-    assert (await anext(stream)).text
-    await stream.aclose()
-    assert engine.num_requests == 0
-    result = await stream.result()
-    assert result.finish_reason == "cancelled"
-    assert result.output["answer"].startswith("a")
-    steps = len(runtime.plans)
-    await asyncio.sleep(0.05)
-    assert len(runtime.plans) <= steps + 1
-    # All pages are back: a request that needs most of the pool is served at once.
-    await engine.query(question="x" * 200, settings={"max_tokens": 60})
-
-
-async def test_a_cancelled_caller_frees_its_request(make_engine, fake_limits):
-    engine = make_engine(FakeRuntime(fake_limits, never_ends, cost=lambda plan: 0.001))
-    task = asyncio.create_task(engine.query(question="go on", settings={"max_tokens": 250}))
-    while engine.num_requests == 0:
-        await asyncio.sleep(0.001)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert engine.num_requests == 0
-
-
-async def test_the_queue_is_bounded(make_engine, fake_limits):
-    gate = Gate()
-    engine = make_engine(FakeRuntime(fake_limits, gate), max_queue=2)
-    streams = [
-        await engine.submit("query", None, {"question": "a"}, {"max_tokens": 1}) for _ in range(5)
-    ]
-    with pytest.raises(EngineOverloaded, match="max_queue=2"):
-        await engine.submit("query", None, {"question": "a"})
-    gate.open.set()
-    for stream in streams:
-        await stream.result()
-    await engine.query(question="a", settings={"max_tokens": 1})
-
-
-async def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(make_engine, fake_limits):
-    runtime = FakeRuntime(fake_limits)
-    engine = make_engine(runtime)
-    runtime.fail_next = RuntimeError("device lost")
-    with pytest.raises(RuntimeFailure) as caught:
-        await engine.query(question="a", settings=GREEDY)
-    assert "device lost" not in str(caught.value)
-    assert (await engine.query(question="a", settings=GREEDY)).output["answer"]
-
-
-class BrokenControl(QuerySkill):
-    name = "broken control"
-
-    def new_control(self, request, max_tokens, context):
-        control = super().new_control(request, max_tokens, context)
-        control.accept = lambda token: 1 / 0  # type: ignore[method-assign]
-        return control
-
-
-class BrokenRule(QuerySkill):
-    """Its rule is asked for ahead, when the step before is launched."""
-
-    name = "broken rule"
-
-    def new_control(self, request, max_tokens, context):
-        control = super().new_control(request, max_tokens, context)
-        first = control.rule(0)
-        control.rule = lambda index: first if index == 0 else 1 / 0  # type: ignore[method-assign]
-        return control
-
-
-class BrokenOutput(QuerySkill):
-    name = "broken output"
-
-    def new_output(self, request, context):
-        output = super().new_output(request, context)
-        output.push = lambda token: 1 / 0  # type: ignore[method-assign]
-        return output
-
-
-@pytest.mark.parametrize("broken", [BrokenControl, BrokenRule, BrokenOutput])
-async def test_a_broken_skill_fails_its_own_request_only(fake_limits, broken):
-    config = RuntimeConfig(max_batch_size=3)
-    skills = SkillRegistry([QuerySkill(), broken()])
-    built = fake_build(config, FakeRuntime(fake_limits))
-    async with kestrel_engine.InferenceEngine(config, built, skills) as engine:
-        bad = await engine.submit(broken.name, None, {"question": "a"}, GREEDY)
-        good = await engine.submit("query", None, {"question": "a"}, GREEDY)
-        with pytest.raises(RuntimeFailure):
-            await bad.result()
-        assert (await good.result()).output["answer"]
-        assert engine.num_requests == 0
-
-
-async def test_a_skill_that_fails_to_begin_holds_nothing(fake_limits):
-    class Unborn(QuerySkill):
-        name = "unborn"
-
-        def new_output(self, request, context):
-            raise ZeroDivisionError
-
-    config = RuntimeConfig(max_batch_size=3)
-    built = fake_build(config, FakeRuntime(fake_limits))
-    async with kestrel_engine.InferenceEngine(config, built, SkillRegistry([Unborn()])) as engine:
-        with pytest.raises(ZeroDivisionError):
-            await engine.submit("unborn", None, {"question": "a"}, GREEDY)
-        assert engine.num_requests == 0
-
-
-async def test_a_hung_device_fails_those_who_wait_and_tells_where_it_hangs(fake_limits, caplog):
-    gate = Gate()
-    config = RuntimeConfig(max_batch_size=3, step_timeout_s=0.3)
-    built = fake_build(config, FakeRuntime(fake_limits, gate))
-    listener = Listener()
-    engine = kestrel_engine.InferenceEngine(config, built, observer=listener)
-    streams = [await engine.submit("query", None, {"question": "a"}, GREEDY) for _ in range(4)]
-    for stream in streams:
-        with pytest.raises(RuntimeFailure, match="no step ended for"):
-            await stream.result()
-    assert [e.error for e in listener.requests] == 4 * ["RuntimeFailure"]
-    assert all(e.metrics.total_time_ms >= 300 for e in listener.requests)
-    assert not engine.is_ready
-    with pytest.raises(EngineClosed, match="failed"):
-        await engine.query(question="a")
-    assert "kestrel-steps" in caplog.text
-    assert "assert self.open.wait(20)" in caplog.text
-    gate.open.set()
-    await engine.shutdown()
-
-
-async def test_a_dead_step_thread_is_noticed(make_engine, fake_limits):
-    runtime = FakeRuntime(fake_limits)
-    engine = make_engine(runtime)
-    runtime.fail_next = KeyboardInterrupt()  # type: ignore[assignment]
-    with pytest.raises(RuntimeFailure, match="the engine failed"):
-        await engine.query(question="a")
-    for _ in range(200):
-        if not engine.is_ready:
-            break
-        await asyncio.sleep(0.01)
-    assert not engine.is_ready
-    with pytest.raises(EngineClosed):
-        await engine.query(question="a")
-
-
-async def test_a_picture_prepared_while_the_engine_died_is_not_waited_for(
-    make_engine, fake_limits, monkeypatch
-):
-    preparing, go = threading.Event(), threading.Event()
-
-    def slowly(decoded, vision, *, threads):
-        preparing.set()
-        assert go.wait(20)
-        return prepare(decoded, vision, threads=threads)
-
-    monkeypatch.setattr(pool, "prepare", slowly)
-    runtime = FakeRuntime(fake_limits)
-    engine = make_engine(runtime)
-    late = asyncio.create_task(engine.query(PICTURE, "what?", settings=GREEDY))
-    await asyncio.to_thread(preparing.wait, 20)
-    runtime.fail_next = KeyboardInterrupt()  # type: ignore[assignment]
-    with pytest.raises(RuntimeFailure):
-        await engine.query(question="a")
-    while engine.is_ready:
-        await asyncio.sleep(0.01)
-    go.set()
-    with pytest.raises(EngineClosed):
-        await asyncio.wait_for(late, 10)
-    assert engine.num_requests == 0
-
-
-async def test_a_step_that_cannot_be_launched_fails_its_requests_and_the_engine_goes_on(
-    make_engine, fake_limits
-):
-    runtime = FakeRuntime(fake_limits, cost=lambda plan: 0.005)
-    engine = make_engine(runtime)
-    running = await engine.query(question="a", stream=True, settings={"max_tokens": 50})
-    await anext(running)
-    runtime.fail_launch = RuntimeError("out of memory")
-    with pytest.raises(RuntimeFailure):
-        await running.result()
-    assert (await engine.query(PICTURE, "what?", settings=GREEDY)).output["answer"]
-
-
-class Spiteful:
-    def on_step(self, event):
-        raise ValueError("no")
-
-    def on_request(self, event):
-        raise ValueError("no")
-
-
-async def test_an_observer_that_raises_disturbs_nobody(fake_limits, caplog):
-    config = RuntimeConfig(max_batch_size=3)
-    built = fake_build(config, FakeRuntime(fake_limits))
-    async with kestrel_engine.InferenceEngine(config, built, observer=Spiteful()) as engine:
-        assert (await engine.query(question="a", settings=GREEDY)).output["answer"]
-    assert "the observer failed on a step" in caplog.text
-    assert "the observer failed on request" in caplog.text
-
-
-async def test_a_deadline_in_the_queue_drops_the_request_before_any_compute(
-    make_engine, fake_limits
-):
-    gate = Gate()
-    runtime = FakeRuntime(fake_limits, gate)
-    engine = make_engine(runtime)
-    running = [await engine.submit("query", None, {"question": "a"}, GREEDY) for _ in range(3)]
-    await asyncio.to_thread(gate.entered.wait, 20)
-    waiting = await engine.submit("query", None, {"question": "zzz"}, GREEDY, timeout_s=0.05)
-    await asyncio.sleep(0.1)
-    gate.open.set()
-    with pytest.raises(DeadlineExceeded):
-        await waiting.result()
-    for stream in running:
-        await stream.result()
-    fed = [token for plan in runtime.plans for row in plan.prefill for token in row.tokens]
-    assert 100 + ord("z") not in fed
-
-
-async def test_the_engines_own_bound_on_waiting_has_its_own_error(make_engine, fake_limits):
-    gate = Gate()
-    engine = make_engine(FakeRuntime(fake_limits, gate), max_queue_wait_s=0.05)
-    streams = [await engine.submit("query", None, {"question": "a"}, GREEDY) for _ in range(4)]
-    await asyncio.sleep(0.1)
-    gate.open.set()
-    ends = await asyncio.gather(*(s.result() for s in streams), return_exceptions=True)
-    assert isinstance(ends[0], EngineResult)
-    assert isinstance(ends[3], QueueTimeout)
-    assert "max_queue_wait_s" in str(ends[3])
-
-
-async def test_priorities_decide_who_is_next(make_engine, fake_limits):
-    gate = Gate()
-    engine = make_engine(FakeRuntime(fake_limits, gate))
-    for _ in range(3):
-        await engine.submit("query", None, {"question": "a"}, {"max_tokens": 1})
-    await asyncio.to_thread(gate.entered.wait, 20)
-    done = []
-
-    async def ask(priority):
-        stream = await engine.submit(
-            "query", None, {"question": priority}, {"max_tokens": 1}, priority=priority
-        )
-        await stream.result()
-        done.append(priority)
-
-    tasks = []
-    for priority in ["low", "low", "low", "normal", "normal", "normal", "high", "high", "high"]:
-        tasks.append(asyncio.create_task(ask(priority)))
-        await asyncio.sleep(0)
-    gate.open.set()
-    await asyncio.gather(*tasks)
-    assert done == ["high"] * 3 + ["normal"] * 3 + ["low"] * 3
-    with pytest.raises(InvalidRequest, match="high, normal, low"):
-        await engine.submit("query", None, {"question": "a"}, priority="urgent")
-
-
 async def test_a_second_question_on_a_picture_reports_what_was_cached(make_engine, fake_limits):
     runtime = FakeRuntime(fake_limits)
     engine = make_engine(runtime)
@@ -401,17 +111,6 @@ async def test_a_second_question_on_a_picture_reports_what_was_cached(make_engin
     again = await uncached.query(PICTURE, "where?", settings=GREEDY)
     assert again.metrics.cached_tokens == 0
     assert again.output == second.output
-
-
-class Listener:
-    def __init__(self):
-        self.steps, self.requests = [], []
-
-    def on_step(self, event):
-        self.steps.append(event)
-
-    def on_request(self, event):
-        self.requests.append(event)
 
 
 async def test_an_observer_hears_of_every_step_and_request(fake_limits):
@@ -442,96 +141,6 @@ async def test_an_observer_hears_of_every_step_and_request(fake_limits):
     assert (event.num_crops, event.image_size) == (2, (PICTURE.shape[1], PICTURE.shape[0]))
     assert [e.failed for e in listener.steps].count(True) == 1
     assert [e.step_id for e in listener.steps] == sorted(e.step_id for e in listener.steps)
-
-
-async def test_shutdown_lets_running_requests_end_then_refuses(make_engine, fake_limits):
-    engine = make_engine(FakeRuntime(fake_limits, cost=lambda plan: 0.002))
-    stream = await engine.query(question="a", stream=True, settings=GREEDY)
-    await engine.shutdown()
-    assert (await stream.result()).finish_reason
-    assert not engine.is_ready
-    with pytest.raises(EngineClosed):
-        await engine.query(question="a")
-    await engine.shutdown()
-
-
-async def test_shutdown_lets_a_picture_be_prepared_and_asked_about(make_engine, monkeypatch):
-    preparing, go = threading.Event(), threading.Event()
-
-    def slowly(decoded, vision, *, threads):
-        preparing.set()
-        assert go.wait(20)
-        return prepare(decoded, vision, threads=threads)
-
-    monkeypatch.setattr(pool, "prepare", slowly)
-    engine = make_engine()
-    accepted = asyncio.create_task(engine.query(PICTURE, "what?", settings=GREEDY))
-    await asyncio.to_thread(preparing.wait, 20)
-    stopping = asyncio.create_task(engine.shutdown(grace_s=20))
-    await asyncio.sleep(0)
-    with pytest.raises(EngineClosed):
-        await engine.query(question="a")
-    go.set()
-    assert (await accepted).output["answer"]
-    await stopping
-
-
-async def test_shutdown_does_not_wait_for_a_device_that_hangs(fake_limits):
-    gate = Gate()
-    config = RuntimeConfig(max_batch_size=3, step_timeout_s=0.3)
-    engine = kestrel_engine.InferenceEngine(
-        config, fake_build(config, FakeRuntime(fake_limits, gate))
-    )
-    stream = await engine.submit("query", None, {"question": "a"}, GREEDY)
-    await asyncio.to_thread(gate.entered.wait, 20)
-    await asyncio.wait_for(engine.shutdown(grace_s=0), 10)
-    with pytest.raises(EngineClosed):
-        await stream.result()
-    gate.open.set()
-
-
-async def test_shutdown_without_grace_fails_what_is_unfinished(make_engine, fake_limits):
-    runtime = FakeRuntime(fake_limits, never_ends, cost=lambda plan: 0.005)
-    engine = make_engine(runtime)
-    streams = [
-        await engine.submit("query", None, {"question": "a"}, {"max_tokens": 250}) for _ in range(6)
-    ]
-    await engine.shutdown(grace_s=0)
-    for stream in streams:
-        with pytest.raises(EngineClosed):
-            await stream.result()
-    assert runtime.closed
-    assert engine.num_requests == 0
-
-
-def test_a_program_that_ends_without_shutdown_leaves_no_step_running():
-    program = """
-import asyncio, logging
-from kestrel_engine import InferenceEngine, RuntimeConfig
-from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_engine.step import RuntimeLimits
-from tests.engine.fakes import fake_build
-
-class Told(FakeRuntime):
-    def close(self):
-        print("closed")
-
-async def main():
-    config = RuntimeConfig()
-    limits = RuntimeLimits(
-        num_pages=200, page_size=2, max_batch_size=3, max_seq_length=300, vocab_size=400
-    )
-    runtime = Told(limits, lambda fed: 197, cost=lambda plan: 0.01)
-    engine = InferenceEngine(config, fake_build(config, runtime))
-    await engine.submit("query", None, {"question": "a"}, {"max_tokens": 250})
-    raise SystemExit(3)
-
-asyncio.run(main())
-"""
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
-    assert (ended.returncode, ended.stdout) == (3, "closed\n"), ended.stderr
 
 
 async def test_requests_that_do_not_fit_are_refused_with_the_numbers(make_engine):

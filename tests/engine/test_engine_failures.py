@@ -1,0 +1,180 @@
+"""What fails, and whom: steps, skills, devices, threads, observers."""
+
+import asyncio
+import threading
+
+import pytest
+
+import kestrel_engine
+from kestrel_engine import (
+    EngineClosed,
+    RuntimeConfig,
+    RuntimeFailure,
+    SkillRegistry,
+)
+from kestrel_engine.preprocess import pool
+from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_engine.skills import QuerySkill
+from tests.engine.fakes import GREEDY, PICTURE, Gate, Listener, fake_build
+
+
+async def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(make_engine, fake_limits):
+    runtime = FakeRuntime(fake_limits)
+    engine = make_engine(runtime)
+    runtime.fail_next = RuntimeError("device lost")
+    with pytest.raises(RuntimeFailure) as caught:
+        await engine.query(question="a", settings=GREEDY)
+    assert "device lost" not in str(caught.value)
+    assert (await engine.query(question="a", settings=GREEDY)).output["answer"]
+
+
+class BrokenControl(QuerySkill):
+    name = "broken control"
+
+    def new_control(self, request, max_tokens, context):
+        control = super().new_control(request, max_tokens, context)
+        control.accept = lambda token: 1 / 0  # type: ignore[method-assign]
+        return control
+
+
+class BrokenRule(QuerySkill):
+    """Its rule is asked for ahead, when the step before is launched."""
+
+    name = "broken rule"
+
+    def new_control(self, request, max_tokens, context):
+        control = super().new_control(request, max_tokens, context)
+        first = control.rule(0)
+        control.rule = lambda index: first if index == 0 else 1 / 0  # type: ignore[method-assign]
+        return control
+
+
+class BrokenOutput(QuerySkill):
+    name = "broken output"
+
+    def new_output(self, request, context):
+        output = super().new_output(request, context)
+        output.push = lambda token: 1 / 0  # type: ignore[method-assign]
+        return output
+
+
+@pytest.mark.parametrize("broken", [BrokenControl, BrokenRule, BrokenOutput])
+async def test_a_broken_skill_fails_its_own_request_only(fake_limits, broken):
+    config = RuntimeConfig(max_batch_size=3)
+    skills = SkillRegistry([QuerySkill(), broken()])
+    built = fake_build(config, FakeRuntime(fake_limits))
+    async with kestrel_engine.InferenceEngine(config, built, skills) as engine:
+        bad = await engine.submit(broken.name, None, {"question": "a"}, GREEDY)
+        good = await engine.submit("query", None, {"question": "a"}, GREEDY)
+        with pytest.raises(RuntimeFailure):
+            await bad.result()
+        assert (await good.result()).output["answer"]
+        assert engine.num_requests == 0
+
+
+async def test_a_skill_that_fails_to_begin_holds_nothing(fake_limits):
+    class Unborn(QuerySkill):
+        name = "unborn"
+
+        def new_output(self, request, context):
+            raise ZeroDivisionError
+
+    config = RuntimeConfig(max_batch_size=3)
+    built = fake_build(config, FakeRuntime(fake_limits))
+    async with kestrel_engine.InferenceEngine(config, built, SkillRegistry([Unborn()])) as engine:
+        with pytest.raises(ZeroDivisionError):
+            await engine.submit("unborn", None, {"question": "a"}, GREEDY)
+        assert engine.num_requests == 0
+
+
+async def test_a_hung_device_fails_those_who_wait_and_tells_where_it_hangs(fake_limits, caplog):
+    gate = Gate()
+    config = RuntimeConfig(max_batch_size=3, step_timeout_s=0.3)
+    built = fake_build(config, FakeRuntime(fake_limits, gate))
+    listener = Listener()
+    engine = kestrel_engine.InferenceEngine(config, built, observer=listener)
+    streams = [await engine.submit("query", None, {"question": "a"}, GREEDY) for _ in range(4)]
+    for stream in streams:
+        with pytest.raises(RuntimeFailure, match="no step ended for"):
+            await stream.result()
+    assert [e.error for e in listener.requests] == 4 * ["RuntimeFailure"]
+    assert all(e.metrics.total_time_ms >= 300 for e in listener.requests)
+    assert not engine.is_ready
+    with pytest.raises(EngineClosed, match="failed"):
+        await engine.query(question="a")
+    assert "kestrel-steps" in caplog.text
+    assert "assert self.open.wait(20)" in caplog.text
+    gate.open.set()
+    await engine.shutdown()
+
+
+async def test_a_dead_step_thread_is_noticed(make_engine, fake_limits):
+    runtime = FakeRuntime(fake_limits)
+    engine = make_engine(runtime)
+    runtime.fail_next = KeyboardInterrupt()  # type: ignore[assignment]
+    with pytest.raises(RuntimeFailure, match="the engine failed"):
+        await engine.query(question="a")
+    for _ in range(200):
+        if not engine.is_ready:
+            break
+        await asyncio.sleep(0.01)
+    assert not engine.is_ready
+    with pytest.raises(EngineClosed):
+        await engine.query(question="a")
+
+
+async def test_a_picture_prepared_while_the_engine_died_is_not_waited_for(
+    make_engine, fake_limits, monkeypatch
+):
+    preparing, go = threading.Event(), threading.Event()
+
+    def slowly(decoded, vision, *, threads):
+        preparing.set()
+        assert go.wait(20)
+        return prepare(decoded, vision, threads=threads)
+
+    monkeypatch.setattr(pool, "prepare", slowly)
+    runtime = FakeRuntime(fake_limits)
+    engine = make_engine(runtime)
+    late = asyncio.create_task(engine.query(PICTURE, "what?", settings=GREEDY))
+    await asyncio.to_thread(preparing.wait, 20)
+    runtime.fail_next = KeyboardInterrupt()  # type: ignore[assignment]
+    with pytest.raises(RuntimeFailure):
+        await engine.query(question="a")
+    while engine.is_ready:
+        await asyncio.sleep(0.01)
+    go.set()
+    with pytest.raises(EngineClosed):
+        await asyncio.wait_for(late, 10)
+    assert engine.num_requests == 0
+
+
+async def test_a_step_that_cannot_be_launched_fails_its_requests_and_the_engine_goes_on(
+    make_engine, fake_limits
+):
+    runtime = FakeRuntime(fake_limits, cost=lambda plan: 0.005)
+    engine = make_engine(runtime)
+    running = await engine.query(question="a", stream=True, settings={"max_tokens": 50})
+    await anext(running)
+    runtime.fail_launch = RuntimeError("out of memory")
+    with pytest.raises(RuntimeFailure):
+        await running.result()
+    assert (await engine.query(PICTURE, "what?", settings=GREEDY)).output["answer"]
+
+
+class Spiteful:
+    def on_step(self, event):
+        raise ValueError("no")
+
+    def on_request(self, event):
+        raise ValueError("no")
+
+
+async def test_an_observer_that_raises_disturbs_nobody(fake_limits, caplog):
+    config = RuntimeConfig(max_batch_size=3)
+    built = fake_build(config, FakeRuntime(fake_limits))
+    async with kestrel_engine.InferenceEngine(config, built, observer=Spiteful()) as engine:
+        assert (await engine.query(question="a", settings=GREEDY)).output["answer"]
+    assert "the observer failed on a step" in caplog.text
+    assert "the observer failed on request" in caplog.text

@@ -1,0 +1,212 @@
+"""Who is taken, who waits, who goes first, and how it ends: bounds, deadlines, priorities, cancelling, shutdown."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import kestrel_engine
+from kestrel_engine import (
+    DeadlineExceeded,
+    EngineClosed,
+    EngineOverloaded,
+    EngineResult,
+    InvalidRequest,
+    QueueTimeout,
+    RuntimeConfig,
+)
+from kestrel_engine.preprocess import pool
+from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.runtime.fake import FakeRuntime
+from tests.engine.fakes import GREEDY, PICTURE, Gate, fake_build, never_ends
+
+
+async def test_aclose_cancels_and_frees(make_engine, fake_limits):
+    runtime = FakeRuntime(fake_limits, never_ends, cost=lambda plan: 0.001)
+    engine = make_engine(runtime)
+    stream = await engine.query(question="go on", stream=True, settings={"max_tokens": 200})
+    assert (await anext(stream)).text
+    await stream.aclose()
+    assert engine.num_requests == 0
+    result = await stream.result()
+    assert result.finish_reason == "cancelled"
+    assert result.output["answer"].startswith("a")
+    steps = len(runtime.plans)
+    await asyncio.sleep(0.05)
+    assert len(runtime.plans) <= steps + 1
+    # All pages are back: a request that needs most of the pool is served at once.
+    await engine.query(question="x" * 200, settings={"max_tokens": 60})
+
+
+async def test_a_cancelled_caller_frees_its_request(make_engine, fake_limits):
+    engine = make_engine(FakeRuntime(fake_limits, never_ends, cost=lambda plan: 0.001))
+    task = asyncio.create_task(engine.query(question="go on", settings={"max_tokens": 250}))
+    while engine.num_requests == 0:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.num_requests == 0
+
+
+async def test_the_queue_is_bounded(make_engine, fake_limits):
+    gate = Gate()
+    engine = make_engine(FakeRuntime(fake_limits, gate), max_queue=2)
+    streams = [
+        await engine.submit("query", None, {"question": "a"}, {"max_tokens": 1}) for _ in range(5)
+    ]
+    with pytest.raises(EngineOverloaded, match="max_queue=2"):
+        await engine.submit("query", None, {"question": "a"})
+    gate.open.set()
+    for stream in streams:
+        await stream.result()
+    await engine.query(question="a", settings={"max_tokens": 1})
+
+
+async def test_a_deadline_in_the_queue_drops_the_request_before_any_compute(
+    make_engine, fake_limits
+):
+    gate = Gate()
+    runtime = FakeRuntime(fake_limits, gate)
+    engine = make_engine(runtime)
+    running = [await engine.submit("query", None, {"question": "a"}, GREEDY) for _ in range(3)]
+    await asyncio.to_thread(gate.entered.wait, 20)
+    waiting = await engine.submit("query", None, {"question": "zzz"}, GREEDY, timeout_s=0.05)
+    await asyncio.sleep(0.1)
+    gate.open.set()
+    with pytest.raises(DeadlineExceeded):
+        await waiting.result()
+    for stream in running:
+        await stream.result()
+    fed = [token for plan in runtime.plans for row in plan.prefill for token in row.tokens]
+    assert 100 + ord("z") not in fed
+
+
+async def test_the_engines_own_bound_on_waiting_has_its_own_error(make_engine, fake_limits):
+    gate = Gate()
+    engine = make_engine(FakeRuntime(fake_limits, gate), max_queue_wait_s=0.05)
+    streams = [await engine.submit("query", None, {"question": "a"}, GREEDY) for _ in range(4)]
+    await asyncio.sleep(0.1)
+    gate.open.set()
+    ends = await asyncio.gather(*(s.result() for s in streams), return_exceptions=True)
+    assert isinstance(ends[0], EngineResult)
+    assert isinstance(ends[3], QueueTimeout)
+    assert "max_queue_wait_s" in str(ends[3])
+
+
+async def test_priorities_decide_who_is_next(make_engine, fake_limits):
+    gate = Gate()
+    engine = make_engine(FakeRuntime(fake_limits, gate))
+    for _ in range(3):
+        await engine.submit("query", None, {"question": "a"}, {"max_tokens": 1})
+    await asyncio.to_thread(gate.entered.wait, 20)
+    done = []
+
+    async def ask(priority):
+        stream = await engine.submit(
+            "query", None, {"question": priority}, {"max_tokens": 1}, priority=priority
+        )
+        await stream.result()
+        done.append(priority)
+
+    tasks = []
+    for priority in ["low", "low", "low", "normal", "normal", "normal", "high", "high", "high"]:
+        tasks.append(asyncio.create_task(ask(priority)))
+        await asyncio.sleep(0)
+    gate.open.set()
+    await asyncio.gather(*tasks)
+    assert done == ["high"] * 3 + ["normal"] * 3 + ["low"] * 3
+    with pytest.raises(InvalidRequest, match="high, normal, low"):
+        await engine.submit("query", None, {"question": "a"}, priority="urgent")
+
+
+async def test_shutdown_lets_running_requests_end_then_refuses(make_engine, fake_limits):
+    engine = make_engine(FakeRuntime(fake_limits, cost=lambda plan: 0.002))
+    stream = await engine.query(question="a", stream=True, settings=GREEDY)
+    await engine.shutdown()
+    assert (await stream.result()).finish_reason
+    assert not engine.is_ready
+    with pytest.raises(EngineClosed):
+        await engine.query(question="a")
+    await engine.shutdown()
+
+
+async def test_shutdown_lets_a_picture_be_prepared_and_asked_about(make_engine, monkeypatch):
+    preparing, go = threading.Event(), threading.Event()
+
+    def slowly(decoded, vision, *, threads):
+        preparing.set()
+        assert go.wait(20)
+        return prepare(decoded, vision, threads=threads)
+
+    monkeypatch.setattr(pool, "prepare", slowly)
+    engine = make_engine()
+    accepted = asyncio.create_task(engine.query(PICTURE, "what?", settings=GREEDY))
+    await asyncio.to_thread(preparing.wait, 20)
+    stopping = asyncio.create_task(engine.shutdown(grace_s=20))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineClosed):
+        await engine.query(question="a")
+    go.set()
+    assert (await accepted).output["answer"]
+    await stopping
+
+
+async def test_shutdown_does_not_wait_for_a_device_that_hangs(fake_limits):
+    gate = Gate()
+    config = RuntimeConfig(max_batch_size=3, step_timeout_s=0.3)
+    engine = kestrel_engine.InferenceEngine(
+        config, fake_build(config, FakeRuntime(fake_limits, gate))
+    )
+    stream = await engine.submit("query", None, {"question": "a"}, GREEDY)
+    await asyncio.to_thread(gate.entered.wait, 20)
+    await asyncio.wait_for(engine.shutdown(grace_s=0), 10)
+    with pytest.raises(EngineClosed):
+        await stream.result()
+    gate.open.set()
+
+
+async def test_shutdown_without_grace_fails_what_is_unfinished(make_engine, fake_limits):
+    runtime = FakeRuntime(fake_limits, never_ends, cost=lambda plan: 0.005)
+    engine = make_engine(runtime)
+    streams = [
+        await engine.submit("query", None, {"question": "a"}, {"max_tokens": 250}) for _ in range(6)
+    ]
+    await engine.shutdown(grace_s=0)
+    for stream in streams:
+        with pytest.raises(EngineClosed):
+            await stream.result()
+    assert runtime.closed
+    assert engine.num_requests == 0
+
+
+def test_a_program_that_ends_without_shutdown_leaves_no_step_running():
+    program = """
+import asyncio, logging
+from kestrel_engine import InferenceEngine, RuntimeConfig
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_engine.step import RuntimeLimits
+from tests.engine.fakes import fake_build
+
+class Told(FakeRuntime):
+    def close(self):
+        print("closed")
+
+async def main():
+    config = RuntimeConfig()
+    limits = RuntimeLimits(
+        num_pages=200, page_size=2, max_batch_size=3, max_seq_length=300, vocab_size=400
+    )
+    runtime = Told(limits, lambda fed: 197, cost=lambda plan: 0.01)
+    engine = InferenceEngine(config, fake_build(config, runtime))
+    await engine.submit("query", None, {"question": "a"}, {"max_tokens": 250})
+    raise SystemExit(3)
+
+asyncio.run(main())
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (3, "closed\n"), ended.stderr
