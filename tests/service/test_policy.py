@@ -22,8 +22,8 @@ def query(text="what?", *, max_tokens=2, image=None, **options):
 
 
 def slow():
-    """Never says the end; a step takes 5 ms."""
-    return FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.005)
+    """Never says the end; a step takes 10 ms."""
+    return FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.010)
 
 
 async def fill(served):
@@ -32,7 +32,8 @@ async def fill(served):
         asyncio.ensure_future(served.vision.Query(query(max_tokens=150)))
         for _ in range(LIMITS.max_batch_size)
     ]
-    while served.engine.num_requests < len(running) or len(served.runtime.plans) < 3:
+    # Not before the last has its place: one may still wait for the prefix that another computes.
+    while served.engine.stats.running < len(running):
         await asyncio.sleep(0.005)
     return running
 
@@ -43,14 +44,15 @@ async def test_high_goes_before_normal_before_low(serve):
     ended = []
 
     async def ask(priority):
-        await served.vision.Query(query(priority=priority, max_tokens=40))
+        await served.vision.Query(query(priority=priority, max_tokens=20))
         ended.append(priority)
 
     waiting = []
     for priority in (common_pb2.PRIORITY_LOW, 0, common_pb2.PRIORITY_HIGH):
         for _ in range(LIMITS.max_batch_size):
             waiting.append(asyncio.ensure_future(ask(priority)))
-            await asyncio.sleep(0.01)
+    while served.engine.num_requests < len(running) + len(waiting):
+        await asyncio.sleep(0.005)
     for call in running:
         call.cancel()
     await asyncio.gather(*waiting)

@@ -31,9 +31,9 @@ def query(image=None, max_tokens=2, **options):
     )
 
 
-def slow():
-    """Never says the end; a step takes 5 ms."""
-    return FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.005)
+def slow(step_s=0.005):
+    """Never says the end."""
+    return FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: step_s)
 
 
 class Admin:
@@ -112,7 +112,7 @@ async def test_drain_lets_running_requests_end_and_takes_no_more(serve):
 
 
 async def test_cancel_ends_requests_by_their_id_with_what_there_is(serve):
-    served = await serve(slow(), server_config=CONFIG)
+    served = await serve(slow(0.02), server_config=CONFIG)
     admin = Admin(served)
     calls = [
         asyncio.ensure_future(
@@ -120,7 +120,10 @@ async def test_cancel_ends_requests_by_their_id_with_what_there_is(serve):
         )
         for name in ("one", "two", "two")
     ]
-    while served.engine.num_requests < 3 or len(served.runtime.plans) < 10:
+    while served.engine.stats.running < 3:
+        await asyncio.sleep(0.005)
+    steps = len(served.runtime.plans)
+    while len(served.runtime.plans) < steps + 5:  # Each has some tokens by now.
         await asyncio.sleep(0.005)
     assert (await admin.CancelRequest(request_id="two")).cancelled_requests == 2
     for call in calls[1:]:

@@ -39,9 +39,9 @@ def limited(**limits):
     return {"security": SecurityConfig(calls=CallLimits(**limits))}
 
 
-def slow():
-    """Never says the end; a step takes 5 ms."""
-    return FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.005)
+def slow(step_s=0.005):
+    """Never says the end."""
+    return FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: step_s)
 
 
 def test_a_bucket_fills_at_its_rate_up_to_its_burst():
@@ -121,9 +121,9 @@ async def test_the_sdk_comes_back_when_told(serve):
 
 
 async def test_calls_in_progress_are_bounded(serve):
-    served = await serve(slow(), server_config=limited(calls=2))
+    served = await serve(slow(0.03), server_config=limited(calls=2))
     running = [asyncio.ensure_future(served.vision.Query(query(max_tokens=150))) for _ in range(2)]
-    while served.engine.num_requests < 2:
+    while served.server.guard.admission.calls < 2:
         await asyncio.sleep(0.005)
     told = await failure(served.vision.Query(query()))
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS")
@@ -137,9 +137,9 @@ async def test_calls_in_progress_are_bounded(serve):
 
 
 async def test_messages_in_memory_are_bounded(serve):
-    served = await serve(slow(), server_config=limited(held_bytes=10_000))
+    served = await serve(slow(0.03), server_config=limited(held_bytes=10_000))
     running = asyncio.ensure_future(served.vision.Query(query("a" * 40, max_tokens=200)))
-    while served.engine.num_requests < 1:
+    while served.server.guard.admission.calls < 1:
         await asyncio.sleep(0.005)
     told = await failure(served.vision.Query(query("a" * 9_980)))
     assert told.reason == "MESSAGES_FULL"
@@ -203,7 +203,7 @@ async def test_no_call_takes_longer_than_the_server_lets_it(serve, timeout):
 
 
 async def test_a_full_queue_refuses_before_a_message_is_decoded(serve):
-    served = await serve(slow(), max_queue=1)
+    served = await serve(slow(0.03), max_queue=1)
     held = [
         asyncio.ensure_future(served.vision.Query(query(max_tokens=200)))
         for _ in range(1 + LIMITS.max_batch_size)
