@@ -79,7 +79,7 @@ def add_model_flags(
         type=whole,
         metavar="N",
         shown="drawn anew",
-        help="makes the seeds of requests that name none repeatable",
+        help="makes the seeds of requests that name none repeatable, and chooses --random-weights",
     )
     limits = Flags(parser.add_argument_group("limits and defaults of requests"), environ)
     limits.add(
