@@ -145,10 +145,10 @@ def test_no_rows_and_too_many():
 
 def test_splits_fill_the_chip_and_stay_long():
     """The shapes of Moondream, and one too small to split."""
-    assert default_splits(2048, 10240) == 8
-    assert default_splits(2048, 2048) == 8
-    assert default_splits(2048, 6 * 256) == 6
+    assert default_splits(2048, 10240) == 4
+    assert default_splits(2048, 2048) == 4
+    assert default_splits(2048, 6 * 256) == 3
     assert default_splits(2048, 9 * 256) == 3
-    assert default_splits(2048, 2050) == 8
+    assert default_splits(2048, 2050) == 4
     assert default_splits(256, 256) == 1
     assert default_splits(51200, 2048) == 1

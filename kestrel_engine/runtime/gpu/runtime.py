@@ -29,6 +29,7 @@ from ..kv_cache import KvCache
 from ..lost_work import LostWork
 from ..protocol import StepHandle
 from ..sampler import sample
+from .device import capabilities
 from .footprint import PASS_POSITIONS
 from .graphs import DecodeGraphs, Progress, Variant
 from .prefill_attention import PrefillAttention, choose_attention
@@ -100,7 +101,10 @@ class GpuRuntime:
         self._fed_values = [False] * (self._spare + 1)
         """Slots whose last sampled token may be a coordinate or a size."""
         self.attention = choose_attention(attention, device, model.dtype)
-        self.text = FusedText(config.text, tensors, max_rows=max_batch_size, page_size=page_size)
+        early = device.type == "cuda" and capabilities(device).compute_capability == (9, 0)
+        self.text = FusedText(
+            config.text, tensors, max_rows=max_batch_size, page_size=page_size, pdl=early
+        )
         self.vision = FusedVision(config.vision, tensors)
         self._features: dict[str, list[Tensor]] = {}
         self._images: dict[str, Tensor] = {}

@@ -24,9 +24,9 @@ from .gemm import add_linear, linear, linear_gelu
 from .text_decode import DecodePass
 from .text_layers import TextLayer, load_layers, rotary_angles
 
-SKINNY_LOGITS = 64
-"""Rows up to which the vocabulary head streams its weight by our own kernel; beyond, cuBLAS is faster (H200: 57 us
-against 65 at 64 rows, 56 against 54 at 16)."""
+SKINNY_LOGITS = 32
+"""Rows up to which the vocabulary head streams its weight by our own kernel; beyond, cuBLAS is faster (H200: 53 us
+against 57 at 16 rows, 60 against 59 at 64)."""
 
 
 class TokenAttention(Protocol):
