@@ -1,0 +1,166 @@
+"""One picture and prompt through two configurations, side by side: tokens, how far logits drift, where the two part.
+
+python -m benchmarks.compare_reference --model moondream2 --device cuda --left=--no-compile --right='--attention triton'
+
+The left side answers by itself. The right side answers by itself too, and then hears what the left side said, token for
+token: at each place both sides' logits are compared, and what the right side would have said. A place where the two
+would say different things is a tie if the left side's logits for them lie closer than the tolerance; then rounding
+decides, and nothing is wrong. Exits with 1 if the two part anywhere else, or drift further than the tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kestrel_engine.step import StepToken
+
+from .opening import parse
+from .report import Report, add_arguments
+from .sides import (
+    TOLERANCES,
+    Request,
+    Side,
+    Talk,
+    add_side_arguments,
+    answer,
+    make_request,
+    open_side,
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What both sides make of the same past. ``drift``: of the logits, root mean square, as a share of the left's
+    standard deviation. ``margin``: by which the left side prefers its own token to the right's, in that unit."""
+
+    left: StepToken
+    right: StepToken
+    drift: float
+    worst: float
+    margin: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.left.id == self.right.id and self.left.value == self.right.value
+
+
+def drift(left: Tensor, right: Tensor) -> tuple[float, float]:
+    """(root mean square, largest) difference of two rows of logits, as shares of ``left``'s standard deviation."""
+    unit = float(left.std())
+    apart = left - right
+    return float(apart.square().mean().sqrt()) / unit, float(apart.abs().max()) / unit
+
+
+def walk(left: Side, right: Side, request: Request) -> list[Place]:
+    """Both sides along what the left one says."""
+    talks = (Talk(left, request), Talk(right, request))
+    control, places = request.control(), list[Place]()
+    before: StepToken | None = None
+    while len(places) < request.max_tokens:
+        rule = control.rule(len(places))
+        assert rule is not None, "every earlier token was accepted"
+        rows = [talk.logits(before) for talk in talks]
+        ours, theirs = (
+            talk.begin(rule) if before is None else talk.feed(before, rule) for talk in talks
+        )
+        mean, worst = drift(*rows)
+        margin = float(rows[0][ours.id] - rows[0][theirs.id]) / float(rows[0].std())
+        places.append(Place(ours, theirs, mean, worst, margin))
+        if control.accept(ours) is not None:
+            break
+        before = ours
+    for talk in talks:
+        talk.end()
+    return places
+
+
+def verdict(places: Sequence[Place], tolerance: float) -> tuple[str, bool]:
+    """(what to tell, whether all is well)."""
+    worst = max(place.drift for place in places)
+    parted = [i for i, place in enumerate(places) if not place.agrees]
+    wrong = [i for i in parted if places[i].margin > tolerance or _value_differs(places[i])]
+    told = [f"drift at most {worst:.2g} of a standard deviation, tolerance {tolerance:.2g}"]
+    if not parted:
+        told.append(f"the same {len(places)} tokens")
+    else:
+        told.append(
+            f"they part first at token {parted[0]}, in all at {len(parted)} of {len(places)}"
+        )
+        told.append("all of them ties" if not wrong else f"no ties: {wrong}")
+    return "; ".join(told), not wrong and worst <= tolerance
+
+
+def _value_differs(place: Place) -> bool:
+    return place.left.id == place.right.id and place.left.value != place.right.value
+
+
+def shown(token: StepToken, side: Side) -> str:
+    """The id with its text, or with the value that was read."""
+    if token.value is None:
+        return f"{token.id} {side.codec.decode([token.id])!r}"
+    numbers = [getattr(token.value, name) for name in token.value.__dataclass_fields__]
+    return f"{token.id} {' '.join(f'{n:.4f}' for n in numbers)}"
+
+
+def compare(
+    left: Side, right: Side, request: Request, report: Report, tolerance: float | None = None
+) -> bool:
+    """Fills ``report``; whether all is well."""
+    for name, side in (("left", left), ("right", right)):
+        talk = Talk(side, request)
+        said = answer(talk, request)
+        talk.end()
+        text = side.codec.decode([token.id for token in said])
+        report.add("answers", {"side": name, "tokens": len(said), "of": side.label, "text": text})
+    places = walk(left, right, request)
+    for index, place in enumerate(places):
+        row: dict[str, float | int | str] = {
+            "token": index,
+            "drift": place.drift,
+            "worst": place.worst,
+            "margin": place.margin,
+            "left logprob": place.left.logprob or 0.0,
+            "right logprob": place.right.logprob or 0.0,
+            "": "" if place.agrees else "PARTED",
+            "left": shown(place.left, left),
+            "right": shown(place.right, right),
+        }
+        report.add("along what the left side says", row)
+    told, well = verdict(places, tolerance or max(TOLERANCES[s.dtype] for s in (left, right)))
+    print(f"\n{'well' if well else 'WRONG'}: {told}")
+    return well
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.compare_reference",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_arguments(parser)
+    add_side_arguments(parser)
+    parser.add_argument("--tolerance", type=float, help="of drift and ties [by type]")
+    args, of_model = parse(parser, arguments)
+    if args.quick:
+        args.max_tokens = min(args.max_tokens, 3)
+    report = Report("compare_reference", vars(args))
+    left, right = (open_side(flags, of_model) for flags in (args.left, args.right))
+    try:
+        well = compare(left, right, make_request(args, left), report, args.tolerance)
+    finally:
+        left.runtime.close()
+        right.runtime.close()
+    report.finish(args.json)
+    sys.exit(0 if well else 1)
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    main()

@@ -1,0 +1,183 @@
+"""What two configurations leave in the KV cache for the same request: statistics by layer, and where they first differ.
+
+python -m benchmarks.inspect_kv --model moondream3-preview --left=--no-compile --right='--attention triton'
+
+The left side answers; the right side hears the same tokens. Keys and values of every position are then compared, for
+the picture's prefix, the rest of the prompt and the decoded tokens by themselves: those are written by different code.
+An error is a root mean square as a share of that of the left side's layer. It grows with depth, so the lowest layer
+that is beyond the tolerance, and its first position and head, say where to look. Exits with 1 if there is one. The
+tolerance is for a stretch of positions; a head of one position may be ten times as far off. Beyond that, too, one
+position in a hundred may be in half precision: where rounding sends a token to another expert, it alone differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kestrel_engine.requests import num_positions
+
+from .opening import parse
+from .report import Report, add_arguments
+from .sides import (
+    TOLERANCES,
+    Request,
+    Side,
+    Talk,
+    add_side_arguments,
+    answer,
+    follow,
+    make_request,
+    open_side,
+)
+
+OF_ONE_HEAD = 10
+"""Tolerances that one head of one position may be off by, while its stretch is within one."""
+STRAYS = 0.01
+"""Share of a stretch's positions that may be further off than that, in half precision."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Keys and values [layers, positions, heads, head_dim] float32 on the CPU, in the order of positions."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first head vector that is beyond the tolerance. ``error``: as a share of the layer's root mean square."""
+
+    layer: int
+    tensor: str
+    position: int
+    phase: str
+    head: int
+    error: float
+
+
+def contents(side: Side, talk: Talk) -> Contents:
+    """What the pool holds for the positions that ``talk`` has stored."""
+    cache = side.cache
+    if cache.keys.is_cuda:
+        torch.cuda.synchronize(cache.keys.device)
+    slots = cache.slots(talk.pages, talk.positions)
+    return Contents(*(pool[:, slots].float().cpu() for pool in (cache.keys, cache.values)))
+
+
+def phases(request: Request, positions: int) -> Mapping[str, slice]:
+    """Stretches of positions that are written by different code, none empty."""
+    prompt = num_positions(request.prompt)
+    prefix = 0 if request.image is None else request.context.model.image_prefix
+    found = {
+        "picture": slice(0, prefix),
+        "prompt": slice(prefix, prompt),
+        "decoded": slice(prompt, positions),
+    }
+    return {name: stretch for name, stretch in found.items() if stretch.stop > stretch.start}
+
+
+def rms(values: Tensor) -> float:
+    return float(values.square().mean().sqrt())
+
+
+def first_difference(
+    left: Contents,
+    right: Contents,
+    stretches: Mapping[str, slice],
+    tolerance: float,
+    strays: float = 0.0,
+) -> Difference | None:
+    """The lowest layer's first, by position, keys before values. ``strays``: see STRAYS."""
+    for layer in range(len(left.keys)):
+        found: list[Difference] = []
+        for name in ("keys", "values"):
+            ours, theirs = (getattr(side, name)[layer] for side in (left, right))
+            apart, unit = ours - theirs, rms(ours)
+            for phase, stretch in stretches.items():
+                errors = apart[stretch].square().mean(dim=-1).sqrt() / unit
+                # Written so that NaN is beyond every tolerance.
+                within = rms(apart[stretch]) / unit <= tolerance
+                allowed = OF_ONE_HEAD * tolerance if within else tolerance
+                beyond = (~(errors <= allowed)).nonzero()
+                num_strays = int(strays * len(errors)) if within else 0
+                if len(beyond[:, 0].unique()) > num_strays:
+                    place, head = beyond[0].tolist()
+                    error = float(errors[place, head])
+                    position = stretch.start + place
+                    found.append(Difference(layer, name, position, phase, head, error))
+        if found:
+            return min(found, key=lambda d: d.position)
+    return None
+
+
+def inspect(
+    left: Side, right: Side, request: Request, report: Report, tolerance: float | None = None
+) -> Difference | None:
+    """Fills ``report``; where the two first differ beyond the tolerance."""
+    ours, theirs = Talk(left, request), Talk(right, request)
+    said = answer(ours, request)
+    follow(theirs, request, said)
+    held = (contents(left, ours), contents(right, theirs))
+    stretches = phases(request, ours.positions)
+    ours.end()
+    theirs.end()
+    for layer in range(left.config.text.n_layers):
+        for name in ("keys", "values"):
+            a, b = (getattr(side, name)[layer] for side in held)
+            row: dict[str, float | int | str] = {
+                "layer": layer,
+                "tensor": name,
+                "rms": rms(a),
+                "right's rms": rms(b),
+                "largest": float(a.abs().max()),
+                "right's": float(b.abs().max()),
+            }
+            for phase, stretch in stretches.items():
+                row[phase] = rms(a[stretch] - b[stretch]) / rms(a)
+            report.add("cache contents; of picture, prompt and decoded the error", row)
+    tolerance = tolerance or max(TOLERANCES[s.dtype] for s in (left, right))
+    strays = 0.0 if left.dtype == right.dtype == torch.float32 else STRAYS
+    found = first_difference(*held, stretches, tolerance, strays)
+    if found is None:
+        print(f"\nwell: within {tolerance:.2g} everywhere")
+    else:
+        print(
+            f"\nWRONG: first beyond {tolerance:.2g}: layer {found.layer}, {found.tensor}, position {found.position} "
+            f"({found.phase}), head {found.head}: {found.error:.3g}"
+        )
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.inspect_kv",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_arguments(parser)
+    add_side_arguments(parser)
+    parser.add_argument("--tolerance", type=float, help="of a stretch's error [by type]")
+    args, of_model = parse(parser, arguments)
+    if args.quick:
+        args.max_tokens = min(args.max_tokens, 3)
+    report = Report("inspect_kv", vars(args))
+    left, right = (open_side(flags, of_model) for flags in (args.left, args.right))
+    try:
+        found = inspect(left, right, make_request(args, left), report, args.tolerance)
+    finally:
+        left.runtime.close()
+        right.runtime.close()
+    report.finish(args.json)
+    sys.exit(0 if found is None else 1)
+
+
+if __name__ == "__main__":
+    main()

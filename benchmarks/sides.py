@@ -1,0 +1,262 @@
+"""Sides: one model under two configurations, fed the same tokens by hand, to see where they part.
+
+Owns the flags that name the two sides and the request, and the steps of one sequence on one side. On a machine without
+CUDA the kernels run by interpretation (slow: for small models), in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kestrel_engine.model_config import ModelConfig
+from kestrel_engine.requests import (
+    ImageBlock,
+    PreparedImage,
+    Prompt,
+    SamplingParams,
+    num_positions,
+)
+from kestrel_engine.skills import SkillContext, SkillControl, SkillRegistry, SkillRequest
+from kestrel_engine.skills.base import TextCodec
+from kestrel_engine.step import Row, SampleSpec, StepToken, TokenRule
+
+from .device_rates import synchronize
+from .hand_made_steps import HandMadeSteps
+from .opening import ModelRuntime, model_arguments
+from .pictures import jpeg
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kestrel_engine.runtime.kv_cache import KvCache
+
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+"""What a computation type may move values by, as a share of their root mean square, several layers on."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What both sides are asked."""
+
+    skill: SkillRequest
+    prompt: Prompt
+    image: PreparedImage | None
+    context: SkillContext
+    max_tokens: int
+
+    @property
+    def positions(self) -> int:
+        """Of the prompt and of all that is sampled."""
+        return num_positions(self.prompt) + self.max_tokens
+
+    def control(self) -> SkillControl:
+        return (
+            SkillRegistry.default()
+            .get(self.skill.skill)
+            .new_control(self.skill, self.max_tokens, self.context)
+        )
+
+
+@dataclass(frozen=True)
+class Side:
+    """A loaded runtime. ``label``: the flags that make it what it is."""
+
+    label: str
+    runtime: ModelRuntime
+    config: ModelConfig
+    codec: TextCodec
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.runtime.model.dtype
+
+    @property
+    def cache(self) -> KvCache:
+        """The runtime's pool: a diagnostic looks where nobody else may."""
+        cache: KvCache = self.runtime._cache  # type: ignore[attr-defined]
+        return cache
+
+
+def add_side_arguments(parser: argparse.ArgumentParser) -> None:
+    """The two sides, and what they are asked."""
+    parser.add_argument(
+        "--left",
+        default="--no-compile",
+        metavar="FLAGS",
+        help="flags of the side that counts as right, in one argument: --left='--dtype float32' [--no-compile: plain "
+        "torch]",
+    )
+    parser.add_argument(
+        "--right", default="", metavar="FLAGS", help="flags of the side in question [none: kernels]"
+    )
+    add_request_arguments(parser)
+
+
+def add_request_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--skill", default="query", choices=("query", "caption", "point", "detect"), help="[query]"
+    )
+    parser.add_argument("--text", default="What is in the picture?", help="question, or object")
+    parser.add_argument("--image", metavar="FILE", help="a picture [drawn]")
+    parser.add_argument("--no-image", action="store_true", help="ask without a picture (query)")
+    parser.add_argument("--max-tokens", type=int, default=16, help="tokens to compare [16]")
+
+
+def open_side(flags: str, shared: Sequence[str]) -> Side:
+    """Loads the model that ``shared`` and ``flags`` name, those of ``kestrel-grpc serve``, with room for one sequence.
+
+    Plain torch with --no-compile, else the kernels.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    from kestrel_engine.checkpoint.open import load_weights, open_model
+    from kestrel_engine.preprocess.prompt import Tokenizer
+    from kestrel_engine.runtime.torch_runtime import TorchRuntime
+
+    config = model_arguments([*shared, *shlex.split(flags)])
+    cuda = torch.cuda.is_available() and config.device != "cpu"
+    device = torch.device(config.device if config.device != "auto" else "cuda" if cuda else "cpu")
+    default = torch.bfloat16 if cuda else torch.float32
+    dtype = default if config.dtype == "auto" else getattr(torch, str(config.dtype))
+    opened = open_model(config)
+    model = opened.config
+    # The same weights on both sides, though plain torch has no use for FP8.
+    keep_fp8 = config.fp8_experts == "keep" or (config.fp8_experts == "auto" and cuda)
+    tensors = load_weights(opened, dtype=dtype, device=device, keep_fp8=keep_fp8).tensors
+    page_size = config.page_size or max(n for n in range(1, 17) if model.image_prefix % n == 0)
+    length = min(config.max_seq_length or model.text.max_context, model.text.max_context)
+    # Two sequences: one that is compared, and room to spare.
+    sizes: dict[str, Any] = {
+        "num_pages": 2 * -(-length // page_size),
+        "page_size": page_size,
+        "max_batch_size": 2,
+        "max_seq_length": length,
+    }
+    runtime: ModelRuntime
+    if config.compile:
+        from kestrel_engine.runtime.gpu.runtime import GpuRuntime
+
+        runtime = GpuRuntime(
+            model, tensors, attention=config.attention, cuda_graphs=config.cuda_graphs, **sizes
+        )
+    else:
+        from kestrel_engine.models.moondream import Moondream
+
+        runtime = TorchRuntime(
+            Moondream(model, tensors), model, device=device, dtype=dtype, **sizes
+        )
+    codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=model.text.vocab_size)
+    label = f"{type(runtime).__name__} {str(dtype).removeprefix('torch.')} {flags}".strip()
+    return Side(label, runtime, model, codec)
+
+
+def make_request(args: argparse.Namespace, side: Side) -> Request:
+    """The request that the flags name, greedy."""
+    from kestrel_engine.config import ImageLimits
+    from kestrel_engine.preprocess.crops import prepare
+    from kestrel_engine.preprocess.images import open_image
+
+    config = side.config
+    image = None
+    if not args.no_image:
+        source = args.image or jpeg(0, 320, 240)
+        image = prepare(open_image(source, ImageLimits()), config.vision)
+    context = SkillContext(model=config, codec=side.codec)
+    named = {"query": {"question": args.text}, "caption": {}}
+    arguments = named.get(args.skill, {"object": args.text})
+    greedy = {"temperature": 0.0} if args.skill in named else {}
+    skill = SkillRegistry.default().get(args.skill).build(arguments, greedy, context)
+    picture = [] if image is None else [ImageBlock(image.key, config.image_positions)]
+    prompt = (config.ids.bos_id, *picture, *skill.prompt_suffix)
+    request = Request(skill, prompt, image, context, args.max_tokens)
+    limit = side.runtime.limits.max_seq_length
+    assert request.positions <= limit, f"{request.positions} positions of {limit}"
+    return request
+
+
+class Talk:
+    """One sequence on one side: a prompt, then tokens one by one, all greedy."""
+
+    def __init__(self, side: Side, request: Request) -> None:
+        self._side, self._request = side, request
+        self._steps = HandMadeSteps(side.runtime)
+        self._held = self._steps.hold(request.positions)
+        self._position = 0
+        self._count = 0
+        if request.image is not None:
+            self._steps.encode([request.image])
+
+    @property
+    def positions(self) -> int:
+        """Whose keys and values are stored."""
+        return self._position
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        return self._held.pages
+
+    def begin(self, rule: TokenRule) -> StepToken:
+        """Prefills the prompt and samples."""
+        row = self._row(self._request.prompt, rule)
+        self._position = num_positions(self._request.prompt)
+        return self._sampled(self._steps.prefill([row]).tokens)
+
+    def feed(self, token: StepToken, rule: TokenRule) -> StepToken:
+        """One decode step that feeds ``token``, and samples."""
+        row = self._row((token.as_input(),), rule)
+        self._position += 1
+        return self._sampled(self._steps.decode([row]).tokens)
+
+    def logits(self, token: StepToken | None) -> Tensor:
+        """[vocab] float32 on the CPU: after the prompt (None), or after ``token`` at the next position.
+
+        By a prefill pass, which stores what it computes: begin() or feed() with the same token comes after it.
+        """
+        tokens = self._request.prompt if token is None else (token.as_input(),)
+        hidden = self._side.runtime.hidden([self._row(tokens, None)])
+        synchronize(hidden.device)
+        with torch.inference_mode():
+            return self._side.runtime.model.text.logits(hidden)[0].float().cpu()
+
+    def end(self) -> None:
+        image = self._request.image
+        self._steps.end([self._held], [] if image is None else [image.key])
+
+    def _row(self, tokens: Prompt, rule: TokenRule | None) -> Row:
+        spec = None if rule is None else SampleSpec(rule, SamplingParams(), self._count)
+        row = self._steps.row(self._held, tokens, self._position)
+        return Row(row.sequence_id, row.tokens, row.start, row.page_table, spec)
+
+    def _sampled(self, tokens: dict[int, StepToken]) -> StepToken:
+        self._count += 1
+        return tokens[self._held.sequence_id]
+
+
+def answer(talk: Talk, request: Request) -> list[StepToken]:
+    """What the side says by itself, its stop token included."""
+    control, said = request.control(), list[StepToken]()
+    while len(said) < request.max_tokens:
+        rule = control.rule(len(said))
+        assert rule is not None, "every earlier token was accepted"
+        said.append(talk.feed(said[-1], rule) if said else talk.begin(rule))
+        if control.accept(said[-1]) is not None:
+            break
+    return said
+
+
+def follow(talk: Talk, request: Request, said: Sequence[StepToken]) -> list[StepToken]:
+    """What the side would say at each place, having heard the same as the one that said ``said``."""
+    control, picked = request.control(), list[StepToken]()
+    for index, token in enumerate(said):
+        rule = control.rule(index)
+        assert rule is not None, "every earlier token was accepted"
+        picked.append(talk.feed(said[index - 1], rule) if index else talk.begin(rule))
+        control.accept(token)
+    return picked
