@@ -42,6 +42,9 @@ from .text import FusedText
 from .vision import FusedVision
 from .weights import pack_weights
 
+WARM_UP_POSITIONS = (1, 16, 17, 300, 730, 2000)
+"""One size of every class for which a prefill kernel is compiled apart."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingStep:
@@ -120,11 +123,12 @@ class GpuRuntime:
         width = self._decode_head.results.shape[1]
         self._results = Results(max_batch_size, width, device)
         self._x = torch.zeros(max_batch_size, config.text.dim, dtype=model.dtype, device=device)
+        self._normed = torch.empty_like(self._x)
         self._kinds = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
         self._values = torch.zeros(max_batch_size, 2, dtype=torch.float32, device=device)
         self._lost = LostWork()
         self._pending: deque[PendingStep] = deque()
-        self._closed = False
+        self._closed = self._warm = False
         self._graphs = DecodeGraphs(self._decode_body, max_batch_size, stream=self._stream)
         if self._stream is not None:
             # The weights came by other streams.
@@ -142,6 +146,8 @@ class GpuRuntime:
         plan = self._lost.without(plan)
         try:
             with self._on_stream():
+                if not self._warm:
+                    self._warm_up()
                 handle = self._enqueue(plan)
         except BaseException:
             self._lost.note(plan)
@@ -407,7 +413,10 @@ class GpuRuntime:
 
     def _decode_body(self, variant: Variant) -> None:
         """One whole decode pass over the fixed buffers: what a graph captures."""
-        self._decode_head(self._decode_hidden(variant), self._decode_rows.device, variant)
+        hidden = self._decode_hidden(variant)
+        self._decode_head(
+            hidden, self._decode_rows.device, variant, normed=self._normed[: variant.num_rows]
+        )
 
     def _decode_hidden(self, variant: Variant) -> Tensor:
         n, rows = variant.num_rows, self._decode_rows.device
@@ -435,6 +444,7 @@ class GpuRuntime:
             self._page_table,
             self._cache.keys,
             self._cache.values,
+            normed=self._normed[:n],
         )
 
     def _sample(
@@ -456,6 +466,20 @@ class GpuRuntime:
         for row, (token, logprob) in zip(odd, drawn, strict=True):
             head.replace(row, token, logprob)
         head.keep(hidden, buffers.device, variant)
+
+    def _warm_up(self) -> None:
+        """Runs passes of the kinds that are compiled or planned apart, in the thread that launches: some libraries
+        keep their plans by thread. What they write lies in the page that nobody reads."""
+        self._warm = True
+        if self._stream is None:
+            return
+        self.vision.warm_up()
+        size, dim = self._limits.page_size, self._config.text.dim
+        for count in WARM_UP_POSITIONS:
+            x = torch.randn(count, dim, dtype=self.model.dtype, device=self.model.device)
+            places = torch.arange(count, device=x.device) % size
+            slots = places + self._limits.num_pages * size
+            self.text.prefill(x, places, slots, _no_attention, self._cache.keys, self._cache.values)
 
     def _capture(self, progress: Progress | None) -> None:
         """Rows of the spare sequence, forced to id 0, stand in while graphs are made."""
@@ -485,6 +509,10 @@ def _passes(rows: Sequence[Row]) -> Iterator[list[Row]]:
         count += own
     if group:
         yield group
+
+
+def _no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    out.zero_()
 
 
 def _spec(row: Row) -> SampleSpec:

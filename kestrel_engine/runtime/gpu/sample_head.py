@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...kernels.decode_io import RESULT_WIDTH, Bins, SampledTokens, keep_rows
 from ...kernels.read_bins import read_bins
-from ...kernels.sample import sample_rows
+from ...kernels.sample import allocate, sample_rows
 from ...model_config import ModelConfig
 from ...models.region import RegionModel
 from .graphs import Variant
@@ -50,14 +50,23 @@ class SampleHead:
     ) -> None:
         self._text, self._region, self._sampled = text, region, sampled
         self._config = config
+        self._workspace = allocate(max_rows, config.text.vocab_size, device)
         self._ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._bad = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._logprobs = torch.zeros(max_rows, dtype=torch.float32, device=device)
         self.results = torch.zeros(max_rows, RESULT_WIDTH, dtype=torch.int32, device=device)
 
-    def __call__(self, hidden: Tensor, rows: Mapping[str, Tensor], variant: Variant) -> None:
-        """``hidden`` [num_rows, dim], before ``post_ln``; ``rows``: a RowBuffers' device arrays. Fills ``results``."""
-        self.sample(self._text.logits(hidden), rows, variant)
+    def __call__(
+        self,
+        hidden: Tensor,
+        rows: Mapping[str, Tensor],
+        variant: Variant,
+        *,
+        normed: Tensor | None = None,
+    ) -> None:
+        """``hidden`` [num_rows, dim], before ``post_ln``, and after it if that is there; ``rows``: a RowBuffers' device
+        arrays. Fills ``results``."""
+        self.sample(self._text.logits(hidden, normed=normed), rows, variant)
         self.keep(hidden, rows, variant)
 
     def sample(self, logits: Tensor, rows: Mapping[str, Tensor], variant: Variant) -> None:
@@ -74,6 +83,7 @@ class SampleHead:
             ids=self._ids[:n],
             logprobs=self._logprobs[:n],
             bad=self._bad[:n],
+            workspace=self._workspace,
         )
 
     def replace(self, row: int, token: int, logprob: float) -> None:

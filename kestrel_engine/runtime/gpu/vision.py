@@ -6,6 +6,7 @@ the GEMMs leave out are summed over the layers when the weights are there and ad
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -80,11 +81,21 @@ class FusedVision:
         last LayerNorm."""
         config = self.config
         out = self._patch_weight.new_empty(len(crops), config.grid**2, config.enc_dim)
+        # Passes of one size: few crops use the card worse than many.
+        size = math.ceil(len(crops) / math.ceil(len(crops) / MAX_CROPS))
         with self.attention.chosen():
-            for first in range(0, len(crops), MAX_CROPS):
-                last = min(first + MAX_CROPS, len(crops))
+            for first in range(0, len(crops), size):
+                last = min(first + size, len(crops))
                 self._encode_pass(crops[first:last], out[first:last])
         return out
+
+    def warm_up(self) -> None:
+        """Runs every size of a pass for which attention makes a plan of its own. From the thread that will encode."""
+        config = self.config
+        shape = (MAX_CROPS, config.crop_size, config.crop_size, config.in_channels)
+        crops = torch.randint(0, 255, shape, dtype=torch.uint8, device=self._patch_weight.device)
+        for size in sorted({self.attention.padded(n) for n in range(1, MAX_CROPS + 1)}):
+            self.encode_crops(crops[:size])
 
     def _encode_pass(self, crops: Tensor, out: Tensor) -> None:
         n, patches, dim = out.shape

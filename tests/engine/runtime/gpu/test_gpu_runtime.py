@@ -183,6 +183,7 @@ def test_a_sequence_alone_and_in_a_batch_says_the_same(both):
         assert [t.id for t in alone[i]] == [t.id for t in together[i]]
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN")  # The interpreter's numpy says so.
 def test_a_step_with_numbers_that_are_none_fails_alone(both):
     _, _, tested = both
     wte = tested.model.text.wte
