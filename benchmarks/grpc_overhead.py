@@ -4,7 +4,7 @@ python -m benchmarks.grpc_overhead [--quick] [--json FILE] [--streams N] [--step
 
 The real server, engine and tokenizer on a device that only takes its time (paced_device.py); callers in processes of
 their own. The echo is a bare grpc.aio server that sends the same messages at the same pace, or answers a unary call
-with the same bytes: what it costs is gRPC's, the rest is ours.
+with the same bytes. What the server takes beyond engine and echo is the service's own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ import grpc
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 
-from .overhead_servers import Load, Setting, run_alone, run_echo, run_server
+from .overhead_servers import (
+    QUESTION,
+    Load,
+    Pace,
+    Setting,
+    run_alone,
+    run_asked,
+    run_echo,
+    run_server,
+)
 from .paced_device import Window
 from .pictures import jpeg
 from .report import Report, add_arguments, median, quantile
@@ -36,10 +45,8 @@ SETTINGS = (
     Setting("as it is"),
     Setting("70 pictures/s", pictures_per_s=70),
     Setting("GIL 5 ms", switch_interval_s=0.005),
-    Setting("GIL 1 ms", switch_interval_s=0.001),
     Setting("GIL 0.1 ms", switch_interval_s=0.0001),
     Setting("every step", longest_pause_s=0.0),
-    Setting("pause 20 ms", longest_pause_s=0.020),
 )
 """The first is what the server does; GIL: how long a thread may keep the interpreter while another waits."""
 
@@ -97,31 +104,24 @@ def stream_client(pipe: Connection, address: str, request: bytes, count: int) ->
     pipe.recv()
 
 
-def unary_client(
-    pipe: Connection, address: str, request: bytes, callers: int, pause_s: float, calls: int
-) -> None:
-    """``callers`` who each call ``calls`` times, every ``pause_s``; answers with (an answer, seconds of all calls)."""
-
-    async def repeat(call: Any, delay: float, times: list[float]) -> bytes:
-        answer = b""
-        due = time.perf_counter() + delay
-        for _ in range(calls):
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            due += pause_s
-            began = time.perf_counter()
-            answer = await call(request)
-            times.append(time.perf_counter() - began)
-        return answer
+def unary_client(pipe: Connection, address: str, request: bytes, pace: Pace) -> None:
+    """Calls at its pace when it is told to begin; answers with (an answer, seconds of all calls)."""
 
     async def main() -> tuple[bytes, list[float]]:
         times: list[float] = []
+        answers: list[bytes] = []
         async with grpc.aio.insecure_channel(address) as channel:
             await channel.channel_ready()
             pipe.send("ready")
             await asyncio.to_thread(pipe.recv)
-            call = channel.unary_unary(UNARY)
-            delays = [pause_s * i / callers for i in range(callers)]
-            answers = await asyncio.gather(*(repeat(call, delay, times) for delay in delays))
+            method: Any = channel.unary_unary(UNARY)
+
+            async def call() -> None:
+                began = time.perf_counter()
+                answers[:] = [await method(request)]
+                times.append(time.perf_counter() - began)
+
+            await pace.run(call)
         return answers[0], times
 
     pipe.send(asyncio.run(main()))
@@ -195,13 +195,13 @@ def measure_streams(report: Report, load: Load, others: Sequence[Setting]) -> No
     pause_s = window.wall_s / window.steps * num_tokens / len(messages)
     echo_us = 1e6 * echoed(load, messages, pause_s) / (num_tokens * load.streams)
     ours_us = 1e6 * window.cpu_s / (window.steps * load.streams)
+    alone_us = 1e6 * alone.cpu_s / (alone.steps * load.streams)
+    added = ours_us - echo_us - alone_us
     report.add(
         "CPU a streamed token, us",
-        {"server": ours_us, "echo": echo_us, "added": ours_us - echo_us},
+        {"server": ours_us, "echo": echo_us, "engine alone": alone_us, "added": added},
     )
-    report.bar(
-        "us of CPU that a streamed token adds to an echo", ours_us - echo_us, STREAM_LIMIT_US
-    )
+    report.bar("us of CPU that a streamed token adds to engine and echo", added, STREAM_LIMIT_US)
     ratio = window.steps / window.wall_s / rate
     report.bar("tokens/s through gRPC over the engine alone", ratio, RATE_LIMIT, at_least=True)
     for setting in others:
@@ -233,34 +233,35 @@ def _row(
 def measure_unary(report: Report, load: Load, rate: float, seconds: float) -> None:
     """Questions without a picture, paced, one token each."""
     sampling = common_pb2.Sampling(max_tokens=1)
-    question = "How many of the blue bars are higher than the red one?"
-    request = pb.QueryRequest(question=question, sampling=sampling).SerializeToString()
-    calls, pause_s = max(1, round(rate * seconds / load.streams)), load.streams / rate
-    arguments = [(request, count, pause_s, calls) for count in shares(load.streams)]
-    costs, seen = {}, {}
-    answer = b""
-    for name in ("server", "echo"):
-        target, given = (
-            (run_server, (load, Setting("")))
-            if name == "server"
-            else (run_echo, (UNARY, [answer], load.streams, 0.0))
-        )
-        with process(target, *given) as server:
-            address = server.recv()
-            warm = [(request, count, 0.01, 2) for count in shares(load.streams)]
-            drive(address, unary_client, warm)
-            server.send("cpu")
-            before = server.recv()
-            answers = drive(address, unary_client, arguments)
-            server.send("cpu")
-            costs[name] = 1e6 * (server.recv() - before) / (calls * load.streams)
-            answer = answers[0][0]
-            seen[name] = [1e3 * t for _, times in answers for t in times]
-    added = costs["server"] - costs["echo"]
+    request = pb.QueryRequest(question=QUESTION, sampling=sampling).SerializeToString()
+    pace = Pace(load.streams, max(1, round(rate * seconds / load.streams)), load.streams / rate)
+    num_calls = pace.calls * pace.callers
+    with process(run_asked, load, pace) as engine:
+        costs = {"engine alone": 1e6 * engine.recv() / num_calls}
+    with process(run_server, load, Setting("")) as server:
+        costs["server"], answer, times = _asked(server, request, pace)
+    with process(run_echo, UNARY, [answer], load.streams, 0.0) as server:
+        costs["echo"], _, echo_times = _asked(server, request, pace)
+    seen = {"server": times, "echo": echo_times}
     for name, cost in costs.items():
-        row = {"us": cost, "p50 ms": median(seen[name]), "p99 ms": quantile(seen[name], 0.99)}
-        report.add(f"CPU of a unary call at {rate:g} a second", {**row, "of": name})
-    report.bar("us of CPU that a unary call adds to an echo", added, UNARY_LIMIT_US)
+        ms = [1e3 * t for t in seen.get(name, [])]
+        row = {"us": cost, "p50 ms": median(ms), "p99 ms": quantile(ms, 0.99), "of": name}
+        report.add(f"CPU of a unary call at {rate:g} a second", row)
+    added = costs["server"] - costs["echo"] - costs["engine alone"]
+    report.bar("us of CPU that a unary call adds to engine and echo", added, UNARY_LIMIT_US)
+
+
+def _asked(server: Connection, request: bytes, pace: Pace) -> tuple[float, bytes, list[float]]:
+    """Microseconds of the server's CPU a call, an answer, and seconds of each call."""
+    address = server.recv()
+    each = [replace(pace, callers=count) for count in shares(pace.callers)]
+    drive(address, unary_client, [(request, Pace(p.callers, 2, 0.01)) for p in each])
+    server.send("cpu")
+    before = server.recv()
+    answers = drive(address, unary_client, [(request, p) for p in each])
+    server.send("cpu")
+    cost = 1e6 * (server.recv() - before) / (pace.calls * pace.callers)
+    return cost, answers[0][0], [t for _, times in answers for t in times]
 
 
 def main(arguments: list[str] | None = None) -> Report:

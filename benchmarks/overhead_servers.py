@@ -12,7 +12,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -72,6 +72,52 @@ def run_server(pipe: Connection, load: Load, setting: Setting) -> None:
 
     _apply(setting)
     asyncio.run(main())
+
+
+QUESTION = "How many of the blue bars are higher than the red one?"
+"""Asked by unary calls: no picture, one token."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """``callers`` who each call ``calls`` times, every ``pause_s``, by turns."""
+
+    callers: int
+    calls: int
+    pause_s: float
+
+    async def run(self, call: Callable[[], Awaitable[None]]) -> None:
+        async def repeat(delay: float) -> None:
+            due = time.perf_counter() + delay
+            for _ in range(self.calls):
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                due += self.pause_s
+                await call()
+
+        delays = [self.pause_s * i / self.callers for i in range(self.callers)]
+        await asyncio.gather(*(repeat(delay) for delay in delays))
+
+
+def run_asked(pipe: Connection, load: Load, pace: Pace) -> None:
+    """The engine without gRPC, asked at a pace; tells the CPU of all calls."""
+
+    async def main() -> None:
+        config = _config(load)
+        built = paced_build(config, step_s=load.step_s, staging_s=load.staging_s)
+        async with InferenceEngine(config, built) as engine:
+            gc.freeze()
+
+            async def call() -> None:
+                await engine.query(question=QUESTION, settings={"max_tokens": 1})
+
+            await Pace(pace.callers, 2, 0.01).run(call)
+            before = time.process_time()
+            await pace.run(call)
+            pipe.send(time.process_time() - before)
+
+    _apply(Setting(""))
+    asyncio.run(main())
+    pipe.recv()
 
 
 def run_alone(pipe: Connection, load: Load) -> None:

@@ -14,5 +14,5 @@ def test_it_tells_server_engine_and_echo_apart(tmp_path):
     # A message a token, one for the beginning and one for the end, less what came together.
     assert 0 < rates[1]["messages/token"] <= 62 / 60
     assert tokens["server"] > 0 and tokens["echo"] > 0
-    assert [row["of"] for row in unary] == ["server", "echo"]
+    assert [row["of"] for row in unary] == ["engine alone", "server", "echo"]
     assert [bar["limit"] for bar in report["bars"]] == [15.0, 0.9, 150.0]
