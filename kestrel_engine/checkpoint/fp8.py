@@ -16,10 +16,11 @@ def dequantise(
 ) -> torch.Tensor:
     """``weight`` [experts, rows, columns] in eight bits, ``scale`` [experts, rows] -> the same as ``dtype``."""
     out = torch.empty(weight.shape, dtype=dtype, device=device)
+    wide = torch.empty(weight.shape[1:], dtype=torch.float32, device=device)
     scale = scale.to(device=device, dtype=torch.float32)
     for expert in range(weight.shape[0]):
-        values = weight[expert].to(device).to(torch.float32)
-        out[expert].copy_(values.mul_(scale[expert].unsqueeze(-1)))
+        wide.copy_(weight[expert])
+        out[expert].copy_(wide.mul_(scale[expert].unsqueeze(-1)))
     return out
 
 
