@@ -35,6 +35,10 @@ class Window:
     wall_s: float
     cpu_s: float
     by_thread: dict[str, float]
+    late_s: list[float]
+    """From the end of each step to the step thread's return: the sleep's own delay and the wait for the interpreter."""
+    host_s: list[float]
+    """From that return to the end of the next launch: the step thread's work, and its waits on the way."""
 
 
 @dataclass
@@ -58,6 +62,9 @@ class PacedRuntime:
         words = [i for i, text in _plain_tokens() if text]
         self._tokens = itertools.cycle([StepToken(i) for i in words])
         self._full = 0
+        self._late: list[float] = []
+        self._host: list[float] = []
+        self._returned_at = 0.0
         self._first: _Snapshot | None = None
         self._last: _Snapshot | None = None
 
@@ -69,14 +76,21 @@ class PacedRuntime:
         now = time.perf_counter()
         while time.perf_counter() < now + self._staging_s:
             pass
-        self._free_at = max(time.perf_counter(), self._free_at) + self._step_s
+        now = time.perf_counter()
+        if len(plan.decode) == self._limits.max_batch_size:
+            self._host.append(now - self._returned_at)
+        self._free_at = max(now, self._free_at) + self._step_s
         self._ends[plan.step_id] = self._free_at
         return plan
 
     def collect(self, handle: StepPlan) -> StepResult:
-        left = self._ends.pop(handle.step_id) - time.perf_counter()
+        ends_at = self._ends.pop(handle.step_id)
+        left = ends_at - time.perf_counter()
         time.sleep(max(0.0, left))
+        self._returned_at = time.perf_counter()
         if len(handle.decode) == self._limits.max_batch_size:
+            if left > 0:
+                self._late.append(self._returned_at - ends_at)
             self._note()
         rows = handle.prefill + handle.decode
         return StepResult(
@@ -96,6 +110,8 @@ class PacedRuntime:
             wall_s=last.wall - first.wall,
             cpu_s=last.cpu - first.cpu,
             by_thread={n: s - first.by_thread.get(n, 0.0) for n, s in last.by_thread.items()},
+            late_s=self._late,
+            host_s=self._host,
         )
 
     def _note(self) -> None:
