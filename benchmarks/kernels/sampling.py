@@ -63,7 +63,9 @@ TILINGS = [
 class Rows:
     """Logits [M, V] on ``device`` with a spec for each row, and the kernel's outputs."""
 
-    def __init__(self, logits: Tensor, specs: Sequence[SampleSpec], tiles: Tiles) -> None:
+    def __init__(
+        self, logits: Tensor, specs: Sequence[SampleSpec], tiles: Tiles, *, pdl: bool = False
+    ) -> None:
         count, device = len(specs), logits.device
         host = {
             "rules": torch.zeros(count, RULE_WIDTH, dtype=torch.int32),
@@ -75,7 +77,7 @@ class Rows:
         odd = RuleEncoder().encode(specs, {name: t.numpy() for name, t in host.items()}, count)
         assert not odd, odd
         self._columns = [column.to(device) for column in host.values()]
-        self._logits, self._tiles = logits, tiles
+        self._logits, self._tiles, self._pdl = logits, tiles, pdl
         self._greedy = all(spec.sampling.temperature == 0 for spec in specs)
         self._work = allocate(count, logits.shape[1], device, tiles)
         self.ids = torch.full((count,), -7, dtype=torch.int32, device=device)
@@ -86,6 +88,7 @@ class Rows:
         sample_rows(
             self._logits, *self._columns, greedy=self._greedy, ids=self.ids,
             logprobs=self.logprobs, bad=self.bad, workspace=self._work, tiles=self._tiles,
+            pdl=self._pdl,
         )  # fmt: skip
 
 
@@ -154,7 +157,7 @@ def check(report: Report, device: str, rows: int, vocab: int, batches: int) -> N
             specs = [random_spec(rng, vocab) for _ in range(rows)]
             # Too many candidates for the list: the other way round to the same id.
             tiles = Tiles() if batch % 2 == 0 else Tiles(listed=64)
-            ours = Rows(logits.to(device), specs, tiles)
+            ours = Rows(logits.to(device), specs, tiles, pdl=batch % 4 >= 2)
             ours.run()
             wanted = sample(logits.float().clone(), specs)
             found = zip(ours.ids.tolist(), ours.logprobs.tolist(), ours.bad.tolist(), strict=True)
@@ -201,7 +204,13 @@ def microseconds(body: Callable[[], None], replays: int) -> float:
 
 
 def time_rows(
-    report: Report, title: str, tiles: Tiles, batches: Sequence[int], spread: float
+    report: Report,
+    title: str,
+    tiles: Tiles,
+    batches: Sequence[int],
+    *,
+    spread: float = 3.0,
+    pdl: bool = False,
 ) -> None:
     """Adds a row of microseconds for each number of rows; ``spread``: the logits' standard deviation."""
     for rows in batches:
@@ -214,7 +223,7 @@ def time_rows(
                 ), 0)
                 for i in range(rows)
             ]  # fmt: skip
-            row[name] = microseconds(Rows(logits, specs, tiles).run, 9)
+            row[name] = microseconds(Rows(logits, specs, tiles, pdl=pdl).run, 9)
         report.add(title, row)
 
 
@@ -227,15 +236,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check(report, "cpu", rows=2, vocab=100, batches=1)
         report.finish(flags.json)
         return
-    check(report, "cuda", rows=64, vocab=1000, batches=2 if flags.quick else 24)
-    check(report, "cuda", rows=16, vocab=VOCAB, batches=2)
+    check(report, "cuda", rows=64, vocab=1000, batches=4 if flags.quick else 24)
+    check(report, "cuda", rows=16, vocab=VOCAB, batches=4)
     batches = (1, 16, 64)
-    time_rows(report, "microseconds, logits of deviation 3", Tiles(), batches, 3.0)
+    time_rows(report, "microseconds, logits of deviation 3", Tiles(), batches)
+    time_rows(report, "microseconds, programmatic launch", Tiles(), batches, pdl=True)
     if not flags.quick:
-        time_rows(report, "microseconds, logits of deviation 1", Tiles(), batches, 1.0)
+        time_rows(report, "microseconds, logits of deviation 1", Tiles(), batches, spread=1.0)
         for tiles in TILINGS[1:]:
             changed = [f"{n}={v}" for n, v in tiles._asdict().items() if v != getattr(Tiles(), n)]
-            time_rows(report, f"microseconds, {' '.join(changed)}", tiles, (1, 64), 3.0)
+            time_rows(report, f"microseconds, {' '.join(changed)}", tiles, (1, 64))
     report.finish(flags.json)
 
 

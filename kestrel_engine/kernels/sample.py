@@ -6,7 +6,7 @@ best, then the best of them (sample_logits.py). Sampling takes four (sample_draw
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -90,6 +90,7 @@ def sample_rows(
     bad: Tensor,
     workspace: Workspace | None = None,
     tiles: Tiles | None = None,
+    pdl: bool = False,
 ) -> None:
     """Writes one id per row of ``logits`` [M, V] (float32, bfloat16 or float16; left as they are; row stride free).
 
@@ -98,7 +99,8 @@ def sample_rows(
     ``logprobs`` [M] float32, under the rule, before temperature and truncation, 0 if forced; ``bad`` [M] int32:
     whether a row that is not forced has a logit that is not finite, which makes its id meaningless (but one of the
     vocabulary). ``greedy``: no row has a temperature, which saves two launches. ``workspace``: from allocate() with
-    the same tiles; made anew if None. Doesn't wait for the device.
+    the same tiles; made anew if None. ``pdl``: each launch may be set up while the one before it ends, also the first
+    (sm_90). Doesn't wait for the device.
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1, logits.stride()
@@ -116,11 +118,17 @@ def sample_rows(
     chunk_block = max(2, triton.next_power_of_2(chunks))
     row = (logits, logits.stride(0), rules, vocab)
     partial = (work.stats, work.places, chunks)
-    stats_kernel[(rows, chunks)](*row, *partial, CHUNK=tiles.chunk, WIDTH=RULE_WIDTH, num_warps=4)
+    early: dict[str, Any] = {"PDL": False}
+    if pdl and logits.is_cuda:
+        early = {"PDL": True, "launch_pdl": True}
+    stats_kernel[(rows, chunks)](
+        *row, *partial, CHUNK=tiles.chunk, WIDTH=RULE_WIDTH, num_warps=4, **early
+    )
     if greedy:
         best_kernel[(rows,)](
-            *row, *partial, ids, logprobs, bad, CHUNKS=chunk_block, WIDTH=RULE_WIDTH, num_warps=1
-        )
+            *row, *partial, ids, logprobs, bad,
+            CHUNKS=chunk_block, WIDTH=RULE_WIDTH, num_warps=1, **early,
+        )  # fmt: skip
         return
     drawing = (temperature, top_p, top_k, uniforms)
     histogram = (work.edges, work.masses, work.counts)
@@ -128,12 +136,14 @@ def sample_rows(
     histogram_kernel[(rows, chunks)](
         *row, *partial, temperature, *histogram, CHUNK=tiles.chunk, CHUNKS=chunk_block,
         PART=min(tiles.histogram, tiles.chunk), EDGES=tiles.edges, WIDTH=RULE_WIDTH, num_warps=8,
+        **early,
     )  # fmt: skip
     candidates_kernel[(rows, chunks)](
         *row, *partial, *drawing, *histogram, *candidates, CHUNK=tiles.chunk, CHUNKS=chunk_block,
-        EDGES=tiles.edges, WIDTH=RULE_WIDTH, num_warps=4,
+        EDGES=tiles.edges, WIDTH=RULE_WIDTH, num_warps=4, **early,
     )  # fmt: skip
     draw_kernel[(rows,)](
         *row, *partial, *drawing, *candidates, ids, logprobs, bad, CHUNKS=chunk_block,
         BLOCK=tiles.block, PIVOTS=tiles.pivots, WIDTH=RULE_WIDTH, num_warps=8,
+        **early,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .sample_logits import extent, first_best, load, settle
 
@@ -36,9 +37,12 @@ def _edges(best, worst, EDGES: tl.constexpr):
 def histogram_kernel(
     logits, stride, rules, vocab, stats, places, chunks, temperatures, edges_of, masses, counts,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PART: tl.constexpr, EDGES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What weighs, and how many there are, at or above each edge, of one chunk."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     temperature = tl.load(temperatures + row)
@@ -80,8 +84,12 @@ def candidates_kernel(
     logits, stride, rules, vocab, stats, places, chunks, temperatures, top_ps, top_ks, uniforms,
     edges_of, masses, counts, ranges, bounds, candidates, max_listed,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EDGES: tl.constexpr, WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Lists one chunk's ids between two edges: between them lie the cuts of top-k and top-p, and the draw."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     temperature = tl.load(temperatures + row)
@@ -214,8 +222,12 @@ def draw_kernel(
     logits, stride, rules, vocab, stats, places, chunks, temperatures, top_ps, top_ks, uniforms,
     ranges, bounds, candidates, max_listed, ids, logprobs, bad,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr, WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Top-k, top-p and the draw among one row's candidates."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     rule = rules + row * WIDTH

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 RULE_WIDTH = 32
 """int32 columns of a rule: forced id or -1, id for all but the stop or -1, stop id, number suppressed, number allowed
@@ -36,15 +37,20 @@ def kept(rule, ids, inside):
 @triton.jit
 def load(logits, rule, ids, inside):
     """Logits of ``ids`` as float32, and whether the rule allows them; -inf if not."""
+    # Before the rule is looked at, whose loads wait for one another.
+    x = tl.load(logits + ids, mask=inside, other=0.0).to(tl.float32)
     is_kept = kept(rule, ids, inside)
-    x = tl.load(logits + ids, mask=is_kept, other=float("-inf")).to(tl.float32)
-    return x, is_kept
+    return tl.where(is_kept, x, float("-inf")), is_kept
 
 
 @triton.jit
 def stats_kernel(
-    logits, stride, rules, vocab, stats, places, chunks, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    logits, stride, rules, vocab, stats, places, chunks,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     ids = part * CHUNK + tl.arange(0, CHUNK)
@@ -119,9 +125,12 @@ def settle(
 
 @triton.jit
 def best_kernel(
-    logits, stride, rules, vocab, stats, places, chunks, ids, logprobs, bad, CHUNKS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    logits, stride, rules, vocab, stats, places, chunks, ids, logprobs, bad,
+    CHUNKS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     token = first_best(stats, places, row, chunks, vocab, CHUNKS)
     settle(
