@@ -16,6 +16,7 @@ from benchmarks import (
     chart_trace,
     compare,
     decode,
+    figures_table,
     floors,
     gpu_suite,
     prefill,
@@ -154,7 +155,7 @@ def test_suite_goes_on_after_a_part_that_fails(tmp_path: Path, capfd) -> None:
     assert "y was out of time" in capfd.readouterr().out
 
 
-BENCHMARKS = [chart_trace, compare, decode, floors, gpu_suite]
+BENCHMARKS = [chart_trace, compare, decode, figures_table, floors, gpu_suite]
 BENCHMARKS += [prefill, quality, trace, trace_grpc, vision]
 
 
