@@ -312,7 +312,8 @@ class InferenceEngine(SkillCalls):
         self._preparing += 1
         self._idle.clear()
         try:
-            prepared = await asyncio.wait_for(self._pool.prepare(image, cache_salt), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                prepared = await self._pool.prepare(image, cache_salt)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the deadline of {timeout_s} s passed in preprocessing"

@@ -140,8 +140,8 @@ def size_of(source: bytes | np.ndarray) -> int:
 
 
 def digest_of(source: bytes | np.ndarray) -> bytes:
-    """What tells pictures apart by content: a BLAKE2b hash of bytes, or of pixels and their shape."""
-    digest = hashlib.blake2b(digest_size=16)
+    """What tells pictures apart by content: a SHA-256 of bytes, or of pixels and their shape."""
+    digest = hashlib.sha256()
     if isinstance(source, bytes):
         digest.update(b"encoded")
         digest.update(source)

@@ -45,6 +45,8 @@ class Starter:
         owner = current_call().owner
         picture = None if call.image is None else self.pictures.find(owner, call.image)
         stream = await submit(engine, call, None if picture is None else picture.source)
+        if picture is not None:
+            picture = self.pictures.hashed(picture)
         return Started(engine, stream, call, picture)
 
     async def finish(self, started: Started, respond: Respond[Response]) -> Response:

@@ -34,16 +34,28 @@ class PreparedCache:
     def size_bytes(self) -> int:
         return self._size
 
+    def find(self, key: bytes) -> PreparedImage | None:
+        """What is kept under a ``source_key``; counts as a use."""
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None:
+                self._kept.move_to_end(key)
+            return kept
+
     def get(
-        self, source: Any, make: Callable[[], PreparedImage], namespace: str = ""
+        self,
+        source: Any,
+        make: Callable[[], PreparedImage],
+        namespace: str = "",
+        key: bytes | None = None,
     ) -> PreparedImage:
         """The prepared picture of ``source``, made by ``make`` if it isn't there; waits if another thread makes it.
 
-        Nothing is shared between namespaces.
+        Nothing is shared between namespaces. ``key``: its ``source_key`` in the namespace, if that is known.
 
         Raises what ``make`` raises, to all who wait for it; a failure is not kept.
         """
-        key = source_key(source, namespace)
+        key = key or source_key(source, namespace)
         if key is None:
             return make()
         with self._lock:
@@ -95,8 +107,10 @@ def in_namespace(image: PreparedImage, namespace: str) -> PreparedImage:
 
 
 def source_key(source: Any, namespace: str = "") -> bytes | None:
-    """A hash of what the caller gave, or None where telling sources apart would cost as much as decoding them."""
-    digest = hashlib.blake2b(key=_digest(namespace), digest_size=16)
+    """A hash of what the caller gave, or None where telling sources apart would cost as much as decoding them.
+
+    SHA-256, by the processor's own instructions 2 GB/s and three times as fast as BLAKE2b: a repeat waits for it."""
+    digest = hashlib.sha256(_digest(namespace) or bytes(32))
     if isinstance(source, (bytes, bytearray, memoryview)):
         digest.update(b"bytes")
         view = memoryview(source)

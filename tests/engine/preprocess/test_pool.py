@@ -140,6 +140,27 @@ async def test_a_picture_alone_is_split_and_one_of_many_is_not(gated, monkeypatc
     assert shares[-1] == 6
 
 
+async def test_a_repeat_waits_for_no_thread(gated):
+    pool = PreprocessPool(1, ImageLimits(), VisionConfig(), cache_bytes=2**24)
+    data = png(60, 40)
+    first = await pool.prepare(data)
+    slow = gated()
+    busy = asyncio.create_task(pool.prepare(slow))
+    await started(slow)
+    again = await asyncio.wait_for(pool.prepare(data), 5)
+    assert again.image is first.image
+    assert not busy.done()
+    tenants = asyncio.create_task(pool.prepare(data, "tenant"))
+    await asyncio.sleep(0.05)
+    assert not tenants.done(), "nothing is shared between namespaces"
+    slow.gate.set()
+    await busy
+    assert (await tenants).image.key != first.image.key
+    pool.close()
+    with pytest.raises(EngineClosed):
+        await pool.prepare(data)
+
+
 async def test_seconds_leave_waiting_out(pool, gated):
     slow = gated()
     first = asyncio.create_task(pool.prepare(slow))
