@@ -38,10 +38,12 @@ test-unit: $(INSTALLED) ## Run the tests that take seconds
 test-gpu: ## Run the tests that need a CUDA device, with the Python at hand
 	python3 -m pytest -q -m gpu
 
-bench: $(INSTALLED) ## Measure the step thread and serving on the CPU; docs/benchmarks.md has the last figures
+bench: $(INSTALLED) ## Measure the step thread, the front end and serving on the CPU; docs/benchmarks.md has the last figures
 	$(BIN)/python -m benchmarks.engine_host
 	$(BIN)/python -m benchmarks.serving_cpu
 	$(BIN)/python -m benchmarks.serving_cpu --grpc
+	$(BIN)/python -m benchmarks.grpc_overhead
+	$(BIN)/python -m benchmarks.preprocess
 
 BENCH_OUT ?= out/bench
 bench-gpu: ## Measure all that docs/performance.md holds on one GPU, in 9 minutes, with the Python at hand
