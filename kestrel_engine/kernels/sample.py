@@ -47,9 +47,10 @@ class Workspace(NamedTuple):
     counts: Tensor
     """[rows, chunks, edges] int32: ids at or above each edge."""
     ranges: Tensor
-    """[rows, 5] float64: weight above the candidates, of all; number above, of candidates, of all."""
+    """[rows, 7] float64: weight of all; number of all, of candidates, above where top-k cuts; weight above there, above
+    where top-p cuts, above where the draw is."""
     bounds: Tensor
-    """[rows, 2] float32: lowest and highest logit of the candidates."""
+    """[rows, 6] int64: lowest and highest key where top-k cuts, where top-p cuts, where the draw is."""
     candidates: Tensor
     """[rows, listed] int32: ids, ascending."""
 
@@ -70,8 +71,8 @@ def allocate(
         edges=empty(tiles.edges, dtype=torch.float32),
         masses=empty(chunks, tiles.edges, dtype=torch.float64),
         counts=empty(chunks, tiles.edges, dtype=torch.int32),
-        ranges=empty(5, dtype=torch.float64),
-        bounds=empty(2, dtype=torch.float32),
+        ranges=empty(7, dtype=torch.float64),
+        bounds=empty(6, dtype=torch.int64),
         candidates=empty(min(vocab, tiles.listed), dtype=torch.int32),
     )
 

@@ -1,7 +1,8 @@
 """Drawing an id with a temperature, top-k and top-p: what `runtime.sampler` defines, without a sort.
 
-Each chunk sums its weights above a few values between the row's best and worst; those sums narrow the draw to a range
-of values, whose few ids are listed; one program a row then finds the id in the list by splitting an interval of keys.
+Each chunk sums its weights above a few edges between the row's best and worst logit; those sums tell between which
+edges top-k and top-p cut and where the draw falls. The few ids there are listed, and one program a row finds each of
+the three by splitting an interval of keys.
 A key orders by logit descending, then id ascending, as the reference's stable sort does. Weights are float64 and all
 sums have a fixed order.
 """
@@ -27,10 +28,11 @@ def _weight(x, best, temperature):
 
 @triton.jit
 def _edges(best, worst, EDGES: tl.constexpr):
-    """[EDGES] values from just below ``best`` down; all is above the last."""
+    """[EDGES] values from just below ``best`` down, none above the one before it; all is above the last."""
     j = tl.arange(0, EDGES)
     share = (j + 1).to(tl.float32) / EDGES
-    return tl.where(j < EDGES - 1, best * (1 - share) + worst * share, float("-inf"))
+    # A mean of the two could be rounded past either of them, and edges out of order.
+    return tl.where(j < EDGES - 1, best - (best - worst) * share, float("-inf"))
 
 
 @triton.jit
@@ -67,6 +69,13 @@ def histogram_kernel(
 
 
 @triton.jit
+def _ordered(x):
+    """float32 to int64, keeping the order; the two zeros are equal to a sort, so they are one here."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+
+
+@triton.jit
 def _first_over(above, target, EDGES: tl.constexpr):
     """The first edge above which there is more than ``target``; the last if rounding says there is none."""
     j = tl.arange(0, EDGES)
@@ -80,13 +89,32 @@ def _at(values, index, EDGES: tl.constexpr):
 
 
 @triton.jit
+def _within(x, edges, first, last, EDGES: tl.constexpr):
+    """Whether ``x`` lies above edge ``last`` and not above edge ``first - 1``; nothing does if last < first."""
+    low = tl.where(last < EDGES - 1, _at(edges, last, EDGES), float("-inf"))
+    high = _at(edges, first - 1, EDGES)
+    return (x >= low) & ((first == 0) | (x < high)) & (first <= last)
+
+
+@triton.jit
+def _store_stretch(bounds, base, edges, above, best, worst, first, last, EDGES: tl.constexpr):
+    """Lowest and highest key between two edges, and what lies above."""
+    low = tl.where(last < EDGES - 1, _at(edges, last, EDGES), worst)
+    # What is equal to an edge lies above it.
+    below_edge = (_ordered(_at(edges, first - 1, EDGES)) << 32) - 1
+    tl.store(bounds, _ordered(low) << 32)
+    tl.store(bounds + 1, tl.where(first > 0, below_edge, (_ordered(best) << 32) + _ID_MASK))
+    tl.store(base, _at(above, first - 1, EDGES))
+
+
+@triton.jit
 def candidates_kernel(
     logits, stride, rules, vocab, stats, places, chunks, temperatures, top_ps, top_ks, uniforms,
     edges_of, masses, counts, ranges, bounds, candidates, max_listed,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EDGES: tl.constexpr, WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Lists one chunk's ids between two edges: between them lie the cuts of top-k and top-p, and the draw."""
+    """Lists one chunk's ids in three stretches between edges: where top-k cuts, where top-p cuts, where the draw is."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -111,42 +139,50 @@ def candidates_kernel(
         # Where top-k cuts is known between two edges only, so the weight that it leaves is known between two values,
         # and so are the cut of top-p and the draw after it.
         cut_by_rank = (top_k > 0) & (top_k < num_kept)
-        last = tl.where(cut_by_rank, _first_over(number, top_k - 1, EDGES), EDGES - 1)
-        least = tl.where(cut_by_rank, _at(above, last - 1, EDGES), total)
+        rank = tl.where(cut_by_rank, _first_over(number, top_k - 1, EDGES), EDGES - 1)
+        least = tl.where(cut_by_rank, _at(above, rank - 1, EDGES), total)
+        most = tl.where(cut_by_rank, _at(above, rank, EDGES), total)
         cut_by_mass = top_p < 1
-        cut = _first_over(above, top_p * least, EDGES)
-        least = tl.where(cut_by_mass, _at(above, cut - 1, EDGES), least)
+        cut_first = _first_over(above, top_p * least, EDGES)
+        cut_last = _first_over(above, top_p * most, EDGES)
+        least = tl.where(cut_by_mass, _at(above, cut_first - 1, EDGES), least)
+        most = tl.where(cut_by_mass, _at(above, cut_last, EDGES), most)
         first = _first_over(above, drawn * least, EDGES)
-        last = tl.where(cut_by_rank, last, tl.where(cut_by_mass, cut, first))
-        higher = _at(number, first - 1, EDGES)
-        listed = _at(number, last, EDGES) - higher
-        low = tl.where(last < EDGES - 1, _at(edges, last, EDGES), worst)
-        high = tl.where(first > 0, _at(edges, first - 1, EDGES), best)
+        last = _first_over(above, drawn * most, EDGES)
+        # What does not cut has no stretch.
+        rank_last = tl.where(cut_by_rank, rank, -1)
+        cut_last = tl.where(cut_by_mass, cut_last, -1)
+        # How often a cumulated count counts: once for the last edge of listed ones, minus once for the one before.
+        j = tl.arange(0, EDGES)
+        here = (
+            (j == rank_last) | ((j >= cut_first) & (j <= cut_last)) | ((j >= first) & (j <= last))
+        )
+        after = (j + 1 == rank_last) | ((j + 1 >= cut_first) & (j + 1 <= cut_last))
+        after = after | ((j + 1 >= first) & (j + 1 <= last))
+        between = count * (here.to(tl.int32) - after.to(tl.int32))[None, :]
+        listed = tl.sum(between)
         if part == 0:
-            tl.store(ranges + row * 5, _at(above, first - 1, EDGES))
-            tl.store(ranges + row * 5 + 1, total)
-            tl.store(ranges + row * 5 + 2, higher.to(tl.float64))
-            tl.store(ranges + row * 5 + 3, listed.to(tl.float64))
-            tl.store(ranges + row * 5 + 4, num_kept.to(tl.float64))
-            tl.store(bounds + row * 2, low)
-            tl.store(bounds + row * 2 + 1, high)
+            ranges += row * 7
+            bounds += row * 6
+            tl.store(ranges, total)
+            tl.store(ranges + 1, num_kept.to(tl.float64))
+            tl.store(ranges + 2, listed.to(tl.float64))
+            tl.store(ranges + 3, _at(number, rank - 1, EDGES).to(tl.float64))
+            _store_stretch(bounds, ranges + 4, edges, above, best, worst, rank, rank, EDGES)
+            _store_stretch(
+                bounds + 2, ranges + 5, edges, above, best, worst, cut_first, cut_last, EDGES
+            )
+            _store_stretch(bounds + 4, ranges + 6, edges, above, best, worst, first, last, EDGES)
         if listed <= max_listed:
-            j = tl.arange(0, EDGES)[None, :]
-            between = tl.where(j == last, count, 0) - tl.where(j == first - 1, count, 0)
             begin = tl.sum(tl.where(c < part, between, 0))
             if tl.sum(tl.where(c == part, between, 0)) > 0:
                 ids = part * CHUNK + tl.arange(0, CHUNK)
                 x, kept = load(logits + row * stride, rule, ids, ids < vocab)
-                taken = kept & (x >= low) & ((first == 0) | (x < high))
+                taken = _within(x, edges, rank, rank_last, EDGES)
+                taken = taken | _within(x, edges, cut_first, cut_last, EDGES)
+                taken = kept & (taken | _within(x, edges, first, last, EDGES))
                 place = begin + tl.cumsum(taken.to(tl.int32), axis=0) - 1
                 tl.store(candidates + row * max_listed + place, ids, mask=taken)
-
-
-@triton.jit
-def _ordered(x):
-    """float32 to int64, keeping the order; the two zeros are equal to a sort, so they are one here."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
 
 @triton.jit
@@ -180,11 +216,12 @@ def _search(
 ):  # fmt: skip
     """The first candidate, best first, with which more than ``target`` is reached: its key, and what is reached.
 
-    ``base`` is what lies above all candidates; ``keys`` and ``weights`` are those of the first BLOCK, mostly of all.
-    What is summed is weights, or numbers if COUNT. The answer lies in [low, high] throughout; each pass cuts that at
-    ``high`` itself and at PIVOTS - 1 places below, evenly by logit, or by id between equal logits, and ``high``
-    always moves to a candidate, so every pass ends nearer.
+    ``base`` is what lies above ``high`` (other candidates too); ``keys`` and ``weights`` are those of the first BLOCK,
+    mostly of all. What is summed is weights, or numbers if COUNT. The answer lies in [low, high] throughout; each pass
+    cuts that at ``high`` itself and at PIVOTS - 1 places below, evenly by logit, or by id between equal logits, and
+    ``high`` always moves to a candidate, so every pass ends nearer.
     """
+    top = high
     j = tl.arange(0, PIVOTS)
     share = j.to(tl.float32) / PIVOTS
     reached = base
@@ -197,7 +234,8 @@ def _search(
         pivots = tl.where(high_logit > low_logit, by_logit, by_id)
         pivots = tl.where(j == 0, high, tl.minimum(tl.maximum(pivots, low), high))
         is_over = keys[:, None] >= pivots[None, :]
-        over = tl.where(is_over, _summed(keys, weights, COUNT)[:, None], 0.0)
+        is_counted = is_over & (keys <= top)[:, None]
+        over = tl.where(is_counted, _summed(keys, weights, COUNT)[:, None], 0.0)
         below = tl.where(is_over, _NO_KEY, keys[:, None])
         for begin in range(BLOCK, number, BLOCK):
             key, weight = _element(
@@ -205,7 +243,8 @@ def _search(
                 temperature,
             )  # fmt: skip
             is_more = key[:, None] >= pivots[None, :]
-            over += tl.where(is_more, _summed(key, weight, COUNT)[:, None], 0.0)
+            is_counted = is_more & (key <= top)[:, None]
+            over += tl.where(is_counted, _summed(key, weight, COUNT)[:, None], 0.0)
             below = tl.maximum(below, tl.where(is_more, _NO_KEY, key[:, None]))
         sums = base + tl.sum(over, axis=0)
         first = tl.min(tl.where(sums > target, j, PIVOTS))
@@ -243,48 +282,46 @@ def draw_kernel(
     if (temperature > 0) & (tl.load(rule) < 0) & (not_finite == 0):
         best, _worst = extent(stats, row, chunks, CHUNKS)
         candidates += row * max_listed
-        base = tl.load(ranges + row * 5)
-        left = tl.load(ranges + row * 5 + 1)
-        base_count = tl.load(ranges + row * 5 + 2)
-        number = tl.load(ranges + row * 5 + 3).to(tl.int32)
-        num_kept = tl.load(ranges + row * 5 + 4)
-        low_logit = tl.load(bounds + row * 2)
-        high_logit = tl.load(bounds + row * 2 + 1)
+        ranges += row * 7
+        bounds += row * 6
+        left = tl.load(ranges)
+        num_kept = tl.load(ranges + 1)
+        number = tl.load(ranges + 2).to(tl.int32)
         is_list = number <= max_listed
-        if is_list == 0:
-            number = vocab
-            base = base * 0.0
-            base_count = base_count * 0.0
-        low = _ordered(low_logit) << 32
-        high = (_ordered(high_logit) << 32) + _ID_MASK
+        number = tl.where(is_list, number, vocab)
         keys, weights = _element(
             logits, rule, candidates, tl.arange(0, BLOCK), is_list, number, best, temperature
         )
         top_k = tl.load(top_ks + row).to(tl.float64)
+        low = tl.load(bounds + 4)
         if (top_k > 0) & (top_k < num_kept):
-            low, _num_left = _search(
+            highest = tl.load(bounds + 1)
+            ranked, _num_left = _search(
                 logits, rule, candidates, is_list, number, best, temperature, keys, weights,
-                base_count, top_k - 1, low, high, True, BLOCK, PIVOTS,
+                tl.load(ranges + 3), top_k - 1, tl.load(bounds), highest, True, BLOCK, PIVOTS,
             )  # fmt: skip
-            sums = tl.where(keys >= low, weights, 0.0)
+            sums = tl.where((keys >= ranked) & (keys <= highest), weights, 0.0)
             for begin in range(BLOCK, number, BLOCK):
                 key, weight = _element(
                     logits, rule, candidates, begin + tl.arange(0, BLOCK), is_list, number, best,
                     temperature,
                 )  # fmt: skip
-                sums += tl.where(key >= low, weight, 0.0)
-            left = base + tl.sum(sums)
+                sums += tl.where((key >= ranked) & (key <= highest), weight, 0.0)
+            left = tl.load(ranges + 4) + tl.sum(sums)
+            low = tl.maximum(low, ranked)
         top_p = tl.load(top_ps + row)
         if top_p < 1:
-            low, left = _search(
+            cut, left = _search(
                 logits, rule, candidates, is_list, number, best, temperature, keys, weights,
-                base, top_p * left, low, high, False, BLOCK, PIVOTS,
+                tl.load(ranges + 5), top_p * left, tl.load(bounds + 2), tl.load(bounds + 3),
+                False, BLOCK, PIVOTS,
             )  # fmt: skip
+            low = tl.maximum(low, cut)
         # Below the sum even where the product rounds up to it.
         target = tl.minimum(tl.load(uniforms + row) * left, left * _BELOW_ONE)
         key, _reached = _search(
             logits, rule, candidates, is_list, number, best, temperature, keys, weights,
-            base, target, low, high, False, BLOCK, PIVOTS,
+            tl.load(ranges + 6), target, low, tl.load(bounds + 5), False, BLOCK, PIVOTS,
         )  # fmt: skip
         token = ((key & _ID_MASK) ^ _ID_MASK).to(tl.int32)
     settle(logits, rule, row, token, stats, places, chunks, ids, logprobs, bad, CHUNKS)
