@@ -1,0 +1,66 @@
+"""Thousands of broken pictures in a process with bounded memory. KESTREL_FUZZ_PICTURES says how many, 300 if unset."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from kestrel_engine.preprocess.images import FORMATS
+from tests.abuse import mutated_pictures
+
+ROOT = Path(__file__).parents[2]
+COUNT = int(os.environ.get("KESTREL_FUZZ_PICTURES", "300"))
+
+
+def fuzz(*arguments: str, timeout_s: float) -> dict:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.abuse.mutated_pictures", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def test_every_format_has_seeds():
+    """HEIC is read by few builds of libvips, and written by none that we have."""
+    assert set(FORMATS) - {"HEIC"} == set(mutated_pictures.seeds())
+
+
+def test_a_number_is_a_picture():
+    formats = mutated_pictures.seeds()
+    name, data = mutated_pictures.picture(1, 7, formats)
+    assert mutated_pictures.picture(1, 7, formats) == (name, data)
+    assert data not in formats[name]
+
+
+def test_mutated_pictures_crash_nothing_and_hang_nowhere():
+    found = fuzz("--count", str(COUNT), timeout_s=60 + COUNT)
+    assert found["faults"] == []
+    assert sum(found["taken"].values()) > COUNT / 10, "some are still pictures"
+    assert sum(found["refused"].values()) > COUNT / 10
+    assert found["peak_mib"] < 512
+
+
+def test_memory_is_bounded_in_earnest():
+    """The bound holds: with next to no memory the process can't even begin."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tests.abuse.mutated_pictures",
+            "--count",
+            "1",
+            "--memory-mib",
+            "64",
+        ],
+        capture_output=True,
+        cwd=ROOT,
+        timeout=60,
+    )
+    assert done.returncode != 0
