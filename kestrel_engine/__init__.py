@@ -27,6 +27,7 @@ from .errors import (
     ModelLoadError,
     ModelNotFoundError,
     PixelsWaiting,
+    ProfileError,
     QueueTimeout,
     RequestError,
     RuntimeFailure,
@@ -37,7 +38,9 @@ from .events import EngineMetrics, EngineResult, FinishReason, StreamUpdate
 from .info import EngineInfo
 from .observer import Observer, RequestEvent, StepEvent
 from .preprocess.images import FORMATS as IMAGE_FORMATS
+from .profiling import ProfileRequest
 from .requests import PreparedImage
+from .runtime.profile import Profile
 from .skills.base import SkillSpec
 from .skills.registry import SkillRegistry
 from .stream import EngineStream
@@ -69,6 +72,9 @@ __all__ = [
     "Observer",
     "PixelsWaiting",
     "PreparedImage",
+    "Profile",
+    "ProfileError",
+    "ProfileRequest",
     "QueueTimeout",
     "RequestError",
     "RequestEvent",

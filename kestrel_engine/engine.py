@@ -28,6 +28,7 @@ from .errors import (
     EngineOverloaded,
     InvalidRequest,
     KestrelError,
+    ProfileError,
     RuntimeFailure,
 )
 from .events import EngineMetrics, EngineResult, StreamUpdate
@@ -37,8 +38,10 @@ from .loop import EngineLoop, Work
 from .observer import Observer
 from .open_requests import OpenRequest, OpenRequests
 from .preprocess.pool import PreprocessPool
+from .profiling import ProfileRequest, take_profile
 from .requests import ImageBlock, PreparedImage, Prompt, num_positions
 from .runtime.gpu.memory import out_of_memory
+from .runtime.profile import Profile
 from .scheduler.budget import StepBudget
 from .scheduler.policy import SchedulerPolicy, SchedulerStats
 from .scheduler.sequence import Sequence
@@ -109,6 +112,7 @@ class InferenceEngine(SkillCalls):
         self._failure: KestrelError | None = None
         self._ids = itertools.count(1)
         self._preparing = 0
+        self._profiling = False
         self._closing = self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -240,6 +244,28 @@ class InferenceEngine(SkillCalls):
         """Forgets prefixes, embeddings and prepared pictures that no request uses."""
         self._pool.flush()
         self._loop.flush()
+
+    async def profile(
+        self, request: ProfileRequest, *, begun: asyncio.Event, stop: asyncio.Event
+    ) -> Profile:
+        """Records what step thread and device do, and writes it; ``begun`` is set once it records, ``stop`` ends it
+        before its bounds. One at a time. Raises ProfileError."""
+        if self._profiling:
+            raise ProfileError("a profile is being taken")
+        if self._closed or not self._loop.alive:
+            raise ProfileError("there is no engine to profile")
+        self._profiling = True
+        try:
+            return await take_profile(
+                self._loop,
+                request,
+                cuda=self.info.device.startswith("cuda"),
+                patience_s=self._config.step_timeout_s,
+                begun=begun,
+                stop=stop,
+            )
+        finally:
+            self._profiling = False
 
     async def shutdown(self, *, grace_s: float = 10.0) -> None:
         """Takes no more requests, lets the running ones end for up to ``grace_s`` seconds, fails the rest with

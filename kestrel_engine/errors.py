@@ -20,6 +20,7 @@
     │   └── QueueTimeout         it waited longer than the engine's max_queue_wait_s
     ├── DeadlineExceeded         the caller's own time ran out before the request was taken up
     ├── EngineClosed             the engine is shut down, or shutting down
+    ├── ProfileError             a profile can't be taken, or not be written
     └── RuntimeFailure           our fault: a step failed
 
 Nobody decides by the text of an error. What is impossible unless we made a mistake is an ``assert``.
@@ -139,6 +140,10 @@ class DeadlineExceeded(KestrelError):
 
 class EngineClosed(KestrelError):
     """The engine takes no more work."""
+
+
+class ProfileError(KestrelError):
+    """A profile can't be taken now, or could not be written."""
 
 
 class RuntimeFailure(KestrelError):

@@ -21,6 +21,7 @@ from .errors import DeadlineExceeded, EngineClosed, KestrelError, QueueTimeout, 
 from .events import FinishReason
 from .observer import Observer, StepEvent
 from .requests import num_positions
+from .runtime.profile import StepProfile
 from .runtime.protocol import Runtime, StepHandle
 from .scheduler.policy import SchedulerPolicy, SchedulerStats
 from .scheduler.scheduler import Scheduler
@@ -82,6 +83,7 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._out: deque[_Out] = deque()
         self._outbox: list[Progress] = []
+        self._profile: StepProfile | None = None
         self._beat_at = clock()
         self._thread = threading.Thread(target=self._run, name="kestrel-steps", daemon=True)
 
@@ -120,6 +122,14 @@ class EngineLoop:
         """Any thread. Forgets cached prefixes and embeddings that nobody uses, before the next step."""
         self._commands.put(self._scheduler.flush)
 
+    def begin_profile(self, profile: StepProfile) -> None:
+        """Any thread. Records steps until it has enough, or ``end_profile``. One at a time."""
+        self._commands.put(lambda: self._begin_profile(profile))
+
+    def end_profile(self) -> None:
+        """Any thread. Without effect if none runs."""
+        self._commands.put(self._end_profile)
+
     def stop(self, timeout_s: float | None = None) -> bool:
         """Any thread but the loop's. Fails what is unfinished with EngineClosed, closes the runtime. False: it
         hangs."""
@@ -140,6 +150,7 @@ class EngineLoop:
         else:
             self._fail_all(EngineClosed("the engine was shut down"))
         finally:
+            self._end_profile()
             self._flush()
             self._runtime.close()
 
@@ -209,6 +220,10 @@ class EngineLoop:
             self._fail_step(out, error)
             return
         self._beat_at = self._clock()
+        if self._profile is not None:
+            self._profile.step()
+            if self._profile.ended.done():
+                self._profile = None
         self._observe(out, result, failed=False)
         for sequence, token in self._scheduler.commit(out.plan, result):
             self._consume(self._active[sequence.sequence_id], token)
@@ -254,6 +269,19 @@ class EngineLoop:
         """Called where a skill raised: its fault ends its own request only."""
         logger.exception("the skill of sequence %d failed", sequence_id)
         self._end(sequence_id, RuntimeFailure("the skill failed on a sampled token"))
+
+    def _begin_profile(self, profile: StepProfile) -> None:
+        self._end_profile()
+        self._profile = profile
+        profile.begin()
+        self._beat_at = (
+            self._clock()
+        )  # A profiler's first start takes seconds in which nothing hangs.
+
+    def _end_profile(self) -> None:
+        if self._profile is not None:
+            self._profile.end()
+            self._profile = None
 
     def _add(self, work: Work) -> None:
         self._active[work.sequence.sequence_id] = work
