@@ -26,7 +26,14 @@ import pyvips
 from pyvips import ffi, vips_lib
 
 from ..config import ImageLimits
-from ..errors import ImageDecodeError, ImageTooLargeError, InvalidRequest, UnsupportedImageError
+from ..errors import (
+    ImageDecodeError,
+    ImageError,
+    ImageTooLargeError,
+    InvalidRequest,
+    UnsupportedImageError,
+)
+from . import amplifiers
 from .heif_probes import HEIF_PROBES
 
 ImageSource: TypeAlias = (
@@ -147,9 +154,12 @@ def num_pixels(source: ImageSource) -> int:
         return int(source.width * source.height)
     if not isinstance(source, (bytes, bytearray, memoryview)):
         return 0
+    data = bytes(source)
     try:
-        image = pyvips.Image.new_from_buffer(bytes(source), "", access="sequential")
-    except (pyvips.Error, UnicodeDecodeError):
+        if amplifiers.excess(data, _sniff(data)) is not None:
+            return 0
+        image = pyvips.Image.new_from_buffer(data, "", access="sequential")
+    except (pyvips.Error, UnicodeDecodeError, ImageError):
         return 0
     return int(image.width * image.height)
 
@@ -178,6 +188,8 @@ def _encoded_pixels(source: bytes | bytearray | memoryview, limits: ImageLimits)
     if not data:
         raise ImageDecodeError(FIELD, "is empty: 0 bytes")
     name = _sniff(data)
+    if (too_much := amplifiers.excess(data, name)) is not None:
+        raise ImageTooLargeError(FIELD, f"is a {name} that has {too_much}")
     try:
         # fail_on="error" refuses truncated and damaged data, but not harmless oddities such as unknown TIFF tags. The
         # WebP loader can't read in sequence; without memory=True it would put large pictures into a temporary file.
