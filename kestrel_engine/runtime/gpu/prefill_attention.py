@@ -55,6 +55,7 @@ class AttentionChoice:
     """``text`` and ``blocks``: FlashInfer computes them, if there; else torch does, the blocks by ``block_backend``
     (None leaves that to torch)."""
 
+    library: FlashInfer | None = None
     text: FlashInferText | None = None
     blocks: FlashInferBlocks | None = None
     block_backend: SDPBackend | None = None
@@ -76,7 +77,7 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> Att
         # 1 / 8 / 16 blocks of 730 positions, 32 heads of 64, on an H200: fa3 36 / 120 / 213 us, torch 45 / 133 / 236,
         # and torch's result is yet to be copied; fa2 is slower than torch.
         blocks = FlashInferBlocks(library) if library.backend == "fa3" else None
-        return AttentionChoice(FlashInferText(library), blocks)
+        return AttentionChoice(library, FlashInferText(library), blocks)
     return AttentionChoice()
 
 

@@ -22,28 +22,25 @@ from ...errors import RuntimeFailure
 from ...kernels.decode_io import COORD, PREVIOUS, SIZE, TEXT, SampledTokens, feed_rows
 from ...model_config import ModelConfig
 from ...models.moondream import Moondream
-from ...models.vision import num_distinct
 from ...requests import Coord, Size
-from ...step import EncodeSlice, Previous, Row, RuntimeLimits, SampleSpec, StepPlan, StepResult
+from ...step import Previous, Row, RuntimeLimits, SampleSpec, StepPlan, StepResult
 from ..kv_cache import KvCache
 from ..lost_work import LostWork
 from ..protocol import StepHandle
 from ..sampler import sample
 from .device import capabilities
-from .footprint import PASS_POSITIONS
 from .graphs import DecodeGraphs, Progress, Variant
-from .prefill_attention import PrefillAttention, choose_attention
-from .prefill_batch import PrefillBatch, prefill_batch
+from .pictures import EncodedPictures
+from .prefill import Prefill
+from .prefill_attention import choose_attention
+from .prefill_graphs import PrefillGraphs
 from .rules import RuleEncoder, decode_results
 from .sample_head import ROW_FIELDS, SampleHead
 from .slots import SequenceSlots, TableUpdates
-from .staging import CropUploader, Results, RowBuffers, Uploader
+from .staging import Results, RowBuffers, Uploader
 from .text import FusedText
 from .vision import FusedVision
 from .weights import pack_weights
-
-WARM_UP_POSITIONS = (1, 16, 17, 300, 730, 2000)
-"""One size of every class for which a prefill kernel is compiled apart."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,9 +106,33 @@ class GpuRuntime:
             config.text, tensors, max_rows=max_batch_size, page_size=page_size, pdl=early
         )
         self.vision = FusedVision(config.vision, tensors)
-        self._features: dict[str, list[Tensor]] = {}
-        self._images: dict[str, Tensor] = {}
-        self._upload, self._upload_crops = Uploader(device), CropUploader(device)
+        self._upload = Uploader(device)
+        self._pictures = EncodedPictures(self.vision, model.text.wte[config.ids.bos_id])
+        spare_slot = num_pages * page_size
+        graphs = None
+        if device.type != "cuda" or cuda_graphs:
+            # Without a device the same passes run uncaptured: that is how they are tested there.
+            graphs = PrefillGraphs(
+                self.text,
+                self._cache,
+                self._page_table,
+                block_length=config.image_prefix,
+                max_rows=max_batch_size,
+                spare_slot=spare_slot,
+                flashinfer=self.attention.library,
+                stream=self._stream,
+            )
+        self._prompts = Prefill(
+            config,
+            model,
+            self.text,
+            self._cache,
+            self._pictures,
+            self.attention,
+            self._upload,
+            graphs,
+            spare_slot=spare_slot,
+        )
         self._rules = RuleEncoder()
         self._decode_rows = RowBuffers(ROW_FIELDS, max_batch_size, device)
         self._prefill_rows = RowBuffers(ROW_FIELDS, max_batch_size, device)
@@ -185,8 +206,8 @@ class GpuRuntime:
             self._stream.synchronize()
         self._graphs.clear()
         self._pending.clear()
-        self._features.clear()
-        self._images.clear()
+        self._prompts.close()
+        self._pictures.clear()
         del self._cache
 
     @torch.inference_mode()
@@ -194,7 +215,9 @@ class GpuRuntime:
         """One prefill pass without sampling: stores keys and values and returns [num_rows, dim], the residual stream
         before ``post_ln`` at each row's last position."""
         with self._on_stream():
-            return self._prefill_pass(rows)
+            for row in rows:
+                self._check(row)
+            return self._prompts.run(rows, None)
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -213,17 +236,15 @@ class GpuRuntime:
         return event
 
     def _enqueue(self, plan: StepPlan) -> PendingStep:
-        for key in plan.drop_images:
-            self._features.pop(key, None)
-            self._images.pop(key, None)
+        self._pictures.drop(plan.drop_images)
         for sequence_id in plan.ended:
             self._slots.release(sequence_id)
         assert len(plan.decode) <= self._limits.max_batch_size, len(plan.decode)
         outputs = []
         marks = [self._mark()]
-        self._encode(plan.encode)
+        self._pictures.encode(plan.encode)
         marks.append(self._mark())
-        for rows in _passes(plan.prefill):
+        for rows in self._prompts.passes(plan.prefill):
             output = self._prefill(rows, plan.step_id)
             if output is not None:
                 outputs.append(output)
@@ -233,95 +254,29 @@ class GpuRuntime:
         marks.append(self._mark())
         return PendingStep(plan, outputs, marks)
 
-    # Pictures.
-
-    def _encode(self, pieces: Sequence[EncodeSlice]) -> None:
-        """All crops of the step together; a picture's embedding is made once its last crop is there."""
-        wanted = []
-        for piece in pieces:
-            distinct = num_distinct(piece.image.num_crops, piece.image.tiling)
-            wanted.append(piece.image.crops[piece.first : min(piece.last, distinct)])
-        if not wanted:
-            return
-        features = None
-        if sum(map(len, wanted)):
-            features = self.vision.encode_crops(self._upload_crops(wanted))
-        begin = 0
-        complete: list[tuple[str, Tensor, tuple[int, int]]] = []
-        for piece, own in zip(pieces, wanted, strict=True):
-            key = piece.image.key
-            if piece.first == 0:
-                self._features[key] = []
-            if features is not None and len(own):
-                self._features[key].append(features[begin : begin + len(own)])
-                begin += len(own)
-            if piece.last == piece.image.num_crops:
-                parts = self._features.pop(key)
-                whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-                complete.append((key, whole, piece.image.tiling))
-        if complete:
-            embedded = self.vision.embed_many([(whole, tiling) for _, whole, tiling in complete])
-            for (key, _, _), embedding in zip(complete, embedded, strict=True):
-                self._images[key] = embedding
-
     # Prompts.
 
     def _prefill(self, rows: Sequence[Row], step_id: int) -> tuple[list[Row], Tensor] | None:
-        hidden = self._prefill_pass(rows)
+        for row in rows:
+            self._check(row)
+        seqs = self._place(rows, step_id)
+        hidden = self._prompts.run(rows, seqs)
         wanted = [i for i, row in enumerate(rows) if row.sample is not None]
-        sampled = [rows[i] for i in wanted]
-        if not sampled:
+        if not wanted:
             return None
+        sampled = [rows[i] for i in wanted]
         if len(wanted) < len(rows):
             hidden = hidden[self._upload({"wanted": np.array(wanted)})["wanted"]]
         host = self._prefill_rows.host()
-        self._place(sampled, host, step_id)
+        host["seqs"][: len(sampled)] = [seqs[i] for i in wanted]
         variant, odd = self._encode_rules(sampled, host, len(sampled), spatial=False)
         self._prefill_rows.send()
         self._sample(self._prefill_head, hidden, self._prefill_rows, variant, odd)
         return sampled, self._results.fetch(self._prefill_head.results[: len(sampled)])
 
-    def _prefill_pass(self, rows: Sequence[Row]) -> Tensor:
-        """[num_rows, dim]: the residual stream at each row's last position."""
-        for row in rows:
-            self._check(row)
-        batch = prefill_batch(rows, self._limits.page_size, self._config.image_prefix)
-        arrays = {name: getattr(batch, name) for name in ("ids", "positions", "slots", "last")}
-        for name in ("coord_places", "coord_values", "size_places", "size_values"):
-            if len(getattr(batch, name)):
-                arrays[name] = getattr(batch, name)
-        there = self._upload(arrays)
-        x = self._embed(batch, there)
-        attention = PrefillAttention(
-            self.attention, batch, self._cache.keys, self._cache.values, self._limits.page_size
-        )
-        return self.text.prefill(
-            x,
-            there["positions"],
-            there["slots"],
-            attention,
-            self._cache.keys,
-            self._cache.values,
-            rows=there["last"],
-        )
-
-    def _embed(self, batch: PrefillBatch, there: dict[str, Tensor]) -> Tensor:
-        """[num_tokens, dim] in the model's type."""
-        x = self.model.text.embed(there["ids"])
-        region = self.model.region
-        if "coord_places" in there:
-            x[there["coord_places"]] = region.embed_coords(there["coord_values"])
-        if "size_places" in there:
-            x[there["size_places"]] = region.embed_sizes(there["size_values"])
-        length = batch.block_length
-        for index, key in enumerate(batch.blocks):
-            assert key in self._images, f"picture {key} was not encoded: {sorted(self._images)}"
-            x[index * length + 1 : (index + 1) * length] = self._images[key]
-        return x
-
     def _check(self, row: Row) -> None:
         limits = self._limits
-        assert len(row.page_table) < self._slots.max_pages + 1, (
+        assert len(row.page_table) <= self._slots.max_pages, (
             f"sequence {row.sequence_id}: {len(row.page_table)} pages, limit {self._slots.max_pages}"
         )
         assert (
@@ -334,7 +289,7 @@ class GpuRuntime:
         count = len(rows)
         padded = self._graphs.padded(count)
         host = self._decode_rows.host()
-        self._place(rows, host, step_id)
+        host["seqs"][:count] = self._place(rows, step_id)
         spatial = self._fill_inputs(rows, host)
         host["seqs"][count:padded] = self._spare
         host["positions"][count:padded] = 0
@@ -349,11 +304,10 @@ class GpuRuntime:
             self._graphs.run(variant)
         return list(rows), self._results.fetch(self._decode_head.results[:count])
 
-    def _place(self, rows: Sequence[Row], host: dict[str, np.ndarray], step_id: int) -> None:
-        """Gives each row its slot, and brings the device's page tables up to date."""
+    def _place(self, rows: Sequence[Row], step_id: int) -> list[int]:
+        """Each row's slot. Brings the device's page tables up to date."""
         updates = TableUpdates()
-        place = self._slots.place
-        host["seqs"][: len(rows)] = [place(row, step_id, updates) for row in rows]
+        slots = [self._slots.place(row, step_id, updates) for row in rows]
         if updates.indices:
             there = self._upload(
                 {
@@ -362,6 +316,7 @@ class GpuRuntime:
                 }
             )
             self._page_table.view(-1).index_copy_(0, there["indices"], there["pages"])
+        return slots
 
     def _fill_inputs(self, rows: Sequence[Row], host: dict[str, np.ndarray]) -> bool:
         """What each decode row is fed, and where; True if any of it may be a coordinate or a size."""
@@ -474,12 +429,7 @@ class GpuRuntime:
         if self._stream is None:
             return
         self.vision.warm_up()
-        size, dim = self._limits.page_size, self._config.text.dim
-        for count in WARM_UP_POSITIONS:
-            x = torch.randn(count, dim, dtype=self.model.dtype, device=self.model.device)
-            places = torch.arange(count, device=x.device) % size
-            slots = places + self._limits.num_pages * size
-            self.text.prefill(x, places, slots, _no_attention, self._cache.keys, self._cache.values)
+        self._prompts.warm_up()
 
     def _capture(self, progress: Progress | None) -> None:
         """Rows of the spare sequence, forced to id 0, stand in while graphs are made."""
@@ -490,29 +440,7 @@ class GpuRuntime:
         self._decode_rows.send()
         with torch.inference_mode():
             self._graphs.capture(progress)
-
-
-def _passes(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Rows in groups of at most PASS_POSITIONS positions; a longer row goes alone."""
-    group: list[Row] = []
-    count = 0
-    for row in rows:
-        own = len(row.tokens) + sum(
-            t.num_positions - 1
-            for t in row.tokens[:2]
-            if not isinstance(t, (int, Coord, Size, Previous))
-        )
-        if group and count + own > PASS_POSITIONS:
-            yield group
-            group, count = [], 0
-        group.append(row)
-        count += own
-    if group:
-        yield group
-
-
-def _no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    out.zero_()
+            self._prompts.capture(progress)
 
 
 def _spec(row: Row) -> SampleSpec:

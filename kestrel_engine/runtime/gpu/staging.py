@@ -13,23 +13,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-RING = 4
-"""Sets of host buffers: one more than the steps that may be out, and one to be filled."""
+RING = 32
+"""Sets of host buffers: several passes of each step that may be out use one, and none may wait for a step before."""
+CROP_RING = 4
+"""The same for crops, which are megabytes and one upload a step."""
 _ALIGN = 16
 
 
 class _PinnedRing:
     """Host buffers that grow as needed; one is handed out again only when the copy out of it is done."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, size: int) -> None:
         self._device = device
-        self._buffers = [_host_bytes(0, device)] * RING
-        self._copied: list[torch.cuda.Event | None] = [None] * RING
+        self._buffers = [_host_bytes(0, device)] * size
+        self._copied: list[torch.cuda.Event | None] = [None] * size
         self._next = 0
 
     def take(self, size: int) -> Tensor:
         """[size] uint8, to be filled and given to copy()."""
-        self._next = (self._next + 1) % RING
+        self._next = (self._next + 1) % len(self._buffers)
         event = self._copied[self._next]
         if event is not None:
             event.synchronize()
@@ -52,7 +54,7 @@ class Uploader:
     """Brings the arrays of one pass to the device in a single copy."""
 
     def __init__(self, device: torch.device) -> None:
-        self._ring = _PinnedRing(device)
+        self._ring = _PinnedRing(device, RING)
 
     def __call__(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
         """The arrays as device tensors of the same shapes and dtypes."""
@@ -78,7 +80,7 @@ class CropUploader:
     """Pictures' crops, uint8, through pinned memory: megabytes, so they have buffers of their own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._ring = _PinnedRing(device)
+        self._ring = _PinnedRing(device, CROP_RING)
 
     def __call__(self, crops: Sequence[np.ndarray]) -> Tensor:
         """[n, S, S, 3] uint8 on the device, end to end."""

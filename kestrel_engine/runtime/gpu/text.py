@@ -88,7 +88,8 @@ class FusedText:
         ``x`` [T, dim], overwritten. ``positions`` and ``slots`` [T] int64. ``keys`` and ``values``: the pool, [layers,
         num_slots, heads, head_dim].
         """
-        u, attended = torch.empty_like(x), torch.empty_like(x)
+        # Attention leaves rows of padding as they are: they must be numbers.
+        u, attended = torch.empty_like(x), torch.zeros_like(x)
         heads = self.config.n_heads
         for layer in self._layers:
             layer_norm(x, layer.ln.weight, layer.ln.bias, pending=layer.pending, out=u)

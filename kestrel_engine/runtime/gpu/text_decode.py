@@ -25,7 +25,10 @@ from ...models.layers import LayerNorm, Linear
 from .gemm import linear
 from .text_layers import TextLayer
 
-EARLY_ROWS = 32
+APART_ROWS = 8
+"""Rows up to which experts run beside attention on a stream of their own: neither fills the card then."""
+
+EARLY_ROWS = 2
 """Rows up to which attention begins before the GEMM in front of it has ended."""
 
 
@@ -53,9 +56,10 @@ class DecodePass:
         self._tau, self._page_size, self._overlap = tau, page_size, overlap
         weight = layers[0].proj
         device, self._dtype = weight.device, weight.dtype
-        self._side = torch.cuda.Stream(device) if overlap and weight.is_cuda else None
-        # Kernels that wait for their predecessor in the stream don't wait for the other stream's.
-        self._pdl = pdl and weight.is_cuda and not overlap
+        beside = (overlap or config.moe is not None) and weight.is_cuda
+        self._side = torch.cuda.Stream(device) if beside else None
+        self._early = pdl and weight.is_cuda
+        self._pdl = self._apart = False
         self._max_rows = max_rows
         dim, heads = config.dim, config.n_heads
         widest = max(layer.reads.weight.shape[0] for layer in layers)
@@ -91,6 +95,10 @@ class DecodePass:
         """As `text.FusedText.decode`."""
         assert len(x) <= self._max_rows, f"{len(x)} rows, buffers for {self._max_rows}"
         rows = positions, row_seq, page_table
+        few = self._config.moe is not None and len(x) <= APART_ROWS
+        self._apart = self._side is not None and (self._overlap or few)
+        # Kernels that wait for their predecessor in the stream don't wait for the other stream's.
+        self._pdl = self._early and not self._apart
         u = _shaped(self._u, *x.shape)
         first = self._layers[0].ln
         layer_norm(x, first.weight, first.bias, pending=None, out=u)
@@ -129,16 +137,18 @@ class DecodePass:
             self._linear(u, layer.qkv, read[:, : 3 * dim])
         self._attend(layer, read, rows, keys, values, attended)
         of_attention = self._partials(attended, layer.proj, self._written)
-        if self._side is not None:
+        if self._apart:
+            assert self._side is not None
             torch.cuda.current_stream().wait_stream(self._side)
         return [of_attention, of_mlp]
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
         """What is launched inside runs on the side stream, after all that was launched before."""
-        if self._side is None:
+        if not self._apart:
             yield
             return
+        assert self._side is not None
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             yield
@@ -173,7 +183,8 @@ class DecodePass:
             splits=self._splits(len(read)),
             workspace=self._attention,
             out=out,
-            # Many rows fill the card by themselves: beginning early cost them a third (H200: 135 us against 104 at 64).
+            # More rows fill the card by themselves, and programs that wait stand in the GEMM's way: at 16 rows a layer
+            # took 84 us on an H200 where its kernels one by one take 65.
             pdl=self._pdl and len(read) <= EARLY_ROWS,
         )
 
