@@ -21,6 +21,7 @@ from kestrel_engine.runtime.protocol import Runtime, StepHandle
 from kestrel_engine.step import Row, RuntimeLimits, StepPlan, StepResult
 from kestrel_grpc.cli.serve import GC_THRESHOLDS
 from kestrel_grpc.model_settings import add_model_flags, runtime_config
+from kestrel_grpc.settings import Parser
 
 from .callers import EngineTarget
 from .forced_skill import ForcedCaption, ForcedQuery
@@ -80,7 +81,7 @@ class Opened:
 
 def model_arguments(arguments: Sequence[str], *, quick: bool = False) -> RuntimeConfig:
     """The configuration that flags of ``kestrel-grpc serve`` stand for."""
-    parser = argparse.ArgumentParser(prog="model", allow_abbrev=False)
+    parser = Parser(prog="model", allow_abbrev=False)
     add_model_flags(parser)
     given = [*(QUICK if quick else ()), *arguments]
     config = runtime_config(parser.parse_args(given))

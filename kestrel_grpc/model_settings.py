@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .settings import Flags, SettingsError, default_of, gib, seconds, size, whole
+from .sources import name_of
 
 if TYPE_CHECKING:
-    from kestrel_engine import RuntimeConfig
+    from kestrel_engine import ConfigError, RuntimeConfig
 
 
 def add_model_flags(
@@ -20,7 +21,7 @@ def add_model_flags(
 ) -> None:
     from kestrel_engine import ImageLimits, RuntimeConfig
 
-    model = Flags(parser.add_argument_group("model"), environ)
+    model = Flags(parser, "model", section="model", environ=environ)
     model.add(
         "--model",
         default=default_of(RuntimeConfig, "model"),
@@ -29,6 +30,7 @@ def add_model_flags(
     )
     model.add(
         "--weights",
+        "--model-path",
         metavar="PATH",
         shown="the model's own",
         help="a checkpoint folder, or one .safetensors or .pt file",
@@ -81,7 +83,7 @@ def add_model_flags(
         shown="drawn anew",
         help="makes the seeds of requests that name none repeatable, and chooses --random-weights",
     )
-    limits = Flags(parser.add_argument_group("limits and defaults of requests"), environ)
+    limits = Flags(parser, "limits and defaults of requests", section="requests", environ=environ)
     limits.add(
         "--max-batch-size",
         type=whole,
@@ -160,7 +162,7 @@ def add_model_flags(
 def _add_schedule_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str] | None) -> None:
     from kestrel_engine import RuntimeConfig
 
-    work = Flags(parser.add_argument_group("caches and steps"), environ)
+    work = Flags(parser, "caches and steps", section="scheduler", environ=environ)
     work.add(
         "--kv-cache-pages",
         type=whole,
@@ -275,10 +277,10 @@ def runtime_config(args: argparse.Namespace) -> RuntimeConfig:
             ),
         )
     except ConfigError as error:
-        raise SettingsError(config_error_line(error.field, error.value, error.limit)) from None
+        raise config_error(error, args) from None
 
 
-def config_error_line(field: str, value: object, limit: str) -> str:
-    """A ConfigError in terms of flags."""
-    flag = _FLAG_OF_FIELD.get(field, "--" + field.replace("_", "-"))
-    return f"{flag}={value}: {limit}"
+def config_error(error: ConfigError, args: argparse.Namespace) -> SettingsError:
+    """A ConfigError in terms of flag, variable or file, wherever the value is from."""
+    flag = _FLAG_OF_FIELD.get(error.field, "--" + error.field.replace("_", "-"))
+    return SettingsError(f"{name_of(args, flag)}={error.value}: {error.limit}")

@@ -1,8 +1,9 @@
-"""Flags and environment: the only reader of either. From them comes a frozen ServerConfig; ``model_settings`` makes the
-engine's RuntimeConfig.
+"""Flags, and with ``sources`` the only reader of variables and of the configuration file. From them comes a frozen
+ServerConfig; ``model_settings`` makes the engine's RuntimeConfig.
 
-Every flag ``--some-thing`` added through Flags has an environment variable KESTREL_SOME_THING: the flag wins over the
-variable, the variable over the default. What is invalid is said in one line that names the flag or the variable.
+Every flag ``--some-thing`` added through Flags has a variable KESTREL_SOME_THING and, in a section, a key
+``some-thing`` of the file: the flag wins over the variable, the variable over the file, the file over the default. What
+is invalid is said in one line that names where it comes from.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, cast
 
 from .addresses import parse_address
 from .log_settings import add_log_flags
 from .security.config import SecurityConfig
+from .sources import UNSET, Setting, Sources, name_of, variable_of
+from .sources import SettingsError as SettingsError
 from .telemetry.config import TelemetryConfig, telemetry_config
 
 PROGRAM = "kestrel-grpc"
@@ -26,13 +29,8 @@ EXIT_USAGE = 2
 MIB = 1024 * 1024
 _SIZE = re.compile(r"(\d+)\s*(?:([KMG])(i?)B?|B)?", re.IGNORECASE)
 _PLUGIN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-_ON, _OFF = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
 _LARGEST_MESSAGE = 2**31 - 1
 """grpc counts a message's bytes in 32 bits."""
-
-
-class SettingsError(Exception):
-    """A flag or variable is invalid; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +59,23 @@ class ServerConfig:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line and exits with EXIT_USAGE."""
+    """Says what is wrong in one line and exits with EXIT_USAGE. Settles what Flags added, once flags are parsed."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.sources = Sources()
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's, which calls it for a command's parser too. Raises SettingsError."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        if self.sources.settings:
+            self.sources.settle(parsed)
+        return cast(argparse.Namespace, parsed), rest
 
 
 class _Collect(argparse.Action):
@@ -79,59 +90,83 @@ class _Collect(argparse.Action):
 
 
 class Flags:
-    """Adds flags whose defaults come from the environment."""
+    """A group of flags whose defaults come from variables and, if it has a ``section``, from the configuration file."""
 
     def __init__(
-        self, parser: argparse._ActionsContainer, environ: Mapping[str, str] | None = None
+        self,
+        parser: argparse.ArgumentParser,
+        title: str,
+        *,
+        section: str | None = None,
+        environ: Mapping[str, str] | None = None,
+        description: str | None = None,
     ) -> None:
-        self._parser = parser
+        """``parser`` is a Parser: the type is argparse's for those who know no other."""
+        assert isinstance(parser, Parser), "only a Parser settles what isn't given"
+        if section is not None and description is None:
+            description = f"in a configuration file: [{section}]"
+        self._group = parser.add_argument_group(title, description)
+        self._settings = parser.sources.settings
+        self._section = section
         self._environ = os.environ if environ is None else environ
+        parser.sources.environ = self._environ
 
     def add(
         self,
         flag: str,
-        *,
+        *aliases: str,
         help: str,
         default: Any = None,
         type: Callable[[str], Any] = str,
         shown: str | None = None,
         **options: Any,
     ) -> None:
-        """``shown``: the default as the help shows it, if not by itself. Raises SettingsError for a bad variable."""
-        variable = "KESTREL_" + flag.removeprefix("--").upper().replace("-", "_")
-        value = self._environ.get(variable)
-        if value is not None and value != "":
-            try:
-                parsed = type(value)
-            except (ValueError, argparse.ArgumentTypeError) as error:
-                raise SettingsError(f"{variable}={value!r}: {error}") from None
-            choices = options.get("choices")
-            if choices is not None and parsed not in choices:
-                raise SettingsError(f"{variable}={value!r}: must be one of {', '.join(choices)}")
+        """``aliases``: other names of the flag, its variable and key. ``shown``: the default as the help shows it, if
+        not by itself."""
         shown = shown if shown is not None else f"{default}"
-        self._parser.add_argument(
+        action = self._group.add_argument(
             flag,
-            default=default if not value else parsed,
+            *aliases,
+            default=UNSET,
             type=_told(type),
-            help=f"{help} [{shown}; {variable}]",
+            help=f"{help} [{shown}; {variable_of(flag)}]",
             **options,
         )
+        setting = Setting(
+            flags=(flag, *aliases),
+            dest=action.dest,
+            section=self._section,
+            parse=type,
+            default=default,
+            shown=shown,
+            environ=self._environ,
+            choices=options.get("choices"),
+            repeated=options.get("action") is _Collect,
+        )
+        self._settings.append(setting)
 
     def switch(self, flag: str, *, help: str) -> None:
-        """A flag without a value; its variable takes on or off."""
-        variable = "KESTREL_" + flag.removeprefix("--").upper().replace("-", "_")
-        value = self._environ.get(variable, "").strip().lower()
-        if value not in ("", *_ON, *_OFF):
-            raise SettingsError(f"{variable}={value!r}: must be on or off")
-        self._parser.add_argument(
-            flag, action="store_true", default=value in _ON, help=f"{help} [off; {variable}]"
+        """A flag without a value; its variable takes on or off, its key true or false."""
+        action = self._group.add_argument(
+            flag, action="store_true", default=UNSET, help=f"{help} [off; {variable_of(flag)}]"
         )
+        setting = Setting(
+            flags=(flag,),
+            dest=action.dest,
+            section=self._section,
+            parse=str,
+            default=False,
+            shown="off",
+            environ=self._environ,
+            switch=True,
+        )
+        self._settings.append(setting)
 
 
 def add_server_flags(
     parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None
 ) -> None:
-    flags = Flags(parser.add_argument_group("server"), environ)
+    flags = Flags(parser, "server", section="server", environ=environ)
     flags.add(
         "--listen",
         type=_addresses,
@@ -171,33 +206,34 @@ def add_server_flags(
         default=default_of(ServerConfig, "grace_s"),
         help="how long running requests may go on after SIGTERM or Ctrl-C; a second signal ends them",
     )
-    flags.add(
+    telemetry = Flags(parser, "telemetry", section="telemetry", environ=environ)
+    telemetry.add(
         "--metrics-listen",
         type=parse_address,
         metavar="ADDRESS",
         shown="off",
         help="where Prometheus finds metrics: HOST:PORT; needs kestrel-grpc[telemetry]",
     )
-    flags.add(
+    telemetry.add(
         "--orca",
         choices=("on", "off"),
         default="off",
         help="load reports in trailers, for balancers",
     )
-    add_log_flags(flags)
+    add_log_flags(Flags(parser, "log", section="log", environ=environ))
 
 
 def server_config(args: argparse.Namespace) -> ServerConfig:
     """Raises SettingsError."""
     listen = tuple(dict.fromkeys(args.listen or ()))
     if not 1 <= args.max_message_bytes <= _LARGEST_MESSAGE:
-        raise SettingsError(
-            f"--max-message-bytes={args.max_message_bytes}: must be 1 to {_LARGEST_MESSAGE}"
-        )
+        name = name_of(args, "--max-message-bytes")
+        raise SettingsError(f"{name}={args.max_message_bytes}: must be 1 to {_LARGEST_MESSAGE}")
     try:
         telemetry = telemetry_config(os.environ, args.metrics_listen)
     except ValueError as error:
-        raise SettingsError(str(error)) from None
+        flag = "--metrics-listen"
+        raise SettingsError(str(error).replace(flag, name_of(args, flag), 1)) from None
     return ServerConfig(
         listen=listen or (DEFAULT_ADDRESS,),
         max_message_bytes=args.max_message_bytes,

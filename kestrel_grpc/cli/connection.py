@@ -39,10 +39,11 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_server_flags(parser: argparse.ArgumentParser) -> Flags:
     """Where the server is and how to talk to it; returns the group."""
-    group = parser.add_argument_group(
-        "connection", "A token is taken from the variable KESTREL_TOKEN, else KESTREL_API_KEY."
+    flags = Flags(
+        parser,
+        "connection",
+        description="A token is taken from the variable KESTREL_TOKEN, else KESTREL_API_KEY.",
     )
-    flags = Flags(group)
     flags.add(
         "--server",
         default=DEFAULT_ADDRESS,

@@ -36,7 +36,7 @@ from kestrel_client import (
 from .parser import CommandError
 
 PICTURE = Path(__file__).with_name("demo.jpg")
-_CREDENTIALS = ("KESTREL_API_KEY", "KESTREL_AUTH_TOKENS")
+_CREDENTIALS = ("KESTREL_API_KEY", "KESTREL_AUTH_TOKENS", "KESTREL_CONFIG")
 _STOP_S = 15.0
 _SHOWN = 300
 """Characters of an answer that are printed."""

@@ -22,7 +22,8 @@ from kestrel_engine import (
     RuntimeConfig,
 )
 
-from ..model_settings import add_model_flags, config_error_line, runtime_config
+from ..configuration import add_config_flag
+from ..model_settings import add_model_flags, config_error, runtime_config
 from ..settings import SettingsError
 from .loading import LoadingProgress
 from .parser import EXIT_FAILED, CommandError
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument("--max-tokens", type=int, help="most tokens of an answer")
     parser.add_argument("--stream", action="store_true", help="print answers while they come")
     parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
+    add_config_flag(parser)
     add_model_flags(parser)
 
 
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         return asyncio.run(_schedule(args, runtime_config(args)))
     except ConfigError as error:
-        raise SettingsError(config_error_line(error.field, error.value, error.limit)) from None
+        raise config_error(error, args) from None
     except KestrelError as error:
         raise CommandError(str(error)) from None
 

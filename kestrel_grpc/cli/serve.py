@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import logging
 import os
@@ -16,14 +15,15 @@ from kestrel_engine import ConfigError, InferenceEngine, KestrelError, RuntimeCo
 
 from .. import __version__
 from ..addresses import AddressError, close_address
+from ..configuration import add_flags, configuration, print_configuration
 from ..logs import set_up_logging
-from ..model_settings import add_model_flags, config_error_line, runtime_config
-from ..security.flags import add_security_flags, security_config
+from ..model_settings import config_error
 from ..security.tls import TlsError
 from ..security.tokens import TokenFileError
 from ..server import KestrelServer
-from ..settings import ServerConfig, SettingsError, add_server_flags, server_config
+from ..settings import Parser, ServerConfig
 from ..skill_plugins import skill_registry
+from ..sources import name_of
 from .loading import LoadingProgress
 from .parser import CommandError
 
@@ -43,19 +43,28 @@ of a GPU: the step thread, which gives the interpreter up whenever it waits for 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
-        "Each flag's default can be set by the environment variable named with it. The first SIGTERM or Ctrl-C lets\n"
-        "running requests end, the second does not."
+        "Each setting is taken from its flag, else from the environment variable named with it, else from the file of\n"
+        "--config (a key named like the flag, in the section named with its group), else it has its default.\n"
+        "The first SIGTERM or Ctrl-C lets running requests end, the second does not."
     )
-    add_model_flags(parser)
-    add_server_flags(parser)
-    add_security_flags(parser)
+    add_flags(parser)
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the settings as TOML, with each one's source and without secrets, and exit",
+    )
+    assert isinstance(parser, Parser)
+    parser.set_defaults(settings=parser.sources.settings)
     parser.add_argument("--version", action="version", version=f"kestrel-grpc {__version__}")
 
 
 def run(args: argparse.Namespace) -> int:
-    config, runtime = server_config(args), runtime_config(args)
-    config = dataclasses.replace(config, security=security_config(args))
-    skills = skill_registry(config.skills)
+    settled = configuration(args)
+    config, runtime = settled.server, settled.runtime
+    if args.print_config:
+        print(print_configuration(args.settings, args, os.environ))
+        return 0
+    skills = skill_registry(config.skills, name_of(args, "--skill"))
     set_up_logging(config.log_level, config.log_format)
     gc.set_threshold(*GC_THRESHOLDS)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -64,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     except (AddressError, TlsError, TokenFileError) as error:
         raise CommandError(str(error)) from None
     except ConfigError as error:
-        raise SettingsError(config_error_line(error.field, error.value, error.limit)) from None
+        raise config_error(error, args) from None
     except KestrelError as error:  # The model can't be loaded, or failed its warm-up.
         raise CommandError(str(error)) from None
     return 0

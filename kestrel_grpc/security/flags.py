@@ -8,13 +8,14 @@ import os
 from collections.abc import Mapping
 
 from ..settings import Flags, SettingsError, size, whole
+from ..sources import name_of
 from .config import CallLimits, ConnectionLimits, SecurityConfig, TlsFiles
 
 
 def add_security_flags(
     parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None
 ) -> None:
-    flags = Flags(parser.add_argument_group("TLS and callers"), environ)
+    flags = Flags(parser, "TLS and callers", section="security", environ=environ)
     flags.add(
         "--tls-cert",
         metavar="FILE",
@@ -56,7 +57,9 @@ def add_security_flags(
 
 
 def _add_limits(parser: argparse.ArgumentParser, environ: Mapping[str, str] | None) -> None:
-    flags = Flags(parser.add_argument_group("limits of calls (0: none) and connections"), environ)
+    flags = Flags(
+        parser, "limits of calls (0: none) and connections", section="calls", environ=environ
+    )
     calls, connections = CallLimits(), ConnectionLimits()
     flags.add(
         "--max-calls",
@@ -171,8 +174,9 @@ def _calls(args: argparse.Namespace) -> CallLimits:
 def _connections(args: argparse.Namespace) -> ConnectionLimits:
     """Raises SettingsError."""
     if not _LEAST_METADATA <= args.max_metadata_bytes <= _MOST_METADATA:
+        name = name_of(args, "--max-metadata-bytes")
         raise SettingsError(
-            f"--max-metadata-bytes={args.max_metadata_bytes}: must be {_LEAST_METADATA} to {_MOST_METADATA}"
+            f"{name}={args.max_metadata_bytes}: must be {_LEAST_METADATA} to {_MOST_METADATA}"
         )
     return ConnectionLimits(
         metadata_bytes=args.max_metadata_bytes,

@@ -1,0 +1,234 @@
+"""Where a setting's value comes from: its flag, else its variable, else the configuration file, else its default.
+
+Whatever it comes from, the same parser reads it, and an error names the place: ``--max-queue``, ``KESTREL_MAX_QUEUE``
+or ``kestrel.toml:requests.max-queue``. The file is TOML; its keys are the flags' names, grouped by sections.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Final, Literal
+
+CONFIG_FLAG = "--config"
+CONFIG_VARIABLE = "KESTREL_CONFIG"
+ON, OFF = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
+
+
+class SettingsError(Exception):
+    """A flag, variable or key of the file is invalid; the message is one line."""
+
+
+class _Unset:
+    """What argparse leaves where a flag wasn't given."""
+
+    def __repr__(self) -> str:
+        return "unset"
+
+
+UNSET: Final = _Unset()
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """``name``: as errors say it."""
+
+    kind: Literal["flag", "variable", "file", "default"]
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One flag. ``section`` None: a client's, which no file sets. ``repeated``: its parser gives lists, joined."""
+
+    flags: tuple[str, ...]
+    """The flag, then other names of it."""
+    dest: str
+    section: str | None
+    parse: Callable[[str], Any]
+    default: Any
+    shown: str
+    """The default in words."""
+    environ: Mapping[str, str]
+    choices: Sequence[str] | None = None
+    repeated: bool = False
+    switch: bool = False
+
+    @property
+    def key(self) -> str:
+        return self.flags[0].removeprefix("--")
+
+    def from_variables(self) -> tuple[Any, Source] | None:
+        """Raises SettingsError. An empty variable is none."""
+        given = [name for flag in self.flags if self.environ.get(name := variable_of(flag))]
+        values = {self.environ[name] for name in given}
+        if not given:
+            return None
+        if len(values) > 1:
+            raise SettingsError(f"{' and '.join(given)} differ: they are names of one setting")
+        name, text = given[0], self.environ[given[0]]
+        return self._read(text, f"{name}={text!r}"), Source("variable", name)
+
+    def from_file(self, raw: object, name: str) -> tuple[Any, Source]:
+        """``raw``: what TOML made of it. Raises SettingsError."""
+        told = f"{name}={raw!r}"
+        if isinstance(raw, list):
+            if not self.repeated:
+                raise SettingsError(f"{told}: must be one value, not a list")
+            values = [value for item in raw for value in self._read(self._text(item, told), told)]
+            return values, Source("file", name)
+        return self._read(self._text(raw, told), told), Source("file", name)
+
+    def _text(self, raw: object, told: str) -> str:
+        """A TOML value as a flag would have it."""
+        if isinstance(raw, str):
+            return raw
+        if isinstance(raw, bool):
+            words = self.switch or (self.choices is not None and "off" in self.choices)
+            if words:
+                return "on" if raw else "off"
+        elif isinstance(raw, (int, float)) and self.parse is not str and not self.switch:
+            return repr(raw)
+        raise SettingsError(f"{told}: must be {_kind(self)}")
+
+    def _read(self, text: str, told: str) -> Any:
+        if self.switch:
+            if text.strip().lower() not in (*ON, *OFF):
+                raise SettingsError(f"{told}: must be on or off")
+            return text.strip().lower() in ON
+        try:
+            value = self.parse(text)
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise SettingsError(f"{told}: {error}") from None
+        if self.choices is not None and value not in self.choices:
+            raise SettingsError(f"{told}: must be one of {', '.join(self.choices)}")
+        return value
+
+
+def variable_of(flag: str) -> str:
+    """``--max-queue``: KESTREL_MAX_QUEUE."""
+    return "KESTREL_" + flag.removeprefix("--").upper().replace("-", "_")
+
+
+def name_of(args: argparse.Namespace, flag: str) -> str:
+    """What an error about a flag's value should name: where the value came from."""
+    source = args.sources.get(flag.removeprefix("--").replace("-", "_"))
+    return flag if source is None or source.kind == "default" else source.name
+
+
+@dataclass(slots=True)
+class Sources:
+    """The settings of one command, and how they are settled. ``known`` gives those of all commands, which one file
+    serves; where it is None, no file is read."""
+
+    settings: list[Setting] = field(default_factory=list)
+    known: Callable[[], Sequence[Setting]] | None = None
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+    def settle(self, args: argparse.Namespace) -> None:
+        """Replaces what no flag gave; ``args.sources`` says by dest where each value is from. Raises SettingsError."""
+        file = self._open(args)
+        args.sources = sources = {}
+        for setting in self.settings:
+            given = getattr(args, setting.dest)
+            value, source = setting.default, Source("default", setting.flags[0])
+            # Those that don't count are read too: a mistake must not wait until a flag is left out.
+            if (found := file.value(setting)) is not None:
+                value, source = found
+            if (found := setting.from_variables()) is not None:
+                value, source = found
+            if given is not UNSET:
+                value, source = given, Source("flag", setting.flags[0])
+            setattr(args, setting.dest, value)
+            sources[setting.dest] = source
+
+    def _open(self, args: argparse.Namespace) -> ConfigFile:
+        if self.known is None:
+            return ConfigFile("", {})
+        source = CONFIG_FLAG if args.config else CONFIG_VARIABLE
+        args.config = args.config or self.environ.get(CONFIG_VARIABLE) or None
+        if args.config is None:
+            return ConfigFile("", {})
+        file = read_file(args.config, source)
+        file.check(self.known())
+        return file
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """A file that was read. ``tables``: what TOML made of it."""
+
+    name: str
+    tables: Mapping[str, Any]
+
+    def value(self, setting: Setting) -> tuple[Any, Source] | None:
+        """Raises SettingsError."""
+        if setting.section is None:
+            return None
+        table = self.tables.get(setting.section, {})
+        keys = [key for flag in setting.flags if (key := flag.removeprefix("--")) in table]
+        if len(keys) > 1:
+            raise SettingsError(
+                f"{self.name}:{setting.section}: {' and '.join(keys)} are names of one setting"
+            )
+        if not keys:
+            return None
+        return setting.from_file(table[keys[0]], f"{self.name}:{setting.section}.{keys[0]}")
+
+    def check(self, known: Sequence[Setting]) -> None:
+        """Raises SettingsError for a section or key that there is not, with what it may have been meant to be."""
+        places: dict[str, str] = {}
+        for setting in known:
+            if setting.section is not None:
+                places |= {flag.removeprefix("--"): setting.section for flag in setting.flags}
+        sections = tuple(dict.fromkeys(places.values()))
+        for section, table in self.tables.items():
+            if section in sections and isinstance(table, Mapping):
+                for key in table:
+                    if places.get(key) != section:
+                        raise SettingsError(
+                            f"{self.name}:{section}.{key}: {_unknown(key, section, places)}"
+                        )
+            elif not isinstance(table, Mapping):
+                where = places.get(section)
+                hint = f"it belongs in [{where}]" if where else _unknown(section, "", places)
+                raise SettingsError(f"{self.name}:{section}: keys belong in sections; {hint}")
+            else:
+                near = get_close_matches(section, sections, n=1)
+                hint = f"; did you mean [{near[0]}]?" if near else f": {', '.join(sections)}"
+                raise SettingsError(f"{self.name}: there is no section [{section}]{hint}")
+
+
+def read_file(name: str, source: str) -> ConfigFile:
+    """``source``: the flag or variable that named the file. Raises SettingsError."""
+    try:
+        with open(name, "rb") as file:
+            return ConfigFile(name, tomllib.load(file))
+    except OSError as error:
+        raise SettingsError(f"{source}={name}: can't be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{name}: is no TOML: {error}") from None
+
+
+def _unknown(key: str, section: str, places: Mapping[str, str]) -> str:
+    if key == "api-key":
+        return "a secret has no key: set the variable KESTREL_API_KEY"
+    if key in places:
+        return f"it belongs in [{places[key]}]"
+    near = get_close_matches(key.replace("_", "-"), places, n=1)
+    if not near:
+        return "there is no such key"
+    where = "" if places[near[0]] == section else f" in [{places[near[0]]}]"
+    return f"there is no such key; did you mean {near[0]}{where}?"
+
+
+def _kind(setting: Setting) -> str:
+    if setting.switch:
+        return "true or false"
+    if setting.choices is not None:
+        return f"one of {', '.join(setting.choices)}"
+    return "a string" if setting.parse is str else "a string or a number"
