@@ -1,0 +1,260 @@
+"""Every method with its fields at their edges, over the wire: only statuses that docs/service.md promises to a caller
+who asks for nonsense come back, and nothing is left in the server. KESTREL_FUZZ_EXAMPLES: how many for each method."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from kestrel_client._pb.kestrel.v1 import (
+    admin_service_pb2,
+    common_pb2,
+    image_service_pb2,
+    model_service_pb2,
+)
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from tests.abuse.edge_messages import length_delimited, mangled, near, nested
+from tests.abuse.served import METADATA, ServedInThread
+
+EXAMPLES = int(os.environ.get("KESTREL_FUZZ_EXAMPLES", "20"))
+FUZZ = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    database=None,
+    derandomize="KESTREL_FUZZ_EXAMPLES" not in os.environ,
+    suppress_health_check=list(HealthCheck),
+)
+TIMEOUT_S = 20.0
+CALLERS_FAULT = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+NUMBERS = {code.value[0] for code in CALLERS_FAULT}
+
+
+def jpeg() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (48, 32), (200, 30, 30)).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+RAW = common_pb2.Image(
+    raw=common_pb2.RawImage(
+        data=bytes(60 * 40 * 3), width=60, height=40, format="PIXEL_FORMAT_RGB8"
+    )
+)
+JPEG = common_pb2.Image(encoded=jpeg())
+SAMPLING = common_pb2.Sampling(temperature=0.5, top_p=0.9, top_k=5, max_tokens=8, seed=1)
+REF = common_pb2.SpatialRef(point=common_pb2.Point(x=0.5, y=0.5))
+BOX = common_pb2.SpatialRef(box=common_pb2.Box(x_min=0.1, y_min=0.1, x_max=0.9, y_max=0.9))
+QUERY = pb.QueryRequest(image=RAW, question="what?", spatial_refs=[REF, BOX], sampling=SAMPLING)
+CAPTION = pb.CaptionRequest(image=JPEG, sampling=SAMPLING)
+POINT = pb.PointRequest(image=JPEG, object="a", max_objects=3, sampling=SAMPLING)
+DETECT = pb.DetectRequest(image=JPEG, object="a", max_objects=3)
+SEGMENT = pb.SegmentRequest(image=RAW, object="a", mask_format="MASK_FORMAT_PNG", sampling=SAMPLING)
+ANALYZE = pb.AnalyzeRequest(
+    image=RAW,
+    tasks=[
+        pb.AnalyzeTask(key="q", query=pb.QueryTask(question="?", sampling=SAMPLING)),
+        pb.AnalyzeTask(key="d", detect=pb.DetectTask(object="a", max_objects=2)),
+    ],
+)
+SKILL = pb.RunSkillRequest(image=RAW, skill="query", sampling=SAMPLING)
+SKILL.arguments.update({"question": "what?"})
+
+VISION: dict[str, Message] = {
+    "Query": QUERY,
+    "Caption": CAPTION,
+    "Point": POINT,
+    "Detect": DETECT,
+    "Segment": SEGMENT,
+    "Analyze": ANALYZE,
+    "RunSkill": SKILL,
+    "StreamQuery": pb.StreamQueryRequest(request=QUERY),
+    "StreamCaption": pb.StreamCaptionRequest(request=CAPTION),
+    "StreamPoint": pb.StreamPointRequest(request=POINT),
+    "StreamDetect": pb.StreamDetectRequest(request=DETECT),
+    "StreamSegment": pb.StreamSegmentRequest(request=SEGMENT),
+    "StreamAnalyze": pb.StreamAnalyzeRequest(request=ANALYZE),
+    "StreamSkill": pb.StreamSkillRequest(request=SKILL),
+}
+IMAGES: dict[str, Message] = {
+    "PutImage": image_service_pb2.PutImageRequest(image=JPEG),
+    "UploadImage": image_service_pb2.UploadImageRequest(chunk=jpeg()),
+    "DeleteImage": image_service_pb2.DeleteImageRequest(image_id="x"),
+}
+MODELS: dict[str, Message] = {
+    "ListModels": model_service_pb2.ListModelsRequest(),
+    "GetModel": model_service_pb2.GetModelRequest(name="fake"),
+    "GetServerInfo": model_service_pb2.GetServerInfoRequest(),
+    "GetLoad": model_service_pb2.GetLoadRequest(),
+}
+ADMIN: dict[str, Message] = {
+    "CancelRequest": admin_service_pb2.CancelRequestRequest(request_id="x"),
+    "FlushCaches": admin_service_pb2.FlushCachesRequest(stored_images=True),
+    "GetStatistics": admin_service_pb2.GetStatisticsRequest(),
+}
+"""Those that leave the server as it is."""
+
+SERVICES = {
+    "VisionService": (pb, VISION),
+    "ImageService": (image_service_pb2, IMAGES),
+    "ModelService": (model_service_pb2, MODELS),
+    "AdminService": (admin_service_pb2, ADMIN),
+}
+METHODS = [(service, name) for service, (_, valid) in SERVICES.items() for name in valid]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[ServedInThread]:
+    with ServedInThread() as served:
+        yield served
+
+
+class Caller:
+    """Calls methods by name with messages, or with bytes that claim to be such."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._channel = channel
+
+    def call(self, service: str, name: str, *requests: Message | bytes) -> list[Any]:
+        """The responses. Raises grpc.RpcError."""
+        module, _ = SERVICES[service]
+        method = module.DESCRIPTOR.services_by_name[service].methods_by_name[name]
+        path = f"/kestrel.v1.{service}/{name}"
+        response = getattr(module, method.output_type.name)
+        stream = method.server_streaming
+        if method.client_streaming:
+            make, sent = self._channel.stream_unary, iter(requests)
+        else:
+            make = self._channel.unary_stream if stream else self._channel.unary_unary
+            (sent,) = requests
+        made = make(path, request_serializer=_bytes, response_deserializer=response.FromString)
+        answer = made(sent, timeout=TIMEOUT_S, metadata=METADATA)
+        return list(answer) if stream else [answer]
+
+    def check(self, service: str, name: str, *requests: Message | bytes) -> grpc.StatusCode:
+        """Makes the call; what comes back is an answer, or a status that a caller is promised."""
+        try:
+            answers = self.call(service, name, *requests)
+        except grpc.RpcError as error:
+            code = error.code()
+            assert code in CALLERS_FAULT, (code, error.details(), requests)
+            _check_details(error)
+            return code
+        if len(answers) > 1:
+            assert [a.sequence for a in answers] == list(range(len(answers)))
+            assert answers[-1].HasField("final")
+        last = getattr(answers[-1], "final", answers[-1])
+        for result in getattr(last, "results", ()):
+            if result.HasField("error"):
+                assert result.error.code in NUMBERS, result.error
+        return grpc.StatusCode.OK
+
+
+@pytest.fixture(scope="module")
+def caller(served: ServedInThread) -> Iterator[Caller]:
+    options = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+    with grpc.insecure_channel(served.address, options=options) as channel:
+        yield Caller(channel)
+
+
+def _bytes(message: Message | bytes) -> bytes:
+    return message if isinstance(message, bytes) else message.SerializeToString()
+
+
+def _check_details(error: Any) -> None:
+    """The status as programs read it: the same code and words, a reason, the request's id, and short enough."""
+    trailers = dict(error.trailing_metadata())
+    status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
+    assert (status.code, status.message) == (error.code().value[0], error.details())
+    assert len(status.message.encode()) < 800
+    info, request = error_details_pb2.ErrorInfo(), error_details_pb2.RequestInfo()
+    assert any(detail.Unpack(info) for detail in status.details)
+    assert any(detail.Unpack(request) for detail in status.details)
+    assert info.reason and info.domain == "kestrel.v1"
+    assert request.request_id == trailers["x-request-id"]
+
+
+UPLOAD = image_service_pb2.UploadImageRequest(
+    info=image_service_pb2.UploadInfo(size_bytes=len(jpeg()))
+)
+
+
+def around(name: str, message: Message | bytes) -> tuple[Message | bytes, ...]:
+    """What is sent: an upload begins with what is to come."""
+    return (UPLOAD, message) if name == "UploadImage" else (message,)
+
+
+def test_every_method_is_abused():
+    """But for those of AdminService that change what other tests find."""
+    for service, (module, valid) in SERVICES.items():
+        named = set(module.DESCRIPTOR.services_by_name[service].methods_by_name)
+        assert set(valid) <= named
+        assert service == "AdminService" or set(valid) == named
+
+
+@pytest.mark.parametrize(("service", "name"), METHODS)
+def test_the_valid_message_is_answered(caller, service, name):
+    messages = around(name, SERVICES[service][1][name])
+    assert caller.check(service, name, *messages) is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize(("service", "name"), METHODS)
+def test_fields_at_their_edges(served, caller, service, name):
+    valid = SERVICES[service][1][name]
+
+    @FUZZ
+    @given(message=near(valid))
+    def abuse(message: Message) -> None:
+        caller.check(service, name, *around(name, message))
+
+    abuse()
+    served.assert_at_rest()
+
+
+def test_uploads_in_any_order(served, caller):
+    chunk = IMAGES["UploadImage"]
+
+    @FUZZ
+    @given(st.lists(near(UPLOAD) | near(chunk), max_size=5))
+    def abuse(messages: list[Message]) -> None:
+        caller.check("ImageService", "UploadImage", *messages)
+
+    abuse()
+    served.assert_at_rest()
+
+
+@pytest.mark.parametrize(("service", "name"), METHODS)
+def test_bytes_that_are_no_message(served, caller, service, name):
+    valid = SERVICES[service][1][name].SerializeToString()
+
+    @FUZZ
+    @given(data=mangled(valid))
+    def abuse(data: bytes) -> None:
+        caller.check(service, name, *around(name, data))
+
+    abuse()
+    served.assert_at_rest()
+
+
+@pytest.mark.parametrize("depth", [10, 30, 45, 60, 200, 5000])
+@pytest.mark.parametrize("name", ["RunSkill", "StreamSkill"])
+def test_values_within_values(served, caller, name, depth):
+    data = nested(depth)
+    if name == "StreamSkill":
+        data = length_delimited(1, data)
+    assert caller.check("VisionService", name, data) is grpc.StatusCode.INVALID_ARGUMENT
+    served.assert_at_rest()
