@@ -1,8 +1,10 @@
-"""AdminService: drain, cancel, flush, log level, statistics. Owns nothing; who may call it is the guard's business."""
+"""AdminService: drain, cancel, flush, log level, statistics, profiles, captures. Owns nothing; who may call it is the
+guard's business."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable
 
@@ -11,9 +13,18 @@ from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceSer
 from kestrel_engine import InvalidRequest
 
 from . import convert
+from .capture import DEFAULT_REQUESTS, MAX_REQUESTS, Capture
 from .errors import LocatedError
 from .image_store import ImageStore
 from .interceptors import Context, current_call
+from .profiles import (
+    DEFAULT_SECONDS,
+    DEFAULT_STEPS,
+    MAX_SECONDS,
+    MAX_STEPS,
+    MIN_SECONDS,
+    Profiles,
+)
 from .security.admission import Admission
 from .served_model import ServedModel
 
@@ -37,9 +48,12 @@ class AdminService(AdminServiceServicer):
         images: ImageStore,
         admission: Admission,
         drain: Callable[[], Awaitable[None]],
+        profiles: Profiles,
+        capture: Capture,
     ) -> None:
         self._served, self._images, self._admission = served, images, admission
         self._drain = drain
+        self._profiles, self._capture = profiles, capture
         self._started_at = time.monotonic()
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
@@ -77,12 +91,63 @@ class AdminService(AdminServiceServicer):
         level = _LEVELS.get(request.level)
         if level is None:
             raise InvalidRequest("level", "must be DEBUG, INFO, WARNING or ERROR")
-        root = logging.getLogger()
-        before = _NAMES.get(root.level, pb.LOG_LEVEL_UNSPECIFIED)
-        root.setLevel(min(level, logging.INFO))
-        _tell("log level %s", logging.getLevelName(level))
-        root.setLevel(level)
+        chosen = _logger_of(request.module)
+        before = _NAMES.get(chosen.level, pb.LOG_LEVEL_UNSPECIFIED)
+        # Told in any case, whichever way the level goes.
+        chosen.setLevel(min(level, logging.INFO))
+        _tell("log level %s %s", request.module or "of all", logging.getLevelName(level))
+        chosen.setLevel(level)
         return pb.SetLogLevelResponse(previous_level=before)
+
+    async def StartProfile(
+        self, request: pb.StartProfileRequest, context: Context
+    ) -> pb.StartProfileResponse:
+        seconds = request.seconds if request.HasField("seconds") else DEFAULT_SECONDS
+        steps = request.steps if request.HasField("steps") else DEFAULT_STEPS
+        if not MIN_SECONDS <= seconds <= MAX_SECONDS:
+            raise InvalidRequest("seconds", f"must be {MIN_SECONDS:g} to {MAX_SECONDS:g}")
+        if not 1 <= steps <= MAX_STEPS:
+            raise InvalidRequest("steps", f"must be 1 to {MAX_STEPS}")
+        file = await self._profiles.start(
+            self._served.loaded,
+            seconds=seconds,
+            steps=steps,
+            python_functions=request.python_functions,
+        )
+        _tell("profile %s of %g s or %d steps", file, seconds, steps)
+        return pb.StartProfileResponse(file=file)
+
+    async def StopProfile(
+        self, request: pb.StopProfileRequest, context: Context
+    ) -> pb.StopProfileResponse:
+        profile = await self._profiles.stop()
+        return pb.StopProfileResponse(
+            file=os.path.basename(profile.path),
+            file_bytes=profile.file_bytes,
+            seconds=profile.seconds,
+            steps=profile.steps,
+        )
+
+    async def StartCapture(
+        self, request: pb.StartCaptureRequest, context: Context
+    ) -> pb.StartCaptureResponse:
+        requests = request.requests if request.HasField("requests") else DEFAULT_REQUESTS
+        if not 1 <= requests <= MAX_REQUESTS:
+            raise InvalidRequest("requests", f"must be 1 to {MAX_REQUESTS}")
+        self._capture.start(requests, pictures=request.pictures)
+        _tell(
+            "capture %d failing requests, %s pictures",
+            requests,
+            "with" if request.pictures else "without",
+        )
+        return pb.StartCaptureResponse(requests=requests)
+
+    async def StopCapture(
+        self, request: pb.StopCaptureRequest, context: Context
+    ) -> pb.StopCaptureResponse:
+        files, lost = await self._capture.stop()
+        _tell("no more captures: %d written, %d lost", len(files), lost)
+        return pb.StopCaptureResponse(files=files, lost=lost)
 
     async def GetStatistics(
         self, request: pb.GetStatisticsRequest, context: Context
@@ -107,6 +172,14 @@ class AdminService(AdminServiceServicer):
             response.prompt_positions = stats.prompt_positions
             response.cached_positions = stats.cached_positions
         return response
+
+
+def _logger_of(module: str) -> logging.Logger:
+    """The logger of a module that exists, or of a package of such; "" is the root. Raises InvalidRequest."""
+    if module and module not in logging.root.manager.loggerDict:
+        # One made here would stay for good, and say nothing.
+        raise InvalidRequest("module", "nothing of this name logs here")
+    return logging.getLogger(module)
 
 
 def _tell(what: str, *arguments: object) -> None:

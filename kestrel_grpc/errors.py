@@ -56,6 +56,10 @@ class SlowReader(engine.KestrelError):
     """The caller took too long to read what its stream was sent."""
 
 
+class CaptureError(engine.KestrelError):
+    """Requests can't be captured as asked."""
+
+
 class LocatedError(Exception):
     """``error``, whose field has ``path`` in the request, where the engine's own name of it doesn't tell."""
 
@@ -103,6 +107,8 @@ TABLE: dict[type[Exception], _Row] = {
     engine.DeadlineExceeded: _Row(_Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
     ModelNotReady: _Row(_Code.UNAVAILABLE, "MODEL_NOT_READY"),
     engine.EngineClosed: _Row(_Code.UNAVAILABLE, "SHUTTING_DOWN"),
+    engine.ProfileError: _Row(_Code.FAILED_PRECONDITION, "PROFILE_UNAVAILABLE"),
+    CaptureError: _Row(_Code.FAILED_PRECONDITION, "CAPTURE_UNAVAILABLE"),
     engine.RuntimeFailure: _Row(_Code.INTERNAL, "COMPUTATION_FAILED", public=False),
     # The rest happens while the server starts, never within a call.
     engine.ConfigError: _Row(_Code.INTERNAL, "INTERNAL", public=False),

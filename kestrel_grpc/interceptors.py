@@ -61,6 +61,8 @@ class Call:
     """Seconds that the server lets it take."""
     started_at: float = field(default_factory=time.monotonic)
     code: grpc.StatusCode = grpc.StatusCode.OK
+    message: Any = None
+    """Its request, once that is read; None where it comes as a stream."""
     result: EngineResult | None = None
     error: Exception | None = None
     """What ended it, where that is the server's fault."""
@@ -206,7 +208,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                         if isinstance(data, AsyncIterator):
                             request: Any = _decoded(data, decode, guard)
                         else:
-                            request = _message(data, decode)
+                            call.message = request = _message(data, decode)
                             prefix = "request." if streaming else ""
                             call.request_id = _id_from_request(request) or call.request_id
                             if watcher is not None:

@@ -38,6 +38,7 @@ from . import health
 from .access_log import AccessLog
 from .addresses import check_free, close_address, with_port
 from .admin_service import AdminService
+from .capture import Capture
 from .image_service import ImageService
 from .image_store import ImageStore
 from .interceptors import Call, CallInterceptor, InFlight
@@ -46,6 +47,7 @@ from .logs import tell_lifecycle
 from .model_service import ModelService
 from .orca import TRAILER, load_report
 from .pictures import Pictures
+from .profiles import Profiles
 from .reflection import add_reflection
 from .security.config import SecurityConfig
 from .security.guard import Guard
@@ -95,6 +97,10 @@ class KestrelServer:
         """How busy it is."""
         self.telemetry: Telemetry | None = None
         """Once started: watches calls, and wants to be the engine's observer. None: nothing is measured."""
+        self.capture = Capture(config.debug, self.served, self.images)
+        """Requests that fail, where that is wanted."""
+        self.profiles = Profiles(config.debug)
+        """What step thread and device do, where that is wanted."""
         self._in_flight = InFlight()
         self._health = health.Health(
             self.served,
@@ -120,6 +126,7 @@ class KestrelServer:
         def end_call(call: Call) -> None:
             log(call)
             self.load_meter.on_call(call)
+            self.capture.on_call(call)
 
         interceptor = CallInterceptor(
             self._in_flight,
@@ -139,7 +146,14 @@ class KestrelServer:
             image_store_bytes=self._config.image_store_bytes,
         )
         add_ModelServiceServicer_to_server(models, server)
-        admin = AdminService(self.served, self.images, self.guard.admission, self.drain)
+        admin = AdminService(
+            self.served,
+            self.images,
+            self.guard.admission,
+            self.drain,
+            self.profiles,
+            self.capture,
+        )
         add_AdminServiceServicer_to_server(admin, server)
         self._health.add_to(server)
         add_reflection(server, (*SERVICES, health.SERVICE_NAME))
@@ -189,6 +203,7 @@ class KestrelServer:
             self._following.cancel()
         engine = self.served.loaded
         if engine is not None:
+            await self.profiles.close()
             if engine.num_requests:
                 logger.info("%d requests may end within %g s", engine.num_requests, grace_s)
             await engine.shutdown(grace_s=grace_s)
@@ -197,6 +212,7 @@ class KestrelServer:
         if self._server is not None:
             # Whoever still watches health is cut off here: such a stream never ends by itself.
             await self._server.stop(None)
+        await self.capture.stop()
         for address in self.addresses:
             close_address(address)
         if self.telemetry is not None:

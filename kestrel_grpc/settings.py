@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, cast
 
 from .addresses import parse_address
+from .debug_settings import DebugConfig, add_debug_flags, debug_config
 from .log_settings import add_log_flags
 from .security.config import SecurityConfig
 from .sources import UNSET, Setting, Sources, name_of, variable_of
@@ -56,6 +57,8 @@ class ServerConfig:
     """Whether the trailers of VisionService's calls say how busy the server is."""
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     """What is measured, and where that goes. By default nothing."""
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    """Where profiles and captured requests may be written. By default nowhere."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -221,6 +224,9 @@ def add_server_flags(
         help="load reports in trailers, for balancers",
     )
     add_log_flags(Flags(parser, "log", section="log", environ=environ))
+    add_debug_flags(
+        Flags(parser, "profiles and captures", section="debug", environ=environ), size, whole
+    )
 
 
 def server_config(args: argparse.Namespace) -> ServerConfig:
@@ -245,6 +251,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         log_level=args.log_level,
         orca=args.orca == "on",
         telemetry=telemetry,
+        debug=debug_config(args),
     )
 
 

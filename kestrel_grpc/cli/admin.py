@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import admin_service_pb2 as pb
@@ -12,6 +14,8 @@ from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStu
 from .connection import CallMetadata, add_server_flags, open_channel
 
 _TIMEOUT_S = 10.0
+_WRITE_S = 120.0
+"""For what may have to be written first; a profiler's first start takes seconds, too."""
 _LEVELS = {
     "debug": pb.LOG_LEVEL_DEBUG,
     "info": pb.LOG_LEVEL_INFO,
@@ -31,7 +35,55 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     flush.add_argument("--stored-images", action="store_true", help="pictures kept by id too")
     level = actions.add_parser("log-level", help="change what the server logs, until it ends")
     level.add_argument("level", choices=tuple(_LEVELS))
+    level.add_argument(
+        "module",
+        nargs="?",
+        default="",
+        metavar="MODULE",
+        help="of this module only, and what is below it, like kestrel_engine.loop [all]",
+    )
     actions.add_parser("statistics", help="what the server is doing, and has done")
+    _add_profile(actions)
+    _add_capture(actions)
+
+
+def _add_profile(actions: Any) -> None:
+    profile = actions.add_parser(
+        "profile",
+        help="record what step thread and device do, into the server's --profile-dir",
+        description="Ends at the first of its bounds, or by Ctrl-C. The file is for Perfetto or chrome://tracing.",
+    )
+    profile.add_argument(
+        "--seconds", type=float, default=10.0, metavar="S", help="most seconds, 0.1 to 60 [10]"
+    )
+    profile.add_argument(
+        "--steps", type=int, default=500, metavar="N", help="most steps, 1 to 10000 [500]"
+    )
+    profile.add_argument(
+        "--python-functions",
+        action="store_true",
+        help="the step thread's Python functions too, which slows it down",
+    )
+    profile.add_argument(
+        "--only",
+        choices=("start", "stop"),
+        help="start without waiting for the end, or end what was started",
+    )
+
+
+def _add_capture(actions: Any) -> None:
+    capture = actions.add_parser(
+        "capture",
+        help="write requests that fail into the server's --capture-dir, for 'kestrel-grpc replay'",
+        description="Requests that fail by the server's fault: UNKNOWN, INTERNAL, DATA_LOSS, DEADLINE_EXCEEDED.",
+    )
+    capture.add_argument("action_of_it", choices=("start", "stop"), metavar="start|stop")
+    capture.add_argument(
+        "--requests", type=int, default=10, metavar="N", help="end after so many, 1 to 100 [10]"
+    )
+    capture.add_argument(
+        "--pictures", action="store_true", help="their pictures too, if --capture-pictures lets us"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,10 +111,11 @@ def _flush(stub: AdminServiceStub, metadata: CallMetadata, args: argparse.Namesp
 
 
 def _level(stub: AdminServiceStub, metadata: CallMetadata, args: argparse.Namespace) -> list[str]:
-    request = pb.SetLogLevelRequest(level=_LEVELS[args.level])
+    request = pb.SetLogLevelRequest(level=_LEVELS[args.level], module=args.module)
     response = stub.SetLogLevel(request, metadata=metadata, timeout=_TIMEOUT_S)
     names = {level: name for name, level in _LEVELS.items()}
-    return [f"log level {args.level}, before {names.get(response.previous_level, 'another')}"]
+    before = names.get(response.previous_level, "none of its own" if args.module else "another")
+    return [f"log level {args.level}, before {before}"]
 
 
 def _statistics(
@@ -77,10 +130,40 @@ def _statistics(
     ]
 
 
+def _profile(stub: AdminServiceStub, metadata: CallMetadata, args: argparse.Namespace) -> list[str]:
+    """Ctrl-C ends it early; its file is written all the same."""
+    if args.only != "stop":
+        request = pb.StartProfileRequest(
+            seconds=args.seconds, steps=args.steps, python_functions=args.python_functions
+        )
+        started = stub.StartProfile(request, metadata=metadata, timeout=_WRITE_S)
+        if args.only == "start":
+            return [f"profile {started.file} has begun"]
+        print(f"recording {started.file}, for {args.seconds:g} s or {args.steps} steps", flush=True)
+        with suppress(KeyboardInterrupt):
+            time.sleep(args.seconds)
+    response = stub.StopProfile(pb.StopProfileRequest(), metadata=metadata, timeout=_WRITE_S)
+    return [
+        f"profile {response.file}: {response.file_bytes} bytes, "
+        f"{response.steps} steps in {response.seconds:.2f} s"
+    ]
+
+
+def _capture(stub: AdminServiceStub, metadata: CallMetadata, args: argparse.Namespace) -> list[str]:
+    if args.action_of_it == "start":
+        request = pb.StartCaptureRequest(requests=args.requests, pictures=args.pictures)
+        started = stub.StartCapture(request, metadata=metadata, timeout=_TIMEOUT_S)
+        return [f"the next {started.requests} requests that fail are captured"]
+    response = stub.StopCapture(pb.StopCaptureRequest(), metadata=metadata, timeout=_WRITE_S)
+    return [*response.files, f"{len(response.files)} captured, {response.lost} lost"]
+
+
 _ACTIONS: dict[str, Callable[[Any, CallMetadata, argparse.Namespace], list[str]]] = {
     "drain": _drain,
     "cancel": _cancel,
     "flush": _flush,
     "log-level": _level,
     "statistics": _statistics,
+    "profile": _profile,
+    "capture": _capture,
 }

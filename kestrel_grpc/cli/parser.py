@@ -31,10 +31,14 @@ COMMANDS = {
     "put": ("pictures", "send a picture once, to name it by id afterwards"),
     "forget": ("pictures", "delete a picture that was put"),
     "models": ("models", "list the models of a server, and its limits"),
-    "admin": ("admin", "manage a running server: drain, cancel, flush, log-level, statistics"),
+    "admin": (
+        "admin",
+        "manage a running server: drain, cancel, flush, log-level, statistics, profile, capture",
+    ),
     "token": ("token", "make a token and its line for --auth-tokens"),
     "health": ("health", "tell whether a server is ready"),
     "schedule": ("schedule", "push prompts through an engine in this process, without a server"),
+    "replay": ("replay", "do a captured request again, against a server or in this process"),
     "demo": ("demo", "serve the bundled model, call every method, paint the answers"),
 }
 """Command to module and one line of help."""

@@ -55,6 +55,10 @@ METHODS = (
     ("FlushCaches", {}),
     ("SetLogLevel", {"level": pb.LOG_LEVEL_ERROR}),
     ("GetStatistics", {}),
+    ("StartProfile", {}),
+    ("StopProfile", {}),
+    ("StartCapture", {}),
+    ("StopCapture", {}),
 )
 
 
@@ -191,6 +195,29 @@ async def test_the_log_level_changes(serve, root_level):
     for level in (0, 9):
         told = await failure(admin.SetLogLevel(level=level))
         assert told.fields == ["level"]
+
+
+async def test_the_log_level_of_one_module_changes_alone(serve, root_level):
+    served = await serve(server_config=CONFIG)
+    admin, module = Admin(served), logging.getLogger("kestrel_engine.loop")
+    before = logging.getLogger().level
+    try:
+        response = await admin.SetLogLevel(level=pb.LOG_LEVEL_DEBUG, module="kestrel_engine.loop")
+        assert response.previous_level == pb.LOG_LEVEL_UNSPECIFIED
+        assert (module.level, logging.getLogger().level) == (logging.DEBUG, before)
+        response = await admin.SetLogLevel(level=pb.LOG_LEVEL_ERROR, module="kestrel_engine.loop")
+        assert response.previous_level == pb.LOG_LEVEL_DEBUG
+        # A package has no logger of its own until it is given a level.
+        await admin.SetLogLevel(level=pb.LOG_LEVEL_WARNING, module="kestrel_engine")
+        assert logging.getLogger("kestrel_engine.factory").getEffectiveLevel() == logging.WARNING
+        known = len(logging.root.manager.loggerDict)
+        for name in ("kestrel_engine.nothing", "..", "x" * 1000):
+            told = await failure(admin.SetLogLevel(level=pb.LOG_LEVEL_DEBUG, module=name))
+            assert told.fields == ["module"]
+        assert len(logging.root.manager.loggerDict) == known
+    finally:
+        module.setLevel(logging.NOTSET)
+        logging.getLogger("kestrel_engine").setLevel(logging.NOTSET)
 
 
 async def test_statistics_follow_what_happens(serve):

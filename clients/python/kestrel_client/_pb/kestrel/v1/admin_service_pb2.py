@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekestrel/v1/admin_service.proto\x12\nkestrel.v1\"\x0e\n\x0c\x44rainRequest\">\n\rDrainResponse\x12-\n\x12remaining_requests\x18\x01 \x01(\rR\x11remainingRequests\"5\n\x14\x43\x61ncelRequestRequest\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\"F\n\x15\x43\x61ncelRequestResponse\x12-\n\x12\x63\x61ncelled_requests\x18\x01 \x01(\rR\x11\x63\x61ncelledRequests\"9\n\x12\x46lushCachesRequest\x12#\n\rstored_images\x18\x01 \x01(\x08R\x0cstoredImages\"@\n\x13\x46lushCachesResponse\x12)\n\x10\x66orgotten_images\x18\x01 \x01(\rR\x0f\x66orgottenImages\"@\n\x12SetLogLevelRequest\x12*\n\x05level\x18\x01 \x01(\x0e\x32\x14.kestrel.v1.LogLevelR\x05level\"R\n\x13SetLogLevelResponse\x12;\n\x0eprevious_level\x18\x01 \x01(\x0e\x32\x14.kestrel.v1.LogLevelR\rpreviousLevel\"\x16\n\x14GetStatisticsRequest\"\x91\x04\n\x15GetStatisticsResponse\x12%\n\x0euptime_seconds\x18\x01 \x01(\x01R\ruptimeSeconds\x12\x14\n\x05\x63\x61lls\x18\x02 \x01(\rR\x05\x63\x61lls\x12\x1d\n\nheld_bytes\x18\x03 \x01(\x04R\theldBytes\x12#\n\rrefused_calls\x18\x04 \x01(\x04R\x0crefusedCalls\x12)\n\x10running_requests\x18\x05 \x01(\rR\x0frunningRequests\x12)\n\x10waiting_requests\x18\x06 \x01(\rR\x0fwaitingRequests\x12\x14\n\x05pages\x18\x07 \x01(\rR\x05pages\x12\x1d\n\nfree_pages\x18\x08 \x01(\rR\tfreePages\x12!\n\x0c\x63\x61\x63hed_pages\x18\t \x01(\rR\x0b\x63\x61\x63hedPages\x12 \n\x0bpreemptions\x18\n \x01(\x04R\x0bpreemptions\x12)\n\x10prompt_positions\x18\x0b \x01(\x04R\x0fpromptPositions\x12)\n\x10\x63\x61\x63hed_positions\x18\x0c \x01(\x04R\x0f\x63\x61\x63hedPositions\x12#\n\rstored_images\x18\r \x01(\rR\x0cstoredImages\x12,\n\x12stored_image_bytes\x18\x0e \x01(\x04R\x10storedImageBytes*z\n\x08LogLevel\x12\x19\n\x15LOG_LEVEL_UNSPECIFIED\x10\x00\x12\x13\n\x0fLOG_LEVEL_DEBUG\x10\x01\x12\x12\n\x0eLOG_LEVEL_INFO\x10\x02\x12\x15\n\x11LOG_LEVEL_WARNING\x10\x03\x12\x13\n\x0fLOG_LEVEL_ERROR\x10\x04\x32\x9d\x03\n\x0c\x41\x64minService\x12<\n\x05\x44rain\x12\x18.kestrel.v1.DrainRequest\x1a\x19.kestrel.v1.DrainResponse\x12T\n\rCancelRequest\x12 .kestrel.v1.CancelRequestRequest\x1a!.kestrel.v1.CancelRequestResponse\x12N\n\x0b\x46lushCaches\x12\x1e.kestrel.v1.FlushCachesRequest\x1a\x1f.kestrel.v1.FlushCachesResponse\x12N\n\x0bSetLogLevel\x12\x1e.kestrel.v1.SetLogLevelRequest\x1a\x1f.kestrel.v1.SetLogLevelResponse\x12Y\n\rGetStatistics\x12 .kestrel.v1.GetStatisticsRequest\x1a!.kestrel.v1.GetStatisticsResponse\"\x03\x90\x02\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekestrel/v1/admin_service.proto\x12\nkestrel.v1\"\x0e\n\x0c\x44rainRequest\">\n\rDrainResponse\x12-\n\x12remaining_requests\x18\x01 \x01(\rR\x11remainingRequests\"5\n\x14\x43\x61ncelRequestRequest\x12\x1d\n\nrequest_id\x18\x01 \x01(\tR\trequestId\"F\n\x15\x43\x61ncelRequestResponse\x12-\n\x12\x63\x61ncelled_requests\x18\x01 \x01(\rR\x11\x63\x61ncelledRequests\"9\n\x12\x46lushCachesRequest\x12#\n\rstored_images\x18\x01 \x01(\x08R\x0cstoredImages\"@\n\x13\x46lushCachesResponse\x12)\n\x10\x66orgotten_images\x18\x01 \x01(\rR\x0f\x66orgottenImages\"X\n\x12SetLogLevelRequest\x12*\n\x05level\x18\x01 \x01(\x0e\x32\x14.kestrel.v1.LogLevelR\x05level\x12\x16\n\x06module\x18\x02 \x01(\tR\x06module\"R\n\x13SetLogLevelResponse\x12;\n\x0eprevious_level\x18\x01 \x01(\x0e\x32\x14.kestrel.v1.LogLevelR\rpreviousLevel\"\x90\x01\n\x13StartProfileRequest\x12\x1d\n\x07seconds\x18\x01 \x01(\x01H\x00R\x07seconds\x88\x01\x01\x12\x19\n\x05steps\x18\x02 \x01(\rH\x01R\x05steps\x88\x01\x01\x12)\n\x10python_functions\x18\x03 \x01(\x08R\x0fpythonFunctionsB\n\n\x08_secondsB\x08\n\x06_steps\"*\n\x14StartProfileResponse\x12\x12\n\x04\x66ile\x18\x01 \x01(\tR\x04\x66ile\"\x14\n\x12StopProfileRequest\"x\n\x13StopProfileResponse\x12\x12\n\x04\x66ile\x18\x01 \x01(\tR\x04\x66ile\x12\x1d\n\nfile_bytes\x18\x02 \x01(\x04R\tfileBytes\x12\x18\n\x07seconds\x18\x03 \x01(\x01R\x07seconds\x12\x14\n\x05steps\x18\x04 \x01(\rR\x05steps\"_\n\x13StartCaptureRequest\x12\x1f\n\x08requests\x18\x01 \x01(\rH\x00R\x08requests\x88\x01\x01\x12\x1a\n\x08pictures\x18\x02 \x01(\x08R\x08picturesB\x0b\n\t_requests\"2\n\x14StartCaptureResponse\x12\x1a\n\x08requests\x18\x01 \x01(\rR\x08requests\"\x14\n\x12StopCaptureRequest\"?\n\x13StopCaptureResponse\x12\x14\n\x05\x66iles\x18\x01 \x03(\tR\x05\x66iles\x12\x12\n\x04lost\x18\x02 \x01(\rR\x04lost\"\x16\n\x14GetStatisticsRequest\"\x91\x04\n\x15GetStatisticsResponse\x12%\n\x0euptime_seconds\x18\x01 \x01(\x01R\ruptimeSeconds\x12\x14\n\x05\x63\x61lls\x18\x02 \x01(\rR\x05\x63\x61lls\x12\x1d\n\nheld_bytes\x18\x03 \x01(\x04R\theldBytes\x12#\n\rrefused_calls\x18\x04 \x01(\x04R\x0crefusedCalls\x12)\n\x10running_requests\x18\x05 \x01(\rR\x0frunningRequests\x12)\n\x10waiting_requests\x18\x06 \x01(\rR\x0fwaitingRequests\x12\x14\n\x05pages\x18\x07 \x01(\rR\x05pages\x12\x1d\n\nfree_pages\x18\x08 \x01(\rR\tfreePages\x12!\n\x0c\x63\x61\x63hed_pages\x18\t \x01(\rR\x0b\x63\x61\x63hedPages\x12 \n\x0bpreemptions\x18\n \x01(\x04R\x0bpreemptions\x12)\n\x10prompt_positions\x18\x0b \x01(\x04R\x0fpromptPositions\x12)\n\x10\x63\x61\x63hed_positions\x18\x0c \x01(\x04R\x0f\x63\x61\x63hedPositions\x12#\n\rstored_images\x18\r \x01(\rR\x0cstoredImages\x12,\n\x12stored_image_bytes\x18\x0e \x01(\x04R\x10storedImageBytes*z\n\x08LogLevel\x12\x19\n\x15LOG_LEVEL_UNSPECIFIED\x10\x00\x12\x13\n\x0fLOG_LEVEL_DEBUG\x10\x01\x12\x12\n\x0eLOG_LEVEL_INFO\x10\x02\x12\x15\n\x11LOG_LEVEL_WARNING\x10\x03\x12\x13\n\x0fLOG_LEVEL_ERROR\x10\x04\x32\xe3\x05\n\x0c\x41\x64minService\x12<\n\x05\x44rain\x12\x18.kestrel.v1.DrainRequest\x1a\x19.kestrel.v1.DrainResponse\x12T\n\rCancelRequest\x12 .kestrel.v1.CancelRequestRequest\x1a!.kestrel.v1.CancelRequestResponse\x12N\n\x0b\x46lushCaches\x12\x1e.kestrel.v1.FlushCachesRequest\x1a\x1f.kestrel.v1.FlushCachesResponse\x12N\n\x0bSetLogLevel\x12\x1e.kestrel.v1.SetLogLevelRequest\x1a\x1f.kestrel.v1.SetLogLevelResponse\x12Q\n\x0cStartProfile\x12\x1f.kestrel.v1.StartProfileRequest\x1a .kestrel.v1.StartProfileResponse\x12N\n\x0bStopProfile\x12\x1e.kestrel.v1.StopProfileRequest\x1a\x1f.kestrel.v1.StopProfileResponse\x12Q\n\x0cStartCapture\x12\x1f.kestrel.v1.StartCaptureRequest\x1a .kestrel.v1.StartCaptureResponse\x12N\n\x0bStopCapture\x12\x1e.kestrel.v1.StopCaptureRequest\x1a\x1f.kestrel.v1.StopCaptureResponse\x12Y\n\rGetStatistics\x12 .kestrel.v1.GetStatisticsRequest\x1a!.kestrel.v1.GetStatisticsResponse\"\x03\x90\x02\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ADMINSERVICE'].methods_by_name['GetStatistics']._loaded_options = None
   _globals['_ADMINSERVICE'].methods_by_name['GetStatistics']._serialized_options = b'\220\002\001'
-  _globals['_LOGLEVEL']._serialized_start=1084
-  _globals['_LOGLEVEL']._serialized_end=1206
+  _globals['_LOGLEVEL']._serialized_start=1679
+  _globals['_LOGLEVEL']._serialized_end=1801
   _globals['_DRAINREQUEST']._serialized_start=46
   _globals['_DRAINREQUEST']._serialized_end=60
   _globals['_DRAINRESPONSE']._serialized_start=62
@@ -49,13 +49,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FLUSHCACHESRESPONSE']._serialized_start=312
   _globals['_FLUSHCACHESRESPONSE']._serialized_end=376
   _globals['_SETLOGLEVELREQUEST']._serialized_start=378
-  _globals['_SETLOGLEVELREQUEST']._serialized_end=442
-  _globals['_SETLOGLEVELRESPONSE']._serialized_start=444
-  _globals['_SETLOGLEVELRESPONSE']._serialized_end=526
-  _globals['_GETSTATISTICSREQUEST']._serialized_start=528
-  _globals['_GETSTATISTICSREQUEST']._serialized_end=550
-  _globals['_GETSTATISTICSRESPONSE']._serialized_start=553
-  _globals['_GETSTATISTICSRESPONSE']._serialized_end=1082
-  _globals['_ADMINSERVICE']._serialized_start=1209
-  _globals['_ADMINSERVICE']._serialized_end=1622
+  _globals['_SETLOGLEVELREQUEST']._serialized_end=466
+  _globals['_SETLOGLEVELRESPONSE']._serialized_start=468
+  _globals['_SETLOGLEVELRESPONSE']._serialized_end=550
+  _globals['_STARTPROFILEREQUEST']._serialized_start=553
+  _globals['_STARTPROFILEREQUEST']._serialized_end=697
+  _globals['_STARTPROFILERESPONSE']._serialized_start=699
+  _globals['_STARTPROFILERESPONSE']._serialized_end=741
+  _globals['_STOPPROFILEREQUEST']._serialized_start=743
+  _globals['_STOPPROFILEREQUEST']._serialized_end=763
+  _globals['_STOPPROFILERESPONSE']._serialized_start=765
+  _globals['_STOPPROFILERESPONSE']._serialized_end=885
+  _globals['_STARTCAPTUREREQUEST']._serialized_start=887
+  _globals['_STARTCAPTUREREQUEST']._serialized_end=982
+  _globals['_STARTCAPTURERESPONSE']._serialized_start=984
+  _globals['_STARTCAPTURERESPONSE']._serialized_end=1034
+  _globals['_STOPCAPTUREREQUEST']._serialized_start=1036
+  _globals['_STOPCAPTUREREQUEST']._serialized_end=1056
+  _globals['_STOPCAPTURERESPONSE']._serialized_start=1058
+  _globals['_STOPCAPTURERESPONSE']._serialized_end=1121
+  _globals['_GETSTATISTICSREQUEST']._serialized_start=1123
+  _globals['_GETSTATISTICSREQUEST']._serialized_end=1145
+  _globals['_GETSTATISTICSRESPONSE']._serialized_start=1148
+  _globals['_GETSTATISTICSRESPONSE']._serialized_end=1677
+  _globals['_ADMINSERVICE']._serialized_start=1804
+  _globals['_ADMINSERVICE']._serialized_end=2543
 # @@protoc_insertion_point(module_scope)

@@ -4,8 +4,10 @@
 isort:skip_file
 What whoever runs a server may do to it while it runs."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -186,16 +188,22 @@ class SetLogLevelRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEVEL_FIELD_NUMBER: _builtins.int
+    MODULE_FIELD_NUMBER: _builtins.int
     level: Global___LogLevel.ValueType
     """The least urgent messages to log. Required."""
+    module: _builtins.str
+    """The module that it holds for, with all below it that have no level of their own: "kestrel_engine.loop". One that
+    has logged or could. Empty, the default: all that have no level of their own. At most 128 characters.
+    """
     def __init__(
         self,
         *,
         level: Global___LogLevel.ValueType = ...,
+        module: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "module", b"module"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -209,7 +217,7 @@ class SetLogLevelResponse(_message.Message):
 
     PREVIOUS_LEVEL_FIELD_NUMBER: _builtins.int
     previous_level: Global___LogLevel.ValueType
-    """The level that held until now; unspecified if it has no name here."""
+    """The level that held until now; unspecified if it has no name here, or the module had none of its own."""
     def __init__(
         self,
         *,
@@ -222,6 +230,211 @@ class SetLogLevelResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetLogLevelResponse: _TypeAlias = SetLogLevelResponse  # noqa: Y015
+
+@_typing.final
+class StartProfileRequest(_message.Message):
+    """Asks for a profile, which ends at the first of its bounds or by StopProfile."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    PYTHON_FUNCTIONS_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """Seconds, 0.1 to 60. Default: 10."""
+    steps: _builtins.int
+    """Steps that come back, 1 to 10000. Default: 500."""
+    python_functions: _builtins.bool
+    """Whether to record the step thread's Python functions too, which slows it down. Default false."""
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float | None = ...,
+        steps: _builtins.int | None = ...,
+        python_functions: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seconds", b"_seconds", "_steps", b"_steps", "seconds", b"seconds", "steps", b"steps"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seconds", b"_seconds", "_steps", b"_steps", "python_functions", b"python_functions", "seconds", b"seconds", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__seconds: _TypeAlias = _typing.Literal["seconds"]  # noqa: Y015
+    _WhichOneofArgType__seconds: _TypeAlias = _typing.Literal["_seconds", b"_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__steps: _TypeAlias = _typing.Literal["steps"]  # noqa: Y015
+    _WhichOneofArgType__steps: _TypeAlias = _typing.Literal["_steps", b"_steps"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seconds) -> _WhichOneofReturnType__seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__steps) -> _WhichOneofReturnType__steps | None: ...
+
+Global___StartProfileRequest: _TypeAlias = StartProfileRequest  # noqa: Y015
+
+@_typing.final
+class StartProfileResponse(_message.Message):
+    """Says that the profile has begun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: _builtins.int
+    file: _builtins.str
+    """The name that its file will have in the server's folder: a trace for Perfetto or chrome://tracing, with gzip."""
+    def __init__(
+        self,
+        *,
+        file: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartProfileResponse: _TypeAlias = StartProfileResponse  # noqa: Y015
+
+@_typing.final
+class StopProfileRequest(_message.Message):
+    """Asks to end the profile."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopProfileRequest: _TypeAlias = StopProfileRequest  # noqa: Y015
+
+@_typing.final
+class StopProfileResponse(_message.Message):
+    """The profile's file, which has been written."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: _builtins.int
+    FILE_BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    file: _builtins.str
+    """Its name in the server's folder."""
+    file_bytes: _builtins.int
+    """Its size in bytes; at least 1."""
+    seconds: _builtins.float
+    """Seconds that were recorded; at least 0."""
+    steps: _builtins.int
+    """Steps that came back meanwhile; at least 0."""
+    def __init__(
+        self,
+        *,
+        file: _builtins.str = ...,
+        file_bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "file_bytes", b"file_bytes", "seconds", b"seconds", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopProfileResponse: _TypeAlias = StopProfileResponse  # noqa: Y015
+
+@_typing.final
+class StartCaptureRequest(_message.Message):
+    """Asks to capture requests that fail."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    PICTURES_FIELD_NUMBER: _builtins.int
+    requests: _builtins.int
+    """After how many it ends, 1 to 100. Default: 10."""
+    pictures: _builtins.bool
+    """Whether to write their pictures too. Default false: a replay then needs a picture of its own."""
+    def __init__(
+        self,
+        *,
+        requests: _builtins.int | None = ...,
+        pictures: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_requests", b"_requests", "requests", b"requests"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_requests", b"_requests", "pictures", b"pictures", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__requests: _TypeAlias = _typing.Literal["requests"]  # noqa: Y015
+    _WhichOneofArgType__requests: _TypeAlias = _typing.Literal["_requests", b"_requests"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__requests) -> _WhichOneofReturnType__requests | None: ...
+
+Global___StartCaptureRequest: _TypeAlias = StartCaptureRequest  # noqa: Y015
+
+@_typing.final
+class StartCaptureResponse(_message.Message):
+    """Says that requests are captured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    requests: _builtins.int
+    """Requests that will be captured, if as many fail; at least 1."""
+    def __init__(
+        self,
+        *,
+        requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartCaptureResponse: _TypeAlias = StartCaptureResponse  # noqa: Y015
+
+@_typing.final
+class StopCaptureRequest(_message.Message):
+    """Asks to capture no more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopCaptureRequest: _TypeAlias = StopCaptureRequest  # noqa: Y015
+
+@_typing.final
+class StopCaptureResponse(_message.Message):
+    """What was captured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILES_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    lost: _builtins.int
+    """Requests that failed and were not written, for want of room or because of an error, which is in the log; at least 0."""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the files in the server's folder, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        files: _abc.Iterable[_builtins.str] | None = ...,
+        lost: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "lost", b"lost"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopCaptureResponse: _TypeAlias = StopCaptureResponse  # noqa: Y015
 
 @_typing.final
 class GetStatisticsRequest(_message.Message):

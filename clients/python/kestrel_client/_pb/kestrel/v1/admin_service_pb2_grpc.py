@@ -57,6 +57,26 @@ class AdminServiceStub:
                 request_serializer=kestrel_dot_v1_dot_admin__service__pb2.SetLogLevelRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_admin__service__pb2.SetLogLevelResponse.FromString,
                 _registered_method=True)
+        self.StartProfile = channel.unary_unary(
+                '/kestrel.v1.AdminService/StartProfile',
+                request_serializer=kestrel_dot_v1_dot_admin__service__pb2.StartProfileRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_admin__service__pb2.StartProfileResponse.FromString,
+                _registered_method=True)
+        self.StopProfile = channel.unary_unary(
+                '/kestrel.v1.AdminService/StopProfile',
+                request_serializer=kestrel_dot_v1_dot_admin__service__pb2.StopProfileRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_admin__service__pb2.StopProfileResponse.FromString,
+                _registered_method=True)
+        self.StartCapture = channel.unary_unary(
+                '/kestrel.v1.AdminService/StartCapture',
+                request_serializer=kestrel_dot_v1_dot_admin__service__pb2.StartCaptureRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_admin__service__pb2.StartCaptureResponse.FromString,
+                _registered_method=True)
+        self.StopCapture = channel.unary_unary(
+                '/kestrel.v1.AdminService/StopCapture',
+                request_serializer=kestrel_dot_v1_dot_admin__service__pb2.StopCaptureRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_admin__service__pb2.StopCaptureResponse.FromString,
+                _registered_method=True)
         self.GetStatistics = channel.unary_unary(
                 '/kestrel.v1.AdminService/GetStatistics',
                 request_serializer=kestrel_dot_v1_dot_admin__service__pb2.GetStatisticsRequest.SerializeToString,
@@ -94,7 +114,41 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetLogLevel(self, request, context):
-        """Changes what the server logs, until it ends.
+        """Changes what the server logs, as a whole or for one module, until it ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartProfile(self, request, context):
+        """Begins to record what step thread and device do, into the folder that the server was started with
+        (--profile-dir). The first begins slowly: steps may stand still for seconds. FAILED_PRECONDITION (reason
+        PROFILE_UNAVAILABLE) if there is no such folder, it is full, a profile runs, or no model is ready.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopProfile(self, request, context):
+        """Ends the profile that runs, or waits for the one that ends by itself, and tells of its file; where none runs, of
+        the last one. FAILED_PRECONDITION (reason PROFILE_UNAVAILABLE) if there was none, or it could not be written.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartCapture(self, request, context):
+        """From now on the next requests that fail by the server's fault (UNKNOWN, INTERNAL, DATA_LOSS, DEADLINE_EXCEEDED)
+        are written to the folder that the server was started with (--capture-dir), to be done again by
+        `kestrel-grpc replay`: with their texts, and with their pictures only if both this and --capture-pictures say so.
+        FAILED_PRECONDITION (reason CAPTURE_UNAVAILABLE) if there is no such folder, or pictures may not be written.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopCapture(self, request, context):
+        """Captures no more, and tells what was captured since the last start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -129,6 +183,26 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.SetLogLevel,
                     request_deserializer=kestrel_dot_v1_dot_admin__service__pb2.SetLogLevelRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_admin__service__pb2.SetLogLevelResponse.SerializeToString,
+            ),
+            'StartProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartProfile,
+                    request_deserializer=kestrel_dot_v1_dot_admin__service__pb2.StartProfileRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_admin__service__pb2.StartProfileResponse.SerializeToString,
+            ),
+            'StopProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopProfile,
+                    request_deserializer=kestrel_dot_v1_dot_admin__service__pb2.StopProfileRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_admin__service__pb2.StopProfileResponse.SerializeToString,
+            ),
+            'StartCapture': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartCapture,
+                    request_deserializer=kestrel_dot_v1_dot_admin__service__pb2.StartCaptureRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_admin__service__pb2.StartCaptureResponse.SerializeToString,
+            ),
+            'StopCapture': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopCapture,
+                    request_deserializer=kestrel_dot_v1_dot_admin__service__pb2.StopCaptureRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_admin__service__pb2.StopCaptureResponse.SerializeToString,
             ),
             'GetStatistics': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatistics,
@@ -246,6 +320,114 @@ class AdminService:
             '/kestrel.v1.AdminService/SetLogLevel',
             kestrel_dot_v1_dot_admin__service__pb2.SetLogLevelRequest.SerializeToString,
             kestrel_dot_v1_dot_admin__service__pb2.SetLogLevelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.AdminService/StartProfile',
+            kestrel_dot_v1_dot_admin__service__pb2.StartProfileRequest.SerializeToString,
+            kestrel_dot_v1_dot_admin__service__pb2.StartProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.AdminService/StopProfile',
+            kestrel_dot_v1_dot_admin__service__pb2.StopProfileRequest.SerializeToString,
+            kestrel_dot_v1_dot_admin__service__pb2.StopProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartCapture(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.AdminService/StartCapture',
+            kestrel_dot_v1_dot_admin__service__pb2.StartCaptureRequest.SerializeToString,
+            kestrel_dot_v1_dot_admin__service__pb2.StartCaptureResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopCapture(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.AdminService/StopCapture',
+            kestrel_dot_v1_dot_admin__service__pb2.StopCaptureRequest.SerializeToString,
+            kestrel_dot_v1_dot_admin__service__pb2.StopCaptureResponse.FromString,
             options,
             channel_credentials,
             insecure,

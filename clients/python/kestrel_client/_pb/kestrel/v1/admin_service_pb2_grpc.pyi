@@ -49,7 +49,24 @@ class AdminServiceStub:
     right now. Results don't change, the next ones take longer. On demand, pictures kept by id as well.
     """
     SetLogLevel: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SetLogLevelRequest, _admin_service_pb2.SetLogLevelResponse]
-    """Changes what the server logs, until it ends."""
+    """Changes what the server logs, as a whole or for one module, until it ends."""
+    StartProfile: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.StartProfileRequest, _admin_service_pb2.StartProfileResponse]
+    """Begins to record what step thread and device do, into the folder that the server was started with
+    (--profile-dir). The first begins slowly: steps may stand still for seconds. FAILED_PRECONDITION (reason
+    PROFILE_UNAVAILABLE) if there is no such folder, it is full, a profile runs, or no model is ready.
+    """
+    StopProfile: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.StopProfileRequest, _admin_service_pb2.StopProfileResponse]
+    """Ends the profile that runs, or waits for the one that ends by itself, and tells of its file; where none runs, of
+    the last one. FAILED_PRECONDITION (reason PROFILE_UNAVAILABLE) if there was none, or it could not be written.
+    """
+    StartCapture: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.StartCaptureRequest, _admin_service_pb2.StartCaptureResponse]
+    """From now on the next requests that fail by the server's fault (UNKNOWN, INTERNAL, DATA_LOSS, DEADLINE_EXCEEDED)
+    are written to the folder that the server was started with (--capture-dir), to be done again by
+    `kestrel-grpc replay`: with their texts, and with their pictures only if both this and --capture-pictures say so.
+    FAILED_PRECONDITION (reason CAPTURE_UNAVAILABLE) if there is no such folder, or pictures may not be written.
+    """
+    StopCapture: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.StopCaptureRequest, _admin_service_pb2.StopCaptureResponse]
+    """Captures no more, and tells what was captured since the last start."""
     GetStatistics: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetStatisticsRequest, _admin_service_pb2.GetStatisticsResponse]
     """Tells what the server is doing now, and how much it has done."""
 
@@ -73,7 +90,24 @@ class AdminServiceAsyncStub(AdminServiceStub):
     right now. Results don't change, the next ones take longer. On demand, pictures kept by id as well.
     """
     SetLogLevel: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SetLogLevelRequest, _admin_service_pb2.SetLogLevelResponse]  # type: ignore[assignment]
-    """Changes what the server logs, until it ends."""
+    """Changes what the server logs, as a whole or for one module, until it ends."""
+    StartProfile: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.StartProfileRequest, _admin_service_pb2.StartProfileResponse]  # type: ignore[assignment]
+    """Begins to record what step thread and device do, into the folder that the server was started with
+    (--profile-dir). The first begins slowly: steps may stand still for seconds. FAILED_PRECONDITION (reason
+    PROFILE_UNAVAILABLE) if there is no such folder, it is full, a profile runs, or no model is ready.
+    """
+    StopProfile: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.StopProfileRequest, _admin_service_pb2.StopProfileResponse]  # type: ignore[assignment]
+    """Ends the profile that runs, or waits for the one that ends by itself, and tells of its file; where none runs, of
+    the last one. FAILED_PRECONDITION (reason PROFILE_UNAVAILABLE) if there was none, or it could not be written.
+    """
+    StartCapture: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.StartCaptureRequest, _admin_service_pb2.StartCaptureResponse]  # type: ignore[assignment]
+    """From now on the next requests that fail by the server's fault (UNKNOWN, INTERNAL, DATA_LOSS, DEADLINE_EXCEEDED)
+    are written to the folder that the server was started with (--capture-dir), to be done again by
+    `kestrel-grpc replay`: with their texts, and with their pictures only if both this and --capture-pictures say so.
+    FAILED_PRECONDITION (reason CAPTURE_UNAVAILABLE) if there is no such folder, or pictures may not be written.
+    """
+    StopCapture: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.StopCaptureRequest, _admin_service_pb2.StopCaptureResponse]  # type: ignore[assignment]
+    """Captures no more, and tells what was captured since the last start."""
     GetStatistics: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetStatisticsRequest, _admin_service_pb2.GetStatisticsResponse]  # type: ignore[assignment]
     """Tells what the server is doing now, and how much it has done."""
 
@@ -118,7 +152,48 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.SetLogLevelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.SetLogLevelResponse, _abc.Awaitable[_admin_service_pb2.SetLogLevelResponse]]:
-        """Changes what the server logs, until it ends."""
+        """Changes what the server logs, as a whole or for one module, until it ends."""
+
+    @_abc_1.abstractmethod
+    def StartProfile(
+        self,
+        request: _admin_service_pb2.StartProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.StartProfileResponse, _abc.Awaitable[_admin_service_pb2.StartProfileResponse]]:
+        """Begins to record what step thread and device do, into the folder that the server was started with
+        (--profile-dir). The first begins slowly: steps may stand still for seconds. FAILED_PRECONDITION (reason
+        PROFILE_UNAVAILABLE) if there is no such folder, it is full, a profile runs, or no model is ready.
+        """
+
+    @_abc_1.abstractmethod
+    def StopProfile(
+        self,
+        request: _admin_service_pb2.StopProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.StopProfileResponse, _abc.Awaitable[_admin_service_pb2.StopProfileResponse]]:
+        """Ends the profile that runs, or waits for the one that ends by itself, and tells of its file; where none runs, of
+        the last one. FAILED_PRECONDITION (reason PROFILE_UNAVAILABLE) if there was none, or it could not be written.
+        """
+
+    @_abc_1.abstractmethod
+    def StartCapture(
+        self,
+        request: _admin_service_pb2.StartCaptureRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.StartCaptureResponse, _abc.Awaitable[_admin_service_pb2.StartCaptureResponse]]:
+        """From now on the next requests that fail by the server's fault (UNKNOWN, INTERNAL, DATA_LOSS, DEADLINE_EXCEEDED)
+        are written to the folder that the server was started with (--capture-dir), to be done again by
+        `kestrel-grpc replay`: with their texts, and with their pictures only if both this and --capture-pictures say so.
+        FAILED_PRECONDITION (reason CAPTURE_UNAVAILABLE) if there is no such folder, or pictures may not be written.
+        """
+
+    @_abc_1.abstractmethod
+    def StopCapture(
+        self,
+        request: _admin_service_pb2.StopCaptureRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.StopCaptureResponse, _abc.Awaitable[_admin_service_pb2.StopCaptureResponse]]:
+        """Captures no more, and tells what was captured since the last start."""
 
     @_abc_1.abstractmethod
     def GetStatistics(

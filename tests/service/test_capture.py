@@ -1,0 +1,199 @@
+"""Captured requests: what is written, what never is, the bounds, and that a replay does them again."""
+
+import asyncio
+import json
+import logging
+import stat
+
+import grpc
+import pytest
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_grpc.cli.parser import main
+from kestrel_grpc.debug_settings import DebugConfig
+from tests.service.conftest import raw_image
+from tests.service.security.test_admin import CONFIG, METADATA, Admin, query, slow
+from tests.service.statuses import failure
+
+SECRET = "a-salt-of-the-caller"
+
+
+def config(tmp_path, **bounds):
+    return {**CONFIG, "debug": DebugConfig(capture_dir=str(tmp_path), **bounds)}
+
+
+async def fail(served, request=None):
+    served.runtime.fail_next = RuntimeError("x")
+    request = request or query(raw_image(), request_id="the-id", cache_salt=SECRET)
+    call = served.vision.Query
+    if isinstance(request, pb.StreamQueryRequest):
+        call = served.vision.StreamQuery
+    told = await failure(call(request, metadata=METADATA))
+    assert told.code is grpc.StatusCode.INTERNAL
+
+
+def read(tmp_path):
+    return [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
+
+
+async def test_refused_without_a_folder_and_pictures_without_leave(serve, tmp_path):
+    admin = Admin(await serve(server_config=CONFIG))
+    told = await failure(admin.StartCapture())
+    assert (told.code, told.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "CAPTURE_UNAVAILABLE")
+    admin = Admin(await serve(server_config=config(tmp_path)))
+    told = await failure(admin.StartCapture(pictures=True))
+    assert told.message == "the server was started without --capture-pictures"
+    for number in (0, 101):
+        assert (await failure(admin.StartCapture(requests=number))).fields == ["requests"]
+
+
+async def test_nothing_is_written_unless_it_was_begun_and_only_what_failed(serve, tmp_path):
+    served = await serve(server_config=config(tmp_path))
+    admin = Admin(served)
+    await fail(served)
+    assert await files(admin) == []
+    await admin.StartCapture(requests=2)
+    await served.vision.Query(query(), metadata=METADATA)
+    await failure(served.vision.Query(pb.QueryRequest(), metadata=METADATA))
+    assert await files(admin) == []
+    await admin.StartCapture(requests=2)
+    for _ in range(3):
+        await fail(served)
+    written = await files(admin)
+    assert len(written) == 2 and sorted(written) == sorted(p.name for p in tmp_path.iterdir())
+
+
+async def files(admin):
+    return list((await admin.StopCapture()).files)
+
+
+async def test_what_a_file_holds_and_what_not(serve, tmp_path):
+    served = await serve(server_config=config(tmp_path))
+    admin = Admin(served)
+    await admin.StartCapture()
+    await fail(served)
+    await files(admin)
+    [path] = tmp_path.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert SECRET not in path.read_text() and "default" not in path.read_text()
+    [told] = read(tmp_path)
+    assert (told["method"], told["code"]) == ("kestrel.v1.VisionService/Query", "INTERNAL")
+    assert (told["request_id"], told["model"]) == ("the-id", "fake")
+    assert told["error"] == "RuntimeFailure" and "RuntimeFailure" in told["traceback"][-1]
+    assert told["request"]["question"] == "what?"
+    assert "image" not in told["request"]
+    assert told["picture_left_out"]["bytes"] == 60 * 40 * 3
+
+
+async def test_pictures_where_both_allow_it_also_those_named_by_id(serve, tmp_path):
+    served = await serve(server_config=config(tmp_path, capture_pictures=True))
+    admin = Admin(served)
+    kept = await served.vision.Query(query(raw_image()), metadata=METADATA)
+    await admin.StartCapture(pictures=True)
+    await fail(served, pb.StreamQueryRequest(request=query(raw_image())))
+    by_id = common_pb2.Image(image_id=kept.image_id)
+    await fail(served, query(by_id))
+    await files(admin)
+    streamed, named = sorted(read(tmp_path), key=lambda told: told["method"], reverse=True)
+    picture = streamed["request"]["request"]["image"]["raw"]
+    assert named["request"]["image"]["raw"]["data"] == picture["data"]
+    assert streamed["picture_left_out"] is None
+
+
+async def test_deadlines_count(serve, tmp_path):
+    served = await serve(slow(), server_config=config(tmp_path))
+    admin = Admin(served)
+    await admin.StartCapture()
+    told = await failure(served.vision.Query(query(max_tokens=250), metadata=METADATA, timeout=0.2))
+    assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    while served.server.guard.admission.calls:
+        await asyncio.sleep(0.01)
+    await files(admin)
+    assert [captured["code"] for captured in read(tmp_path)] == ["DEADLINE_EXCEEDED"]
+
+
+@pytest.mark.parametrize("bounds", [{"capture_max_files": 1}, {"capture_max_bytes": 3000}])
+async def test_the_folder_has_bounds(serve, tmp_path, bounds):
+    served = await serve(server_config=config(tmp_path, **bounds))
+    admin = Admin(served)
+    await admin.StartCapture()
+    for _ in range(2):
+        await fail(served)
+    stopped = await admin.StopCapture()
+    assert (len(stopped.files), stopped.lost) == (1, 1)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+async def test_a_full_disk_costs_the_file_only(serve, tmp_path, monkeypatch, caplog):
+    served = await serve(server_config=config(tmp_path))
+    admin = Admin(served)
+    await admin.StartCapture()
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kestrel_grpc.capture.Path.rename", full)
+    with caplog.at_level(logging.ERROR):
+        await fail(served)
+        assert (await admin.StopCapture()).lost == 1
+    assert "No space left" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+    assert (await served.vision.Query(query(), metadata=METADATA)).answer
+
+
+async def test_a_replay_does_it_again(serve, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KESTREL_TOKEN", METADATA[0][1].removeprefix("Bearer "))
+    served = await serve(server_config=config(tmp_path, capture_pictures=True))
+    admin = Admin(served)
+    await admin.StartCapture(pictures=True)
+    await fail(served, pb.StreamQueryRequest(request=query(raw_image())))
+    [name] = await files(admin)
+
+    async def replay(*flags):
+        server = ("--server", served.server.addresses[0])
+        return await asyncio.to_thread(main, ["replay", str(tmp_path / name), *server, *flags])
+
+    assert await replay() == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "kestrel.v1.VisionService/StreamQuery, captured with INTERNAL"
+    assert json.loads(told[-2])["final"]["usage"]["output_tokens"] == 2 and told[-1] == "OK"
+    served.runtime.fail_next = RuntimeError("x")
+    assert await replay() == 1
+    assert "failed again: " in capsys.readouterr().out
+
+
+def test_a_replay_asks_for_the_picture_that_was_left_out(tmp_path, capsys):
+    path = tmp_path / "a.capture.json"
+    told = {
+        "kestrel_capture": 1,
+        "method": "kestrel.v1.VisionService/Query",
+        "request": {"question": "what?"},
+        "code": "INTERNAL",
+        "model": None,
+        "picture_left_out": {"source": "encoded", "bytes": 3, "sha256": "abc"},
+    }
+    path.write_text(json.dumps(told))
+    assert main(["replay", str(path)]) == 1
+    words = "the picture was left out, of 3 bytes, SHA-256 abc: give it with --image"
+    assert words in capsys.readouterr().err
+    for broken in ("{}", "no", json.dumps({**told, "kestrel_capture": 2})):
+        path.write_text(broken)
+        assert main(["replay", str(path)]) == 1
+        assert "is no captured request" in capsys.readouterr().err
+
+
+@pytest.mark.golden
+def test_a_replay_in_process(tmp_path, capsys):
+    path = tmp_path / "a.capture.json"
+    told = {
+        "kestrel_capture": 1,
+        "method": "kestrel.v1.VisionService/Query",
+        "request": {"question": "ready?", "options": {"model": "another"}},
+        "code": "INTERNAL",
+        "model": "another",
+        "picture_left_out": None,
+    }
+    path.write_text(json.dumps(told))
+    assert main(["replay", str(path), "--in-process"]) == 0
+    assert "captured from another, done with kestrel-tiny" in capsys.readouterr().out
