@@ -7,7 +7,7 @@
 Importing this package loads no torch; creating an engine does.
 """
 
-from . import errors, masks
+from . import errors, maintenance, masks
 from .config import ImageLimits, RuntimeConfig
 from .engine import InferenceEngine
 from .errors import (
@@ -87,5 +87,6 @@ __all__ = [
     "StreamUpdate",
     "UnsupportedImageError",
     "errors",
+    "maintenance",
     "masks",
 ]

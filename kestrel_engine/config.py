@@ -93,6 +93,8 @@ class RuntimeConfig:
     """A checkpoint folder, or one .safetensors or .pt file. Overrides ``model`` as the source of weights."""
     tokenizer_path: str | Path | None = None
     """tokenizer.json; default: beside the weights, else the model's own from the hub."""
+    offline: bool = False
+    """Ask no hub: what isn't in its cache or given as files is absent."""
     device: str = "auto"
     """"auto" (CUDA if there is one, else CPU), "cpu", "cuda" or "cuda:N"."""
     dtype: str | torch.dtype = "auto"
@@ -116,7 +118,7 @@ class RuntimeConfig:
     page_size: int | None = None
     """KV positions a page; must divide the image prefix. Default: the largest divisor up to 16."""
     kv_cache_pages: int | None = None
-    """Pages in the pool. Default: max_batch_size full sequences, on CUDA more for the prefix cache; as memory allows."""
+    """Pages in the pool. Default: max_batch_size full sequences, on CUDA more for the prefix cache; where it fits."""
     kv_cache_gib: float | None = None
     """The pool's size in GiB instead, rounded down to whole pages."""
     max_queue: int = 512
@@ -173,7 +175,7 @@ class RuntimeConfig:
         for name, allowed in (("attention", ATTENTIONS), ("fp8_experts", FP8_EXPERTS)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(name, getattr(self, name), f"must be {_one_of(allowed)}")
-        for name in ("random_weights", "compile", "cuda_graphs", "prefix_cache"):
+        for name in ("offline", "random_weights", "compile", "cuda_graphs", "prefix_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "must be True or False")
         if self.max_batch_size is not None:

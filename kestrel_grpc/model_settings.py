@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from kestrel_engine import ConfigError, RuntimeConfig
 
 
-def add_model_flags(
+def add_source_flags(
     parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None
-) -> None:
-    from kestrel_engine import ImageLimits, RuntimeConfig
+) -> Flags:
+    """Which model, and where it is; returns the group."""
+    from kestrel_engine import RuntimeConfig
 
     model = Flags(parser, "model", section="model", environ=environ)
     model.add(
@@ -41,17 +42,45 @@ def add_model_flags(
         shown="beside the weights, else the model's own",
         help="tokenizer.json",
     )
-    model.add(
+    model.switch("--offline", help="don't ask the hub for anything that isn't in its cache")
+    return model
+
+
+def add_device_flags(
+    parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None
+) -> Flags:
+    """Where it is computed, and how exactly; returns the group."""
+    from kestrel_engine import RuntimeConfig
+
+    device = Flags(parser, "device", section="device", environ=environ)
+    device.add(
         "--device",
         default=default_of(RuntimeConfig, "device"),
         help="auto (CUDA if there is one), cpu, cuda or cuda:N",
     )
-    model.add(
+    device.add(
         "--dtype",
         default=default_of(RuntimeConfig, "dtype"),
         help="float32, bfloat16, float16, or auto (float32 on a CPU, bfloat16 on CUDA)",
     )
-    model.add(
+    device.add(
+        "--threads",
+        type=whole,
+        metavar="N",
+        shown="torch's choice",
+        help="threads of one operator on a CPU",
+    )
+    return device
+
+
+def add_model_flags(
+    parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None
+) -> None:
+    from kestrel_engine import ImageLimits, RuntimeConfig
+
+    model = add_source_flags(parser, environ)
+    device = add_device_flags(parser, environ)
+    device.add(
         "--fp8-experts",
         default=default_of(RuntimeConfig, "fp8_experts"),
         help="keep FP8 experts in FP8, or dequantise them; auto keeps them where the GPU computes in FP8",
@@ -60,21 +89,16 @@ def add_model_flags(
         "--random-weights",
         help="read no weights but make them up, of the named model or of a config.json; to measure speed with",
     )
-    model.add(
+    device.add(
         "--attention",
         default=default_of(RuntimeConfig, "attention"),
         help="flashinfer, triton or torch, on CUDA; auto takes the fastest that is there",
     )
-    model.switch(
+    device.switch(
         "--no-compile", help="on CUDA, plain torch operators instead of the Triton kernels"
     )
-    model.switch("--no-cuda-graphs", help="on CUDA, launch every kernel of a decode step by itself")
-    model.add(
-        "--threads",
-        type=whole,
-        metavar="N",
-        shown="torch's choice",
-        help="threads of one operator on a CPU",
+    device.switch(
+        "--no-cuda-graphs", help="on CUDA, launch every kernel of a decode step by itself"
     )
     model.add(
         "--seed",
@@ -248,6 +272,7 @@ def runtime_config(args: argparse.Namespace) -> RuntimeConfig:
             tokenizer_path=args.tokenizer,
             device=args.device,
             dtype=args.dtype,
+            offline=args.offline,
             random_weights=args.random_weights,
             fp8_experts=args.fp8_experts,
             attention=args.attention,

@@ -29,7 +29,8 @@ _PROBE_TIMEOUT_S = 10.0
 
 
 class Hub:
-    """One hub, asked for files. ``endpoint`` and ``cache_dir`` default to the library's settings.
+    """One hub, asked for files. ``endpoint`` and ``cache_dir`` default to the library's settings. ``offline``: it is
+    not asked at all, only its cache is.
 
     Every method raises DownloadError with what to do about it.
     """
@@ -40,15 +41,16 @@ class Hub:
         endpoint: str | None = None,
         cache_dir: str | Path | None = None,
         progress: Progress | None = None,
+        offline: bool = False,
     ) -> None:
         self._endpoint, self._cache_dir = endpoint, cache_dir
         self._report = progress or log_progress("downloading")
-        self._online: bool | None = None
-        self._offline_reason = ""
+        self._online: bool | None = False if offline else None
+        self._offline_reason = "offline was asked for" if offline else ""
 
     @property
     def online(self) -> bool:
-        """False once the hub did not answer; from then on only the cache is used."""
+        """False once the hub did not answer, or if it may not be asked: only the cache is used."""
         return self._online is not False
 
     def fetch(self, file: HubFile) -> Path:

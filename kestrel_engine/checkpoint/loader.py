@@ -159,6 +159,29 @@ def load_planned(
     return LoadedCheckpoint(config, tensors, fingerprint.hexdigest(), files, plan.ignored)
 
 
+def check_values(
+    plan: CheckpointPlan, files: tuple[Path, ...], progress: Progress | None = None
+) -> tuple[list[str], str]:
+    """Reads every value once and keeps none: (names of tensors that aren't finite, fingerprint as `load_planned`
+    gives it). Raises CheckpointError for a file that can't be read."""
+    report = progress or log_progress("reading weights")
+    fingerprint = Fingerprint()
+    nonfinite: list[str] = []
+    total, done = plan.num_elements, 0
+    with _Reader(files) as read:
+        for item in plan.tensors:
+            parts = [(item.name, _part(read(item.stored), item))]
+            if item.scale is not None:
+                parts.append((f"{item.name}.scale", read(item.scale)))
+            for name, part in parts:
+                fingerprint.add(name, part)
+            if not all(is_finite(part) for _, part in parts):
+                nonfinite.append(item.name)
+            done += item.num_elements
+            report(done, total, f"reading {item.name}")
+    return nonfinite, fingerprint.hexdigest()
+
+
 def scale_of(expert_weight: str) -> str:
     """The canonical name of the row scales beside an expert weight that stays in FP8."""
     return expert_weight.removesuffix(".weight") + ".scale"

@@ -61,7 +61,7 @@ def open_model(
     if runtime.random_weights:
         return _open_random(runtime)
     source = resolve(runtime.model, runtime.model_path, runtime.tokenizer_path)
-    hub = hub or Hub(progress=progress)
+    hub = hub or Hub(progress=progress, offline=runtime.offline)
     if source.hub is not None:
         weights, tokenizer = _download(source, runtime, hub)
     else:

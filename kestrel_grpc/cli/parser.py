@@ -35,6 +35,8 @@ COMMANDS = {
         "admin",
         "manage a running server: drain, cancel, flush, log-level, statistics, profile, capture",
     ),
+    "download": ("download", "fetch a model's files ahead"),
+    "verify": ("verify", "check a model's files, and that it answers as it should"),
     "token": ("token", "make a token and its line for --auth-tokens"),
     "health": ("health", "tell whether a server is ready"),
     "schedule": ("schedule", "push prompts through an engine in this process, without a server"),

@@ -58,6 +58,8 @@ def test_the_file_gives_what_flags_and_variables_do_not(file):
         [model]
         model = "moondream2"
         model-path = "/models/md2"
+        offline = true
+        [device]
         no-compile = true
         [requests]
         max-queue = 7
@@ -83,6 +85,7 @@ def test_the_file_gives_what_flags_and_variables_do_not(file):
     for found in (configured("--config", name), configured(KESTREL_CONFIG=name)):
         runtime, server = found.runtime, found.server
         assert (runtime.model, runtime.model_path) == ("moondream2", "/models/md2")
+        assert runtime.offline
         assert (runtime.compile, runtime.max_queue, runtime.prefix_cache) == (False, 7, False)
         assert runtime.image_limits.max_bytes == 2**20
         assert runtime.image_limits.max_aspect_ratio == 3
@@ -96,7 +99,7 @@ def test_the_file_gives_what_flags_and_variables_do_not(file):
 
 
 def test_a_flag_wins_over_a_variable_and_that_over_the_file(file):
-    name = file('[requests]\nmax-queue = 3\n[server]\nlisten = ["a:3"]\n[model]\nno-compile=true')
+    name = file('[requests]\nmax-queue = 3\n[server]\nlisten = ["a:3"]\n[device]\nno-compile=true')
     variables = {"KESTREL_MAX_QUEUE": "2", "KESTREL_LISTEN": "a:2", "KESTREL_NO_COMPILE": "off"}
     assert configured("--config", name).runtime.max_queue == 3
     found = configured("--config", name, **variables)
@@ -131,12 +134,12 @@ def test_weights_have_two_names():
         ("[requests]\nmax-queue = [1]", "max-queue=[1]: must be one value, not a list"),
         ("[requests]\nmax-queue = 2020-01-01", "must be a string or a number"),
         ("[model]\nmodel = 3", "kestrel.toml:model.model=3: must be a string"),
-        ("[model]\nno-compile = 1", "kestrel.toml:model.no-compile=1: must be true or false"),
-        ("[model]\nno-compile = 'maybe'", "kestrel.toml:model.no-compile='maybe': must be on or off"),
+        ("[device]\nno-compile = 1", "kestrel.toml:device.no-compile=1: must be true or false"),
+        ("[device]\nno-compile = 'maybe'", "kestrel.toml:device.no-compile='maybe': must be on or off"),
         ("[log]\naccess-log = 'xml'", "access-log='xml': must be one of off, text, json"),
         ("[log]\naccess-log = true", "access-log=True: must be one of"),
         ("[server]\nlisten = ['nowhere']", "kestrel.toml:server.listen=['nowhere']: must be HOST:PORT"),
-        ("[model]\ndevice = 'tpu'", "kestrel.toml:model.device=tpu: must be"),
+        ("[device]\ndevice = 'tpu'", "kestrel.toml:device.device=tpu: must be"),
         ("[server]\nmax-message-bytes = '4GiB'", "kestrel.toml:server.max-message-bytes=4294967296: must"),
         ("[calls]\nmax-metadata-bytes = 1", "kestrel.toml:calls.max-metadata-bytes=1: must be"),
         ("[telemetry]\nmetrics-listen = 'unix:/a'", "kestrel.toml:telemetry.metrics-listen=unix:/a: must"),
@@ -147,7 +150,7 @@ def test_weights_have_two_names():
         ("[server]\nmax-queue = 1", "kestrel.toml:server.max-queue: it belongs in [requests]"),
         ("max-queue = 1", "kestrel.toml:max-queue: keys belong in sections; it belongs in [requests]"),
         ("[sever]\ngrace = 1", "kestrel.toml: there is no section [sever]; did you mean [server]?"),
-        ("[nothing]", "there is no section [nothing]: model, requests"),
+        ("[nothing]", "there is no section [nothing]: model, device"),
         ("[security]\napi-key = 'k'", "a secret has no key: set the variable KESTREL_API_KEY"),
         ("[server", "kestrel.toml: is no TOML: "),
     ],

@@ -1,0 +1,74 @@
+"""Checksums of files: SHA256SUMS as coreutils writes and checks it, and what the hub said of a file in its cache.
+
+The hub names a file by the SHA-256 of its contents if it is large, else by git's SHA-1 of it as a blob; its cache keeps
+files under these names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import CheckpointError
+
+if TYPE_CHECKING:
+    from .progress import Progress
+
+NAME = "SHA256SUMS"
+_LINE = re.compile(r"(?P<sum>[0-9a-f]{64}) [ *](?P<name>[^/\\]+)")
+_HUB_NAME = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_PIECE = 8 * 2**20
+
+
+def read_sums(folder: Path) -> dict[str, str]:
+    """File name -> SHA-256, as SHA256SUMS in ``folder`` records it; empty if there is none. Raises CheckpointError."""
+    file = folder / NAME
+    if not file.is_file():
+        return {}
+    sums = {}
+    try:
+        lines = file.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: can't be read ({error})") from None
+    for number, line in enumerate(lines, 1):
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise CheckpointError(f"{file}: line {number} is no checksum and plain file name")
+        sums[match["name"]] = match["sum"]
+    return sums
+
+
+def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
+    """Raises OSError."""
+    lines = (f"{total}  {name}\n" for name, total in sorted(sums.items()))
+    (folder / NAME).write_text("".join(lines), "utf-8")
+
+
+def recorded_by_hub(file: Path) -> str | None:
+    """What the hub called the file's contents when it was downloaded into the cache; None for other files."""
+    if not file.is_symlink():
+        return None
+    target = Path(os.readlink(file))
+    known = target.parent.name == "blobs" and _HUB_NAME.fullmatch(target.name)
+    return target.name if known else None
+
+
+def checksum(file: Path, *, like: str = "", progress: Progress | None = None) -> str:
+    """SHA-256 of a file's contents, or git's SHA-1 of it as a blob if ``like`` is one. Raises OSError."""
+    size = file.stat().st_size
+    if len(like) == 40:
+        digest = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
+    else:
+        digest = hashlib.sha256()
+    done = 0
+    with file.open("rb") as stream:
+        while piece := stream.read(_PIECE):
+            digest.update(piece)
+            done += len(piece)
+            if progress is not None:
+                progress(done, size, f"checking {file.name}")
+    return digest.hexdigest()

@@ -1,0 +1,49 @@
+"""What is done with a model and a machine besides serving: fetching, verifying, diagnosing.
+
+Loads nothing heavy until it is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config import RuntimeConfig
+from .finding import Finding
+
+if TYPE_CHECKING:
+    from ..checkpoint.progress import Progress
+    from .download import Download
+
+__all__ = ["Finding", "answer", "download", "verify"]
+
+
+def download(
+    config: RuntimeConfig, folder: Path | None = None, *, progress: Progress | None = None
+) -> Download:
+    """Fetches a model's files into the hub's cache, or copies them into ``folder`` with their checksums.
+
+    Raises ConfigError, DownloadError, CheckpointError.
+    """
+    from .download import download
+
+    return download(config, folder, progress=progress)
+
+
+def verify(
+    config: RuntimeConfig, *, record: bool = False, progress: Progress | None = None
+) -> Iterator[Finding]:
+    """Files, checksums, tensors and values, one finding each. ``record``: where nothing is recorded, SHA256SUMS is."""
+    from .verify import verify
+
+    return verify(config, record=record, progress=progress)
+
+
+async def answer(
+    config: RuntimeConfig, picture: str | None = None, *, progress: Progress | None = None
+) -> Finding:
+    """Whether the model gives the answer that is known for it. Loads it. Raises KestrelError."""
+    from .known_answers import answer
+
+    return await answer(config, picture, progress=progress)
