@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,12 @@ import torch
 if not torch.cuda.is_available():
     # Triton reads it when a kernel is defined: here its kernels run on CPU tensors, by interpretation.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    with suppress(ImportError):
+        from triton.runtime import interpreter
+
+        from tests.interpreter import quicken
+
+        quicken(interpreter)
 
 
 @pytest.fixture(scope="session")

@@ -65,7 +65,7 @@ def request_for(side: Side, suffix=(20, 30, 40), skill="query") -> Request:
     )
     block = ImageBlock(image.key, side.config.image_positions)
     context = SkillContext(model=side.config, codec=side.codec)
-    return Request(settings, (0, block, *suffix), image, context, max_tokens=3)
+    return Request(settings, (0, block, *suffix), image, context, max_tokens=2)
 
 
 def closing(*sides: Side) -> None:
@@ -78,8 +78,8 @@ def test_kernels_and_plain_torch_say_the_same_and_store_the_same(capsys):
     request, report = request_for(left), Report("none")
     assert compare_reference.compare(left, right, request, report)
     rows = report.tables["along what the left side says"]
-    assert len(rows) == 3 and all(row["drift"] < 1e-3 and row[""] == "" for row in rows)
-    assert [row["tokens"] for row in report.tables["answers"]] == [3, 3]
+    assert len(rows) == 2 and all(row["drift"] < 1e-3 and row[""] == "" for row in rows)
+    assert [row["tokens"] for row in report.tables["answers"]] == [2, 2]
     assert inspect_kv.inspect(left, right, request, report) is None
     (cache,) = (table for title, table in report.tables.items() if title.startswith("cache"))
     assert len(cache) == 2 * left.config.text.n_layers
@@ -165,7 +165,7 @@ def test_tau_factors_of_the_kernels_are_those_of_plain_torch(capsys):
         pytest.skip("the weights lie on the CPU, where Triton does not interpret")
     assert probe_tau.run(side, request_for(side), report, tolerance=None, heads_of=1) == []
     factors, heads = report.tables.values()
-    assert [row["layer"] for row in factors] == [0, 1, 2]
+    assert [row["layer"] for row in factors] == [0, 1]
     assert all(-0.5 < row["q low"] <= row["q high"] < 2.5 for row in factors)
     assert [row["head"] for row in heads] == [0, 1]
     assert all(abs(row["v mean"] - row["v kernel"]) < 1e-4 for row in heads)
@@ -179,15 +179,15 @@ def test_a_wrong_factor_is_found(monkeypatch, capsys):
 
     def off(model, layer):
         found = probed(model, layer)
-        if found.index == 2:
+        if found.index == 1:
             found = replace(found, decode_values=found.decode_values + 0.01)
         return found
 
     monkeypatch.setattr(probe_tau, "probe", off)
     side = plain()
     beyond = probe_tau.run(side, request_for(side), Report("none"), tolerance=None, heads_of=None)
-    assert [found.index for found in beyond] == [2]
-    assert "WRONG: layers 2 (0.01" in capsys.readouterr().out
+    assert [found.index for found in beyond] == [1]
+    assert "WRONG: layers 1 (0.01" in capsys.readouterr().out
     closing(side)
 
 

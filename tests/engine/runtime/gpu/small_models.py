@@ -14,7 +14,7 @@ RAW = {
     "text": {
         "dim": 64,
         "ff_dim": 96,
-        "n_layers": 3,
+        "n_layers": 2,
         "n_heads": 2,
         "n_kv_heads": 2,
         "vocab_size": 150,
@@ -23,7 +23,7 @@ RAW = {
     },
     "vision": {
         "enc_dim": 48,
-        "enc_n_layers": 2,
+        "enc_n_layers": 1,
         "enc_ff_dim": 80,
         "enc_n_heads": 2,
         "proj_out_dim": 64,

@@ -1,0 +1,68 @@
+"""Halves what Triton's interpreter costs, by not doing again what it has done; kernels compute what they computed.
+
+It works on names that Triton keeps to itself: where one is missing, that part of the interpreter stays as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+def quicken(interpreter: Any) -> None:
+    """``interpreter``: the module triton.runtime.interpreter."""
+    _check_no_overflows(interpreter)
+    _remember_numpy_types(interpreter)
+    _patch_once_a_launch(interpreter)
+
+
+def _check_no_overflows(interpreter: Any) -> None:
+    """Every integer operation is repeated in 64 bits for an assertion that is dropped unless TRITON_DEBUG is set."""
+    builder = getattr(interpreter, "interpreter_builder", None)
+    options = getattr(builder, "options", None)
+    if getattr(options, "sanitize_overflow", False) and not getattr(options, "debug", True):
+        builder.options = dataclasses.replace(options, sanitize_overflow=False)
+
+
+def _remember_numpy_types(interpreter: Any) -> None:
+    """Otherwise a table of twenty types is built for each lookup."""
+    original = getattr(interpreter, "_get_np_dtype", None)
+    if original is None:
+        return
+    known: dict[str, Any] = {}
+
+    def of(tt_dtype: Any) -> Any:
+        name = tt_dtype.scalar.name  # Of a block its elements' type; blocks have no hash.
+        if name not in known:
+            known[name] = original(tt_dtype)
+        return known[name]
+
+    interpreter._get_np_dtype = of
+
+
+def _patch_once_a_launch(interpreter: Any) -> None:
+    """Each call of one jitted function by another replaces the members of triton.language anew, after a walk over all
+    of them; once a launch is enough for all functions of a module."""
+    original = getattr(interpreter, "_patch_lang", None)
+    scope_type = getattr(interpreter, "_LangPatchScope", None)
+    if original is None or scope_type is None:
+        return
+    patched: set[int] = set()
+
+    def patch(fn: Any) -> Any:
+        module = id(fn.__globals__)
+        if module in patched:
+            return scope_type()
+        scope = original(fn)
+        patched.add(module)
+        restore = scope.restore
+
+        def restore_all() -> None:
+            # Called for a launch's own scope only, at its end.
+            patched.clear()
+            restore()
+
+        scope.restore = restore_all
+        return scope
+
+    interpreter._patch_lang = patch
