@@ -1,7 +1,7 @@
 """LayerNorm of rows, with the sums that come before it: a bias still owed, or a decode step's split-K partials.
 
-One program a row of up to 4096 elements; statistics in float32, the variance from the centred row. Every sum has one
-fixed order, so a row's result depends neither on the batch nor on the run.
+One program a row of up to 4096 elements, or eight rows; statistics in float32, the variance from the centred row. Every
+sum has one fixed order, so a row's result depends neither on the batch nor on the run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor
 
 EPS = 1e-5
 MAX_PARTS = 3
+ROWS_TOGETHER, MANY_ROWS = 8, 4096
+"""Rows of a program where rows are many: its parameters are four times a row's bytes, so they are read once for all."""
 
 
 @triton.jit
@@ -28,19 +30,22 @@ def _normalised(v, mask, gain, shift, dim, eps):
 
 @triton.jit
 def _layer_norm_kernel(
-    x, weight, bias, pending, out, x_stride, out_stride, dim, eps,
-    HAS_PENDING: tl.constexpr, BLOCK: tl.constexpr,
+    x, weight, bias, pending, out, x_stride, out_stride, rows, dim, eps,
+    HAS_PENDING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * ROWS
     cols = tl.arange(0, BLOCK)
-    mask = cols < dim
-    v = tl.load(x + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    inside = cols < dim
+    gain = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)
+    owed = tl.zeros([BLOCK], tl.float32)
     if HAS_PENDING:
-        v += tl.load(pending + cols, mask=mask, other=0.0)
-    gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
-    shift = tl.load(bias + cols, mask=mask, other=0.0).to(tl.float32)
-    u = _normalised(v, mask, gain, shift, dim, eps)
-    tl.store(out + row * out_stride + cols, u.to(out.dtype.element_ty), mask=mask)
+        owed = tl.load(pending + cols, mask=inside, other=0.0)
+    for row in range(first, first + ROWS):
+        mask = inside & (row < rows)
+        v = tl.load(x + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32) + owed
+        u = _normalised(v, inside, gain, shift, dim, eps)
+        tl.store(out + row * out_stride + cols, u.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -100,9 +105,10 @@ def layer_norm(
     out = torch.empty((rows, dim), dtype=x.dtype, device=x.device) if out is None else out
     if rows:
         block = triton.next_power_of_2(dim)
-        _layer_norm_kernel[(rows,)](
+        together = ROWS_TOGETHER if rows >= MANY_ROWS else 1
+        _layer_norm_kernel[(triton.cdiv(rows, together),)](
             x, weight, bias, x if pending is None else pending, out, x.stride(0), out.stride(0),
-            dim, EPS, HAS_PENDING=pending is not None, BLOCK=block,
+            rows, dim, EPS, HAS_PENDING=pending is not None, ROWS=together, BLOCK=block,
             num_warps=_warps(block),
         )  # fmt: skip
     return out

@@ -13,7 +13,6 @@ import torch
 
 from kestrel_engine.requests import PreparedImage
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
-from kestrel_engine.step import EncodeSlice, StepPlan
 from tests.golden.checks import check_job, new_job
 from tests.golden.driver import Feed, pages_for, run_jobs
 from tests.golden.goldens import Golden
@@ -43,8 +42,7 @@ def runtimes(
                 max_batch_size=8,
                 max_seq_length=golden.config.text.max_context,
             )
-            slices = [EncodeSlice(each, 0, each.num_crops) for each in pictures.values()]
-            runtime.collect(runtime.launch(StepPlan(0, encode=tuple(slices))))
+            golden.encode(runtime, pictures)
             made[name] = dataclasses.replace(golden, runtime=runtime)
         return made[name]
 

@@ -103,3 +103,13 @@ def test_no_parts_at_all_and_too_many():
     assert torch.equal(x, before)
     with pytest.raises(ValueError, match="4 parts"):
         add_layer_norm(x, [x] * 4, None, weight, shift)
+
+
+@pytest.mark.parametrize("rows", [8, 21])
+def test_rows_of_one_program_have_the_bits_that_each_has_alone(rows, monkeypatch):
+    x, weight, bias, owed = random(rows, 70) + 5, random(70), random(70), random(70)
+    alone = layer_norm(x, weight, bias, pending=owed)
+    monkeypatch.setattr("kestrel_engine.kernels.layer_norm.MANY_ROWS", 1)
+    out = poisoned(rows + 1, 70, dtype=torch.float32)
+    layer_norm(x, weight, bias, pending=owed, out=out[:rows])
+    assert torch.equal(out[:rows], alone) and out[rows].isnan().all()

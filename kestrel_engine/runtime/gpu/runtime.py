@@ -151,11 +151,15 @@ class GpuRuntime:
         self._pending: deque[PendingStep] = deque()
         self._closed = self._warm = False
         self._graphs = DecodeGraphs(self._decode_body, max_batch_size, stream=self._stream)
+        self.capture_s = 0.0
+        """Seconds that capturing graphs took, and compiling what was not compiled yet."""
         if self._stream is not None:
             # The weights came by other streams.
             torch.cuda.synchronize(device)
             if cuda_graphs:
+                began = time.monotonic()
                 self._capture(progress)
+                self.capture_s = time.monotonic() - began
 
     @property
     def limits(self) -> RuntimeLimits:

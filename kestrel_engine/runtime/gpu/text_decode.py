@@ -59,7 +59,7 @@ class DecodePass:
         beside = (overlap or config.moe is not None) and weight.is_cuda
         self._side = torch.cuda.Stream(device) if beside else None
         self._early = pdl and weight.is_cuda
-        self._pdl = self._apart = False
+        self._apart = False
         self._max_rows = max_rows
         dim, heads = config.dim, config.n_heads
         widest = max(layer.reads.weight.shape[0] for layer in layers)
@@ -97,8 +97,6 @@ class DecodePass:
         rows = positions, row_seq, page_table
         few = self._config.moe is not None and len(x) <= APART_ROWS
         self._apart = self._side is not None and (self._overlap or few)
-        # Kernels that wait for their predecessor in the stream don't wait for the other stream's.
-        self._pdl = self._early and not self._apart
         u = _shaped(self._u, *x.shape)
         first = self._layers[0].ln
         layer_norm(x, first.weight, first.bias, pending=None, out=u)
@@ -107,7 +105,9 @@ class DecodePass:
             parts = self._block(layer, u, rows, keys[layer.index], values[layer.index])
             if norm is self._post_ln and normed is not None:
                 u = normed
-            add_layer_norm(x, parts, layer.owed, norm.weight, norm.bias, pdl=self._pdl, out=u)
+            # What waits for its predecessor in the stream doesn't wait for the other stream's.
+            early = self._early and not self._apart
+            add_layer_norm(x, parts, layer.owed, norm.weight, norm.bias, pdl=early, out=u)
         return x
 
     def _block(
@@ -185,7 +185,7 @@ class DecodePass:
             out=out,
             # More rows fill the card by themselves, and programs that wait stand in the GEMM's way: at 16 rows a layer
             # took 84 us on an H200 where its kernels one by one take 65.
-            pdl=self._pdl and len(read) <= EARLY_ROWS,
+            pdl=self._early and len(read) <= EARLY_ROWS,
         )
 
     def _mlp(self, layer: TextLayer, u: Tensor, hidden: Tensor) -> Tensor:
@@ -201,13 +201,24 @@ class DecodePass:
         if rows > MAX_TOKENS:
             return moe_prefill(u, *routed, moe.fc1, moe.fc2, moe.fc1_scale, moe.fc2_scale)
         out = _shaped(self._of_mlp, k, *u.shape)
-        return moe_decode(u, *routed, moe.fc1, moe.fc2, moe.fc1_scale, moe.fc2_scale, out=out)
+        return moe_decode(
+            u,
+            *routed,
+            moe.fc1,
+            moe.fc2,
+            moe.fc1_scale,
+            moe.fc2_scale,
+            out=out,
+            pdl=self._early,
+        )
 
     def _linear(
         self, x: Tensor, layer: Linear, out: Tensor, *, gelu_from: int | None = None
     ) -> None:
         if len(x) <= MAX_ROWS:
-            skinny_linear(x, layer.weight, layer.bias, gelu_from=gelu_from, pdl=self._pdl, out=out)
+            skinny_linear(
+                x, layer.weight, layer.bias, gelu_from=gelu_from, pdl=self._early, out=out
+            )
             return
         linear(x, layer, out=out)
         if gelu_from is not None:
@@ -218,7 +229,7 @@ class DecodePass:
         if len(x) > MAX_ROWS:
             return torch.mm(x, weight.T)
         shape = default_splits(*weight.shape), len(x), weight.shape[0]
-        return skinny_partials(x, weight, pdl=self._pdl, out=_shaped(room, *shape))
+        return skinny_partials(x, weight, pdl=self._early, out=_shaped(room, *shape))
 
     def _splits(self, rows: int) -> int:
         config = self._config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -83,7 +84,9 @@ class CropAttention:
 def _works(backend: SDPBackend, probe: Tensor) -> bool:
     q, k, v = probe.permute(2, 0, 3, 1, 4)
     try:
-        with sdpa_kernel(backend):
+        with warnings.catch_warnings(), sdpa_kernel(backend):
+            # A backend that refuses says why by a warning.
+            warnings.simplefilter("ignore")
             F.scaled_dot_product_attention(q, k, v)
     except RuntimeError:
         return False
