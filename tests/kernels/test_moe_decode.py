@@ -19,14 +19,14 @@ def decode(layer: Layer, u: torch.Tensor, **kwargs) -> torch.Tensor:
     return parts.sum(0)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 7, 16, 17, 37, 64])
+@pytest.mark.parametrize("num_tokens", [1, 3, 17, 64])
 def test_float32_is_the_models_layer(num_tokens):
     layer = Layer(num_experts=8, k=3, dim=64, inner=32, seed=num_tokens)
     u = torch.randn(num_tokens, 64, device=DEVICE)
     torch.testing.assert_close(decode(layer, u), layer.expected(u), atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 40])
+@pytest.mark.parametrize("num_tokens", [1, 5])
 @pytest.mark.parametrize(
     ("dtype", "fp8", "within"), [(F16, False, 2e-3), (F16, True, 2e-3), (F32, True, 1e-5)]
 )
@@ -44,7 +44,7 @@ def test_half_and_fp8_within_their_rounding(num_tokens, dtype, fp8, within):
         moe_decode.Tile(64, 128, 4, 3, swap=True),
     ],
 )
-@pytest.mark.parametrize("num_tokens", [1, 12, 33])
+@pytest.mark.parametrize("num_tokens", [1, 17])
 def test_any_tile_gives_the_same(num_tokens, tile):
     """Inner and dim are multiples of no tile."""
     layer = Layer(num_experts=4, k=2, dim=72, inner=40)
@@ -53,7 +53,7 @@ def test_any_tile_gives_the_same(num_tokens, tile):
     torch.testing.assert_close(out, layer.expected(u), atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_tokens", [2, 16, 40])
+@pytest.mark.parametrize("num_tokens", [2, 17])
 @pytest.mark.parametrize("favourites", [[5], [0, 6]])
 def test_experts_chosen_by_all_and_by_nobody(num_tokens, favourites):
     layer = Layer(num_experts=12, k=len(favourites) + 1, dim=32, inner=16)

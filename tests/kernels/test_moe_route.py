@@ -16,7 +16,7 @@ def reference_route(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.T
 
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "k"),
-    [(1, 64, 8), (7, 64, 8), (5, 8, 3), (3, 12, 5), (4, 6, 6), (515, 8, 2)],
+    [(1, 64, 8), (7, 64, 8), (5, 8, 3), (3, 12, 5), (4, 6, 6), (130, 8, 2)],
 )
 def test_route_is_topk_then_softmax(num_tokens, num_experts, k):
     torch.manual_seed(num_tokens)
@@ -66,9 +66,7 @@ def test_more_choices_than_experts_are_refused():
 
 
 @pytest.mark.parametrize("tile", [16, 64])
-@pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "k"), [(1, 8, 3), (33, 64, 8), (101, 12, 3), (200, 8, 2)]
-)
+@pytest.mark.parametrize(("num_tokens", "num_experts", "k"), [(1, 8, 3), (33, 64, 8), (70, 12, 3)])
 def test_pairs_are_grouped_by_expert_in_their_order(num_tokens, num_experts, k, tile):
     torch.manual_seed(1)
     _, experts = moe_route.route(torch.randn(num_tokens, num_experts, device=DEVICE), k)
@@ -78,7 +76,7 @@ def test_pairs_are_grouped_by_expert_in_their_order(num_tokens, num_experts, k, 
 
 @pytest.mark.parametrize("expert", [0, 7])
 def test_one_expert_chosen_by_all(expert):
-    check_grouping(torch.full((300, 1), expert, dtype=torch.int32, device=DEVICE), 8, 32)
+    check_grouping(torch.full((70, 1), expert, dtype=torch.int32, device=DEVICE), 8, 32)
 
 
 def check_grouping(experts: torch.Tensor, num_experts: int, tile: int) -> None:

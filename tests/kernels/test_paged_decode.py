@@ -68,16 +68,14 @@ def test_every_page_size_and_split(page_size, splits, tau):
 
 
 @pytest.mark.parametrize("merge_last", [True, False])
-@pytest.mark.parametrize("splits", [2, 5, 16])
+@pytest.mark.parametrize("splits", [2, 16])
 def test_both_ways_to_merge(merge_last, splits):
-    case = Case.make([0, 39, 17], page_size=10, tau=True, device=DEVICE)
+    case = Case.make([0, 39], page_size=10, tau=True, device=DEVICE)
     check(case, splits=splits, config=DecodeConfig(4, 16, 4, merge_last=merge_last))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    ("num_heads", "head_dim", "rotary"), [(4, 64, 32), (3, 24, 16), (6, 32, 32), (1, 8, 4)]
-)
+@pytest.mark.parametrize(("num_heads", "head_dim", "rotary"), [(4, 64, 32), (3, 24, 16), (1, 8, 4)])
 def test_shapes_that_are_no_powers_of_two(num_heads, head_dim, rotary, dtype):
     case = Case.make(
         [3, 33, 12],
@@ -120,8 +118,9 @@ def test_the_output_may_take_the_place_of_v():
 
 
 def test_every_candidate():
-    case = Case.make([40, 11], page_size=10, tau=False, num_heads=4, head_dim=32, device=DEVICE)
-    for config in candidates(32, torch.float32):
+    case = Case.make([40, 11], page_size=10, tau=False, num_heads=2, head_dim=32, device=DEVICE)
+    # Stages and warps are nothing to the interpreter: there a third of them says as much.
+    for config in candidates(32, torch.float32)[:: 1 if DEVICE == "cuda" else 3]:
         check(case, splits=3, config=config)
 
 
