@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kestrel_engine import RequestEvent, StepEvent
+from kestrel_engine import ImageEvent, RequestEvent, StepEvent
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,9 @@ class StepLog:
 
     def on_request(self, event: RequestEvent) -> None:
         """Requests are measured by those who ask."""
+
+    def on_image(self, event: ImageEvent) -> None:
+        """Pictures are prepared with their requests."""
 
     def clear(self) -> None:
         self._events = []

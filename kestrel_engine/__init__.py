@@ -35,8 +35,8 @@ from .errors import (
     UnsupportedImageError,
 )
 from .events import EngineMetrics, EngineResult, FinishReason, StreamUpdate
-from .info import EngineInfo
-from .observer import Observer, RequestEvent, StepEvent
+from .info import EngineInfo, LoadTimes
+from .observer import ImageEvent, Observer, RequestEvent, StepEvent
 from .preprocess.images import FORMATS as IMAGE_FORMATS
 from .profiling import ProfileRequest
 from .requests import PreparedImage
@@ -61,12 +61,14 @@ __all__ = [
     "FinishReason",
     "ImageDecodeError",
     "ImageError",
+    "ImageEvent",
     "ImageLimits",
     "ImageTooLargeError",
     "InferenceEngine",
     "InsufficientMemoryError",
     "InvalidRequest",
     "KestrelError",
+    "LoadTimes",
     "ModelLoadError",
     "ModelNotFoundError",
     "Observer",

@@ -35,7 +35,7 @@ from .events import EngineMetrics, EngineResult, StreamUpdate
 from .factory import Built, Progress, build
 from .info import EngineInfo
 from .loop import EngineLoop, Work
-from .observer import Observer
+from .observer import ImageEvent, Observer
 from .open_requests import OpenRequest, OpenRequests
 from .preprocess.pool import PreprocessPool
 from .profiling import ProfileRequest, take_profile
@@ -100,6 +100,7 @@ class InferenceEngine(SkillCalls):
             max_waiting_pixels=config.max_queued_pixels,
         )
         self._limits = built.runtime.limits
+        self._observer = observer
         self._aio = asyncio.get_running_loop()
         self._open = OpenRequests(self.info.model, observer, self._note_idle)
         self._delivery = DeliveryThread(self._deliver_threadsafe, lambda i: self._loop.abort(i))
@@ -136,6 +137,7 @@ class InferenceEngine(SkillCalls):
         config = config or RuntimeConfig()
         built = await asyncio.to_thread(build, config, progress)
         engine = cls(config, built, skills, observer=observer)
+        began = time.monotonic()
         try:
             await engine._warm_up()
         except RuntimeFailure as error:
@@ -146,6 +148,8 @@ class InferenceEngine(SkillCalls):
         except BaseException:
             await engine.shutdown(grace_s=0)
             raise
+        load = dataclasses.replace(engine.info.load, warm_up_s=time.monotonic() - began)
+        engine.info = dataclasses.replace(engine.info, load=load)
         return engine
 
     @property
@@ -224,13 +228,27 @@ class InferenceEngine(SkillCalls):
         return stream
 
     async def prepare_image(
-        self, image: Any, *, timeout_s: float | None = None, cache_salt: str = ""
+        self,
+        image: Any,
+        *,
+        timeout_s: float | None = None,
+        cache_salt: str = "",
+        request_id: str = "",
     ) -> PreparedImage:
         """Checks, decodes and tiles a picture ahead of the requests that will be about it, which take the result as
-        their ``image``. Raises ImageError, InvalidRequest, EngineOverloaded, DeadlineExceeded, EngineClosed."""
+        their ``image``; ``request_id`` is for the observer. Raises ImageError, InvalidRequest, EngineOverloaded,
+        DeadlineExceeded, EngineClosed."""
         self.check_admission()
         timings = RequestTimings(accepted_at=time.monotonic())
-        return await self._prepare(image, timings, timeout_s, cache_salt)
+        prepared, error = None, ""
+        try:
+            prepared = await self._prepare(image, timings, timeout_s, cache_salt)
+            return prepared
+        except BaseException as failed:
+            error = type(failed).__name__
+            raise
+        finally:
+            self._observe_image(request_id, timings, prepared, error)
 
     def cancel(self, request_id: str) -> int:
         """Ends the requests of this id as "cancelled", as soon as a step ends; returns how many. One whose picture is
@@ -350,6 +368,25 @@ class InferenceEngine(SkillCalls):
         timings.preprocess_s = prepared.seconds
         timings.prepared_at = time.monotonic()
         return prepared.image
+
+    def _observe_image(
+        self, request_id: str, timings: RequestTimings, image: PreparedImage | None, error: str
+    ) -> None:
+        if self._observer is None:
+            return
+        event = ImageEvent(
+            request_id=request_id,
+            error=error,
+            size=None if image is None else (image.width, image.height),
+            num_crops=0 if image is None else image.num_crops,
+            seconds=timings.preprocess_s,
+            accepted_at=timings.accepted_at,
+            ended_at=time.monotonic(),
+        )
+        try:
+            self._observer.on_image(event)
+        except Exception:  # What measures must not disturb what it measures.
+            logger.exception("the observer failed on a picture")
 
     def _prompt(self, request: SkillRequest, image: PreparedImage | None) -> Prompt:
         bos = self._context.model.ids.bos_id

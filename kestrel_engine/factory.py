@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from .config import RuntimeConfig, Sizes
 from .errors import ConfigError
-from .info import EngineInfo
+from .info import EngineInfo, LoadTimes
 from .model_config import ModelConfig
 from .runtime.protocol import Runtime
 from .skills.base import TextCodec
@@ -100,7 +100,8 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
         read = time.monotonic()
         logger.info("weights: %.2f GB in %.2f s", weights_bytes / 1e9, read - began)
         plan = _Plan(config, sizes, model, page_size, page_bytes, device, dtype, progress)
-        runtime = (_gpu_runtime if kernels else _torch_runtime)(plan, tensors)
+        runtime, capture_s = (_gpu_runtime if kernels else _torch_runtime)(plan, tensors)
+        built = time.monotonic()
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]
         raise out_of_memory(config, sizes.max_batch_size, reason) from error
@@ -110,7 +111,7 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
         type(runtime).__name__,
         limits.num_pages,
         limits.num_pages * page_bytes / 1e9,
-        time.monotonic() - read,
+        built - read,
     )
     info = EngineInfo(
         model=opened.name,
@@ -131,6 +132,9 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
         kv_cache_bytes=limits.num_pages * page_bytes,
         max_queue=config.max_queue,
         torch_version=torch.__version__,
+        load=LoadTimes(
+            weights_s=read - began, build_s=built - read - capture_s, capture_s=capture_s
+        ),
     )
     return Built(runtime, model, codec, info)
 
@@ -167,7 +171,8 @@ def _keeps_fp8(config: RuntimeConfig, device: torch.device, kernels: bool) -> bo
     return found.fp8
 
 
-def _torch_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> Runtime:
+def _torch_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime, float]:
+    """And the seconds that capturing graphs took: none."""
     from .models.moondream import Moondream
     from .runtime.gpu.footprint import reserve_bytes
     from .runtime.torch_runtime import TorchRuntime
@@ -182,7 +187,7 @@ def _torch_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> Runtime:
             max_crops=PLAIN_CROPS,
         )
     pool = _pool(plan, reserve)
-    return TorchRuntime(
+    runtime = TorchRuntime(
         Moondream(plan.model, tensors),
         plan.model,
         num_pages=pool.num_pages,
@@ -192,16 +197,18 @@ def _torch_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> Runtime:
         device=plan.device,
         dtype=plan.dtype,
     )
+    return runtime, 0.0
 
 
-def _gpu_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> Runtime:
+def _gpu_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime, float]:
+    """And the seconds that capturing graphs took."""
     from .runtime.gpu.runtime import GpuRuntime
     from .runtime.gpu.weights import pack_weights
 
     sizes = plan.sizes
     pack_weights(plan.model, tensors)
     pool = _pool(plan, reserve_of(plan.model, plan.dtype, sizes))
-    return GpuRuntime(
+    runtime = GpuRuntime(
         plan.model,
         tensors,
         num_pages=pool.num_pages,
@@ -212,6 +219,7 @@ def _gpu_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> Runtime:
         cuda_graphs=plan.config.cuda_graphs,
         progress=plan.progress,
     )
+    return runtime, runtime.capture_s
 
 
 def reserve_of(model: ModelConfig, dtype: torch.dtype, sizes: Sizes) -> int:

@@ -8,6 +8,20 @@ from .model_config import Family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadTimes:
+    """Seconds that parts of loading took, one after the other. 0: there was no such part."""
+
+    weights_s: float = 0.0
+    """Reading and placing tensors."""
+    build_s: float = 0.0
+    """Packing them, and the KV pool."""
+    capture_s: float = 0.0
+    """Capturing CUDA graphs, and compiling the kernels in them that were not compiled yet."""
+    warm_up_s: float = 0.0
+    """The first requests, and compiling the other kernels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """Fixed for the engine's life. Positions are KV positions; sizes are bytes."""
 
@@ -34,3 +48,4 @@ class EngineInfo:
     """Of all pages."""
     max_queue: int
     torch_version: str
+    load: LoadTimes = LoadTimes()

@@ -335,6 +335,7 @@ class EngineLoop:
         plan, stats = out.plan, self._scheduler.stats
         ids = [row.sequence_id for row in plan.prefill + plan.decode]
         encoded = {piece.image.key for piece in plan.encode}
+        num_tokens, gaps = self._gaps(result)
         event = StepEvent(
             step_id=plan.step_id,
             launched_at=out.launched_at,
@@ -359,11 +360,24 @@ class EngineLoop:
             preemptions=stats.preemptions,
             cached_positions=stats.cached_positions,
             prompt_positions=stats.prompt_positions,
+            num_tokens=num_tokens,
+            token_gaps=gaps,
         )
         try:
             self._observer.on_step(event)
         except Exception:  # What measures must not disturb what it measures.
             logger.exception("the observer failed on a step")
+
+    def _gaps(self, result: StepResult) -> tuple[int, tuple[tuple[float, int], ...]]:
+        """How many tokens go to requests, and the gaps before them. Most have the same, so they are told in groups."""
+        before: dict[float | None, int] = {}
+        for sequence_id in result.tokens:
+            work = self._active.get(sequence_id)
+            if work is not None:
+                last = work.timings.last_token_at
+                before[last] = before.get(last, 0) + 1
+        gaps = tuple((self._beat_at - last, n) for last, n in before.items() if last is not None)
+        return sum(before.values()), gaps
 
     def _about(self, keys: set[str]) -> tuple[str, ...]:
         """Requests about one of the pictures."""

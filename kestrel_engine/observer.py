@@ -1,5 +1,5 @@
-"""What an engine tells those who measure it: one call a step, one a request. Plain values; nothing is computed unless
-somebody listens."""
+"""What an engine tells those who measure it: one call a step, one a request, one a picture prepared ahead. Plain
+values; nothing is computed unless somebody listens."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ class StepEvent:
     """Since the start, as the next two."""
     cached_positions: int
     prompt_positions: int
+    num_tokens: int = 0
+    """Tokens that it gave to requests."""
+    token_gaps: tuple[tuple[float, int], ...] = ()
+    """For those that were not their request's first: seconds since the one before, and how many have this gap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +63,28 @@ class RequestEvent:
     finished_at: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageEvent:
+    """One picture that was prepared ahead of requests. Instants: seconds of the monotonic clock."""
+
+    request_id: str
+    """Of whoever asked for it; may be ""."""
+    error: str
+    """Class name of the error, "" if it ended well."""
+    size: tuple[int, int] | None
+    """Width and height in pixels of the upright picture."""
+    num_crops: int
+    seconds: float
+    """Of work; the rest was waiting for a thread."""
+    accepted_at: float
+    ended_at: float
+
+
 class Observer(Protocol):
-    """Must be quick and must not raise. ``on_step`` is called on the step thread, the other on the event loop."""
+    """Must be quick and must not raise. ``on_step`` is called on the step thread, the others on the event loop."""
 
     def on_step(self, event: StepEvent) -> None: ...
 
     def on_request(self, event: RequestEvent) -> None: ...
+
+    def on_image(self, event: ImageEvent) -> None: ...

@@ -110,6 +110,7 @@ async def analyze(
         picture.source,
         timeout_s=call.timeout_s,
         cache_salt=call.principal.namespace(options.cache_salt),
+        request_id=call.request_id,
     )
     size = (image.width, image.height)
     image_id = await starter.pictures.keep(call.owner, picture, size)

@@ -61,7 +61,10 @@ class ImageService(ImageServiceServicer):
         call = current_call()
         self._pictures.check_size(len(source) if isinstance(source, bytes) else source.nbytes)
         image = await self._served.engine().prepare_image(
-            source, timeout_s=call.timeout_s, cache_salt=call.principal.namespace("")
+            source,
+            timeout_s=call.timeout_s,
+            cache_salt=call.principal.namespace(""),
+            request_id=call.request_id,
         )
         return await self._pictures.put(call.owner, source, (image.width, image.height))
 

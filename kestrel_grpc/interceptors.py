@@ -112,7 +112,8 @@ def find_call() -> Call | None:
 
 
 class CallWatcher(Protocol):
-    """Is told of every call: ``begin``, ``take`` once its request is read and its id known, ``end``. Must not raise."""
+    """Is told of every call: ``begin``, ``take`` once its request is read (None for one that comes as a stream) and
+    its id known, ``end``. Must not raise."""
 
     def begin(self, call: Call) -> None: ...
 
@@ -207,6 +208,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     with guard.admit(method, principal, size):
                         if isinstance(data, AsyncIterator):
                             request: Any = _decoded(data, decode, guard)
+                            if watcher is not None:
+                                watcher.take(call, None)
                         else:
                             call.message = request = _message(data, decode)
                             prefix = "request." if streaming else ""
@@ -257,10 +260,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         try:
             async with asyncio.timeout(_LAST_WORD_S):
                 await call.context.abort(call.code, message, trailers)
-        except TimeoutError:
+        except (TimeoutError, grpc.aio.InternalError):
             # A reader who doesn't read: gRPC has the status, and sends it after what is unread, or drops both with the
-            # connection.
-            raise grpc.aio.AbortError("the status waits for the reader") from None
+            # connection; or who has gone. Of any other exception than this gRPC would log a traceback.
+            raise asyncio.CancelledError from None
 
 
 _KINDS: dict[tuple[bool, bool], Callable[[Any], tuple[Callable[..., Any], Any]]] = {

@@ -15,6 +15,7 @@ from .debug_settings import DebugConfig
 
 logger = logging.getLogger(__name__)
 
+_LAST_S = 10.0
 SUFFIX = ".trace.json.gz"
 DEFAULT_SECONDS, MAX_SECONDS, MIN_SECONDS = 10.0, 60.0, 0.1
 DEFAULT_STEPS, MAX_STEPS = 500, 10_000
@@ -71,8 +72,8 @@ class Profiles:
     async def close(self) -> None:
         """Ends the one that is being taken, before the engine does."""
         if self._taking is not None:
-            with suppress(ProfileError):
-                await self.stop()
+            with suppress(ProfileError, TimeoutError):  # Nobody waits longer for a hung device.
+                await asyncio.wait_for(self.stop(), _LAST_S)
 
 
 def _size(path: Path) -> int:

@@ -118,6 +118,7 @@ class KestrelServer:
         options = _channel_options(self._config.max_message_bytes, security)
         self.telemetry = open_telemetry(
             self._config.telemetry,
+            security,
             num_calls=lambda: self._in_flight.count,
             is_ready=lambda: self.served.state is State.READY,
         )

@@ -65,6 +65,10 @@ class SecurityConfig:
     open_health: bool = True
     """Whether health answers callers without credentials."""
     open_reflection: bool = True
+    open_metrics: bool = False
+    """Whether --metrics-listen answers scrapers without a token; where callers have none it asks for none."""
+    metrics_tls: bool = True
+    """Whether --metrics-listen shows the server's certificate, if there is one."""
     insecure_listen: bool = False
     """Whether to listen beyond loopback without TLS or without asking who calls."""
     calls: CallLimits = field(default_factory=CallLimits)

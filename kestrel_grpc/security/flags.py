@@ -43,6 +43,18 @@ def add_security_flags(
             help=f"answer {name} to callers without credentials",
         )
     flags.add(
+        "--open-metrics",
+        choices=("on", "off"),
+        default="off",
+        help="answer --metrics-listen without a token of scope metrics, also where callers have tokens",
+    )
+    flags.add(
+        "--metrics-tls",
+        choices=("on", "off"),
+        default="on",
+        help="serve --metrics-listen with the certificate of --tls-cert, if there is one",
+    )
+    flags.add(
         "--insecure-listen",
         choices=("on", "off"),
         nargs="?",
@@ -144,6 +156,8 @@ def security_config(args: argparse.Namespace) -> SecurityConfig:
         api_key=args.api_key,
         open_health=args.open_health == "on",
         open_reflection=args.open_reflection == "on",
+        open_metrics=args.open_metrics == "on",
+        metrics_tls=args.metrics_tls == "on",
         insecure_listen=args.insecure_listen == "on",
         calls=_calls(args),
         connections=_connections(args),

@@ -61,12 +61,14 @@ def _read(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
     certificate = _contents("certificate", files.certificate)
     key = _contents("private key", files.private_key)
     authorities = None if files.client_ca is None else _contents("client CA", files.client_ca)
-    _check(files)
+    context = check_pair(files)
+    _check_authorities(context, files)
     return grpc.ssl_server_certificate_configuration([(key, certificate)], authorities)
 
 
-def _check(files: TlsFiles) -> None:
-    """gRPC would fail every handshake with a pair that doesn't match, and say so nowhere."""
+def check_pair(files: TlsFiles) -> ssl.SSLContext:
+    """A context with certificate and key. gRPC would fail every handshake with a pair that doesn't match, and say so
+    nowhere. Raises TlsError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         # Without a password function OpenSSL would ask for an encrypted key's on the terminal.
@@ -75,6 +77,10 @@ def _check(files: TlsFiles) -> None:
         raise TlsError(
             f"certificate {files.certificate} and key {files.private_key} can't be used together: {_why(error)}"
         ) from None
+    return context
+
+
+def _check_authorities(context: ssl.SSLContext, files: TlsFiles) -> None:
     if files.client_ca is not None:
         try:
             context.load_verify_locations(files.client_ca)

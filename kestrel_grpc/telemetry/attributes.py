@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import grpc
 
-from kestrel_engine import RequestEvent, StepEvent
+from kestrel_engine import ImageEvent, RequestEvent, StepEvent
 
 from ..interceptors import Call
 from . import names
@@ -96,6 +96,17 @@ def of_request(
     if event.image_size is not None:
         attributes[names.IMAGE_TOKENS] = image_positions
         attributes[names.IMAGE_WIDTH], attributes[names.IMAGE_HEIGHT] = event.image_size
+        attributes[names.IMAGE_CROPS] = event.num_crops
+    return attributes
+
+
+def of_image(event: ImageEvent) -> Attributes:
+    """A picture's that was prepared ahead of requests."""
+    attributes: Attributes = {names.PREPROCESS_SECONDS: event.seconds}
+    if event.error:
+        attributes[names.ERROR_TYPE] = event.error
+    if event.size is not None:
+        attributes[names.IMAGE_WIDTH], attributes[names.IMAGE_HEIGHT] = event.size
         attributes[names.IMAGE_CROPS] = event.num_crops
     return attributes
 

@@ -1,5 +1,5 @@
 """ServiceMetrics: the instruments of names.METRICS. Histograms are recorded as things end; all else is kept as plain
-numbers, or asked of the engine, and read when somebody collects."""
+numbers, or asked of the engine, and read when somebody collects. What happens once a token is counted in groups."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
-from kestrel_engine import InferenceEngine, RequestEvent, StepEvent
+from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, StepEvent
 
 from ..interceptors import Call
 from . import names
 from .attributes import SERVER_ERRORS
+from .dense import DenseHistogram
 from .names import Metric
 
 Read = Callable[[], Iterable[Observation]]
@@ -41,7 +42,9 @@ class ServiceMetrics:
         self._model: dict[str, str] = {}
         self._load_s = 0.0
         self._steps = {False: 0, True: 0}
-        self._crops = self._prefill_positions = 0
+        self._crops = self._prefill_positions = self._step_tokens = 0
+        self.token_gap = DenseHistogram(names.TOKEN_GAP)
+        """The readers' to add."""
         self._tokens = {"input": 0, "output": 0}
         self._requests: Counter[tuple[str, str, str]] = Counter()
         self._principals: dict[str, _Usage] = {}
@@ -67,6 +70,7 @@ class ServiceMetrics:
             names.STEPS,
             lambda: [Observation(n, {names.FAILED: k}) for k, n in self._steps.items()],
         )
+        self._observe(names.STEP_TOKENS, lambda: [Observation(self._step_tokens)])
         self._observe(names.CROPS, lambda: [Observation(self._crops)])
         self._observe(names.PREFILL_POSITIONS, lambda: [Observation(self._prefill_positions)])
 
@@ -79,6 +83,7 @@ class ServiceMetrics:
             names.REQUEST_MODEL: engine.info.model,
         }
         self._observe(names.LOAD_DURATION, lambda: [Observation(self._load_s)])
+        self._observe(names.LOAD_PHASE, lambda: _load_phases(engine))
         self._observe(names.RUNNING, lambda: [Observation(engine.stats.running)])
         self._observe(names.WAITING, lambda: [Observation(_waiting(engine))])
         self._observe(names.KV_PAGES, lambda: _pages(engine))
@@ -103,6 +108,9 @@ class ServiceMetrics:
             return
         self._crops += event.num_crops
         self._prefill_positions += event.num_prefill_positions
+        self._step_tokens += event.num_tokens
+        for gap_s, count in event.token_gaps:
+            self.token_gap.record(gap_s, count)
         if event.num_crops:
             self._step_phase.record(event.vision_s, _VISION)
         if event.num_prefill_positions:
@@ -131,6 +139,10 @@ class ServiceMetrics:
             self._per_token.record(
                 metrics.decode_time_ms / 1e3 / (metrics.output_tokens - 1), served
             )
+
+    def on_image(self, event: ImageEvent) -> None:
+        if not event.error:
+            self._preprocess.record(event.seconds, _NO_SKILL)
 
     def on_call(self, call: Call) -> None:
         """A call has ended."""
@@ -195,11 +207,23 @@ class ServiceMetrics:
         return observations
 
 
+_NO_SKILL = {names.SKILL: ""}
 _VISION, _PREFILL, _DECODE = ({names.PHASE: phase} for phase in ("vision", "prefill", "decode"))
 
 
 def _waiting(engine: InferenceEngine) -> int:
     return max(0, engine.num_requests - engine.stats.running)
+
+
+def _load_phases(engine: InferenceEngine) -> list[Observation]:
+    load = engine.info.load
+    seconds = {
+        "weights": load.weights_s,
+        "build": load.build_s,
+        "capture": load.capture_s,
+        "warm_up": load.warm_up_s,
+    }
+    return [Observation(value, {names.PHASE: phase}) for phase, value in seconds.items()]
 
 
 def _pages(engine: InferenceEngine) -> list[Observation]:

@@ -145,6 +145,14 @@ PER_TOKEN = Metric(
     _GEN_AI,
     _TOKEN,
 )
+TOKEN_GAP = Metric(
+    "kestrel.token.gap.duration",
+    "histogram",
+    "s",
+    "Every gap between two tokens of a request, as the step thread sees them come",
+    (),
+    _TOKEN,
+)
 QUEUE_DURATION = Metric(
     "kestrel.request.queue.duration",
     "histogram",
@@ -157,7 +165,7 @@ PREPROCESS_DURATION = Metric(
     "kestrel.request.preprocess.duration",
     "histogram",
     "s",
-    "Decoding and tiling the picture of a request that has one",
+    "Decoding and tiling a picture; no skill where that is done ahead of its requests: Analyze, PutImage, UploadImage",
     (SKILL,),
     _PHASE,
 )
@@ -208,6 +216,12 @@ PRINCIPAL_TOKENS = Metric(
     "Tokens of the calls that ended well, by who made them",
     (PRINCIPAL, TOKEN_TYPE),
 )
+STEP_TOKENS = Metric(
+    "kestrel.step.tokens",
+    "counter",
+    "{token}",
+    "Tokens as steps sample them, whatever becomes of their requests",
+)
 STEPS = Metric("kestrel.steps", "counter", "{step}", "Steps that came back", (FAILED,))
 CROPS = Metric("kestrel.crops", "counter", "{crop}", "Crops of pictures encoded")
 PREFILL_POSITIONS = Metric(
@@ -238,6 +252,13 @@ KV_PAGES = Metric(
     (PAGE_STATE,),
 )
 LOAD_DURATION = Metric("kestrel.model.load.duration", "gauge", "s", "What loading the model took")
+LOAD_PHASE = Metric(
+    "kestrel.model.load.phase.duration",
+    "gauge",
+    "s",
+    "Of that: weights, build (packing, KV pool), capture (CUDA graphs, kernels compiled for them), warm_up (the rest)",
+    (PHASE,),
+)
 READY = Metric("kestrel.ready", "gauge", "1", "1 while requests are taken, else 0")
 
 METRICS = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

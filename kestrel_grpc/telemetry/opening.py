@@ -10,13 +10,14 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from kestrel_engine import InferenceEngine, RequestEvent, StepEvent
+from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, StepEvent
 
 from ..interceptors import Call
 from . import names
 from .config import TelemetryConfig, missing_packages
 
 if TYPE_CHECKING:
+    from ..security.config import SecurityConfig
     from .metrics import ServiceMetrics
     from .prometheus import PrometheusEndpoint
     from .tracing import CallTracing
@@ -117,6 +118,15 @@ class Telemetry:
         if self._tracing is not None:
             self._tracing.on_request(event)
 
+    @_harmless
+    def on_image(self, event: ImageEvent) -> None:
+        if not self._counts:
+            return
+        if self._metrics is not None:
+            self._metrics.on_image(event)
+        if self._tracing is not None:
+            self._tracing.on_image(event)
+
     async def close(self, timeout_s: float = FLUSH_S) -> None:
         """Exports what waits, for up to ``timeout_s`` seconds, and closes. Idempotent."""
         from .providers import within
@@ -133,10 +143,14 @@ class Telemetry:
 
 
 def open_telemetry(
-    config: TelemetryConfig, num_calls: Callable[[], int], is_ready: Callable[[], bool]
+    config: TelemetryConfig,
+    security: SecurityConfig,
+    num_calls: Callable[[], int],
+    is_ready: Callable[[], bool],
 ) -> Telemetry | None:
-    """None if nothing is to be exported, or its packages are missing, which is logged. Raises AddressError where the
-    Prometheus endpoint can't listen. To be called in the process that serves: exporters have threads."""
+    """None if nothing is to be exported, or its packages are missing, which is logged. To be called in the process that
+    serves: exporters have threads. Raises AddressError where the Prometheus endpoint can't or won't listen, TlsError,
+    TokenFileError."""
     if config.traces == "none" and not config.measures:
         return None
     missing = missing_packages(config)
@@ -151,13 +165,14 @@ def open_telemetry(
     shutdowns: list[Callable[[], object]] = []
     tracing = metrics = endpoint = reader = None
     if config.prometheus is not None:  # First: it may fail, and the others have threads.
-        from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-
+        from ..security.metrics_door import MetricsDoor
+        from .dense import PullReader
         from .prometheus import PrometheusEndpoint
 
-        reader = InMemoryMetricReader()
-        endpoint = PrometheusEndpoint(config.prometheus, reader)
-        logger.info("metrics at http://%s/metrics", endpoint.address)
+        reader = PullReader()
+        door = MetricsDoor(config.prometheus, security)
+        endpoint = PrometheusEndpoint(config.prometheus, reader, door)
+        logger.info("metrics at %s://%s/metrics", endpoint.scheme, endpoint.address)
     if config.traces != "none":
         from .tracing import CallTracing
 
@@ -172,8 +187,10 @@ def open_telemetry(
     if config.measures:
         from .metrics import ServiceMetrics
 
-        meter_provider = providers.meters(config, reader)
+        meter_provider, readers = providers.meters(config, reader)
         metrics = ServiceMetrics(meter_provider.get_meter(names.SCOPE), num_calls, is_ready)
+        for each in readers:
+            each.dense = metrics.token_gap
         shutdowns.append(meter_provider.shutdown)
     if endpoint is not None:
         shutdowns.append(endpoint.close)

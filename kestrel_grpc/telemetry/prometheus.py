@@ -1,4 +1,4 @@
-"""PrometheusEndpoint: the meter's metrics at http://HOST:PORT/metrics, on a port and threads of its own."""
+"""PrometheusEndpoint: the meter's metrics at http(s)://HOST:PORT/metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from opentelemetry.sdk.metrics.export import (
     Sum,
 )
 from opentelemetry.sdk.metrics.export import Metric as Collected
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -25,33 +25,33 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from ..addresses import AddressError
+from ..security.metrics_door import MetricsDoor
+from .metrics_port import MetricsPort
 from .names import METRICS, Metric
 
 _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 class PrometheusEndpoint:
-    """``reader`` is to be given to the meter's provider. Raises AddressError where it can't listen."""
+    """``reader`` is to be given to the meter's provider, ``door`` says who may read. Raises AddressError where it can't
+    listen."""
 
-    def __init__(self, address: str, reader: InMemoryMetricReader) -> None:
+    def __init__(self, address: str, reader: InMemoryMetricReader, door: MetricsDoor) -> None:
         host, _, port = address.rpartition(":")
         registry = CollectorRegistry()
         registry.register(_Scrape(reader))
         try:
-            self._server, self._thread = start_http_server(
-                int(port), host.strip("[]"), registry=registry
-            )
+            self._port = MetricsPort(host.strip("[]"), int(port), make_wsgi_app(registry), door)
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise AddressError(f"cannot serve metrics on {address}: {reason}") from None
-        self.address = f"{host}:{self._server.server_port}"
+        self.address = f"{host}:{self._port.port}"
         """With the port that it was given for port 0."""
+        self.scheme = "https" if door.talks_tls else "http"
 
     def close(self) -> None:
         """Blocks until the port is free again."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._port.close()
 
 
 class _Scrape(Collector):

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import (
     ConsoleMetricExporter,
-    InMemoryMetricReader,
     MetricExporter,
     MetricReader,
-    PeriodicExportingMetricReader,
 )
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -27,6 +25,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from .. import __version__
 from .config import Protocol, TelemetryConfig
+from .dense import PullReader, PushReader, Reader
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +63,13 @@ def tracers(config: TelemetryConfig) -> Tracers:
     return Tracers(requests, steps, processor)
 
 
-def meters(config: TelemetryConfig, pull: InMemoryMetricReader | None) -> MeterProvider:
+def meters(config: TelemetryConfig, pull: PullReader | None) -> tuple[MeterProvider, list[Reader]]:
     """``pull``: the Prometheus endpoint's reader, if there is one."""
-    readers: list[MetricReader] = [] if pull is None else [pull]
+    readers: list[Reader] = [] if pull is None else [pull]
     if config.metrics != "none":
-        readers.append(PeriodicExportingMetricReader(_metric_exporter(config)))
-    return MeterProvider(readers, resource=resource(), shutdown_on_exit=False)
+        readers.append(PushReader(_metric_exporter(config)))
+    given: list[MetricReader] = [*readers]
+    return MeterProvider(given, resource=resource(), shutdown_on_exit=False), readers
 
 
 async def within(timeout_s: float, *steps: Callable[[], object]) -> bool:

@@ -11,6 +11,7 @@ event loop, but for ``on_step``.
     │  ├─ vision.encode                            links to the steps that encoded
     │  ├─ prefill                                  links to its steps
     │  └─ decode                                   links to one step in a hundred
+    ├─ image.preprocess                            of Analyze and ImageService, which prepare a picture by itself
     └─ postprocess                                 last token to last message
 """
 
@@ -29,7 +30,7 @@ from opentelemetry.trace import Span, SpanContext, SpanKind, Tracer, format_trac
 from opentelemetry.trace.propagation import set_span_in_context
 from opentelemetry.trace.status import Status, StatusCode
 
-from kestrel_engine import EngineInfo, RequestEvent, StepEvent
+from kestrel_engine import EngineInfo, ImageEvent, RequestEvent, StepEvent
 
 from ..interceptors import Call
 from . import attributes, names
@@ -62,6 +63,8 @@ class CallTrace:
     message: Any = None
     request_id: str = ""
     requests: list[RequestEvent] = field(default_factory=list)
+    images: list[ImageEvent] = field(default_factory=list)
+    """Pictures that were prepared ahead of requests."""
     steps: list[StepRecord] = field(default_factory=list)
 
     def ns(self, instant: float) -> int:
@@ -142,11 +145,21 @@ class CallTracing:
                 trace.keep(record)
 
     def on_request(self, event: RequestEvent) -> None:
-        """Goes to the call that made it; of calls with the same id it is the last that began before."""
+        trace = self._trace_of(event)
+        if trace is not None:
+            trace.requests.append(event)
+
+    def on_image(self, event: ImageEvent) -> None:
+        trace = self._trace_of(event)
+        if trace is not None:
+            trace.images.append(event)
+
+    def _trace_of(self, event: RequestEvent | ImageEvent) -> CallTrace | None:
+        """Of the call that made it; of calls with the same id it is the last that began before."""
         for trace in reversed(self._open.get(event.request_id, ())):
             if trace.begun_at <= event.accepted_at:
-                trace.requests.append(event)
-                return
+                return trace
+        return None
 
     def end(self, call: Call) -> None:
         """Makes all spans of a sampled call."""
@@ -165,6 +178,8 @@ class CallTracing:
         if call.code in _EVENTS:
             span.add_event(_EVENTS[call.code], timestamp=trace.ns(ended_at))
         below = set_span_in_context(span, _NO_PARENT)
+        for image in trace.images:
+            self._image(trace, image, below)
         for event in trace.requests:
             self._request(trace, event, call, below)
         if trace.requests:
@@ -178,6 +193,17 @@ class CallTracing:
             self._open[trace.request_id] = left
         else:
             self._open.pop(trace.request_id, None)
+
+    def _image(self, trace: CallTrace, event: ImageEvent, below: Context) -> None:
+        span = self._tracer.start_span(
+            names.IMAGE_PREPROCESS,
+            context=below,
+            attributes=attributes.of_image(event),
+            start_time=trace.ns(event.accepted_at),
+        )
+        if event.error:
+            span.set_status(Status(StatusCode.ERROR, event.error))
+        span.end(trace.ns(event.ended_at))
 
     def _request(self, trace: CallTrace, event: RequestEvent, call: Call, below: Context) -> None:
         """The spans of one request of the engine; a phase that never began has none."""

@@ -9,7 +9,7 @@ import threading
 
 import numpy as np
 
-from kestrel_engine import EngineInfo, RequestEvent, RuntimeConfig, StepEvent
+from kestrel_engine import EngineInfo, ImageEvent, RequestEvent, RuntimeConfig, StepEvent
 from kestrel_engine.factory import Built
 from kestrel_engine.model_config import parse_model_config
 from kestrel_engine.requests import Token
@@ -84,9 +84,13 @@ class Listener:
     def __init__(self) -> None:
         self.steps: list[StepEvent] = []
         self.requests: list[RequestEvent] = []
+        self.images: list[ImageEvent] = []
 
     def on_step(self, event: StepEvent) -> None:
         self.steps.append(event)
 
     def on_request(self, event: RequestEvent) -> None:
         self.requests.append(event)
+
+    def on_image(self, event: ImageEvent) -> None:
+        self.images.append(event)

@@ -170,6 +170,9 @@ class Spiteful:
     def on_request(self, event):
         raise ValueError("no")
 
+    def on_image(self, event):
+        raise ValueError("no")
+
 
 async def test_an_observer_that_raises_disturbs_nobody(fake_limits, caplog):
     config = RuntimeConfig(max_batch_size=3)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kestrel_engine import EngineResult, InferenceEngine, RuntimeConfig
-from kestrel_engine.observer import RequestEvent, StepEvent
+from kestrel_engine.observer import ImageEvent, RequestEvent, StepEvent
 
 SAMPLED = {"temperature": 1.0, "top_p": 0.9}
 
@@ -97,6 +97,9 @@ class Seen:
 
     def on_request(self, event: RequestEvent) -> None:
         assert not event.error, f"request {event.request_id} failed: {event.error}"
+
+    def on_image(self, event: ImageEvent) -> None:
+        assert not event.error, f"a picture failed: {event.error}"
 
 
 @dataclass

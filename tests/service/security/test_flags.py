@@ -29,6 +29,7 @@ def test_flags_and_variables_reach_their_fields():
 def test_callers_and_their_limits():
     told = config(
         *("--auth-tokens", "t", "--open-health", "off", "--open-reflection", "off"),
+        *("--open-metrics", "on", "--metrics-tls", "off"),
         *("--max-calls", "1", "--max-held-bytes", "2KiB", "--rate", "1.5", "--burst", "3"),
         *("--max-deadline", "4", "--write-timeout", "5"),
         *("--max-metadata-bytes", "4KiB", "--max-streams", "6"),
@@ -37,6 +38,7 @@ def test_callers_and_their_limits():
     )
     assert (told.auth_tokens, told.api_key) == ("t", "k" * 20)
     assert (told.open_health, told.open_reflection) == (False, False)
+    assert (told.open_metrics, told.metrics_tls) == (True, False)
     assert told.calls == CallLimits(
         calls=1, held_bytes=2048, rate=1.5, burst=3, deadline_s=4, write_s=5
     )

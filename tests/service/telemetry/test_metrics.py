@@ -13,6 +13,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client.parser import text_string_to_metric_families
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import image_service_pb2 as image_pb
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.step import StepResult
@@ -20,8 +21,9 @@ from kestrel_grpc.addresses import AddressError
 from kestrel_grpc.interceptors import Call
 from kestrel_grpc.security.principal import Principal
 from kestrel_grpc.telemetry.config import TelemetryConfig
+from kestrel_grpc.telemetry.dense import DenseHistogram
 from kestrel_grpc.telemetry.metrics import MOST_PRINCIPALS, ServiceMetrics
-from kestrel_grpc.telemetry.names import METRICS, PRINCIPAL_CALLS
+from kestrel_grpc.telemetry.names import METRICS, PRINCIPAL_CALLS, Metric
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
 
@@ -125,6 +127,15 @@ async def test_what_is_counted(measured):
         "gen_ai_server_time_per_output_token_seconds_count"
     )
     assert 0.002 < per_token < 0.05
+    gaps = "kestrel_token_gap_duration_seconds"
+    # Three of each request that ended well, two and more of the cancelled one, none of a first token.
+    assert found.value(f"{gaps}_count") == found.value("kestrel_step_tokens_total") - 3 >= 8
+    assert 0.002 < found.value(f"{gaps}_sum") / found.value(f"{gaps}_count") < 0.05
+    assert found.value("kestrel_step_tokens_total") >= found.value(
+        "kestrel_tokens_total", gen_ai_token_type="output"
+    )
+    loads = found.samples["kestrel_model_load_phase_duration_seconds"]
+    assert {s.labels["kestrel_phase"] for s in loads} == {"weights", "build", "capture", "warm_up"}
     assert found.value("kestrel_crops_total") == 2
     steps = found.value("kestrel_steps_total", kestrel_failed="false")
     assert found.value("kestrel_steps_total", kestrel_failed="true") == 1 and steps >= 9
@@ -140,6 +151,31 @@ async def test_what_is_counted(measured):
     pages = {s.labels["kestrel_kv_state"]: s.value for s in found.samples["kestrel_kv_pages"]}
     assert sum(pages.values()) == LIMITS.num_pages
     assert pages["private"] == 0 and pages["cached"] > 0
+
+
+async def test_pictures_prepared_ahead_count_as_prepared(measured):
+    served = await measured()
+    await served.images.PutImage(image_pb.PutImageRequest(image=raw_image()))
+    task = pb.AnalyzeTask(caption=pb.CaptionTask(sampling=QUERY.sampling))
+    await served.vision.Analyze(pb.AnalyzeRequest(image=raw_image(90), tasks=[task, task]))
+    await failure(
+        served.images.PutImage(
+            image_pb.PutImageRequest(image=common_pb2.Image(encoded=b"no picture"))
+        )
+    )
+    found = await scrape(served)
+    prepared = "kestrel_request_preprocess_duration_seconds_count"
+    assert found.value(prepared) == found.value(prepared, kestrel_skill="") == 2
+
+
+def test_groups_are_counted_as_one_by_one():
+    metric = Metric("m", "histogram", "s", "", (), (0.1, 0.2))
+    dense = DenseHistogram(metric)
+    for value, times in ((0.05, 3), (0.1, 2), (0.15, 1), (0.2, 1), (7.0, 4)):
+        dense.record(value, times)
+    [point] = dense.collected().data.data_points
+    assert (point.bucket_counts, point.count) == ((5, 2, 4), 11)
+    assert point.sum == pytest.approx(0.15 + 0.2 + 0.15 + 0.2 + 28)
 
 
 async def test_load_shows_while_it_lasts(measured):

@@ -3,12 +3,14 @@
 import asyncio
 import os
 import re
+from pathlib import Path
 
 import grpc
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
+from kestrel_client._pb.kestrel.v1 import image_service_pb2 as image_pb
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.step import StepResult
@@ -204,6 +206,40 @@ async def test_tasks_of_one_call_have_spans_of_their_own(serve_traced, collector
     generated = [s for s in collector.spans() if s.name.startswith("generate_content")]
     assert len(generated) == 3
     assert {s.parent_span_id for s in generated} == {server.span_id}
+    # One picture, prepared once and ahead.
+    [prepared] = [s for s in collector.spans() if s.name == "image.preprocess"]
+    assert prepared.parent_span_id == server.span_id
+    assert server.start_time_unix_nano <= prepared.start_time_unix_nano
+    assert prepared.end_time_unix_nano <= min(s.start_time_unix_nano for s in generated)
+    facts = attributes(prepared)
+    assert (facts["kestrel.image.width"], facts["kestrel.image.height"]) == (60, 40)
+    assert facts["kestrel.image.preprocess_s"] > 0
+
+
+async def test_pictures_that_are_put_or_uploaded_have_a_span(serve_traced, collector):
+    served = await serve_traced()
+    png = (Path(__file__).parents[3] / "kestrel_grpc/cli/demo.jpg").read_bytes()
+
+    def upload():
+        yield image_pb.UploadImageRequest(info=image_pb.UploadInfo())
+        yield image_pb.UploadImageRequest(chunk=png)
+
+    request = image_pb.PutImageRequest(image=common_pb2.Image(encoded=png))
+    await served.images.PutImage(request, metadata=SAMPLED)
+    await served.images.UploadImage(upload(), metadata=SAMPLED)
+    broken = image_pb.PutImageRequest(image=common_pb2.Image(encoded=b"no picture"))
+    await failure(served.images.PutImage(broken, metadata=SAMPLED))
+
+    def prepared():
+        return [s for s in collector.spans() if s.name == "image.preprocess"]
+
+    def servers():
+        return {s.name.rpartition("/")[2]: s for s in collector.spans() if s.kind == 2}
+
+    await collector.until(lambda: len(prepared()) == 3 and len(servers()) == 2)
+    assert [s.status.code for s in prepared()] == [0, 0, Status.STATUS_CODE_ERROR]
+    assert {s.parent_span_id for s in prepared()} >= {servers()["UploadImage"].span_id}
+    assert attributes(prepared()[2])["error.type"] == "UnsupportedImageError"
 
 
 async def test_the_callers_decision_is_kept_and_ids_are_told_all_the_same(serve_traced, collector):
@@ -268,6 +304,7 @@ async def test_stopping_exports_what_waits(serve_traced, collector, monkeypatch)
     assert collector.spans() == []
     await served.server.stop(grace_s=1)
     await collector.until(lambda: "rpc.server.call.duration" in collector.metric_names())
+    assert "kestrel.token.gap.duration" in collector.metric_names()
     await trace(collector)
 
 

@@ -1,0 +1,102 @@
+"""MetricsPort: an HTTP server for scrapers, on threads of its own. Owns the socket and its bounds, not what is told.
+
+prometheus_client's own server shakes hands in the thread that accepts, so one connection that says nothing stops all;
+here that happens in the connection's thread, within a time, and few connections are served at once.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterable
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from ..security.metrics_door import UNAUTHORIZED, MetricsDoor
+
+TIMEOUT_S = 10.0
+"""For the handshake, and for each read of a request."""
+MOST_CONNECTIONS = 16
+
+App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+class MetricsPort:
+    """Serves ``app`` to those whom ``door`` lets in. Raises OSError where it can't listen."""
+
+    def __init__(self, host: str, port: int, app: App, door: MetricsDoor) -> None:
+        self._server = _Server(host, port, door)
+        self._server.set_app(_behind(door, app))
+        self.port = self._server.server_port
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="kestrel-metrics", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Blocks until the port is free again."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = TIMEOUT_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are not worth a line each."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, door: MetricsDoor) -> None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family = found[0][0]
+        self._door = door
+        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        # HTTPServer's asks the resolver for our own name, which may take seconds.
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            request.settimeout(TIMEOUT_S)
+            context = self._door.context()
+            if context is not None:
+                try:
+                    request = context.wrap_socket(request, server_side=True)
+                except (OSError, ssl.SSLError):  # A stranger who doesn't talk TLS, or not in time.
+                    request.close()
+                    return
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A scraper that went away."""
+
+
+def _behind(door: MetricsDoor, app: App) -> App:
+    def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        refusal = door.refusal(environ.get("HTTP_AUTHORIZATION"))
+        if refusal is None:
+            return app(environ, start_response)
+        status, why = refusal
+        challenge = [("WWW-Authenticate", "Bearer")] if status == UNAUTHORIZED else []
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8"), *challenge])
+        return [f"{why}\n".encode()]
+
+    return guarded
