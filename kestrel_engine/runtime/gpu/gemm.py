@@ -9,6 +9,15 @@ from torch import Tensor
 from ...models.layers import Linear
 
 
+def require_exact(dtype: torch.dtype) -> None:
+    """Float32 means float32: raises AssertionError if torch may multiply float32 matrices in TF32, 10 bits of fraction.
+
+    It doesn't unless the process told it to.
+    """
+    precision = torch.get_float32_matmul_precision()
+    assert dtype != torch.float32 or precision == "highest", f"float32 products are {precision}"
+
+
 def linear(x: Tensor, layer: Linear, *, out: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``; x [T, K], weight [N, K] (its row stride may exceed K), bias [N] or None; ``out`` [T, N].
 

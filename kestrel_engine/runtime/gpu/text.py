@@ -20,7 +20,7 @@ from ...kernels.skinny_linear import skinny_linear
 from ...kernels.tau_content import TauWorkspace, tau_content
 from ...model_config import TextConfig
 from ...models.layers import LayerNorm, Linear, Tensors
-from .gemm import add_linear, linear, linear_gelu
+from .gemm import add_linear, linear, linear_gelu, require_exact
 from .text_decode import DecodePass
 from .text_layers import TextLayer, load_layers, rotary_angles
 
@@ -57,6 +57,7 @@ class FusedText:
         self._layers, self._pending = load_layers(config, tensors)
         self._post_ln = LayerNorm.load(tensors, "text.post_ln")
         self._lm_head = Linear.load(tensors, "text.lm_head")
+        require_exact(self._lm_head.weight.dtype)
         device = self._pending.device
         self._cos, self._sin = rotary_angles(config, device)
         self._tau = TauWorkspace.allocate(2 * config.n_heads, device) if config.tau_attn else None

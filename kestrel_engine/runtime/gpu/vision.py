@@ -18,7 +18,7 @@ from ...kernels.patchify import patchify
 from ...kernels.pool_tiles import pool_tiles
 from ...model_config import VisionConfig
 from ...models.layers import LayerNorm, Linear, Tensors
-from .gemm import add_linear, linear, linear_gelu
+from .gemm import add_linear, linear, linear_gelu, require_exact
 from .vision_attention import BATCHES, CropAttention
 from .weights import PADDED_PATCHES, running_sums
 
@@ -48,6 +48,7 @@ class FusedVision:
     def __init__(self, config: VisionConfig, tensors: Tensors) -> None:
         self.config = config
         self._patch_weight = tensors[PADDED_PATCHES]
+        require_exact(self._patch_weight.dtype)
         self._positions = tensors["vision.pos_emb"]
         names = [f"vision.blocks.{layer}" for layer in range(config.enc_n_layers)]
         leaves = ("attn.proj", "mlp.fc2")

@@ -1,4 +1,5 @@
-"""The fused decoder, interpreted on the CPU, against the plain one: prompts, then steps of one token a row."""
+"""The fused decoder against the plain one on the CPU: prompts, then steps of one token a row. Without a GPU its kernels
+are interpreted."""
 
 from __future__ import annotations
 
@@ -18,6 +19,9 @@ from kestrel_engine.runtime.gpu.text import FusedText
 from kestrel_engine.runtime.gpu.weights import pack_weights
 from tests.engine.models.small import random_tensors, small_config
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CLOSE = 1e-5 if DEVICE.type == "cpu" else 5e-5
+"""exp and tanh of a GPU are units off in the last place."""
 FAMILIES = ["moondream2", "moondream3"]
 PAGE = 5
 PAGES = [[7, 3, 9, 1, 4], [12, 2, 6, 8, 5], [0, 11, 13, 14, 10]]
@@ -32,7 +36,8 @@ def inference():
 
 @dataclass
 class Pair:
-    """The same weights in both decoders, each with its own pool; sequence i has the pages ``PAGES[i]``."""
+    """The same weights in both decoders, the plain one's on the CPU, each with its own pool; sequence i has the pages
+    ``PAGES[i]``. What goes in and comes out is on the CPU."""
 
     model: Moondream
     fused: FusedText
@@ -41,12 +46,15 @@ class Pair:
 
     @classmethod
     def of(cls, config: ModelConfig, tensors: dict[str, Tensor], **options) -> Pair:
-        tensors = pack_weights(config, tensors)
+        there = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
         options = {"max_rows": 4, "page_size": PAGE} | options
-        fused = FusedText(config.text, tensors, **options)
+        fused = FusedText(config.text, pack_weights(config, there), **options)
         text = config.text
         shape = (2, text.n_layers, (SPARE + 1) * PAGE, text.n_heads, text.head_dim)
-        pools = [tuple(torch.full(shape, torch.nan).unbind()) for _ in range(2)]
+        pools = [
+            tuple(torch.full(shape, torch.nan, device=device).unbind())
+            for device in ("cpu", DEVICE)
+        ]
         return cls(Moondream(config, tensors), fused, pools[0], pools[1])
 
     def prefill(self, sequence: int, x: Tensor, prefix: int, rows: Tensor | None = None):
@@ -63,15 +71,20 @@ class Pair:
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
             heads_first = (part.transpose(0, 1) for part in (q, k, v))
             out.copy_(
-                F.scaled_dot_product_attention(*heads_first, attn_mask=mask)
+                F.scaled_dot_product_attention(*heads_first, attn_mask=mask.to(DEVICE))
                 .transpose(0, 1)
                 .flatten(1)
             )
 
         actual = self.fused.prefill(
-            x.clone(), torch.arange(count), slots, attention, *self.pool, rows=rows
+            x.to(DEVICE, copy=True),
+            torch.arange(count, device=DEVICE),
+            slots.to(DEVICE),
+            attention,
+            *self.pool,
+            rows=None if rows is None else rows.to(DEVICE),
         )
-        return actual, expected
+        return actual.cpu(), expected
 
     def decode(self, positions: dict[int, int], x: Tensor, padding: int = 0, **options):
         """Both decoders' streams of one token for each sequence at its position."""
@@ -87,20 +100,20 @@ class Pair:
         table[: len(PAGES), : len(PAGES[0])] = torch.tensor(PAGES)
         row_seq = [*positions, *[len(PAGES)] * padding]
         actual = self.fused.decode(
-            torch.cat([x, torch.randn(padding, x.shape[1])]),
-            torch.tensor([*at, *[0] * padding], dtype=torch.int32),
-            torch.tensor(row_seq, dtype=torch.int32),
-            table,
+            torch.cat([x, torch.randn(padding, x.shape[1])]).to(DEVICE),
+            torch.tensor([*at, *[0] * padding], dtype=torch.int32, device=DEVICE),
+            torch.tensor(row_seq, dtype=torch.int32, device=DEVICE),
+            table.to(DEVICE),
             *self.pool,
             **options,
         )
-        return actual[: len(x)], expected
+        return actual[: len(x)].cpu(), expected
 
     def check_pools(self) -> None:
         used = slice(0, SPARE * PAGE)
         for actual, expected in zip(self.pool, self.plain_pool, strict=True):
             torch.testing.assert_close(
-                actual[:, used], expected[:, used], atol=1e-5, rtol=1e-5, equal_nan=True
+                actual[:, used].cpu(), expected[:, used], atol=CLOSE, rtol=CLOSE, equal_nan=True
             )
 
 
@@ -109,7 +122,7 @@ def slots_of(sequence: int, count: int) -> Tensor:
 
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual.cpu(), expected, atol=CLOSE, rtol=CLOSE)
 
 
 def small_pair(family: str, **options) -> Pair:
@@ -142,12 +155,14 @@ def test_only_wanted_rows_come_back(family):
 def test_logits_are_those_of_the_stream_and_of_its_norm():
     pair = small_pair("moondream2")
     pair.prefill(0, torch.randn(6, 32), 1)
-    normed = torch.empty(2, 32)
+    normed = torch.empty(2, 32, device=DEVICE)
     hidden, _ = pair.decode({0: 6}, torch.randn(1, 32), padding=1, normed=normed)
-    assert_same(pair.fused.logits(hidden), pair.model.text.logits(hidden))
-    assert_same(pair.fused.logits(hidden, normed=normed[:1]), pair.model.text.logits(hidden))
+    assert_same(pair.fused.logits(hidden.to(DEVICE)), pair.model.text.logits(hidden))
+    assert_same(
+        pair.fused.logits(hidden.to(DEVICE), normed=normed[:1]), pair.model.text.logits(hidden)
+    )
     many = torch.randn(70, 32)
-    assert_same(pair.fused.logits(many), pair.model.text.logits(many))
+    assert_same(pair.fused.logits(many.to(DEVICE)), pair.model.text.logits(many))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
