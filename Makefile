@@ -35,8 +35,11 @@ test: $(INSTALLED) ## Run all tests but those that need a GPU
 test-unit: $(INSTALLED) ## Run the tests that take seconds
 	$(BIN)/python -m pytest -q -m "not slow and not golden" tests/engine tests/client tests/test_architecture.py
 
-test-gpu: ## Run the tests that need a CUDA device, with the Python at hand
-	python3 -m pytest -q -m gpu
+test-gpu: ## Run the tests that need a CUDA device, and kernels and fast runtime compiled, with the Python at hand
+	@export PYTHONPATH=$(CURDIR):$(CURDIR)/clients/python:$$PYTHONPATH; status=0; \
+	python3 -m pytest -q -m gpu || status=$$?; \
+	python3 -m pytest -q -m "not gpu" tests/kernels tests/engine/runtime/gpu || status=$$?; \
+	exit $$status
 
 bench: $(INSTALLED) ## Measure the step thread, the front end and serving on the CPU; docs/benchmarks.md has the last figures
 	$(BIN)/python -m benchmarks.engine_host
