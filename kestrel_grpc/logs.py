@@ -26,8 +26,8 @@ def set_up_logging(levels: str, format: Format, stream: TextIO | None = None) ->
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], force=True)
-    # libvips tells of every pipeline it builds.
-    logging.getLogger("pyvips").setLevel(logging.WARNING)
+    # libvips tells of every pipeline it builds, and warns of what is odd in callers' pictures.
+    logging.getLogger("pyvips").setLevel(logging.ERROR)
     for module, level in log_levels(levels).items():
         logging.getLogger(module).setLevel(level.upper())
 
