@@ -1,0 +1,330 @@
+"""Soak: a real server under mixed and rude traffic; nothing may grow, be lost, or become slower.
+
+python -m benchmarks.soak [--minutes 30 | --seconds N] [--json FILE]
+
+``kestrel-grpc serve`` with the bundled model runs in a process of its own, its callers in another, which is killed in
+the middle of every third round. Between rounds all callers are gone: then the server's process is looked at (after a
+garbage collection), a few calls are timed, and whatever a call brought must be given back. The first third, at least
+one round, is for caches to fill. Every call in the access log must have told its end to the collector.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from kestrel_client._pb.kestrel.v1 import admin_service_pb2, common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStub
+from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+
+from .report import Report, add_arguments, median, quantile
+from .soak_server import Held
+from .soak_traffic import traffic
+from .span_receiver import SpanReceiver
+
+ROUND_S = 10.0
+REST_S = 20.0
+"""How long what a call brought may take to be given back, once the callers are gone."""
+
+TIMED_CALLS = 30
+TOKEN = "token-of-the-soak"
+METADATA = (("authorization", f"Bearer {TOKEN}"),)
+FLAGS = (
+    "--listen", "127.0.0.1:0", "--threads", "1", "--access-log", "json", "--log-format", "json",
+    "--write-timeout", "1", "--image-store-bytes", "1MiB", "--image-cache-bytes", "8MiB",
+    "--max-batch-size", "8", "--max-seq-length", "1024", "--kv-cache-pages", "320", "--grace", "10",
+)  # fmt: skip
+"""Caches are small, so that they are full soon."""
+
+MOST_GROWTH = 1.03
+MOST_SLOWDOWN = 1.25
+"""The fastest tenth of calls is compared, which others on the machine disturb least."""
+
+GIVEN_BACK = ("calls", "admitted", "held_bytes", "requests", "lost_pages", "open_traces")
+"""Fields of Held that are 0 at rest."""
+
+
+class Server:
+    """The server's process. A context; at its end ``status`` and what is in ``log``."""
+
+    def __init__(self, folder: Path, endpoint: str) -> None:
+        self.log = folder / "log"
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KESTREL_", "OTEL_"))}
+        environment = {
+            **inherited,
+            "KESTREL_API_KEY": TOKEN,
+            "OTEL_TRACES_EXPORTER": "otlp",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+            "OTEL_BSP_SCHEDULE_DELAY": "200",
+            "OTEL_BSP_MAX_QUEUE_SIZE": "20000",
+        }
+        with self.log.open("wb") as log:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.soak_server", *FLAGS],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+            )
+        ready = self._line()
+        self.address = ready.partition("listening on ")[2].partition(",")[0]
+        self.status: int | None = None
+
+    def probe(self) -> Held:
+        assert self._popen.stdin is not None
+        self._popen.stdin.write("probe\n")
+        self._popen.stdin.flush()
+        return Held(**json.loads(self._line()))
+
+    def _line(self) -> str:
+        assert self._popen.stdout is not None
+        line = self._popen.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the server ended:\n{self.log.read_text(errors='replace')[-4000:]}")
+        return line
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._popen.send_signal(signal.SIGTERM)
+        try:
+            self.status = self._popen.wait(30)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self.status = self._popen.wait()
+        for stream in (self._popen.stdin, self._popen.stdout):
+            assert stream is not None
+            stream.close()
+
+
+class Callers:
+    """The callers' process, replaced whenever it was killed. A context."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        # Started anew, not forked: gRPC forbids that.
+        self._context = multiprocessing.get_context("spawn")
+        self._seed = 0
+        self._start()
+
+    def _start(self) -> None:
+        ours, theirs = self._context.Pipe()
+        self._pipe: Connection = ours
+        self._seed += 1
+        self._process = self._context.Process(
+            target=traffic, args=(theirs, self._address, TOKEN, self._seed), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        assert ours.recv() == "ready"
+
+    def run(self, seconds: float, *, killed: bool) -> Counter[str]:
+        """Traffic for so long. ``killed``: no one hears how it went, and the callers come back as others."""
+        if not killed:
+            self._pipe.send(seconds)
+            came: Counter[str] = self._pipe.recv()
+            return came
+        self._pipe.send(2 * seconds)
+        time.sleep(seconds)
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+        self._start()
+        return Counter({"killed": 1})
+
+    def __enter__(self) -> Callers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+@dataclass
+class Rest:
+    """What was found between two rounds."""
+
+    round: int
+    held: Held
+    latencies_ms: list[float]
+    came: Counter[str] = field(default_factory=Counter)
+
+
+def rest(server: Server, normal: Held | None) -> Held:
+    """Waits until the server holds no more than at rest, ``normal``; what it holds then or at the end of patience."""
+    until = time.monotonic() + REST_S
+    while True:
+        held = server.probe()
+        left = any(getattr(held, name) for name in GIVEN_BACK)
+        more = normal is not None and (
+            held.tasks > normal.tasks or held.descriptors > normal.descriptors
+        )
+        if not (left or more) or time.monotonic() > until:
+            return held
+        time.sleep(0.25)
+
+
+def timed(stub: Any) -> list[float]:
+    """Milliseconds of calls that nobody else disturbs: eight tokens without a picture."""
+    sampling = common_pb2.Sampling(max_tokens=8, temperature=0.0)
+    request = pb.QueryRequest(question="What is this?", sampling=sampling)
+    latencies = []
+    for _ in range(TIMED_CALLS):
+        began = time.perf_counter()
+        stub.Query(request, timeout=60, metadata=METADATA)
+        latencies.append(1e3 * (time.perf_counter() - began))
+    return latencies
+
+
+@contextmanager
+def channel_to(address: str) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(address) as channel:
+        yield channel
+
+
+def soak(seconds: float, report: Report, folder: Path) -> None:
+    rests: list[Rest] = []
+    came: Counter[str] = Counter()
+    with SpanReceiver() as receiver:
+        with Server(folder, receiver.endpoint) as server, channel_to(server.address) as channel:
+            vision, admin = VisionServiceStub(channel), AdminServiceStub(channel)
+            timed(vision)
+            normal = rest(server, None)
+            with Callers(server.address) as callers:
+                began = time.monotonic()
+                while (left := seconds - (time.monotonic() - began)) > 1 or len(rests) < 4:
+                    number = len(rests) + 1
+                    span_s = max(2.0, min(ROUND_S, left, seconds / 6))
+                    outcome = callers.run(span_s, killed=number % 3 == 0)
+                    came += outcome
+                    held = rest(server, normal)
+                    rests.append(Rest(number, held, timed(vision), outcome))
+                    _tell(report, rests[-1], time.monotonic() - began)
+            request = admin_service_pb2.GetStatisticsRequest()
+            statistics = admin.GetStatistics(request, timeout=30, metadata=METADATA)
+        # The server has ended, and told all that was left to tell.
+        _judge(report, rests, normal, came)
+        _judge_end(report, server, receiver, statistics)
+
+
+def _tell(report: Report, rest: Rest, seconds: float) -> None:
+    held = rest.held
+    report.add(
+        "At rest after each round",
+        {
+            "round": rest.round,
+            "at s": round(seconds),
+            "calls": sum(n for name, n in rest.came.items() if ":" not in name),
+            "RSS MiB": held.rss_kib / 1024,
+            "anon MiB": held.anonymous_kib / 1024,
+            "objects": held.objects,
+            "tasks": held.tasks,
+            "threads": held.threads,
+            "fds": held.descriptors,
+            "ms p10": quantile(rest.latencies_ms, 0.1),
+            "ms p50": median(rest.latencies_ms),
+        },
+    )
+
+
+def _judge(report: Report, rests: list[Rest], normal: Held, came: Counter[str]) -> None:
+    warm = max(1, len(rests) // 3)
+    after, rounds = rests[warm - 1], rests[warm:]
+    third = max(1, len(rounds) // 3)
+    first, last = rounds[:third], rounds[-third:]
+
+    def memory(of: list[Rest]) -> float:
+        return median([rest.held.rss_kib for rest in of])
+
+    def latency(of: list[Rest]) -> float:
+        return quantile([ms for rest in of for ms in rest.latencies_ms], 0.1)
+
+    report.add("What came of the calls", dict(sorted(came.items())))
+    report.bar(
+        "memory at the end over memory after warm-up", memory(last) / memory([after]), MOST_GROWTH
+    )
+    report.bar(
+        "latency at the end over latency after warm-up",
+        latency(last) / latency(first),
+        MOST_SLOWDOWN,
+    )
+    for name in GIVEN_BACK:
+        report.bar(f"{name} left at rest", max(getattr(rest.held, name) for rest in rests), 0)
+    for name in ("tasks", "descriptors"):
+        most = max(getattr(rest.held, name) for rest in rests)
+        report.bar(f"{name} at rest more than before", most - getattr(normal, name), 0)
+    faults = came["INTERNAL"] + came["UNKNOWN"] + came["UNAVAILABLE"]
+    report.bar("calls that failed by the server's fault", faults, 0)
+    report.bar("calls that were answered", came["OK"], 10, at_least=True)
+
+
+def _judge_end(report: Report, server: Server, receiver: SpanReceiver, statistics: Any) -> None:
+    lines = server.log.read_text(errors="replace").splitlines()
+    records = [json.loads(line) for line in lines if line.startswith("{")]
+    calls = [record for record in records if record.get("event") == "call"]
+    traced = {record["trace_id"] for record in calls if "trace_id" in record}
+    complaints = [r for r in records if r["level"] in ("WARNING", "ERROR", "CRITICAL")]
+    others = [line for line in lines if not line.startswith("{")]
+    for line in (*others, *map(json.dumps, complaints))[:10]:
+        print(line[:4000])
+    pages = statistics.free_pages + statistics.cached_pages
+    report.add(
+        "In all",
+        {"calls": len(calls), "traces": len(receiver.calls), "spans": receiver.num_spans},
+    )
+    report.bar("calls whose span was lost", len(traced - receiver.calls), 0)
+    report.bar("calls that had a trace", len(traced) / max(1, len(calls)), 1.0, at_least=True)
+    report.bar("pages that statistics miss", statistics.pages - pages, 0)
+    report.bar("lines of the log that are no record", len(others), 0)
+    report.bar("complaints in the log", len(complaints), 0)
+    report.bar("exit status", abs(server.status if server.status is not None else 255), 0)
+
+
+def main(arguments: list[str] | None = None) -> Report:
+    parser = argparse.ArgumentParser(prog="benchmarks.soak", description=__doc__)
+    add_arguments(parser)
+    how_long = parser.add_mutually_exclusive_group()
+    how_long.add_argument("--minutes", type=float, default=30.0)
+    how_long.add_argument("--seconds", type=float)
+    args = parser.parse_args(arguments)
+    report = Report("soak", vars(args))
+    seconds = 20.0 if args.quick else args.seconds or 60 * args.minutes
+    with tempfile.TemporaryDirectory(prefix="kestrel-soak-") as folder:
+        soak(seconds, report, Path(folder))
+    report.finish(args.json)
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(not all(bar.is_met for bar in main().bars))

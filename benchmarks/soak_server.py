@@ -1,0 +1,92 @@
+"""The server of soak.py: ``kestrel-grpc serve`` as it is, and a thread that tells what the process holds when asked.
+
+python -m benchmarks.soak_server FLAGS OF SERVE…
+
+For each line "probe" on standard input one JSON object (Held) goes to standard output, after a garbage collection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import json
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kestrel_grpc.cli import parser, serve
+from kestrel_grpc.server import KestrelServer
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the process holds. Memory in KiB: resident, and the part of it that is no file's."""
+
+    rss_kib: int
+    anonymous_kib: int
+    objects: int
+    """That the garbage collector knows."""
+    tasks: int
+    threads: int
+    descriptors: int
+    calls: int
+    admitted: int
+    held_bytes: int
+    requests: int
+    lost_pages: int
+    """Neither free nor cached, nor held by a request that runs: to be 0 when none does."""
+    open_traces: int
+
+
+class ProbedServer(KestrelServer):
+    """Answers probes once it listens."""
+
+    async def start(self) -> None:
+        await super().start()
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._answer, args=(loop,), name="probe", daemon=True).start()
+
+    def _answer(self, loop: asyncio.AbstractEventLoop) -> None:
+        for line in sys.stdin:
+            assert line == "probe\n", line
+            held = asyncio.run_coroutine_threadsafe(self._probe(), loop).result()
+            print(json.dumps(dataclasses.asdict(held)), flush=True)
+
+    async def _probe(self) -> Held:
+        gc.collect()
+        memory = _memory()
+        engine, admission = self.served.loaded, self.guard.admission
+        assert engine is not None
+        stats = engine.stats
+        return Held(
+            rss_kib=memory["Rss"],
+            anonymous_kib=memory["Anonymous"],
+            objects=len(gc.get_objects()),
+            tasks=len(asyncio.all_tasks()) - 1,
+            threads=threading.active_count(),
+            descriptors=len(list(Path("/proc/self/fd").iterdir())) - 1,
+            calls=self._in_flight.count,
+            admitted=admission.calls,
+            held_bytes=admission.held_bytes,
+            requests=engine.num_requests,
+            lost_pages=stats.pages_total - stats.pages_free - stats.pages_cached,
+            open_traces=0 if self.telemetry is None else self.telemetry.num_open_traces,
+        )
+
+
+def _memory() -> dict[str, int]:
+    """The process's memory by kind, KiB."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    return {name: int(value.split()[0]) for name, _, value in (x.partition(":") for x in lines)}
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    serve.KestrelServer = ProbedServer  # type: ignore[attr-defined, misc]
+    return parser.main(["serve", *(sys.argv[1:] if arguments is None else arguments)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""Mixed traffic for soak.py, from a process of its own: all methods, and callers who cancel, hurry, dawdle and vanish.
+
+``traffic`` is the process. It runs for as many seconds as it is told through its pipe, lets all go, and tells what came
+of it: a Counter of statuses and rudenesses. It ends when told None, or is killed in the middle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2, model_service_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStub
+from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
+from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+
+from .pictures import jpeg
+from .rude_sockets import Asked, RudeCaller
+
+NUM_CALLERS = 6
+NUM_RUDE = 3
+RUDE_HOLD_S = 2.5
+"""Longer than the server of the soak waits for a reader."""
+
+QUESTIONS = ("What is this?", "How many red circles are there?", "Is there a star?")
+_TOKENS = 24
+
+Made = tuple[Callable[..., Any], Message]
+"""A method of a stub and its request."""
+
+
+class Caller:
+    """One caller: a channel after the other, a call after the other."""
+
+    def __init__(self, address: str, token: str, rng: random.Random, pictures: list[bytes]) -> None:
+        self._address, self._rng, self._pictures = address, rng, pictures
+        self._metadata = (("authorization", f"Bearer {token}"),)
+        self._seeds = 0
+        self.came: Counter[str] = Counter()
+
+    async def run(self, until: float) -> None:
+        while time.monotonic() < until:
+            async with grpc.aio.insecure_channel(
+                self._address, options=[("grpc.use_local_subchannel_pool", 1)]
+            ) as channel:
+                self._vision, self._images = VisionServiceStub(channel), ImageServiceStub(channel)
+                self._models = ModelServiceStub(channel)
+                leaving: Awaitable[Any] | None = None
+                for _ in range(self._rng.randrange(1, 30)):
+                    if time.monotonic() >= until:
+                        break
+                    await self._one()
+                if self._rng.random() < 0.3:
+                    # The channel goes while this call is on its way.
+                    method, request = self._streamed()
+                    leaving = method(request, metadata=self._metadata).read()
+                    await asyncio.wait([asyncio.ensure_future(leaving)], timeout=0.1)
+                    self.came["left"] += 1
+
+    async def _one(self) -> None:
+        timeout = self._rng.uniform(0.01, 0.5) if self._rng.random() < 0.2 else 30.0
+        try:
+            if self._rng.random() < 0.5:
+                await self._unary(timeout)
+            else:
+                await self._stream(timeout)
+        except grpc.aio.AioRpcError as error:
+            name = error.code().name
+            self.came[name] += 1
+            if name in ("INTERNAL", "UNKNOWN", "UNAVAILABLE"):
+                self.came[f"{name}: {error.details()}"] += 1
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            self.came["CANCELLED"] += 1
+        else:
+            self.came["OK"] += 1
+
+    async def _unary(self, timeout: float) -> None:
+        method, request = self._asked()
+        call = method(request, timeout=timeout, metadata=self._metadata)
+        if self._rng.random() < 0.15:
+            await asyncio.sleep(self._rng.uniform(0, 0.2))
+            call.cancel()
+        await call
+
+    async def _stream(self, timeout: float) -> None:
+        method, request = self._streamed()
+        call = method(request, timeout=timeout, metadata=self._metadata)
+        enough = self._rng.randrange(1, 10) if self._rng.random() < 0.25 else None
+        pause = self._rng.uniform(0.01, 0.2) if self._rng.random() < 0.2 else 0.0
+        count = 0
+        async for _ in call:
+            count += 1
+            if count == enough:
+                call.cancel()
+            await asyncio.sleep(pause)
+
+    def _asked(self) -> Made:
+        rng, sampling, image = self._rng, self._sampling(), self._picture()
+        what = rng.choice(QUESTIONS)
+        made: list[Made] = [
+            (self._vision.Query, pb.QueryRequest(question=what, sampling=sampling)),
+            (self._vision.Query, pb.QueryRequest(image=image, question=what, sampling=sampling)),
+            (self._vision.Caption, pb.CaptionRequest(image=image, sampling=sampling)),
+            (self._vision.Point, pb.PointRequest(image=image, object="star")),
+            (self._vision.Detect, pb.DetectRequest(image=image, object="red circle")),
+            (
+                self._vision.Segment,
+                pb.SegmentRequest(image=image, object="star", mask_format="MASK_FORMAT_RLE"),
+            ),
+            (self._vision.Analyze, self._analyze()),
+            (self._vision.Query, pb.QueryRequest(question="")),
+            (self._vision.Caption, pb.CaptionRequest(image=self._broken())),
+            (self._images.PutImage, image_service_pb2.PutImageRequest(image=image)),
+            (self._images.DeleteImage, image_service_pb2.DeleteImageRequest(image_id="none")),
+            (self._models.GetLoad, model_service_pb2.GetLoadRequest()),
+        ]
+        return rng.choice(made)
+
+    def _streamed(self) -> Made:
+        image, sampling = self._picture(), self._sampling()
+        query = pb.QueryRequest(
+            image=image, question=self._rng.choice(QUESTIONS), sampling=sampling
+        )
+        caption = pb.CaptionRequest(image=image, sampling=sampling)
+        detect = pb.DetectRequest(image=image, object="red circle")
+        made: list[Made] = [
+            (self._vision.StreamQuery, pb.StreamQueryRequest(request=query)),
+            (self._vision.StreamCaption, pb.StreamCaptionRequest(request=caption)),
+            (self._vision.StreamDetect, pb.StreamDetectRequest(request=detect)),
+            (self._vision.StreamAnalyze, pb.StreamAnalyzeRequest(request=self._analyze())),
+        ]
+        return self._rng.choice(made)
+
+    def _analyze(self) -> pb.AnalyzeRequest:
+        query = pb.QueryTask(question=self._rng.choice(QUESTIONS), sampling=self._sampling())
+        detect = pb.DetectTask(object="red circle", max_objects=3)
+        tasks = [pb.AnalyzeTask(query=query), pb.AnalyzeTask(detect=detect)]
+        return pb.AnalyzeRequest(image=self._picture(), tasks=tasks)
+
+    def _picture(self) -> common_pb2.Image:
+        """One of a few, or a new one: what caches keep must go round."""
+        data = self._rng.choice(self._pictures)
+        if self._rng.random() < 0.5:
+            data += self._rng.randbytes(
+                8
+            )  # Other bytes, and so another picture to all caches by source.
+        return common_pb2.Image(encoded=data)
+
+    def _broken(self) -> common_pb2.Image:
+        data = self._rng.choice(self._pictures)
+        return common_pb2.Image(encoded=data[: self._rng.randrange(1, len(data) - 10)])
+
+    def _sampling(self) -> common_pb2.Sampling:
+        return common_pb2.Sampling(max_tokens=_TOKENS, temperature=1.0)
+
+
+async def _run(
+    seconds: float, address: str, token: str, rng: random.Random, pictures: list[bytes]
+) -> Counter[str]:
+    until = time.monotonic() + seconds
+    callers = [
+        Caller(address, token, random.Random(rng.random()), pictures) for _ in range(NUM_CALLERS)
+    ]
+    stream = pb.StreamQueryRequest(request=pb.QueryRequest(question=QUESTIONS[0]))
+    asked = Asked("/kestrel.v1.VisionService/StreamQuery", stream.SerializeToString(), token)
+    came: Counter[str] = Counter()
+
+    async def rude() -> None:
+        caller = RudeCaller(address, asked, random.Random(rng.random()))
+        while (left := until - time.monotonic()) > 0:
+            came[await caller(min(left, caller.rng.uniform(0.2, RUDE_HOLD_S + 1)))] += 1
+
+    async with asyncio.TaskGroup() as group:
+        for caller in callers:
+            group.create_task(caller.run(until))
+        for _ in range(NUM_RUDE):
+            group.create_task(rude())
+    for caller in callers:
+        came += caller.came
+    return came
+
+
+def traffic(pipe: Connection, address: str, token: str, seed: int) -> None:
+    """Raises nothing; sends a Counter for every number of seconds that comes."""
+    rng = random.Random(seed)
+    pictures = [jpeg(i, 320 + 40 * i, 240) for i in range(6)]
+    pipe.send("ready")
+    while (seconds := pipe.recv()) is not None:
+        pipe.send(asyncio.run(_run(seconds, address, token, rng, pictures)))

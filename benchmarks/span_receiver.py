@@ -1,0 +1,57 @@
+"""SpanReceiver: takes OTLP over gRPC as a collector does, and keeps which calls have told of their end."""
+
+from __future__ import annotations
+
+from concurrent import futures
+from types import TracebackType
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.metrics.v1 import (
+    metrics_service_pb2,
+    metrics_service_pb2_grpc,
+)
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+
+class _Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):  # type: ignore[misc]
+    """Takes them, so that a server has nobody to complain of."""
+
+    def Export(self, request: Any, context: Any) -> Any:
+        return metrics_service_pb2.ExportMetricsServiceResponse()
+
+
+class SpanReceiver(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[misc]
+    """A context; ``endpoint`` is for OTEL_EXPORTER_OTLP_ENDPOINT."""
+
+    def __init__(self) -> None:
+        self.calls: set[str] = set()
+        """Trace ids, hexadecimal, of the server spans."""
+        self.num_spans = 0
+        # Handlers run in one thread, so that what they count needs no lock.
+        self._server = grpc.server(futures.ThreadPoolExecutor(1))
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(_Metrics(), self._server)
+        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+
+    def Export(self, request: Any, context: Any) -> Any:
+        for resource in request.resource_spans:
+            for scope in resource.scope_spans:
+                self.num_spans += len(scope.spans)
+                ends = (span for span in scope.spans if span.kind == Span.SPAN_KIND_SERVER)
+                self.calls.update(span.trace_id.hex() for span in ends)
+        return pb.ExportTraceServiceResponse()
+
+    def __enter__(self) -> SpanReceiver:
+        self._server.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._server.stop(None)
