@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from .config import RuntimeConfig
 from .errors import KestrelError
+from .model_config import ModelConfig
 
 GIB = 2**30
 CONTEXT_BYTES = 600 * 2**20
@@ -36,9 +37,11 @@ class Fit:
     pictures: int
 
 
-def fit(config: RuntimeConfig, gpu_bytes: int, *, fp8: bool = True) -> Fit:
+def fit(
+    config: RuntimeConfig, gpu_bytes: int, *, fp8: bool = True, model: ModelConfig | None = None
+) -> Fit:
     """How ``config`` is served by a card of ``gpu_bytes``. ``fp8``: it computes in FP8 (8.9 and newer), so experts that
-    are stored so, as moondream3.1-9b-a2b's and not moondream3-preview's, stay so.
+    are stored so, as moondream3.1-9b-a2b's and not moondream3-preview's, stay so. ``model``: its shape, if it is known.
 
     Raises ConfigError, and InsufficientMemoryError as the start would.
     """
@@ -52,7 +55,7 @@ def fit(config: RuntimeConfig, gpu_bytes: int, *, fp8: bool = True) -> Fit:
     from .runtime.gpu.memory import plan_pool
     from .runtime.kv_cache import bytes_per_page
 
-    model = open_model(config).config
+    model = model or open_model(config).config
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, str(config.dtype))
     sizes = config.sizes(cuda=True)
     page_size = page_size_of(config, model)

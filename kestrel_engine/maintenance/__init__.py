@@ -16,7 +16,17 @@ if TYPE_CHECKING:
     from ..checkpoint.progress import Progress
     from .download import Download
 
-__all__ = ["Finding", "answer", "download", "verify"]
+__all__ = ["Finding", "answer", "diagnose", "download", "verify"]
+
+
+def diagnose(config: RuntimeConfig) -> Iterator[Finding]:
+    """Whether this machine can serve ``config``, one finding each. Loads no model and asks no hub."""
+    from .device import check_device, check_pictures
+    from .model import check_model
+
+    yield from check_device(config)
+    yield from check_pictures()
+    yield from check_model(config)
 
 
 def download(

@@ -35,6 +35,7 @@ COMMANDS = {
         "admin",
         "manage a running server: drain, cancel, flush, log-level, statistics, profile, capture",
     ),
+    "doctor": ("doctor", "check whether this machine can serve as configured"),
     "download": ("download", "fetch a model's files ahead"),
     "verify": ("verify", "check a model's files, and that it answers as it should"),
     "token": ("token", "make a token and its line for --auth-tokens"),

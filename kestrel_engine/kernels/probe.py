@@ -1,0 +1,23 @@
+"""The smallest kernel: whether Triton can compile and launch on this machine at all."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 16
+
+
+@triton.jit
+def _add_one(numbers_ptr, count, BLOCK: tl.constexpr):
+    places = tl.arange(0, BLOCK)
+    inside = places < count
+    numbers = tl.load(numbers_ptr + places, mask=inside)
+    tl.store(numbers_ptr + places, numbers + 1, mask=inside)
+
+
+def add_one(numbers: torch.Tensor) -> None:
+    """In place; ``numbers``: [up to 16] float32."""
+    assert numbers.numel() <= _BLOCK
+    _add_one[(1,)](numbers, numbers.numel(), BLOCK=_BLOCK)
