@@ -24,6 +24,7 @@ from ..server import KestrelServer
 from ..settings import Parser, ServerConfig
 from ..skill_plugins import skill_registry
 from ..sources import name_of
+from ..systemd import Notifier
 from .loading import LoadingProgress
 from .parser import CommandError
 
@@ -83,6 +84,7 @@ async def _serve(config: ServerConfig, runtime: RuntimeConfig, skills: SkillRegi
     """Runs until a signal. Leaves the process at once if that comes while a thread still loads the model."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
+    systemd = Notifier(os.environ)
 
     with LoadingProgress() as progress:
         server = KestrelServer(
@@ -118,26 +120,33 @@ async def _serve(config: ServerConfig, runtime: RuntimeConfig, skills: SkillRegi
             raise
     if loaded:
         gc.freeze()  # What was loaded stays: no collection need walk it.
-        _announce(server)
+        systemd.tell("READY=1", f"STATUS={_announce(server)}")
+        alive = asyncio.create_task(systemd.keep_alive(lambda: server.served.state))
         await stop_asked
+        systemd.tell("STOPPING=1", "STATUS=requests that run may end")
     else:
         loading.cancel()
+        systemd.tell("STOPPING=1")
         with contextlib.suppress(asyncio.CancelledError):
             await loading
     await server.stop(config.grace_s)
     if not loaded:
         _leave_now(0)
+    alive.cancel()
 
 
-def _announce(server: KestrelServer) -> None:
+def _announce(server: KestrelServer) -> str:
+    """Says on standard output that it is ready; returns what is served in few words."""
     engine = server.served.loaded
     assert engine is not None
     info = engine.info
+    served = f"{info.model} on {info.device} ({info.dtype})"
     print(
-        f"kestrel-grpc ready: {info.model} on {info.device} ({info.dtype}), "
-        f"listening on {', '.join(server.addresses)}, loaded in {server.load_seconds:.1f} s",
+        f"kestrel-grpc ready: {served}, listening on {', '.join(server.addresses)}, "
+        f"loaded in {server.load_seconds:.1f} s",
         flush=True,
     )
+    return served
 
 
 def _leave_now(status: int) -> None:
