@@ -141,10 +141,10 @@ def test_trace_through_a_server(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_suite_goes_on_after_a_part_that_fails(tmp_path: Path, capfd) -> None:
-    parts = ["--parts", "trace", "saturate", "decode", "floors"]
+    parts = ["--parts", "saturate", "floors"]
     assert gpu_suite.main(["--quick", "--out", str(tmp_path), *parts]) == 0
     reports = json.loads((tmp_path / "bench.json").read_text())
-    assert {r["benchmark"] for r in reports} == {"trace", "saturate", "decode", "floors"}
+    assert {r["benchmark"] for r in reports} == {"saturate", "floors"}
     assert compare.main([str(tmp_path / "bench.json"), str(tmp_path)]) == 0
     # A model that there isn't fails; the ceilings are measured all the same.
     flags = ["--out", str(tmp_path), "--device", "cpu", "--models", "nosuch"]
