@@ -30,7 +30,7 @@ from .chart_trace import draw, shape_of
 from .report import Report, add_arguments, median, quantile
 
 VISION, LIMITS = VisionConfig(), ImageLimits()
-SHARES = (1, 2, 4, 8)
+SHARES = (1, 2, 4, 8, 14)
 RATE_LIMIT = 70.0
 """Pictures a second that one H200 asks for."""
 
@@ -68,12 +68,14 @@ def measure_one(report: Report, count: int) -> None:
         "decode": lambda: open_image(picture, LIMITS),
         "content key": lambda: crops._content_key(decoded.pixels, VISION),
     }
+    split = PreprocessPool(SHARES[-1], LIMITS, VISION)
     for threads in SHARES:
-        stages[f"tile, {threads} threads"] = _tiling(decoded, threads)
+        stages[f"tile and key, {threads} threads"] = _tiling(decoded, split, threads)
     title = f"One picture of {len(picture)} bytes, {rows} x {columns} crops"
     for name, work in stages.items():
         wall, cpu = times(work, count)
         report.add(title, {"ms": wall, "cpu ms": cpu, "of": name})
+    split.close()
 
     async def repeated(pool: PreprocessPool, fresh: bool) -> list[float]:
         found = []
@@ -97,8 +99,8 @@ def measure_one(report: Report, count: int) -> None:
     report.bar("ms of one new picture, nobody else about", median(fresh), ONE_LIMIT_MS)
 
 
-def _tiling(decoded: DecodedImage, threads: int) -> Callable[[], Any]:
-    return lambda: crops.prepare(decoded, VISION, threads=threads)
+def _tiling(decoded: DecodedImage, pool: PreprocessPool, threads: int) -> Callable[[], Any]:
+    return lambda: crops.prepare(decoded, VISION, run=lambda pieces: pool._split(pieces, threads))
 
 
 def measure_many(report: Report, seconds: float) -> None:

@@ -129,10 +129,10 @@ async def test_a_picture_prepared_while_the_engine_died_is_not_waited_for(
 ):
     preparing, go = threading.Event(), threading.Event()
 
-    def slowly(decoded, vision, *, threads):
+    def slowly(decoded, vision, *, run):
         preparing.set()
         assert go.wait(20)
-        return prepare(decoded, vision, threads=threads)
+        return prepare(decoded, vision, run=run)
 
     monkeypatch.setattr(pool, "prepare", slowly)
     runtime = FakeRuntime(fake_limits)

@@ -136,10 +136,10 @@ async def test_shutdown_lets_running_requests_end_then_refuses(make_engine, fake
 async def test_shutdown_lets_a_picture_be_prepared_and_asked_about(make_engine, monkeypatch):
     preparing, go = threading.Event(), threading.Event()
 
-    def slowly(decoded, vision, *, threads):
+    def slowly(decoded, vision, *, run):
         preparing.set()
         assert go.wait(20)
-        return prepare(decoded, vision, threads=threads)
+        return prepare(decoded, vision, run=run)
 
     monkeypatch.setattr(pool, "prepare", slowly)
     engine = make_engine()

@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+import pyvips
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,12 +102,44 @@ def test_every_size_gives_whole_crops_that_overlap_exactly(width, height, vision
             assert np.array_equal(upper[-overlap:], lower[:overlap])
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.integers(1, 1500), st.integers(1, 1500), st.sampled_from([2, 3, 8]))
-def test_any_number_of_threads_gives_the_same_crops(width, height, threads):
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 1500), st.integers(1, 1500), st.sampled_from([VISION, SMALL]))
+def test_crops_equal_those_cut_out_of_the_whole_resized_picture(width, height, vision):
+    """As libvips' own writer resizes it, in one go and with threads of its own."""
     rng = np.random.default_rng(width * 1000 + height)
     image = DecodedImage(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
-    alone, shared = prepare(image, VISION), prepare(image, VISION, threads=threads)
+    prepared = prepare(image, vision)
+    rows, columns = prepared.tiling
+    side, margins = vision.crop_size, 2 * vision.overlap_margin * vision.enc_patch_size
+    window = side - margins
+    assert np.array_equal(prepared.crops[0], whole(image.pixels, side, side))
+    grid = whole(image.pixels, columns * window + margins, rows * window + margins)
+    for index, crop in enumerate(prepared.crops[1:]):
+        top, left = window * (index // columns), window * (index % columns)
+        assert np.array_equal(crop, grid[top : top + side, left : left + side])
+
+
+def whole(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
+    image = pyvips.Image.new_from_array(pixels)
+    image = image.resize(width / image.width, vscale=height / image.height).copy()
+    image.set_type(pyvips.GValue.gint_type, "concurrency", 3)
+    return np.frombuffer(image.write_to_memory(), np.uint8).reshape(height, width, 3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 1500), st.integers(1, 1500), st.randoms(use_true_random=False))
+def test_pieces_in_any_order_and_threads_give_the_same_crops(width, height, random):
+    rng = np.random.default_rng(width * 1000 + height)
+    image = DecodedImage(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+    def scattered(pieces):
+        pieces = list(pieces)
+        random.shuffle(pieces)
+        with ThreadPoolExecutor(4) as threads:
+            for future in [threads.submit(piece) for piece in pieces]:
+                future.result()
+
+    alone, shared = prepare(image, VISION), prepare(image, VISION, run=scattered)
     assert np.array_equal(alone.crops, shared.crops)
     assert (alone.key, alone.tiling) == (shared.key, shared.tiling)
 

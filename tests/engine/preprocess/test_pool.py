@@ -115,29 +115,70 @@ async def test_runs_no_more_than_its_threads(gated):
 
 
 async def test_a_picture_alone_is_split_and_one_of_many_is_not(gated, monkeypatch):
-    shares = []
+    """Three pieces that meet in a barrier need three threads; with five pictures about, one thread does them all."""
+    barriers, names = [threading.Barrier(3), None, threading.Barrier(3)], [set(), set(), set()]
 
-    def noted(decoded, vision, *, threads):
-        shares.append(threads)
-        return prepare(decoded, vision, threads=threads)
+    def split(decoded, vision, *, run):
+        barrier, by = barriers.pop(0), names[2 - len(barriers)]
 
-    monkeypatch.setattr("kestrel_engine.preprocess.pool.prepare", noted)
+        def piece() -> None:
+            by.add(threading.current_thread().name)
+            if barrier is not None:
+                barrier.wait(10)
+
+        run([piece] * 3)
+        return prepare(decoded, vision, run=run)
+
     pool = PreprocessPool(6, ImageLimits(), VisionConfig())
-    for seed in range(2):
-        await pool.prepare(pixels(seed))
-    assert shares == [6, 6]
     pictures = [gated() for _ in range(4)]
-    jobs = [asyncio.create_task(pool.prepare(picture)) for picture in pictures]
-    for picture in pictures:
-        await started(picture)
-    await pool.prepare(pixels(2))
+    with monkeypatch.context() as patched:
+        patched.setattr("kestrel_engine.preprocess.pool.prepare", split)
+        await pool.prepare(pixels(0))
+        jobs = [asyncio.create_task(pool.prepare(picture)) for picture in pictures]
+        for picture in pictures:
+            await started(picture)
+        await pool.prepare(pixels(2))
     for picture in pictures:
         picture.gate.set()
     await asyncio.gather(*jobs)
-    await pool.prepare(pixels(3))
+    with monkeypatch.context() as patched:
+        patched.setattr("kestrel_engine.preprocess.pool.prepare", split)
+        await pool.prepare(pixels(3))
     pool.close()
-    assert shares[2] == 1
-    assert shares[-1] == 6
+    assert [len(by) for by in names] == [3, 1, 3]
+
+
+async def test_a_piece_that_fails_fails_its_picture_only(monkeypatch):
+    """Whichever thread came upon it; the other pieces are done or left."""
+
+    def fails() -> None:
+        raise ImageTooLargeError("image", "in a piece")
+
+    def broken(decoded, vision, *, run):
+        run([lambda: time.sleep(0.01), fails, lambda: time.sleep(0.01)] * 2)
+        raise AssertionError("went on")
+
+    pool = PreprocessPool(3, ImageLimits(), VisionConfig())
+    with monkeypatch.context() as patched:
+        patched.setattr("kestrel_engine.preprocess.pool.prepare", broken)
+        for seed in range(5):
+            with pytest.raises(ImageTooLargeError, match="in a piece"):
+                await pool.prepare(pixels(seed))
+    assert (await pool.prepare(pixels())).image.num_crops == 2
+    pool.close()
+
+
+async def test_a_picture_is_finished_alone_when_the_pool_closes_meanwhile(gated):
+    pool = PreprocessPool(4, ImageLimits(), VisionConfig())
+    running = gated()
+    job = asyncio.create_task(pool.prepare(running))
+    await started(running)
+    closing = asyncio.create_task(asyncio.to_thread(pool.close))
+    while not pool._executor._shutdown:
+        await asyncio.sleep(0.001)
+    running.gate.set()
+    assert (await job).image.num_crops == 2
+    await closing
 
 
 async def test_a_repeat_waits_for_no_thread(gated):
