@@ -141,11 +141,16 @@ def _announce(server: KestrelServer) -> str:
     assert engine is not None
     info = engine.info
     served = f"{info.model} on {info.device} ({info.dtype})"
-    print(
-        f"kestrel-grpc ready: {served}, listening on {', '.join(server.addresses)}, "
-        f"loaded in {server.load_seconds:.1f} s",
-        flush=True,
-    )
+    try:
+        print(
+            f"kestrel-grpc ready: {served}, listening on {', '.join(server.addresses)}, "
+            f"loaded in {server.load_seconds:.1f} s",
+            flush=True,
+        )
+    except OSError as error:  # A full disk, or nobody who reads: no reason not to serve.
+        logger.warning("can't write the ready line: %s", error.strerror)
+        # What is left in the buffer would fail once more at the end, and change the exit status.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return served
 
 

@@ -1,0 +1,46 @@
+"""``kestrel-grpc serve`` with the fake runtime: starts in a second, answers for as long as it is asked to, and hangs.
+
+python -m tests.abuse.fake_server FLAGS OF SERVE…
+
+A step takes STEP_S; no step ends while the file named by HANG_FILE exists.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kestrel_engine import InferenceEngine, RuntimeConfig
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_engine.step import RuntimeLimits, StepPlan
+from kestrel_grpc.cli import parser
+from tests.engine.fakes import fake_build, never_ends
+
+STEP_S = 0.005
+HANG_FILE = "ABUSE_HANG_FILE"
+LIMITS = RuntimeLimits(
+    num_pages=4000, page_size=2, max_batch_size=4, max_seq_length=2000, vocab_size=400
+)
+
+
+def main() -> int:
+    hang = Path(os.environ.get(HANG_FILE, "/nonexistent"))
+
+    def cost(plan: StepPlan) -> float:
+        while hang.exists():
+            time.sleep(0.02)
+        return STEP_S
+
+    async def create(config: RuntimeConfig, **options: Any) -> InferenceEngine:
+        built = fake_build(config, FakeRuntime(LIMITS, never_ends, cost=cost))
+        return InferenceEngine(config, built, options["skills"], observer=options["observer"])
+
+    InferenceEngine.create = create  # type: ignore[assignment, method-assign]
+    return parser.main(["serve", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""A server that is killed, hangs, can't write its log, or can't reach its collector: callers hear of it in time, or
+never notice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
+from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+from tests.abuse.process import ROOT, ServerProcess
+from tests.service.statuses import failure
+
+Code = grpc.StatusCode
+DEADLINE_S = 10.0
+
+
+@asynccontextmanager
+async def channel_to(address: str) -> AsyncIterator[grpc.aio.Channel]:
+    options = [
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 500),
+    ]
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        yield channel
+
+
+def query(max_tokens: int = 2) -> pb.QueryRequest:
+    return pb.QueryRequest(
+        question="what?", sampling=common_pb2.Sampling(max_tokens=max_tokens, temperature=0)
+    )
+
+
+async def streams(stub: VisionServiceStub, count: int) -> list:
+    """Streams that go on for ten seconds if nothing happens; each has begun to talk."""
+    calls = [
+        stub.StreamQuery(pb.StreamQueryRequest(request=query(1900)), timeout=DEADLINE_S)
+        for _ in range(count)
+    ]
+    for call in calls:
+        events = aiter(call)
+        for _ in range(2):
+            await anext(events)
+    return calls
+
+
+async def test_sigkill_ends_all_streams_at_once_and_callers_find_the_next_server(tmp_path: Path):
+    with ServerProcess(tmp_path) as first:
+        async with channel_to(first.address) as channel:
+            stub = VisionServiceStub(channel)
+            calls = await streams(stub, 4)
+            waiting = [stub.Query(query(), timeout=DEADLINE_S) for _ in range(3)]
+            began = time.monotonic()
+            first.popen.kill()
+            told = await asyncio.gather(*map(failure, [*calls, *waiting]))
+            assert {each.code for each in told} == {Code.UNAVAILABLE}
+            assert time.monotonic() - began < 2
+            refused = await failure(stub.Query(query(), timeout=DEADLINE_S))
+            assert refused.code is Code.UNAVAILABLE
+            first.popen.wait(10)
+            with ServerProcess(tmp_path, listen=first.address):
+                answer = await stub.Query(query(), timeout=DEADLINE_S, wait_for_ready=True)
+                assert answer.usage.output_tokens == 2
+
+
+async def test_a_hung_step_ends_all_requests_with_a_status_and_the_process_still_stops(tmp_path):
+    with ServerProcess(tmp_path, "--step-timeout", "1.5", "--grace", "3") as server:
+        async with channel_to(server.address) as channel:
+            stub, health = VisionServiceStub(channel), health_pb2_grpc.HealthStub(channel)
+            check = health_pb2.HealthCheckRequest(service="kestrel.v1.VisionService")
+            serving = health_pb2.HealthCheckResponse.SERVING
+            assert (await health.Check(check)).status == serving
+            calls = await streams(stub, 3)
+            server.hang.touch()
+            began = time.monotonic()
+            impatient = await failure(stub.Query(query(), timeout=0.5))
+            assert impatient.code is Code.DEADLINE_EXCEEDED
+            assert time.monotonic() - began < 1.4, "a caller's deadline is its own"
+            told = await asyncio.gather(*map(failure, calls))
+            assert {(each.code, each.reason) for each in told} == {
+                (Code.INTERNAL, "COMPUTATION_FAILED")
+            }
+            assert 1.4 < time.monotonic() - began < 4
+            while (await health.Check(check)).status == serving:
+                assert time.monotonic() - began < 5
+                await asyncio.sleep(0.05)
+            refused = await failure(stub.Query(query(), timeout=DEADLINE_S))
+            assert (refused.code, refused.reason) == (Code.UNAVAILABLE, "MODEL_NOT_READY")
+            load = await ModelServiceStub(channel).GetLoad(model_service_pb2.GetLoadRequest())
+            assert load.state == model_service_pb2.MODEL_STATE_FAILED
+        # It still hangs: nobody waits for its thread for ever.
+        assert server.stop(within_s=20) < 3 + 5 + 3
+    log = server.log.read_text()
+    assert "no step ended for" in log
+    assert "stack of thread kestrel-steps" in log and "fake_server.py" in log
+
+
+async def test_a_step_that_hangs_for_less_than_the_limit_costs_nobody_anything(tmp_path):
+    with ServerProcess(tmp_path, "--step-timeout", "5") as server:
+        async with channel_to(server.address) as channel:
+            stub = VisionServiceStub(channel)
+            request = pb.StreamQueryRequest(request=query(100))
+            call = stub.StreamQuery(request, timeout=DEADLINE_S)
+            await anext(aiter(call))
+            server.hang.touch()
+            await asyncio.sleep(1.5)
+            server.hang.unlink()
+            events = [event async for event in call]
+            assert events[-1].final.usage.output_tokens == 100
+        server.stop(within_s=10)
+
+
+@contextmanager
+def free_port() -> Iterator[str]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    yield address
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("which", ["stderr", "stdout"])
+async def test_a_full_disk_for_the_log_is_no_callers_business(tmp_path, which):
+    flags = ("--access-log", "json", "--log-format", "json")
+    with free_port() as address, open("/dev/full", "wb") as full:
+        listen = address if which == "stdout" else "127.0.0.1:0"
+        with ServerProcess(tmp_path, *flags, listen=listen, **{which: full}) as server:
+            async with channel_to(server.address) as channel:
+                stub = VisionServiceStub(channel)
+                for _ in range(5):
+                    answer = await stub.Query(query(), timeout=DEADLINE_S, wait_for_ready=True)
+                    assert answer.usage.output_tokens == 2
+                bad = await failure(stub.Query(pb.QueryRequest(), timeout=DEADLINE_S))
+                assert bad.code is Code.INVALID_ARGUMENT
+            server.stop(within_s=10)
+
+
+async def test_a_log_that_nobody_reads_any_more_ends_nothing(tmp_path):
+    """As with ``kestrel-grpc serve 2>&1 | head``: writing fails from then on."""
+    reader = subprocess.Popen(["true"], stdin=subprocess.PIPE)
+    reader.wait()
+    assert reader.stdin is not None
+    with reader.stdin, ServerProcess(tmp_path, "--access-log", stderr=reader.stdin) as server:
+        async with channel_to(server.address) as channel:
+            stub = VisionServiceStub(channel)
+            for _ in range(3):
+                await stub.Query(query(), timeout=DEADLINE_S)
+        server.stop(within_s=10)
+
+
+COLLECTOR = ROOT / "tests/service/telemetry/collector.py"
+GRACE_S, FLUSH_S = 3.0, 5.0
+
+
+@contextmanager
+def collector(kind: str) -> Iterator[tuple[str, subprocess.Popen | None]]:
+    """(endpoint, process): one that isn't there, one that takes connections and says nothing, one that lives."""
+    if kind == "absent":
+        with free_port() as address:
+            yield f"http://{address}", None
+    elif kind == "mute":
+        with socket.create_server(("127.0.0.1", 0)) as mute:
+            yield f"http://127.0.0.1:{mute.getsockname()[1]}", None
+    else:
+        process = subprocess.Popen(
+            [sys.executable, str(COLLECTOR)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{process.stdout.readline().split()[0]}", process
+        finally:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+
+
+@pytest.mark.parametrize("kind", ["absent", "mute", "dies"])
+@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
+async def test_without_its_collector_the_service_is_the_same(tmp_path, kind, protocol):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
+    with collector("living" if kind == "dies" else kind) as (endpoint, process):
+        if process is not None and protocol != "grpc":
+            pytest.skip("it dies the same way")
+        variables = {
+            "OTEL_TRACES_EXPORTER": "otlp",
+            "OTEL_METRICS_EXPORTER": "otlp",
+            "OTEL_METRIC_EXPORT_INTERVAL": "300",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+            "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+        }
+        with ServerProcess(
+            tmp_path, "--grace", str(GRACE_S), "--log-format", "json", **variables
+        ) as server:
+            async with channel_to(server.address) as channel:
+                stub = VisionServiceStub(channel)
+                slowest = 0.0
+                for number in range(60):
+                    if number == 20 and process is not None:
+                        process.kill()
+                    began = time.monotonic()
+                    await stub.Query(query(), timeout=DEADLINE_S)
+                    slowest = max(slowest, time.monotonic() - began)
+                    await asyncio.sleep(0.02)
+                assert slowest < 1.0, "no call waits for an exporter"
+            assert server.stop(within_s=20) < GRACE_S + FLUSH_S + 2
+    records = [json.loads(line) for line in server.log.read_text().splitlines()]
+    assert records[-1]["event"] == "stopped"
+    complaints = [record for record in records if record["level"] in ("WARNING", "ERROR")]
+    assert 1 <= len(complaints) < 40, "it is told, not at every call"
