@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 NAME = "SHA256SUMS"
 _LINE = re.compile(r"(?P<sum>[0-9a-f]{64}) [ *](?P<name>[^/\\]+)")
-_HUB_NAME = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+HUB_NAME = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+"""How the hub names contents: SHA-1 or SHA-256."""
 _PIECE = 8 * 2**20
 
 
@@ -53,7 +54,7 @@ def recorded_by_hub(file: Path) -> str | None:
     if not file.is_symlink():
         return None
     target = Path(os.readlink(file))
-    known = target.parent.name == "blobs" and _HUB_NAME.fullmatch(target.name)
+    known = target.parent.name == "blobs" and HUB_NAME.fullmatch(target.name)
     return target.name if known else None
 
 

@@ -19,6 +19,7 @@ from huggingface_hub.utils.tqdm import tqdm as hf_tqdm
 
 from ..errors import DownloadError
 from .catalog import HubCheckpoint, HubFile
+from .checksums import HUB_NAME
 from .files import INDEX_SUFFIX, shard_names
 from .progress import Progress, log_progress
 
@@ -87,6 +88,20 @@ class Hub:
                     HubFile(checkpoint.repo, checkpoint.revision, sibling(checkpoint, shard))
                 )
         return first
+
+    def checksum(self, file: HubFile) -> str | None:
+        """What the hub says now of a file's contents: SHA-256 of a large one, git's SHA-1 of a small one as a blob.
+        None if it can't be asked, or says nothing. Downloads nothing."""
+        if self._online is None:
+            self._online = self._probe(file)
+        if not self._online:
+            return None
+        url = hf.hf_hub_url(file.repo, file.file, revision=file.revision, endpoint=self._endpoint)
+        try:
+            said = hf.get_hf_file_metadata(url, timeout=_PROBE_TIMEOUT_S, endpoint=self._endpoint)
+        except (HTTPError, OSError, ValueError):
+            return None
+        return said.etag if said.etag and HUB_NAME.fullmatch(said.etag) else None
 
     def _first(self, checkpoint: HubCheckpoint) -> Path:
         for name in _USUAL_NAMES:

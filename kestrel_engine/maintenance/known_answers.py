@@ -113,7 +113,7 @@ async def answer(
 
 def _known(config: RuntimeConfig) -> tuple[KnownAnswer, ...] | Finding:
     """By the name the user gives, which must say what weights of a path are."""
-    name = config.model.strip().lower()
+    name = config.model.strip().lower().partition("@")[0].partition(":")[0]
     if name == "kestrel-tiny" and config.model_path is not None:
         name = ""
     if name not in KNOWN_ANSWERS:

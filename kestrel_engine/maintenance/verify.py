@@ -7,18 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoint import checksums
+from ..checkpoint.catalog import HubFile, resolve
+from ..checkpoint.hub import Hub, sibling
 from ..checkpoint.loader import check_values
 from ..checkpoint.open import OpenedModel, open_model
 from ..checkpoint.plan import SHOWN, checkpoint_error
+from ..checkpoint.tokenizer_file import NAME as TOKENIZER_NAME
 from ..config import RuntimeConfig
-from ..errors import CheckpointError, KestrelError
+from ..errors import CheckpointError, ConfigError, KestrelError
 from .download import named_files
 from .finding import Finding
 
 if TYPE_CHECKING:
-    from ..checkpoint.hub import Hub
     from ..checkpoint.progress import Progress
 
+_OTHER = "of another revision? Name it: --model NAME@REVISION; else download it again"
 _AGAIN = "delete the file and download it again (kestrel-grpc download)"
 
 
@@ -30,6 +33,7 @@ def verify(
     progress: Progress | None = None,
 ) -> Iterator[Finding]:
     """One finding for each check, as it is done. Reads every byte twice: for checksums, and as numbers."""
+    hub = hub or Hub(progress=progress, offline=config.offline)
     try:
         opened = open_model(config, hub=hub, progress=progress)
     except KestrelError as error:
@@ -44,7 +48,8 @@ def verify(
         "files", "ok", f"{opened.name}: {len(files)} files, {size / 1e6:,.1f} MB in {folder}"
     )
     try:
-        yield _checksums(files, record, progress)
+        asked = _asked(config, files, hub)
+        yield _checksums(files, asked, record, progress)
     except (CheckpointError, OSError) as error:
         yield Finding("checksums", "fail", str(error), _AGAIN)
     if opened.plan.faults:
@@ -58,17 +63,46 @@ def verify(
         yield Finding("values", "fail", str(error), _AGAIN)
 
 
-def _checksums(files: Mapping[str, Path], record: bool, progress: Progress | None) -> Finding:
-    """Raises CheckpointError, OSError."""
+def _asked(config: RuntimeConfig, files: Mapping[str, Path], hub: Hub) -> dict[str, str]:
+    """What the hub says now of files that came by path and have no record, if ``config.model`` says what they are."""
+    unknown = [name for name, file in files.items() if not _recorded(file)]
+    try:
+        source = resolve(config.model)
+    except ConfigError:
+        return {}
+    if source.hub is None or not unknown:
+        return {}
+    said = {}
+    for name in unknown:
+        place = HubFile(source.hub.repo, source.hub.revision, sibling(source.hub, name))
+        if name == TOKENIZER_NAME and isinstance(source.tokenizer, HubFile):
+            place = source.tokenizer
+        if (found := hub.checksum(place)) is not None:
+            said[name] = found
+    return said
+
+
+def _recorded(file: Path) -> tuple[str, str] | None:
+    """A checksum and who recorded it. Raises CheckpointError."""
+    if (said := checksums.recorded_by_hub(file)) is not None:
+        return said, "the hub"
+    said = checksums.read_sums(file.parent).get(file.name)
+    return None if said is None else (said, checksums.NAME)
+
+
+def _checksums(
+    files: Mapping[str, Path], asked: Mapping[str, str], record: bool, progress: Progress | None
+) -> Finding:
+    """``asked``: what the hub says now. Raises CheckpointError, OSError."""
     recorded: dict[str, str] = {}
     by: dict[str, None] = {}
     for name, file in files.items():
-        if (said := checksums.recorded_by_hub(file)) is not None:
-            recorded[name] = said
+        if (said := _recorded(file)) is not None:
+            recorded[name] = said[0]
+            by[said[1]] = None
+        elif name in asked:
+            recorded[name] = asked[name]
             by["the hub"] = None
-        elif (said := checksums.read_sums(file.parent).get(file.name)) is not None:
-            recorded[name] = said
-            by[checksums.NAME] = None
     wrong = [
         name
         for name, said in recorded.items()
@@ -78,7 +112,8 @@ def _checksums(files: Mapping[str, Path], record: bool, progress: Progress | Non
     source = " and ".join(by)
     if wrong:
         told = f"{', '.join(wrong[:SHOWN])}: not what {source} recorded"
-        return Finding("checksums", "fail", told, _AGAIN)
+        remedy = _OTHER if any(name in asked for name in wrong) else _AGAIN
+        return Finding("checksums", "fail", told, remedy)
     if not unknown:
         return Finding("checksums", "ok", f"{len(recorded)} files are what {source} recorded")
     if record:

@@ -19,7 +19,7 @@ from kestrel_engine.maintenance.download import download
 from kestrel_engine.maintenance.verify import verify
 from kestrel_engine.model_config import parse_model_config
 from tests.engine.checkpoint.conftest import random_tensors, raw_config
-from tests.hub_stand import REPO, Stand, stand
+from tests.hub_stand import COMMIT, REPO, Stand, stand
 
 __all__ = ["stand"]
 
@@ -142,6 +142,26 @@ def test_the_hub_said_what_its_files_are(model: Stand, hub: Hub) -> None:
     target.write_bytes(data)
     status, told = verified(config, hub)["checksums"]
     assert (status, told) == ("fail", "model.safetensors: not what the hub recorded")
+
+
+def test_the_hub_is_asked_for_files_that_came_another_way(
+    folder: Path, model: Stand, hub: Hub
+) -> None:
+    (folder / "SHA256SUMS").unlink()
+    config = RuntimeConfig(model=REPO, model_path=folder)
+    assert verified(config, hub)["checksums"] == ("ok", "3 files are what the hub recorded")
+    assert verified(RuntimeConfig(model_path=folder), hub)["checksums"][0] == "warn"
+    offline = Hub(endpoint=model.url, offline=True)
+    assert verified(config, offline)["checksums"][0] == "warn"
+    gone = Hub(endpoint="http://127.0.0.1:9")
+    assert verified(config, gone)["checksums"][0] == "warn"
+    downloads = [method for method, _, _ in model.requests].count("GET")
+    (folder / "tokenizer.json").write_bytes(TOKENIZER + b" ")
+    found = verified(config, hub)["checksums"]
+    assert found == ("fail", "tokenizer.json: not what the hub recorded")
+    assert [method for method, _, _ in model.requests].count("GET") == downloads
+    del model.files[REPO, COMMIT, "tokenizer.json"]
+    assert verified(config, hub)["checksums"][0] == "warn"
 
 
 def test_small_files_have_gits_checksums(tmp_path: Path) -> None:
