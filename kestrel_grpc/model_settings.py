@@ -219,14 +219,14 @@ def _add_schedule_flags(parser: argparse.ArgumentParser, environ: Mapping[str, s
         "--step-prefill-positions",
         type=whole,
         metavar="N",
-        shown="768, on CUDA 8760",
+        shown="768, on CUDA 11680",
         help="prompt positions a step takes on beside those who decode: less is smoother, more starts sooner",
     )
     work.add(
         "--step-crops",
         type=whole,
         metavar="N",
-        shown="3, on CUDA 36",
+        shown="3, on CUDA 48",
         help="crops of pictures a step encodes beside those who decode",
     )
     work.add(

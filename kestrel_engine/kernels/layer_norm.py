@@ -1,7 +1,7 @@
 """LayerNorm of rows, with the sums that come before it: a bias still owed, or a decode step's split-K partials.
 
-One program a row of up to 4096 elements, or eight rows; statistics in float32, the variance from the centred row. Every
-sum has one fixed order, so a row's result depends neither on the batch nor on the run.
+Rows of up to 4096 elements; statistics in float32, the variance from the centred row. Every sum has one fixed order, so
+a row's result depends neither on the batch nor on the run.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from torch import Tensor
 
 EPS = 1e-5
 MAX_PARTS = 3
-ROWS_TOGETHER, MANY_ROWS = 8, 4096
-"""Rows of a program where rows are many: its parameters are four times a row's bytes, so they are read once for all."""
 
 
 @triton.jit
@@ -31,21 +29,40 @@ def _normalised(v, mask, gain, shift, dim, eps):
 @triton.jit
 def _layer_norm_kernel(
     x, weight, bias, pending, out, x_stride, out_stride, rows, dim, eps,
-    HAS_PENDING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_PENDING: tl.constexpr, ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    cols = tl.arange(0, BLOCK)
-    inside = cols < dim
-    gain = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
-    shift = tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)
-    owed = tl.zeros([BLOCK], tl.float32)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = (row < rows)[:, None]
+    # A row is its longest power of two and what is left: masked lanes would cost as much as others.
+    at, to = x + row[:, None] * x_stride, out + row[:, None] * out_stride
+    cols = tl.arange(0, MAIN)
+    v = tl.load(at + cols[None, :], mask=there, other=0.0).to(tl.float32)
     if HAS_PENDING:
-        owed = tl.load(pending + cols, mask=inside, other=0.0)
-    for row in range(first, first + ROWS):
-        mask = inside & (row < rows)
-        v = tl.load(x + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32) + owed
-        u = _normalised(v, inside, gain, shift, dim, eps)
-        tl.store(out + row * out_stride + cols, u.to(out.dtype.element_ty), mask=mask)
+        v += tl.load(pending + cols)[None, :]
+    total = tl.sum(v, 1)
+    if REST > 0:
+        more = MAIN + tl.arange(0, REST)
+        inside = (more < dim)[None, :]
+        w = tl.load(at + more[None, :], mask=there & inside, other=0.0).to(tl.float32)
+        if HAS_PENDING:
+            w += tl.load(pending + more, mask=more < dim, other=0.0)[None, :]
+        total += tl.sum(w, 1)
+    mean = (total / dim)[:, None]
+    v -= mean
+    squares = tl.sum(v * v, 1)
+    if REST > 0:
+        w = tl.where(inside, w - mean, 0.0)
+        squares += tl.sum(w * w, 1)
+    scale = tl.rsqrt(squares / dim + eps)[:, None]
+    gain = tl.load(weight + cols).to(tl.float32)[None, :]
+    shift = tl.load(bias + cols).to(tl.float32)[None, :]
+    u = v * scale * gain + shift
+    tl.store(to + cols[None, :], u.to(out.dtype.element_ty), mask=there)
+    if REST > 0:
+        gain = tl.load(weight + more, mask=more < dim, other=0.0).to(tl.float32)[None, :]
+        shift = tl.load(bias + more, mask=more < dim, other=0.0).to(tl.float32)[None, :]
+        u = w * scale * gain + shift
+        tl.store(to + more[None, :], u.to(out.dtype.element_ty), mask=there & inside)
 
 
 @triton.jit
@@ -104,12 +121,14 @@ def layer_norm(
     rows, dim = x.shape
     out = torch.empty((rows, dim), dtype=x.dtype, device=x.device) if out is None else out
     if rows:
-        block = triton.next_power_of_2(dim)
-        together = ROWS_TOGETHER if rows >= MANY_ROWS else 1
+        main = 1 << (dim.bit_length() - 1)
+        rest = triton.next_power_of_2(dim - main) if dim > main else 0
+        # One warp a row, so that no sum waits at a barrier; two rows where registers allow.
+        together = 2 if dim <= 1536 else 1
         _layer_norm_kernel[(triton.cdiv(rows, together),)](
             x, weight, bias, x if pending is None else pending, out, x.stride(0), out.stride(0),
-            rows, dim, EPS, HAS_PENDING=pending is not None, ROWS=together, BLOCK=block,
-            num_warps=_warps(block),
+            rows, dim, EPS, HAS_PENDING=pending is not None, ROWS=together, MAIN=main, REST=rest,
+            num_warps=1 if dim <= 2048 else 4,
         )  # fmt: skip
     return out
 

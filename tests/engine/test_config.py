@@ -10,8 +10,8 @@ def test_the_device_settles_what_was_left_open(monkeypatch):
     open_config = RuntimeConfig(max_batch_size=None)
     on_cpu, on_cuda = (open_config.sizes(cuda=cuda) for cuda in (False, True))
     assert (on_cpu.max_batch_size, on_cpu.step_prefill_positions, on_cpu.step_crops) == (16, 768, 3)
-    assert (on_cuda.max_batch_size, on_cuda.step_prefill_positions) == (64, 8760)
-    assert on_cuda.step_crops == 36
+    assert (on_cuda.max_batch_size, on_cuda.step_prefill_positions) == (64, 11680)
+    assert on_cuda.step_crops == 48
     assert (on_cpu.preprocess_threads, on_cuda.preprocess_threads) == (2, 10)
     assert RuntimeConfig().sizes(cuda=True).max_batch_size == 4
 

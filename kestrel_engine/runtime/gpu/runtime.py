@@ -1,6 +1,6 @@
 """GpuRuntime: StepPlans through Triton kernels and captured decode passes.
 
-A step is enqueued on one stream and nothing waits: pictures, then prompts, then one decode pass; the token that a
+A step is enqueued on one stream and nothing waits: one decode pass, then pictures, then prompts; the token that a
 sequence sampled stays on the device for its next row. Owns the K/V pool, the pictures' embeddings and the state of
 sequences; decides nothing. Runs on CPU tensors too when Triton interprets its kernels, without streams and graphs.
 """
@@ -199,7 +199,7 @@ class GpuRuntime:
         except BaseException:
             self._lost.note(handle.plan)
             raise
-        vision_s, prefill_s, decode_s = _seconds(handle.marks)
+        decode_s, vision_s, prefill_s = _seconds(handle.marks)
         return StepResult(tokens=tokens, vision_s=vision_s, prefill_s=prefill_s, decode_s=decode_s)
 
     def close(self) -> None:
@@ -246,15 +246,16 @@ class GpuRuntime:
         assert len(plan.decode) <= self._limits.max_batch_size, len(plan.decode)
         outputs = []
         marks = [self._mark()]
+        # Decode goes first: rows of a step don't depend on one another, and while it runs the host gets pictures ready.
+        if plan.decode:
+            outputs.append(self._decode(plan.decode, plan.step_id))
+        marks.append(self._mark())
         self._pictures.encode(plan.encode)
         marks.append(self._mark())
         for rows in self._prompts.passes(plan.prefill):
             output = self._prefill(rows, plan.step_id)
             if output is not None:
                 outputs.append(output)
-        marks.append(self._mark())
-        if plan.decode:
-            outputs.append(self._decode(plan.decode, plan.step_id))
         marks.append(self._mark())
         return PendingStep(plan, outputs, marks)
 
