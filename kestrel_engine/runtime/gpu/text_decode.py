@@ -131,12 +131,13 @@ class DecodePass:
         if not dense:
             # The router's few rows ride along with qkv.
             self._linear(u, layer.reads, read)
+        # Of the two branches attention is the shorter, with few rows; it goes where starting costs more.
         with self._beside():
-            of_mlp = self._mlp(layer, u, hidden)
-        if dense:
-            self._linear(u, layer.qkv, read[:, : 3 * dim])
-        self._attend(layer, read, rows, keys, values, attended)
-        of_attention = self._partials(attended, layer.proj, self._written)
+            if dense:
+                self._linear(u, layer.qkv, read[:, : 3 * dim], early=not self._apart)
+            self._attend(layer, read, rows, keys, values, attended)
+            of_attention = self._partials(attended, layer.proj, self._written)
+        of_mlp = self._mlp(layer, u, hidden)
         if self._apart:
             assert self._side is not None
             torch.cuda.current_stream().wait_stream(self._side)
@@ -197,7 +198,7 @@ class DecodePass:
             return self._partials(hidden, layer.fc2, self._of_mlp)
         rows, k = len(u), moe.experts_per_token
         routed = _shaped(self._router_weights, rows, k), _shaped(self._chosen, rows, k)
-        route(hidden, k, out=routed)
+        route(hidden, k, out=routed, pdl=self._early)
         if rows > MAX_TOKENS:
             return moe_prefill(u, *routed, moe.fc1, moe.fc2, moe.fc1_scale, moe.fc2_scale)
         out = _shaped(self._of_mlp, k, *u.shape)
@@ -213,12 +214,17 @@ class DecodePass:
         )
 
     def _linear(
-        self, x: Tensor, layer: Linear, out: Tensor, *, gelu_from: int | None = None
+        self,
+        x: Tensor,
+        layer: Linear,
+        out: Tensor,
+        *,
+        gelu_from: int | None = None,
+        early: bool = True,
     ) -> None:
         if len(x) <= MAX_ROWS:
-            skinny_linear(
-                x, layer.weight, layer.bias, gelu_from=gelu_from, pdl=self._early, out=out
-            )
+            early = early and self._early
+            skinny_linear(x, layer.weight, layer.bias, gelu_from=gelu_from, pdl=early, out=out)
             return
         linear(x, layer, out=out)
         if gelu_from is not None:
