@@ -16,12 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from kestrel_engine.config import ImageLimits
 from kestrel_engine.model_config import VisionConfig
 from kestrel_engine.preprocess import crops
-from kestrel_engine.preprocess.images import DecodedImage, open_image
+from kestrel_engine.preprocess.decoded_image import DecodedImage
+from kestrel_engine.preprocess.images import begin_image, open_image
 from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.preprocess.prepared_cache import source_key
 from kestrel_grpc.cli.serve import SWITCH_INTERVAL_S
@@ -66,11 +68,14 @@ def measure_one(report: Report, count: int) -> None:
     stages: dict[str, Callable[[], Any]] = {
         "source key": lambda: source_key(picture),
         "decode": lambda: open_image(picture, LIMITS),
-        "content key": lambda: crops._content_key(decoded.pixels, VISION),
+        "content key": lambda: crops._content_key(decoded, VISION),
     }
     split = PreprocessPool(SHARES[-1], LIMITS, VISION)
     for threads in SHARES:
-        stages[f"tile and key, {threads} threads"] = _tiling(decoded, split, threads)
+        stages[f"tile and key, {threads} threads"] = _tiling(lambda: decoded, split, threads)
+    for threads in SHARES:
+        begin = partial(begin_image, picture, LIMITS)
+        stages[f"decode, tile and key, {threads} threads"] = _tiling(begin, split, threads)
     title = f"One picture of {len(picture)} bytes, {rows} x {columns} crops"
     for name, work in stages.items():
         wall, cpu = times(work, count)
@@ -99,8 +104,10 @@ def measure_one(report: Report, count: int) -> None:
     report.bar("ms of one new picture, nobody else about", median(fresh), ONE_LIMIT_MS)
 
 
-def _tiling(decoded: DecodedImage, pool: PreprocessPool, threads: int) -> Callable[[], Any]:
-    return lambda: crops.prepare(decoded, VISION, run=lambda pieces: pool._split(pieces, threads))
+def _tiling(
+    image: Callable[[], DecodedImage], pool: PreprocessPool, threads: int
+) -> Callable[[], Any]:
+    return lambda: crops.prepare(image(), VISION, run=lambda pieces: pool._split(pieces, threads))
 
 
 def measure_many(report: Report, seconds: float) -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -16,7 +18,7 @@ import pyvips
 
 from ..model_config import VisionConfig
 from ..requests import PreparedImage
-from .images import DecodedImage
+from .decoded_image import DecodedImage
 
 PREPROCESS_VERSION = 1
 """Part of every key: raise it whenever equal pixels may give other crops than before."""
@@ -28,9 +30,13 @@ first row of each: other strips may round other pixels."""
 BAND_ROWS = 2 * STRIP_ROWS
 """Rows of one piece of work."""
 
+HASHED_ROWS = 64
+"""Rows hashed at once, while others are being decoded."""
+
 Piece: TypeAlias = Callable[[], object]
 Run: TypeAlias = Callable[[Sequence[Piece]], None]
-"""Calls every piece once, in any order, in any threads; returns when all are done; raises what one of them raised."""
+"""Calls every piece once, begins them in order, in any threads: a piece may wait for those before it. Returns when all
+are done; raises what one of them raised."""
 
 
 def in_turn(pieces: Sequence[Piece]) -> None:
@@ -64,25 +70,26 @@ def select_tiling(width: int, height: int, vision: VisionConfig) -> tuple[int, i
 
 
 def prepare(image: DecodedImage, vision: VisionConfig, *, run: Run = in_turn) -> PreparedImage:
-    """Tiles and resizes; the crops equal the reference's byte for byte. Blocks: call it in a worker thread.
+    """Decodes what isn't yet, tiles and resizes; the crops equal the reference's byte for byte. Blocks: call it in a
+    worker thread.
 
-    ``run``: does the pieces of work: bands of rows and the key; any gives the same crops. The key depends on pixels,
-    size, geometry and PREPROCESS_VERSION only, so the same pixels have one key in whatever format they came. Resizing
-    is libvips' ``resize`` with its default kernels on the whole picture (bicubic to enlarge, Lanczos 3 to shrink).
+    ``run``: does the pieces of work: the decoding, the key and bands of rows; any gives the same crops. The key depends
+    on pixels, size, geometry and PREPROCESS_VERSION only, so the same pixels have one key in whatever format they came.
+    Resizing is libvips' ``resize`` with its default kernels on the whole picture (bicubic to enlarge, Lanczos 3 to
+    shrink). Raises what ``image.decode`` raises.
     """
     side, window = vision.crop_size, _window(vision)
     rows, columns = select_tiling(image.width, image.height, vision)
     crops = np.empty((1 + rows * columns, side, side, 3), np.uint8)
-    key: list[str] = []
-    pieces: list[Piece] = [lambda: key.append(_content_key(image.pixels, vision))]
     if (rows, columns) == (1, 1):
         # The only tile is the whole picture again.
-        pieces += _Resized(image.pixels, crops[None], 0).bands()
+        bands = _Resized(image, crops[None], 0).bands()
     else:
-        pieces += _Resized(image.pixels, crops[None, :1], 0).bands()
         tiles = crops[1:].reshape(rows, columns, side, side, 3)
-        pieces += _Resized(image.pixels, tiles, window).bands()
-    run(pieces)
+        bands = _Resized(image, crops[None, :1], 0).bands() + _Resized(image, tiles, window).bands()
+    key: list[str] = []
+    first: list[Piece] = [image.decode, lambda: key.append(_content_key(image, vision))]
+    run(first + [piece for _, piece in sorted(bands, key=itemgetter(0))])
     return PreparedImage(
         key=key[0],
         crops=crops,
@@ -95,32 +102,49 @@ def prepare(image: DecodedImage, vision: VisionConfig, *, run: Run = in_turn) ->
 class _Resized:
     """A picture, resized to a grid of tiles; nothing is computed before ``bands``' pieces are called.
 
-    ``pixels``: [h, w, 3] uint8. ``tiles``: [rows, columns, side, side, 3] uint8, written to; one begins ``window``
-    pixels after the other, both ways. The aspect ratio is not kept.
+    ``tiles``: [rows, columns, side, side, 3] uint8, written to; one begins ``window`` pixels after the other, both
+    ways. The aspect ratio is not kept.
     """
 
-    def __init__(self, pixels: np.ndarray, tiles: np.ndarray, window: int) -> None:
+    def __init__(self, source: DecodedImage, tiles: np.ndarray, window: int) -> None:
         rows, columns, side, _, _ = tiles.shape
-        self._tiles, self._window = tiles, window
+        self._source, self._tiles, self._window = source, tiles, window
         self._width, self._height = window * (columns - 1) + side, window * (rows - 1) + side
-        h, w, bands = pixels.shape
-        image = pyvips.Image.new_from_memory(pixels.data, w, h, bands, "uchar")
-        self._image = image.resize(self._width / w, vscale=self._height / h)
-        size = self._image.width, self._image.height
-        assert size == (self._width, self._height), (pixels.shape, size, tiles.shape)
+        self._image: pyvips.Image | None = None
+        self._lock = threading.Lock()
 
-    def bands(self) -> list[Piece]:
-        """Pieces that write all tiles between them; each belongs to the thread that calls it."""
+    def bands(self) -> list[tuple[int, Piece]]:
+        """Pieces that write all tiles between them, each with the number of the picture's rows that it waits for."""
         return [
-            partial(self._write, top, min(top + BAND_ROWS, self._height))
+            (self._rows_needed(min(top + BAND_ROWS, self._height)), partial(self._write, top))
             for top in range(0, self._height, BAND_ROWS)
         ]
 
-    def _write(self, top: int, bottom: int) -> None:
-        """Rows ``top`` to ``bottom``, computed once, to all tiles that they belong to."""
+    def _rows_needed(self, bottom: int) -> int:
+        """No fewer of the picture's than libvips reads to compute the rows above ``bottom``: Lanczos 3 looks 3.5 rows
+        of the result ahead, with a shrink by a whole number before it, and bicubic another 4 at most."""
+        height = self._source.height
+        step: float = height / self._height
+        return min(height, math.ceil(bottom * step + 8 * max(1.0, step)) + 8)
+
+    def _pipeline(self) -> pyvips.Image:
+        """libvips' resizing, which computes on demand. Building it takes half a millisecond: the first piece does."""
+        with self._lock:
+            if self._image is None:
+                h, w, bands = self._source.pixels.shape
+                image = pyvips.Image.new_from_memory(self._source.pixels.data, w, h, bands, "uchar")
+                image = image.resize(self._width / w, vscale=self._height / h)
+                assert (image.width, image.height) == (self._width, self._height), (w, h, image)
+                self._image = image
+            return self._image
+
+    def _write(self, top: int) -> None:
+        """A band from row ``top`` on, computed once, to all tiles that its rows belong to."""
+        bottom = min(top + BAND_ROWS, self._height)
         _, columns, side, _, bands = self._tiles.shape
         # Unlike libvips' writers, a region computes in the calling thread, and starts none.
-        region = pyvips.Region.new(self._image)
+        region = pyvips.Region.new(self._pipeline())
+        self._source.wait_for(self._rows_needed(bottom))
         for y in range(top, bottom, STRIP_ROWS):
             rows = min(STRIP_ROWS, bottom - y)
             strip = np.frombuffer(region.fetch(0, y, self._width, rows), np.uint8)
@@ -147,9 +171,13 @@ def _window(vision: VisionConfig) -> int:
     return vision.crop_size - _margins(vision)
 
 
-def _content_key(pixels: np.ndarray, vision: VisionConfig) -> str:
+def _content_key(image: DecodedImage, vision: VisionConfig) -> str:
     """32 hexadecimal digits (128 bits of SHA-256, the fastest here by the processor's own instructions)."""
     geometry = (vision.crop_size, vision.enc_patch_size, vision.overlap_margin, vision.max_crops)
+    pixels = image.pixels
     digest = hashlib.sha256(repr((PREPROCESS_VERSION, geometry, pixels.shape)).encode())
-    digest.update(pixels.data)
+    for top in range(0, image.height, HASHED_ROWS):
+        part = pixels[top : top + HASHED_ROWS]
+        image.wait_for(top + len(part))
+        digest.update(part.data)
     return digest.hexdigest()[:32]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -34,6 +34,7 @@ from ..errors import (
     UnsupportedImageError,
 )
 from . import amplifiers
+from .decoded_image import DecodedImage
 from .heif_probes import HEIF_PROBES
 
 ImageSource: TypeAlias = (
@@ -72,7 +73,7 @@ _CONVERTED_SPACES = frozenset(
 """Colour spaces that libvips converts to sRGB (CMYK by the embedded ICC profile, else its built-in one). RGB and grey
 are taken as stored, whatever profile is embedded: the reference does so."""
 
-_ROWS_AT_ONCE = 64
+_ROWS_AT_ONCE = 32
 """Decoded at once; a multiple of the height of JPEG's blocks."""
 
 _MAX_BANDS = 5
@@ -109,39 +110,31 @@ FORMATS = _configure_libvips()
 """Names of the formats that are taken, for messages and for the model service."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodedImage:
-    """``pixels``: [height, width, 3] uint8 sRGB, C-contiguous, upright. Not to be written to."""
-
-    pixels: np.ndarray
-
-    @property
-    def width(self) -> int:
-        return int(self.pixels.shape[1])
-
-    @property
-    def height(self) -> int:
-        return int(self.pixels.shape[0])
-
-
 def open_image(source: ImageSource, limits: ImageLimits) -> DecodedImage:
-    """Reads, checks and decodes one picture; blocks, so call it in a worker thread.
+    """``begin_image`` and all of the decoding; raises what either raises."""
+    image = begin_image(source, limits)
+    image.decode()
+    return image
+
+
+def begin_image(source: ImageSource, limits: ImageLimits) -> DecodedImage:
+    """Reads and checks one picture; blocks, so call it in a worker thread. Its ``decode`` decodes it.
 
     Of several frames or pages the first is taken. EXIF orientation is applied; alpha is dropped, not composited; grey
     is replicated; 16 bits keep their upper 8. Limits are checked on the header, before a pixel is decoded. An array is
     not copied if it is [height, width, 3] and contiguous: don't change it while the request runs.
 
     Raises InvalidRequest (not a picture at all: wrong type, dtype or shape, unreadable path), UnsupportedImageError,
-    ImageTooLargeError, ImageDecodeError (empty, broken or truncated).
+    ImageTooLargeError, ImageDecodeError (empty or broken); ``decode`` raises ImageDecodeError (broken or truncated).
     """
     if isinstance(source, np.ndarray):
         return DecodedImage(_array_pixels(source, limits))
     if isinstance(source, pyvips.Image):
-        return DecodedImage(_vips_pixels(source, limits, "pyvips.Image"))
+        return _vips_image(source, limits, "pyvips.Image")
     if isinstance(source, (str, os.PathLike)):
         source = _read_file(source, limits)
     if isinstance(source, (bytes, bytearray, memoryview)):
-        return DecodedImage(_encoded_pixels(source, limits))
+        return _encoded_image(source, limits)
     raise InvalidRequest(
         FIELD,
         f"must be encoded bytes, a path, a pyvips.Image or a uint8 array, not {type(source).__name__}",
@@ -185,7 +178,7 @@ def _read_file(path: str | os.PathLike[str], limits: ImageLimits) -> bytes:
         ) from error
 
 
-def _encoded_pixels(source: bytes | bytearray | memoryview, limits: ImageLimits) -> np.ndarray:
+def _encoded_image(source: bytes | bytearray | memoryview, limits: ImageLimits) -> DecodedImage:
     _check_bytes(memoryview(source).nbytes, limits)
     data = source if isinstance(source, bytes) else bytes(source)
     if not data:
@@ -206,7 +199,7 @@ def _encoded_pixels(source: bytes | bytearray | memoryview, limits: ImageLimits)
         name = _HEIF_CODECS.get(codec, f"HEIF with {codec} inside")
         if name not in FORMATS:
             raise _unsupported(f"is {name}, which this installation can't decode")
-    return _vips_pixels(image, limits, name)
+    return _vips_image(image, limits, name)
 
 
 def _sniff(data: bytes) -> str:
@@ -224,8 +217,8 @@ def _sniff(data: bytes) -> str:
     raise _unsupported("is not in a supported format")
 
 
-def _vips_pixels(image: pyvips.Image, limits: ImageLimits, name: str) -> np.ndarray:
-    """The pixels of a libvips image, [height, width, 3] uint8; only here is anything decoded."""
+def _vips_image(image: pyvips.Image, limits: ImageLimits, name: str) -> DecodedImage:
+    """The pixels of a libvips image, [height, width, 3] uint8, still to be computed."""
     try:
         # All frames loaded at once stand below one another.
         height = image.get_page_height()
@@ -236,21 +229,24 @@ def _vips_pixels(image: pyvips.Image, limits: ImageLimits, name: str) -> np.ndar
         if _metadata(image, "orientation") in range(2, 9):
             # Turning needs random access, which a sequential source does not give: decode first.
             image = image.copy_memory().autorot()
-        return _computed(image)
+        pixels = np.empty((image.height, image.width, 3), np.uint8)
     except (pyvips.Error, UnicodeDecodeError):
         raise _broken(name) from None
+    return DecodedImage(pixels, _decoding(image, pixels, name))
 
 
-def _computed(image: pyvips.Image) -> np.ndarray:
-    """[height, width, 3] uint8 of such an image, from top to bottom. libvips' own writers would start threads, one to
-    decode and one to write, and take a third longer for a small picture; a region computes in the calling thread."""
-    pixels = np.empty((image.height, image.width, 3), np.uint8)
-    region = pyvips.Region.new(image)
-    for top in range(0, image.height, _ROWS_AT_ONCE):
-        part = pixels[top : top + _ROWS_AT_ONCE]
-        found = region.fetch(0, top, image.width, len(part))
-        part[...] = np.frombuffer(found, np.uint8).reshape(part.shape)
-    return pixels
+def _decoding(image: pyvips.Image, pixels: np.ndarray, name: str) -> Iterator[int]:
+    """Computes ``image`` into ``pixels``; gives the number of rows that are there. libvips' own writers would start
+    threads, one to decode and one to write; a region computes in the calling thread."""
+    try:
+        region = pyvips.Region.new(image)
+        for top in range(0, image.height, _ROWS_AT_ONCE):
+            part = pixels[top : top + _ROWS_AT_ONCE]
+            found = region.fetch(0, top, image.width, len(part))
+            part[...] = np.frombuffer(found, np.uint8).reshape(part.shape)
+            yield top + len(part)
+    except (pyvips.Error, UnicodeDecodeError):
+        raise _broken(name) from None
 
 
 def _rgb8(image: pyvips.Image) -> pyvips.Image:

@@ -18,7 +18,7 @@ from ..errors import EngineClosed, PixelsWaiting
 from ..model_config import VisionConfig
 from ..requests import PreparedImage
 from .crops import Piece, prepare
-from .images import ImageSource, num_pixels, open_image
+from .images import ImageSource, begin_image, num_pixels
 from .prepared_cache import PreparedCache, in_namespace, source_key
 
 HASHED_AT_ONCE_BYTES = 1024 * 1024
@@ -27,7 +27,7 @@ for a thread."""
 
 MOST_THREADS_A_PICTURE = 16
 """Resizing to the crops takes three quarters of a picture's time, and splits into some thirty bands; decoding does not
-split."""
+split, but goes on beside it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,8 +127,8 @@ class PreprocessPool:
         started = time.perf_counter()
 
         def make() -> PreparedImage:
-            decoded = open_image(source, self._limits)
-            image = prepare(decoded, self._vision, run=lambda pieces: self._split(pieces, threads))
+            begun = begin_image(source, self._limits)
+            image = prepare(begun, self._vision, run=lambda pieces: self._split(pieces, threads))
             return in_namespace(image, namespace)
 
         image = self._cache.get(source, make, namespace, key)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from kestrel_engine.config import ImageLimits
 from kestrel_engine.model_config import VisionConfig
 from kestrel_engine.preprocess.crops import prepare, select_tiling
-from kestrel_engine.preprocess.images import DecodedImage, open_image
+from kestrel_engine.preprocess.decoded_image import DecodedImage
+from kestrel_engine.preprocess.images import open_image
 
 GOLDENS = Path(__file__).parents[2] / "data" / "goldens"
 EXPECTED = json.loads((GOLDENS / "preprocess" / "preprocess.json").read_text())
@@ -127,21 +128,50 @@ def whole(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(1, 1500), st.integers(1, 1500), st.randoms(use_true_random=False))
-def test_pieces_in_any_order_and_threads_give_the_same_crops(width, height, random):
+@given(st.integers(1, 1500), st.integers(1, 1500), st.integers(1, 400))
+def test_threads_beside_the_decoder_give_the_same_crops(width, height, rows_at_once):
     rng = np.random.default_rng(width * 1000 + height)
-    image = DecodedImage(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+    true = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    pixels = np.zeros_like(true)
 
-    def scattered(pieces):
-        pieces = list(pieces)
-        random.shuffle(pieces)
+    def decoding():
+        for top in range(0, height, rows_at_once):
+            part = slice(top, min(top + rows_at_once, height))
+            pixels[part] = true[part]
+            yield part.stop
+
+    def split(pieces):
         with ThreadPoolExecutor(4) as threads:
             for future in [threads.submit(piece) for piece in pieces]:
                 future.result()
 
-    alone, shared = prepare(image, VISION), prepare(image, VISION, run=scattered)
+    alone = prepare(DecodedImage(true), VISION)
+    shared = prepare(DecodedImage(pixels, decoding()), VISION, run=split)
     assert np.array_equal(alone.crops, shared.crops)
     assert (alone.key, alone.tiling) == (shared.key, shared.tiling)
+
+
+class Grudging(DecodedImage):
+    """Has only the rows that were waited for; the others are another picture's."""
+
+    def __init__(self, true: np.ndarray) -> None:
+        super().__init__(255 - true)
+        self.true = true
+
+    def wait_for(self, rows: int) -> None:
+        assert rows <= self.height
+        self.pixels[rows:] = 255 - self.true[rows:]
+        self.pixels[:rows] = self.true[:rows]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 1200), st.integers(1, 6000), st.sampled_from([VISION, SMALL]))
+def test_a_piece_waits_for_all_the_rows_it_reads(width, height, vision):
+    rng = np.random.default_rng(width * 1000 + height)
+    true = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    wanted, found = prepare(DecodedImage(true), vision), prepare(Grudging(true), vision)
+    assert np.array_equal(wanted.crops, found.crops)
+    assert wanted.key == found.key
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 20), (2000, 100), (100, 2000), (378, 1), (379, 379)])
