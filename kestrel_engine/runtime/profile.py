@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 _COMPRESSION = 3
 
 
+_TEARS_DOWN_WELL = (12, 6)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """One that was written. ``seconds``: of the recording; ``steps``: that came back meanwhile."""
@@ -38,6 +41,8 @@ class StepProfile:
     def __init__(self, max_steps: int, *, cuda: bool, python_functions: bool) -> None:
         from torch.profiler import ProfilerActivity, profile
 
+        if cuda:
+            _keep_cupti()
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         self._profiler: Any = profile(activities=activities, with_stack=python_functions)
         self._max_steps, self._cuda = max_steps, cuda
@@ -106,3 +111,14 @@ class StepProfile:
             with suppress(OSError):
                 os.unlink(part)
         return Profile(path=path, file_bytes=size, seconds=self.seconds, steps=self.steps)
+
+
+def _keep_cupti() -> None:
+    """Before CUDA 12.6 a process with CUDA graphs crashes at its second profile, unless CUPTI stays once it is there.
+    torch sees to that for graphs that its own compiler captured; it can't know of ours."""
+    import torch
+
+    version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+    if version < _TEARS_DOWN_WELL:
+        os.environ.setdefault("TEARDOWN_CUPTI", "0")
+        os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")

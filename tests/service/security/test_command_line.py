@@ -94,6 +94,12 @@ def test_a_server_is_managed_by_who_may(served, authority, token, admin_token):
     assert admin("cancel", "nobody").stdout == "0 requests cancelled\n"
     assert admin("flush", "--stored-images").stdout == "flushed; 0 stored pictures forgotten\n"
     assert admin("log-level", "debug").stdout == "log level debug, before info\n"
+    told = admin("log-level", "error", "kestrel_engine.loop")
+    assert told.stdout == "log level error, before none of its own\n"
+    assert "module: nothing of this name logs here" in admin("log-level", "error", "no").stderr
+    assert "without --profile-dir [FAILED_PRECONDITION]" in admin("profile").stderr
+    assert "without --capture-dir [FAILED_PRECONDITION]" in admin("capture", "start").stderr
+    assert admin("capture", "stop").stdout == "0 captured, 0 lost\n"
     assert "lacks the scope admin [PERMISSION_DENIED]" in admin("drain", using=token).stderr
     assert admin("drain").stdout == "draining: 0 requests still run or wait\n"
     health = kestrel("health", "--server", served, "--ca", authority.ca.cert, "--wait", 0.5)

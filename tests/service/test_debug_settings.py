@@ -1,0 +1,78 @@
+"""The flags that allow profiles and captures; without them nothing is written anywhere."""
+
+import asyncio
+import os
+
+import pytest
+
+from kestrel_grpc.cli.parser import main
+from kestrel_grpc.configuration import add_flags, configuration
+from kestrel_grpc.debug_settings import DebugConfig
+from kestrel_grpc.security.config import SecurityConfig
+from kestrel_grpc.settings import Parser, SettingsError
+from tests.service.security.test_admin import METADATA, Admin, query, slow
+
+
+def settled(*flags, **environ):
+    parser = Parser(prog="serve")
+    add_flags(parser, environ)
+    return configuration(parser.parse_args(flags)).server.debug
+
+
+def test_by_default_nothing_is_allowed():
+    assert settled() == DebugConfig() == DebugConfig(profile_dir=None, capture_dir=None)
+    assert not settled().capture_pictures
+
+
+def test_flags_and_variables_reach_their_fields(tmp_path):
+    folder = str(tmp_path)
+    told = settled(
+        *("--profile-dir", folder, "--profile-max-bytes", "1MiB", "--capture-pictures"),
+        *("--capture-max-files", "7", "--capture-max-bytes", "2M"),
+        KESTREL_CAPTURE_DIR=folder,
+    )
+    assert told == DebugConfig(
+        profile_dir=folder,
+        profile_max_bytes=1024 * 1024,
+        capture_dir=folder,
+        capture_pictures=True,
+        capture_max_files=7,
+        capture_max_bytes=2_000_000,
+    )
+
+
+@pytest.mark.parametrize("flag", ["--profile-dir", "--capture-dir"])
+def test_a_folder_that_is_of_no_use_is_named(flag, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        settled(flag, str(tmp_path / "gone"))
+    told = capsys.readouterr().err
+    assert flag in told and "there is no such folder" in told
+    variable = f"KESTREL_{flag[2:].upper().replace('-', '_')}"
+    with pytest.raises(SettingsError, match=f"{variable}=.*: there is no such folder"):
+        settled(**{variable: str(tmp_path / "gone")})
+    sealed = tmp_path / "sealed"
+    sealed.mkdir(mode=0o500)
+    if not os.access(sealed, os.W_OK):  # root may write anywhere.
+        with pytest.raises(SystemExit):
+            settled(flag, str(sealed))
+        assert "can't be written to" in capsys.readouterr().err
+
+
+async def test_the_command_records_and_waits(serve, tmp_path, monkeypatch, capsys):
+    key = METADATA[0][1].removeprefix("Bearer ")
+    monkeypatch.setenv("KESTREL_TOKEN", key)
+    config = {
+        "security": SecurityConfig(api_key=key),
+        "debug": DebugConfig(profile_dir=str(tmp_path)),
+    }
+    served = await serve(slow(), server_config=config)
+    server = ("--server", served.server.addresses[0])
+    running = asyncio.ensure_future(served.vision.Query(query(max_tokens=200), metadata=METADATA))
+    words = ("profile", "--seconds", "0.3", "--steps", "5")
+    assert await asyncio.to_thread(main, ["admin", *server, *words]) == 0
+    told = capsys.readouterr().out.splitlines()
+    [path] = tmp_path.iterdir()
+    assert told[0] == f"recording {path.name}, for 0.3 s or 5 steps"
+    assert told[1].startswith(f"profile {path.name}: {path.stat().st_size} bytes, 5 steps in ")
+    await running
+    assert (await Admin(served).StopProfile()).steps == 5
