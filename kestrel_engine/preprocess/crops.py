@@ -24,11 +24,8 @@ PREPROCESS_VERSION = 1
 """Part of every key: raise it whenever equal pixels may give other crops than before."""
 
 STRIP_ROWS = 16
-"""Rows resized at once. libvips' own writer takes as many (its FATSTRIP), and Lanczos 3 adds positions up from the
-first row of each: other strips may round other pixels."""
-
-BAND_ROWS = 2 * STRIP_ROWS
-"""Rows of one piece of work."""
+"""Rows resized at once, a piece of work. libvips' own writer takes as many (its FATSTRIP), and Lanczos 3 adds positions
+up from the first row of each: other strips may round other pixels."""
 
 HASHED_ROWS = 64
 """Rows hashed at once, while others are being decoded."""
@@ -73,23 +70,24 @@ def prepare(image: DecodedImage, vision: VisionConfig, *, run: Run = in_turn) ->
     """Decodes what isn't yet, tiles and resizes; the crops equal the reference's byte for byte. Blocks: call it in a
     worker thread.
 
-    ``run``: does the pieces of work: the decoding, the key and bands of rows; any gives the same crops. The key depends
-    on pixels, size, geometry and PREPROCESS_VERSION only, so the same pixels have one key in whatever format they came.
-    Resizing is libvips' ``resize`` with its default kernels on the whole picture (bicubic to enlarge, Lanczos 3 to
-    shrink). Raises what ``image.decode`` raises.
+    ``run``: does the pieces of work: the decoding, the key and strips of rows; any gives the same crops. The key
+    depends on pixels, size, geometry and PREPROCESS_VERSION only, so the same pixels have one key in whatever format
+    they came. Resizing is libvips' ``resize`` with its default kernels on the whole picture (bicubic to enlarge,
+    Lanczos 3 to shrink). Raises what ``image.decode`` raises.
     """
     side, window = vision.crop_size, _window(vision)
     rows, columns = select_tiling(image.width, image.height, vision)
     crops = np.empty((1 + rows * columns, side, side, 3), np.uint8)
     if (rows, columns) == (1, 1):
         # The only tile is the whole picture again.
-        bands = _Resized(image, crops[None], 0).bands()
+        strips = _Resized(image, crops[None], 0).strips()
     else:
         tiles = crops[1:].reshape(rows, columns, side, side, 3)
-        bands = _Resized(image, crops[None, :1], 0).bands() + _Resized(image, tiles, window).bands()
+        strips = _Resized(image, crops[None, :1], 0).strips()
+        strips += _Resized(image, tiles, window).strips()
     key: list[str] = []
     first: list[Piece] = [image.decode, lambda: key.append(_content_key(image, vision))]
-    run(first + [piece for _, piece in sorted(bands, key=itemgetter(0))])
+    run(first + [piece for _, piece in sorted(strips, key=itemgetter(0))])
     return PreparedImage(
         key=key[0],
         crops=crops,
@@ -100,7 +98,7 @@ def prepare(image: DecodedImage, vision: VisionConfig, *, run: Run = in_turn) ->
 
 
 class _Resized:
-    """A picture, resized to a grid of tiles; nothing is computed before ``bands``' pieces are called.
+    """A picture, resized to a grid of tiles; nothing is computed before ``strips``' pieces are called.
 
     ``tiles``: [rows, columns, side, side, 3] uint8, written to; one begins ``window`` pixels after the other, both
     ways. The aspect ratio is not kept.
@@ -113,11 +111,11 @@ class _Resized:
         self._image: pyvips.Image | None = None
         self._lock = threading.Lock()
 
-    def bands(self) -> list[tuple[int, Piece]]:
+    def strips(self) -> list[tuple[int, Piece]]:
         """Pieces that write all tiles between them, each with the number of the picture's rows that it waits for."""
         return [
-            (self._rows_needed(min(top + BAND_ROWS, self._height)), partial(self._write, top))
-            for top in range(0, self._height, BAND_ROWS)
+            (self._rows_needed(min(top + STRIP_ROWS, self._height)), partial(self._write, top))
+            for top in range(0, self._height, STRIP_ROWS)
         ]
 
     def _rows_needed(self, bottom: int) -> int:
@@ -139,26 +137,24 @@ class _Resized:
             return self._image
 
     def _write(self, top: int) -> None:
-        """A band from row ``top`` on, computed once, to all tiles that its rows belong to."""
-        bottom = min(top + BAND_ROWS, self._height)
+        """The strip from row ``top`` on, computed once, to all tiles that its rows belong to."""
+        rows = min(STRIP_ROWS, self._height - top)
         _, columns, side, _, bands = self._tiles.shape
         # Unlike libvips' writers, a region computes in the calling thread, and starts none.
         region = pyvips.Region.new(self._pipeline())
-        self._source.wait_for(self._rows_needed(bottom))
-        for y in range(top, bottom, STRIP_ROWS):
-            rows = min(STRIP_ROWS, bottom - y)
-            strip = np.frombuffer(region.fetch(0, y, self._width, rows), np.uint8)
-            line = self._width * bands
-            # [columns, rows, side, 3]: the tiles' parts of the strip, which overlap.
-            parts = np.lib.stride_tricks.as_strided(
-                strip, (columns, rows, side, bands), (self._window * bands, line, bands, 1)
-            )
-            for index, tile_row in enumerate(self._tiles):
-                first = max(0, y - self._window * index)
-                last = min(side, y + rows - self._window * index)
-                if first < last:
-                    from_strip = first + self._window * index - y
-                    tile_row[:, first:last] = parts[:, from_strip : from_strip + last - first]
+        self._source.wait_for(self._rows_needed(top + rows))
+        strip = np.frombuffer(region.fetch(0, top, self._width, rows), np.uint8)
+        # [columns, rows, side, 3]: the tiles' parts of the strip, which overlap.
+        parts = np.lib.stride_tricks.as_strided(
+            strip,
+            (columns, rows, side, bands),
+            (self._window * bands, self._width * bands, bands, 1),
+        )
+        for index, tile_row in enumerate(self._tiles):
+            above = self._window * index
+            first, last = max(0, top - above), min(side, top + rows - above)
+            if first < last:
+                tile_row[:, first:last] = parts[:, first + above - top : last + above - top]
 
 
 def _margins(vision: VisionConfig) -> int:

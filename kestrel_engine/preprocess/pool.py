@@ -7,10 +7,11 @@ How many jobs may wait is the engine's decision (``max_queue``); the pool bounds
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from ..config import ImageLimits
@@ -26,7 +27,7 @@ HASHED_AT_ONCE_BYTES = 1024 * 1024
 for a thread."""
 
 MOST_THREADS_A_PICTURE = 16
-"""Resizing to the crops takes three quarters of a picture's time, and splits into some thirty bands; decoding does not
+"""Resizing to the crops takes three quarters of a picture's time, and splits into some sixty strips; decoding does not
 split, but goes on beside it."""
 
 
@@ -85,11 +86,17 @@ class PreprocessPool:
             self._free.release()
             raise
         self._running += 1
-        job = asyncio.wrap_future(future)
-        job.add_done_callback(self._job_done)
-        # Unlike awaiting the job itself, this leaves it alone when the caller is cancelled.
-        await asyncio.wait([job])
-        return job.result()
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[Preprocessed] = loop.create_future()
+
+        def tell(job: Future[Preprocessed]) -> None:
+            # No loop any more: nobody waits.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._job_done, job, result)
+
+        future.add_done_callback(tell)
+        # A caller that is cancelled cancels this, not the job.
+        return await result
 
     async def _turn(self, source: ImageSource) -> None:
         """Waits for a thread. Only a picture that must wait is looked at for its size, and a single one always may."""
@@ -164,8 +171,13 @@ class PreprocessPool:
         for helper in running:
             helper.result()
 
-    def _job_done(self, job: asyncio.Future[Preprocessed]) -> None:
+    def _job_done(self, job: Future[Preprocessed], result: asyncio.Future[Preprocessed]) -> None:
         self._running -= 1
         self._free.release()
-        if not job.cancelled():
-            job.exception()  # seen: the caller may be gone, and then nobody else looks
+        if result.done():
+            return  # The caller is gone.
+        error = job.exception()
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(job.result())
