@@ -33,7 +33,7 @@ from .errors import (
 )
 from .events import EngineMetrics, EngineResult, StreamUpdate
 from .factory import Built, Progress, build
-from .info import EngineInfo
+from .info import CompileCounts, EngineInfo
 from .loop import EngineLoop, Work
 from .observer import ImageEvent, Observer
 from .open_requests import OpenRequest, OpenRequests
@@ -148,6 +148,8 @@ class InferenceEngine(SkillCalls):
         except BaseException:
             await engine.shutdown(grace_s=0)
             raise
+        if built.compiling is not None:
+            built.compiling.serving = True
         load = dataclasses.replace(engine.info.load, warm_up_s=time.monotonic() - began)
         engine.info = dataclasses.replace(engine.info, load=load)
         return engine
@@ -166,6 +168,12 @@ class InferenceEngine(SkillCalls):
     def stats(self) -> SchedulerStats:
         """Who runs and waits on the device, and its pages, now. From any thread."""
         return self._loop.stats
+
+    @property
+    def compiled(self) -> CompileCounts:
+        """Kernels made ready so far. From any thread."""
+        meter = self._built.compiling
+        return CompileCounts() if meter is None else meter.counts
 
     async def submit(
         self,

@@ -22,6 +22,7 @@ from .skills.base import TextCodec
 if TYPE_CHECKING:
     import torch
 
+    from .kernels.compile_meter import CompileMeter
     from .runtime.gpu.memory import Pool
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,8 @@ class Built:
     model: ModelConfig
     codec: TextCodec
     info: EngineInfo
+    compiling: CompileMeter | None = None
+    """Where kernels are compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
     device, dtype = _device(config), _dtype(config)
     sizes = config.sizes(cuda=device.type == "cuda")
     kernels = _uses_kernels(config, device)
+    compiling = _compile_meter() if kernels else None
     if config.attention == "flashinfer" and dtype == torch.float32:
         raise ConfigError("attention", "flashinfer", "needs dtype bfloat16 or float16")
     if config.cpu_threads is not None:
@@ -136,7 +140,13 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
             weights_s=read - began, build_s=built - read - capture_s, capture_s=capture_s
         ),
     )
-    return Built(runtime, model, codec, info)
+    return Built(runtime, model, codec, info, compiling)
+
+
+def _compile_meter() -> CompileMeter:
+    from .kernels.compile_meter import watch_compiler
+
+    return watch_compiler()
 
 
 def _uses_kernels(config: RuntimeConfig, device: torch.device) -> bool:

@@ -22,6 +22,16 @@ class LoadTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompileCounts:
+    """Kernels that were made ready since the process began, and the seconds that this took."""
+
+    compiled: int = 0
+    cached: int = 0
+    """Found compiled on the disk."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """Fixed for the engine's life. Positions are KV positions; sizes are bytes."""
 

@@ -84,6 +84,8 @@ class ServiceMetrics:
         }
         self._observe(names.LOAD_DURATION, lambda: [Observation(self._load_s)])
         self._observe(names.LOAD_PHASE, lambda: _load_phases(engine))
+        self._observe(names.KERNELS, lambda: _kernels(engine))
+        self._observe(names.COMPILE_TIME, lambda: [Observation(engine.compiled.seconds)])
         self._observe(names.RUNNING, lambda: [Observation(engine.stats.running)])
         self._observe(names.WAITING, lambda: [Observation(_waiting(engine))])
         self._observe(names.KV_PAGES, lambda: _pages(engine))
@@ -213,6 +215,14 @@ _VISION, _PREFILL, _DECODE = ({names.PHASE: phase} for phase in ("vision", "pref
 
 def _waiting(engine: InferenceEngine) -> int:
     return max(0, engine.num_requests - engine.stats.running)
+
+
+def _kernels(engine: InferenceEngine) -> list[Observation]:
+    counts = engine.compiled
+    return [
+        Observation(counts.compiled, {names.CACHED: False}),
+        Observation(counts.cached, {names.CACHED: True}),
+    ]
 
 
 def _load_phases(engine: InferenceEngine) -> list[Observation]:

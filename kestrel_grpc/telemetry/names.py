@@ -81,6 +81,7 @@ STEP_WAITING = "kestrel.step.waiting"
 PHASE = "kestrel.phase"
 PAGE_STATE = "kestrel.kv.state"
 FAILED = "kestrel.failed"
+CACHED = "kestrel.cached"
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +259,19 @@ LOAD_PHASE = Metric(
     "s",
     "Of that: weights, build (packing, KV pool), capture (CUDA graphs, kernels compiled for them), warm_up (the rest)",
     (PHASE,),
+)
+KERNELS = Metric(
+    "kestrel.kernels",
+    "counter",
+    "{kernel}",
+    "Kernels that Triton made ready since the process began: compiled, or found compiled on the disk",
+    (CACHED,),
+)
+COMPILE_TIME = Metric(
+    "kestrel.kernels.compile.time",
+    "counter",
+    "s",
+    "What that took; while serving, steps wait for it",
 )
 READY = Metric("kestrel.ready", "gauge", "1", "1 while requests are taken, else 0")
 

@@ -34,6 +34,7 @@ async def profiled(engine, path):
 async def test_two_profiles_hold_the_kernels_of_captured_graphs(tmp_path):
     async with await InferenceEngine.create(RuntimeConfig(device="cuda")) as engine:
         load = engine.info.load
+        assert engine.compiled.compiled + engine.compiled.cached > 0 and engine.compiled.seconds > 0
         assert load.weights_s > 0 and load.capture_s > 0 and load.warm_up_s > 0
         for name in ("first", "second"):
             steps, events = await profiled(engine, tmp_path / name)

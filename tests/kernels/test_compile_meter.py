@@ -1,0 +1,60 @@
+"""What Triton's compiler tells is counted, and whoever listened before still hears it."""
+
+import logging
+
+import pytest
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from kestrel_engine.info import CompileCounts
+from kestrel_engine.kernels import compile_meter
+from kestrel_engine.kernels.compile_meter import CompileMeter, watch_compiler
+
+
+def add_one(pointer, BLOCK: tl.constexpr):
+    places = tl.arange(0, BLOCK)
+    tl.store(pointer + places, tl.load(pointer + places) + 1)
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """No meter, a listener of somebody else's, an empty folder of compiled kernels."""
+    heard = []
+    monkeypatch.setattr(compile_meter, "_meter", None)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    before = knobs.compilation.listener
+    knobs.compilation.listener = lambda **told: heard.append(told["cache_hit"])
+    yield heard
+    knobs.compilation.listener = before
+
+
+def test_a_kernel_is_compiled_once_and_found_the_next_time(fresh):
+    meter = watch_compiler()
+    assert watch_compiler() is meter
+    assert meter.counts == CompileCounts()
+    # Whether or not kernels are interpreted in this run.
+    source = ASTSource(JITFunction(add_one), {"pointer": "*fp32", "BLOCK": "constexpr"}, {(1,): 64})
+    for _ in range(2):
+        try:
+            triton.compile(source, target=GPUTarget("cuda", 80, 32))
+        except (RuntimeError, OSError) as error:
+            pytest.skip(f"no compiler for another card here: {error}")
+    assert (meter.counts.compiled, meter.counts.cached) == (1, 1)
+    assert 0 < meter.counts.seconds < 60
+    assert fresh == [False, True]
+
+
+def test_only_compiling_while_serving_is_worth_a_warning(caplog):
+    meter = CompileMeter()
+    with caplog.at_level(logging.WARNING):
+        meter.note("early", 1.0, cached=False)
+        meter.serving = True
+        meter.note("found", 0.01, cached=True)
+        assert caplog.text == ""
+        meter.note("late", 2.5, cached=False)
+    assert "kernel late was compiled while serving, in 2.50 s" in caplog.text
+    assert meter.counts == CompileCounts(compiled=2, cached=1, seconds=pytest.approx(3.51))
