@@ -61,13 +61,14 @@ _MOST_WAITING = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Failed:
-    """A call that is to be written; its message is no longer used by anybody else."""
+    """What is to be written of a call, which itself is over by then; nobody else uses the message any more."""
 
-    call: Call
+    message: Any
+    facts: dict[str, Any]
     stored: bytes | np.ndarray | None
     """The picture that it names by id, if that is kept."""
     pictures: bool
-    info: EngineInfo | None
+    request_id: str
 
 
 class Capture:
@@ -109,8 +110,9 @@ class Capture:
             self._lost += 1
             return
         engine = self._served.loaded
+        facts = _facts(call, None if engine is None else engine.info)
         stored = self._stored(call) if self._pictures else None
-        failed = _Failed(call, stored, self._pictures, None if engine is None else engine.info)
+        failed = _Failed(call.message, facts, stored, self._pictures, call.request_id)
         task = asyncio.create_task(self._write(failed))
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
@@ -130,10 +132,10 @@ class Capture:
                 name = await asyncio.to_thread(self._write_file, failed)
             except Exception as error:  # The capture's edge: nobody waits for it.
                 self._lost += 1
-                logger.error("request %s is not captured: %s", failed.call.request_id, error)
+                logger.error("request %s is not captured: %s", failed.request_id, error)
                 return
         self._files.append(name)
-        logger.warning("request %s is captured in %s", failed.call.request_id, name)
+        logger.warning("request %s is captured in %s", failed.request_id, name)
 
     def _write_file(self, failed: _Failed) -> str:
         """Raises OSError where there is no room."""
@@ -159,9 +161,8 @@ class Capture:
 
 def described(failed: _Failed) -> dict[str, Any]:
     """The file's contents. The request has protobuf's own JSON form, with the fields' names as in the .proto files."""
-    call, error = failed.call, failed.call.error
-    request = type(call.message)()
-    request.CopyFrom(call.message)
+    request = type(failed.message)()
+    request.CopyFrom(failed.message)
     image, inner = _image(request), getattr(request, "request", request)
     if hasattr(inner, "options"):
         inner.options.ClearField("cache_salt")
@@ -171,9 +172,18 @@ def described(failed: _Failed) -> dict[str, Any]:
         inner.ClearField("image")
     elif image is not None and failed.stored is not None:
         _inline(image, failed.stored)
-    info = failed.info
     return {
         "kestrel_capture": FORMAT,
+        **failed.facts,
+        "picture_left_out": left_out,
+        "request": json_format.MessageToDict(request, preserving_proto_field_name=True),
+    }
+
+
+def _facts(call: Call, info: EngineInfo | None) -> dict[str, Any]:
+    """What doesn't depend on the request's contents."""
+    error = call.error
+    return {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "version": __version__,
         "model": None if info is None else info.model,
@@ -185,8 +195,6 @@ def described(failed: _Failed) -> dict[str, Any]:
         "after_ms": round(call.duration_ms, 1),
         "error": None if error is None else type(error).__name__,
         "traceback": None if error is None else traceback.format_exception(error),
-        "picture_left_out": left_out,
-        "request": json_format.MessageToDict(request, preserving_proto_field_name=True),
     }
 
 
