@@ -20,6 +20,7 @@ from ...kernels.skinny_linear import skinny_linear
 from ...kernels.tau_content import TauWorkspace, tau_content
 from ...model_config import TextConfig
 from ...models.layers import LayerNorm, Linear, Tensors
+from .decode_attention import DecodeAttention
 from .gemm import add_linear, linear, linear_gelu, require_exact
 from .text_decode import DecodePass
 from .text_layers import TextLayer, load_layers, rotary_angles
@@ -41,7 +42,7 @@ class FusedText:
     """``tensors``: a packed checkpoint (`weights.pack_weights`), in the type and on the device of the computation,
     experts perhaps in FP8. ``max_rows``: of a decode step. ``overlap``: attention and MLP of a decode step run beside
     each other on two streams instead of sharing GEMMs (CUDA only). ``pdl``: decode kernels begin while those before
-    them end (sm_90)."""
+    them end (sm_90). ``attention``: of decode steps; None takes our own kernel."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class FusedText:
         page_size: int,
         overlap: bool = False,
         pdl: bool = False,
+        attention: DecodeAttention | None = None,
     ) -> None:
         self.config = config
         self._layers, self._pending = load_layers(config, tensors)
@@ -71,6 +73,7 @@ class FusedText:
             page_size=page_size,
             overlap=overlap,
             pdl=pdl,
+            attention=attention,
         )
 
     def prefill(

@@ -17,25 +17,23 @@ from ...kernels.layer_norm import add_layer_norm, layer_norm
 from ...kernels.moe_decode import MAX_TOKENS, moe_decode
 from ...kernels.moe_prefill import moe_prefill
 from ...kernels.moe_route import route
-from ...kernels.paged_decode import DecodeWorkspace, choose_splits, paged_decode
 from ...kernels.skinny_linear import MAX_ROWS, default_splits, skinny_linear, skinny_partials
 from ...kernels.tau_content import TauWorkspace, tau_content
 from ...model_config import TextConfig
 from ...models.layers import LayerNorm, Linear
+from .decode_attention import DecodeAttention, PagedDecode
 from .gemm import linear
 from .text_layers import TextLayer
 
 APART_ROWS = 8
 """Rows up to which experts run beside attention on a stream of their own: neither fills the card then."""
 
-EARLY_ROWS = 2
-"""Rows up to which attention begins before the GEMM in front of it has ended."""
-
 
 class DecodePass:
     """Owns the buffers of a step of up to ``max_rows`` rows. Steps share them, so they run one after another.
 
-    ``overlap``: attention and MLP have GEMMs of their own, on two streams where there are streams.
+    ``overlap``: attention and MLP have GEMMs of their own, on two streams where there are streams. ``attention``: None
+    takes our own kernel.
     """
 
     def __init__(
@@ -50,12 +48,12 @@ class DecodePass:
         page_size: int,
         overlap: bool,
         pdl: bool,
+        attention: DecodeAttention | None = None,
     ) -> None:
         self._config, self._layers, self._post_ln = config, layers, post_ln
-        self._cos, self._sin = angles
-        self._tau, self._page_size, self._overlap = tau, page_size, overlap
+        self._angles, self._tau, self._overlap = angles, tau, overlap
         weight = layers[0].proj
-        device, self._dtype = weight.device, weight.dtype
+        device = weight.device
         beside = (overlap or config.moe is not None) and weight.is_cuda
         self._side = torch.cuda.Stream(device) if beside else None
         self._early = pdl and weight.is_cuda
@@ -78,8 +76,10 @@ class DecodePass:
         self._content = floats(max_rows, 2 * heads)
         self._router_weights = floats(max_rows, chosen)
         self._chosen = torch.empty(max_rows * chosen, dtype=torch.int32, device=device)
-        shapes = [(rows, self._splits(rows)) for rows in range(1, max_rows + 1)]
-        self._attention = DecodeWorkspace.allocate(shapes, heads, config.head_dim, device)
+        if attention is None:
+            sizes = {"max_rows": max_rows, "page_size": page_size}
+            attention = PagedDecode(config, weight.dtype, device, early=self._early, **sizes)
+        self._attention = attention
 
     def __call__(
         self,
@@ -163,31 +163,13 @@ class DecodePass:
         values: Tensor,
         out: Tensor,
     ) -> None:
-        positions, row_seq, page_table = rows
         factors = None
         if layer.tau is not None:
             assert self._tau is not None
             content = _shaped(self._content, len(read), 2 * self._config.n_heads)
             tau_content(read, layer.tau.weights, self._tau, out=content)
             factors = content, layer.tau.alpha
-        paged_decode(
-            read,
-            keys,
-            values,
-            page_table,
-            row_seq,
-            positions,
-            self._cos,
-            self._sin,
-            page_size=self._page_size,
-            tau=factors,
-            splits=self._splits(len(read)),
-            workspace=self._attention,
-            out=out,
-            # More rows fill the card by themselves, and programs that wait stand in the GEMM's way: at 16 rows a layer
-            # took 84 us on an H200 where its kernels one by one take 65.
-            pdl=self._early and len(read) <= EARLY_ROWS,
-        )
+        self._attention(read, keys, values, rows, self._angles, factors, out)
 
     def _mlp(self, layer: TextLayer, u: Tensor, hidden: Tensor) -> Tensor:
         """``hidden`` [M, ff] is filled; of an MoE layer it holds the router's logits."""
@@ -236,10 +218,6 @@ class DecodePass:
             return torch.mm(x, weight.T)
         shape = default_splits(*weight.shape), len(x), weight.shape[0]
         return skinny_partials(x, weight, pdl=self._early, out=_shaped(room, *shape))
-
-    def _splits(self, rows: int) -> int:
-        config = self._config
-        return choose_splits(rows, config.n_heads, config.head_dim, self._dtype)
 
 
 def _writers(layers: list[TextLayer]) -> Iterator[Tensor]:
