@@ -84,6 +84,8 @@ def step(now: float, step_id: int) -> StepEvent:
         preemptions=0,
         cached_positions=0,
         prompt_positions=0,
+        num_tokens=16,
+        token_gaps=((0.003, 15), (0.006, 1)),
     )
 
 
