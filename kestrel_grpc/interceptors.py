@@ -71,6 +71,12 @@ class Call:
     """The watcher's own."""
     _greeted: bool = False
 
+    def release(self) -> None:
+        """Lets go of what is large, once the call has ended: a cancelled timer keeps its task's context, and so this
+        object, until the time that it was set for."""
+        del self.context
+        self.message = self.result = self.error = self.trace = None
+
     async def accept(self) -> None:
         """Tells the caller the request's id; the call can't be retried transparently from here on."""
         if not self._greeted:
@@ -200,6 +206,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             if watcher is not None:
                 watcher.begin(call)
             prefix = ""
+            failed: Exception | None = None
             with self._in_flight:
                 try:
                     call.principal = principal = guard.principal(method, context)
@@ -239,11 +246,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 except (
                     Exception
                 ) as error:  # The servicer's edge: the one place where errors become statuses.
+                    failed = error
                     await self._fail(call, error, prefix)
                 finally:
                     self._log_call(call)
                     if watcher is not None:
                         watcher.end(call)
+                    call.release()
+                    # gRPC keeps the exception that aborts a call, and with it this frame, in a cycle with its context.
+                    data = request = response = None
+                    if failed is not None:
+                        _forget_frames(failed)
+                        failed = None
 
         return handle
 
@@ -290,6 +304,16 @@ def _message(data: bytes, decode: Callable[[bytes], Any]) -> Any:
         return decode(data)
     except DecodeError:
         raise InvalidRequest("", _NOT_A_MESSAGE) from None
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Tracebacks hold frames, and these the request and its picture: with a cycle among them, until the garbage
+    collector comes, and ours comes seldom."""
+    chain: list[BaseException | None] = [error]
+    while chain:
+        if (each := chain.pop()) is not None:
+            chain += (each.__cause__, each.__context__)
+            each.__cause__ = each.__context__ = each.__traceback__ = None
 
 
 async def _in_time(response: Awaitable[Any], call: Call) -> Any:

@@ -49,25 +49,33 @@ class Complaints(logging.Handler):
 
 
 class ServedInThread:
-    """A context; ``address`` is where it serves."""
+    """A context; ``address`` is where it serves. ``keeps``: whether pictures are kept for later calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool = True) -> None:
+        self._keeps = keeps
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="abused-server")
         self._complaints = Complaints()
         self.address = ""
 
     async def _start(self) -> KestrelServer:
-        config = RuntimeConfig(max_batch_size=LIMITS.max_batch_size, default_max_tokens=8)
+        config = RuntimeConfig(
+            max_batch_size=LIMITS.max_batch_size,
+            default_max_tokens=8,
+            image_cache_bytes=2**28 if self._keeps else 0,
+        )
 
         async def load_engine() -> InferenceEngine:
             built = fake_build(config, FakeRuntime(LIMITS, short))
             return InferenceEngine(config, built, observer=server.telemetry)
 
         security = SecurityConfig(api_key=KEY)
-        server = KestrelServer(
-            ServerConfig(listen=("127.0.0.1:0",), security=security), config, load_engine
+        settings = ServerConfig(
+            listen=("127.0.0.1:0",),
+            security=security,
+            image_store_bytes=2**28 if self._keeps else 0,
         )
+        server = KestrelServer(settings, config, load_engine)
         await server.start()
         await server.load()
         return server

@@ -1,0 +1,86 @@
+"""What a call brought is let go when it ends, however it ends, and without the garbage collector's help: messages are
+large, and the collector is told to come seldom."""
+
+from __future__ import annotations
+
+import gc
+import secrets
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+import psutil
+import pytest
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+from tests.abuse.served import METADATA, ServedInThread
+
+SIDE = 1200
+PICTURE_BYTES = 3 * SIDE * SIDE
+CALLS = 50
+
+
+@pytest.fixture(scope="module")
+def vision() -> Iterator[VisionServiceStub]:
+    options = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+    with (
+        ServedInThread(keeps=False) as served,
+        grpc.insecure_channel(served.address, options=options) as channel,
+    ):
+        yield VisionServiceStub(channel)
+        served.assert_at_rest()
+
+
+def good() -> common_pb2.Image:
+    data = bytes(PICTURE_BYTES - 8) + secrets.token_bytes(8)
+    return common_pb2.Image(raw=common_pb2.RawImage(data=data, width=SIDE, height=SIDE))
+
+
+REFUSED = pb.CaptionRequest(image=common_pb2.Image(encoded=b"\xff\xd8\xff" + bytes(PICTURE_BYTES)))
+REFUSED_STREAM = pb.StreamCaptionRequest(request=REFUSED)
+"""One for all: a client's exception holds its request, in this process."""
+
+
+def answered(vision: VisionServiceStub) -> None:
+    vision.Caption(pb.CaptionRequest(image=good()), metadata=METADATA)
+
+
+def refused(vision: VisionServiceStub) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        vision.Caption(REFUSED, metadata=METADATA)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def refused_stream(vision: VisionServiceStub) -> None:
+    with pytest.raises(grpc.RpcError):
+        list(vision.StreamCaption(REFUSED_STREAM, metadata=METADATA))
+
+
+def cancelled(vision: VisionServiceStub) -> None:
+    request = pb.StreamCaptionRequest(request=pb.CaptionRequest(image=good()))
+    call = vision.StreamCaption(request, metadata=METADATA)
+    next(call)
+    call.cancel()
+
+
+@pytest.mark.parametrize("call", [answered, refused, refused_stream, cancelled])
+def test_a_call_that_has_ended_holds_nothing(
+    vision: VisionServiceStub, call: Callable[[VisionServiceStub], None]
+) -> None:
+    process = psutil.Process()
+    for _ in range(15):
+        call(vision)
+    gc.collect()
+    gc.disable()
+    try:
+        before = process.memory_info().rss
+        for _ in range(CALLS):
+            call(vision)
+        time.sleep(0.2)
+        grown = process.memory_info().rss - before
+    finally:
+        gc.enable()
+        gc.collect()
+    assert grown < 20 * PICTURE_BYTES, f"{grown / PICTURE_BYTES:.0f} of {CALLS} pictures are left"
