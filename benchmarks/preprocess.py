@@ -107,7 +107,8 @@ def measure_one(report: Report, count: int) -> None:
 def _tiling(
     image: Callable[[], DecodedImage], pool: PreprocessPool, threads: int
 ) -> Callable[[], Any]:
-    return lambda: crops.prepare(image(), VISION, run=lambda pieces: pool._split(pieces, threads))
+    run = partial(pool._split, threads=threads) if threads > 1 else None
+    return lambda: crops.prepare(image(), VISION, run=run)
 
 
 def measure_many(report: Report, seconds: float) -> None:

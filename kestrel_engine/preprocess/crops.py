@@ -24,8 +24,11 @@ PREPROCESS_VERSION = 1
 """Part of every key: raise it whenever equal pixels may give other crops than before."""
 
 STRIP_ROWS = 16
-"""Rows resized at once, a piece of work. libvips' own writer takes as many (its FATSTRIP), and Lanczos 3 adds positions
-up from the first row of each: other strips may round other pixels."""
+"""Rows resized at once. libvips' own writer takes as many (its FATSTRIP), and Lanczos 3 adds positions up from the
+first row of each: other strips may round other pixels."""
+
+BAND_ROWS = 2 * STRIP_ROWS
+"""Rows of a piece of work, if several threads share it: each piece costs 50 us more than the same rows in one go."""
 
 HASHED_ROWS = 64
 """Rows hashed at once, while others are being decoded."""
@@ -34,12 +37,6 @@ Piece: TypeAlias = Callable[[], object]
 Run: TypeAlias = Callable[[Sequence[Piece]], None]
 """Calls every piece once, begins them in order, in any threads: a piece may wait for those before it. Returns when all
 are done; raises what one of them raised."""
-
-
-def in_turn(pieces: Sequence[Piece]) -> None:
-    """The Run of the calling thread alone."""
-    for piece in pieces:
-        piece()
 
 
 def select_tiling(width: int, height: int, vision: VisionConfig) -> tuple[int, int]:
@@ -66,11 +63,12 @@ def select_tiling(width: int, height: int, vision: VisionConfig) -> tuple[int, i
     return max(1, rows), max(1, columns)
 
 
-def prepare(image: DecodedImage, vision: VisionConfig, *, run: Run = in_turn) -> PreparedImage:
+def prepare(image: DecodedImage, vision: VisionConfig, *, run: Run | None = None) -> PreparedImage:
     """Decodes what isn't yet, tiles and resizes; the crops equal the reference's byte for byte. Blocks: call it in a
     worker thread.
 
-    ``run``: does the pieces of work: the decoding, the key and strips of rows; any gives the same crops. The key
+    ``run``: does the pieces of work: the decoding, the key and bands of rows; any gives the same crops, and so does
+    None, the calling thread alone: as little CPU time as possible, where a run is for as little delay. The key
     depends on pixels, size, geometry and PREPROCESS_VERSION only, so the same pixels have one key in whatever format
     they came. Resizing is libvips' ``resize`` with its default kernels on the whole picture (bicubic to enlarge,
     Lanczos 3 to shrink). Raises what ``image.decode`` raises.
@@ -80,14 +78,19 @@ def prepare(image: DecodedImage, vision: VisionConfig, *, run: Run = in_turn) ->
     crops = np.empty((1 + rows * columns, side, side, 3), np.uint8)
     if (rows, columns) == (1, 1):
         # The only tile is the whole picture again.
-        strips = _Resized(image, crops[None], 0).strips()
+        resized = [_Resized(image, crops[None], 0)]
     else:
         tiles = crops[1:].reshape(rows, columns, side, side, 3)
-        strips = _Resized(image, crops[None, :1], 0).strips()
-        strips += _Resized(image, tiles, window).strips()
+        resized = [_Resized(image, crops[None, :1], 0), _Resized(image, tiles, window)]
     key: list[str] = []
-    first: list[Piece] = [image.decode, lambda: key.append(_content_key(image, vision))]
-    run(first + [piece for _, piece in sorted(strips, key=itemgetter(0))])
+    pieces: list[Piece] = [image.decode, lambda: key.append(_content_key(image, vision))]
+    if run is None:
+        pieces += [whole.write_all for whole in resized]
+        for piece in pieces:
+            piece()
+    else:
+        bands = [band for whole in resized for band in whole.bands()]
+        run(pieces + [piece for _, piece in sorted(bands, key=itemgetter(0))])
     return PreparedImage(
         key=key[0],
         crops=crops,
@@ -98,7 +101,7 @@ def prepare(image: DecodedImage, vision: VisionConfig, *, run: Run = in_turn) ->
 
 
 class _Resized:
-    """A picture, resized to a grid of tiles; nothing is computed before ``strips``' pieces are called.
+    """A picture, resized to a grid of tiles; nothing is computed before it is written.
 
     ``tiles``: [rows, columns, side, side, 3] uint8, written to; one begins ``window`` pixels after the other, both
     ways. The aspect ratio is not kept.
@@ -111,12 +114,17 @@ class _Resized:
         self._image: pyvips.Image | None = None
         self._lock = threading.Lock()
 
-    def strips(self) -> list[tuple[int, Piece]]:
+    def write_all(self) -> None:
+        """Writes all tiles."""
+        self._write(0, self._height)
+
+    def bands(self) -> list[tuple[int, Piece]]:
         """Pieces that write all tiles between them, each with the number of the picture's rows that it waits for."""
-        return [
-            (self._rows_needed(min(top + STRIP_ROWS, self._height)), partial(self._write, top))
-            for top in range(0, self._height, STRIP_ROWS)
-        ]
+        found: list[tuple[int, Piece]] = []
+        for top in range(0, self._height, BAND_ROWS):
+            bottom = min(top + BAND_ROWS, self._height)
+            found.append((self._rows_needed(bottom), partial(self._write, top, bottom)))
+        return found
 
     def _rows_needed(self, bottom: int) -> int:
         """No fewer of the picture's than libvips reads to compute the rows above ``bottom``: Lanczos 3 looks 3.5 rows
@@ -136,14 +144,18 @@ class _Resized:
                 self._image = image
             return self._image
 
-    def _write(self, top: int) -> None:
-        """The strip from row ``top`` on, computed once, to all tiles that its rows belong to."""
-        rows = min(STRIP_ROWS, self._height - top)
-        _, columns, side, _, bands = self._tiles.shape
+    def _write(self, top: int, bottom: int) -> None:
+        """Rows ``top`` to ``bottom``, computed once, to all tiles that they belong to."""
         # Unlike libvips' writers, a region computes in the calling thread, and starts none.
         region = pyvips.Region.new(self._pipeline())
-        self._source.wait_for(self._rows_needed(top + rows))
-        strip = np.frombuffer(region.fetch(0, top, self._width, rows), np.uint8)
+        self._source.wait_for(self._rows_needed(bottom))
+        for y in range(top, bottom, STRIP_ROWS):
+            rows = min(STRIP_ROWS, bottom - y)
+            self._spread(np.frombuffer(region.fetch(0, y, self._width, rows), np.uint8), y, rows)
+
+    def _spread(self, strip: np.ndarray, top: int, rows: int) -> None:
+        """Copies the bytes of ``rows`` rows, the first being ``top``, to all tiles that they belong to."""
+        _, columns, side, _, bands = self._tiles.shape
         # [columns, rows, side, 3]: the tiles' parts of the strip, which overlap.
         parts = np.lib.stride_tricks.as_strided(
             strip,

@@ -73,7 +73,7 @@ _CONVERTED_SPACES = frozenset(
 """Colour spaces that libvips converts to sRGB (CMYK by the embedded ICC profile, else its built-in one). RGB and grey
 are taken as stored, whatever profile is embedded: the reference does so."""
 
-_ROWS_AT_ONCE = 32
+_ROWS_AT_ONCE = 64
 """Decoded at once; a multiple of the height of JPEG's blocks."""
 
 _MAX_BANDS = 5

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 
 from ..config import ImageLimits
 from ..errors import EngineClosed, PixelsWaiting
@@ -27,7 +28,7 @@ HASHED_AT_ONCE_BYTES = 1024 * 1024
 for a thread."""
 
 MOST_THREADS_A_PICTURE = 16
-"""Resizing to the crops takes three quarters of a picture's time, and splits into some sixty strips; decoding does not
+"""Resizing to the crops takes three quarters of a picture's time, and splits into some thirty bands; decoding does not
 split, but goes on beside it."""
 
 
@@ -135,7 +136,8 @@ class PreprocessPool:
 
         def make() -> PreparedImage:
             begun = begin_image(source, self._limits)
-            image = prepare(begun, self._vision, run=lambda pieces: self._split(pieces, threads))
+            split = partial(self._split, threads=threads) if threads > 1 else None
+            image = prepare(begun, self._vision, run=split)
             return in_namespace(image, namespace)
 
         image = self._cache.get(source, make, namespace, key)

@@ -169,7 +169,13 @@ class Grudging(DecodedImage):
 def test_a_piece_waits_for_all_the_rows_it_reads(width, height, vision):
     rng = np.random.default_rng(width * 1000 + height)
     true = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-    wanted, found = prepare(DecodedImage(true), vision), prepare(Grudging(true), vision)
+
+    def in_turn(pieces):
+        for piece in pieces:
+            piece()
+
+    wanted = prepare(DecodedImage(true), vision)
+    found = prepare(Grudging(true), vision, run=in_turn)
     assert np.array_equal(wanted.crops, found.crops)
     assert wanted.key == found.key
 
