@@ -74,7 +74,7 @@ class Call:
     def release(self) -> None:
         """Lets go of what is large, once the call has ended: a cancelled timer keeps its task's context, and so this
         object, until the time that it was set for."""
-        del self.context
+        self.context = cast(Context, None)
         self.message = self.result = self.error = self.trace = None
 
     async def accept(self) -> None:

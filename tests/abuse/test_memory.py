@@ -58,6 +58,15 @@ def refused_stream(vision: VisionServiceStub) -> None:
         list(vision.StreamCaption(REFUSED_STREAM, metadata=METADATA))
 
 
+def refused_task(vision: VisionServiceStub) -> None:
+    tasks = [
+        pb.AnalyzeTask(caption=pb.CaptionTask()),
+        pb.AnalyzeTask(detect=pb.DetectTask(object="")),
+    ]
+    answer = vision.Analyze(pb.AnalyzeRequest(image=good(), tasks=tasks), metadata=METADATA)
+    assert [result.WhichOneof("outcome") for result in answer.results] == ["caption", "error"]
+
+
 def cancelled(vision: VisionServiceStub) -> None:
     request = pb.StreamCaptionRequest(request=pb.CaptionRequest(image=good()))
     call = vision.StreamCaption(request, metadata=METADATA)
@@ -65,7 +74,7 @@ def cancelled(vision: VisionServiceStub) -> None:
     call.cancel()
 
 
-@pytest.mark.parametrize("call", [answered, refused, refused_stream, cancelled])
+@pytest.mark.parametrize("call", [answered, refused, refused_stream, refused_task, cancelled])
 def test_a_call_that_has_ended_holds_nothing(
     vision: VisionServiceStub, call: Callable[[VisionServiceStub], None]
 ) -> None:
