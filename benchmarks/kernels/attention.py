@@ -307,7 +307,7 @@ def time_prefill(library: FlashInfer | None, quick: bool) -> list[dict[str, Any]
     }
     if library is not None:
         text, blocks = FlashInferText(library), FlashInferBlocks(library)
-        choices[f"FlashInfer {library.backend}"] = AttentionChoice(text, blocks)
+        choices[f"FlashInfer {library.backend}"] = AttentionChoice(library, text, blocks)
     pages = 64 * (BLOCK + 30) // PAGE
     pools = [
         torch.randn(1, pages * PAGE, HEADS, SIZE, dtype=DTYPE, device="cuda") for _ in range(2)

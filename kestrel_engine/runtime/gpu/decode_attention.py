@@ -17,6 +17,7 @@ from torch import Tensor
 from ...kernels.paged_decode import DecodeWorkspace, choose_splits, paged_decode
 from ...kernels.rope_store import rope_store
 from ...model_config import TextConfig
+from ...step import Row, RuntimeLimits
 from .flashinfer_attention import FlashInfer, FlashInferDecode
 from .staging import Field, RowBuffers
 
@@ -107,37 +108,34 @@ class FlashInferRows:
         self,
         flashinfer: FlashInfer,
         config: TextConfig,
-        *,
-        max_rows: int,
+        limits: RuntimeLimits,
         max_pages: int,
-        page_size: int,
+        *,
         spare_page: int,
     ) -> None:
         self._flashinfer, self._config = flashinfer, config
-        self._max_pages, self._page_size, self._spare_page = max_pages, page_size, spare_page
+        self._max_pages, self._page_size = max_pages, limits.page_size
+        self._spare_page = spare_page
         fields = {"positions": Field(np.int64), "slots": Field(np.int64)}
-        self._places = RowBuffers(fields, max_rows, flashinfer.device)
+        self._places = RowBuffers(fields, limits.max_batch_size, flashinfer.device)
         self._by_rows: dict[int, FlashInferDecode] = {}
 
-    def plan(
-        self, padded: int, page_tables: Sequence[tuple[int, ...]], positions: Sequence[int]
-    ) -> None:
-        """Before each step of ``padded`` rows, on its stream: whose pages its first rows see and where their tokens
-        stand; the rest are padding."""
-        count = len(positions)
-        assert count == len(page_tables) and count <= padded, (count, len(page_tables), padded)
-        size = self._page_size
+    def plan(self, padded: int, rows: Sequence[Row]) -> None:
+        """Before each step of ``padded`` rows, on its stream. The first are ``rows``, the rest padding."""
+        count, size = len(rows), self._page_size
+        assert count <= padded, f"{count} rows in a step of {padded}"
+        positions = [row.start for row in rows]
         host = self._places.host()
         host["positions"][:count] = positions
         host["positions"][count:] = 0
         host["slots"][:count] = [
-            table[p // size] * size + p % size
-            for table, p in zip(page_tables, positions, strict=True)
+            row.page_table[p // size] * size + p % size
+            for row, p in zip(rows, positions, strict=True)
         ]
         host["slots"][count:] = self._spare_page * size
         self._places.send()
         spare = padded - count
-        tables = [*page_tables, *[(self._spare_page,)] * spare]
+        tables = [*(row.page_table for row in rows), *[(self._spare_page,)] * spare]
         self._decoder(padded).plan(tables, [*(p + 1 for p in positions), *[1] * spare])
 
     def __call__(

@@ -104,9 +104,11 @@ class _Ring:
             taken.synchronize()
         wrapper = self._wrappers[index]
         wrapper.plan(*arrays, **options)
-        event = torch.cuda.Event()
-        event.record()
-        self._taken[index] = event
+        # Without a device there is nothing to wait for, nor any pinned memory.
+        if arrays[0].is_pinned():
+            event = torch.cuda.Event()
+            event.record()
+            self._taken[index] = event
         return wrapper
 
 
@@ -126,13 +128,14 @@ class FlashInferText:
         """For parts whose queries follow one another in this order."""
         lengths = [part.start + part.count for part in parts]
         indices = page_indices([part.page_table for part in parts], lengths, page_size)
+        device = self._flashinfer.device
         queries = np.zeros(len(parts) + 1, dtype=np.int32)
         np.cumsum([part.count for part in parts], out=queries[1:])
         wrapper = self._ring.plan(
-            _pinned(queries),
-            _pinned(indices.bounds),
-            _pinned(indices.pages),
-            _pinned(indices.last),
+            _pinned(queries, device),
+            _pinned(indices.bounds, device),
+            _pinned(indices.pages, device),
+            _pinned(indices.last, device),
             num_qo_heads=num_heads,
             num_kv_heads=num_heads,
             head_dim_qk=head_dim,
@@ -168,7 +171,8 @@ class FlashInferBlocks:
         )
 
     def plan(self, num_blocks: int, length: int, num_heads: int, head_dim: int) -> PlannedBlocks:
-        bounds = _pinned(np.arange(num_blocks + 1, dtype=np.int32) * np.int32(length))
+        each = np.arange(num_blocks + 1, dtype=np.int32) * np.int32(length)
+        bounds = _pinned(each, self._flashinfer.device)
         wrapper = self._ring.plan(
             bounds,
             bounds,
@@ -229,11 +233,14 @@ class FlashInferDecode:
     def plan(self, page_tables: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> None:
         """``lengths`` [rows] count the new token. Padding rows take a spare page and length 1."""
         assert len(page_tables) == len(lengths) == self.rows
+        device = self._flashinfer.device
         indices = page_indices(page_tables, lengths, self._page_size)
         self._ring.plan(
-            _pinned(indices.bounds),
-            _pinned(indices.pages),
-            _pinned(indices.last),
+            _pinned(indices.bounds, device),
+            # Pages are read on the device alone. Given on the host they would be copied into the wrapper's buffer with
+            # a wait for all that the device has yet to do.
+            _pinned(indices.pages, device).to(device, non_blocking=True),
+            _pinned(indices.last, device),
             num_qo_heads=self._num_heads,
             num_kv_heads=self._num_heads,
             head_dim=self._head_dim,
@@ -261,6 +268,7 @@ def _paged(pool: Tensor, page_size: int) -> Tensor:
     return pool.view(-1, page_size, *pool.shape[1:])
 
 
-def _pinned(array: np.ndarray) -> Tensor:
+def _pinned(array: np.ndarray, device: torch.device) -> Tensor:
     """In pinned memory, so that FlashInfer's copies to the device don't wait; torch keeps it until they are done."""
-    return torch.from_numpy(array).pin_memory()
+    there = torch.from_numpy(array)
+    return there.pin_memory() if device.type == "cuda" else there

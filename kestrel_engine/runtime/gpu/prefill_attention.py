@@ -52,13 +52,19 @@ class PlannedText(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """``text`` and ``blocks``: FlashInfer computes them, if there; else torch does, the blocks by ``block_backend``
-    (None leaves that to torch)."""
+    """Of what no captured pass holds: ``text`` and ``blocks`` are FlashInfer's, if there; else torch computes them, the
+    blocks by ``block_backend`` (None leaves that to torch).
+
+    ``captures``: passes that fit may run captured, where our own kernel attends to the text whatever stands here.
+    ``decode``: FlashInfer computes decode steps, if there; else our own kernel does.
+    """
 
     library: FlashInfer | None = None
     text: FlashInferText | None = None
     blocks: FlashInferBlocks | None = None
     block_backend: SDPBackend | None = None
+    captures: bool = True
+    decode: FlashInfer | None = None
 
     @property
     def name(self) -> str:
@@ -66,9 +72,10 @@ class AttentionChoice:
 
 
 def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> AttentionChoice:
-    """``name``: "flashinfer", "triton" or "torch" ("triton" names the decode kernel; prefill is torch's then), or
-    "auto": FlashInfer where it is there and computes with ``dtype``. Raises ConfigError where it was asked for by name
-    and can't be had."""
+    """``name``: "auto" takes the fastest, pass by pass: our kernels for decode and the text of captured passes,
+    FlashInfer for the rest where it is there and computes with ``dtype``, else torch. "triton": our kernels where there
+    are any, else torch. "flashinfer": it alone. "torch": it alone for prompts; decode, for which it has nothing, is
+    ours. Raises ConfigError where FlashInfer was asked for by name and can't be had."""
     if name not in ("auto", "flashinfer", "triton", "torch"):
         raise ConfigError("attention", name, "must be auto, flashinfer, triton or torch")
     fits = device.type == "cuda" and dtype in DTYPES
@@ -77,8 +84,11 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> Att
         # 1 / 8 / 16 blocks of 730 positions, 32 heads of 64, on an H200: fa3 36 / 120 / 213 us, torch 45 / 133 / 236,
         # and torch's result is yet to be copied; fa2 is slower than torch.
         blocks = FlashInferBlocks(library) if library.backend == "fa3" else None
-        return AttentionChoice(library, FlashInferText(library), blocks)
-    return AttentionChoice()
+        text = FlashInferText(library)
+        if name == "flashinfer":
+            return AttentionChoice(library, text, blocks, captures=False, decode=library)
+        return AttentionChoice(library, text, blocks)
+    return AttentionChoice(captures=name != "torch")
 
 
 class PrefillAttention:

@@ -28,8 +28,9 @@ from ..kv_cache import KvCache
 from ..lost_work import LostWork
 from ..protocol import StepHandle
 from ..sampler import sample
+from .decode_attention import FlashInferRows
 from .device import capabilities
-from .graphs import DecodeGraphs, Progress, Variant
+from .graphs import DecodeGraphs, Progress, Variant, ladder
 from .pictures import EncodedPictures
 from .prefill import Prefill
 from .prefill_attention import choose_attention
@@ -102,15 +103,26 @@ class GpuRuntime:
         """Slots whose last sampled token may be a coordinate or a size."""
         self.attention = choose_attention(attention, device, model.dtype)
         early = device.type == "cuda" and capabilities(device).compute_capability == (9, 0)
+        self._planned: FlashInferRows | None = None
+        """Attention of decode steps where the host plans it before each."""
+        if self.attention.decode is not None:
+            self._planned = FlashInferRows(
+                self.attention.decode, config.text, self._limits, max_pages, spare_page=num_pages
+            )
         self.text = FusedText(
-            config.text, tensors, max_rows=max_batch_size, page_size=page_size, pdl=early
+            config.text,
+            tensors,
+            max_rows=max_batch_size,
+            page_size=page_size,
+            pdl=early,
+            attention=self._planned,
         )
         self.vision = FusedVision(config.vision, tensors)
         self._upload = Uploader(device)
         self._pictures = EncodedPictures(self.vision, model.text.wte[config.ids.bos_id])
         spare_slot = num_pages * page_size
         graphs = None
-        if device.type != "cuda" or cuda_graphs:
+        if self.attention.captures and (device.type != "cuda" or cuda_graphs):
             # Without a device the same passes run uncaptured: that is how they are tested there.
             graphs = PrefillGraphs(
                 self.text,
@@ -302,6 +314,8 @@ class GpuRuntime:
         host["ids"][count:padded] = 0
         variant, odd = self._encode_rules(rows, host, padded, spatial=spatial)
         self._decode_rows.send()
+        if self._planned is not None:
+            self._planned.plan(padded, rows)
         if odd:
             hidden = self._decode_hidden(variant)
             self._sample(self._decode_head, hidden, self._decode_rows, variant, odd)
@@ -444,6 +458,10 @@ class GpuRuntime:
         self._rules.encode([], host, limits.max_batch_size)
         self._decode_rows.send()
         with torch.inference_mode():
+            if self._planned is not None:
+                with torch.cuda.stream(self._stream):
+                    for padded in ladder(limits.max_batch_size):
+                        self._planned.plan(padded, ())
             self._graphs.capture(progress)
             self._prompts.capture(progress)
 
