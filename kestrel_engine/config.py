@@ -108,7 +108,8 @@ class RuntimeConfig:
     """FP8 experts of a checkpoint: "keep" them in FP8 on the device, "dequantise" them to ``dtype``; "auto" keeps them
     where the GPU computes in FP8."""
     attention: str = "auto"
-    """On CUDA: "flashinfer", "triton" or "torch"; "auto" takes the fastest that is there."""
+    """On CUDA, who attends to prompts: "flashinfer" (which then decodes too), "triton" (our kernels) or "torch"; "auto"
+    takes the fastest that is there. But for "flashinfer" our own kernel decodes."""
     compile: bool = True
     """On CUDA: Triton kernels. False takes plain torch operators there."""
     cuda_graphs: bool = True

@@ -92,7 +92,8 @@ def add_model_flags(
     device.add(
         "--attention",
         default=default_of(RuntimeConfig, "attention"),
-        help="flashinfer, triton or torch, on CUDA; auto takes the fastest that is there",
+        help="on CUDA: who attends to prompts, flashinfer (which then decodes too), triton (our kernels) or torch; "
+        "auto takes the fastest that is there",
     )
     device.switch(
         "--no-compile", help="on CUDA, plain torch operators instead of the Triton kernels"
