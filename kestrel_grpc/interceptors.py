@@ -243,6 +243,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                         grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED
                     )
                     raise  # Swallowing it leaks memory inside grpc.
+                except grpc.aio.InternalError as error:
+                    # What was written can't be sent: the connection went, and this call hears of it only now.
+                    failed, call.code = error, grpc.StatusCode.CANCELLED
+                    await self._abort(call, "the connection was lost", ())
                 except (
                     Exception
                 ) as error:  # The servicer's edge: the one place where errors become statuses.
@@ -269,6 +273,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             logger.error("request %s failed", call.request_id, exc_info=error)
         if not row_of(error).public:
             call.error = error
+        await self._abort(call, message, trailers)
+
+    async def _abort(
+        self, call: Call, message: str, trailers: tuple[tuple[str, str | bytes], ...]
+    ) -> None:
+        """Ends the call with its code. Never returns."""
         extra = () if self._trailers is None else self._trailers(call.method)
         trailers = (*trailers, *call.ids, *extra)
         try:

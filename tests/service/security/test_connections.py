@@ -7,6 +7,7 @@ import time
 
 import grpc
 import pytest
+from grpc._cython.cygrpc import ExecuteBatchError
 
 from kestrel_client import AsyncKestrelClient
 from kestrel_client._pb.kestrel.v1 import common_pb2
@@ -143,3 +144,20 @@ async def test_a_storm_of_cancellations_leaves_nothing_behind(serve):
         assert time.monotonic() < until
         await asyncio.sleep(0.01)
     assert (admission.held_bytes, admission.refused) == (0, 0)
+
+
+async def test_a_connection_that_goes_while_a_stream_is_written_is_no_fault_of_ours(
+    serve, caplog, monkeypatch
+):
+    """What gRPC says of a batch that failed, before it tells the call that its caller has gone."""
+    caplog.set_level(logging.INFO, "kestrel_grpc.access")
+    served = await serve(slow(), server_config={"access_log": "text"})
+
+    async def fails(self, *args, **kwargs):
+        raise ExecuteBatchError('Failed "execute_batch"')
+
+    monkeypatch.setattr(VisionService, "_stream", fails)
+    told = await failure(served.vision.StreamQuery(pb.StreamQueryRequest(request=query())))
+    assert told.code is grpc.StatusCode.CANCELLED
+    assert "code=CANCELLED" in caplog.text
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
