@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -19,7 +20,7 @@ from kestrel_engine.checkpoint.open import open_model as open_files
 from kestrel_engine.factory import Built, build
 from kestrel_engine.runtime.protocol import Runtime, StepHandle
 from kestrel_engine.step import Row, RuntimeLimits, StepPlan, StepResult
-from kestrel_grpc.cli.serve import GC_THRESHOLDS
+from kestrel_grpc.cli.serve import GC_THRESHOLDS, SWITCH_INTERVAL_S
 from kestrel_grpc.model_settings import add_model_flags, runtime_config
 from kestrel_grpc.settings import Parser
 
@@ -138,8 +139,10 @@ def open_model(config: RuntimeConfig) -> Opened:
 
 @contextmanager
 def server_gc() -> Iterator[None]:
-    """The collector of garbage as the server sets it, once what lives long is loaded."""
-    before = gc.get_threshold()
+    """The collector of garbage and the interpreter's hand-over as the server sets them, once what lives long is
+    loaded."""
+    before, interval = gc.get_threshold(), sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.set_threshold(*GC_THRESHOLDS)
     gc.collect()
     gc.freeze()
@@ -148,6 +151,7 @@ def server_gc() -> Iterator[None]:
     finally:
         gc.unfreeze()
         gc.set_threshold(*before)
+        sys.setswitchinterval(interval)
 
 
 class KeptRuntime:

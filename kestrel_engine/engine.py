@@ -98,6 +98,7 @@ class InferenceEngine(SkillCalls):
             built.model.vision,
             cache_bytes=config.image_cache_bytes,
             max_waiting_pixels=config.max_queued_pixels,
+            allocate=built.allocate,
         )
         self._limits = built.runtime.limits
         self._observer = observer

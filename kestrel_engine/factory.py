@@ -20,6 +20,7 @@ from .runtime.protocol import Runtime
 from .skills.base import TextCodec
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from .kernels.compile_meter import CompileMeter
@@ -50,6 +51,8 @@ class Built:
     info: EngineInfo
     compiling: CompileMeter | None = None
     """Where kernels are compiled."""
+    allocate: Callable[[tuple[int, ...]], np.ndarray] | None = None
+    """Memory for crops that the device reads without the host; None: any will do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,11 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
             weights_s=read - began, build_s=built - read - capture_s, capture_s=capture_s
         ),
     )
-    return Built(runtime, model, codec, info, compiling)
+    if not kernels:
+        return Built(runtime, model, codec, info, compiling)
+    from .runtime.gpu.staging import pinned_bytes
+
+    return Built(runtime, model, codec, info, compiling, pinned_bytes)
 
 
 def _compile_meter() -> CompileMeter:

@@ -49,10 +49,24 @@ def route(
         experts = torch.empty((num_tokens, k), dtype=torch.int32, device=logits.device)
     else:
         weights, experts = out
-    # Few rows a program while there are few tokens: their latency is all that a decode step sees of this kernel.
+    # A token a program while there are few: their latency is all that a decode step sees of this kernel.
     rows = 1 if num_tokens <= 512 else 8
     pdl = pdl and logits.is_cuda
     launch = {"launch_pdl": True} if pdl else {}
+    if rows == 1:
+        _rank_kernel[(num_tokens,)](
+            logits,
+            weights,
+            experts,
+            logits.stride(0),
+            NUM_EXPERTS=num_experts,
+            K=k,
+            EXPERTS_PAD=triton.next_power_of_2(num_experts),
+            PDL=pdl,
+            num_warps=2,
+            **launch,
+        )
+        return weights, experts
     _route_kernel[(triton.cdiv(num_tokens, rows),)](
         logits,
         weights,
@@ -65,7 +79,7 @@ def route(
         EXPERTS_PAD=triton.next_power_of_2(num_experts),
         K_PAD=triton.next_power_of_2(k),
         PDL=pdl,
-        num_warps=1 if rows == 1 else 4,
+        num_warps=4,
         **launch,
     )
     return weights, experts
@@ -108,6 +122,40 @@ def group_by_expert(experts: Tensor, num_experts: int, tile: int) -> Grouping:
 
 
 @triton.jit
+def _keys(logits, expert, EXPERTS_PAD: tl.constexpr):
+    """One integer that orders by logit, then by lower expert: float bits become monotonic when a negative's are
+    flipped."""
+    bits = logits.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits.to(tl.int64) << 32) | (EXPERTS_PAD - 1 - expert).to(tl.int64)
+
+
+@triton.jit
+def _rank_kernel(
+    logits_ptr, weights_ptr, experts_ptr, stride,
+    NUM_EXPERTS: tl.constexpr, K: tl.constexpr, EXPERTS_PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token: every expert counts those before it, all at once, where finding one after the other would take K
+    rounds."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, EXPERTS_PAD)
+    valid = expert < NUM_EXPERTS
+    logits = tl.load(logits_ptr + token * stride + expert, mask=valid, other=0.0).to(tl.float32)
+    logits = tl.where(logits == 0.0, 0.0, logits)  # -0.0 ties with 0.0
+    key = tl.where(valid, _keys(logits, expert, EXPERTS_PAD), -0x7FFFFFFFFFFFFFFF)
+    rank = tl.sum((key[None, :] > key[:, None]).to(tl.int32), axis=1)
+    chosen = valid & (rank < K)
+    values = tl.where(chosen, logits, float("-inf"))
+    exponentials = tl.exp(values - tl.max(values, axis=0))
+    weights = exponentials / tl.sum(exponentials, axis=0)
+    tl.store(weights_ptr + token * K + rank, weights, mask=chosen)
+    tl.store(experts_ptr + token * K + rank, expert, mask=chosen)
+
+
+@triton.jit
 def _route_kernel(
     logits_ptr,
     weights_ptr,
@@ -131,10 +179,7 @@ def _route_kernel(
         logits_ptr + token.to(tl.int64)[:, None] * stride + expert[None, :], mask=valid, other=0.0
     ).to(tl.float32)
     logits = tl.where(logits == 0.0, 0.0, logits)  # -0.0 ties with 0.0
-    # One integer orders by logit, then by lower expert: float bits become monotonic when a negative's are flipped.
-    bits = logits.to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = (bits.to(tl.int64) << 32) | (EXPERTS_PAD - 1 - expert).to(tl.int64)[None, :]
+    key = _keys(logits, expert[None, :], EXPERTS_PAD)
     least = -0x7FFFFFFFFFFFFFFF
     key = tl.where((expert < NUM_EXPERTS)[None, :], key, least)
     choice = tl.arange(0, K_PAD)

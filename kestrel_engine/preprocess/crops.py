@@ -39,6 +39,15 @@ Run: TypeAlias = Callable[[Sequence[Piece]], None]
 are done; raises what one of them raised."""
 
 
+Allocate: TypeAlias = Callable[[tuple[int, ...]], np.ndarray]
+"""From a shape to uint8 memory of any contents."""
+
+
+def new_bytes(shape: tuple[int, ...]) -> np.ndarray:
+    """Ordinary memory, as `Allocate`."""
+    return np.empty(shape, np.uint8)
+
+
 def select_tiling(width: int, height: int, vision: VisionConfig) -> tuple[int, int]:
     """(rows, columns) of local crops for a picture of ``width`` x ``height`` pixels (moondream.md section 4, step 2).
 
@@ -63,19 +72,25 @@ def select_tiling(width: int, height: int, vision: VisionConfig) -> tuple[int, i
     return max(1, rows), max(1, columns)
 
 
-def prepare(image: DecodedImage, vision: VisionConfig, *, run: Run | None = None) -> PreparedImage:
+def prepare(
+    image: DecodedImage,
+    vision: VisionConfig,
+    *,
+    run: Run | None = None,
+    allocate: Allocate = new_bytes,
+) -> PreparedImage:
     """Decodes what isn't yet, tiles and resizes; the crops equal the reference's byte for byte. Blocks: call it in a
     worker thread.
 
-    ``run``: does the pieces of work: the decoding, the key and bands of rows; any gives the same crops, and so does
-    None, the calling thread alone: as little CPU time as possible, where a run is for as little delay. The key
-    depends on pixels, size, geometry and PREPROCESS_VERSION only, so the same pixels have one key in whatever format
-    they came. Resizing is libvips' ``resize`` with its default kernels on the whole picture (bicubic to enlarge,
-    Lanczos 3 to shrink). Raises what ``image.decode`` raises.
+    ``allocate``: gives the crops' memory. ``run``: does the pieces of work: the decoding, the key and bands of rows;
+    any gives the same crops, and so does None, the calling thread alone: as little CPU time as possible, where a run
+    is for as little delay. The key depends on pixels, size, geometry and PREPROCESS_VERSION only, so the same pixels
+    have one key in whatever format they came. Resizing is libvips' ``resize`` with its default kernels on the whole
+    picture (bicubic to enlarge, Lanczos 3 to shrink). Raises what ``image.decode`` raises.
     """
     side, window = vision.crop_size, _window(vision)
     rows, columns = select_tiling(image.width, image.height, vision)
-    crops = np.empty((1 + rows * columns, side, side, 3), np.uint8)
+    crops = allocate((1 + rows * columns, side, side, 3))
     if (rows, columns) == (1, 1):
         # The only tile is the whole picture again.
         resized = [_Resized(image, crops[None], 0)]

@@ -19,7 +19,7 @@ from ..config import ImageLimits
 from ..errors import EngineClosed, PixelsWaiting
 from ..model_config import VisionConfig
 from ..requests import PreparedImage
-from .crops import Piece, prepare
+from .crops import Allocate, Piece, new_bytes, prepare
 from .images import ImageSource, begin_image, num_pixels
 from .prepared_cache import PreparedCache, in_namespace, source_key
 
@@ -53,7 +53,10 @@ class PreprocessPool:
         *,
         cache_bytes: int = 0,
         max_waiting_pixels: int | None = None,
+        allocate: Allocate | None = None,
     ) -> None:
+        """``allocate``: memory for crops, such as a device reads without the host."""
+        self._allocate = allocate or new_bytes
         self._max_waiting, self._waiting_pixels = max_waiting_pixels, 0
         self._limits, self._vision = limits, vision
         self._threads, self._running = threads, 0
@@ -81,7 +84,8 @@ class PreprocessPool:
         await self._turn(source)
         try:
             self._check_open()
-            share = min(MOST_THREADS_A_PICTURE, self._threads // (self._running + 1))
+            # Only a picture that is alone: pieces of several would keep the interpreter from the step thread.
+            share = 1 if self._running else min(MOST_THREADS_A_PICTURE, self._threads)
             future = self._executor.submit(self._run, source, namespace, key, max(1, share))
         except BaseException:
             self._free.release()
@@ -137,7 +141,7 @@ class PreprocessPool:
         def make() -> PreparedImage:
             begun = begin_image(source, self._limits)
             split = partial(self._split, threads=threads) if threads > 1 else None
-            image = prepare(begun, self._vision, run=split)
+            image = prepare(begun, self._vision, run=split, allocate=self._allocate)
             return in_namespace(image, namespace)
 
         image = self._cache.get(source, make, namespace, key)

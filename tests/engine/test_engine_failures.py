@@ -129,7 +129,7 @@ async def test_a_picture_prepared_while_the_engine_died_is_not_waited_for(
 ):
     preparing, go = threading.Event(), threading.Event()
 
-    def slowly(decoded, vision, *, run):
+    def slowly(decoded, vision, *, run, allocate):
         preparing.set()
         assert go.wait(20)
         return prepare(decoded, vision, run=run)

@@ -136,7 +136,7 @@ async def test_shutdown_lets_running_requests_end_then_refuses(make_engine, fake
 async def test_shutdown_lets_a_picture_be_prepared_and_asked_about(make_engine, monkeypatch):
     preparing, go = threading.Event(), threading.Event()
 
-    def slowly(decoded, vision, *, run):
+    def slowly(decoded, vision, *, run, allocate):
         preparing.set()
         assert go.wait(20)
         return prepare(decoded, vision, run=run)

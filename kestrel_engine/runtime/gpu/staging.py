@@ -15,8 +15,8 @@ from torch import Tensor
 
 RING = 32
 """Sets of host buffers: several passes of each step that may be out use one, and none may wait for a step before."""
-CROP_RING = 4
-"""The same for crops, which are megabytes and one upload a step."""
+CROP_RING = 16
+"""The same for crops: one picture uses one."""
 _ALIGN = 16
 
 
@@ -76,21 +76,38 @@ class Uploader:
         }
 
 
+def pinned_bytes(shape: tuple[int, ...]) -> np.ndarray:
+    """uint8 memory that a device copies from without the host: what `CropUploader` likes its crops in."""
+    array: np.ndarray = torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy()
+    return array
+
+
 class CropUploader:
-    """Pictures' crops, uint8, through pinned memory: megabytes, so they have buffers of their own."""
+    """Pictures' crops, uint8: straight to the device where they lie in pinned memory (`pinned_bytes`), else through
+    some, for they are megabytes. The caller keeps them until the device has got there."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._ring = _PinnedRing(device, CROP_RING)
 
     def __call__(self, crops: Sequence[np.ndarray]) -> Tensor:
         """[n, S, S, 3] uint8 on the device, end to end."""
-        shape = (sum(map(len, crops)), *crops[0].shape[1:])
-        host, begin = self._ring.take(int(np.prod(shape))), 0
-        for each in crops:
-            # By torch, whose copies use several threads: ten megabytes would hold the step up for milliseconds.
-            host[begin : begin + each.nbytes].view(each.shape).copy_(torch.from_numpy(each))
-            begin += each.nbytes
-        return self._ring.copy(host).view(shape)
+        sources = [torch.from_numpy(each) for each in crops if len(each)]
+        shape = (sum(map(len, sources)), *sources[0].shape[1:])
+        if self._device.type != "cuda":
+            return torch.cat(sources)
+        there = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        begin = 0
+        for source in sources:
+            end = begin + len(source)
+            if source.is_pinned():
+                there[begin:end].copy_(source, non_blocking=True)
+            else:
+                host = self._ring.take(source.nbytes)
+                np.copyto(host.numpy().reshape(source.shape), source.numpy())
+                there[begin:end] = self._ring.copy(host).view(source.shape)
+            begin = end
+        return there
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ async def test_a_picture_alone_is_split_and_one_of_many_is_not(gated, monkeypatc
     """Three pieces that meet in a barrier need three threads; with five pictures about, one thread does them all."""
     barriers, names = [threading.Barrier(3), None, threading.Barrier(3)], [set(), set(), set()]
 
-    def split(decoded, vision, *, run):
+    def split(decoded, vision, *, run, allocate):
         barrier, by = barriers.pop(0), names[2 - len(barriers)]
 
         def piece() -> None:
@@ -130,7 +130,7 @@ async def test_a_picture_alone_is_split_and_one_of_many_is_not(gated, monkeypatc
             piece()
         else:
             run([piece] * 3)
-        return prepare(decoded, vision, run=run)
+        return prepare(decoded, vision, run=run, allocate=allocate)
 
     pool = PreprocessPool(6, ImageLimits(), VisionConfig())
     pictures = [gated() for _ in range(4)]
@@ -157,7 +157,7 @@ async def test_a_piece_that_fails_fails_its_picture_only(monkeypatch):
     def fails() -> None:
         raise ImageTooLargeError("image", "in a piece")
 
-    def broken(decoded, vision, *, run):
+    def broken(decoded, vision, *, run, allocate):
         run([lambda: time.sleep(0.01), fails, lambda: time.sleep(0.01)] * 2)
         raise AssertionError("went on")
 
