@@ -11,14 +11,16 @@ from ...models.vision import num_distinct
 from ...step import EncodeSlice
 from .staging import CropUploader
 from .vision import FusedVision
+from .vision_graphs import VisionGraphs
 
 
 class EncodedPictures:
     """Owns embeddings, and features of pictures whose crops are not all there yet. ``bos`` [dim]: the embedding that
     stands before a picture."""
 
-    def __init__(self, vision: FusedVision, bos: Tensor) -> None:
+    def __init__(self, vision: FusedVision, graphs: VisionGraphs | None, bos: Tensor) -> None:
         self._vision, self._bos = vision, bos
+        self._encode_crops = (vision if graphs is None else graphs).encode_crops
         self._upload = CropUploader(bos.device)
         self._features: dict[str, list[Tensor]] = {}
         self._prefixes: dict[str, Tensor] = {}
@@ -48,7 +50,7 @@ class EncodedPictures:
             return
         features = None
         if sum(map(len, wanted)):
-            features = self._vision.encode_crops(self._upload(wanted))
+            features = self._encode_crops(self._upload(wanted))
         begin = 0
         complete: list[tuple[str, Tensor, tuple[int, int]]] = []
         for piece, own in zip(pieces, wanted, strict=True):

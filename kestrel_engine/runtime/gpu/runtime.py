@@ -41,6 +41,7 @@ from .slots import SequenceSlots, TableUpdates
 from .staging import Results, RowBuffers, Uploader
 from .text import FusedText
 from .vision import FusedVision
+from .vision_graphs import VisionGraphs
 from .weights import pack_weights
 
 
@@ -119,7 +120,12 @@ class GpuRuntime:
         )
         self.vision = FusedVision(config.vision, tensors)
         self._upload = Uploader(device)
-        self._pictures = EncodedPictures(self.vision, model.text.wte[config.ids.bos_id])
+        captured = self._stream is not None and cuda_graphs
+        self._vision_graphs = None
+        if self._stream is not None and captured:
+            self._vision_graphs = VisionGraphs(self.vision, self._stream)
+        bos = model.text.wte[config.ids.bos_id]
+        self._pictures = EncodedPictures(self.vision, self._vision_graphs, bos)
         spare_slot = num_pages * page_size
         graphs = None
         if self.attention.captures and (device.type != "cuda" or cuda_graphs):
@@ -168,7 +174,7 @@ class GpuRuntime:
         if self._stream is not None:
             # The weights came by other streams.
             torch.cuda.synchronize(device)
-            if cuda_graphs:
+            if captured:
                 began = time.monotonic()
                 self._capture(progress)
                 self.capture_s = time.monotonic() - began
@@ -222,6 +228,8 @@ class GpuRuntime:
             self._stream.synchronize()
         self._graphs.clear()
         self._pending.clear()
+        if self._vision_graphs is not None:
+            self._vision_graphs.clear()
         self._prompts.close()
         self._pictures.clear()
         del self._cache
@@ -447,7 +455,8 @@ class GpuRuntime:
         self._warm = True
         if self._stream is None:
             return
-        self.vision.warm_up()
+        if self._vision_graphs is None:
+            self.vision.warm_up()
         self._prompts.warm_up()
 
     def _capture(self, progress: Progress | None) -> None:
@@ -464,6 +473,8 @@ class GpuRuntime:
                         self._planned.plan(padded, ())
             self._graphs.capture(progress)
             self._prompts.capture(progress)
+            if self._vision_graphs is not None:
+                self._vision_graphs.capture(progress)
 
 
 def _spec(row: Row) -> SampleSpec:

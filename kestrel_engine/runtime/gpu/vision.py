@@ -77,6 +77,11 @@ class FusedVision:
         head_dim = config.enc_dim // config.enc_n_heads
         self.attention = CropAttention(config.enc_n_heads, head_dim, weight.dtype, weight.device)
 
+    @property
+    def weight(self) -> Tensor:
+        """A weight of the tower: its type and device are the computation's."""
+        return self._patch_weight
+
     def encode_crops(self, crops: Tensor) -> Tensor:
         """[n, crop_size, crop_size, channels] uint8 on the model's device, n > 0 -> [n, patches, enc_dim], after the
         last LayerNorm."""
@@ -87,7 +92,7 @@ class FusedVision:
         with self.attention.chosen():
             for first in range(0, len(crops), size):
                 last = min(first + size, len(crops))
-                self._encode_pass(crops[first:last], out[first:last])
+                self.encode_pass(crops[first:last], out[first:last])
         return out
 
     def warm_up(self) -> None:
@@ -98,7 +103,8 @@ class FusedVision:
         for size in sorted({self.attention.padded(n) for n in range(1, MAX_CROPS + 1)}):
             self.encode_crops(crops[:size])
 
-    def _encode_pass(self, crops: Tensor, out: Tensor) -> None:
+    def encode_pass(self, crops: Tensor, out: Tensor) -> None:
+        """One pass of up to MAX_CROPS crops, as `encode_crops`, into ``out``; inside ``attention.chosen()``."""
         n, patches, dim = out.shape
         weight = self._patch_weight
         x = weight.new_empty(n, patches, dim)
