@@ -77,7 +77,7 @@ _CUDA_SIZES = Sizes(
 eighths of it, 97 with three quarters (Moondream 2), 80 and 82 with three quarters and all (Moondream 3); between tokens
 it shows as 50 to 80 ms while new pictures keep coming. ``preprocess_threads`` grows with the processors, up to
 MOST_PREPROCESS_THREADS."""
-MOST_PREPROCESS_THREADS = 16
+MOST_PREPROCESS_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ class RuntimeConfig:
     image_limits: ImageLimits = field(default_factory=ImageLimits)
     preprocess_threads: int | None = None
     """Pictures decoded at once. None: 2 on a CPU, which computes the model too; on CUDA two less than there are
-    processors, at least 2 and at most 16."""
+    processors, at least 2 and at most 8: more decode no more pictures and disturb the step thread."""
     cpu_threads: int | None = None
     """Threads of one CPU operator (torch intra-op). Default: torch's own choice, the physical cores."""
     seed: int | None = None

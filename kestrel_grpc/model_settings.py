@@ -234,7 +234,7 @@ def _add_schedule_flags(parser: argparse.ArgumentParser, environ: Mapping[str, s
         "--preprocess-threads",
         type=whole,
         metavar="N",
-        shown="2, on CUDA two less than the processors, up to 16",
+        shown="2, on CUDA two less than the processors, up to 8",
         help="pictures decoded at once",
     )
     work.add(

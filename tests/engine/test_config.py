@@ -12,11 +12,11 @@ def test_the_device_settles_what_was_left_open(monkeypatch):
     assert (on_cpu.max_batch_size, on_cpu.step_prefill_positions, on_cpu.step_crops) == (16, 768, 3)
     assert (on_cuda.max_batch_size, on_cuda.step_prefill_positions) == (64, 11680)
     assert on_cuda.step_crops == 48
-    assert (on_cpu.preprocess_threads, on_cuda.preprocess_threads) == (2, 10)
+    assert (on_cpu.preprocess_threads, on_cuda.preprocess_threads) == (2, 8)
     assert RuntimeConfig().sizes(cuda=True).max_batch_size == 4
 
 
-@pytest.mark.parametrize(("processors", "threads"), [(1, 2), (4, 2), (18, 16), (128, 16)])
+@pytest.mark.parametrize(("processors", "threads"), [(1, 2), (4, 2), (9, 7), (128, 8)])
 def test_preprocessing_leaves_two_processors_to_the_engine(monkeypatch, processors, threads):
     monkeypatch.setattr(config, "_processors", lambda: processors)
     assert RuntimeConfig().sizes(cuda=True).preprocess_threads == threads
