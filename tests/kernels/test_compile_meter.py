@@ -1,6 +1,9 @@
 """What Triton's compiler tells is counted, and whoever listened before still hears it."""
 
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 import triton
@@ -32,11 +35,24 @@ def fresh(monkeypatch, tmp_path):
     knobs.compilation.listener = before
 
 
-def test_a_kernel_is_compiled_once_and_found_the_next_time(fresh):
+def test_a_kernel_is_compiled_once_and_found_the_next_time():
+    """In a process of its own: where kernels are interpreted, Triton's language is no longer the compiler's."""
+    chosen = ["-p", "no:cacheprovider", "-q", f"{__file__}::test_in_a_process_of_its_own"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *chosen],
+        env=os.environ | {"KESTREL_TEST_COMPILER": "1", "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.skipif("KESTREL_TEST_COMPILER" not in os.environ, reason="run by the test above")
+def test_in_a_process_of_its_own(fresh):
     meter = watch_compiler()
     assert watch_compiler() is meter
     assert meter.counts == CompileCounts()
-    # Whether or not kernels are interpreted in this run.
     source = ASTSource(JITFunction(add_one), {"pointer": "*fp32", "BLOCK": "constexpr"}, {(1,): 64})
     for _ in range(2):
         try:
