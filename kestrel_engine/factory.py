@@ -234,23 +234,26 @@ def _gpu_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime
         max_seq_length=pool.max_seq_length,
         attention=plan.config.attention,
         cuda_graphs=plan.config.cuda_graphs,
+        max_crops=_most_crops(sizes),
         progress=plan.progress,
     )
     return runtime, runtime.capture_s
 
 
-def reserve_of(model: ModelConfig, dtype: torch.dtype, sizes: Sizes) -> int:
-    """Bytes that GpuRuntime needs beside weights and pool, with the largest steps that the scheduler makes."""
-    from .runtime.gpu.footprint import reserve_bytes
+def _most_crops(sizes: Sizes) -> int:
+    """Crops that the vision tower takes at once: those of the largest step, as far as a pass holds them."""
     from .runtime.gpu.vision_attention import BATCHES
     from .scheduler.budget import StepBudget
 
-    budget = StepBudget(prefill_positions=sizes.step_prefill_positions, crops=sizes.step_crops)
+    return min(sizes.step_crops * StepBudget(crops=sizes.step_crops).idle_scale, BATCHES[-1])
+
+
+def reserve_of(model: ModelConfig, dtype: torch.dtype, sizes: Sizes) -> int:
+    """Bytes that GpuRuntime needs beside weights and pool, with the largest steps that the scheduler makes."""
+    from .runtime.gpu.footprint import reserve_bytes
+
     return reserve_bytes(
-        model,
-        dtype,
-        max_batch_size=sizes.max_batch_size,
-        max_crops=min(budget.crops * budget.idle_scale, BATCHES[-1]),
+        model, dtype, max_batch_size=sizes.max_batch_size, max_crops=_most_crops(sizes)
     )
 
 

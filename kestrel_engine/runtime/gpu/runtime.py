@@ -40,7 +40,7 @@ from .sample_head import ROW_FIELDS, SampleHead
 from .slots import SequenceSlots, TableUpdates
 from .staging import Results, RowBuffers, Uploader
 from .text import FusedText
-from .vision import FusedVision
+from .vision import MAX_CROPS, FusedVision
 from .vision_graphs import VisionGraphs
 from .weights import pack_weights
 
@@ -69,6 +69,7 @@ class GpuRuntime:
         max_seq_length: int,
         attention: str = "auto",
         cuda_graphs: bool = True,
+        max_crops: int = MAX_CROPS,
         progress: Progress | None = None,
     ) -> None:
         """Captures the decode graphs on a CUDA device, unless told not to; ``progress`` hears of each."""
@@ -120,10 +121,9 @@ class GpuRuntime:
         )
         self.vision = FusedVision(config.vision, tensors)
         self._upload = Uploader(device)
-        captured = self._stream is not None and cuda_graphs
         self._vision_graphs = None
-        if self._stream is not None and captured:
-            self._vision_graphs = VisionGraphs(self.vision, self._stream)
+        if self._stream is not None and cuda_graphs:
+            self._vision_graphs = VisionGraphs(self.vision, self._stream, max_crops=max_crops)
         bos = model.text.wte[config.ids.bos_id]
         self._pictures = EncodedPictures(self.vision, self._vision_graphs, bos)
         spare_slot = num_pages * page_size
@@ -174,7 +174,7 @@ class GpuRuntime:
         if self._stream is not None:
             # The weights came by other streams.
             torch.cuda.synchronize(device)
-            if captured:
+            if cuda_graphs:
                 began = time.monotonic()
                 self._capture(progress)
                 self.capture_s = time.monotonic() - began

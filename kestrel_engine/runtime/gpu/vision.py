@@ -95,12 +95,13 @@ class FusedVision:
                 self.encode_pass(crops[first:last], out[first:last])
         return out
 
-    def warm_up(self) -> None:
+    def warm_up(self, max_crops: int = MAX_CROPS) -> None:
         """Runs every size of a pass for which attention makes a plan of its own. From the thread that will encode."""
         config = self.config
-        shape = (MAX_CROPS, config.crop_size, config.crop_size, config.in_channels)
+        largest = self.attention.padded(max_crops)
+        shape = (largest, config.crop_size, config.crop_size, config.in_channels)
         crops = torch.randint(0, 255, shape, dtype=torch.uint8, device=self._patch_weight.device)
-        for size in sorted({self.attention.padded(n) for n in range(1, MAX_CROPS + 1)}):
+        for size in sorted({self.attention.padded(n) for n in range(1, max_crops + 1)}):
             self.encode_crops(crops[:size])
 
     def encode_pass(self, crops: Tensor, out: Tensor) -> None:

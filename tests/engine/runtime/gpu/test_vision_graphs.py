@@ -1,0 +1,43 @@
+"""How crops are dealt out to captured passes; what a graph would replay is run here (tests/golden has the real ones)."""
+
+import torch
+
+from kestrel_engine.runtime.gpu.vision import FusedVision
+from kestrel_engine.runtime.gpu.vision_graphs import VisionGraphs
+from kestrel_engine.runtime.gpu.weights import pack_weights
+from tests.engine.runtime.gpu.small_models import small_model
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Replayed:
+    def __init__(self, graphs, vision, count):
+        self.graphs, self.vision, self.count = graphs, vision, count
+
+    def replay(self):
+        with self.vision.attention.chosen():
+            graphs, n = self.graphs, self.count
+            self.vision.encode_pass(graphs._crops[:n], graphs._features[:n])
+
+
+@torch.inference_mode()
+def test_crops_beyond_the_largest_pass_go_in_passes_of_one_size():
+    config, tensors = small_model("moondream2")
+    tensors = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+    vision = FusedVision(config.vision, pack_weights(config, tensors))
+    graphs = VisionGraphs(vision, None, max_crops=3)
+    ran = []
+
+    class Noted(Replayed):
+        def replay(self):
+            ran.append(self.count)
+            super().replay()
+
+    graphs._graphs = {count: Noted(graphs, vision, count) for count in (1, 2, 3)}
+    side = config.vision.crop_size
+    crops = torch.randint(0, 255, (4, side, side, 3), dtype=torch.uint8, device=DEVICE)
+    assert torch.allclose(graphs.encode_crops(crops), vision.encode_crops(crops), atol=1e-5)
+    assert ran == [2, 2]
+    kept = graphs.encode_crops(crops[:1])
+    graphs.encode_crops(crops[1:2])
+    assert torch.allclose(kept, vision.encode_crops(crops[:1]), atol=1e-5), "the next pass took it"
