@@ -1,4 +1,4 @@
-"""How crops are dealt out to captured passes; what a graph would replay is run here (tests/golden has the real ones)."""
+"""How crops are dealt out to captured passes; what a graph would replay is run here. tests/golden has real ones."""
 
 import torch
 
