@@ -1,6 +1,7 @@
 """Prefill: rows of prompt tokens to the hidden states at their ends, by captured passes where one fits.
 
-Long prompts and large groups run launch by launch, which costs the host some 5 ms a pass and the device nothing.
+Long prompts and large groups run launch by launch, which costs the host more than a few tokens cost the device: an
+answer about a repeated picture took 12.3 ms so, and takes 5.7 (H200).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .graphs import Progress
 from .pictures import EncodedPictures
 from .prefill_attention import AttentionChoice, PrefillAttention
 from .prefill_batch import PrefillBatch, prefill_batch
-from .prefill_graphs import MAX_BLOCKS, MAX_TEXT, PrefillGraphs, num_tiles, tiles_of
+from .prefill_graphs import MAX_BLOCKS, MAX_TEXT, PrefillGraphs, tiles_of
 from .staging import Uploader
 from .text import FusedText
 
@@ -79,7 +80,7 @@ class Prefill:
             with_text = [seq for seq, row in zip(seqs, rows, strict=True) if _has_text(row)]
             tiles = tiles_of(batch, with_text)
             shape = self._graphs.shape(batch, len(tiles))
-            if shape is not None and len(tiles) <= num_tiles(shape.text_rows):
+            if shape is not None:
                 self._fill(batch, self._graphs.room(batch.num_tokens), self._arrays(batch, "ids"))
                 return self._graphs.run(shape, batch, tiles)
         there = self._arrays(batch, "ids", "positions", "slots", "last")
