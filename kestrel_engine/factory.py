@@ -81,6 +81,7 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
     device, dtype = _device(config), _dtype(config)
     sizes = config.sizes(cuda=device.type == "cuda")
     kernels = _uses_kernels(config, device)
+    _check_fp8_gemms(config, device, kernels)
     compiling = _compile_meter() if kernels else None
     if config.attention == "flashinfer" and dtype == torch.float32:
         raise ConfigError("attention", "flashinfer", "needs dtype bfloat16 or float16")
@@ -186,6 +187,24 @@ def _keeps_fp8(config: RuntimeConfig, device: torch.device, kernels: bool) -> bo
             "fp8_experts", "keep", f"needs a card of compute capability 8.9; {found.name} is older"
         )
     return found.fp8
+
+
+def _check_fp8_gemms(config: RuntimeConfig, device: torch.device, kernels: bool) -> None:
+    """Raises ConfigError where they can't be computed. The kernels' runtime on a CPU, which only tests build, can."""
+    from .runtime.gpu.device import capabilities
+
+    if config.fp8_gemms == "off":
+        return
+    if not kernels:
+        raise ConfigError(
+            "fp8_gemms", config.fp8_gemms, "needs CUDA and Triton, without --no-compile; else off"
+        )
+    if device.type == "cuda" and not (found := capabilities(device)).fp8:
+        raise ConfigError(
+            "fp8_gemms",
+            config.fp8_gemms,
+            f"needs a card of compute capability 8.9; {found.name} is older",
+        )
 
 
 def _torch_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime, float]:

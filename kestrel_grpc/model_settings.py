@@ -85,6 +85,12 @@ def add_model_flags(
         default=default_of(RuntimeConfig, "fp8_experts"),
         help="keep FP8 experts in FP8, or dequantise them; auto keeps them where the GPU computes in FP8",
     )
+    device.add(
+        "--fp8-gemms",
+        default=default_of(RuntimeConfig, "fp8_gemms"),
+        help="matrix products computed in FP8: vision, prefill, all or off; faster for some accuracy, from compute "
+        "capability 8.9 on",
+    )
     model.switch(
         "--random-weights",
         help="read no weights but make them up, of the named model or of a config.json; to measure speed with",
@@ -276,6 +282,7 @@ def runtime_config(args: argparse.Namespace) -> RuntimeConfig:
             offline=args.offline,
             random_weights=args.random_weights,
             fp8_experts=args.fp8_experts,
+            fp8_gemms=args.fp8_gemms,
             attention=args.attention,
             compile=not args.no_compile,
             cuda_graphs=not args.no_cuda_graphs,

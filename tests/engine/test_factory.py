@@ -226,6 +226,18 @@ class TestChoiceOfRuntime:
         config = RuntimeConfig(fp8_experts="dequantise")
         assert not factory._keeps_fp8(config, self.CUDA, kernels=True)
 
+    @pytest.mark.parametrize("which", ["vision", "prefill", "all"])
+    def test_gemms_in_fp8_need_a_card_that_has_them(self, monkeypatch, which):
+        config, cpu = RuntimeConfig(fp8_gemms=which), torch.device("cpu")
+        factory._check_fp8_gemms(config, self.CUDA, kernels=True)
+        for device in (self.CUDA, cpu):
+            with pytest.raises(ConfigError, match="needs CUDA and Triton, without --no-compile"):
+                factory._check_fp8_gemms(config, device, kernels=False)
+        self.says(monkeypatch, (8, 6))
+        with pytest.raises(ConfigError, match=r"fp8_gemms.*capability 8\.9; a card is older"):
+            factory._check_fp8_gemms(config, self.CUDA, kernels=True)
+        factory._check_fp8_gemms(RuntimeConfig(), cpu, kernels=False)
+
     def test_no_compile_is_plain_torch_and_says_so(self, caplog):
         assert not factory._uses_kernels(RuntimeConfig(compile=False), self.CUDA)
         assert "--no-compile: plain torch computes on cuda" in caplog.text
