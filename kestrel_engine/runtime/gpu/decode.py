@@ -1,0 +1,152 @@
+"""Decode: one token of every decoding sequence through captured passes, from what it sampled last to what comes next.
+
+Owns the fixed buffers of the passes. A batch is padded to a rung of the ladder with rows of the spare sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.decode_io import COORD, PREVIOUS, SIZE, TEXT, feed_rows
+from ...models.moondream import Moondream
+from ...requests import Coord, Size
+from ...step import Previous, Row
+from ..kv_cache import KvCache
+from .decode_attention import FlashInferRows
+from .graphs import DecodeGraphs, Progress, Variant, ladder
+from .row_sampler import RowSampler
+from .sequence_state import SequenceState
+from .text import FusedText
+
+
+class Decode:
+    """``planned``: attention that the host plans before each pass, if it is such a one. ``stream``: None on a CPU."""
+
+    def __init__(
+        self,
+        model: Moondream,
+        text: FusedText,
+        cache: KvCache,
+        state: SequenceState,
+        sampler: RowSampler,
+        max_rows: int,
+        *,
+        planned: FlashInferRows | None,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self._model, self._text, self._cache, self._state = model, text, cache, state
+        self._sampler, self._max_rows = sampler, max_rows
+        self._planned, self._stream = planned, stream
+        device, dim = model.device, text.config.dim
+        self._x = torch.zeros(max_rows, dim, dtype=model.dtype, device=device)
+        self._normed = torch.empty_like(self._x)
+        self._kinds = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._values = torch.zeros(max_rows, 2, dtype=torch.float32, device=device)
+        self._graphs = DecodeGraphs(self._body, max_rows, stream=stream)
+
+    def run(self, rows: Sequence[Row], step_id: int) -> Tensor:
+        """[len(rows), RESULT_WIDTH] int32 on the device: what was sampled; good until the next run."""
+        count = len(rows)
+        assert count <= self._max_rows, f"{count} decode rows, limit {self._max_rows}"
+        padded = self._graphs.padded(count)
+        host = self._sampler.rows.host()
+        host["seqs"][:count] = self._state.place(rows, step_id)
+        spatial = self._fill_inputs(rows, host)
+        host["seqs"][count:padded] = self._state.spare
+        host["positions"][count:padded] = 0
+        host["kinds"][count:padded] = TEXT
+        host["ids"][count:padded] = 0
+        variant = self._sampler.encode(rows, host, padded, spatial=spatial)
+        self._sampler.rows.send()
+        if self._planned is not None:
+            self._planned.plan(padded, rows)
+        if self._sampler.has_odd:
+            self._sampler(self._hidden(variant), variant)
+        else:
+            self._graphs.run(variant)
+        return self._sampler.head.results[:count]
+
+    def capture(self, progress: Progress | None) -> None:
+        """Rows of the spare sequence stand in while graphs are made. Only on a CUDA device."""
+        self._sampler.send_padding(self._max_rows)
+        if self._planned is not None:
+            with torch.cuda.stream(self._stream):
+                for padded in ladder(self._max_rows):
+                    self._planned.plan(padded, ())
+        self._graphs.capture(progress)
+
+    def close(self) -> None:
+        self._graphs.clear()
+
+    def _fill_inputs(self, rows: Sequence[Row], host: dict[str, np.ndarray]) -> bool:
+        """What each row is fed, and where; True if any of it may be a coordinate or a size."""
+        kinds, ids, positions = [], [], []
+        spatial = False
+        seqs = host["seqs"].tolist()
+        for index, row in enumerate(rows):
+            assert len(row.tokens) == 1, f"{len(row.tokens)} tokens in a decode row"
+            token = row.tokens[0]
+            positions.append(row.start)
+            if isinstance(token, Previous):
+                kinds.append(PREVIOUS)
+                ids.append(0)
+                spatial = spatial or self._state.may_hold_value(seqs[index])
+            elif isinstance(token, int):
+                kinds.append(TEXT)
+                ids.append(token)
+            elif isinstance(token, Coord):
+                kinds.append(COORD)
+                ids.append(0)
+                host["values"][index, 0] = token.value
+                spatial = True
+            else:
+                assert isinstance(token, Size), f"sequence {row.sequence_id}: {token} in decode"
+                kinds.append(SIZE)
+                ids.append(0)
+                host["values"][index] = token.width, token.height
+                spatial = True
+        count = len(rows)
+        host["kinds"][:count] = kinds
+        host["ids"][:count] = ids
+        host["positions"][:count] = positions
+        return spatial
+
+    def _body(self, variant: Variant) -> None:
+        """One whole pass over the fixed buffers: what a graph captures."""
+        hidden = self._hidden(variant)
+        self._sampler.head(
+            hidden, self._sampler.rows.device, variant, normed=self._normed[: variant.num_rows]
+        )
+
+    def _hidden(self, variant: Variant) -> Tensor:
+        n, rows = variant.num_rows, self._sampler.rows.device
+        x, kinds, values = self._x[:n], self._kinds[:n], self._values[:n]
+        feed_rows(
+            rows["seqs"][:n],
+            rows["kinds"][:n],
+            rows["ids"][:n],
+            rows["values"][:n],
+            self._state.sampled,
+            self._model.text.wte,
+            x=x,
+            kinds_out=kinds,
+            values_out=values,
+        )
+        if variant.spatial:
+            region = self._model.region
+            coords, sizes = region.embed_coords(values[:, 0]), region.embed_sizes(values)
+            kind = kinds[:, None]
+            x = torch.where(kind == COORD, coords, torch.where(kind == SIZE, sizes, x))
+        return self._text.decode(
+            x,
+            rows["positions"][:n],
+            rows["seqs"][:n],
+            self._state.page_table,
+            self._cache.keys,
+            self._cache.values,
+            normed=self._normed[:n],
+        )
