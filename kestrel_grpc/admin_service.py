@@ -14,9 +14,10 @@ from kestrel_engine import InvalidRequest
 
 from . import convert
 from .capture import DEFAULT_REQUESTS, MAX_REQUESTS, Capture
+from .current_call import current_call
 from .errors import LocatedError
 from .image_store import ImageStore
-from .interceptors import Context, current_call
+from .interceptors import Context
 from .profiles import (
     DEFAULT_SECONDS,
     DEFAULT_STEPS,

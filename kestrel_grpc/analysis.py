@@ -27,8 +27,8 @@ from kestrel_engine import (
 
 from . import convert
 from .convert import CallOptions, SkillCall
+from .current_call import current_call
 from .errors import complaint, row_of
-from .interceptors import current_call
 from .named_skill import skill_event
 from .starting import Respond, Starter, responded, submit
 

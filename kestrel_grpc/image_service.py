@@ -13,8 +13,9 @@ from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceSer
 from kestrel_engine import DeadlineExceeded, InvalidRequest
 
 from . import convert
+from .current_call import current_call
 from .image_store import KeptImage
-from .interceptors import Context, current_call
+from .interceptors import Context
 from .pictures import Pictures
 from .served_model import ServedModel
 from .upload import Upload, UploadRoom

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import logging
 import time
 import uuid
@@ -26,6 +25,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_engine import DeadlineExceeded, EngineResult, InvalidRequest, RuntimeFailure
 
 from . import convert
+from .current_call import current
 from .errors import row_of, status_of
 from .security.bounded_context import BoundedContext
 from .security.guard import Guard
@@ -102,19 +102,6 @@ class Call:
     @property
     def duration_ms(self) -> float:
         return 1e3 * (time.monotonic() - self.started_at)
-
-
-_current: contextvars.ContextVar[Call] = contextvars.ContextVar("kestrel_call")
-
-
-def current_call() -> Call:
-    """The call that this task handles."""
-    return _current.get()
-
-
-def find_call() -> Call | None:
-    """The call that this task handles; None outside of one."""
-    return _current.get(None)
 
 
 class CallWatcher(Protocol):
@@ -201,7 +188,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             call = Call(method=method, peer=context.peer(), context=context)
             call.longest_s = limits.deadline_s
             call.request_id = _id_from_metadata(context) or uuid.uuid4().hex
-            _current.set(call)
+            current.set(call)
             watcher = self._watcher
             if watcher is not None:
                 watcher.begin(call)

@@ -1,7 +1,7 @@
 """How log records look, as text or JSON, and the events of the server's life.
 
-Owns the process's log handler. A record that is written while a call is handled bears the call's ids; those of the
-engine's threads, which serve many calls at once, don't.
+Owns the process's log handler. Imports no gRPC: a supervisor of workers logs too. A record that is written while a call
+is handled bears the call's ids; those of the engine's threads, which serve many calls at once, don't.
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
-from .interceptors import find_call
+from .current_call import find_call
 from .log_settings import log_levels
 
 Format = Literal["text", "json"]
-LifeEvent = Literal["listening", "ready", "draining", "stopped", "failed"]
+LifeEvent = Literal[
+    "listening", "ready", "draining", "stopped", "failed", "worker_ready", "worker_ended"
+]
 
 _lifecycle = logging.getLogger("kestrel_grpc.lifecycle")
 
 
-def set_up_logging(levels: str, format: Format, stream: TextIO | None = None) -> None:
-    """Replaces the root logger's handlers. ``levels`` as --log-level has them; raises ValueError for others."""
+def set_up_logging(
+    levels: str, format: Format, stream: TextIO | None = None, *, worker: int | None = None
+) -> None:
+    """Replaces the root logger's handlers. ``levels`` as --log-level has them; raises ValueError for others. Records of
+    a ``worker`` bear its index."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    handler.setFormatter(JsonFormatter(worker) if format == "json" else TextFormatter(worker))
     logging.basicConfig(handlers=[handler], force=True)
     # libvips tells of every pipeline it builds, and warns of what is odd in callers' pictures.
     logging.getLogger("pyvips").setLevel(logging.ERROR)
@@ -34,7 +39,7 @@ def set_up_logging(levels: str, format: Format, stream: TextIO | None = None) ->
 
 def tell_lifecycle(event: LifeEvent, **fields: Any) -> None:
     """Logs what has become of the server; a failure as an error."""
-    level = logging.ERROR if event == "failed" else logging.INFO
+    level = logging.ERROR if event in ("failed", "worker_ended") else logging.INFO
     text = " ".join((event, *(f"{name}={_plain(value)}" for name, value in fields.items())))
     _lifecycle.log(level, "%s", text, extra=structured(event, fields))
 
@@ -47,7 +52,8 @@ def structured(event: str, fields: dict[str, Any]) -> dict[str, Any]:
 class TextFormatter(logging.Formatter):
     """One line, and a traceback's after it."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker: int | None = None) -> None:
+        self._worker = "" if worker is None else f" worker={worker}"
         super().__init__("%(asctime)s %(levelname).1s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -55,12 +61,16 @@ class TextFormatter(logging.Formatter):
         ids = "".join(
             f" {name}={value}" for name, value in _ids().items() if value not in record.message
         )
-        return line + ids
+        return f"{line}{ids}{self._worker}"
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (UTC), level, logger, then message, or event with its fields; the call's ids; and for an
-    exception its traceback."""
+    """One object a line: time (UTC), level, logger, the worker if there are several, then message, or event with its
+    fields; the call's ids; and for an exception its traceback."""
+
+    def __init__(self, worker: int | None = None) -> None:
+        self._worker = {} if worker is None else {"worker": worker}
+        super().__init__()
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, UTC)
@@ -68,6 +78,7 @@ class JsonFormatter(logging.Formatter):
             "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname,
             "logger": record.name,
+            **self._worker,
         }
         event = getattr(record, "kestrel_event", None)
         if event is None:

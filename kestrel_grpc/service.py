@@ -17,7 +17,8 @@ from kestrel_engine import InvalidRequest, StreamUpdate
 from . import convert
 from .analysis import analyze
 from .convert import SkillCall
-from .interceptors import Context, current_call
+from .current_call import current_call
+from .interceptors import Context
 from .named_skill import check_skill, located, skill_call, skill_event, skill_response
 from .pictures import Pictures
 from .served_model import ServedModel

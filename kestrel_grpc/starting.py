@@ -13,8 +13,8 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import EngineResult, EngineStream, InferenceEngine
 
 from .convert import SkillCall
+from .current_call import current_call
 from .drawn_mask import add_mask
-from .interceptors import current_call
 from .pictures import Picture, Pictures
 from .served_model import ServedModel
 

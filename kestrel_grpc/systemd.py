@@ -11,8 +11,6 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 
-from .served_model import State
-
 logger = logging.getLogger(__name__)
 
 
@@ -39,12 +37,12 @@ class Notifier:
         except OSError as error:
             logger.warning("systemd can't be told %s: %s", lines[0], error)
 
-    async def keep_alive(self, state: Callable[[], State]) -> None:
-        """Signs of life as long as the engine has not failed, until cancelled. Then systemd is to restart us at once: a
+    async def keep_alive(self, has_failed: Callable[[], bool]) -> None:
+        """Signs of life until the engine has failed or this task is cancelled. Then systemd is to restart us at once: a
         dead engine answers nobody any more."""
         if self.interval_s is None:
             return
-        while state() is not State.FAILED:
+        while not has_failed():
             self.tell("WATCHDOG=1")
             await asyncio.sleep(self.interval_s)
         self.tell("WATCHDOG=trigger", "STATUS=the engine has died")

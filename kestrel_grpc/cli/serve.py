@@ -20,6 +20,7 @@ from ..logs import set_up_logging
 from ..model_settings import config_error
 from ..security.tls import TlsError
 from ..security.tokens import TokenFileError
+from ..served_model import State
 from ..server import KestrelServer
 from ..settings import Parser, ServerConfig
 from ..skill_plugins import skill_registry
@@ -121,7 +122,7 @@ async def _serve(config: ServerConfig, runtime: RuntimeConfig, skills: SkillRegi
     if loaded:
         gc.freeze()  # What was loaded stays: no collection need walk it.
         systemd.tell("READY=1", f"STATUS={_announce(server)}")
-        alive = asyncio.create_task(systemd.keep_alive(lambda: server.served.state))
+        alive = asyncio.create_task(systemd.keep_alive(lambda: server.served.state is State.FAILED))
         await stop_asked
         systemd.tell("STOPPING=1", "STATUS=requests that run may end")
     else:

@@ -20,7 +20,8 @@ from kestrel_client._pb.kestrel.v1 import admin_service_pb2, admin_service_pb2_g
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import ModelLoadError
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_grpc import interceptors
+from kestrel_grpc.current_call import current
+from kestrel_grpc.interceptors import Call
 from kestrel_grpc.log_settings import log_levels
 from kestrel_grpc.logs import JsonFormatter, TextFormatter, set_up_logging, structured
 from kestrel_grpc.server import KestrelServer
@@ -79,15 +80,15 @@ def record(message, *args, **extra):
 
 
 def test_both_forms_of_a_record_within_a_call():
-    call = interceptors.Call(method="/x", peer="", context=None, request_id="r-1")
+    call = Call(method="/x", peer="", context=None, request_id="r-1")
     call.trace_id = TRACE_ID
-    token = interceptors._current.set(call)
+    token = current.set(call)
     try:
         text = TextFormatter().format(record("it is %s", "so"))
         named = TextFormatter().format(record("request r-1 failed"))
         told = json.loads(JsonFormatter().format(record("it is %s", "so")))
     finally:
-        interceptors._current.reset(token)
+        current.reset(token)
     assert text.endswith(f" W a.b: it is so request_id=r-1 trace_id={TRACE_ID}")
     assert named.endswith(f" W a.b: request r-1 failed trace_id={TRACE_ID}")
     assert datetime.fromisoformat(told.pop("time")).tzinfo is not None

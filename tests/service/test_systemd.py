@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_grpc.served_model import State
 from kestrel_grpc.systemd import Notifier
 
 ROOT = Path(__file__).parents[2]
@@ -59,11 +58,11 @@ def test_a_socket_that_is_gone_harms_nobody(tmp_path, caplog):
 
 async def test_a_dead_engine_asks_for_a_restart(listener):
     environ = {"NOTIFY_SOCKET": listener.getsockname(), "WATCHDOG_USEC": "2000"}
-    state = State.READY
-    alive = asyncio.create_task(Notifier(environ).keep_alive(lambda: state))
+    failed = False
+    alive = asyncio.create_task(Notifier(environ).keep_alive(lambda: failed))
     for _ in range(3):
         assert await asyncio.to_thread(heard, listener) == ["WATCHDOG=1"]
-    state = State.FAILED
+    failed = True
     await alive
     told = []
     while not told or told[-1] == ["WATCHDOG=1"]:
