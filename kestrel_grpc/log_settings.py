@@ -6,13 +6,18 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .settings import Flags
 
+DEFAULT_BUFFER_BYTES = 4 * 1024 * 1024
+"""Some ten thousand lines."""
 LEVELS = ("debug", "info", "warning", "error")
 _MODULE = re.compile(r"\w+(\.\w+)*")
 
 
-def add_log_flags(flags: Flags) -> None:
+def add_log_flags(flags: Flags, size: Callable[[str], int]) -> None:
+    """``size``: how bytes are read."""
     flags.add(
         "--access-log",
         nargs="?",
@@ -34,6 +39,14 @@ def add_log_flags(flags: Flags) -> None:
         default="info",
         help="least urgent messages to log, on standard error: debug, info, warning or error, then other levels for "
         "single modules, like info,kestrel_engine.loop=debug",
+    )
+    flags.add(
+        "--log-buffer-bytes",
+        type=size,
+        metavar="SIZE",
+        default=DEFAULT_BUFFER_BYTES,
+        shown="4MiB",
+        help="lines that may wait for whoever reads or stores the log; more are dropped and counted",
     )
 
 

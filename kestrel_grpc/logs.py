@@ -13,7 +13,8 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
 from .current_call import find_call
-from .log_settings import log_levels
+from .log_settings import DEFAULT_BUFFER_BYTES, log_levels
+from .log_writer import LogWriter
 
 Format = Literal["text", "json"]
 LifeEvent = Literal[
@@ -24,17 +25,32 @@ _lifecycle = logging.getLogger("kestrel_grpc.lifecycle")
 
 
 def set_up_logging(
-    levels: str, format: Format, stream: TextIO | None = None, *, worker: int | None = None
+    levels: str,
+    format: Format,
+    stream: TextIO | None = None,
+    *,
+    buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+    worker: int | None = None,
 ) -> None:
-    """Replaces the root logger's handlers. ``levels`` as --log-level has them; raises ValueError for others. Records of
-    a ``worker`` bear its index."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+    """Replaces the root logger's handlers; without ``stream`` records go to standard error, and nobody waits for that.
+    ``levels`` as --log-level has them; raises ValueError for others. Records of a ``worker`` bear its index."""
+    handler: logging.Handler
+    if stream is None:
+        handler = LogWriter(sys.stderr.fileno(), buffer_bytes)
+    else:
+        handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter(worker) if format == "json" else TextFormatter(worker))
     logging.basicConfig(handlers=[handler], force=True)
     # libvips tells of every pipeline it builds, and warns of what is odd in callers' pictures.
     logging.getLogger("pyvips").setLevel(logging.ERROR)
     for module, level in log_levels(levels).items():
         logging.getLogger(module).setLevel(level.upper())
+
+
+def lost_records() -> int:
+    """How many records of this process were dropped, or could not be written."""
+    writers = (each for each in logging.getLogger().handlers if isinstance(each, LogWriter))
+    return sum(writer.lost for writer in writers)
 
 
 def tell_lifecycle(event: LifeEvent, **fields: Any) -> None:

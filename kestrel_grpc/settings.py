@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn, cast
 
 from .addresses import parse_address
 from .debug_settings import DebugConfig, add_debug_flags, debug_config
-from .log_settings import add_log_flags
+from .log_settings import DEFAULT_BUFFER_BYTES, add_log_flags
 from .security.config import SecurityConfig
 from .sources import UNSET, Setting, Sources, name_of, variable_of
 from .sources import SettingsError as SettingsError
@@ -53,6 +53,8 @@ class ServerConfig:
     log_format: Literal["text", "json"] = "text"
     log_level: str = "info"
     """As log_settings.log_levels reads it."""
+    log_buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    """Lines of the log that may wait to be written."""
     orca: bool = False
     """Whether the trailers of VisionService's calls say how busy the server is."""
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
@@ -223,7 +225,7 @@ def add_server_flags(
         default="off",
         help="load reports in trailers, for balancers",
     )
-    add_log_flags(Flags(parser, "log", section="log", environ=environ))
+    add_log_flags(Flags(parser, "log", section="log", environ=environ), size)
     add_debug_flags(
         Flags(parser, "profiles and captures", section="debug", environ=environ), size, whole
     )
@@ -249,6 +251,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         access_log=args.access_log,
         log_format=args.log_format,
         log_level=args.log_level,
+        log_buffer_bytes=args.log_buffer_bytes,
         orca=args.orca == "on",
         telemetry=telemetry,
         debug=debug_config(args),

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 
 from kestrel_engine import ConfigError, InferenceEngine, KestrelError, RuntimeConfig, SkillRegistry
 
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         print(print_configuration(args.settings, args, os.environ))
         return 0
     skills = skill_registry(config.skills, name_of(args, "--skill"))
-    set_up_logging(config.log_level, config.log_format)
+    set_up_logging(config.log_level, config.log_format, buffer_bytes=config.log_buffer_bytes)
     gc.set_threshold(*GC_THRESHOLDS)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
@@ -142,17 +143,22 @@ def _announce(server: KestrelServer) -> str:
     assert engine is not None
     info = engine.info
     served = f"{info.model} on {info.device} ({info.dtype})"
+    ready = (
+        f"kestrel-grpc ready: {served}, listening on {', '.join(server.addresses)}, "
+        f"loaded in {server.load_seconds:.1f} s\n"
+    )
+    # A thread that nobody waits for: a pipe that nobody reads may be full.
+    threading.Thread(target=_say, args=(ready,), name="kestrel-ready", daemon=True).start()
+    return served
+
+
+def _say(text: str) -> None:
+    """On standard output, but for its buffer: what stays there would fail once more at the end, and change the exit
+    status."""
     try:
-        print(
-            f"kestrel-grpc ready: {served}, listening on {', '.join(server.addresses)}, "
-            f"loaded in {server.load_seconds:.1f} s",
-            flush=True,
-        )
+        os.write(sys.stdout.fileno(), text.encode())
     except OSError as error:  # A full disk, or nobody who reads: no reason not to serve.
         logger.warning("can't write the ready line: %s", error.strerror)
-        # What is left in the buffer would fail once more at the end, and change the exit status.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return served
 
 
 def _leave_now(status: int) -> None:

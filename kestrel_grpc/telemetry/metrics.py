@@ -13,6 +13,7 @@ from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, StepEvent
 
 from ..interceptors import Call
+from ..logs import lost_records
 from . import names
 from .attributes import SERVER_ERRORS
 from .dense import DenseHistogram
@@ -59,6 +60,7 @@ class ServiceMetrics:
         self._step_phase = self._histogram(names.STEP_DURATION)
         self._observe(names.CALLS, lambda: [Observation(num_calls())])
         self._observe(names.READY, lambda: [Observation(int(is_ready()))])
+        self._observe(names.LOST_RECORDS, lambda: [Observation(lost_records())])
         self._observe(names.REQUESTS, self._read_requests)
         self._observe(
             names.TOKENS,

@@ -273,6 +273,12 @@ COMPILE_TIME = Metric(
     "s",
     "What that took; while serving, steps wait for it",
 )
+LOST_RECORDS = Metric(
+    "kestrel.log.lost",
+    "counter",
+    "{record}",
+    "Log records that were dropped because nobody read them fast enough, or could not be written",
+)
 READY = Metric("kestrel.ready", "gauge", "1", "1 while requests are taken, else 0")
 
 METRICS = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -160,6 +163,53 @@ async def test_a_log_that_nobody_reads_any_more_ends_nothing(tmp_path):
             for _ in range(3):
                 await stub.Query(query(), timeout=DEADLINE_S)
         server.stop(within_s=10)
+
+
+async def test_a_log_that_nobody_reads_holds_nobody_up_and_says_what_it_lost(tmp_path):
+    """A pipe takes 64 KiB, whoever writes more waits."""
+    pytest.importorskip("prometheus_client")
+    read, write = os.pipe()
+    with (
+        open(read, "rb") as reader,
+        open(write, "wb") as pipe,
+        free_port() as metrics,
+        ServerProcess(
+            tmp_path,
+            *("--access-log", "json", "--log-buffer-bytes", "8KiB", "--metrics-listen", metrics),
+            stderr=pipe,
+        ) as server,
+    ):
+        pipe.close()
+        async with channel_to(server.address) as channel:
+            stub = VisionServiceStub(channel)
+            name = "x" * 120
+            for number in range(60):
+                batch = [
+                    stub.Query(
+                        query(), timeout=DEADLINE_S, metadata=(("x-request-id", f"{name}{n:06}"),)
+                    )
+                    for n in range(number * 10, number * 10 + 10)
+                ]
+                await asyncio.gather(*batch)
+            lost = await asyncio.to_thread(lost_records, metrics)
+            assert lost > 50
+            log: list[bytes] = []
+            reading = asyncio.create_task(asyncio.to_thread(log.extend, reader))
+            await asyncio.sleep(0.5)
+            await stub.Query(query(), timeout=DEADLINE_S)
+            assert await asyncio.to_thread(lost_records, metrics) == lost
+        server.stop(within_s=10)
+        await reading
+    told = [line for line in log if b"records were lost: nobody read them fast enough" in line]
+    assert sum(int(re.search(rb": (\d+) records", line)[1]) for line in told) == lost
+    calls = [line for line in log if b"VisionService/Query" in line]
+    assert len(calls) == 601 - lost and b"stopped" in log[-1]
+
+
+def lost_records(metrics: str) -> int:
+    with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=5) as response:
+        text = response.read().decode()
+    return int(float(re.search(r"^kestrel_log_lost_total (\S+)$", text, re.MULTILINE)[1]))
 
 
 COLLECTOR = ROOT / "tests/service/telemetry/collector.py"

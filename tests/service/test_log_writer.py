@@ -1,0 +1,193 @@
+"""LogWriter: nobody who logs waits; what is lost is counted and told; the end has a bound."""
+
+import logging
+import os
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kestrel_grpc import log_writer
+from kestrel_grpc.log_writer import LogWriter
+
+MIB = 1024 * 1024
+
+
+@pytest.fixture
+def logger():
+    logger = logging.Logger("a.b")
+    yield logger
+    for handler in logger.handlers:
+        handler.close()
+
+
+@pytest.fixture
+def pipe():
+    ends = list(os.pipe())
+    yield ends
+    for end in ends:
+        if end is not None:
+            os.close(end)
+
+
+def writer_of(logger, fd, most_bytes=MIB):
+    writer = LogWriter(fd, most_bytes)
+    writer.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    logger.addHandler(writer)
+    return writer
+
+
+def until(condition, within_s=5.0):
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < within_s
+        time.sleep(0.005)
+
+
+def read_all(fd):
+    """What is written until the other end is closed."""
+    parts = []
+    while part := os.read(fd, 1 << 16):
+        parts.append(part)
+    return b"".join(parts).decode().splitlines()
+
+
+def test_all_threads_lines_come_whole_and_each_threads_in_order(logger, tmp_path):
+    path = tmp_path / "log"
+    with path.open("wb") as file:
+        writer = writer_of(logger, file.fileno())
+
+        def tell(name):
+            for number in range(300):
+                logger.info("%s %d", name, number)
+
+        threads = [threading.Thread(target=tell, args=(name,)) for name in "xyz"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        writer.close()
+    lines = path.read_text().splitlines()
+    assert len(lines) == 900 and writer.lost == 0
+    for name in "xyz":
+        assert [line for line in lines if line.startswith(f"a.b: {name} ")] == [
+            f"a.b: {name} {number}" for number in range(300)
+        ]
+
+
+def test_a_pipe_that_nobody_reads_holds_nobody_up_and_what_is_lost_is_told(logger, pipe):
+    writer = writer_of(logger, pipe[1], most_bytes=10_000)
+    logger.info("x" * 9_000)
+    writer.flush()
+    slowest = 0.0
+    for number in range(2000):
+        began = time.perf_counter()
+        logger.info("%d %s", number, "y" * 100)
+        slowest = max(slowest, time.perf_counter() - began)
+        if number % 10 == 0:
+            time.sleep(0.001)  # The thread fills the pipe: 64 KiB.
+    assert slowest < 0.5 and writer.lost > 0
+    lost = writer.lost
+    lines = []
+    reader = threading.Thread(target=lambda: lines.extend(read_all(pipe[0])))
+    reader.start()
+    until(lambda: writer._idle.is_set())
+    logger.info("afterwards")
+    writer.close()
+    os.close(pipe[1])
+    pipe[1] = None
+    reader.join()
+    assert len(lines) == 1 + 2000 - lost + 1 + 1 and writer.lost == lost
+    told = [line for line in lines if "lost" in line]
+    assert told == [
+        f"kestrel_grpc.log_writer: {lost} records were lost: nobody read them fast enough"
+    ]
+    assert lines[-2:] == [told[0], "a.b: afterwards"], "it is told where it happened"
+
+
+def test_memory_is_bounded_while_nobody_reads(logger, pipe):
+    writer = writer_of(logger, pipe[1], most_bytes=50_000)
+    for _ in range(3000):
+        logger.info("z" * 100)
+        assert writer._held_bytes <= 50_000
+    assert writer.lost > 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_told_of_once_there_is_room(logger, tmp_path):
+    path = tmp_path / "log"
+    with path.open("wb") as file, open("/dev/full", "wb", buffering=0) as full:
+        fd = os.dup(full.fileno())
+        writer = writer_of(logger, fd)
+        for _ in range(3):
+            logger.info("not told")
+        until(lambda: writer.lost == 3)
+        logger.info("not told")
+        until(lambda: writer.lost == 4)
+        os.dup2(file.fileno(), fd)
+        logger.info("told")
+        writer.close()
+        os.close(fd)
+    assert path.read_text().splitlines() == [
+        "kestrel_grpc.log_writer: 4 records were lost: No space left on device",
+        "a.b: told",
+    ]
+
+
+def test_half_a_line_stays_one_and_counts_as_lost(logger, pipe, tmp_path):
+    writer = writer_of(logger, pipe[1])
+    logger.info("x" * 60_000)
+    writer.flush()
+    logger.info("y" * 60_000)
+    time.sleep(0.1)  # The pipe takes the first bytes of it.
+    os.close(pipe[0])
+    pipe[0] = None
+    until(lambda: writer.lost == 1)
+    path = tmp_path / "log"
+    with path.open("wb") as file:
+        os.write(file.fileno(), b"y")
+        os.dup2(file.fileno(), pipe[1])
+        logger.info("told")
+        writer.close()
+    told = "kestrel_grpc.log_writer: 1 records were lost: Broken pipe"
+    assert path.read_text().splitlines() == ["y", told, "a.b: told"]
+
+
+def test_a_pipe_that_does_not_block_is_waited_for_all_the_same(logger, pipe):
+    os.set_blocking(pipe[1], False)
+    writer = writer_of(logger, pipe[1])
+    for _ in range(4):
+        logger.info("w" * 40_000)
+    lines = []
+    reader = threading.Thread(target=lambda: lines.extend(read_all(pipe[0])))
+    time.sleep(0.1)
+    reader.start()
+    writer.close()
+    os.close(pipe[1])
+    pipe[1] = None
+    reader.join()
+    assert len(lines) == 4 and writer.lost == 0
+
+
+def test_an_end_without_a_reader_has_a_bound(logger, pipe, monkeypatch):
+    monkeypatch.setattr(log_writer, "FLUSH_S", 0.3)
+    writer = writer_of(logger, pipe[1])
+    logger.info("v" * 100_000)
+    began = time.monotonic()
+    writer.flush()
+    writer.close()
+    assert 0.25 < time.monotonic() - began < 0.6, "both wait together"
+
+
+def test_a_record_that_cannot_be_formatted_is_told_with_its_mistake(logger, tmp_path):
+    path = tmp_path / "log"
+    with path.open("wb") as file:
+        writer = writer_of(logger, file.fileno())
+        logger.info("%d apples", "some")
+        logger.info("a lone half \ud800")
+        writer.close()
+    text = path.read_text()
+    assert re.match(r"a record of a\.b can't be told: Traceback", text)
+    assert "TypeError" in text and text.endswith("a.b: a lone half \\ud800\n")
