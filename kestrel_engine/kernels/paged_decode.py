@@ -20,6 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .e4m3 import as_bytes, has_units, stored, widened
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
@@ -109,6 +111,7 @@ def paged_decode(
     *,
     page_size: int,
     tau: tuple[Tensor, Tensor] | None = None,
+    scales: tuple[float, float] = (1.0, 1.0),
     splits: int,
     workspace: DecodeWorkspace | None,
     out: Tensor,
@@ -120,9 +123,9 @@ def paged_decode(
     ``qkv`` [M, >= 3*H*D]: q, k and v of all heads, neither rotated nor scaled; left as it is. ``key_pool`` and
     ``value_pool`` [num_slots, H, D], one layer, contiguous. ``page_table`` [num_seqs, max_pages] int32; ``row_seq``
     and ``positions`` [M] int32: whose pages a row uses and where its token stands. ``cos`` and ``sin``
-    [max_positions, rotary_dim / 2] float32. ``tau``: raw content [M, 2*H] and alpha [H] float32. ``workspace`` is
-    needed where ``splits`` > 1. Columns of ``qkv``, ``content`` and ``out`` are contiguous, row strides free; ``out``
-    may be the columns of v in ``qkv``.
+    [max_positions, rotary_dim / 2] float32. ``tau``: raw content [M, 2*H] and alpha [H] float32. Pools of float8_e4m3fn
+    hold keys and values divided by ``scales``. ``workspace`` is needed where ``splits`` > 1. Columns of ``qkv``,
+    ``content`` and ``out`` are contiguous, row strides free; ``out`` may be the columns of v in ``qkv``.
 
     A row sees its own token and slots of positions below p, nothing else. Rows of one sequence must not meet in one
     launch, except padding rows (position 0 of a spare sequence that nobody reads).
@@ -153,8 +156,8 @@ def paged_decode(
     launch = {"launch_pdl": True} if pdl else {}
     _decode[(groups, splits, rows)](
         qkv,
-        key_pool,
-        value_pool,
+        as_bytes(key_pool),
+        as_bytes(value_pool),
         page_table,
         row_seq,
         positions,
@@ -170,7 +173,10 @@ def paged_decode(
         page_table.stride(0),
         content.stride(0),
         out.stride(0),
-        head_dim**-0.5 * math.log2(math.e),
+        head_dim**-0.5 * math.log2(math.e) * scales[0],
+        1.0 / scales[0],
+        1.0 / scales[1],
+        scales[1],
         ROT=2 * cos.shape[-1],
         PAGE=page_size,
         HEADS=heads,
@@ -180,6 +186,7 @@ def paged_decode(
         TAU=tau is not None,
         MERGE=chosen.merge_last,
         PDL=pdl,
+        UNITS=has_units(qkv.device),
         num_warps=chosen.num_warps,
         **shape,
         **launch,
@@ -193,6 +200,7 @@ def paged_decode(
             out,
             out.stride(0),
             splits,
+            scales[1],
             HEADS=few,
             PDL=pdl,
             num_warps=4,
@@ -312,9 +320,10 @@ def _merged(sums, stats, entry, active, heads, known, element, inside, H: tl.con
 def _decode(
     qkv, key_pool, value_pool, page_table, row_seq, positions, cos, sin, content, alpha, sums, stats, arrived, out,
     qkv_stride, table_stride, content_stride, out_stride, scale,
+    per_key, per_value, value_scale,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, TAU: tl.constexpr,
-    MERGE: tl.constexpr, PDL: tl.constexpr,
+    MERGE: tl.constexpr, PDL: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     # Groups run fastest: neighbouring programs read neighbouring heads of the same positions.
     group, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -367,15 +376,15 @@ def _decode(
 
     # The first split begins with the new token, as later steps will read it: rounded to the pool's type.
     first = split == 0
-    k_low = k_new.to(key_pool.dtype.element_ty)
-    v_low = v_new.to(value_pool.dtype.element_ty)
+    k_low = stored(k_new, key_pool, per_key)
+    v_low = stored(v_new, value_pool, per_value)
     tl.store(key_pool + slot * (H * D) + hd, k_low, mask=known_hd & first)
     tl.store(value_pool + slot * (H * D) + hd, v_low, mask=known_hd & first)
     # A leading dimension of 1 keeps state and tiles in one layout: nothing crosses shared memory in the loop.
-    score = tl.sum(q * k_low.to(tl.float32), 1)
+    score = tl.sum(q * widened(k_low, UNITS), 1)
     most = tl.where(first, score, float("-inf"))[None, :]
     total = tl.where(first, tl.full([1, HEADS], 1.0, tl.float32), 0.0)
-    acc = tl.where(first, v_low.to(tl.float32), 0.0)[None, :, :]
+    acc = tl.where(first, widened(v_low, UNITS), 0.0)[None, :, :]
     element, inside = _elements(group, H, D, HEADS, BD)
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         at = start + tl.arange(0, BLOCK)
@@ -387,17 +396,17 @@ def _decode(
             pages = _pages(table, at, end, PAGE)
         run = (pages.to(tl.int64) * PAGE + at % PAGE) * (H * D)
         offsets = run[:, None] + element[None, :]
-        k = tl.load(key_pool + offsets, mask=seen[:, None] & inside[None, :], other=0.0)
-        v = tl.load(value_pool + offsets, mask=seen[:, None] & inside[None, :], other=0.0)
+        k = tl.load(key_pool + offsets, mask=seen[:, None] & inside[None, :], other=0)
+        v = tl.load(value_pool + offsets, mask=seen[:, None] & inside[None, :], other=0)
         k = tl.reshape(k, [BLOCK, HEADS, BD])
         v = tl.reshape(v, [BLOCK, HEADS, BD])
-        scores = tl.sum(k.to(tl.float32) * q[None, :, :], 2)
+        scores = tl.sum(widened(k, UNITS) * q[None, :, :], 2)
         scores = tl.where(seen[:, None], scores, float("-inf"))
         higher = tl.maximum(most, tl.max(scores, 0, keep_dims=True))
         weights = tl.exp2(scores - higher)
         before = tl.exp2(most - higher)
         total = total * before + tl.sum(weights, 0, keep_dims=True)
-        attended = tl.sum(weights[:, :, None] * v.to(tl.float32), 0, keep_dims=True)
+        attended = tl.sum(weights[:, :, None] * widened(v, UNITS), 0, keep_dims=True)
         acc = acc * before[:, :, None] + attended
         most = higher
 
@@ -409,7 +418,8 @@ def _decode(
     # have either ended at once or arrived before the last one writes.
     tl.debug_barrier()
     if (not SPLIT) or active == 1:
-        tl.store(target + hd, (acc / total[:, None]).to(out.dtype.element_ty), mask=known_hd)
+        whole = acc / total[:, None] * value_scale
+        tl.store(target + hd, whole.to(out.dtype.element_ty), mask=known_hd)
     else:
         entry = row * splits
         at_entry = (entry + split).to(tl.int64)
@@ -426,12 +436,13 @@ def _decode(
                 whole = _merged(
                     sums, stats, entry, active, heads, known, element, inside, H, D, HEADS, BD, CHUNK=8
                 )  # fmt: skip
+                whole *= value_scale
                 tl.store(target + hd, whole.to(out.dtype.element_ty), mask=known_hd)
 
 
 @triton.jit
 def _merge_splits(
-    positions, sums, stats, out, out_stride, splits,
+    positions, sums, stats, out, out_stride, splits, value_scale,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     group, row = tl.program_id(0), tl.program_id(1)
@@ -452,4 +463,5 @@ def _merge_splits(
         sums, stats, row * splits, active, heads, known, element, inside, H, D, HEADS, BD, CHUNK=16
     )  # fmt: skip
     at = out + row.to(tl.int64) * out_stride + hd
+    whole *= value_scale
     tl.store(at, whole.to(out.dtype.element_ty), mask=known_hd)

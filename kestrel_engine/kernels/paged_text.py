@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .e4m3 import as_bytes, has_units, widened
+
 TILE_QUERIES = 16
 """Queries of a tile at most: those of a question, and the fewest that tensor cores take."""
 
@@ -26,13 +28,15 @@ def paged_text(
     tiles: Tensor,
     *,
     page_size: int,
+    scales: tuple[float, float] = (1.0, 1.0),
     out: Tensor,
 ) -> Tensor:
     """Writes to ``out`` [T, H*D] what the queries of all ``tiles`` see: positions from 0 to their own.
 
     ``q`` [T, H, D], rotated; its keys and values are in the pools already. ``key_pool`` and ``value_pool``
-    [num_slots, H, D], one layer, contiguous. ``page_table`` [num_seqs, max_pages] int32; ``tiles`` [N, TILE_WIDTH]
-    int32. Rows of ``q`` and ``out`` may lie apart. Rows that belong to no tile are left as they are.
+    [num_slots, H, D], one layer, contiguous; of float8_e4m3fn they hold keys and values divided by ``scales``.
+    ``page_table`` [num_seqs, max_pages] int32; ``tiles`` [N, TILE_WIDTH] int32. Rows of ``q`` and ``out`` may lie
+    apart. Rows that belong to no tile are left as they are.
     """
     _, num_heads, head_dim = key_pool.shape
     assert q.shape[1:] == (num_heads, head_dim) and q.stride(2) == 1, (q.shape, q.stride())
@@ -43,8 +47,8 @@ def paged_text(
     if len(tiles):
         _text_kernel[(len(tiles), num_heads)](
             q,
-            key_pool,
-            value_pool,
+            as_bytes(key_pool),
+            as_bytes(value_pool),
             page_table,
             tiles,
             out,
@@ -53,7 +57,8 @@ def paged_text(
             out.stride(0),
             page_table.stride(0),
             num_heads * head_dim,
-            1.4426950408889634 * head_dim**-0.5,
+            1.4426950408889634 * head_dim**-0.5 * scales[0],
+            scales[1],
             HEAD_DIM=head_dim,
             DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
             PAGE_SIZE=page_size,
@@ -61,6 +66,7 @@ def paged_text(
             KEYS=32 if exact else 128,
             WIDTH=TILE_WIDTH,
             EXACT=exact,
+            UNITS=has_units(q.device),
             num_warps=4,
             num_stages=1 if exact else 2,
         )
@@ -68,11 +74,22 @@ def paged_text(
 
 
 @triton.jit
+def _loaded(pointers, there, dtype: tl.constexpr, UNITS: tl.constexpr):
+    """Of a pool, in ``dtype``, which every e4m3 number fits."""
+    kept = tl.load(pointers, mask=there, other=0)
+    if kept.dtype == dtype:
+        return kept
+    else:
+        return widened(kept, UNITS).to(dtype)
+
+
+@triton.jit
 def _text_kernel(
     q, keys, values, page_table, tiles, out,
-    q_row, q_head, out_row, table_row, slot_stride, scale,
+    q_row, q_head, out_row, table_row, slot_stride, scale, value_scale,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    UNITS: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(0) * WIDTH
     head = tl.program_id(1).to(tl.int64)
@@ -100,7 +117,7 @@ def _text_kernel(
             slot = page * PAGE_SIZE + position % PAGE_SIZE
             place = slot[:, None] * slot_stride + head * HEAD_DIM + dim[None, :]
             there = stored[:, None] & (dim < HEAD_DIM)[None, :]
-            k = tl.load(keys + place, mask=there, other=0.0)
+            k = _loaded(keys + place, there, own.dtype, UNITS)
             scores = tl.dot(own, tl.trans(k), input_precision=precision) * scale
             seen = position[None, :] <= start + query[:, None]
             scores = tl.where(seen, scores, float("-inf"))
@@ -108,12 +125,12 @@ def _text_kernel(
             larger = tl.maximum(best, tl.max(scores, 1))
             weights = tl.exp2(scores - larger[:, None])
             shrink = tl.exp2(best - larger)
-            v = tl.load(values + place, mask=there, other=0.0)
+            v = _loaded(values + place, there, own.dtype, UNITS)
             total = total * shrink + tl.sum(weights, 1)
             sums = sums * shrink[:, None] + tl.dot(
                 weights.to(v.dtype), v, input_precision=precision
             )
             best = larger
-        result = sums / total[:, None]
+        result = sums / total[:, None] * value_scale
         target = out + rows[:, None] * out_row + head * HEAD_DIM + dim[None, :]
         tl.store(target, result.to(out.dtype.element_ty), mask=inside)

@@ -1,7 +1,8 @@
 """Prefill's step between the qkv GEMM and attention, in one launch: tau factors, RoPE, and keys and values to the pool.
 
 A program owns one token: it reads each element once, turns queries and keys in place, and writes new keys and values
-to their slot as well. All arithmetic is float32, rounded once at the end.
+to their slot as well. All arithmetic is float32, rounded once at the end; a pool of float8_e4m3fn gets each number
+rounded from float32 too, and what stays in qkv is in qkv's own type.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .e4m3 import as_bytes, stored
 
 
 def _config(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -28,13 +31,14 @@ def rope_store(
     sin: Tensor,
     *,
     tau: tuple[Tensor, Tensor] | None = None,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Turns q and k of ``qkv`` [T, >= 3*H*D] in place, and stores k and v at ``slots``.
 
     With ``tau`` (raw content [T, 2*H] and alpha [H] float32) q and v are first scaled by their factors; v then changes
     in ``qkv`` too. ``positions`` and ``slots`` [T] int64; no slot occurs twice. ``key_pool`` and ``value_pool``
-    [num_slots, H, D], one layer, contiguous. ``cos`` and ``sin`` [max_positions, rotary_dim / 2] float32. Rows of
-    ``qkv`` and content may lie apart; columns are contiguous.
+    [num_slots, H, D], one layer, contiguous; of float8_e4m3fn they get k and v divided by ``scales``. ``cos`` and
+    ``sin`` [max_positions, rotary_dim / 2] float32. Rows of ``qkv`` and content may lie apart; columns are contiguous.
     """
     tokens = qkv.shape[0]
     _, num_heads, head_dim = key_pool.shape
@@ -53,14 +57,16 @@ def rope_store(
         qkv,
         positions,
         slots,
-        key_pool,
-        value_pool,
+        as_bytes(key_pool),
+        as_bytes(value_pool),
         cos,
         sin,
         content,
         alpha,
         qkv.stride(0),
         content.stride(0),
+        1.0 / scales[0],
+        1.0 / scales[1],
         H=num_heads,
         D=head_dim,
         BD=triton.next_power_of_2(head_dim),
@@ -83,6 +89,7 @@ def _factor(content, heads, known, place):
 @triton.jit
 def _rope_store(
     qkv, positions, slots, key_pool, value_pool, cos, sin, content, alpha, qkv_stride, content_stride,
+    per_key, per_value,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HALF: tl.constexpr, BHALF: tl.constexpr, BREST: tl.constexpr,
     HEADS: tl.constexpr, TAU: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +118,7 @@ def _rope_store(
     d = tl.arange(0, BD)
     hd = heads[:, None] * D + d[None, :]
     known_hd = known[:, None] & (d < D)[None, :]
-    new_v = tl.load(v + hd, mask=known_hd, other=0.0)
+    new_v = tl.load(v + hd, mask=known_hd, other=0.0).to(tl.float32)
     if TAU:
         raw = content + token * content_stride
         turn = tl.load(alpha + heads, mask=known, other=0.0)
@@ -119,23 +126,24 @@ def _rope_store(
         of_q = _factor(raw, heads, known, place)
         q_low *= of_q
         q_high *= of_q
-        new_v = (new_v.to(tl.float32) * _factor(raw + H, heads, known, place)).to(new_v.dtype)
-        tl.store(v + hd, new_v, mask=known_hd)
-    tl.store(values + hd, new_v, mask=known_hd)
+        new_v *= _factor(raw + H, heads, known, place)
+        tl.store(v + hd, new_v.to(qkv.dtype.element_ty), mask=known_hd)
+    tl.store(values + hd, stored(new_v, value_pool, per_value), mask=known_hd)
 
-    new_low = (k_low * cosine - k_high * sine).to(qkv.dtype.element_ty)
-    new_high = (k_low * sine + k_high * cosine).to(qkv.dtype.element_ty)
-    tl.store(k + low, new_low, mask=turns)
-    tl.store(k + high, new_high, mask=turns)
-    tl.store(keys + low, new_low, mask=turns)
-    tl.store(keys + high, new_high, mask=turns)
+    new_low = k_low * cosine - k_high * sine
+    new_high = k_low * sine + k_high * cosine
+    tl.store(k + low, new_low.to(qkv.dtype.element_ty), mask=turns)
+    tl.store(k + high, new_high.to(qkv.dtype.element_ty), mask=turns)
+    tl.store(keys + low, stored(new_low, key_pool, per_key), mask=turns)
+    tl.store(keys + high, stored(new_high, key_pool, per_key), mask=turns)
     tl.store(q + low, (q_low * cosine - q_high * sine).to(qkv.dtype.element_ty), mask=turns)
     tl.store(q + high, (q_low * sine + q_high * cosine).to(qkv.dtype.element_ty), mask=turns)
     if 2 * HALF < D:
         i = 2 * HALF + tl.arange(0, BREST)
         rest = heads[:, None] * D + i[None, :]
         stays = known[:, None] & (i < D)[None, :]
-        tl.store(keys + rest, tl.load(k + rest, mask=stays, other=0.0), mask=stays)
+        kept = tl.load(k + rest, mask=stays, other=0.0).to(tl.float32)
+        tl.store(keys + rest, stored(kept, key_pool, per_key), mask=stays)
         if TAU:
             scaled = tl.load(q + rest, mask=stays, other=0.0).to(tl.float32) * of_q
             tl.store(q + rest, scaled.to(qkv.dtype.element_ty), mask=stays)
