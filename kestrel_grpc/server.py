@@ -2,7 +2,8 @@
 
 Start: listen first, so that health can be asked, with NOT_SERVING; then load; then serve. Stop: health turns
 NOT_SERVING and new requests are refused with UNAVAILABLE while the running ones end; what is left at the end of the
-grace period fails with UNAVAILABLE; then the listeners close. Knows no signals and no command line: see cli/serve.py.
+grace period fails with UNAVAILABLE; then the listeners close. At an address that other processes share it listens only
+while requests are answered: to one who wouldn't, the kernel would give its share of connections all the same. Knows no signals and no command line: see cli/serve.py.
 """
 
 from __future__ import annotations
@@ -107,15 +108,20 @@ class KestrelServer:
             following=(VISION_SERVICE, IMAGE_SERVICE),
             others=(MODEL_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME),
         )
-        self._server: grpc.aio.Server | None = None
+        self._servers: list[grpc.aio.Server] = []
+        self._shared: grpc.aio.Server | None = None
+        """Of them, the one whose addresses are shared."""
+        self._leaving: asyncio.Task[None] | None = None
+        self._interceptor: CallInterceptor | None = None
+        self._credentials: grpc.ServerCredentials | None = None
         self._following: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listens; requests get UNAVAILABLE until ``load`` is done. Raises AddressError, TlsError."""
         security = self._config.security
-        check_exposure(self._config.listen, security)
-        credentials = None if security.tls is None else server_credentials(security.tls)
-        options = _channel_options(self._config.max_message_bytes, security)
+        check_exposure((*self._config.listen, *self._config.shared_listen), security)
+        if security.tls is not None:
+            self._credentials = server_credentials(security.tls)
         self.telemetry = open_telemetry(
             self._config.telemetry,
             security,
@@ -129,14 +135,24 @@ class KestrelServer:
             self.load_meter.on_call(call)
             self.capture.on_call(call)
 
-        interceptor = CallInterceptor(
+        self._interceptor = CallInterceptor(
             self._in_flight,
             self.guard,
             end_call,
             self.telemetry,
             self._load_trailer if self._config.orca else None,
         )
-        self._server = server = grpc.aio.server(interceptors=(interceptor,), options=options)
+        await self._health.start()
+        if self._config.listen:
+            await self._open(self._config.listen)
+        self._started_at = time.monotonic()
+
+    async def _open(self, addresses: tuple[str, ...], *, shared: bool = False) -> None:
+        """Listens on ``addresses``, all services behind each. Raises AddressError."""
+        assert self._interceptor is not None, "started"
+        security = self._config.security
+        options = _channel_options(self._config.max_message_bytes, security, shared=shared)
+        server = grpc.aio.server(interceptors=(self._interceptor,), options=options)
         pictures = Pictures(self.images)
         add_VisionServiceServicer_to_server(VisionService(self.served, pictures), server)
         add_ImageServiceServicer_to_server(ImageService(self.served, pictures), server)
@@ -159,17 +175,19 @@ class KestrelServer:
         self._health.add_to(server)
         add_reflection(server, (*SERVICES, health.SERVICE_NAME))
         bound: list[str] = []
-        for address in self._config.listen:
-            check_free(address)
-            bound.append(with_port(address, add_port(server, address, credentials)))
-        await self._health.start()
+        for address in addresses:
+            if not shared:
+                check_free(address)
+            bound.append(with_port(address, add_port(server, address, self._credentials)))
         await server.start()
-        self.addresses = tuple(bound)
-        self._started_at = time.monotonic()
+        self._servers.append(server)
+        if shared:
+            self._shared = server
+        self.addresses += tuple(bound)
         tell_lifecycle("listening", addresses=bound)
 
     async def load(self) -> InferenceEngine:
-        """Loads the model and takes requests. Raises ConfigError or ModelLoadError."""
+        """Loads the model and takes requests. Raises ConfigError, ModelLoadError, AddressError."""
         started = time.monotonic()
         try:
             engine = await self._load_engine()
@@ -181,6 +199,8 @@ class KestrelServer:
             self.telemetry.ready(engine, self.load_seconds)
         self.served.ready(engine)
         await self._health.update()
+        if self._config.shared_listen and self.served.state is State.READY:
+            await self._open(self._config.shared_listen, shared=True)
         self._following = asyncio.create_task(self._health.follow())
         if self.served.state is State.READY:
             info, seconds = engine.info, round(self.load_seconds, 3)
@@ -190,12 +210,16 @@ class KestrelServer:
         return engine
 
     async def drain(self) -> None:
-        """Takes no more requests; those that run go on. Idempotent."""
+        """Takes no more requests, and at shared addresses no more connections; requests that run go on. Idempotent."""
         if self.served.state is not State.DRAINING:
             engine = self.served.loaded
             tell_lifecycle("draining", requests=0 if engine is None else engine.num_requests)
         self.served.drain()
         await self._health.update()
+        if self._shared is not None and self._leaving is None:
+            # Callers are told to connect anew, which leads them to another process.
+            longest_s = self._config.security.age_grace_s or _FOREVER_MS / 1000
+            self._leaving = asyncio.create_task(self._shared.stop(longest_s))
 
     async def stop(self, grace_s: float) -> None:
         """Lets running requests end for up to ``grace_s`` seconds, fails the rest, closes everything. Idempotent."""
@@ -210,9 +234,11 @@ class KestrelServer:
             await engine.shutdown(grace_s=grace_s)
         if not await self._in_flight.wait_idle(LAST_WORDS_S):
             logger.warning("%d calls were cut off", self._in_flight.count)
-        if self._server is not None:
+        for server in self._servers:
             # Whoever still watches health is cut off here: such a stream never ends by itself.
-            await self._server.stop(None)
+            await server.stop(None)
+        if self._leaving is not None:
+            await self._leaving
         await self.capture.stop()
         for address in self.addresses:
             close_address(address)
@@ -229,7 +255,9 @@ class KestrelServer:
         return ((TRAILER, load_report(self.load_meter.read())),)
 
 
-def _channel_options(max_message_bytes: int, security: SecurityConfig) -> list[tuple[str, int]]:
+def _channel_options(
+    max_message_bytes: int, security: SecurityConfig, *, shared: bool
+) -> list[tuple[str, int]]:
     limits = security.connections
     return [
         # What is somewhat larger is received, to be refused with a reason and told not to be tried again (Admission);
@@ -242,8 +270,8 @@ def _channel_options(max_message_bytes: int, security: SecurityConfig) -> list[t
         ("grpc.max_concurrent_streams", limits.streams),
         ("grpc.max_connection_age_ms", _milliseconds(limits.age_s)),
         ("grpc.max_connection_age_grace_ms", _milliseconds(security.age_grace_s)),
-        # Two servers on one port would share its connections silently; so the second fails to start.
-        ("grpc.so_reuseport", 0),
+        # Two servers on one port would share its connections silently; so the second fails to start, if none is meant.
+        ("grpc.so_reuseport", int(shared)),
         # Clients may ping every second, during long calls and between calls, without being thrown out.
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -40,6 +40,9 @@ class ServerConfig:
 
     listen: tuple[str, ...] = (DEFAULT_ADDRESS,)
     """Addresses, TCP and unix. Loopback by default: beyond it, ``security`` must be set up."""
+    shared_listen: tuple[str, ...] = ()
+    """TCP addresses that other processes listen on too, each on its own socket (SO_REUSEPORT); only while requests are
+    answered. Not a setting: a supervisor gives them to its workers."""
     security: SecurityConfig = field(default_factory=SecurityConfig)
     max_message_bytes: int = 64 * MIB
     """Of one message, either way: the largest picture allowed (32 MiB) and raw pixels of a 20 megapixel one."""

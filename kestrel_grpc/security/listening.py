@@ -46,7 +46,11 @@ def is_loopback(address: str) -> bool:
 def add_port(
     server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None
 ) -> int:
-    """Adds the address, with TLS if there are ``credentials`` and it isn't a unix socket; returns its port."""
-    if credentials is None or unix_path(address) is not None:
-        return server.add_insecure_port(address)
-    return server.add_secure_port(address, credentials)
+    """Adds the address, with TLS if there are ``credentials`` and it isn't a unix socket; returns its port. Raises
+    AddressError."""
+    try:
+        if credentials is None or unix_path(address) is not None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError:  # gRPC says no more than that it failed.
+        raise AddressError(f"cannot listen on {address}") from None
