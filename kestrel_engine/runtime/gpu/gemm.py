@@ -1,12 +1,22 @@
-"""GEMMs of the fused passes with what cuBLAS does in their epilogue: bias, tanh GELU, adding to the residual stream."""
+"""GEMMs of the fused passes with what cuBLAS does in their epilogue: bias, tanh GELU, adding to the residual stream.
+
+Those of FP8 operands scale the rows of both and add a bias; GELU and residual are left to the kernels around them.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...errors import ConfigError
+from ...kernels.fp8_rows import FP8, FP8_MAX, LEAST_PEAK, Fp8Rows
 from ...models.layers import Linear
+
+FP8_ALIGNMENT = 16
+"""Rows and columns of an FP8 weight come in multiples of it: what a tensor core's operands are aligned to, in bytes."""
 
 
 def require_exact(dtype: torch.dtype) -> None:
@@ -43,3 +53,40 @@ def linear_gelu(x: Tensor, layer: Linear) -> Tensor:
 def add_linear(stream: Tensor, x: Tensor, weight: Tensor) -> None:
     """``stream += x @ weight.T`` in place, by the GEMM itself (beta = 1)."""
     stream.addmm_(x, weight.T)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Linear:
+    """``x @ weight.T + bias`` of FP8 operands: weight [N, K] float8_e4m3fn, scales [1, N] float32, one for each row of
+    the weight; bias [N] or None and the results are of ``dtype``."""
+
+    weight: Tensor
+    scales: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Fp8Linear:
+        """Rounds ``weight`` [N, K]. Raises ConfigError unless N and K are multiples of FP8_ALIGNMENT."""
+        if weight.shape[0] % FP8_ALIGNMENT or weight.shape[1] % FP8_ALIGNMENT:
+            raise ConfigError(
+                "fp8_gemms",
+                list(weight.shape),
+                f"a weight whose rows and columns are no multiples of {FP8_ALIGNMENT}; only off will do",
+            )
+        scales = weight.float().abs().amax(1, keepdim=True).clamp_(min=LEAST_PEAK) / FP8_MAX
+        # At most FP8_MAX, whichever way the division rounds: beyond half a step above it, torch makes no number of it.
+        rounded = (weight.float() / scales).to(FP8)
+        return cls(rounded, scales.T.contiguous(), bias, weight.dtype)
+
+    def __call__(self, x: Fp8Rows, *, out: Tensor | None = None) -> Tensor:
+        """[T, N]. Sums are kept in float32 all the way (no "fast accumulation"). ``out``: rows without gaps."""
+        return torch._scaled_mm(
+            x.values,
+            self.weight.T,
+            x.scales,
+            self.scales,
+            bias=self.bias,
+            out_dtype=self.dtype,
+            out=out,
+        )

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.fp8_rows import Fp8Rows, layer_norm_fp8, quantise_rows
 from ...kernels.layer_norm import layer_norm
 from ...kernels.moe_prefill import moe_prefill
 from ...kernels.moe_route import route
@@ -23,7 +24,7 @@ from ...models.layers import LayerNorm, Linear, Tensors
 from .decode_attention import DecodeAttention
 from .gemm import add_linear, linear, linear_gelu, require_exact
 from .text_decode import DecodePass
-from .text_layers import TextLayer, load_layers, rotary_angles
+from .text_layers import Fp8Products, TextLayer, load_layers, rotary_angles
 
 SKINNY_LOGITS = 32
 """Rows up to which the vocabulary head streams its weight by our own kernel; beyond, cuBLAS is faster (H200: 53 us
@@ -42,7 +43,8 @@ class FusedText:
     """``tensors``: a packed checkpoint (`weights.pack_weights`), in the type and on the device of the computation,
     experts perhaps in FP8. ``max_rows``: of a decode step. ``overlap``: attention and MLP of a decode step run beside
     each other on two streams instead of sharing GEMMs (CUDA only). ``pdl``: decode kernels begin while those before
-    them end (sm_90). ``attention``: of decode steps; None takes our own kernel."""
+    them end (sm_90). ``attention``: of decode steps; None takes our own kernel. ``fp8``: prefill computes qkv and the
+    dense layers' fc1 and fc2 in FP8, of copies of their weights; ConfigError is raised for shapes that can't."""
 
     def __init__(
         self,
@@ -54,9 +56,11 @@ class FusedText:
         overlap: bool = False,
         pdl: bool = False,
         attention: DecodeAttention | None = None,
+        fp8: bool = False,
     ) -> None:
         self.config = config
         self._layers, self._pending = load_layers(config, tensors)
+        self._fp8 = [Fp8Products.of(layer) for layer in self._layers] if fp8 else []
         self._post_ln = LayerNorm.load(tensors, "text.post_ln")
         self._lm_head = Linear.load(tensors, "text.lm_head")
         require_exact(self._lm_head.weight.dtype)
@@ -95,20 +99,40 @@ class FusedText:
         # Attention leaves rows of padding as they are: they must be numbers.
         u, attended = torch.empty_like(x), torch.zeros_like(x)
         heads = self.config.n_heads
+        # What an MLP in FP8 gave and the stream still lacks.
+        from_mlp: Tensor | None = None
         for layer in self._layers:
-            layer_norm(x, layer.ln.weight, layer.ln.bias, pending=layer.pending, out=u)
-            qkv = linear(u, layer.qkv)
+            u8: Fp8Rows | None = None
+            if self._fp8:
+                u8 = self._norm_fp8(layer, x, u, from_mlp)
+                qkv = self._fp8[layer.index].qkv(u8)
+            else:
+                layer_norm(x, layer.ln.weight, layer.ln.bias, pending=layer.pending, out=u)
+                qkv = linear(u, layer.qkv)
             pool = keys[layer.index], values[layer.index]
             tau = self._factors(layer, qkv)
             rope_store(qkv, positions, slots, *pool, self._cos, self._sin, tau=tau)
             q, k, v = qkv.view(len(x), 3, heads, -1).unbind(1)
             attention(layer.index, q, k, v, attended)
             add_linear(x, attended, layer.proj)
-            self._add_mlp(layer, x, u)
+            from_mlp = self._add_mlp(layer, x, u, u8)
         if rows is not None:
             x = x[rows]
+        if from_mlp is not None:
+            x.add_(from_mlp if rows is None else from_mlp[rows])
         # The sum is rounded once: adding float32 to a half type in place is done in float32.
         return x.add_(self._pending)
+
+    def _norm_fp8(self, layer: TextLayer, x: Tensor, u: Tensor, add: Tensor | None) -> Fp8Rows:
+        """LayerNorm of ``x + add`` in FP8; in front of experts, whose router reads them, the plain rows are ``u``."""
+        return layer_norm_fp8(
+            x,
+            layer.ln.weight,
+            layer.ln.bias,
+            pending=layer.pending,
+            add=add,
+            out=None if layer.moe is None else u,
+        )
 
     def _factors(self, layer: TextLayer, qkv: Tensor) -> tuple[Tensor, Tensor] | None:
         if layer.tau is None:
@@ -116,12 +140,17 @@ class FusedText:
         assert self._tau is not None
         return tau_content(qkv, layer.tau.weights, self._tau), layer.tau.alpha
 
-    def _add_mlp(self, layer: TextLayer, x: Tensor, u: Tensor) -> None:
+    def _add_mlp(self, layer: TextLayer, x: Tensor, u: Tensor, u8: Fp8Rows | None) -> Tensor | None:
+        """Adds the MLP of ``u`` to ``x``; what a dense one in FP8 makes of ``u8`` comes back, to be added later."""
         moe = layer.moe
+        if moe is None and u8 is not None:
+            fp8 = self._fp8[layer.index]
+            assert fp8.fc1 is not None and fp8.fc2 is not None
+            return fp8.fc2(quantise_rows(fp8.fc1(u8), gelu=True))
         if moe is None:
             assert layer.fc1 is not None and layer.fc2 is not None
             add_linear(x, linear_gelu(u, layer.fc1), layer.fc2)
-            return
+            return None
         weights, experts = route(linear(u, moe.router), moe.experts_per_token)
         moe_prefill(
             u,
@@ -134,6 +163,7 @@ class FusedText:
             add_to=x,
             out=x,
         )
+        return None
 
     def decode(
         self,

@@ -11,6 +11,7 @@ from ...model_config import TextConfig
 from ...models.layers import LayerNorm, Linear, Tensors
 from ...models.rope import RotaryTable
 from ...models.text import Moe, Tau
+from .gemm import Fp8Linear
 from .weights import packed_in, packed_out, running_sums
 
 
@@ -35,6 +36,25 @@ class TextLayer:
     tau: Tau | None
     owed: Tensor
     pending: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Products:
+    """The products of a block that prefill computes in FP8; the bias of fc2 is pending. Experts are not among them."""
+
+    qkv: Fp8Linear
+    fc1: Fp8Linear | None
+    fc2: Fp8Linear | None
+
+    @classmethod
+    def of(cls, layer: TextLayer) -> Fp8Products:
+        """Raises ConfigError for shapes that can't."""
+        fc1, fc2 = layer.fc1, layer.fc2
+        return cls(
+            Fp8Linear.of(layer.qkv.weight, layer.qkv.bias),
+            None if fc1 is None else Fp8Linear.of(fc1.weight, fc1.bias),
+            None if fc2 is None else Fp8Linear.of(fc2),
+        )
 
 
 def load_layers(config: TextConfig, tensors: Tensors) -> tuple[list[TextLayer], Tensor]:

@@ -2,6 +2,10 @@
 
 The residual stream is touched by GEMMs that add to it and by LayerNorms that read it, by nothing else: the biases that
 the GEMMs leave out are summed over the layers when the weights are there and added by each LayerNorm.
+
+In FP8 (qkv, fc1 and fc2) the LayerNorms write FP8 rows, one kernel makes them of the hidden layer with its GELU, and
+what fc2 gives is added by the next block's first LayerNorm. Attention and its projection, a twelfth of the products,
+stay as they are: rounding what the projection reads, in a pass of its own, takes what its product would gain.
 """
 
 from __future__ import annotations
@@ -13,12 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kernels.fp8_rows import layer_norm_fp8, quantise_rows
 from ...kernels.layer_norm import layer_norm
 from ...kernels.patchify import patchify
 from ...kernels.pool_tiles import pool_tiles
 from ...model_config import VisionConfig
 from ...models.layers import LayerNorm, Linear, Tensors
-from .gemm import add_linear, linear, linear_gelu, require_exact
+from .gemm import Fp8Linear, add_linear, linear, linear_gelu, require_exact
 from .vision_attention import BATCHES, CropAttention
 from .weights import PADDED_PATCHES, running_sums
 
@@ -42,10 +47,28 @@ class VisionBlock:
     pending: tuple[Tensor, Tensor]
 
 
-class FusedVision:
-    """``tensors``: a packed checkpoint (`weights.pack_weights`), in the type and on the device of the computation."""
+@dataclass(frozen=True, slots=True)
+class Fp8Block:
+    """The products of a block that are computed in FP8; the bias of fc2 is pending."""
 
-    def __init__(self, config: VisionConfig, tensors: Tensors) -> None:
+    qkv: Fp8Linear
+    fc1: Fp8Linear
+    fc2: Fp8Linear
+
+    @classmethod
+    def of(cls, block: VisionBlock) -> Fp8Block:
+        return cls(
+            Fp8Linear.of(block.qkv.weight, block.qkv.bias),
+            Fp8Linear.of(block.fc1.weight, block.fc1.bias),
+            Fp8Linear.of(block.fc2),
+        )
+
+
+class FusedVision:
+    """``tensors``: a packed checkpoint (`weights.pack_weights`), in the type and on the device of the computation.
+    ``fp8``: the blocks compute in FP8, of copies of their weights. Raises ConfigError for shapes that can't."""
+
+    def __init__(self, config: VisionConfig, tensors: Tensors, *, fp8: bool = False) -> None:
         self.config = config
         self._patch_weight = tensors[PADDED_PATCHES]
         require_exact(self._patch_weight.dtype)
@@ -70,6 +93,7 @@ class FusedVision:
             )
             for layer, name in enumerate(names)
         ]
+        self._fp8_blocks = [Fp8Block.of(block) for block in self.blocks] if fp8 else []
         self._post_ln, self._post_pending = LayerNorm.load(tensors, "vision.post_ln"), sums[-1]
         self._fc1 = Linear.load(tensors, "vision.proj_mlp.fc1")
         self._fc2 = Linear.load(tensors, "vision.proj_mlp.fc2")
@@ -113,18 +137,14 @@ class FusedVision:
         x = x.view(n * patches, dim)
         rows = patchify(crops, self.config.enc_patch_size, weight.shape[1], weight.dtype)
         add_linear(x, rows, weight)
-        u = torch.empty_like(x)
         qkv = weight.new_empty(self.attention.padded(n) * patches, 3 * dim)
         if len(qkv) > len(x):
             # Never read, but numbers: some kernels are slow or loud about what is none.
             qkv[len(x) :].zero_()
-        for block in self.blocks:
-            layer_norm(x, block.ln1.weight, block.ln1.bias, pending=block.pending[0], out=u)
-            linear(u, block.qkv, out=qkv[: len(x)])
-            attended = self.attention(qkv.view(-1, patches, 3, self.config.enc_n_heads, self._size))
-            add_linear(x, attended.view(-1, dim)[: len(x)], block.proj)
-            layer_norm(x, block.ln2.weight, block.ln2.bias, pending=block.pending[1], out=u)
-            add_linear(x, linear_gelu(u, block.fc1), block.fc2)
+        if self._fp8_blocks:
+            self._blocks_in_fp8(x, qkv, patches)
+        else:
+            self._blocks(x, qkv, patches)
         layer_norm(
             x,
             self._post_ln.weight,
@@ -133,9 +153,34 @@ class FusedVision:
             out=out.view(-1, dim),
         )
 
-    @property
-    def _size(self) -> int:
-        return self.config.enc_dim // self.config.enc_n_heads
+    def _blocks(self, x: Tensor, qkv: Tensor, patches: int) -> None:
+        """All of them, on the stream ``x`` [rows, enc_dim], which is changed; ``qkv`` has as many rows or more."""
+        u = torch.empty_like(x)
+        for block in self.blocks:
+            layer_norm(x, block.ln1.weight, block.ln1.bias, pending=block.pending[0], out=u)
+            linear(u, block.qkv, out=qkv[: len(x)])
+            add_linear(x, self._attend(qkv, patches)[: len(x)], block.proj)
+            layer_norm(x, block.ln2.weight, block.ln2.bias, pending=block.pending[1], out=u)
+            add_linear(x, linear_gelu(u, block.fc1), block.fc2)
+
+    def _blocks_in_fp8(self, x: Tensor, qkv: Tensor, patches: int) -> None:
+        """The same; here no GEMM of the MLP adds to the stream."""
+        from_mlp: Tensor | None = None
+        for block, fp8 in zip(self.blocks, self._fp8_blocks, strict=True):
+            ln, pending = block.ln1, block.pending[0]
+            u = layer_norm_fp8(x, ln.weight, ln.bias, pending=pending, add=from_mlp)
+            fp8.qkv(u, out=qkv[: len(x)])
+            add_linear(x, self._attend(qkv, patches)[: len(x)], block.proj)
+            ln, pending = block.ln2, block.pending[1]
+            u = layer_norm_fp8(x, ln.weight, ln.bias, pending=pending)
+            from_mlp = fp8.fc2(quantise_rows(fp8.fc1(u), gelu=True))
+        if from_mlp is not None:
+            x.add_(from_mlp)
+
+    def _attend(self, qkv: Tensor, patches: int) -> Tensor:
+        """[rows, 3 * enc_dim] -> [rows, enc_dim]."""
+        heads, dim = self.config.enc_n_heads, self.config.enc_dim
+        return self.attention(qkv.view(-1, patches, 3, heads, dim // heads)).view(-1, dim)
 
     def embed_many(self, pictures: Sequence[tuple[Tensor, tuple[int, int]]]) -> list[Tensor]:
         """Each picture is the features of its distinct crops [n, patches, enc_dim] and its tiling; returns the

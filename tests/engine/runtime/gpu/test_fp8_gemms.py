@@ -1,0 +1,150 @@
+"""Products of FP8 operands: their error, and what the tower and the decoder's prefill make of it on golden models.
+
+Without a GPU Triton interprets the kernels around them; torch multiplies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kestrel_engine.checkpoint.loader import load_checkpoint
+from kestrel_engine.errors import ConfigError
+from kestrel_engine.kernels.fp8_rows import quantise_rows
+from kestrel_engine.model_config import ModelConfig
+from kestrel_engine.models.vision import VisionModel
+from kestrel_engine.runtime.gpu.gemm import Fp8Linear
+from kestrel_engine.runtime.gpu.text import FusedText
+from kestrel_engine.runtime.gpu.vision import FusedVision
+from kestrel_engine.runtime.gpu.weights import pack_weights
+from tests.engine.models.small import random_tensors, small_config
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+"""A GPU multiplies FP8 into half types; interpreted, bfloat16 is wrong."""
+ONE_PRODUCT = 0.045
+"""Relative error of one product of normal numbers: two roundings of 2.6 % each, independent: 3.7 %."""
+TOWER = 0.08
+"""Relative error of the features after a golden tower's layers: that of one product, once or twice."""
+PREFILL = 0.1
+"""The same of the residual stream after two layers of a golden decoder, and of its keys and values."""
+
+pytestmark = pytest.mark.skipif(
+    DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (8, 9), reason="needs FP8"
+)
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def on_device(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to(DEVICE, DTYPE, copy=True) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_a_product_with_its_bias(rows):
+    x, bias = torch.randn(rows, 96, device=DEVICE), torch.randn(48, device=DEVICE).to(DTYPE)
+    # Outputs of very different sizes show that each row of the weight has a scale of its own.
+    weight = torch.randn(48, 96, device=DEVICE) * torch.logspace(-3, 3, 48, device=DEVICE)[:, None]
+    layer = Fp8Linear.of(weight.to(DTYPE), bias)
+    assert layer.weight.shape == (48, 96) and layer.scales.shape == (1, 48)
+    room = torch.full((rows + 2, 48), torch.nan, device=DEVICE, dtype=DTYPE)
+    found = layer(quantise_rows(x.to(DTYPE)), out=room[:rows])
+    assert found.data_ptr() == room.data_ptr() and found.dtype == DTYPE
+    assert bool(room[rows:].isnan().all())
+    wanted = x.double() @ weight.double().T
+    errors = [off(found[:, i] - bias[i], wanted[:, i]) for i in range(0, 48, 8)]
+    assert sum(errors) / len(errors) < ONE_PRODUCT * (3 if rows == 1 else 1.3), errors
+    plain = Fp8Linear.of(weight.to(DTYPE))(quantise_rows(x.to(DTYPE)))
+    torch.testing.assert_close(plain + bias, found, rtol=2e-2, atol=2e-2)
+
+
+def test_it_is_the_product_of_what_was_rounded():
+    x, weight = torch.randn(7, 64, device=DEVICE), torch.randn(32, 64, device=DEVICE)
+    layer, rows = Fp8Linear.of(weight.to(DTYPE)), quantise_rows(x.to(DTYPE))
+    wanted = (rows.values.double() * rows.scales) @ (layer.weight.double() * layer.scales.T).T
+    assert off(layer(rows), wanted) < (1e-6 if DTYPE == torch.float32 else 4e-3)
+
+
+def test_shapes_that_tensor_cores_do_not_take_are_named():
+    with pytest.raises(ConfigError, match=r"fp8_gemms.*\[32, 40\].*multiples of 16"):
+        Fp8Linear.of(torch.randn(32, 40))
+    config = small_config("moondream2")
+    with pytest.raises(ConfigError, match="fp8_gemms"):
+        FusedVision(config.vision, pack_weights(config, random_tensors(config)), fp8=True)
+
+
+@pytest.mark.golden
+def test_a_tower_of_golden_weights(golden_folder):
+    """Crops of 25 patches: interpreted, each row takes milliseconds."""
+    loaded = load_checkpoint(golden_folder("md2"))
+    config = replace(loaded.config.vision, crop_size=70)
+    tensors = loaded.tensors
+    tensors["vision.pos_emb"] = tensors["vision.pos_emb"][:, : config.grid**2]
+    plain = VisionModel(config, tensors)
+    packed = pack_weights(loaded.config, on_device(tensors))
+    fused = FusedVision(config, packed, fp8=True)
+    crops = torch.randint(0, 256, (1, 70, 70, 3), dtype=torch.uint8)
+    found = fused.encode_crops(crops.to(DEVICE)).cpu()
+    error = off(found, plain.encode_crops(crops))
+    assert 0.001 < error < TOWER, "not none: then nothing was rounded"
+
+
+class Prompt:
+    """A prompt whose first positions see one another, through a decoder with a pool of its own."""
+
+    def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], count: int) -> None:
+        self._config, self._count = config, count
+        self._packed = pack_weights(config, on_device(tensors))
+        ids = torch.randint(0, config.text.vocab_size, (count,))
+        self._x = self._packed["text.wte"][ids.to(DEVICE)]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        mask = torch.ones(self._count, self._count, dtype=torch.bool, device=DEVICE).tril()
+        mask[: self._count // 2, : self._count // 2] = True
+        parts = (part.transpose(0, 1) for part in (q, k, v))
+        attended = torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask=mask)
+        out.copy_(attended.transpose(0, 1).flatten(1))
+
+    def __call__(self, *, fp8: bool, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The stream, and keys and values of the pool."""
+        text = self._config.text
+        fused = FusedText(text, self._packed, max_rows=1, page_size=self._count, fp8=fp8)
+        shape = (2, text.n_layers, self._count, text.n_heads, text.head_dim)
+        pool = torch.zeros(shape, device=DEVICE, dtype=DTYPE)
+        places = torch.arange(self._count, device=DEVICE)
+        x = fused.prefill(self._x.clone(), places, places, self.attend, *pool, rows=rows)
+        return x, pool
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("model", ["md2", "md3"])
+def test_prefill_of_golden_weights(golden_folder, model):
+    loaded = load_checkpoint(golden_folder(model))
+    # Interpreted, each layer takes seconds: two dense ones, or a dense one in front of experts.
+    moe = loaded.config.text.moe
+    text = replace(loaded.config.text, n_layers=2 if moe is None else moe.start_layer + 1)
+    prompt = Prompt(replace(loaded.config, text=text), loaded.tensors, 5)
+    (wanted, wanted_pool), (found, pool) = prompt(fp8=False), prompt(fp8=True)
+    # A router's near tie may fall otherwise: one token gets another expert.
+    assert 0.001 < off(found, wanted) < PREFILL * (1 if moe is None else 2.5)
+    assert 0.001 < off(pool, wanted_pool) < PREFILL
+
+
+def test_only_wanted_rows_come_back():
+    config = small_config("moondream2")
+    prompt = Prompt(config, random_tensors(config), 5)
+    rows = torch.tensor([4, 2], device=DEVICE)
+    (whole, _), (some, _) = prompt(fp8=True), prompt(fp8=True, rows=rows)
+    torch.testing.assert_close(some, whole[rows])
