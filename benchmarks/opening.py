@@ -20,7 +20,7 @@ from kestrel_engine.checkpoint.open import open_model as open_files
 from kestrel_engine.factory import Built, build
 from kestrel_engine.runtime.protocol import Runtime, StepHandle
 from kestrel_engine.step import Row, RuntimeLimits, StepPlan, StepResult
-from kestrel_grpc.cli.serve import GC_THRESHOLDS, SWITCH_INTERVAL_S
+from kestrel_grpc.interpreter import GC_THRESHOLDS, SWITCH_INTERVAL_S
 from kestrel_grpc.model_settings import add_model_flags, runtime_config
 from kestrel_grpc.settings import Parser
 

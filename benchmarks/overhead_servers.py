@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 
 from kestrel_engine import InferenceEngine, RuntimeConfig, delivery
-from kestrel_grpc.cli.serve import GC_THRESHOLDS, SWITCH_INTERVAL_S
+from kestrel_grpc.interpreter import GC_THRESHOLDS, SWITCH_INTERVAL_S
 from kestrel_grpc.server import KestrelServer
 from kestrel_grpc.settings import ServerConfig
 

@@ -55,7 +55,7 @@ def lost_records() -> int:
 
 def tell_lifecycle(event: LifeEvent, **fields: Any) -> None:
     """Logs what has become of the server; a failure as an error."""
-    level = logging.ERROR if event in ("failed", "worker_ended") else logging.INFO
+    level = logging.ERROR if "error" in fields else logging.INFO
     text = " ".join((event, *(f"{name}={_plain(value)}" for name, value in fields.items())))
     _lifecycle.log(level, "%s", text, extra=structured(event, fields))
 

@@ -3,7 +3,8 @@
 Start: listen first, so that health can be asked, with NOT_SERVING; then load; then serve. Stop: health turns
 NOT_SERVING and new requests are refused with UNAVAILABLE while the running ones end; what is left at the end of the
 grace period fails with UNAVAILABLE; then the listeners close. At an address that other processes share it listens only
-while requests are answered: to one who wouldn't, the kernel would give its share of connections all the same. Knows no signals and no command line: see cli/serve.py.
+while requests are answered: to one who wouldn't, the kernel would give its share of connections all the same.
+Knows no signals and no command line: see cli/serve.py.
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ class KestrelServer:
         self.served = ServedModel(runtime)
         self.addresses: tuple[str, ...] = ()
         """What the server listens on, with the ports that it was given for port 0."""
+        self.own_addresses: tuple[str, ...] = ()
+        """Of them, those that no other process shares."""
         self.load_seconds = 0.0
         self._started_at: float | None = None
         self.images = ImageStore(config.image_store_bytes)
@@ -183,6 +186,8 @@ class KestrelServer:
         self._servers.append(server)
         if shared:
             self._shared = server
+        else:
+            self.own_addresses = tuple(bound)
         self.addresses += tuple(bound)
         tell_lifecycle("listening", addresses=bound)
 

@@ -22,6 +22,8 @@ from .security.config import SecurityConfig
 from .sources import UNSET, Setting, Sources, name_of, variable_of
 from .sources import SettingsError as SettingsError
 from .telemetry.config import TelemetryConfig, telemetry_config
+from .workers.config import WorkersConfig
+from .workers.flags import add_worker_flags, workers_config
 
 PROGRAM = "kestrel-grpc"
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -62,6 +64,8 @@ class ServerConfig:
     """Whether the trailers of VisionService's calls say how busy the server is."""
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     """What is measured, and where that goes. By default nothing."""
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
+    """How many processes serve. By default this one."""
     debug: DebugConfig = field(default_factory=DebugConfig)
     """Where profiles and captured requests may be written. By default nowhere."""
 
@@ -214,6 +218,7 @@ def add_server_flags(
         default=default_of(ServerConfig, "grace_s"),
         help="how long running requests may go on after SIGTERM or Ctrl-C; a second signal ends them",
     )
+    add_worker_flags(Flags(parser, "workers", section="server", environ=environ), whole)
     telemetry = Flags(parser, "telemetry", section="telemetry", environ=environ)
     telemetry.add(
         "--metrics-listen",
@@ -257,6 +262,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         log_buffer_bytes=args.log_buffer_bytes,
         orca=args.orca == "on",
         telemetry=telemetry,
+        workers=workers_config(args),
         debug=debug_config(args),
     )
 

@@ -15,10 +15,11 @@ _MB = 1e6
 
 
 class LoadingProgress:
-    """The engine's progress callback; called from the thread that loads. A context manager: leaves a clean line."""
+    """The engine's progress callback; called from the thread that loads. A context manager: leaves a clean line.
+    ``draws``: whether a terminal is ours alone."""
 
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
+    def __init__(self, *, draws: bool = True) -> None:
+        self._terminal = draws and sys.stderr.isatty()
         self._last = time.monotonic()
         self._drawn = False
 

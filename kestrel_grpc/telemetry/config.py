@@ -31,6 +31,8 @@ class TelemetryConfig:
     metrics_protocol: Protocol = "grpc"
     prometheus: str | None = None
     """HOST:PORT of the Prometheus endpoint."""
+    worker: int | None = None
+    """Which of several workers this is: a label of what Prometheus gets."""
     content: bool = False
     """Whether questions and answers go into spans."""
     span_queue: int | None = 8192

@@ -171,7 +171,7 @@ def open_telemetry(
 
         reader = PullReader()
         door = MetricsDoor(config.prometheus, security)
-        endpoint = PrometheusEndpoint(config.prometheus, reader, door)
+        endpoint = PrometheusEndpoint(config.prometheus, reader, door, config.worker)
         logger.info("metrics at %s://%s/metrics", endpoint.scheme, endpoint.address)
     if config.traces != "none":
         from .tracing import CallTracing

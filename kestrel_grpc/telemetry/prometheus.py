@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from opentelemetry.sdk.metrics.export import (
     Gauge,
@@ -34,12 +34,18 @@ _BY_NAME = {metric.name: metric for metric in METRICS}
 
 class PrometheusEndpoint:
     """``reader`` is to be given to the meter's provider, ``door`` says who may read. Raises AddressError where it can't
-    listen."""
+    listen. Of several workers, each series has its ``worker`` as a label."""
 
-    def __init__(self, address: str, reader: InMemoryMetricReader, door: MetricsDoor) -> None:
+    def __init__(
+        self,
+        address: str,
+        reader: InMemoryMetricReader,
+        door: MetricsDoor,
+        worker: int | None = None,
+    ) -> None:
         host, _, port = address.rpartition(":")
         registry = CollectorRegistry()
-        registry.register(_Scrape(reader))
+        registry.register(_Scrape(reader, worker))
         try:
             self._port = MetricsPort(host.strip("[]"), int(port), make_wsgi_app(registry), door)
         except OSError as error:
@@ -57,8 +63,9 @@ class PrometheusEndpoint:
 class _Scrape(Collector):
     """Turns what the SDK collected into what the client library writes out."""
 
-    def __init__(self, reader: InMemoryMetricReader) -> None:
+    def __init__(self, reader: InMemoryMetricReader, worker: int | None) -> None:
         self._reader = reader
+        self._fixed = {} if worker is None else {"worker": str(worker)}
         self._lock = threading.Lock()  # The reader keeps one result, and scrapes may overlap.
 
     def describe(self) -> list[Family]:
@@ -71,22 +78,24 @@ class _Scrape(Collector):
             for scope in resource.scope_metrics:
                 for collected in scope.metrics:
                     if collected.name in _BY_NAME:
-                        yield _family(_BY_NAME[collected.name], collected)
+                        yield _family(_BY_NAME[collected.name], collected, self._fixed)
 
 
-def _family(metric: Metric, collected: Collected) -> Family:
-    labels = [name.replace(".", "_") for name in metric.attributes]
+def _family(metric: Metric, collected: Collected, fixed: Mapping[str, str]) -> Family:
+    """``fixed``: labels that all have."""
+    labels = [*fixed, *(name.replace(".", "_") for name in metric.attributes)]
+    first = list(fixed.values())
     data = collected.data
     if isinstance(data, Histogram):
         histogram = HistogramMetricFamily(metric.prometheus_name, metric.description, labels=labels)
         for point in data.data_points:
-            histogram.add_metric(_values(metric, point), _buckets(point), point.sum)
+            histogram.add_metric([*first, *_values(metric, point)], _buckets(point), point.sum)
         return histogram
     assert isinstance(data, (Sum, Gauge)), f"no instrument of ours gives {type(data).__name__}"
     kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
     family = kind(metric.prometheus_name, metric.description, labels=labels)
     for number in data.data_points:
-        family.add_metric(_values(metric, number), number.value)
+        family.add_metric([*first, *_values(metric, number)], number.value)
     return family
 
 

@@ -1,0 +1,135 @@
+"""A worker's process: a whole server, that answers to a supervisor instead of a terminal and to systemd.
+
+SIGTERM, SIGINT and the supervisor's end let running requests end; all of them may come, and none of them twice ends it
+at once. An engine that has failed ends the process, which the supervisor starts anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+from collections.abc import Sequence
+
+from kestrel_engine import ConfigError, InferenceEngine, KestrelError, SkillRegistry
+
+from ..addresses import AddressError
+from ..cli.loading import LoadingProgress
+from ..interpreter import set_up_interpreter
+from ..logs import set_up_logging
+from ..running import leave_now, load_unless_stopped
+from ..security.tls import TlsError
+from ..security.tokens import TokenFileError
+from ..served_model import State
+from ..server import KestrelServer
+from ..skill_plugins import skill_registry
+from ..sources import SettingsError
+from .line import ALIVE_INTERVAL_S, Alive, Failed, Ready, WorkerEnd
+from .plan import WorkerTask
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILED = 1
+_LEAVE_S = 12.0
+"""How long an engine that has failed may take to tell its callers; a hung device is left behind after 5 s."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``arguments``: the number of the socket to the supervisor. Returns the exit status."""
+    line = WorkerEnd(int(arguments[0]))
+    try:
+        task = line.task()
+    except EOFError:
+        return EXIT_FAILED
+    config = task.server
+    set_up_logging(
+        config.log_level,
+        config.log_format,
+        buffer_bytes=config.log_buffer_bytes,
+        worker=task.index,
+    )
+    set_up_interpreter()
+    try:
+        return asyncio.run(_serve(task, skill_registry(config.skills), line))
+    except ConfigError as error:
+        line.tell(Failed(error.limit, error.field, str(error.value)))
+    except SettingsError as error:
+        line.tell(Failed(str(error), setting=True))
+    except (AddressError, TlsError, TokenFileError, KestrelError) as error:
+        line.tell(Failed(str(error)))
+    except (
+        Exception
+    ) as error:  # The process's edge: the log has the traceback, the supervisor its last line.
+        logger.exception("the worker failed")
+        line.tell(Failed(f"{type(error).__name__}: {error}"))
+    return EXIT_FAILED
+
+
+async def _serve(task: WorkerTask, skills: SkillRegistry, line: WorkerEnd) -> int:
+    """Until it is told to stop, or its engine fails."""
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+
+    def on_line() -> None:
+        if line.has_ended():
+            loop.remove_reader(line.fileno())
+            if not stopping.is_set():
+                logger.warning("the supervisor has gone: stopping")
+            stopping.set()
+
+    loop.add_reader(line.fileno(), on_line)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping.set)
+    alive = asyncio.create_task(_keep_alive(line))
+    with LoadingProgress(draws=False) as progress:
+        server = KestrelServer(
+            task.server,
+            task.runtime,
+            lambda: InferenceEngine.create(
+                task.runtime, skills=skills, progress=progress, observer=server.telemetry
+            ),
+        )
+        if not await load_unless_stopped(server, stopping):
+            await server.stop(task.server.grace_s)
+            leave_now(0)
+    gc.freeze()  # What was loaded stays: no collection need walk it.
+    line.tell(_ready(server))
+    failed = asyncio.create_task(_until_failed(server))
+    told = asyncio.create_task(stopping.wait())
+    await asyncio.wait({failed, told}, return_when=asyncio.FIRST_COMPLETED)
+    if not stopping.is_set():
+        line.tell(Failed("the engine has died"))
+        try:
+            await asyncio.wait_for(server.stop(0), _LEAVE_S)
+        except TimeoutError:
+            logger.error("left without an orderly end")
+        leave_now(EXIT_FAILED)
+    failed.cancel()
+    await server.stop(task.server.grace_s)
+    alive.cancel()
+    return 0
+
+
+def _ready(server: KestrelServer) -> Ready:
+    engine = server.served.loaded
+    assert engine is not None, "loaded"
+    info = engine.info
+    return Ready(
+        model=info.model,
+        device_name=info.device_name,
+        dtype=info.dtype,
+        load_s=server.load_seconds,
+        addresses=server.own_addresses,
+    )
+
+
+async def _keep_alive(line: WorkerEnd) -> None:
+    while True:
+        line.tell(Alive())
+        await asyncio.sleep(ALIVE_INTERVAL_S)
+
+
+async def _until_failed(server: KestrelServer) -> None:
+    while server.served.state is not State.FAILED:
+        await asyncio.sleep(ALIVE_INTERVAL_S)
