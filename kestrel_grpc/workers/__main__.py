@@ -1,4 +1,4 @@
-"""``python -m kestrel_grpc.workers FD INDEX``: a worker of ``kestrel-grpc serve --workers``, started by the supervisor."""
+"""``python -m kestrel_grpc.workers FD INDEX``: a worker, as the supervisor of ``kestrel-grpc serve`` starts it."""
 
 from __future__ import annotations
 
