@@ -51,7 +51,7 @@ def build_batch(
         else:
             seen = cache.slots(row.page_table, end)
             slots.append(_indices(seen)[row.start :])
-            spans += _spans(row, begin, seen, model)
+            spans += _spans(row, begin, seen, model, rounds=cache.eight_bits)
         inputs.add(row, begin)
         begin += count
         last.append(begin - 1)
@@ -66,6 +66,7 @@ def build_batch(
             torch.cat([s.to(device) for s in slots]),
             spans,
             [_group(group, last, cache) for group in groups],
+            cache.scales,
         ),
     )
 
@@ -151,10 +152,14 @@ def _indices(slots: slice | Tensor) -> Tensor:
     return torch.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots
 
 
-def _spans(row: Row, begin: int, seen: slice | Tensor, model: Moondream) -> list[Span]:
+def _spans(
+    row: Row, begin: int, seen: slice | Tensor, model: Moondream, *, rounds: bool
+) -> list[Span]:
     """Cuts a row whose first token is at ``begin`` of the batch: BOS and picture attend both ways, all else is causal.
 
-    Every span sees the keys from position 0 to its own end.
+    Every span sees the keys from position 0 to its own end. Where storing ``rounds`` them, only a picture's prefix sees
+    its own as they were computed, for it is always computed whole; text sees what is stored, so that nothing depends on
+    what was cached or on where a prompt was cut.
     """
     pieces: list[tuple[int, int, bool]] = []  # first and one past the last position; bidirectional
     position = start = row.start
@@ -172,7 +177,7 @@ def _spans(row: Row, begin: int, seen: slice | Tensor, model: Moondream) -> list
         start = position
     if start < position:
         pieces.append((start, position, False))
-    return [_span(row.start, begin, piece, seen, model.device) for piece in pieces]
+    return [_span(row.start, begin, piece, seen, model.device, rounds=rounds) for piece in pieces]
 
 
 def _span(
@@ -181,10 +186,13 @@ def _span(
     piece: tuple[int, int, bool],
     seen: slice | Tensor,
     device: torch.device,
+    *,
+    rounds: bool,
 ) -> Span:
     first, end, bidirectional = piece
     queries = slice(begin + first - row_start, begin + end - row_start)
-    fresh = slice(begin, begin + end) if row_start == 0 else None
+    as_computed = row_start == 0 and (not rounds or (bidirectional and first == 0))
+    fresh = slice(begin, begin + end) if as_computed else None
     slots = None
     if fresh is None:
         slots = slice(seen.start, seen.start + end) if isinstance(seen, slice) else seen[:end]

@@ -1,18 +1,25 @@
 """The device K/V pool: every position of every running sequence, in pages.
 
-Owns the two tensors and how large they are. Which page belongs to whom is the scheduler's business.
+Owns the two tensors, what the numbers in them stand for, and how large they are. Which page belongs to whom is the
+scheduler's business.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..model_config import TextConfig
+from ..models.kv_format import EIGHT_BITS, UNSCALED, Scales
 
 
 class KvCache:
-    """``keys`` and ``values``: [layers, num_pages * page_size, heads, head_dim]. Contents start undefined."""
+    """``keys`` and ``values``: [layers, num_pages * page_size, heads, head_dim], of ``dtype``. With ``scales``, a pair
+    for each layer, they are float8_e4m3fn instead, and a stored value times its scale is the real one; else all scales
+    are 1. Contents start undefined.
+    """
 
     def __init__(
         self,
@@ -22,9 +29,14 @@ class KvCache:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: Sequence[Scales] | None = None,
     ) -> None:
         shape = (config.n_layers, num_pages * page_size, config.n_kv_heads, config.head_dim)
+        assert scales is None or len(scales) == config.n_layers, f"scales of {len(scales)} layers"
         self.page_size = page_size
+        self.eight_bits = scales is not None
+        self.scales = tuple(scales or [UNSCALED] * config.n_layers)
+        dtype = kv_dtype(dtype, scales)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
 
@@ -45,6 +57,11 @@ class KvCache:
         pages = torch.tensor(page_table[:used], dtype=torch.int64)
         slots = (pages[:, None] * size + torch.arange(size)).flatten()[:end]
         return slots.to(self.keys.device)
+
+
+def kv_dtype(model: torch.dtype, scales: Sequence[Scales] | None) -> torch.dtype:
+    """Of the pool of a model that computes in ``model``."""
+    return model if scales is None else EIGHT_BITS
 
 
 def bytes_per_page(config: TextConfig, page_size: int, dtype: torch.dtype) -> int:

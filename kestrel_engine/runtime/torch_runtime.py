@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..model_config import ModelConfig
+from ..models.kv_format import Scales
 from ..models.moondream import Moondream
 from ..models.region import coord_of_bin, size_of_bins
 from ..models.vision import num_distinct
@@ -66,7 +67,9 @@ class TorchRuntime:
         max_seq_length: int,
         device: torch.device | str,
         dtype: torch.dtype,
+        kv_scales: Sequence[Scales] | None = None,
     ) -> None:
+        """``kv_scales``: each layer's, for keys and values in eight bits; None keeps them in ``dtype``."""
         device = torch.device(device)
         assert model.device.type == device.type, f"weights on {model.device}, runtime on {device}"
         assert model.dtype == dtype, f"weights are {model.dtype}, the runtime computes in {dtype}"
@@ -83,7 +86,12 @@ class TorchRuntime:
             vocab_size=config.text.vocab_size,
         )
         self._cache: KvCache | None = KvCache(
-            config.text, num_pages=num_pages, page_size=page_size, dtype=dtype, device=model.device
+            config.text,
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=dtype,
+            device=model.device,
+            scales=kv_scales,
         )
         self._features: dict[str, list[Tensor]] = {}
         """Encoded crops of pictures that are not complete."""
