@@ -9,6 +9,7 @@ import re
 import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib import metadata
 from typing import Literal
@@ -22,6 +23,7 @@ from .addresses import AddressError, check_free
 from .security.callers import Callers
 from .security.config import SecurityConfig
 from .security.listening import check_exposure
+from .security.metrics_door import MetricsDoor
 from .security.tls import TlsError, server_credentials
 from .security.tokens import TokenFileError
 from .settings import ServerConfig, SettingsError
@@ -124,6 +126,12 @@ def check_stubs() -> Finding:
 
 def check_addresses(config: ServerConfig) -> Iterator[Finding]:
     """Whether the server could and would listen. A socket's file that a dead server left is removed, as by serve."""
+    if config.telemetry.prometheus is not None:
+        with suppress(TokenFileError):  # That is check_security's to tell.
+            try:
+                MetricsDoor(config.telemetry.prometheus, config.security)
+            except (AddressError, TlsError) as error:
+                yield Finding("metrics", "fail", str(error), "docs/telemetry.md, Metrics")
     try:
         check_exposure(config.listen, config.security)
     except AddressError as error:
@@ -154,11 +162,13 @@ def check_security(security: SecurityConfig) -> Iterator[Finding]:
         yield Finding("callers", "ok", "nobody is asked who calls")
         return
     try:
-        Callers(security)
+        Callers(security, security.client_ca)
     except TokenFileError as error:
         yield Finding(
             "callers", "fail", str(error), "'kestrel-grpc token' writes lines of the file"
         )
+    except TlsError as error:
+        yield Finding("callers", "fail", str(error), "docs/service.md, Certificates taken back")
     else:
         yield Finding("callers", "ok", "must show a token or a certificate")
 

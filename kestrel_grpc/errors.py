@@ -21,6 +21,7 @@ import kestrel_engine as engine
 from .image_store import ImageNotFound, ImagesNotKept
 from .security.admission import MessagesFull, MessageTooLarge, RateExceeded, TooManyCalls
 from .security.principal import (
+    CertificateRevoked,
     CredentialsInvalid,
     CredentialsMissing,
     NotAuthenticated,
@@ -102,6 +103,7 @@ TABLE: dict[type[Exception], _Row] = {
     SlowReader: _Row(_Code.RESOURCE_EXHAUSTED, "SLOW_READER"),
     CredentialsMissing: _Row(_Code.UNAUTHENTICATED, "CREDENTIALS_MISSING"),
     CredentialsInvalid: _Row(_Code.UNAUTHENTICATED, "CREDENTIALS_INVALID"),
+    CertificateRevoked: _Row(_Code.UNAUTHENTICATED, "CERTIFICATE_REVOKED"),
     NotAuthenticated: _Row(_Code.UNAUTHENTICATED, "CREDENTIALS_INVALID"),
     ScopeMissing: _Row(_Code.PERMISSION_DENIED, "SCOPE_MISSING"),
     engine.DeadlineExceeded: _Row(_Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),

@@ -29,7 +29,7 @@ from .current_call import current
 from .errors import row_of, status_of
 from .security.bounded_context import BoundedContext
 from .security.guard import Guard
-from .security.principal import ANONYMOUS, Principal, Scope
+from .security.principal import ANONYMOUS, NotAuthenticated, Principal, Scope
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +170,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         method = handler_call_details.method
         if handler is None or not method.startswith(_INTERCEPTED):
             refusal = self._guard.door(handler_call_details)
-            return handler if handler is None or refusal is None else _refusing(handler, refusal)
+            if handler is None or (refusal is None and not self._guard.asks_connections):
+                return handler
+            return _refusing(handler, refusal) if refusal else _asked(handler, self._guard)
         wrap, behaviour = _KINDS[handler.request_streaming, handler.response_streaming](handler)
         return wrap(
             self._edge(method, behaviour, handler),
@@ -332,16 +334,47 @@ def _refusing(handler: Any, error: Exception) -> Any:
     """A handler for the same kind of call that refuses it."""
 
     async def refuse(request: Any, context: Context) -> None:
-        code, message, trailers = status_of(error, _id_from_metadata(context) or uuid.uuid4().hex)
-        await context.abort(code, message, trailers)
+        await _refuse(context, error)
 
-    kinds = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }
-    return kinds[handler.request_streaming, handler.response_streaming](refuse)
+    return _MADE_BY[handler.request_streaming, handler.response_streaming](refuse)
+
+
+def _asked(handler: Any, guard: Guard) -> Any:
+    """``handler``, for callers whose connection is let in."""
+    behaviour = (
+        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    )
+
+    async def ask(request: Any, context: Context) -> Any:
+        try:
+            guard.check_connection(context)
+        except NotAuthenticated as error:
+            await _refuse(context, error)
+        answered = behaviour(request, context)
+        if not isinstance(answered, AsyncIterator):
+            return await answered
+        async for message in answered:
+            await context.write(message)
+
+    return _MADE_BY[handler.request_streaming, handler.response_streaming](
+        ask,
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
+async def _refuse(context: Context, error: Exception) -> None:
+    code, message, trailers = status_of(error, _id_from_metadata(context) or uuid.uuid4().hex)
+    await context.abort(code, message, trailers)
+
+
+_MADE_BY: dict[tuple[bool, bool], Callable[..., Any]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+"""By whether request and response are streams."""
 
 
 def _check_priority(request: Any, principal: Principal) -> None:

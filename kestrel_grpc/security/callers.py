@@ -17,12 +17,15 @@ from .principal import (
     Principal,
     Scope,
 )
+from .revocation import RevocationLists
 from .tokens import Credentials, TokenFileError, add_api_key, read_credentials
 from .watched_files import WatchedFiles
 
 logger = logging.getLogger(__name__)
 
 AUTHORIZATION = "authorization"
+CERTIFICATE, CHAIN = "x509_pem_cert", "x509_pem_cert_chain"
+"""What a connection shows: its certificate, and those between it and its authority; gRPC's names, PEM."""
 _LOOK_EVERY_S = 1.0
 
 Metadata = Iterable[tuple[str, str | bytes]]
@@ -32,22 +35,25 @@ AuthContext = Mapping[str, Iterable[bytes]]
 class Callers:
     """For one event loop. The file of tokens is looked at once a second, when somebody calls."""
 
-    def __init__(self, security: SecurityConfig) -> None:
-        """Raises TokenFileError."""
+    def __init__(self, security: SecurityConfig, client_ca: str | None = None) -> None:
+        """``client_ca``: of this port, None where it asks for no certificates. Raises TokenFileError, TlsError."""
         self._security = security
         path = security.auth_tokens
         self._watched = WatchedFiles([path] if path else [], interval_s=_LOOK_EVERY_S)
         self._watched.changed()
         self._credentials = self._read()
-        self.asks = security.knows_callers
+        self.asks_certificate = client_ca is not None
+        self.asks = security.has_tokens or self.asks_certificate
         """Whether callers must say who they are."""
-        self.asks_certificate = security.tls is not None and security.tls.client_ca is not None
+        self.revocation = _revocation(security) if self.asks_certificate else None
+        """None where nobody's certificate is looked up."""
 
     def of(self, metadata: Metadata, connection: AuthContext) -> Principal:
-        """Raises CredentialsMissing, CredentialsInvalid."""
+        """Raises CredentialsMissing, CredentialsInvalid, CertificateRevoked."""
         if not self.asks:
             return ANONYMOUS
         self._renew()
+        self.check_revoked(connection)
         token = _bearer(metadata)
         if token is not None and self._security.has_tokens:
             principal = self._credentials.of_token(token)
@@ -60,6 +66,12 @@ class Callers:
                 "the call needs a token: metadata 'authorization: Bearer TOKEN'"
             )
         return self._of_identity(identity)
+
+    def check_revoked(self, connection: AuthContext) -> None:
+        """Whatever else the caller shows. Raises CertificateRevoked."""
+        if self.revocation is not None:
+            shown = [pem for key in (CERTIFICATE, CHAIN) for pem in connection.get(key, ())]
+            self.revocation.check(shown)
 
     def _of_identity(self, identity: str) -> Principal:
         listed = self._credentials.by_identity.get(identity)
@@ -85,6 +97,15 @@ class Callers:
         if key:
             add_api_key(credentials, key)
         return credentials
+
+
+def _revocation(security: SecurityConfig) -> RevocationLists | None:
+    """Raises TlsError."""
+    if security.tls is None or security.tls.client_crl is None:
+        return None
+    # One file has the lists of both ports' authorities.
+    authorities = {security.tls.client_ca, security.metrics_client_ca} - {None}
+    return RevocationLists(security.tls.client_crl, sorted(filter(None, authorities)))
 
 
 def identity_of(connection: AuthContext) -> str:

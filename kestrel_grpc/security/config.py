@@ -18,6 +18,8 @@ class TlsFiles:
     private_key: str
     client_ca: str | None = None
     """Authorities of the certificates that clients must show; None asks for none."""
+    client_crl: str | None = None
+    """What these authorities, and those of scrapers, have taken back (revocation.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,8 @@ class SecurityConfig:
     """Whether --metrics-listen answers scrapers without a token; where callers have none it asks for none."""
     metrics_tls: bool = True
     """Whether --metrics-listen shows the server's certificate, if there is one."""
+    metrics_client_ca: str | None = None
+    """Authorities of the certificates that scrapers must show; None asks for none."""
     insecure_listen: bool = False
     """Whether to listen beyond loopback without TLS or without asking who calls."""
     calls: CallLimits = field(default_factory=CallLimits)
@@ -86,6 +90,11 @@ class SecurityConfig:
         return self.auth_tokens is not None or self.api_key is not None
 
     @property
+    def client_ca(self) -> str | None:
+        """Authorities of callers' certificates."""
+        return None if self.tls is None else self.tls.client_ca
+
+    @property
     def knows_callers(self) -> bool:
         """Whether a caller must show who it is."""
-        return self.has_tokens or (self.tls is not None and self.tls.client_ca is not None)
+        return self.has_tokens or self.client_ca is not None

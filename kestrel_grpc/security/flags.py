@@ -30,6 +30,13 @@ def add_security_flags(
         help="clients must show a certificate of these authorities, PEM",
     )
     flags.add(
+        "--tls-client-crl",
+        metavar="FILE",
+        shown="none",
+        help="certificates that these authorities have taken back, PEM; taken anew when the file changes; needs "
+        "kestrel-grpc[crl]",
+    )
+    flags.add(
         "--auth-tokens",
         metavar="FILE",
         shown="nobody is asked; KESTREL_API_KEY alone is one token that may do everything",
@@ -53,6 +60,12 @@ def add_security_flags(
         choices=("on", "off"),
         default="on",
         help="serve --metrics-listen with the certificate of --tls-cert, if there is one",
+    )
+    flags.add(
+        "--metrics-client-ca",
+        metavar="FILE",
+        shown="scrapers need no certificate",
+        help="scrapers must show a certificate of these authorities to --metrics-listen, PEM",
     )
     flags.add(
         "--insecure-listen",
@@ -150,6 +163,7 @@ def _add_limits(parser: argparse.ArgumentParser, environ: Mapping[str, str] | No
 
 def security_config(args: argparse.Namespace) -> SecurityConfig:
     """Raises SettingsError."""
+    _check_scrapers(args)
     return SecurityConfig(
         tls=_tls(args),
         auth_tokens=args.auth_tokens,
@@ -158,6 +172,7 @@ def security_config(args: argparse.Namespace) -> SecurityConfig:
         open_reflection=args.open_reflection == "on",
         open_metrics=args.open_metrics == "on",
         metrics_tls=args.metrics_tls == "on",
+        metrics_client_ca=args.metrics_client_ca,
         insecure_listen=args.insecure_listen == "on",
         calls=_calls(args),
         connections=_connections(args),
@@ -165,13 +180,31 @@ def security_config(args: argparse.Namespace) -> SecurityConfig:
 
 
 def _tls(args: argparse.Namespace) -> TlsFiles | None:
-    if args.tls_cert is None and args.tls_key is None and args.tls_client_ca is None:
+    authorities = (args.tls_client_ca, args.metrics_client_ca)
+    if args.tls_client_crl is not None and authorities == (None, None):
+        name = name_of(args, "--tls-client-crl")
+        raise SettingsError(
+            f"{name} needs --tls-client-ca or --metrics-client-ca: whose lists it has"
+        )
+    if args.tls_cert is None and args.tls_key is None and authorities == (None, None):
         return None
     if args.tls_cert is None or args.tls_key is None:
         raise SettingsError("TLS needs both --tls-cert and --tls-key")
     return TlsFiles(
-        certificate=args.tls_cert, private_key=args.tls_key, client_ca=args.tls_client_ca
+        certificate=args.tls_cert,
+        private_key=args.tls_key,
+        client_ca=args.tls_client_ca,
+        client_crl=args.tls_client_crl,
     )
+
+
+def _check_scrapers(args: argparse.Namespace) -> None:
+    """Raises SettingsError for certificates on a port that talks plainly."""
+    if args.metrics_client_ca is not None and args.metrics_tls == "off":
+        name = name_of(args, "--metrics-client-ca")
+        raise SettingsError(
+            f"{name} needs TLS, which {name_of(args, '--metrics-tls')}=off turns off"
+        )
 
 
 def _calls(args: argparse.Namespace) -> CallLimits:

@@ -27,12 +27,12 @@ class Guard:
         max_message_bytes: int,
         check_room: Callable[[], None] = lambda: None,
     ) -> None:
-        """``check_room`` raises if the model could not take a request now. Raises TokenFileError."""
+        """``check_room`` raises if the model could not take a request now. Raises TokenFileError, TlsError."""
         self._check_room = check_room
         self.limits = security.calls
         self.admission = Admission(security.calls, max_message_bytes)
         self._security = security
-        self._callers = Callers(security)
+        self._callers = Callers(security, security.client_ca)
 
     def principal(self, method: str, context: Any) -> Principal:
         """Who calls, if they may call the method. Raises NotAuthenticated, ScopeMissing."""
@@ -48,6 +48,15 @@ class Guard:
             if method.startswith(_VISION):
                 self._check_room()
             yield
+
+    @property
+    def asks_connections(self) -> bool:
+        """Whether ``check_connection`` may refuse a call."""
+        return self._callers.revocation is not None
+
+    def check_connection(self, context: Any) -> None:
+        """Of a call of health or reflection, open or not. Raises CertificateRevoked."""
+        self._callers.check_revoked(context.auth_context())
 
     def door(self, details: grpc.HandlerCallDetails) -> NotAuthenticated | None:
         """Why a call of health, reflection or an unknown method is refused; None lets it in. A certificate was

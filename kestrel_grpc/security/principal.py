@@ -39,6 +39,10 @@ class CredentialsInvalid(NotAuthenticated):
     """What the caller shows is no token, or none that is known."""
 
 
+class CertificateRevoked(NotAuthenticated):
+    """The caller's certificate, or one between it and its authority, was taken back."""
+
+
 class ScopeMissing(KestrelError):
     """The caller is known, but may not do this."""
 

@@ -37,10 +37,7 @@ class _Renewal:
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
-        paths = [files.certificate, files.private_key]
-        if files.client_ca is not None:
-            paths.append(files.client_ca)
-        self._watched = WatchedFiles(paths)
+        self._watched = WatchedFiles(watched_paths(files))
         self._watched.changed()
         self.first = _read(files)
 
@@ -57,17 +54,22 @@ class _Renewal:
         return renewed
 
 
+def watched_paths(files: TlsFiles) -> list[str]:
+    """The files whose change is a renewal."""
+    paths = [files.certificate, files.private_key]
+    return paths if files.client_ca is None else [*paths, files.client_ca]
+
+
 def _read(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
     certificate = _contents("certificate", files.certificate)
     key = _contents("private key", files.private_key)
     authorities = None if files.client_ca is None else _contents("client CA", files.client_ca)
-    context = check_pair(files)
-    _check_authorities(context, files)
+    server_context(files)
     return grpc.ssl_server_certificate_configuration([(key, certificate)], authorities)
 
 
-def check_pair(files: TlsFiles) -> ssl.SSLContext:
-    """A context with certificate and key. gRPC would fail every handshake with a pair that doesn't match, and say so
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """A context with all of the files. gRPC would fail every handshake with a pair that doesn't match, and say so
     nowhere. Raises TlsError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
@@ -77,15 +79,13 @@ def check_pair(files: TlsFiles) -> ssl.SSLContext:
         raise TlsError(
             f"certificate {files.certificate} and key {files.private_key} can't be used together: {_why(error)}"
         ) from None
-    return context
-
-
-def _check_authorities(context: ssl.SSLContext, files: TlsFiles) -> None:
     if files.client_ca is not None:
         try:
             context.load_verify_locations(files.client_ca)
         except OSError as error:
             raise TlsError(f"client CA {files.client_ca} can't be used: {_why(error)}") from None
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 def _contents(what: str, path: str) -> bytes:

@@ -14,11 +14,12 @@ from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from ..security.metrics_door import UNAUTHORIZED, MetricsDoor
+from ..security.metrics_door import UNAUTHORIZED, MetricsDoor, shown_by
 
 TIMEOUT_S = 10.0
 """For the handshake, and for each read of a request."""
 MOST_CONNECTIONS = 16
+_SHOWN = "kestrel.connection"
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
@@ -44,6 +45,9 @@ class MetricsPort:
 
 class _Handler(WSGIRequestHandler):
     timeout = TIMEOUT_S
+
+    def get_environ(self) -> dict[str, Any]:
+        return {**super().get_environ(), _SHOWN: shown_by(self.connection)}
 
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are not worth a line each."""
@@ -91,7 +95,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 def _behind(door: MetricsDoor, app: App) -> App:
     def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        refusal = door.refusal(environ.get("HTTP_AUTHORIZATION"))
+        refusal = door.refusal(environ.get("HTTP_AUTHORIZATION"), environ[_SHOWN])
         if refusal is None:
             return app(environ, start_response)
         status, why = refusal

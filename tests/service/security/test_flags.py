@@ -26,6 +26,21 @@ def test_flags_and_variables_reach_their_fields():
     assert not config("--insecure-listen=off", KESTREL_INSECURE_LISTEN="on").insecure_listen
 
 
+def test_scrapers_certificates_and_those_taken_back():
+    pair = ("--tls-cert", "c", "--tls-key", "k")
+    told = config(*pair, "--metrics-client-ca", "m", "--tls-client-crl", "l")
+    assert told.metrics_client_ca == "m" and not told.knows_callers
+    assert told.tls == TlsFiles(certificate="c", private_key="k", client_crl="l")
+    assert config(*pair, KESTREL_METRICS_CLIENT_CA="m").metrics_client_ca == "m"
+    for flags, words in (
+        (("--metrics-client-ca", "m"), "TLS needs both"),
+        ((*pair, "--tls-client-crl", "l"), "--tls-client-crl needs --tls-client-ca or"),
+        ((*pair, "--metrics-client-ca", "m", "--metrics-tls=off"), "--metrics-client-ca needs TLS"),
+    ):
+        with pytest.raises(SettingsError, match=words):
+            config(*flags)
+
+
 def test_callers_and_their_limits():
     told = config(
         *("--auth-tokens", "t", "--open-health", "off", "--open-reflection", "off"),

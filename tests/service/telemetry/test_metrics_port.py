@@ -9,6 +9,7 @@ import urllib.request
 import pytest
 
 from kestrel_grpc.addresses import AddressError
+from kestrel_grpc.security import revocation
 from kestrel_grpc.security.config import SecurityConfig, TlsFiles
 from kestrel_grpc.security.metrics_door import MetricsDoor
 from kestrel_grpc.security.principal import Scope
@@ -16,6 +17,7 @@ from kestrel_grpc.security.tokens import line_of, new_token
 from kestrel_grpc.telemetry import metrics_port
 from kestrel_grpc.telemetry.config import TelemetryConfig
 from tests.service.security.conftest import make_authority
+from tests.service.security.test_revocation import list_of
 
 TOKENS = {scope: new_token() for scope in Scope}
 
@@ -99,6 +101,111 @@ async def test_tls_with_the_servers_certificate_and_its_renewal(served, tmp_path
     assert status == 200
 
 
+def mutual(authority, pair, **fields):
+    return {
+        "tls": TlsFiles(certificate=str(pair.cert), private_key=str(pair.key), **fields),
+        "metrics_client_ca": str(authority.ca.cert),
+    }
+
+
+def as_client(authority, pair=None):
+    trust = ssl.create_default_context(cafile=str(authority.ca.cert))
+    if pair is not None:
+        trust.load_cert_chain(pair.cert, pair.key)
+    return trust
+
+
+async def test_a_scrapers_certificate_says_who_it_is(served, tmp_path):
+    ours, theirs = make_authority(tmp_path), make_authority(folder(tmp_path, "theirs"))
+    files = tmp_path / "tokens"
+    lines = [
+        line_of("prometheus", [Scope.METRICS], "t" * 20).rpartition(" ")[0] + " cert:prometheus",
+        line_of("spiffe", [Scope.METRICS], "t" * 20).rpartition(" ")[0] + " cert:spiffe://a/prom",
+        line_of("camera", [Scope.INFER], TOKENS[Scope.INFER]).rpartition(" ")[0] + " cert:camera",
+        line_of("both", [Scope.METRICS], TOKENS[Scope.METRICS]),
+    ]
+    files.write_text("\n".join(lines))
+    security = mutual(ours, ours.issue("localhost"))
+    url = f"https://{await served(**security, auth_tokens=str(files))}/metrics"
+
+    async def ask(name, authority=ours, token=None, names="DNS:a.b"):
+        pair = None if name is None else authority.issue(name, names=names)
+        context = as_client(ours, pair)
+        status, text, _ = await asyncio.to_thread(get, url, token, context)
+        return status, text
+
+    assert (await ask("prometheus"))[0] == 200
+    assert (await ask("anything", names="DNS:a.b,URI:spiffe://a/prom"))[0] == 200
+    status, text = await ask("anything", names="URI:spiffe://a/prom,URI:spiffe://a/b")
+    assert status == 401 and "the certificate 'anything' has no line" in text
+    assert (await ask("camera"))[0] == 403
+    assert (await ask("camera", token=TOKENS[Scope.METRICS]))[0] == 200, "the token counts"
+    for nobody in (ask(None), ask("prometheus", theirs)):
+        with pytest.raises((OSError, urllib.error.URLError)):
+            await nobody
+
+
+async def test_where_nobody_has_a_token_a_certificate_is_enough(served, tmp_path):
+    authority = make_authority(tmp_path)
+    security = mutual(authority, authority.issue("localhost"))
+    for more in ({}, {"auth_tokens": str(tmp_path / "tokens"), "open_metrics": True}):
+        (tmp_path / "tokens").write_text("")
+        url = f"https://{await served(**security, **more)}/metrics"
+        context = as_client(authority, authority.issue("any"))
+        assert (await asyncio.to_thread(get, url, None, context))[0] == 200
+
+
+async def test_scrapers_authorities_are_taken_anew(served, tmp_path):
+    old, new = make_authority(folder(tmp_path, "old")), make_authority(folder(tmp_path, "new"))
+    ca = tmp_path / "scrapers.pem"
+    ca.write_bytes(old.ca.cert.read_bytes())
+    security = {**mutual(old, old.issue("localhost")), "metrics_client_ca": str(ca)}
+    url = f"https://{await served(**security)}/metrics"
+
+    async def ask(authority):
+        context = as_client(old, authority.issue("prometheus"))
+        return (await asyncio.to_thread(get, url, None, context))[0]
+
+    assert await ask(old) == 200
+    with pytest.raises((OSError, urllib.error.URLError)):
+        await ask(new)
+    ca.write_text("half of")
+    assert await ask(old) == 200
+    ca.write_bytes(new.ca.cert.read_bytes())
+    assert await ask(new) == 200
+    with pytest.raises((OSError, urllib.error.URLError)):
+        await ask(old)
+
+
+@pytest.mark.parametrize("open_metrics", [False, True])
+async def test_a_scrapers_certificate_can_be_taken_back(
+    served, tmp_path, open_metrics, monkeypatch
+):
+    monkeypatch.setattr(revocation, "_LOOK_EVERY_S", 0.0)
+    callers_ca, authority = make_authority(tmp_path), make_authority(folder(tmp_path, "scrapers"))
+    lists = tmp_path / "crl.pem"
+    lists.write_bytes(list_of(authority))
+    security = mutual(
+        authority,
+        authority.issue("localhost"),
+        client_ca=str(callers_ca.ca.cert),
+        client_crl=str(lists),
+    )
+    url = f"https://{await served(**security, open_metrics=open_metrics)}/metrics"
+    pair = authority.issue("prometheus")
+    context = as_client(authority, pair)
+    assert (await asyncio.to_thread(get, url, None, context))[0] == 200
+    lists.write_bytes(list_of(authority, pair))
+    status, text, _ = await asyncio.to_thread(get, url, None, context)
+    assert status == 401 and "'CN=prometheus'" in text and "was revoked on" in text
+
+
+def folder(tmp_path, name):
+    made = tmp_path / name
+    made.mkdir()
+    return made
+
+
 @pytest.mark.parametrize("scheme", ["http", "https"])
 async def test_connections_that_say_nothing_hold_nobody_up(served, tmp_path, monkeypatch, scheme):
     monkeypatch.setattr(metrics_port, "TIMEOUT_S", 0.5)
@@ -130,4 +237,8 @@ def test_beyond_loopback_it_needs_both_or_an_explicit_word(address, tokens, tmp_
         with pytest.raises(AddressError, match="--insecure-listen does it all the same"):
             MetricsDoor(address, security)
     assert MetricsDoor(address, SecurityConfig(tls=tls, auth_tokens=tokens)).talks_tls
+    scrapers = str(pair.cert)
+    for more in ({}, {"auth_tokens": tokens, "open_metrics": True}):
+        door = MetricsDoor(address, SecurityConfig(tls=tls, metrics_client_ca=scrapers, **more))
+        assert door.talks_tls
     assert MetricsDoor(address, SecurityConfig(insecure_listen=True)).refusal(None) is None
