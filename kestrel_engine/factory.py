@@ -81,7 +81,7 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
     device, dtype = _device(config), _dtype(config)
     sizes = config.sizes(cuda=device.type == "cuda")
     kernels = _uses_kernels(config, device)
-    _check_fp8_gemms(config, device, kernels)
+    _check_fp8_gemms(config, device, dtype, kernels)
     compiling = _compile_meter() if kernels else None
     if config.attention == "flashinfer" and dtype == torch.float32:
         raise ConfigError("attention", "flashinfer", "needs dtype bfloat16 or float16")
@@ -189,22 +189,33 @@ def _keeps_fp8(config: RuntimeConfig, device: torch.device, kernels: bool) -> bo
     return found.fp8
 
 
-def _check_fp8_gemms(config: RuntimeConfig, device: torch.device, kernels: bool) -> None:
+def _check_fp8_gemms(
+    config: RuntimeConfig, device: torch.device, dtype: torch.dtype, kernels: bool
+) -> None:
     """Raises ConfigError where they can't be computed. The kernels' runtime on a CPU, which only tests build, can."""
+    import torch
+
     from .runtime.gpu.device import capabilities
 
-    if config.fp8_gemms == "off":
+    asked = config.fp8_gemms
+    if asked == "off":
         return
     if not kernels:
         raise ConfigError(
-            "fp8_gemms", config.fp8_gemms, "needs CUDA and Triton, without --no-compile; else off"
+            "fp8_gemms", asked, "needs CUDA and Triton, without --no-compile; else off"
         )
-    if device.type == "cuda" and not (found := capabilities(device)).fp8:
+    if device.type != "cuda":
+        return
+    if not (found := capabilities(device)).fp8:
         raise ConfigError(
-            "fp8_gemms",
-            config.fp8_gemms,
-            f"needs a card of compute capability 8.9; {found.name} is older",
+            "fp8_gemms", asked, f"needs a card of compute capability 8.9; {found.name} is older"
         )
+    if dtype == torch.float32:
+        raise ConfigError("fp8_gemms", asked, "needs dtype bfloat16 or float16")
+    from .runtime.gpu.gemm import fp8_refused
+
+    if (reason := fp8_refused(device, dtype)) is not None:
+        raise ConfigError("fp8_gemms", asked, f"torch can't on {found.name}: {reason}")
 
 
 def _torch_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime, float]:
@@ -243,7 +254,8 @@ def _gpu_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime
 
     sizes = plan.sizes
     pack_weights(plan.model, tensors)
-    pool = _pool(plan, reserve_of(plan.model, plan.dtype, sizes))
+    fp8_gemms = plan.config.fp8_gemms
+    pool = _pool(plan, reserve_of(plan.model, plan.dtype, sizes, fp8_gemms=fp8_gemms))
     runtime = GpuRuntime(
         plan.model,
         tensors,
@@ -267,12 +279,18 @@ def _most_crops(sizes: Sizes) -> int:
     return min(sizes.step_crops * StepBudget(crops=sizes.step_crops).idle_scale, BATCHES[-1])
 
 
-def reserve_of(model: ModelConfig, dtype: torch.dtype, sizes: Sizes) -> int:
+def reserve_of(
+    model: ModelConfig, dtype: torch.dtype, sizes: Sizes, *, fp8_gemms: str = "off"
+) -> int:
     """Bytes that GpuRuntime needs beside weights and pool, with the largest steps that the scheduler makes."""
     from .runtime.gpu.footprint import reserve_bytes
 
     return reserve_bytes(
-        model, dtype, max_batch_size=sizes.max_batch_size, max_crops=_most_crops(sizes)
+        model,
+        dtype,
+        max_batch_size=sizes.max_batch_size,
+        max_crops=_most_crops(sizes),
+        fp8_gemms=fp8_gemms,
     )
 
 

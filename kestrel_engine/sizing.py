@@ -69,7 +69,7 @@ def fit(
         raise InsufficientMemoryError(
             f"the weights take {weights / GIB:.1f} GiB and CUDA itself {CONTEXT_BYTES / GIB:.1f}"
         )
-    reserve = reserve_of(model, dtype, sizes)
+    reserve = reserve_of(model, dtype, sizes, fp8_gemms=config.fp8_gemms)
     pool = plan_pool(
         free,
         reserve,
@@ -103,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-seq-length", type=int, default=None)
     parser.add_argument("--step-crops", type=int, default=None)
     parser.add_argument("--kv-cache-gib", type=float, default=None)
+    parser.add_argument("--fp8-gemms", default="off", help="off, vision, prefill or all")
     parser.add_argument("--no-fp8", action="store_true", help="a card without FP8 (below 8.9)")
     args = parser.parse_args(arguments)
     columns = "GPU, GiB", "weights", "reserve", "KV cache", "batch", "context", "full", "pictures"
@@ -117,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 max_seq_length=args.max_seq_length,
                 step_crops=args.step_crops,
                 kv_cache_gib=args.kv_cache_gib,
+                fp8_gemms=args.fp8_gemms,
             )
             found = fit(config, int(gib * GIB), fp8=not args.no_fp8)
         except KestrelError as error:

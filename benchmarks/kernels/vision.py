@@ -312,7 +312,7 @@ def model_config(dry_run: bool) -> ModelConfig:
     if not dry_run:
         return parse_model_config({}, family="moondream2")
     text = {"dim": 64, "ff_dim": 96, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "vocab_size": 99}
-    vision = {"enc_dim": 36, "enc_n_layers": 2, "enc_ff_dim": 40, "enc_n_heads": 2}
+    vision = {"enc_dim": 48, "enc_n_layers": 2, "enc_ff_dim": 64, "enc_n_heads": 2}
     vision |= {"crop_size": 126, "overlap_margin": 2, "proj_inner_dim": 48, "proj_out_dim": 64}
     numbers = {"text": text, "vision": vision, "region": {"dim": 64, "inner_dim": 32}}
     return parse_model_config({"config": numbers}, family="moondream2")

@@ -228,15 +228,27 @@ class TestChoiceOfRuntime:
 
     @pytest.mark.parametrize("which", ["vision", "prefill", "all"])
     def test_gemms_in_fp8_need_a_card_that_has_them(self, monkeypatch, which):
+        gemm = pytest.importorskip("kestrel_engine.runtime.gpu.gemm")
         config, cpu = RuntimeConfig(fp8_gemms=which), torch.device("cpu")
-        factory._check_fp8_gemms(config, self.CUDA, kernels=True)
+        monkeypatch.setattr(gemm, "fp8_refused", lambda device, dtype: None)
+
+        def check(config, device, dtype=torch.bfloat16, kernels=True):
+            factory._check_fp8_gemms(config, device, dtype, kernels)
+
+        check(config, self.CUDA)
+        check(config, cpu, torch.float32)
         for device in (self.CUDA, cpu):
             with pytest.raises(ConfigError, match="needs CUDA and Triton, without --no-compile"):
-                factory._check_fp8_gemms(config, device, kernels=False)
+                check(config, device, kernels=False)
+        with pytest.raises(ConfigError, match=r"fp8_gemms.*dtype bfloat16 or float16"):
+            check(config, self.CUDA, torch.float32)
+        monkeypatch.setattr(gemm, "fp8_refused", lambda device, dtype: "not supported")
+        with pytest.raises(ConfigError, match=r"fp8_gemms.*torch can't on a card: not supported"):
+            check(config, self.CUDA)
         self.says(monkeypatch, (8, 6))
         with pytest.raises(ConfigError, match=r"fp8_gemms.*capability 8\.9; a card is older"):
-            factory._check_fp8_gemms(config, self.CUDA, kernels=True)
-        factory._check_fp8_gemms(RuntimeConfig(), cpu, kernels=False)
+            check(config, self.CUDA)
+        check(RuntimeConfig(), cpu, kernels=False)
 
     def test_no_compile_is_plain_torch_and_says_so(self, caplog):
         assert not factory._uses_kernels(RuntimeConfig(compile=False), self.CUDA)

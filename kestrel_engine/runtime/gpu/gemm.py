@@ -55,6 +55,21 @@ def add_linear(stream: Tensor, x: Tensor, weight: Tensor) -> None:
     stream.addmm_(x, weight.T)
 
 
+def fp8_refused(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why torch doesn't multiply FP8 operands with a scale for each row there, though the card can; None if it does.
+
+    Which library does it depends on the generation and on the versions of torch and CUDA, and not all of them do.
+    """
+    rows = Fp8Rows.empty(2, FP8_ALIGNMENT, device)
+    bias = torch.zeros(FP8_ALIGNMENT, dtype=dtype, device=device)
+    layer = Fp8Linear.of(torch.eye(FP8_ALIGNMENT, dtype=dtype, device=device), bias)
+    try:
+        layer(Fp8Rows(rows.values.zero_(), rows.scales.fill_(1)))
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Fp8Linear:
     """``x @ weight.T + bias`` of FP8 operands: weight [N, K] float8_e4m3fn, scales [1, N] float32, one for each row of

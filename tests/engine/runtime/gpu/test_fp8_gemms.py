@@ -16,7 +16,7 @@ from kestrel_engine.errors import ConfigError
 from kestrel_engine.kernels.fp8_rows import quantise_rows
 from kestrel_engine.model_config import ModelConfig
 from kestrel_engine.models.vision import VisionModel
-from kestrel_engine.runtime.gpu.gemm import Fp8Linear
+from kestrel_engine.runtime.gpu.gemm import Fp8Linear, fp8_refused
 from kestrel_engine.runtime.gpu.text import FusedText
 from kestrel_engine.runtime.gpu.vision import FusedVision
 from kestrel_engine.runtime.gpu.weights import pack_weights
@@ -75,6 +75,16 @@ def test_it_is_the_product_of_what_was_rounded():
     layer, rows = Fp8Linear.of(weight.to(DTYPE)), quantise_rows(x.to(DTYPE))
     wanted = (rows.values.double() * rows.scales) @ (layer.weight.double() * layer.scales.T).T
     assert off(layer(rows), wanted) < (1e-6 if DTYPE == torch.float32 else 4e-3)
+
+
+def test_a_device_that_multiplies_so_is_not_refused(monkeypatch):
+    assert fp8_refused(DEVICE, DTYPE) is None
+
+    def not_here(*_, **__):
+        raise RuntimeError("not supported here\nand a long trace")
+
+    monkeypatch.setattr(torch, "_scaled_mm", not_here)
+    assert fp8_refused(DEVICE, DTYPE) == "not supported here"
 
 
 def test_shapes_that_tensor_cores_do_not_take_are_named():
