@@ -28,6 +28,13 @@ def test_the_released_shapes_by_hand():
     assert found.pictures == found.num_pages // 73
 
 
+def test_keys_and_values_in_fp8_take_half():
+    wide, half = (fit(config(kv_cache_dtype=kind), 24 * GIB) for kind in ("auto", "fp8"))
+    assert wide == fit(config(kv_cache_dtype="model"), 24 * GIB)
+    assert half.num_pages // 2 == wide.num_pages and wide.pool_bytes <= half.pool_bytes
+    assert half.pictures == half.num_pages // 73
+
+
 def test_a_card_without_fp8_holds_wide_experts():
     kept, wide = (fit(config("moondream3.1-9b-a2b"), 80 * GIB, fp8=fp8) for fp8 in (True, False))
     assert wide.weights_bytes == 2 * 9_268_626_928
@@ -101,9 +108,9 @@ def test_weights_in_fp8_are_counted_before_the_pool():
     prefill = 24 * (4 * 3 * 2048 + 3 * 2048**2 + 4 * (8192 + 2048) + 2 * 2048 * 8192)
     assert (vision, prefill) == (376_201_152, 1_108_869_120)
     # With what the passes need more.
-    assert vision < reserve("vision") - plain < vision + 0.35 * GIB
-    assert prefill < reserve("prefill") - plain < prefill + 0.35 * GIB
-    assert vision + prefill < reserve("all") - plain < vision + prefill + 0.35 * GIB
+    assert vision <= reserve("vision") - plain < vision + 0.35 * GIB
+    assert prefill <= reserve("prefill") - plain < prefill + 0.35 * GIB
+    assert vision + prefill <= reserve("all") - plain < vision + prefill + 0.35 * GIB
     # Experts are in FP8 of themselves, or stay as they are: only four layers of Moondream 3 are dense.
     of_md3 = 24 * 3 * 2048 * 2052 + 4 * (8192 * 2052 + 2048 * 8196)
     preview = "moondream3.1-9b-a2b"
