@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .moe_one import OneTile, moe_one
 from .moe_tile import Experts, dot_tile, geglu, product_scale, triton_type
 
 MAX_TOKENS = 64
@@ -25,13 +26,15 @@ _NARROW = 16
 
 
 class Tile(NamedTuple):
-    """Output rows of a program, inputs a step, warps, stages, and whether weights are the first operand."""
+    """Output rows of a program, inputs a step, warps, stages, and whether weights are the first operand. ``dot``: a
+    single token is multiplied by tensor cores too."""
 
     rows: int
     block_k: int
     warps: int
     stages: int
     swap: bool = True
+    dot: bool = False
 
 
 class Tiles(NamedTuple):
@@ -41,7 +44,7 @@ class Tiles(NamedTuple):
 
 # By bytes of a weight and class of batch: 1 token, up to 16, up to 64. Measured on an H200 by
 # benchmarks/kernels/moe.py: 24, 111 and 141 us for FP8, 34, 176 and 207 us for bfloat16.
-TILES: dict[tuple[int, int], Tiles] = {
+TILES: dict[tuple[int, int], Tiles | OneTile] = {
     (1, 1): Tiles(Tile(8, 512, 4, 3), Tile(16, 512, 4, 2)),
     (1, 16): Tiles(Tile(32, 128, 4, 4, False), Tile(64, 128, 4, 4)),
     (1, 64): Tiles(Tile(32, 128, 4, 4, False), Tile(128, 128, 8, 4)),
@@ -69,7 +72,7 @@ def moe_decode(
     *,
     out: Tensor | None = None,
     pdl: bool = False,
-    tiles: Tiles | None = None,
+    tiles: Tiles | OneTile | None = None,
 ) -> Tensor:
     """``u`` [T, D] through its experts (moe_route.route) -> parts [k, T, D] float32: part i is the output of
     each token's i-th expert times its weight. Summed in order (add_layer_norm does) they are the layer's output.
@@ -88,6 +91,8 @@ def moe_decode(
     if out is None:
         out = torch.empty((k, num_tokens, dim), dtype=torch.float32, device=u.device)
     tiles = tiles or TILES[fc1.element_size(), batch_class(num_tokens)]
+    if isinstance(tiles, OneTile):
+        return moe_one(u, weights, experts, layer, out=out, pdl=pdl, tile=tiles)
     product_type = layer.product_type(u.dtype)
     product = torch.empty((num_pairs, inner), dtype=product_type, device=u.device)
     pdl = pdl and u.is_cuda
@@ -95,7 +100,6 @@ def moe_decode(
         "PDL": pdl,
         "K_CHOICES": k,
         "BY_EXPERT": by_expert,
-        "TOKENS_PAD": 1 if num_tokens == 1 else max(_NARROW, triton.next_power_of_2(num_tokens)),
         "CHOICES_PAD": triton.next_power_of_2(k),
         "NARROW": _NARROW,
         "SCALED": fc1_scale is not None,
@@ -104,6 +108,11 @@ def moe_decode(
     }
     if pdl:
         shared["launch_pdl"] = True
+
+    def pad(tile: Tile) -> int:
+        several = num_tokens > 1 or tile.dot
+        return max(_NARROW, triton.next_power_of_2(num_tokens)) if several else 1
+
     _up_kernel[(triton.cdiv(inner, tiles.up.rows), num_slots)](
         u,
         experts,
@@ -118,6 +127,7 @@ def moe_decode(
         BLOCK_K=tiles.up.block_k,
         STAGES=tiles.up.stages,
         SWAP=tiles.up.swap,
+        TOKENS_PAD=pad(tiles.up),
         num_warps=tiles.up.warps,
         num_stages=tiles.up.stages,
         **shared,
@@ -136,6 +146,7 @@ def moe_decode(
         BLOCK_K=tiles.down.block_k,
         STAGES=tiles.down.stages,
         SWAP=tiles.down.swap,
+        TOKENS_PAD=pad(tiles.down),
         TILE_BYTES=_prefetchable(fc2, tiles.down.rows),
         num_warps=tiles.down.warps,
         num_stages=tiles.down.stages,

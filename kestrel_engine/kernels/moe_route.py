@@ -21,11 +21,13 @@ class Grouping:
     """Pairs in the order of their experts, cut into tiles of at most ``tile`` pairs of one expert.
 
     ``order`` [pairs] int32: the pair at each place. ``tiles`` [3, num_tiles] int32: expert of the tile (-1: none, the
-    tile is beyond the end), its first place, and the end of its expert's places (a tile may end before).
+    tile is beyond the end), its first place, and the end of its expert's places (a tile may end before). ``used`` [1]
+    int32: how many tiles are before the end.
     """
 
     order: Tensor
     tiles: Tensor
+    used: Tensor
     tile: int
 
     @property
@@ -94,6 +96,7 @@ def group_by_expert(experts: Tensor, num_experts: int, tile: int) -> Grouping:
     counts = torch.empty((num_chunks, num_experts), dtype=torch.int32, device=device)
     order = torch.empty(num_pairs, dtype=torch.int32, device=device)
     tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=device)
+    used = torch.empty(1, dtype=torch.int32, device=device)
     experts_pad = triton.next_power_of_2(num_experts)
     _count_kernel[(num_chunks,)](
         experts,
@@ -109,6 +112,7 @@ def group_by_expert(experts: Tensor, num_experts: int, tile: int) -> Grouping:
         counts,
         order,
         tiles,
+        used,
         num_pairs,
         num_chunks,
         num_tiles,
@@ -118,7 +122,7 @@ def group_by_expert(experts: Tensor, num_experts: int, tile: int) -> Grouping:
         TILE=tile,
         num_warps=8,
     )
-    return Grouping(order, tiles, tile)
+    return Grouping(order, tiles, used, tile)
 
 
 @triton.jit
@@ -131,19 +135,11 @@ def _keys(logits, expert, EXPERTS_PAD: tl.constexpr):
 
 
 @triton.jit
-def _rank_kernel(
-    logits_ptr, weights_ptr, experts_ptr, stride,
-    NUM_EXPERTS: tl.constexpr, K: tl.constexpr, EXPERTS_PAD: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One token: every expert counts those before it, all at once, where finding one after the other would take K
-    rounds."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, EXPERTS_PAD)
-    valid = expert < NUM_EXPERTS
-    logits = tl.load(logits_ptr + token * stride + expert, mask=valid, other=0.0).to(tl.float32)
+def rank_token(
+    logits, expert, valid, weights_ptr, experts_ptr, K: tl.constexpr, EXPERTS_PAD: tl.constexpr
+):
+    """Of one token's ``logits`` [EXPERTS_PAD] float32 stores K weights and experts: every expert counts those before
+    it, all at once, where finding one after the other would take K rounds."""
     logits = tl.where(logits == 0.0, 0.0, logits)  # -0.0 ties with 0.0
     key = tl.where(valid, _keys(logits, expert, EXPERTS_PAD), -0x7FFFFFFFFFFFFFFF)
     rank = tl.sum((key[None, :] > key[:, None]).to(tl.int32), axis=1)
@@ -151,8 +147,26 @@ def _rank_kernel(
     values = tl.where(chosen, logits, float("-inf"))
     exponentials = tl.exp(values - tl.max(values, axis=0))
     weights = exponentials / tl.sum(exponentials, axis=0)
-    tl.store(weights_ptr + token * K + rank, weights, mask=chosen)
-    tl.store(experts_ptr + token * K + rank, expert, mask=chosen)
+    tl.store(weights_ptr + rank, weights, mask=chosen)
+    tl.store(experts_ptr + rank, expert, mask=chosen)
+
+
+@triton.jit
+def _rank_kernel(
+    logits_ptr, weights_ptr, experts_ptr, stride,
+    NUM_EXPERTS: tl.constexpr, K: tl.constexpr, EXPERTS_PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token a program."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, EXPERTS_PAD)
+    valid = expert < NUM_EXPERTS
+    logits = tl.load(logits_ptr + token * stride + expert, mask=valid, other=0.0).to(tl.float32)
+    rank_token(
+        logits, expert, valid, weights_ptr + token * K, experts_ptr + token * K, K, EXPERTS_PAD
+    )
 
 
 @triton.jit
@@ -201,7 +215,7 @@ def _route_kernel(
     tl.store(experts_ptr + at, chosen, mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(
     experts_ptr,
     counts_ptr,
@@ -219,12 +233,14 @@ def _count_kernel(
     tl.store(counts_ptr + chunk * NUM_EXPERTS + expert, counts, mask=expert < NUM_EXPERTS)
 
 
-@triton.jit
+# Sizes that 16 divides are no other kernel.
+@triton.jit(do_not_specialize=["num_pairs", "num_chunks", "num_tiles"])
 def _place_kernel(
     experts_ptr,
     counts_ptr,
     order_ptr,
     tiles_ptr,
+    used_ptr,
     num_pairs,
     num_chunks,
     num_tiles,
@@ -259,6 +275,7 @@ def _place_kernel(
 
     if chunk == 0:
         tiles = (total + TILE - 1) // TILE
+        tl.store(used_ptr, tl.sum(tiles, axis=0))
         last = tl.cumsum(tiles, axis=0)
         for first in range(0, num_tiles, 32):
             tile = first + tl.arange(0, 32)

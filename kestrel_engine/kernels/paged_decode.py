@@ -123,9 +123,10 @@ def paged_decode(
     ``qkv`` [M, >= 3*H*D]: q, k and v of all heads, neither rotated nor scaled; left as it is. ``key_pool`` and
     ``value_pool`` [num_slots, H, D], one layer, contiguous. ``page_table`` [num_seqs, max_pages] int32; ``row_seq``
     and ``positions`` [M] int32: whose pages a row uses and where its token stands. ``cos`` and ``sin``
-    [max_positions, rotary_dim / 2] float32. ``tau``: raw content [M, 2*H] and alpha [H] float32. Pools of float8_e4m3fn
-    hold keys and values divided by ``scales``. ``workspace`` is needed where ``splits`` > 1. Columns of ``qkv``,
-    ``content`` and ``out`` are contiguous, row strides free; ``out`` may be the columns of v in ``qkv``.
+    [max_positions, rotary_dim / 2] float32. ``tau``: raw content [M, 2*H], or parts of it [P, M, 2*H] whose
+    sum it is, and alpha [H] float32. Pools of float8_e4m3fn hold keys and values divided by ``scales``. ``workspace``
+    is needed where ``splits`` > 1. Columns of ``qkv``, ``content`` and ``out`` are contiguous, row strides free;
+    ``out`` may be the columns of v in ``qkv``.
 
     A row sees its own token and slots of positions below p, nothing else. Rows of one sequence must not meet in one
     launch, except padding rows (position 0 of a spare sequence that nobody reads).
@@ -150,7 +151,9 @@ def paged_decode(
     else:
         sums = stats = arrived = positions  # Never touched.
     content, alpha = tau if tau is not None else (qkv, cos)
-    assert tau is None or content.stride(1) == 1
+    assert tau is None or content.stride(-1) == 1
+    # A content that is whole is its only part.
+    parts = 1 if content.dim() == 2 else len(content)
     block_dim = triton.next_power_of_2(head_dim)
     shape = {"H": num_heads, "D": head_dim, "BD": block_dim}
     launch = {"launch_pdl": True} if pdl else {}
@@ -171,6 +174,7 @@ def paged_decode(
         out,
         qkv.stride(0),
         page_table.stride(0),
+        content.stride(-2),
         content.stride(0),
         out.stride(0),
         head_dim**-0.5 * math.log2(math.e) * scales[0],
@@ -183,7 +187,7 @@ def paged_decode(
         BLOCK=chosen.block,
         STAGES=chosen.stages,
         SPLIT=splits > 1,
-        TAU=tau is not None,
+        TAU=0 if tau is None else parts,
         MERGE=chosen.merge_last,
         PDL=pdl,
         UNITS=has_units(qkv.device),
@@ -256,9 +260,18 @@ def _prefetch(
 
 
 @triton.jit
-def _tau(content, alpha, heads, known, position):
-    """tanh(content) + 0.5 + sigmoid(alpha * ln(p + 1)), [HEADS] float32."""
-    raw = tl.load(content + heads, mask=known, other=0.0).to(tl.float32)
+def _tau(content, part_stride, alpha, heads, known, position, PARTS: tl.constexpr):
+    """tanh(content) + 0.5 + sigmoid(alpha * ln(p + 1)), [HEADS] float32; content is the sum of its parts."""
+    if PARTS == 1:
+        raw = tl.load(content + heads, mask=known, other=0.0).to(tl.float32)
+    else:
+        some = tl.zeros([32, heads.shape[0]], tl.float32)
+        for first in tl.static_range(0, PARTS, 32):
+            part = first + tl.arange(0, 32)
+            there = (part < PARTS)[:, None] & known[None, :]
+            at = part[:, None] * part_stride + heads[None, :]
+            some += tl.load(content + at, mask=there, other=0.0)
+        raw = tl.sum(some, axis=0)
     turn = tl.load(alpha + heads, mask=known, other=0.0)
     place = tl.sigmoid(turn * tl.log(position.to(tl.float32) + 1.0))
     return 2.0 * tl.sigmoid(2.0 * raw) - 0.5 + place  # tanh(x) = 2 * sigmoid(2x) - 1
@@ -319,7 +332,7 @@ def _merged(sums, stats, entry, active, heads, known, element, inside, H: tl.con
 @triton.jit
 def _decode(
     qkv, key_pool, value_pool, page_table, row_seq, positions, cos, sin, content, alpha, sums, stats, arrived, out,
-    qkv_stride, table_stride, content_stride, out_stride, scale,
+    qkv_stride, table_stride, content_stride, part_stride, out_stride, scale,
     per_key, per_value, value_scale,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, TAU: tl.constexpr,
@@ -370,8 +383,8 @@ def _decode(
     v_new = tl.load(x + H * D + hd, mask=known_hd, other=0.0).to(tl.float32)
     if TAU:
         raw = content + row.to(tl.int64) * content_stride
-        q *= _tau(raw, alpha, heads, known, position)[:, None]
-        v_new *= _tau(raw + H, alpha, heads, known, position)[:, None]
+        q *= _tau(raw, part_stride, alpha, heads, known, position, TAU)[:, None]
+        v_new *= _tau(raw + H, part_stride, alpha, heads, known, position, TAU)[:, None]
     q *= scale
 
     # The first split begins with the new token, as later steps will read it: rounded to the pool's type.

@@ -65,11 +65,11 @@ def _prefetch_l2(address, BYTES: tl.constexpr):
 # The number of rows and the depth of the prefetch change no code: one compilation serves them all.
 @triton.jit(do_not_specialize=["num_rows", "prefetch"])
 def _dot_kernel(
-    x, weight, boxes, bias, out, num_rows, n, k, k_per_split, x_stride, w_stride, out_stride,
-    split_stride, gelu_from, prefetch,
+    x, weight, boxes, bias, out, tau, content, num_rows, n, k, k_per_split, x_stride, w_stride,
+    out_stride, split_stride, gelu_from, prefetch, tau_columns, tau_k,
     HAS_BIAS: tl.constexpr, HAS_GELU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    TILE_BYTES: tl.constexpr, BOXES: tl.constexpr, PDL: tl.constexpr,
+    TILE_BYTES: tl.constexpr, BOXES: tl.constexpr, TAU_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     begin = tl.program_id(1) * k_per_split
@@ -86,6 +86,12 @@ def _dot_kernel(
     # Read now, needed last: at the end its latency would be in nobody's shadow.
     if HAS_BIAS:
         owed = tl.load(bias + first + rows_n, mask=keep_n, other=0.0).to(tl.float32)
+    if TAU_PAD:
+        column = tl.arange(0, TAU_PAD)
+        of_tau = (column < tau_columns)[:, None] & (first + rows_n < tau_k)[None, :]
+        t = tl.load(
+            tau + column[:, None] * tau_k + (first + rows_n)[None, :], mask=of_tau, other=0.0
+        )
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         line = (w_tile + rows_n * w_stride + begin).to(tl.int64)
@@ -117,6 +123,15 @@ def _dot_kernel(
     at_out = out + rows_m[:, None] * out_stride + (first + rows_n)[None, :]
     result = tl.trans(acc.to(out.dtype.element_ty))
     tl.store(at_out, result, mask=keep_m[:, None] & keep_n[None, :])
+    if TAU_PAD:
+        if first < tau_k:
+            # Of what was stored, in the weights' type: as where the GELU is a tensor of its own.
+            v = acc.to(out.dtype.element_ty).to(tl.float32)
+            v = 0.5 * v * (1.0 + tl.erf(v * 0.7071067811865476))
+            part = tl.dot(t, v.to(tau.dtype.element_ty), input_precision="ieee")
+            at_row = (tl.program_id(0) * num_rows + rows_m) * tau_columns
+            at_part = content + at_row[None, :] + column[:, None]
+            tl.store(at_part, part, mask=keep_m[None, :] & (column < tau_columns)[:, None])
 
 
 @triton.jit
@@ -170,6 +185,7 @@ def skinny_linear(
     bias: Tensor | None,
     *,
     gelu_from: int | None = None,
+    tau: tuple[Tensor, Tensor] | None = None,
     pdl: bool = False,
     tiling: Tiling | None = None,
     out: Tensor | None = None,
@@ -179,10 +195,19 @@ def skinny_linear(
     ``x`` [M, K] with M <= 128 and ``weight`` [N, K] of one type (bfloat16, float16 or float32), rows any stride apart;
     ``bias`` [N] or None. ``pdl``: launched as a programmatic dependent (sm_90), which changes no result.
     ``tiling``: a candidate to measure instead of the table's. Raises ValueError on more rows.
+
+    ``tau``: weights [C, K'] in x's type and where to leave parts [`content_parts`, M, C] float32, whose sum is
+    ``gelu(out[:, :K']) @ weights.T`` with the exact GELU (`tau_content`): each program multiplies the columns it has.
     """
     out = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
-    _launch(x, weight, bias, gelu_from, out.unsqueeze(0), pdl, tiling)
+    _launch(x, weight, bias, gelu_from, out.unsqueeze(0), pdl, tiling, tau)
     return out
+
+
+def content_parts(rows: int, weight: Tensor, tau_k: int) -> int:
+    """Into how many parts `skinny_linear` divides the sum over ``tau_k`` of its columns."""
+    n, k = weight.shape
+    return -(-tau_k // _config(rows, n, k, 1, weight.element_size()).block_n)
 
 
 def skinny_partials(
@@ -222,6 +247,7 @@ def _launch(
     out: Tensor,
     pdl: bool,
     tiling: Tiling | None,
+    tau: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """``out`` [S, M, N]."""
     (rows, k), n, splits = x.shape, weight.shape[0], out.shape[0]
@@ -249,21 +275,29 @@ def _launch(
     # What has no bias still needs a pointer.
     given_bias = out if bias is None else bias
     if t.one_row:
+        assert tau is None, "not of one row by multiply-adds"
         _row_kernel[grid](
             x, weight, given_bias, out, n, k, k_per_split, weight.stride(0), out.stride(0),
             gelu_from, EVEN_K=even_k, ONE_TILE=k_per_split == t.block_k, **options,
         )  # fmt: skip
         return
     boxes = t.boxes and even_k and _is_aligned(weight)
+    tau_weights, content = (out, out) if tau is None else tau
+    columns, tau_k = (0, 0) if tau is None else tau_weights.shape
+    if tau is not None:
+        assert splits == 1 and tau_k <= n and tau_weights.is_contiguous()
+        assert content.shape == (triton.cdiv(tau_k, t.block_n), rows, columns), content.shape
+        assert content.is_contiguous()
     _dot_kernel[grid](
-        x, weight, _boxes(weight, t) if boxes else weight, given_bias, out, rows, n, k,
-        k_per_split, x.stride(0), weight.stride(0), out.stride(1), out.stride(0), gelu_from,
-        _prefetchable(weight, t, k_per_split) if pdl and even_k else 0,
+        x, weight, _boxes(weight, t) if boxes else weight, given_bias, out, tau_weights, content,
+        rows, n, k, k_per_split, x.stride(0), weight.stride(0), out.stride(1), out.stride(0),
+        gelu_from, _prefetchable(weight, t, k_per_split) if pdl and even_k else 0, columns, tau_k,
         EVEN_K=even_k,
         BLOCK_M=max(triton.next_power_of_2(rows), 16),
         STAGES=t.stages,
         TILE_BYTES=t.block_k * x.element_size(),
         BOXES=boxes,
+        TAU_PAD=0 if tau is None else max(16, triton.next_power_of_2(columns)),
         **options,
     )  # fmt: skip
 

@@ -1,5 +1,7 @@
 """One new token a row against its pages, compared with plain torch in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -143,3 +145,13 @@ def test_a_result_is_the_same_each_time():
 def test_more_rows_take_fewer_splits():
     splits = [choose_splits(rows, 32, 64, torch.bfloat16) for rows in (1, 4, 16, 64, 128)]
     assert splits == sorted(splits, reverse=True) and splits[0] == 16 and splits[-1] >= 1
+
+
+def test_content_of_tau_may_come_in_parts():
+    whole = Case.make([40, 11, 3], page_size=10, tau=True, device=DEVICE)
+    assert whole.tau is not None
+    content, alpha = whole.tau
+    parts = torch.randn(37, *content.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    parts[-1] += content - parts.sum(0)
+    divided = replace(whole, tau=(parts, alpha))
+    assert relative_error(decode(divided, splits=2)[0], decode_reference(whole)[0]) < 1e-5

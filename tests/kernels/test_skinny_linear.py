@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 
 from kestrel_engine.kernels.skinny_linear import (
     Tiling,
+    content_parts,
     default_splits,
     skinny_linear,
     skinny_partials,
@@ -152,3 +153,19 @@ def test_splits_fill_the_chip_and_stay_long():
     assert default_splits(2048, 2050) == 4
     assert default_splits(256, 256) == 1
     assert default_splits(51200, 2048) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "tau_k", "columns"), [(1, 192, 128, 192, 4), (3, 150, 64, 90, 24)]
+)
+def test_parts_of_what_tau_needs_of_the_columns(dtype, rows, n, k, tau_k, columns):
+    """Tiles of tau's columns, one that is so in part, and others that leave nothing."""
+    x, bias = random(rows, k, dtype=dtype), random(n, dtype=dtype)
+    weight = (random(n, k) / k**0.5).to(dtype)
+    of_tau = (random(columns, tau_k) / tau_k**0.5).to(dtype)
+    parts = poisoned(content_parts(rows, weight, tau_k), rows, columns)
+    out = skinny_linear(x, weight, bias, gelu_from=tau_k, tau=(of_tau, parts))
+    assert torch.equal(out, skinny_linear(x, weight, bias, gelu_from=tau_k))
+    activated = F.gelu(out[:, :tau_k].float()).to(dtype)
+    assert_near(parts.sum(0), product(activated, of_tau), dtype)

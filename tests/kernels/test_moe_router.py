@@ -1,0 +1,50 @@
+"""The router in one launch against a linear layer and moe_route."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from kestrel_engine.kernels.moe_route import route
+from kestrel_engine.kernels.moe_router import RouterWorkspace, route_tokens
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "k", "dim", "bias"),
+    [(1, 64, 8, 256, True), (5, 6, 2, 72, False), (3, 13, 13, 40, True)],
+)
+def test_logits_and_their_ranking(dtype, tokens, num_experts, k, dim, bias):
+    torch.manual_seed(tokens)
+    wide = torch.randn(tokens, dim + 8, device=DEVICE).to(dtype)
+    u = wide[:, :dim]
+    weight = torch.randn(num_experts, dim, device=DEVICE).to(dtype)
+    b = torch.randn(num_experts, device=DEVICE).to(dtype) if bias else None
+    workspace = RouterWorkspace(tokens + 1, num_experts, dtype, DEVICE)
+    weights = torch.full((tokens, k), torch.nan, device=DEVICE)
+    experts = torch.full((tokens, k), -7, dtype=torch.int32, device=DEVICE)
+    for _ in range(2):  # The second launch finds the counters as the first left them.
+        route_tokens(u, weight, b, k, workspace, out=(weights, experts))
+        assert not workspace.arrived.any()
+    logits = workspace.logits[:tokens]
+    expected = F.linear(u.double(), weight.double(), None if b is None else b.double())
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(logits.double(), expected, atol=tolerance * dim**0.5, rtol=tolerance)
+    assert (logits.dtype, experts.dtype) == (dtype, torch.int32)
+    by_two_launches = route(logits, k)
+    assert torch.equal(weights, by_two_launches[0])
+    assert torch.equal(experts, by_two_launches[1])
+
+
+def test_what_it_refuses():
+    workspace = RouterWorkspace(1, 4, torch.float32, DEVICE)
+    weight = torch.zeros(4, 8, device=DEVICE)
+    with pytest.raises(ValueError, match="65 tokens"):
+        route_tokens(torch.zeros(65, 8, device=DEVICE), weight, None, 2, workspace)
+    with pytest.raises(ValueError, match="5 of 4 experts"):
+        route_tokens(torch.zeros(1, 8, device=DEVICE), weight, None, 5, workspace)
+    weights, experts = route_tokens(torch.zeros(0, 8, device=DEVICE), weight, None, 2, workspace)
+    assert weights.shape == experts.shape == (0, 2)
