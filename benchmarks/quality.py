@@ -2,11 +2,13 @@
 
 python -m benchmarks.quality --model moondream2 --random-weights --device cuda --json F
 python -m benchmarks.quality --score-only --device cuda
+python -m benchmarks.quality --model moondream2 --random-weights --device cuda --fp8-gemms vision
 
 Drift: the same weights, widened to float32, run in plain torch beside the served dtype and kernels, both fed the same
 pictures, questions and continuations (teacher forcing). At the end of prompts whole rows of logits are compared; in
 decode steps what a step tells, its best id and that id's log-probability. The score: the frozen evaluation's first
-scenes, asked of kestrel-tiny on the device in its default dtype. Ends with status 1 if a limit is passed.
+scenes, asked of kestrel-tiny on the device in its default dtype and the products that --fp8-gemms names. Ends with
+status 1 if a limit is passed.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ RELATIVE_ERROR = {"float32": 1e-3, "float16": 0.01, "bfloat16": 0.03}
 """Most of ||served - float32|| / ||float32||, over the logits at the ends of prompts, each row less its mean."""
 WITH_EXPERTS = 2.5
 """Times as much for a mixture of experts: a router's near tie may fall otherwise, and one token gets another expert."""
+IN_FP8 = {"off": 1.0, "vision": 5.0, "prefill": 5.0, "all": 7.0}
+"""Times as much by --fp8-gemms: every product that is computed so is off by a thirtieth, in every layer anew."""
 LEAST_SCORE = 0.985
 """Share of the evaluation's tasks; the whole evaluation in float32 gives 0.997."""
 SCENES = 150
@@ -151,7 +155,9 @@ def relative_error(found: Tensor, reference: Tensor) -> float:
     return float((found - reference).norm() / reference.norm())
 
 
-def measure_drift(opened: Opened, report: GpuReport, *, pictures: int, steps: int) -> None:
+def measure_drift(
+    opened: Opened, report: GpuReport, *, pictures: int, steps: int, fp8_gemms: str = "off"
+) -> None:
     """Adds tables, figures and the bar of the relative error."""
     served = opened.runtime
     config, limits = opened.built.model, served.limits
@@ -179,6 +185,7 @@ def measure_drift(opened: Opened, report: GpuReport, *, pictures: int, steps: in
             {
                 "model": opened.name,
                 "dtype": opened.built.info.dtype,
+                "FP8": fp8_gemms,
                 "rows": len(wanted),
                 "relative error": error,
                 "max abs": float(gap.max()),
@@ -201,6 +208,7 @@ def measure_drift(opened: Opened, report: GpuReport, *, pictures: int, steps: in
             {
                 "model": opened.name,
                 "dtype": opened.built.info.dtype,
+                "FP8": fp8_gemms,
                 "tokens": len(off),
                 "max abs": max(off),
                 "mean abs": sum(off) / len(off),
@@ -211,14 +219,22 @@ def measure_drift(opened: Opened, report: GpuReport, *, pictures: int, steps: in
         exact.end()
         tested.end()
         reference.close()
-    name = f"{opened.name} {opened.built.info.dtype}"
+    name = f"{opened.name} {computed_in(opened, fp8_gemms)}"
     limit = RELATIVE_ERROR[opened.built.info.dtype] * (WITH_EXPERTS if config.text.moe else 1.0)
+    limit *= IN_FP8[fp8_gemms]
     report.bar(f"{name}: relative error of logits", error, limit)
     report.bar(f"{name}: mean error of decoded log-probabilities", sum(off) / len(off), 2 * limit)
     report.figure(f"{name}: decoded tokens equal to float32's", sum(same) / len(same), "of all")
 
 
-async def measure_score(opened: Opened, report: GpuReport, *, scenes: int) -> None:
+def computed_in(opened: Opened, fp8_gemms: str) -> str:
+    """The type, and what is in FP8 besides."""
+    return opened.built.info.dtype + ("" if fp8_gemms == "off" else f", FP8 {fp8_gemms}")
+
+
+async def measure_score(
+    opened: Opened, report: GpuReport, *, scenes: int, fp8_gemms: str = "off"
+) -> None:
     """Share of kestrel-tiny's tasks that are right."""
     from training.evaluate import ask
     from training.evaluation_set import encode, example
@@ -242,7 +258,7 @@ async def measure_score(opened: Opened, report: GpuReport, *, scenes: int) -> No
         async with asyncio.TaskGroup() as group:
             for _ in range(min(8, scenes)):
                 group.create_task(caller())
-    name = f"kestrel-tiny {opened.built.info.dtype} on {opened.device.type}"
+    name = f"kestrel-tiny {computed_in(opened, fp8_gemms)} on {opened.device.type}"
     for skill in sorted({r["skill"] for r in records}):
         those = [r for r in records if r["skill"] == skill]
         right = sum(bool(r["ok"]) for r in those)
@@ -254,14 +270,22 @@ async def measure_score(opened: Opened, report: GpuReport, *, scenes: int) -> No
     report.bar(f"{name}: tasks answered right", share, LEAST_SCORE, at_least=True)
 
 
-def score_on(device: str, report: GpuReport, *, scenes: int, threads: int | None = None) -> None:
+def score_on(
+    device: str,
+    report: GpuReport,
+    *,
+    scenes: int,
+    threads: int | None = None,
+    fp8_gemms: str = "off",
+) -> None:
     """Loads kestrel-tiny, asks it and closes it."""
     flags = ["--model", "kestrel-tiny", "--device", device, "--max-batch-size", "32"]
+    flags += ["--fp8-gemms", fp8_gemms]
     if threads:
         flags += ["--threads", str(threads)]
     opened = open_model(model_arguments(flags))
     try:
-        asyncio.run(measure_score(opened, report, scenes=scenes))
+        asyncio.run(measure_score(opened, report, scenes=scenes, fp8_gemms=fp8_gemms))
     finally:
         opened.runtime.close()
 
@@ -293,11 +317,23 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
     if not args.score_only:
         opened = open_model(config)
         try:
-            measure_drift(opened, report, pictures=args.pictures, steps=args.steps)
+            measure_drift(
+                opened,
+                report,
+                pictures=args.pictures,
+                steps=args.steps,
+                fp8_gemms=config.fp8_gemms,
+            )
         finally:
             opened.runtime.close()
     if not args.drift_only:
-        score_on(config.device, report, scenes=args.scenes, threads=config.cpu_threads)
+        score_on(
+            config.device,
+            report,
+            scenes=args.scenes,
+            threads=config.cpu_threads,
+            fp8_gemms=config.fp8_gemms,
+        )
     report.finish(args.json)
     return report
 
