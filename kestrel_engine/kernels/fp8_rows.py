@@ -29,6 +29,10 @@ class Fp8Rows(NamedTuple):
     values: Tensor
     scales: Tensor
 
+    def at(self, rows: Tensor) -> Fp8Rows:
+        """Those rows [n] int64 only."""
+        return Fp8Rows(self.values.view(torch.uint8)[rows].view(FP8), self.scales[rows])
+
     @classmethod
     def empty(cls, rows: int, dim: int, device: torch.device) -> Fp8Rows:
         return cls(

@@ -6,6 +6,7 @@ residual stream that they are given.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -20,6 +21,7 @@ from ...kernels.rope_store import rope_store
 from ...kernels.skinny_linear import skinny_linear
 from ...kernels.tau_content import TauWorkspace, tau_content
 from ...model_config import TextConfig
+from ...models.kv_format import Scales
 from ...models.layers import LayerNorm, Linear, Tensors
 from .decode_attention import DecodeAttention
 from .gemm import add_linear, linear, linear_gelu, require_exact
@@ -44,7 +46,8 @@ class FusedText:
     experts perhaps in FP8. ``max_rows``: of a decode step. ``overlap``: attention and MLP of a decode step run beside
     each other on two streams instead of sharing GEMMs (CUDA only). ``pdl``: decode kernels begin while those before
     them end (sm_90). ``attention``: of decode steps; None takes our own kernel. ``fp8``: prefill computes qkv and the
-    dense layers' fc1 and fc2 in FP8, of copies of their weights; ConfigError is raised for shapes that can't."""
+    dense layers' fc1 and fc2 in FP8, of copies of their weights; ConfigError is raised for shapes that can't.
+    ``kv_scales``: each layer's, where pools are float8_e4m3fn."""
 
     def __init__(
         self,
@@ -57,9 +60,10 @@ class FusedText:
         pdl: bool = False,
         attention: DecodeAttention | None = None,
         fp8: bool = False,
+        kv_scales: Sequence[Scales] | None = None,
     ) -> None:
         self.config = config
-        self._layers, self._pending = load_layers(config, tensors)
+        self._layers, self._pending = load_layers(config, tensors, kv_scales)
         self._fp8 = [Fp8Products.of(layer) for layer in self._layers] if fp8 else []
         self._post_ln = LayerNorm.load(tensors, "text.post_ln")
         self._lm_head = Linear.load(tensors, "text.lm_head")
@@ -79,6 +83,11 @@ class FusedText:
             pdl=pdl,
             attention=attention,
         )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the residual stream."""
+        return self._lm_head.weight.dtype
 
     def prefill(
         self,
@@ -111,15 +120,18 @@ class FusedText:
                 qkv = linear(u, layer.qkv)
             pool = keys[layer.index], values[layer.index]
             tau = self._factors(layer, qkv)
-            rope_store(qkv, positions, slots, *pool, self._cos, self._sin, tau=tau)
+            angles, scales = (self._cos, self._sin), layer.kv_scales
+            rope_store(qkv, positions, slots, *pool, *angles, tau=tau, scales=scales)
             q, k, v = qkv.view(len(x), 3, heads, -1).unbind(1)
             attention(layer.index, q, k, v, attended)
+            if rows is not None and layer is self._layers[-1]:
+                # Keys and values are stored: of the rest of the last layer nobody reads more than these rows.
+                x, u, attended = x[rows], u[rows], attended[rows]
+                u8 = None if u8 is None else u8.at(rows)
             add_linear(x, attended, layer.proj)
             from_mlp = self._add_mlp(layer, x, u, u8)
-        if rows is not None:
-            x = x[rows]
         if from_mlp is not None:
-            x.add_(from_mlp if rows is None else from_mlp[rows])
+            x.add_(from_mlp)
         # The sum is rounded once: adding float32 to a half type in place is done in float32.
         return x.add_(self._pending)
 
