@@ -23,16 +23,17 @@ from typing import Any
 import grpc
 import numpy as np
 from google.protobuf import json_format
+from google.protobuf.message import Message
 
-from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2
 from kestrel_engine import EngineInfo
 
 from . import __version__
 from .debug_settings import DebugConfig
 from .errors import CaptureError
-from .image_store import ImageNotFound, ImageStore
 from .interceptors import Call
 from .served_model import ServedModel
+from .upload import Taken
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +65,10 @@ class _Failed:
     """What is to be written of a call, which itself is over by then; nobody else uses the message any more."""
 
     message: Any
+    """Its request, or what came of an upload."""
     facts: dict[str, Any]
     stored: bytes | np.ndarray | None
-    """The picture that it names by id, if that is kept."""
+    """The picture that it names by id, if that was found."""
     pictures: bool
     request_id: str
 
@@ -74,8 +76,8 @@ class _Failed:
 class Capture:
     """``on_call`` is told of every call that ended; all but the writing happens on the event loop."""
 
-    def __init__(self, config: DebugConfig, served: ServedModel, images: ImageStore) -> None:
-        self._config, self._served, self._images = config, served, images
+    def __init__(self, config: DebugConfig, served: ServedModel) -> None:
+        self._config, self._served = config, served
         self._folder = None if config.capture_dir is None else Path(config.capture_dir)
         self._left = 0
         self._pictures = False
@@ -111,20 +113,10 @@ class Capture:
             return
         engine = self._served.loaded
         facts = _facts(call, None if engine is None else engine.info)
-        stored = self._stored(call) if self._pictures else None
-        failed = _Failed(call.message, facts, stored, self._pictures, call.request_id)
+        failed = _Failed(call.message, facts, call.stored, self._pictures, call.request_id)
         task = asyncio.create_task(self._write(failed))
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
-
-    def _stored(self, call: Call) -> bytes | np.ndarray | None:
-        image = _image(call.message)
-        if image is None or not image.image_id:
-            return None
-        try:
-            return self._images.get(call.owner, image.image_id).source
-        except ImageNotFound:
-            return None
 
     async def _write(self, failed: _Failed) -> None:
         async with self._one_by_one:
@@ -160,24 +152,50 @@ class Capture:
 
 
 def described(failed: _Failed) -> dict[str, Any]:
-    """The file's contents. The request has protobuf's own JSON form, with the fields' names as in the .proto files."""
+    """The file's contents. The request has protobuf's own JSON form, with the fields' names as in the .proto files; a
+    stream of them is a list."""
+    if isinstance(failed.message, Taken):
+        request, left_out = _uploaded(failed.message, failed.pictures)
+    else:
+        request, left_out = _asked(failed)
+    return {
+        "kestrel_capture": FORMAT,
+        **failed.facts,
+        "picture_left_out": left_out,
+        "request": request,
+    }
+
+
+def _asked(failed: _Failed) -> tuple[Any, dict[str, Any] | None]:
+    """The request, and what is known of its picture if that is left out."""
     request = type(failed.message)()
     request.CopyFrom(failed.message)
     image, inner = _image(request), getattr(request, "request", request)
     if hasattr(inner, "options"):
         inner.options.ClearField("cache_salt")
     left_out = None
-    if image is not None and not failed.pictures:
-        left_out = _picture_facts(image)
-        inner.ClearField("image")
-    elif image is not None and failed.stored is not None:
-        _inline(image, failed.stored)
-    return {
-        "kestrel_capture": FORMAT,
-        **failed.facts,
-        "picture_left_out": left_out,
-        "request": json_format.MessageToDict(request, preserving_proto_field_name=True),
-    }
+    if image is not None:
+        source = image.WhichOneof("source")
+        if source == "image_id" and failed.stored is not None:
+            _inline(image, failed.stored)
+        if not failed.pictures or image.WhichOneof("source") == "image_id":
+            left_out = {**_picture_facts(image), "source": source}
+            inner.ClearField("image")
+    return _plain(request), left_out
+
+
+def _uploaded(taken: Taken, pictures: bool) -> tuple[Any, dict[str, Any] | None]:
+    """As ``_asked``, of what came of an upload; its chunks are one."""
+    data = b"".join(taken.chunks)
+    sent = [image_service_pb2.UploadImageRequest(info=taken.info)] if taken.info else []
+    if pictures:
+        sent.append(image_service_pb2.UploadImageRequest(chunk=data))
+    left_out = None if pictures else {"source": "upload", **_data_facts(data)}
+    return [_plain(message) for message in sent], left_out
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    return json_format.MessageToDict(message, preserving_proto_field_name=True)
 
 
 def _facts(call: Call, info: EngineInfo | None) -> dict[str, Any]:
@@ -210,9 +228,11 @@ def _image(message: Any) -> common_pb2.Image | None:
 def _picture_facts(image: common_pb2.Image) -> dict[str, Any]:
     source = image.WhichOneof("source") or ""
     data = {"encoded": image.encoded, "raw": image.raw.data}.get(source)
-    if data is None:
-        return {"source": source}
-    return {"source": source, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    return {"source": source, **(_data_facts(data) if data is not None else {})}
+
+
+def _data_facts(data: bytes) -> dict[str, Any]:
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def _inline(image: common_pb2.Image, source: bytes | np.ndarray) -> None:

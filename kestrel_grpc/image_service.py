@@ -22,6 +22,7 @@ from .upload import Upload, UploadRoom
 
 IDLE_TIMEOUT_S = 60.0
 """An upload of which nothing comes for so long is given up: it holds memory."""
+_A_MOMENT_S = 0.05
 
 
 class ImageService(ImageServiceServicer):
@@ -45,7 +46,10 @@ class ImageService(ImageServiceServicer):
         try:
             async for request in _while_alive(requests):
                 upload.take(request)
-            kept = await self._put(upload.finish())
+            kept = await self._put(await _finished(upload))
+        except BaseException:  # Passed on; what came may be worth a capture.
+            current_call().message = upload.taken()
+            raise
         finally:
             upload.close()
         return pb.UploadImageResponse(image=_stored(kept))
@@ -68,6 +72,16 @@ class ImageService(ImageServiceServicer):
             request_id=call.request_id,
         )
         return await self._pictures.put(call.owner, source, (image.width, image.height))
+
+
+async def _finished(upload: Upload) -> bytes:
+    """Raises InvalidRequest."""
+    try:
+        return upload.finish()
+    except InvalidRequest:
+        # The end of a call that was given up comes a moment before its cancellation.
+        await asyncio.sleep(_A_MOMENT_S)
+        raise
 
 
 async def _while_alive(

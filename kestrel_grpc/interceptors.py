@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import grpc
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
@@ -62,7 +63,9 @@ class Call:
     started_at: float = field(default_factory=time.monotonic)
     code: grpc.StatusCode = grpc.StatusCode.OK
     message: Any = None
-    """Its request, once that is read; None where it comes as a stream."""
+    """Its request, once that is read. Of an upload that failed what came of it; else None where it is a stream."""
+    stored: bytes | np.ndarray | None = None
+    """The picture that its request names by id, once that is found."""
     result: EngineResult | None = None
     error: Exception | None = None
     """What ended it, where that is the server's fault."""
@@ -75,7 +78,7 @@ class Call:
         """Lets go of what is large, once the call has ended: a cancelled timer keeps its task's context, and so this
         object, until the time that it was set for."""
         self.context = cast(Context, None)
-        self.message = self.result = self.error = self.trace = None
+        self.message = self.stored = self.result = self.error = self.trace = None
 
     async def accept(self) -> None:
         """Tells the caller the request's id; the call can't be retried transparently from here on."""

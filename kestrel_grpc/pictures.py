@@ -13,6 +13,7 @@ import numpy as np
 from kestrel_engine import ImageTooLargeError
 
 from .convert import ImageId
+from .current_call import find_call
 from .image_store import ImagesNotKept, ImageStore, KeptImage, digest_of, size_of
 
 _INLINE_BYTES = 1024 * 1024
@@ -38,6 +39,9 @@ class Pictures:
         """The picture to give to the engine. Raises ImageNotFound."""
         if isinstance(source, ImageId):
             kept = self.store.get(owner, source.value)
+            call = find_call()
+            if call is not None:
+                call.stored = kept.source
             return Picture(kept.source, kept)
         return Picture(source)
 

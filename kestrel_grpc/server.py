@@ -101,7 +101,7 @@ class KestrelServer:
         """How busy it is."""
         self.telemetry: Telemetry | None = None
         """Once started: watches calls, and wants to be the engine's observer. None: nothing is measured."""
-        self.capture = Capture(config.debug, self.served, self.images)
+        self.capture = Capture(config.debug, self.served)
         """Requests that fail, where that is wanted."""
         self.profiles = Profiles(config.debug)
         """What step thread and device do, where that is wanted."""

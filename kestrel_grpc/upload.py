@@ -6,6 +6,7 @@ Nothing is kept anywhere else until ``finish`` has given the file.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 from kestrel_client._pb.kestrel.v1 import image_service_pb2 as pb
 from kestrel_engine import ImageTooLargeError, InvalidRequest
@@ -29,6 +30,14 @@ class UploadRoom:
 
     def give_back(self, num_bytes: int) -> None:
         self.used_bytes -= num_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Taken:
+    """What came of an upload."""
+
+    info: pb.UploadInfo | None
+    chunks: tuple[bytes, ...]
 
 
 class Upload:
@@ -63,6 +72,10 @@ class Upload:
         if self._info.HasField("sha256") and self._digest.digest() != self._info.sha256:
             raise InvalidRequest("info.sha256", "is not that of the bytes that came")
         return b"".join(self._chunks)
+
+    def taken(self) -> Taken:
+        """What came so far; survives ``close``."""
+        return Taken(self._info, tuple(self._chunks))
 
     def close(self) -> None:
         """Lets everything go. Idempotent."""

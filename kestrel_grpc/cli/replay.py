@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
     from google.protobuf.descriptor import MethodDescriptor
 
 _FORMAT = 1
+_CHUNK_BYTES = 1024 * 1024
 _SERVICES = (vision_service_pb2.DESCRIPTOR, image_service_pb2.DESCRIPTOR)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
-    """A file's contents. ``request`` still lacks its picture if that was ``left_out``."""
+    """A file's contents. ``request`` is a list of messages where the method takes a stream. It lacks its picture if
+    ``left_out`` tells of one."""
 
     method: MethodDescriptor
     request: Any
@@ -100,8 +103,12 @@ def read_captured(path: str) -> Captured:
             raise ValueError("made by another version")
         service, _, name = told["method"].rpartition("/")
         method = _methods()[service, name]
-        request = message_factory.GetMessageClass(method.input_type)()
-        json_format.ParseDict(told["request"], request)
+        make = message_factory.GetMessageClass(method.input_type)
+        request: Any
+        if method.client_streaming:
+            request = [json_format.ParseDict(message, make()) for message in told["request"]]
+        else:
+            request = json_format.ParseDict(told["request"], make())
         return Captured(method, request, told["code"], told["model"], told["picture_left_out"])
     except (KeyError, TypeError, ValueError, json_format.ParseError) as error:
         raise CommandError(f"{path!r} is no captured request: {error}") from None
@@ -118,23 +125,41 @@ def _methods() -> dict[tuple[str, str], MethodDescriptor]:
 
 def _set_picture(captured: Captured, path: str) -> None:
     try:
-        captured.inner.image.encoded = Path(path).read_bytes()
+        data = Path(path).read_bytes()
     except OSError as error:
         raise CommandError(f"can't read {path!r}: {error.strerror}") from None
+    if captured.method.client_streaming:
+        # Size and hash that were announced are another picture's.
+        upload = image_service_pb2.UploadImageRequest
+        begin = upload(info=image_service_pb2.UploadInfo())
+        starts = range(0, len(data), _CHUNK_BYTES)
+        chunks = [upload(chunk=data[start : start + _CHUNK_BYTES]) for start in starts]
+        captured.request[:] = [begin, *chunks]
+        return
+    try:
+        captured.inner.image.encoded = data
     except AttributeError:
         raise CommandError(f"{captured.path.removeprefix('/')} takes no picture") from None
 
 
 def _call(channel: grpc.Channel, metadata: CallMetadata, captured: Captured, timeout: float) -> int:
     response = message_factory.GetMessageClass(captured.method.output_type)
-    make = channel.unary_stream if captured.method.server_streaming else channel.unary_unary
+    takes, gives = captured.method.client_streaming, captured.method.server_streaming
+    make: Callable[..., Any] = {
+        (False, False): channel.unary_unary,
+        (False, True): channel.unary_stream,
+        (True, False): channel.stream_unary,
+    }[takes, gives]
     call = make(
         captured.path,
-        request_serializer=type(captured.request).SerializeToString,
+        request_serializer=message_factory.GetMessageClass(
+            captured.method.input_type
+        ).SerializeToString,
         response_deserializer=response.FromString,
     )
+    sent = iter(captured.request) if takes else captured.request
     try:
-        answered: Any = call(captured.request, metadata=metadata, timeout=timeout)
+        answered: Any = call(sent, metadata=metadata, timeout=timeout)
         for message in answered if captured.method.server_streaming else (answered,):
             _print(message)
     except grpc.RpcError as error:

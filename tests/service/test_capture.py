@@ -1,14 +1,19 @@
 """Captured requests: what is written, what never is, the bounds, and that a replay does them again."""
 
 import asyncio
+import base64
+import hashlib
 import json
 import logging
 import stat
 
 import grpc
+import numpy as np
 import pytest
+import pyvips
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import image_service_pb2 as image_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_grpc.cli.parser import main
 from kestrel_grpc.debug_settings import DebugConfig
@@ -101,6 +106,142 @@ async def test_pictures_where_both_allow_it_also_those_named_by_id(serve, tmp_pa
     assert streamed["picture_left_out"] is None
 
 
+async def test_a_picture_by_id_is_there_though_it_was_deleted_meanwhile(serve, tmp_path):
+    served = await serve(slow(), server_config=config(tmp_path, capture_pictures=True))
+    admin = Admin(served)
+    kept = await served.vision.Query(query(raw_image(), max_tokens=2), metadata=METADATA)
+    await admin.StartCapture(pictures=True)
+    by_id = common_pb2.Image(image_id=kept.image_id)
+    image_id = image_pb2.DeleteImageRequest(image_id=kept.image_id)
+    call = served.vision.Query(query(by_id, max_tokens=200), metadata=METADATA, timeout=0.5)
+    await asyncio.sleep(0.1)
+    assert (await served.images.DeleteImage(image_id, metadata=METADATA)).existed
+    assert (await failure(call)).code is grpc.StatusCode.DEADLINE_EXCEEDED
+    while served.server.guard.admission.calls:
+        await asyncio.sleep(0.01)
+    await files(admin)
+    [told] = read(tmp_path)
+    assert told["request"]["image"]["raw"]["width"] == 60 and told["picture_left_out"] is None
+
+
+@pytest.mark.parametrize("task", ["analyze", "run"])
+async def test_every_method_that_takes_an_id_gives_its_picture(serve, tmp_path, task, replay):
+    served = await serve(server_config=config(tmp_path, capture_pictures=True))
+    admin = Admin(served)
+    kept = await served.vision.Query(query(raw_image()), metadata=METADATA)
+    by_id = common_pb2.Image(image_id=kept.image_id)
+    await admin.StartCapture(pictures=True)
+    if task == "run":
+        served.runtime.fail_next = RuntimeError("x")
+        request = pb.RunSkillRequest(skill="caption", image=by_id)
+        call = served.vision.RunSkill(request, metadata=METADATA)
+    else:
+        request = pb.AnalyzeRequest(image=by_id, tasks=[{"caption": {}}])
+        served.server.served.engine().prepare_image = broken_once(served)
+        call = served.vision.Analyze(request, metadata=METADATA)
+    assert (await failure(call)).code is grpc.StatusCode.INTERNAL
+    [name] = await files(admin)
+    [told] = read(tmp_path)
+    assert len(told["request"]["image"]["raw"]["data"]) == 60 * 40 * 3 * 4 // 3
+    served.server.images.clear()
+    status, lines = await replay(served, tmp_path / name)
+    assert (status, lines[-1]) == (0, "OK")
+
+
+async def test_without_leave_a_picture_by_id_is_left_out_with_what_tells_it(serve, tmp_path):
+    served = await serve(server_config=config(tmp_path))
+    admin = Admin(served)
+    kept = await served.vision.Query(query(raw_image()), metadata=METADATA)
+    await admin.StartCapture()
+    await fail(served, query(common_pb2.Image(image_id=kept.image_id)))
+    await files(admin)
+    [told] = read(tmp_path)
+    sha = hashlib.sha256(raw_image().raw.data).hexdigest()
+    assert told["picture_left_out"] == {"source": "image_id", "bytes": 7200, "sha256": sha}
+    assert "image" not in told["request"]
+
+
+def broken_once(served):
+    """In place of the engine's ``prepare_image``: fails once."""
+    engine = served.server.served.engine()
+    prepare = engine.prepare_image
+
+    async def broken(*args, **options):
+        engine.prepare_image = prepare
+        raise RuntimeError("a bug")
+
+    return broken
+
+
+def png(width=60, height=40):
+    pixels = np.random.default_rng(1).integers(0, 256, (height, width, 3), np.uint8)
+    return pyvips.Image.new_from_array(pixels).pngsave_buffer()
+
+
+def upload_of(data, info=None):
+    """Messages of an upload in pieces."""
+    yield image_pb2.UploadImageRequest(info=info or image_pb2.UploadInfo(size_bytes=len(data)))
+    for start in range(0, len(data), 1000):
+        yield image_pb2.UploadImageRequest(chunk=data[start : start + 1000])
+
+
+async def test_an_upload_that_fails_is_captured_and_done_again(serve, tmp_path, replay):
+    served = await serve(server_config=config(tmp_path, capture_pictures=True))
+    admin = Admin(served)
+    await admin.StartCapture(pictures=True)
+    served.server.served.engine().prepare_image = broken_once(served)
+    data = png()
+    info = image_pb2.UploadInfo(size_bytes=len(data), sha256=hashlib.sha256(data).digest())
+    call = served.images.UploadImage(upload_of(data, info), metadata=METADATA)
+    assert (await failure(call)).code is grpc.StatusCode.INTERNAL
+    [name] = await files(admin)
+    [told] = read(tmp_path)
+    assert told["method"] == "kestrel.v1.ImageService/UploadImage"
+    begun, chunk = told["request"]
+    assert begun["info"]["size_bytes"] == str(len(data))
+    assert base64.b64decode(chunk["chunk"]) == data and told["error"] == "RuntimeError"
+    status, lines = await replay(served, tmp_path / name)
+    assert (status, lines[-1]) == (0, "OK") and len(served.server.images) == 1
+
+
+async def test_an_upload_without_its_picture_asks_for_one(serve, tmp_path, replay, capsys):
+    served = await serve(server_config=config(tmp_path))
+    admin = Admin(served)
+    await admin.StartCapture()
+    served.server.served.engine().prepare_image = broken_once(served)
+    data = png()
+    assert await failure(served.images.UploadImage(upload_of(data), metadata=METADATA))
+    [name] = await files(admin)
+    [told] = read(tmp_path)
+    sha = hashlib.sha256(data).hexdigest()
+    assert told["picture_left_out"] == {"source": "upload", "bytes": len(data), "sha256": sha}
+    assert [list(message) for message in told["request"]] == [["info"]]
+    other = tmp_path / "other.png"
+    other.write_bytes(png(width=9))
+    status, lines = await replay(served, tmp_path / name, "--image", str(other))
+    assert (status, lines[-1]) == (0, "OK")
+    assert (await replay(served, tmp_path / name))[0] == 1
+
+
+async def test_an_upload_that_stalls_is_captured_with_what_came(serve, tmp_path):
+    served = await serve(server_config=config(tmp_path, capture_pictures=True))
+    admin = Admin(served)
+    await admin.StartCapture(pictures=True)
+
+    async def stalls():
+        for message in list(upload_of(b"x" * 5000))[:3]:
+            yield message
+        await asyncio.sleep(60)
+
+    call = served.images.UploadImage(stalls(), metadata=METADATA, timeout=0.5)
+    assert (await failure(call)).code is grpc.StatusCode.DEADLINE_EXCEEDED
+    while served.server.guard.admission.calls:
+        await asyncio.sleep(0.01)
+    await files(admin)
+    [told] = read(tmp_path)
+    assert len(base64.b64decode(told["request"][1]["chunk"])) == 2000
+
+
 async def test_deadlines_count(serve, tmp_path):
     served = await serve(slow(), server_config=config(tmp_path))
     admin = Admin(served)
@@ -142,25 +283,32 @@ async def test_a_full_disk_costs_the_file_only(serve, tmp_path, monkeypatch, cap
     assert (await served.vision.Query(query(), metadata=METADATA)).answer
 
 
-async def test_a_replay_does_it_again(serve, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def replay(monkeypatch, capsys):
+    """Does a captured request again: (exit status, lines of standard output)."""
     monkeypatch.setenv("KESTREL_TOKEN", METADATA[0][1].removeprefix("Bearer "))
+
+    async def again(served, path, *flags):
+        server = ("--server", served.server.addresses[0])
+        status = await asyncio.to_thread(main, ["replay", str(path), *server, *flags])
+        return status, capsys.readouterr().out.splitlines()
+
+    return again
+
+
+async def test_a_replay_does_it_again(serve, tmp_path, replay):
     served = await serve(server_config=config(tmp_path, capture_pictures=True))
     admin = Admin(served)
     await admin.StartCapture(pictures=True)
     await fail(served, pb.StreamQueryRequest(request=query(raw_image())))
     [name] = await files(admin)
-
-    async def replay(*flags):
-        server = ("--server", served.server.addresses[0])
-        return await asyncio.to_thread(main, ["replay", str(tmp_path / name), *server, *flags])
-
-    assert await replay() == 0
-    told = capsys.readouterr().out.splitlines()
+    status, told = await replay(served, tmp_path / name)
+    assert status == 0
     assert told[0] == "kestrel.v1.VisionService/StreamQuery, captured with INTERNAL"
     assert json.loads(told[-2])["final"]["usage"]["output_tokens"] == 2 and told[-1] == "OK"
     served.runtime.fail_next = RuntimeError("x")
-    assert await replay() == 1
-    assert "failed again: " in capsys.readouterr().out
+    status, told = await replay(served, tmp_path / name)
+    assert status == 1 and told[-1].startswith("failed again: ")
 
 
 def test_a_replay_asks_for_the_picture_that_was_left_out(tmp_path, capsys):

@@ -303,3 +303,21 @@ async def test_server_info_tells_the_bounds(serve):
     info = await served.models.GetServerInfo(model_service_pb2.GetServerInfoRequest())
     assert info.limits.image_store_bytes == 12345
     assert info.limits.max_analyze_tasks == 32
+
+
+@pytest.mark.parametrize("how", ["deadline", "cancel"])
+async def test_an_upload_that_is_given_up_is_no_bad_upload(serve, monkeypatch, how):
+    served = await serve()
+    codes = []
+    monkeypatch.setattr(served.server.load_meter, "on_call", lambda call: codes.append(call.code))
+    call = served.images.UploadImage(timeout=0.5 if how == "deadline" else 20)
+    for message in messages(PNG[:2000], size_bytes=len(PNG)):
+        await call.write(message)
+    if how == "cancel":
+        call.cancel()
+    for _ in range(400):
+        if codes:
+            break
+        await asyncio.sleep(0.01)
+    ends = {"deadline": grpc.StatusCode.DEADLINE_EXCEEDED, "cancel": grpc.StatusCode.CANCELLED}
+    assert codes == [ends[how]]
