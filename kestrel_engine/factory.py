@@ -264,6 +264,7 @@ def _gpu_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime
         max_batch_size=sizes.max_batch_size,
         max_seq_length=pool.max_seq_length,
         attention=plan.config.attention,
+        fp8_gemms=fp8_gemms,
         cuda_graphs=plan.config.cuda_graphs,
         max_crops=_most_crops(sizes),
         progress=plan.progress,

@@ -289,6 +289,7 @@ def test_the_kernels_runtime_gets_weights_pool_and_settings(golden_folder, monke
         model_path=golden_folder(family),
         device="cpu",
         attention="torch",
+        fp8_gemms={"md2": "vision", "md3": "prefill"}[family],
         fp8_experts="dequantise",
         max_batch_size=3,
         kv_cache_pages=90,
@@ -297,6 +298,8 @@ def test_the_kernels_runtime_gets_weights_pool_and_settings(golden_folder, monke
     assert isinstance(built.runtime, GpuRuntime)
     limits = built.runtime.limits
     assert (limits.num_pages, limits.max_batch_size, limits.max_seq_length) == (90, 3, 900)
+    assert built.runtime.vision.fp8 == (family == "md2")
+    assert built.runtime.text.fp8 == (family == "md3")
     plain = sum(tensor.numel() for tensor in _tensors_of(golden_folder(family)).values())
     assert built.info.num_parameters == plain, "counted before weights are packed"
     built.runtime.close()

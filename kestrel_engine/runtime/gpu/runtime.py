@@ -28,6 +28,7 @@ from ..protocol import StepHandle
 from .decode import Decode
 from .decode_attention import FlashInferRows
 from .device import capabilities
+from .footprint import FP8_PREFILL, FP8_VISION
 from .graphs import Progress
 from .pictures import EncodedPictures
 from .prefill import Prefill
@@ -66,11 +67,13 @@ class GpuRuntime:
         max_batch_size: int,
         max_seq_length: int,
         attention: str = "auto",
+        fp8_gemms: str = "off",
         cuda_graphs: bool = True,
         max_crops: int = MAX_CROPS,
         progress: Progress | None = None,
     ) -> None:
-        """Captures the decode graphs on a CUDA device, unless told not to; ``progress`` hears of each."""
+        """Captures the decode graphs on a CUDA device, unless told not to; ``progress`` hears of each. ``fp8_gemms``
+        as in RuntimeConfig."""
         assert max_seq_length <= config.text.max_context, (max_seq_length, config.text.max_context)
         pack_weights(config, tensors)
         self.model = model = Moondream(config, tensors)
@@ -107,8 +110,9 @@ class GpuRuntime:
             page_size=page_size,
             pdl=device.type == "cuda" and capabilities(device).compute_capability == (9, 0),
             attention=planned,
+            fp8=fp8_gemms in FP8_PREFILL,
         )
-        self.vision = FusedVision(config.vision, tensors)
+        self.vision = FusedVision(config.vision, tensors, fp8=fp8_gemms in FP8_VISION)
         self._vision_graphs = None
         if self._stream is not None and cuda_graphs:
             self._vision_graphs = VisionGraphs(self.vision, self._stream, max_crops=max_crops)

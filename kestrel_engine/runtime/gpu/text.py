@@ -64,6 +64,7 @@ class FusedText:
     ) -> None:
         self.config = config
         self._layers, self._pending = load_layers(config, tensors, kv_scales)
+        self.fp8 = fp8
         self._fp8 = [Fp8Products.of(layer) for layer in self._layers] if fp8 else []
         self._post_ln = LayerNorm.load(tensors, "text.post_ln")
         self._lm_head = Linear.load(tensors, "text.lm_head")

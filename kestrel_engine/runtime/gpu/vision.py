@@ -93,6 +93,7 @@ class FusedVision:
             )
             for layer, name in enumerate(names)
         ]
+        self.fp8 = fp8
         self._fp8_blocks = [Fp8Block.of(block) for block in self.blocks] if fp8 else []
         self._post_ln, self._post_pending = LayerNorm.load(tensors, "vision.post_ln"), sums[-1]
         self._fc1 = Linear.load(tensors, "vision.proj_mlp.fc1")
