@@ -179,8 +179,10 @@ def check(todo: list[Job], layers: dict[int, Experts]) -> None:
         try:
             if path == "decode":
                 out = torch.full((K, tokens, DIM), float("nan"), device=DEVICE)
-                decode.moe_decode(u, weights, chosen, *tensors(e), out=out, pdl=pdl, tiles=tiles)
-                got, bound = out.sum(0), 4e-3
+                parts = decode.moe_decode(
+                    u, weights, chosen, *tensors(e), out=out, pdl=pdl, tiles=tiles
+                )
+                got, bound = parts.sum(0), 4e-3
             else:
                 out = torch.full_like(u, float("nan"))
                 got = prefill.moe_prefill(u, weights, chosen, *tensors(e), out=out, tiles=tiles)

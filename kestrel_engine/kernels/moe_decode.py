@@ -75,9 +75,10 @@ def moe_decode(
     tiles: Tiles | OneTile | None = None,
 ) -> Tensor:
     """``u`` [T, D] through its experts (moe_route.route) -> parts [k, T, D] float32: part i is the output of
-    each token's i-th expert times its weight. Summed in order (add_layer_norm does) they are the layer's output.
+    each token's i-th expert times its weight. Summed in order (add_layer_norm does) they are the layer's output. Of one
+    token there may be a single part, [1, 1, D], that is their sum.
 
-    ``out``: where the parts go, also in the model's dtype. ``pdl``: launched as programmatic dependents (sm_90), which
+    ``out``: where the parts go, [k, T, D], also in the model's dtype. ``pdl``: launched as programmatic dependents (sm_90), which
     changes no result. Raises ValueError beyond 64 tokens.
     """
     layer = Experts(fc1, fc2, fc1_scale, fc2_scale)

@@ -18,12 +18,12 @@ from .moe_tile import Experts, geglu, product_scale
 
 
 class OneTile(NamedTuple):
-    """``up``: columns of a program, warps, stages. ``down``: warps; a program has four rows for each."""
+    """Of the up kernel: columns of a program, warps, stages. ``registers``: of a thread of the down kernel, at most."""
 
-    up_columns: int = 32
-    up_warps: int = 4
-    up_stages: int = 4
-    down_warps: int = 8
+    columns: int = 16
+    warps: int = 4
+    stages: int = 4
+    registers: int | None = None
 
 
 def moe_one(
@@ -36,7 +36,8 @@ def moe_one(
     pdl: bool = False,
     tile: OneTile | None = None,
 ) -> Tensor:
-    """``u`` [1, D] through its k experts -> ``out`` [k, 1, D]; arguments as of `moe_decode.moe_decode`."""
+    """``u`` [1, D] through its k experts -> the first of ``out`` [n, 1, D], which holds the weighted sum, [1, 1, D].
+    Arguments as of `moe_decode.moe_decode`."""
     k = experts.shape[1]
     dim, inner = layer.dim, layer.inner
     assert u.shape == (1, dim) and u.stride(1) == 1
@@ -56,23 +57,26 @@ def moe_one(
         shared["launch_pdl"] = True
     # What a warp reads at once: 16 bytes a thread.
     block = min(512 // element, triton.next_power_of_2(dim))
-    tiles = triton.cdiv(t.up_columns, t.up_warps)
-    _up_one[(triton.cdiv(inner, tiles * t.up_warps), k)](
+    tiles = triton.cdiv(t.columns, t.warps)
+    _up_one[(triton.cdiv(inner, tiles * t.warps), k)](
         u, experts, layer.fc1, layer.fc1 if layer.fc1_scale is None else layer.fc1_scale, product,
-        TILES=tiles, WARPS=t.up_warps, BLOCK_K=block,
+        TILES=tiles, WARPS=t.warps, BLOCK_K=block,
         K_BLOCKS=triton.next_power_of_2(triton.cdiv(dim, block)),
-        EVEN=inner % (tiles * t.up_warps) == 0 and _is_even(dim, block),
-        STAGES=t.up_stages, num_stages=t.up_stages, num_warps=t.up_warps, **shared,
+        EVEN=inner % (tiles * t.warps) == 0 and _is_even(dim, block),
+        STAGES=t.stages, num_stages=t.stages, num_warps=t.warps, **shared,
     )  # fmt: skip
     block = min(512 // element, triton.next_power_of_2(inner))
-    _down_one[(triton.cdiv(dim, 4 * t.down_warps), k)](
+    choices = triton.next_power_of_2(k)
+    if t.registers is not None and u.is_cuda:
+        shared["maxnreg"] = t.registers
+    _down_one[(triton.cdiv(dim, 4),)](
         product, weights, experts, layer.fc2, layer.fc2 if layer.fc2_scale is None else layer.fc2_scale,
-        out, WARPS=t.down_warps, BLOCK_K=block,
+        out, K_CHOICES=k, CHOICES=choices, BLOCK_K=block,
         K_BLOCKS=triton.next_power_of_2(triton.cdiv(inner, block)),
-        EVEN=dim % (4 * t.down_warps) == 0 and _is_even(inner, block),
-        num_warps=t.down_warps, **shared,
+        EVEN=dim % 4 == 0 and k == choices and _is_even(inner, block),
+        num_warps=min(choices, 16), **shared,
     )  # fmt: skip
-    return out
+    return out[:1]
 
 
 def _is_even(k: int, block: int) -> bool:
@@ -96,8 +100,8 @@ def _row_sums(w, x):
     return tl.sum(tl.sum(w.to(tl.float32) * x.to(tl.float32), axis=0), axis=1)
 
 
-# Tiles are [K_BLOCKS, WARPS, BLOCK_K], a row a warp: so laid out a warp's lanes lie along K, and no sum crosses warps.
-# Inputs are read in the same shape, once for every row: that gives them the weights' layout.
+# Tiles are [K_BLOCKS, rows, BLOCK_K], a row a warp: so laid out a warp's lanes lie along K, no product crosses warps.
+# Inputs are read in the same shape: that gives them the weights' layout.
 
 
 @triton.jit
@@ -136,37 +140,40 @@ def _up_one(
 @triton.jit
 def _down_one(
     product, weights, experts, fc2, scale, out,
-    DIM: tl.constexpr, INNER: tl.constexpr, WARPS: tl.constexpr, BLOCK_K: tl.constexpr, K_BLOCKS: tl.constexpr,
-    EVEN: tl.constexpr, SCALED: tl.constexpr, PRODUCT_SCALE: tl.constexpr, PDL: tl.constexpr,
+    DIM: tl.constexpr, INNER: tl.constexpr, K_CHOICES: tl.constexpr, CHOICES: tl.constexpr,
+    BLOCK_K: tl.constexpr, K_BLOCKS: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr,
+    PRODUCT_SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[choice] = weight * (product[pair] @ fc2.T) of 4 * WARPS columns."""
-    pair = tl.program_id(1)
+    """out = sum over choices of weight * (product[choice] @ fc2.T), four columns a program; an expert a warp."""
+    choice = tl.arange(0, CHOICES)
+    chosen = choice < K_CHOICES
     within = tl.arange(0, K_BLOCKS)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
-    row = tl.program_id(0) * (4 * WARPS) + tl.arange(0, WARPS)
+    first = tl.program_id(0) * 4
     # The up kernel lets this one start once the routing is complete: all but its own product may be read.
-    of_expert = tl.load(experts + pair).to(tl.int64) * DIM
-    at = fc2 + of_expert * INNER + row[None, :, None] * INNER + within
-    keep = within < INNER
-    w0 = _streamed(at, (row < DIM)[None, :, None] & keep, EVEN)
-    w1 = _streamed(at + WARPS * INNER, (row + WARPS < DIM)[None, :, None] & keep, EVEN)
-    w2 = _streamed(at + 2 * WARPS * INNER, (row + 2 * WARPS < DIM)[None, :, None] & keep, EVEN)
-    w3 = _streamed(at + 3 * WARPS * INNER, (row + 3 * WARPS < DIM)[None, :, None] & keep, EVEN)
-    factor = tl.load(weights + pair) * (1.0 / PRODUCT_SCALE)
+    row = tl.load(experts + choice, mask=chosen, other=0).to(tl.int64) * DIM + first
+    at = fc2 + row[None, :, None] * INNER + within
+    keep = chosen[None, :, None] & (within < INNER)
+    w0 = _streamed(at, keep, EVEN)
+    w1 = _streamed(at + INNER, keep & (first + 1 < DIM), EVEN)
+    w2 = _streamed(at + 2 * INNER, keep & (first + 2 < DIM), EVEN)
+    w3 = _streamed(at + 3 * INNER, keep & (first + 3 < DIM), EVEN)
+    factor = tl.load(weights + choice, mask=chosen, other=0.0) * (1.0 / PRODUCT_SCALE)
+    # As tl.join lays out four vectors: the last dimension is the outer join's.
+    four = tl.arange(0, 2)[:, None] + 2 * tl.arange(0, 2)[None, :]
+    known = first + four < DIM
+    factors = tl.full([CHOICES, 2, 2], 1.0, tl.float32) * factor[:, None, None]
+    if SCALED:
+        factors *= tl.load(
+            scale + row[:, None, None] + four[None, :, :],
+            mask=chosen[:, None, None] & known[None, :, :],
+            other=0.0,
+        )
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    everywhere = within + (row * 0)[None, :, None]
-    x = tl.load(product + pair * INNER + everywhere, mask=everywhere < INNER, other=0.0)
-    scale += of_expert
-    out += pair * DIM
-    _store_rows(out, row, _row_sums(w0, x) * factor, scale, DIM, SCALED)
-    _store_rows(out, row + WARPS, _row_sums(w1, x) * factor, scale, DIM, SCALED)
-    _store_rows(out, row + 2 * WARPS, _row_sums(w2, x) * factor, scale, DIM, SCALED)
-    _store_rows(out, row + 3 * WARPS, _row_sums(w3, x) * factor, scale, DIM, SCALED)
-
-
-@triton.jit
-def _store_rows(out, row, total, scale, DIM: tl.constexpr, SCALED: tl.constexpr):
-    if SCALED:
-        total *= tl.load(scale + row, mask=row < DIM, other=0.0)
-    tl.store(out + row, total.to(out.dtype.element_ty), mask=row < DIM)
+    x = tl.load(product + choice[None, :, None] * INNER + within, mask=keep, other=0.0)
+    sums = tl.join(
+        tl.join(_row_sums(w0, x), _row_sums(w1, x)), tl.join(_row_sums(w2, x), _row_sums(w3, x))
+    )
+    total = tl.sum(sums * factors, axis=0)
+    tl.store(out + first + four, total.to(out.dtype.element_ty), mask=known)
