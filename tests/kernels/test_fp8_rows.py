@@ -90,7 +90,9 @@ def test_layer_norm(dtype, dim, owed, added):
     rows = layer_norm_fp8(x, weight, bias, pending=pending, add=add, out=out)
     assert torch.equal(x, stream), "what is added stays in the stream, what is pending does not"
     assert_rounded(rows, wanted, slack=1e-4)
-    assert torch.equal(out, layer_norm(stream, weight, bias, pending=pending))
+    plain = layer_norm(stream, weight, bias, pending=pending)
+    # Compiled apart, sums may be taken in another order.
+    torch.testing.assert_close(out, plain, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-5)
 
 
 def test_layer_norm_of_strided_rows():
