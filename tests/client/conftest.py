@@ -21,6 +21,8 @@ from grpc_status import rpc_status
 
 from kestrel_client import AsyncKestrelClient, KestrelClient
 from kestrel_client._pb.kestrel.v1 import (
+    admin_service_pb2,
+    admin_service_pb2_grpc,
     common_pb2,
     image_service_pb2,
     image_service_pb2_grpc,
@@ -270,6 +272,19 @@ class Models(model_service_pb2_grpc.ModelServiceServicer):
         )
 
 
+class Administration(admin_service_pb2_grpc.AdminServiceServicer):
+    """Does as it is told, to nothing."""
+
+    def GetStatistics(self, request: Any, context: Any) -> admin_service_pb2.GetStatisticsResponse:
+        return admin_service_pb2.GetStatisticsResponse(running_requests=3, calls=4)
+
+    def SetLogLevel(self, request: Any, context: Any) -> admin_service_pb2.SetLogLevelResponse:
+        return admin_service_pb2.SetLogLevelResponse()
+
+    def CancelRequest(self, request: Any, context: Any) -> admin_service_pb2.CancelRequestResponse:
+        return admin_service_pb2.CancelRequestResponse(cancelled_requests=1)
+
+
 def _pieces(text: str) -> list[str]:
     return [word + " " for word in text.split(" ")[:-1]] + [text.split(" ")[-1]]
 
@@ -324,6 +339,7 @@ class RunningPeer:
         vision_service_pb2_grpc.add_VisionServiceServicer_to_server(self.vision, self._server)
         image_service_pb2_grpc.add_ImageServiceServicer_to_server(Images(), self._server)
         model_service_pb2_grpc.add_ModelServiceServicer_to_server(Models(), self._server)
+        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(Administration(), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         if credentials is None:
             port = self._server.add_insecure_port("127.0.0.1:0")

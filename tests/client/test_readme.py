@@ -13,7 +13,9 @@ README = Path(__file__).parents[2] / "clients/python/README.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README.read_text("utf-8"), re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=["ask", "tasks", "stream", "async", "errors"])
+@pytest.mark.parametrize(
+    "example", EXAMPLES, ids=["ask", "tasks", "stream", "async", "admin", "errors"]
+)
 def test_example(
     example: str,
     peer: Any,
@@ -32,5 +34,7 @@ def test_example(
         assert printed == f"{answer.strip()} 2\n{answer}{answer}"
     elif "stream" in example:
         assert "Two red circles" in printed
+    elif "Admin" in example:
+        assert printed == "3\n"
     else:
         assert not printed  # the canned peer refuses no top_p

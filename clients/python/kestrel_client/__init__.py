@@ -1,10 +1,14 @@
-"""Typed Python client of the Kestrel vision service: see KestrelClient and AsyncKestrelClient.
+"""Typed Python client of the Kestrel vision service: see KestrelClient and AsyncKestrelClient; and of its
+administration: KestrelAdmin and AsyncKestrelAdmin.
 
 Importing it loads gRPC and protobuf, never numpy, Pillow or torch.
 """
 
 from __future__ import annotations
 
+from .admin import KestrelAdmin
+from .administration import Captures, LogLevel, Profile, ServerStatistics
+from .async_admin import AsyncKestrelAdmin
 from .async_client import AsyncKestrelClient
 from .client import KestrelClient
 from .connection import Metadata, Tls
@@ -68,6 +72,7 @@ from .version import __version__
 
 __all__ = [
     "AnalyzeResult",
+    "AsyncKestrelAdmin",
     "AsyncKestrelClient",
     "AsyncStream",
     "Box",
@@ -75,6 +80,7 @@ __all__ = [
     "CaptionLength",
     "CaptionResult",
     "CaptionTask",
+    "Captures",
     "DeadlineExceededError",
     "DetectResult",
     "DetectTask",
@@ -91,8 +97,10 @@ __all__ = [
     "InvalidArgumentError",
     "InvalidImageError",
     "InvalidRequestError",
+    "KestrelAdmin",
     "KestrelClient",
     "KestrelError",
+    "LogLevel",
     "Mask",
     "MaskFormat",
     "Metadata",
@@ -107,6 +115,7 @@ __all__ = [
     "PointResult",
     "PointTask",
     "Priority",
+    "Profile",
     "QueryResult",
     "QueryTask",
     "Reasoning",
@@ -122,6 +131,7 @@ __all__ = [
     "ServerInfo",
     "ServerLimits",
     "ServerLoad",
+    "ServerStatistics",
     "SkillResult",
     "SpatialRef",
     "Stream",
