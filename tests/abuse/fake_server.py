@@ -2,7 +2,8 @@
 
 python -m tests.abuse.fake_server FLAGS OF SERVE…
 
-A step takes STEP_S; no step ends while the file named by HANG_FILE exists.
+A step takes STEP_S; no step ends while the file named by HANG_FILE exists, or one with the process's number as its
+suffix. With FAIL set no engine can be made. Workers run this module too.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kestrel_engine import InferenceEngine, RuntimeConfig
+from kestrel_engine import InferenceEngine, ModelLoadError, RuntimeConfig
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.step import RuntimeLimits, StepPlan
 from kestrel_grpc.cli import parser
+from kestrel_grpc.workers import child
 from tests.engine.fakes import fake_build, never_ends
 
 STEP_S = 0.005
 HANG_FILE = "ABUSE_HANG_FILE"
+FAIL = "ABUSE_FAIL"
+WORKER = "--worker"
 LIMITS = RuntimeLimits(
     num_pages=4000, page_size=2, max_batch_size=4, max_seq_length=2000, vocab_size=400
 )
@@ -28,17 +32,25 @@ LIMITS = RuntimeLimits(
 
 def main() -> int:
     hang = Path(os.environ.get(HANG_FILE, "/nonexistent"))
+    ours = Path(f"{hang}.{os.getpid()}")
 
     def cost(plan: StepPlan) -> float:
-        while hang.exists():
+        while hang.exists() or ours.exists():
             time.sleep(0.02)
         return STEP_S
 
     async def create(config: RuntimeConfig, **options: Any) -> InferenceEngine:
+        if os.environ.get(FAIL):
+            raise ModelLoadError(os.environ[FAIL])
         built = fake_build(config, FakeRuntime(LIMITS, never_ends, cost=cost))
         return InferenceEngine(config, built, options["skills"], observer=options["observer"])
 
     InferenceEngine.create = create  # type: ignore[assignment, method-assign]
+    child.COMMAND = (sys.executable, "-m", "tests.abuse.fake_server", WORKER)
+    if sys.argv[1] == WORKER:
+        from kestrel_grpc.workers import worker  # Not before: a supervisor loads no gRPC.
+
+        return worker.main(sys.argv[2:])
     return parser.main(["serve", *sys.argv[1:]])
 
 

@@ -105,6 +105,8 @@ class Connection:
             # a photograph.
             ("grpc.per_rpc_retry_buffer_size", self.max_message_bytes + 1024 * 1024),
             ("grpc.service_config", json.dumps(SERVICE_CONFIG)),
+            # gRPC's default of 1000 is more than all pauses between attempts: no attempt would find a new connection.
+            ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.primary_user_agent", f"kestrel-client/{__version__}"),
         ]
         if isinstance(self.tls, Tls) and self.tls.server_name:
