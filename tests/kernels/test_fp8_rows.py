@@ -47,7 +47,8 @@ def test_rows_are_rounded_to_fp8(dtype, dim, gelu):
     wanted = x.double()
     if gelu:
         wanted = F.gelu(wanted, approximate="tanh")
-    assert_rounded(quantise_rows(x, gelu=gelu), wanted)
+    # A GPU's tanh is approximate.
+    assert_rounded(quantise_rows(x, gelu=gelu), wanted, slack=1e-3 if gelu else 1e-5)
 
 
 def test_the_mean_error_is_a_fortieth():
