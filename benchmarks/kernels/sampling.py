@@ -1,22 +1,27 @@
 """The sampling kernel: its draws against the reference sampler's, then microseconds of every kind of row.
 
-    python -m benchmarks.kernels.sampling [--quick] [--json FILE]
+    python -m benchmarks.kernels.sampling [--quick] [--tilings] [--before FOLDER] [--json FILE]
 
 Thousands of random rows, rules and draws are checked first; a draw may differ only where the random number falls on
-the boundary between two ids to within rounding. Times are medians of captured graphs over logits that lie in the L2,
-as the vocabulary head leaves them. Without a GPU a few rows are checked, by interpretation, and nothing is timed.
-Exits with 1 if a row is wrong.
+the boundary between two ids to within rounding. Times are medians of captured graphs over bfloat16 logits that lie in
+the L2, as the vocabulary head leaves them. Without a GPU a few rows are checked, by interpretation, and nothing is
+timed. Exits with 1 if a row is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import math
 import os
 import random
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,23 +45,27 @@ CALLS = 20
 """In one graph: launches overlap as they do in a decode step."""
 SETTINGS = {
     "greedy": SamplingParams(),
-    "0.5, top_p 0.3": SamplingParams(temperature=0.5, top_p=0.3),
     "0.2, top_p 0.9": SamplingParams(temperature=0.2, top_p=0.9),
-    "1.0": SamplingParams(temperature=1.0),
-    "1.0, top_p 0.9": SamplingParams(temperature=1.0, top_p=0.9),
     "0.7, top_k 50": SamplingParams(temperature=0.7, top_k=50),
+    "1.0, top_p 0.9": SamplingParams(temperature=1.0, top_p=0.9),
+    "1.5": SamplingParams(temperature=1.5),
+    "1.5, 0.9, 50": SamplingParams(temperature=1.5, top_p=0.9, top_k=50),
 }
+SHAPES = {"deviation 3": (3.0, 0.0), "deviation 1": (1.0, 0.0), "peaked": (3.0, 15.0)}
+"""Logits that are timed: their standard deviation, and what one of them has more."""
 TILINGS = [
-    Tiles(),
     Tiles(chunk=512),
-    Tiles(chunk=2048),
+    Tiles(chunk=512, list_warps=1),
+    Tiles(chunk=2048, list_warps=4),
+    Tiles(chunk=2048, warps=2, list_warps=4),
+    Tiles(warps=2),
+    Tiles(list_warps=1),
+    Tiles(list_warps=4),
     Tiles(edges=8),
     Tiles(edges=32),
-    Tiles(histogram=128),
-    Tiles(block=256),
-    Tiles(block=1024),
-    Tiles(block=256, pivots=16),
-    Tiles(pivots=4),
+    Tiles(short=64),
+    Tiles(short=256),
+    Tiles(listed=1024),
 ]
 
 
@@ -64,7 +73,13 @@ class Rows:
     """Logits [M, V] on ``device`` with a spec for each row, and the kernel's outputs."""
 
     def __init__(
-        self, logits: Tensor, specs: Sequence[SampleSpec], tiles: Tiles, *, pdl: bool = False
+        self,
+        logits: Tensor,
+        specs: Sequence[SampleSpec],
+        tiles: Tiles | None,
+        *,
+        pdl: bool = False,
+        kernels: ModuleType | None = None,
     ) -> None:
         count, device = len(specs), logits.device
         host = {
@@ -79,13 +94,15 @@ class Rows:
         self._columns = [column.to(device) for column in host.values()]
         self._logits, self._tiles, self._pdl = logits, tiles, pdl
         self._greedy = all(spec.sampling.temperature == 0 for spec in specs)
-        self._work = allocate(count, logits.shape[1], device, tiles)
+        self._sample_rows = kernels.sample_rows if kernels else sample_rows
+        make = kernels.allocate if kernels else allocate
+        self._work = make(count, logits.shape[1], device, tiles)
         self.ids = torch.full((count,), -7, dtype=torch.int32, device=device)
         self.logprobs = torch.full((count,), math.nan, device=device)
         self.bad = torch.full((count,), -7, dtype=torch.int32, device=device)
 
     def run(self) -> None:
-        sample_rows(
+        self._sample_rows(
             self._logits, *self._columns, greedy=self._greedy, ids=self.ids,
             logprobs=self.logprobs, bad=self.bad, workspace=self._work, tiles=self._tiles,
             pdl=self._pdl,
@@ -114,9 +131,8 @@ def random_spec(rng: random.Random, vocab: int) -> SampleSpec:
         suppressed = ()
     otherwise = rng.randrange(vocab) if rng.random() < 0.2 else None
     sampling = SamplingParams(
-        temperature=rng.choice([0.0, 0.2, 0.5, 1.0, 2.0, 100.0, 1e-3]),
-        # None that a sum of few equal weights meets exactly: there the last bit of a sum decides.
-        top_p=rng.choice([1.0, 1.0, 0.9017351, 0.3071153, 0.0123711]),
+        temperature=rng.choice([0.0, 0.2, 0.2, 0.7, 1.0, 1.5, 100.0, 1e-3]),
+        top_p=rng.choice([1.0, 1.0, 0.9, 0.3071153, 0.1, 0.0123711]),
         top_k=rng.choice([0, 0, 0, 1, 3, 50, 10**6]),
         seed=rng.randrange(2**63),
     )
@@ -155,8 +171,9 @@ def check(report: Report, device: str, rows: int, vocab: int, batches: int) -> N
         for batch in range(batches):
             logits = random_logits(kind, rows, vocab, dtypes[batch % 3])
             specs = [random_spec(rng, vocab) for _ in range(rows)]
-            # Too many candidates for the list: the other way round to the same id.
-            tiles = Tiles() if batch % 2 == 0 else Tiles(listed=64)
+            # Stretches cut again, and too many candidates for the list: the other ways to the same id.
+            way = (batch + batch // 3) % 3
+            tiles = Tiles()._replace(**({}, {"listed": 128}, {"short": 16, "listed": 64})[way])
             ours = Rows(logits.to(device), specs, tiles, pdl=batch % 4 >= 2)
             ours.run()
             wanted = sample(logits.float().clone(), specs)
@@ -203,18 +220,26 @@ def microseconds(body: Callable[[], None], replays: int) -> float:
     return float(statistics.median(times))
 
 
-def time_rows(
-    report: Report,
-    title: str,
-    tiles: Tiles,
-    batches: Sequence[int],
-    *,
-    spread: float = 3.0,
-    pdl: bool = False,
-) -> None:
-    """Adds a row of microseconds for each number of rows; ``spread``: the logits' standard deviation."""
+def kernels_of(folder: Path) -> ModuleType:
+    """`kernels.sample` of another checkout's ``kestrel_engine/kernels``, beside this one's."""
+    name = "kernels_before"
+    spec = importlib.util.spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None and spec.loader is not None, folder
+    package = importlib.util.module_from_spec(spec)
+    sys.modules[name] = package
+    spec.loader.exec_module(package)
+    return importlib.import_module(f"{name}.sample")
+
+
+def time_rows(report: Report, title: str, shape: str, batches: Sequence[int], **how: Any) -> None:
+    """Adds a row of microseconds for each number of rows; ``how``: the rest of what Rows takes."""
+    deviation, more = SHAPES[shape]
     for rows in batches:
-        logits = spread * torch.randn(rows, VOCAB, device="cuda")
+        logits = deviation * torch.randn(rows, VOCAB, device="cuda")
+        logits[:, VOCAB // 3] += more
+        logits = logits.bfloat16()
         row: dict[str, float | int | str] = {"rows": rows}
         for name, sampling in SETTINGS.items():
             specs = [
@@ -223,29 +248,36 @@ def time_rows(
                 ), 0)
                 for i in range(rows)
             ]  # fmt: skip
-            row[name] = microseconds(Rows(logits, specs, tiles, pdl=pdl).run, 9)
-        report.add(title, row)
+            row[name] = microseconds(Rows(logits, specs, **how).run, 9)
+        report.add(f"microseconds, {shape}, {title}", row)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
+    parser.add_argument("--tilings", action="store_true", help="time other tiles as well")
+    parser.add_argument(
+        "--before", type=Path, help="kestrel_engine/kernels of another checkout, timed as well"
+    )
     flags = parser.parse_args(arguments)
     report = Report("kernels.sampling", {"quick": flags.quick, "vocab": VOCAB})
     if not torch.cuda.is_available():
         check(report, "cpu", rows=2, vocab=100, batches=1)
         report.finish(flags.json)
         return
-    check(report, "cuda", rows=64, vocab=1000, batches=4 if flags.quick else 24)
-    check(report, "cuda", rows=16, vocab=VOCAB, batches=4)
+    check(report, "cuda", rows=64, vocab=1000, batches=3 if flags.quick else 12)
+    check(report, "cuda", rows=16, vocab=VOCAB, batches=3)
     batches = (1, 16, 64)
-    time_rows(report, "microseconds, logits of deviation 3", Tiles(), batches)
-    time_rows(report, "microseconds, programmatic launch", Tiles(), batches, pdl=True)
-    if not flags.quick:
-        time_rows(report, "microseconds, logits of deviation 1", Tiles(), batches, spread=1.0)
-        for tiles in TILINGS[1:]:
-            changed = [f"{n}={v}" for n, v in tiles._asdict().items() if v != getattr(Tiles(), n)]
-            time_rows(report, f"microseconds, {' '.join(changed)}", tiles, (1, 64))
+    for shape in SHAPES:
+        time_rows(report, "one after the other", shape, batches, tiles=Tiles())
+        time_rows(report, "launched early", shape, batches, tiles=Tiles(), pdl=True)
+        if flags.before:
+            before = kernels_of(flags.before)
+            time_rows(report, "before", shape, batches, tiles=None, kernels=before)
+    for tiles in TILINGS if flags.tilings else ():
+        changed = [f"{n}={v}" for n, v in tiles._asdict().items() if v != getattr(Tiles(), n)]
+        for shape in ("deviation 3", "deviation 1"):
+            time_rows(report, " ".join(changed), shape, (1, 64), tiles=tiles, pdl=True)
     report.finish(flags.json)
 
 

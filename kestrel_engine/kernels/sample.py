@@ -1,7 +1,8 @@
 """Logits and encoded rules to ids and log-probabilities on the device, exactly as `runtime.sampler` defines them.
 
 Every row is split into chunks, so that one row keeps many processors busy. Greedy takes two launches: each chunk's
-best, then the best of them (sample_logits.py). Sampling takes four (sample_draw.py).
+best, then the best of them (sample_logits.py). Drawing takes five: three find a few candidates (sample_candidates.py),
+one sorts them (sample_draw.py).
 """
 
 from __future__ import annotations
@@ -12,25 +13,30 @@ import torch
 import triton
 from torch import Tensor
 
-from .sample_draw import candidates_kernel, draw_kernel, histogram_kernel
+from .sample_candidates import list_kernel, locate_kernel, refine_kernel
+from .sample_draw import draw_kernel
 from .sample_logits import RULE_WIDTH, best_kernel, stats_kernel
 
 
 class Tiles(NamedTuple):
-    """How the work is cut. None of it changes a result beyond the rounding of float64 sums."""
+    """How the work is cut, in powers of two. None of it changes a result beyond the rounding of float64 sums."""
 
     chunk: int = 1024
-    """Ids a program in the first three launches."""
-    histogram: int = 256
-    """Ids that meet the edges at once."""
+    """Ids a program in all launches but the last."""
     edges: int = 16
-    """Values at which the weights above are summed."""
-    listed: int = 8192
-    """Candidates that are listed; if there are more, the whole row is searched."""
+    """Logits above which weights are summed, once for the row and once more within each stretch that is too long."""
+    short: int = 128
+    """Candidates that are sorted at least."""
+    listed: int = 2048
+    """Candidates that are sorted at most; if there are more, the whole row is searched."""
     block: int = 512
-    """Candidates that meet the pivots at once."""
+    """Ids that meet the pivots at once in that search."""
     pivots: int = 8
-    """Parts into which a search cuts its interval at a time."""
+    """Parts into which it cuts its interval at a time."""
+    warps: int = 1
+    """Of a program that sums above edges: with one, its two sums for every edge wait for nobody."""
+    list_warps: int = 2
+    """Of a program that lists candidates."""
 
 
 class Workspace(NamedTuple):
@@ -41,18 +47,20 @@ class Workspace(NamedTuple):
     places: Tensor
     """[rows, chunks, 2] int32: id of the largest; how many are not finite."""
     edges: Tensor
-    """[rows, edges] float32: logits, descending."""
+    """[rows, 4, edges] float32: logits, of the row and of its three stretches."""
     masses: Tensor
-    """[rows, chunks, edges] float64: weight at or above each edge."""
+    """[rows, chunks, 4, edges] float32: weight at or above each edge."""
     counts: Tensor
-    """[rows, chunks, edges] int32: ids at or above each edge."""
-    ranges: Tensor
-    """[rows, 7] float64: weight of all; number of all, of candidates, above where top-k cuts; weight above there, above
-    where top-p cuts, above where the draw is."""
+    """[rows, chunks, 4, edges] float32: ids at or above each edge."""
+    listed: Tensor
+    """[rows, 2] int32: candidates; whether stretches were cut again."""
     bounds: Tensor
-    """[rows, 6] int64: lowest and highest key where top-k cuts, where top-p cuts, where the draw is."""
+    """[rows, 8] float32: where top-k cuts, where top-p cuts and where the draw is, from (inclusive) and to; ids above
+    the first; ids that count."""
+    sums: Tensor
+    """[rows, chunks, 4] float64: weight of all, and above each stretch."""
     candidates: Tensor
-    """[rows, listed] int32: ids, ascending."""
+    """[rows, listed] int64: keys, in any order."""
 
 
 def allocate(
@@ -68,12 +76,13 @@ def allocate(
     return Workspace(
         stats=empty(chunks, 3, dtype=torch.float32),
         places=empty(chunks, 2, dtype=torch.int32),
-        edges=empty(tiles.edges, dtype=torch.float32),
-        masses=empty(chunks, tiles.edges, dtype=torch.float64),
-        counts=empty(chunks, tiles.edges, dtype=torch.int32),
-        ranges=empty(7, dtype=torch.float64),
-        bounds=empty(6, dtype=torch.int64),
-        candidates=empty(min(vocab, tiles.listed), dtype=torch.int32),
+        edges=empty(4, tiles.edges, dtype=torch.float32),
+        masses=empty(chunks, 4, tiles.edges, dtype=torch.float32),
+        counts=empty(chunks, 4, tiles.edges, dtype=torch.float32),
+        listed=empty(2, dtype=torch.int32),
+        bounds=empty(8, dtype=torch.float32),
+        sums=empty(chunks, 4, dtype=torch.float64),
+        candidates=empty(tiles.listed, dtype=torch.int64),
     )
 
 
@@ -99,7 +108,7 @@ def sample_rows(
     float64 and ``top_k`` [M] int32 (0: all) are as in SamplingParams and ``step.uniform``. ``ids`` [M] int32;
     ``logprobs`` [M] float32, under the rule, before temperature and truncation, 0 if forced; ``bad`` [M] int32:
     whether a row that is not forced has a logit that is not finite, which makes its id meaningless (but one of the
-    vocabulary). ``greedy``: no row has a temperature, which saves two launches. ``workspace``: from allocate() with
+    vocabulary). ``greedy``: no row has a temperature, which saves three launches. ``workspace``: from allocate() with
     the same tiles; made anew if None. ``pdl``: each launch may be set up while the one before it ends, also the first
     (sm_90). Doesn't wait for the device.
     """
@@ -132,19 +141,30 @@ def sample_rows(
         )  # fmt: skip
         return
     drawing = (temperature, top_p, top_k, uniforms)
-    histogram = (work.edges, work.masses, work.counts)
-    candidates = (work.ranges, work.bounds, work.candidates, work.candidates.shape[1])
-    histogram_kernel[(rows, chunks)](
-        *row, *partial, temperature, *histogram, CHUNK=tiles.chunk, CHUNKS=chunk_block,
-        PART=min(tiles.histogram, tiles.chunk), EDGES=tiles.edges, WIDTH=RULE_WIDTH, num_warps=8,
-        **early,
-    )  # fmt: skip
-    candidates_kernel[(rows, chunks)](
-        *row, *partial, *drawing, *histogram, *candidates, CHUNK=tiles.chunk, CHUNKS=chunk_block,
-        EDGES=tiles.edges, WIDTH=RULE_WIDTH, num_warps=4, **early,
+    located = (work.edges, work.masses, work.counts, work.listed)
+    sizes: dict[str, Any] = {"CHUNKS": chunk_block, "EDGES": tiles.edges, "WIDTH": RULE_WIDTH}
+    by_chunk: dict[str, Any] = {"CHUNK": tiles.chunk, **sizes, **early}
+    grid = (rows, chunks)
+    locate_kernel[grid](
+        *row, work.stats, chunks, temperature, top_p, *located, num_warps=tiles.warps, **by_chunk
+    )
+    refine_kernel[grid](
+        *row,
+        work.stats,
+        chunks,
+        *drawing,
+        *located,
+        tiles.listed,
+        num_warps=tiles.warps,
+        **by_chunk,
+    )
+    found = (work.bounds, work.sums, work.candidates)
+    list_kernel[grid](
+        *row, work.stats, chunks, *drawing, *located, tiles.listed, *found,
+        num_warps=tiles.list_warps, **by_chunk,
     )  # fmt: skip
     draw_kernel[(rows,)](
-        *row, *partial, *drawing, *candidates, ids, logprobs, bad, CHUNKS=chunk_block,
-        BLOCK=tiles.block, PIVOTS=tiles.pivots, WIDTH=RULE_WIDTH, num_warps=8,
-        **early,
+        *row, *partial, *drawing, work.edges, work.listed, tiles.listed, *found,
+        ids, logprobs, bad, SHORT=tiles.short, LISTED=tiles.listed, BLOCK=tiles.block,
+        PIVOTS=tiles.pivots, num_warps=8, **sizes, **early,
     )  # fmt: skip

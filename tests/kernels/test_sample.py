@@ -16,8 +16,8 @@ kernel = pytest.importorskip("kestrel_engine.kernels.sample")
 layout = pytest.importorskip("kestrel_engine.kernels.sample_logits")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = kernel.Tiles(chunk=64, histogram=32, edges=8, listed=8192, block=32, pivots=4)
-"""Several chunks, blocks and passes at a small vocabulary."""
+SMALL = kernel.Tiles(chunk=64, edges=4, short=4, listed=16, block=32, pivots=4)
+"""Several chunks, stretches cut twice, short and long lists, and searched rows at a small vocabulary."""
 
 
 def encoded(rule: TokenRule) -> list[int]:
@@ -32,7 +32,7 @@ def encoded(rule: TokenRule) -> list[int]:
     return row
 
 
-def by_kernel(logits, specs, tiles=SMALL, greedy=False):
+def by_kernel(logits, specs, tiles=SMALL, greedy=False, workspace=None):
     """[(id, logprob, bad)] of each row."""
 
     def column(values, dtype=torch.float64):
@@ -53,14 +53,15 @@ def by_kernel(logits, specs, tiles=SMALL, greedy=False):
         logprobs=logprobs,
         bad=bad,
         tiles=tiles,
+        workspace=workspace,
     )
     return list(zip(ids.tolist(), logprobs.tolist(), bad.tolist(), strict=True))
 
 
-def check(logits, specs, tiles=SMALL, greedy=False):
+def check(logits, specs, tiles=SMALL, greedy=False, workspace=None):
     expected = sample(logits.float().clone(), specs)
     for spec, row, (token, logprob) in zip(
-        specs, by_kernel(logits, specs, tiles, greedy), expected, strict=True
+        specs, by_kernel(logits, specs, tiles, greedy, workspace), expected, strict=True
     ):
         assert row[0] == token, (spec, row, token, logprob)
         assert row[1] == pytest.approx(logprob, rel=2e-5, abs=2e-5), spec
@@ -117,10 +118,33 @@ def test_draws_are_those_of_the_reference_sampler(kind):
         check(logits, [random_spec(rng, vocab) for _ in range(rows)])
 
 
-def test_the_whole_row_is_searched_where_candidates_are_too_many_to_list():
-    logits = torch.randn(2, 150, generator=torch.Generator().manual_seed(3))
-    specs = [plain(temperature=2.0, top_p=0.8012, top_k=k, seed=9) for k in (0, 90)]
-    check(logits, specs, SMALL._replace(listed=4))
+@pytest.mark.parametrize(
+    "short, listed, is_wide, is_listed",
+    [(512, 512, False, True), (2, 512, False, True), (2, 64, True, True), (2, 2, True, False)],
+    ids=["a short list", "a long one", "stretches cut again", "the whole row"],
+)
+def test_every_way_to_a_draw(short, listed, is_wide, is_listed):
+    vocab = 300
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(3))
+    specs = [
+        plain(temperature=2.0, top_p=p, top_k=k, seed=9) for p, k in ((0.8, 0), (1, 90), (0.7, 99))
+    ]
+    tiles = SMALL._replace(edges=8, short=short, listed=listed)
+    work = kernel.allocate(3, vocab, DEVICE, tiles)
+    check(logits, specs, tiles, workspace=work)
+    number, was_cut_again = work.listed.unbind(1)
+    assert (was_cut_again == is_wide).all(), number
+    assert ((number <= listed) == is_listed).all(), number
+    assert ((number <= short) == (short == 512)).all(), number
+
+
+def test_more_equal_logits_than_a_list_has_room_for():
+    logits = torch.zeros(2, 100)
+    logits[:, 7] = 1.0
+    specs = [
+        plain(temperature=1.0, top_p=p, top_k=k, seed=4) for p, k in ((0.8017, 0), (0.9017, 60))
+    ]
+    check(logits, specs, SMALL)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
