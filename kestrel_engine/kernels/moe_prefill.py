@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import moe_hopper
+from .fp8_rows import Fp8Rows
 from .moe_route import Grouping, group_by_expert
 from .moe_tile import Experts, dot_tile, geglu, product_scale, triton_type
 
@@ -76,11 +78,15 @@ def moe_prefill(
     add_to: Tensor | None = None,
     out: Tensor | None = None,
     tiles: Tiles | None = None,
+    in_fp8: Fp8Rows | None = None,
+    hopper: bool = False,
 ) -> Tensor:
     """``u`` [T, D] through its experts (moe_route.route) -> [T, D], the weighted sum over each token's experts, plus
     ``add_to`` [T, D] if given. ``out`` may be ``add_to``.
 
-    Experts' outputs are rounded to the model's dtype before they are weighted and summed in float32.
+    Experts' outputs are rounded to the model's dtype before they are weighted and summed in float32. ``in_fp8``:
+    ``u`` in FP8, which FP8 experts then multiply, their products as well, where moe_hopper runs. ``tiles``: these, by
+    the kernels below, on any machine.
     """
     layer = Experts(fc1, fc2, fc1_scale, fc2_scale)
     num_tokens, k = experts.shape
@@ -89,13 +95,17 @@ def moe_prefill(
         out = torch.empty_like(u)
     if not num_tokens:
         return out
-    tiles = tiles or tiles_for(fc1.element_size(), num_pairs, layer.num_experts)
-    grouping = group_by_expert(experts, layer.num_experts, tiles.rows)
-    product_type = layer.product_type(u.dtype)
-    product = torch.empty((num_pairs, inner), dtype=product_type, device=u.device)
     outputs = torch.empty((num_pairs, dim), dtype=u.dtype, device=u.device)
-    _launch(_up_kernel, tiles.up, grouping, u.to(product_type), fc1, fc1_scale, product, inner, k)
-    _launch(_down_kernel, tiles.down, grouping, product, fc2, fc2_scale, outputs, dim, k)
+    if hopper and tiles is None and moe_hopper.takes(u, layer, num_pairs):
+        moe_hopper.products(u, experts, layer, outputs, in_fp8=in_fp8)
+    else:
+        tiles = tiles or tiles_for(fc1.element_size(), num_pairs, layer.num_experts)
+        grouping = group_by_expert(experts, layer.num_experts, tiles.rows)
+        product_type = layer.product_type(u.dtype)
+        product = torch.empty((num_pairs, inner), dtype=product_type, device=u.device)
+        x = u.to(product_type)
+        _launch(_up_kernel, tiles.up, grouping, x, fc1, fc1_scale, product, inner, k)
+        _launch(_down_kernel, tiles.down, grouping, product, fc2, fc2_scale, outputs, dim, k)
     block = min(triton.next_power_of_2(dim), 2048)
     _sum_kernel[(num_tokens, triton.cdiv(dim, block))](
         outputs,
@@ -183,7 +193,8 @@ def _weights(
     return tile
 
 
-@triton.jit
+# A number of tiles that 16 divides is no other kernel.
+@triton.jit(do_not_specialize=["num_tiles"])
 def _up_kernel(
     u_ptr,
     order_ptr,
@@ -253,7 +264,7 @@ def _up_kernel(
         tl.store(product_ptr + at, product, mask=valid[:, None] & inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _down_kernel(
     product_ptr,
     order_ptr,

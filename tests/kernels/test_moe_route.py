@@ -95,3 +95,4 @@ def check_grouping(experts: torch.Tensor, num_experts: int, tile: int) -> None:
         assert all(flat[grouping.order[place]] == expert for place in mine)
         places.extend(mine)
     assert places == list(range(flat.numel()))
+    assert int(grouping.used) == (grouping.tiles[0] >= 0).sum()
