@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ...model_config import ModelConfig
 from ...models.moondream import Moondream
-from ...requests import ImageBlock
 from ...step import Row
 from ..kv_cache import KvCache
 from .footprint import PASS_POSITIONS
 from .graphs import Progress
+from .passes import captured_passes, plain_passes, row_size
 from .pictures import EncodedPictures
 from .prefill_attention import AttentionChoice, PrefillAttention
 from .prefill_batch import PrefillBatch, prefill_batch
@@ -53,24 +53,11 @@ class Prefill:
 
     def passes(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
         """Rows in groups that run together: as many as a captured pass holds, or PASS_POSITIONS positions."""
-        group: list[Row] = []
-        blocks = positions = 0
-        for row in rows:
-            own_blocks, own = _size(row)
-            if self._graphs is None:
-                full = positions + own > PASS_POSITIONS
-            else:
-                full = blocks + own_blocks > MAX_BLOCKS
-                text = positions + own - (blocks + own_blocks) * (self._config.image_prefix)
-                full = full or text > MAX_TEXT
-            if group and full:
-                yield group
-                group, blocks, positions = [], 0, 0
-            group.append(row)
-            blocks += own_blocks
-            positions += own
-        if group:
-            yield group
+        if self._graphs is None:
+            return plain_passes(rows, PASS_POSITIONS)
+        return captured_passes(
+            rows, self._config.image_prefix, max_blocks=MAX_BLOCKS, max_text=MAX_TEXT
+        )
 
     def run(self, rows: Sequence[Row], seqs: Sequence[int] | None) -> Tensor:
         """[num_rows, dim]: the residual stream at each row's last position. ``seqs``: the rows' places in the device's
@@ -92,7 +79,9 @@ class Prefill:
         )
         self._fill(batch, x, there)
         keys, values = self._cache.keys, self._cache.values
-        attention = PrefillAttention(self._attention, batch, keys, values, self._cache.page_size)
+        attention = PrefillAttention(
+            self._attention, batch, keys, values, self._cache.page_size, self._cache.scales
+        )
         return self._text.prefill(
             x, there["positions"], there["slots"], attention, keys, values, rows=there["last"]
         )
@@ -140,17 +129,9 @@ class Prefill:
             x[there["size_places"]] = region.embed_sizes(there["size_values"])
 
 
-def _size(row: Row) -> tuple[int, int]:
-    """Image blocks and positions."""
-    block = row.tokens[1] if len(row.tokens) > 1 else None
-    if isinstance(block, ImageBlock):
-        return 1, len(row.tokens) - 1 + block.num_positions
-    return 0, len(row.tokens)
-
-
 def _has_text(row: Row) -> bool:
     """Whether there is more than an image prefix."""
-    blocks, _ = _size(row)
+    blocks, _ = row_size(row)
     return len(row.tokens) > 2 * blocks
 
 
