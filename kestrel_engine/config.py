@@ -23,6 +23,7 @@ DEFAULT_MODEL = "kestrel-tiny"
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "flashinfer", "triton", "torch")
 FP8_EXPERTS = ("auto", "keep", "dequantise")
+KV_CACHE_DTYPES = ("auto", "model", "fp8")
 FP8_GEMMS = ("off", "vision", "prefill", "all")
 _DTYPE_ALIASES = {
     "float32": "float32",
@@ -129,6 +130,10 @@ class RuntimeConfig:
     """Pages in the pool. Default: max_batch_size full sequences, on CUDA more for the prefix cache; where it fits."""
     kv_cache_gib: float | None = None
     """The pool's size in GiB instead, rounded down to whole pages."""
+    kv_cache_dtype: str = "auto"
+    """How keys and values are kept: as "model" computes them; "fp8": one byte each, by the checkpoint's scales, or by 1
+    where it has none. "auto": "fp8" if the checkpoint has scales for all layers and a GPU that converts FP8 (compute
+    capability 8.9) computes in bfloat16 or float16, else "model"."""
     max_queue: int = 512
     """Requests that may wait, preprocessing included, before EngineOverloaded is raised."""
     max_queued_pixels: int = 4_000_000_000
@@ -184,6 +189,7 @@ class RuntimeConfig:
             ("attention", ATTENTIONS),
             ("fp8_experts", FP8_EXPERTS),
             ("fp8_gemms", FP8_GEMMS),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(name, getattr(self, name), f"must be {_one_of(allowed)}")

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from .checkpoint.open import OpenedModel
     from .kernels.compile_meter import CompileMeter
+    from .models.kv_format import Scales
     from .runtime.gpu.memory import Pool
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class _Plan:
     page_bytes: int
     device: torch.device
     dtype: torch.dtype
+    kv_scales: tuple[Scales, ...] | None
     progress: Progress | None
 
 
@@ -76,7 +79,7 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
     from .checkpoint.open import load_weights, open_model
     from .preprocess.prompt import Tokenizer
     from .runtime.gpu.memory import out_of_memory
-    from .runtime.kv_cache import bytes_per_page
+    from .runtime.kv_cache import bytes_per_page, kv_dtype
 
     device, dtype = _device(config), _dtype(config)
     sizes = config.sizes(cuda=device.type == "cuda")
@@ -90,7 +93,9 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
     opened = open_model(config, progress=progress)
     model = opened.config
     page_size = page_size_of(config, model)
-    page_bytes = bytes_per_page(model.text, page_size, dtype)
+    scales = _kv_scales(config, opened, device, dtype, kernels)
+    cache_dtype = kv_dtype(dtype, scales)
+    page_bytes = bytes_per_page(model.text, page_size, cache_dtype)
     _check_pool(config, model, page_size, page_bytes)
     codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=model.text.vocab_size)
     try:
@@ -107,7 +112,7 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
         weights_bytes = sum(t.nbytes for t in tensors.values())
         read = time.monotonic()
         logger.info("weights: %.2f GB in %.2f s", weights_bytes / 1e9, read - began)
-        plan = _Plan(config, sizes, model, page_size, page_bytes, device, dtype, progress)
+        plan = _Plan(config, sizes, model, page_size, page_bytes, device, dtype, scales, progress)
         runtime, capture_s = (_gpu_runtime if kernels else _torch_runtime)(plan, tensors)
         built = time.monotonic()
     except torch.OutOfMemoryError as error:
@@ -115,10 +120,11 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
         raise out_of_memory(config, sizes.max_batch_size, reason) from error
     limits = runtime.limits
     logger.info(
-        "%s: %d pages, %.2f GB of KV cache, in %.2f s",
+        "%s: %d pages, %.2f GB of KV cache in %s, in %.2f s",
         type(runtime).__name__,
         limits.num_pages,
         limits.num_pages * page_bytes / 1e9,
+        str(cache_dtype).removeprefix("torch."),
         built - read,
     )
     info = EngineInfo(
@@ -138,6 +144,7 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
         num_pages=limits.num_pages,
         page_size=page_size,
         kv_cache_bytes=limits.num_pages * page_bytes,
+        kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
         max_queue=config.max_queue,
         torch_version=torch.__version__,
         load=LoadTimes(
@@ -187,6 +194,36 @@ def _keeps_fp8(config: RuntimeConfig, device: torch.device, kernels: bool) -> bo
             "fp8_experts", "keep", f"needs a card of compute capability 8.9; {found.name} is older"
         )
     return found.fp8
+
+
+def _kv_scales(
+    config: RuntimeConfig,
+    opened: OpenedModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: bool,
+) -> tuple[Scales, ...] | None:
+    """Each layer's for a KV cache in FP8; None: it keeps the model's type. Raises ConfigError, CheckpointError."""
+    import torch
+
+    from .checkpoint import kv_scales
+    from .runtime.gpu.device import capabilities
+
+    asked, layers = config.kv_cache_dtype, opened.config.text.n_layers
+    if asked == "fp8" and config.attention == "flashinfer":
+        raise ConfigError(
+            "kv_cache_dtype",
+            asked,
+            "needs another attention than flashinfer: auto, triton or torch",
+        )
+    if asked == "auto":
+        # Who asks for float32 asks for the exact numbers.
+        fits = kernels and dtype != torch.float32 and config.attention != "flashinfer"
+        if not fits or (device.type == "cuda" and not capabilities(device).fp8):
+            return None
+        if not kv_scales.is_complete(opened.plan, layers):
+            return None
+    return None if asked == "model" else kv_scales.read(opened.plan, opened.files, layers)
 
 
 def _check_fp8_gemms(
@@ -243,6 +280,7 @@ def _torch_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runti
         max_seq_length=pool.max_seq_length,
         device=plan.device,
         dtype=plan.dtype,
+        kv_scales=plan.kv_scales,
     )
     return runtime, 0.0
 
@@ -265,6 +303,7 @@ def _gpu_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime
         max_seq_length=pool.max_seq_length,
         attention=plan.config.attention,
         fp8_gemms=fp8_gemms,
+        kv_scales=plan.kv_scales,
         cuda_graphs=plan.config.cuda_graphs,
         max_crops=_most_crops(sizes),
         progress=plan.progress,

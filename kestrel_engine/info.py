@@ -56,6 +56,8 @@ class EngineInfo:
     page_size: int
     kv_cache_bytes: int = 0
     """Of all pages."""
+    kv_cache_dtype: str = ""
+    """As ``dtype``, or "float8_e4m3fn"."""
     max_queue: int
     torch_version: str
     load: LoadTimes = LoadTimes()

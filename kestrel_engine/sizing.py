@@ -42,6 +42,7 @@ def fit(
 ) -> Fit:
     """How ``config`` is served by a card of ``gpu_bytes``. ``fp8``: it computes in FP8 (8.9 and newer), so experts that
     are stored so, as moondream3.1-9b-a2b's and not moondream3-preview's, stay so. ``model``: its shape, if it is known.
+    ``kv_cache_dtype`` auto counts as model: no checkpoint is looked at for scales.
 
     Raises ConfigError, and InsufficientMemoryError as the start would.
     """
@@ -52,6 +53,7 @@ def fit(
     from .checkpoint.random_weights import weight_bytes
     from .errors import InsufficientMemoryError
     from .factory import page_size_of, reserve_of
+    from .models.kv_format import EIGHT_BITS
     from .runtime.gpu.memory import plan_pool
     from .runtime.kv_cache import bytes_per_page
 
@@ -59,7 +61,8 @@ def fit(
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, str(config.dtype))
     sizes = config.sizes(cuda=True)
     page_size = page_size_of(config, model)
-    page_bytes = bytes_per_page(model.text, page_size, dtype)
+    cache_dtype = EIGHT_BITS if config.kv_cache_dtype == "fp8" else dtype
+    page_bytes = bytes_per_page(model.text, page_size, cache_dtype)
     released = KNOWN.get(config.model.lower())
     stored = released is None or released.fp8
     keep = config.fp8_experts == "keep" or (config.fp8_experts == "auto" and fp8 and stored)
@@ -103,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-seq-length", type=int, default=None)
     parser.add_argument("--step-crops", type=int, default=None)
     parser.add_argument("--kv-cache-gib", type=float, default=None)
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto, model or fp8")
     parser.add_argument("--fp8-gemms", default="off", help="off, vision, prefill or all")
     parser.add_argument("--no-fp8", action="store_true", help="a card without FP8 (below 8.9)")
     args = parser.parse_args(arguments)
@@ -118,6 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 max_seq_length=args.max_seq_length,
                 step_crops=args.step_crops,
                 kv_cache_gib=args.kv_cache_gib,
+                kv_cache_dtype=args.kv_cache_dtype,
                 fp8_gemms=args.fp8_gemms,
             )
             found = fit(config, int(gib * GIB), fp8=not args.no_fp8)

@@ -209,6 +209,12 @@ def _add_schedule_flags(parser: argparse.ArgumentParser, environ: Mapping[str, s
         help="size of the KV cache instead of its pages",
     )
     work.add(
+        "--kv-cache-dtype",
+        default=default_of(RuntimeConfig, "kv_cache_dtype"),
+        help="keys and values as model computes them, or fp8: half the bytes for some accuracy; auto takes fp8 where "
+        "the checkpoint has its scales and the GPU converts it",
+    )
+    work.add(
         "--prefix-cache",
         choices=("on", "off"),
         default="on",
@@ -293,6 +299,7 @@ def runtime_config(args: argparse.Namespace) -> RuntimeConfig:
             max_queue_wait_s=args.max_queue_wait,
             kv_cache_pages=args.kv_cache_pages,
             kv_cache_gib=args.kv_cache_gib,
+            kv_cache_dtype=args.kv_cache_dtype,
             max_new_tokens=args.max_new_tokens,
             default_max_tokens=args.default_max_new_tokens,
             prefix_cache=args.prefix_cache == "on",

@@ -182,6 +182,12 @@ def check_values(
     return nonfinite, fingerprint.hexdigest()
 
 
+def read_tensors(files: tuple[Path, ...], wanted: Sequence[StoredTensor]) -> list[torch.Tensor]:
+    """As they are stored, on the CPU. Raises CheckpointError for a file that can't be read."""
+    with _Reader(files) as read:
+        return [read(tensor).clone() for tensor in wanted]
+
+
 def scale_of(expert_weight: str) -> str:
     """The canonical name of the row scales beside an expert weight that stays in FP8."""
     return expert_weight.removesuffix(".weight") + ".scale"

@@ -37,19 +37,22 @@ class Source:
 @dataclass(frozen=True, slots=True)
 class NameMap:
     """``tensors``: canonical name -> source. ``scales``: canonical expert weight -> stored name of its FP8 scale.
-    ``ignored``: buffers that we don't need. ``unknown``: names of no known scheme. ``prefix``: what scheme A names
-    start with here, for messages.
+    ``kv_scales``: ``text.blocks.N.attn.k_scale`` and ``….v_scale`` -> stored name, of the KV cache in FP8. ``ignored``:
+    buffers that we don't need. ``unknown``: names of no known scheme. ``prefix``: what scheme A names start with here,
+    for messages.
     """
 
     tensors: dict[str, Source] = field(default_factory=dict)
     scales: dict[str, str] = field(default_factory=dict)
+    kv_scales: dict[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     prefix: str = ""
 
 
-_IGNORED = re.compile(
-    r"(^|\.)(kv_quantizer\.[kv]_scale|freqs_cis|inv_freq|attn_mask|k_cache|v_cache|rotary_emb\.\w+)$"
+_IGNORED = re.compile(r"(^|\.)(freqs_cis|inv_freq|attn_mask|k_cache|v_cache|rotary_emb\.\w+)$")
+_KV_SCALE = re.compile(
+    r"^(?:text_model\.transformer\.h|text\.blocks)\.(\d+)\.(?:attn\.)?kv_quantizer\.([kv])_scale$"
 )
 _SCALE = re.compile(
     r"^(?:text_model\.transformer\.h|text\.blocks)\.(\d+)\.(?:mlp\.)?moe_quant\.(up|down)_scale$"
@@ -109,6 +112,7 @@ def map_names(stored_names: Iterable[str]) -> NameMap:
     """Sorts the names of a checkpoint. Raises CheckpointError when two stored names mean the same tensor."""
     tensors: dict[str, Source] = {}
     scales: dict[str, str] = {}
+    kv_scales: dict[str, str] = {}
     ignored: list[str] = []
     unknown: list[str] = []
     clashes: list[str] = []
@@ -121,6 +125,12 @@ def map_names(stored_names: Iterable[str]) -> NameMap:
         name = name.removeprefix("model.")
         if _IGNORED.search(name):
             ignored.append(stored)
+            continue
+        if scale := _KV_SCALE.match(name):
+            target = kv_scale_name(int(scale[1]), scale[2])
+            if target in kv_scales:
+                clashes.append(f"{stored} and {kv_scales[target]}")
+            kv_scales[target] = stored
             continue
         if scale := _SCALE.match(name):
             leaf = "fc1" if scale[2] == "up" else "fc2"
@@ -141,7 +151,12 @@ def map_names(stored_names: Iterable[str]) -> NameMap:
             f"names that mean the same tensor: {'; '.join(clashes[:10])}"
             + (f" and {len(clashes) - 10} more" if len(clashes) > 10 else "")
         )
-    return NameMap(tensors, scales, tuple(ignored), tuple(unknown), prefix)
+    return NameMap(tensors, scales, kv_scales, tuple(ignored), tuple(unknown), prefix)
+
+
+def kv_scale_name(layer: int, side: str) -> str:
+    """The canonical name of a layer's scale of keys ("k") or values ("v")."""
+    return f"text.blocks.{layer}.attn.{side}_scale"
 
 
 def scale_name(canonical: str) -> str:

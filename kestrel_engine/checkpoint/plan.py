@@ -52,11 +52,13 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
-    """``tensors`` in the order of the files' data. ``ignored``: stored names that are not needed."""
+    """``tensors`` in the order of the files' data. ``ignored``: stored names that are not needed. ``kv_scales``: by
+    `names.kv_scale_name`, those that there are; `kv_scales.read` checks them where they are wanted."""
 
     tensors: tuple[TensorPlan, ...]
     ignored: tuple[str, ...]
     faults: Faults
+    kv_scales: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     @property
     def num_elements(self) -> int:
@@ -140,6 +142,7 @@ def plan_checkpoint(stored: Mapping[str, StoredTensor], config: ModelConfig) -> 
         tuple(plans),
         names.ignored,
         Faults(missing=missing, unexpected=unexpected, misshaped=misshaped, details=details),
+        {name: stored[tensor] for name, tensor in names.kv_scales.items()},
     )
 
 

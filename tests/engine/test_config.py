@@ -39,6 +39,7 @@ def test_what_is_given_holds_on_every_device():
         ("attention", "fast"),
         ("fp8_experts", "yes"),
         ("fp8_gemms", "on"),
+        ("kv_cache_dtype", "e5m2"),
         ("compile", 1),
         ("random_weights", "on"),
         ("kv_cache_gib", 0.0),

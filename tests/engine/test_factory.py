@@ -1,6 +1,7 @@
 """What build() finds out before it reads a weight, and what it makes of a configuration."""
 
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from kestrel_engine import (
     RuntimeConfig,
     factory,
 )
+from kestrel_engine.checkpoint import kv_scales
 from kestrel_engine.checkpoint.catalog import BUNDLED
 from kestrel_engine.runtime.gpu import device as gpu_device
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
@@ -250,6 +252,38 @@ class TestChoiceOfRuntime:
             check(config, self.CUDA)
         check(RuntimeConfig(), cpu, kernels=False)
 
+    def kv_scales(self, config=None, *, scales, dtype=torch.bfloat16, kernels=True, **settings):
+        """What becomes of a checkpoint of two layers with ``scales`` by canonical name."""
+        stored = dict.fromkeys(scales)
+        opened = SimpleNamespace(
+            plan=SimpleNamespace(kv_scales=stored),
+            files=(),
+            config=SimpleNamespace(text=SimpleNamespace(n_layers=2)),
+        )
+        config = config or RuntimeConfig(**settings)
+        return factory._kv_scales(config, opened, self.CUDA, dtype, kernels)
+
+    def test_a_cache_is_in_fp8_by_itself_only_where_all_fits(self, monkeypatch):
+        every = [f"text.blocks.{i}.attn.{side}_scale" for i in (0, 1) for side in "kv"]
+        read = ((0.5, 0.25), (1.0, 1.0))
+        monkeypatch.setattr(kv_scales, "read", lambda plan, files, layers: read)
+        assert self.kv_scales(scales=every) == read
+        assert self.kv_scales(scales=every[1:]) is None and self.kv_scales(scales=()) is None
+        assert self.kv_scales(scales=every, dtype=torch.float32) is None, "asked for exactness"
+        assert self.kv_scales(scales=every, kernels=False) is None
+        assert self.kv_scales(scales=every, attention="flashinfer") is None
+        assert self.kv_scales(scales=every, kv_cache_dtype="model") is None
+        self.says(monkeypatch, (8, 6))
+        assert self.kv_scales(scales=every) is None
+        # Who asks for it gets it everywhere, with whatever scales there are.
+        for given in (every, every[1:], ()):
+            forced = self.kv_scales(
+                scales=given, kv_cache_dtype="fp8", dtype=torch.float32, kernels=False
+            )
+            assert forced == read
+        with pytest.raises(ConfigError, match=r"kv_cache_dtype.*another attention than flashinfer"):
+            self.kv_scales(scales=every, kv_cache_dtype="fp8", attention="flashinfer")
+
     def test_no_compile_is_plain_torch_and_says_so(self, caplog):
         assert not factory._uses_kernels(RuntimeConfig(compile=False), self.CUDA)
         assert "--no-compile: plain torch computes on cuda" in caplog.text
@@ -303,6 +337,32 @@ def test_the_kernels_runtime_gets_weights_pool_and_settings(golden_folder, monke
     plain = sum(tensor.numel() for tensor in _tensors_of(golden_folder(family)).values())
     assert built.info.num_parameters == plain, "counted before weights are packed"
     built.runtime.close()
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_cache_in_fp8_has_twice_the_pages_of_a_half_type(golden_folder, monkeypatch, kernels):
+    if kernels:
+        pytest.importorskip("triton")
+        monkeypatch.setattr(factory, "_uses_kernels", lambda config, device: True)
+    wide, half = (
+        factory.build(
+            RuntimeConfig(
+                model_path=golden_folder("md3"),
+                device="cpu",
+                dtype="bfloat16",
+                attention="torch",
+                fp8_experts="dequantise",
+                kv_cache_gib=0.02,
+                kv_cache_dtype=kind,
+            )
+        )
+        for kind in ("model", "fp8")
+    )
+    assert half.info.num_pages // 2 == wide.info.num_pages
+    assert (wide.info.kv_cache_dtype, half.info.kv_cache_dtype) == ("bfloat16", "float8_e4m3fn")
+    assert half.runtime._cache.scales[0] == (1.0, 1.0) and half.runtime._cache.eight_bits
+    for built in (wide, half):
+        built.runtime.close()
 
 
 def test_a_cpu_computes_with_plain_torch(golden_folder):

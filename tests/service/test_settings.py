@@ -37,12 +37,12 @@ def test_flags_of_the_gpu_reach_their_fields():
     _, runtime = configs(
         *("--attention", "triton", "--no-compile", "--no-cuda-graphs", "--kv-cache-gib", "1.5"),
         *("--random-weights", "--fp8-experts", "keep", "--preprocess-threads", "3"),
-        *("--fp8-gemms", "vision"),
+        *("--fp8-gemms", "vision", "--kv-cache-dtype", "fp8"),
     )
     assert (runtime.attention, runtime.compile, runtime.cuda_graphs) == ("triton", False, False)
     assert (runtime.kv_cache_gib, runtime.random_weights) == (1.5, True)
     assert (runtime.fp8_experts, runtime.preprocess_threads) == ("keep", 3)
-    assert runtime.fp8_gemms == "vision"
+    assert (runtime.fp8_gemms, runtime.kv_cache_dtype) == ("vision", "fp8")
 
 
 def test_a_switch_has_a_variable_of_on_and_off():

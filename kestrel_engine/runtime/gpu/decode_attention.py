@@ -17,6 +17,7 @@ from torch import Tensor
 from ...kernels.paged_decode import DecodeWorkspace, choose_splits, paged_decode
 from ...kernels.rope_store import rope_store
 from ...model_config import TextConfig
+from ...models.kv_format import EIGHT_BITS, UNSCALED, Scales
 from ...step import Row, RuntimeLimits
 from .flashinfer_attention import FlashInfer, FlashInferDecode
 from .staging import Field, RowBuffers
@@ -37,8 +38,10 @@ class DecodeAttention(Protocol):
         angles: tuple[Tensor, Tensor],
         tau: tuple[Tensor, Tensor] | None,
         out: Tensor,
+        scales: Scales = UNSCALED,
     ) -> object:
-        """``qkv`` [M, >= 3*H*D], neither turned nor scaled, may be changed; ``keys`` and ``values`` [num_slots, H, D].
+        """``qkv`` [M, >= 3*H*D], neither turned nor scaled, may be changed; ``keys`` and ``values`` [num_slots, H, D],
+        of float8_e4m3fn divided by ``scales``.
         ``rows``: positions and row_seq [M] int32, page_table [num_seqs, max_pages] int32. ``angles``: cos and sin
         [max_positions, rotary_dim / 2] float32. ``tau``: raw content [M, 2*H] and alpha [H] float32. Fills ``out``
         [M, H*D], which may be the columns of v."""
@@ -58,9 +61,11 @@ class PagedDecode:
         page_size: int,
         early: bool,
     ) -> None:
-        self._config, self._dtype = config, dtype
-        self._page_size, self._early = page_size, early
-        shapes = [(rows, self._splits(rows)) for rows in range(1, max_rows + 1)]
+        self._config, self._page_size, self._early = config, page_size, early
+        kinds = dtype, EIGHT_BITS
+        shapes = [
+            (rows, self._splits(rows, kind)) for rows in range(1, max_rows + 1) for kind in kinds
+        ]
         self._workspace = DecodeWorkspace.allocate(shapes, config.n_heads, config.head_dim, device)
 
     def __call__(
@@ -72,6 +77,7 @@ class PagedDecode:
         angles: tuple[Tensor, Tensor],
         tau: tuple[Tensor, Tensor] | None,
         out: Tensor,
+        scales: Scales = UNSCALED,
     ) -> None:
         positions, row_seq, page_table = rows
         paged_decode(
@@ -84,7 +90,8 @@ class PagedDecode:
             *angles,
             page_size=self._page_size,
             tau=tau,
-            splits=self._splits(len(qkv)),
+            scales=scales,
+            splits=self._splits(len(qkv), keys.dtype),
             workspace=self._workspace,
             out=out,
             # More rows fill the card by themselves, and programs that wait stand in the GEMM's way: at 16 rows a layer
@@ -92,9 +99,8 @@ class PagedDecode:
             pdl=self._early and len(qkv) <= EARLY_ROWS,
         )
 
-    def _splits(self, rows: int) -> int:
-        config = self._config
-        return choose_splits(rows, config.n_heads, config.head_dim, self._dtype)
+    def _splits(self, rows: int, pool: torch.dtype) -> int:
+        return choose_splits(rows, self._config.n_heads, self._config.head_dim, pool)
 
 
 class FlashInferRows:
@@ -147,8 +153,10 @@ class FlashInferRows:
         angles: tuple[Tensor, Tensor],
         tau: tuple[Tensor, Tensor] | None,
         out: Tensor,
+        scales: Scales = UNSCALED,
     ) -> None:
         """``rows`` is not read: positions and pages are those of the plan."""
+        assert scales == UNSCALED, "FlashInfer reads the model's type only"
         count = len(qkv)
         there = self._places.device
         positions, slots = there["positions"][:count], there["slots"][:count]

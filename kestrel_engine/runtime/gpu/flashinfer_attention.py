@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
+from ...models.kv_format import UNSCALED, Scales
 from .device import capabilities
 
 WORKSPACE_BYTES = 128 << 20
@@ -154,8 +155,11 @@ class PlannedFlashInfer:
     wrapper: Any
     page_size: int
 
-    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+    def __call__(
+        self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scales: Scales = UNSCALED
+    ) -> None:
         """``q`` [n, H, D]; ``keys`` and ``values`` [num_slots, H, D] of one layer; ``out`` [n, H*D] is written."""
+        assert scales == UNSCALED, "FlashInfer reads the model's type only"
         pools = _paged(keys, self.page_size), _paged(values, self.page_size)
         _run(self.wrapper, q, (pools,), out)
 

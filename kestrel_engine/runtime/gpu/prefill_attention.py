@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...errors import ConfigError
+from ...models.kv_format import EIGHT_BITS, UNSCALED, Scales, gather
 from .device import library_version
 from .flashinfer_attention import (
     DTYPES,
@@ -45,8 +46,10 @@ class Batch(Protocol):
 
 
 class PlannedText(Protocol):
-    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """``q`` [n, H, D], the text's queries; one layer's pools; writes ``out`` [n, H*D]."""
+    def __call__(
+        self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scales: Scales = UNSCALED
+    ) -> None:
+        """``q`` [n, H, D], the text's queries; one layer's pools and their scales; writes ``out`` [n, H*D]."""
         ...
 
 
@@ -71,20 +74,27 @@ class AttentionChoice:
         return "torch" if self.text is None else "flashinfer"
 
 
-def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> AttentionChoice:
+def choose_attention(
+    name: str, device: torch.device, dtype: torch.dtype, pool: torch.dtype | None = None
+) -> AttentionChoice:
     """``name``: "auto" takes the fastest, pass by pass: our kernels for decode and the text of captured passes,
     FlashInfer for the rest where it is there and computes with ``dtype``, else torch. "triton": our kernels where there
     are any, else torch. "flashinfer": it alone. "torch": it alone for prompts; decode, for which it has nothing, is
-    ours. Raises ConfigError where FlashInfer was asked for by name and can't be had."""
+    ours. ``pool``: the type of keys and values, if it isn't ``dtype``: eight bits are read by our kernels and torch
+    alone. Raises ConfigError where FlashInfer was asked for by name and can't be had."""
     if name not in ("auto", "flashinfer", "triton", "torch"):
         raise ConfigError("attention", name, "must be auto, flashinfer, triton or torch")
+    if name == "flashinfer" and pool == EIGHT_BITS:
+        raise ConfigError(
+            "attention", name, "doesn't read a KV cache in FP8: auto, triton or torch"
+        )
     fits = device.type == "cuda" and dtype in DTYPES
     if name == "flashinfer" or (name == "auto" and fits and library_version("flashinfer")):
         library = FlashInfer(device, dtype)
         # 1 / 8 / 16 blocks of 730 positions, 32 heads of 64, on an H200: fa3 36 / 120 / 213 us, torch 45 / 133 / 236,
         # and torch's result is yet to be copied; fa2 is slower than torch.
         blocks = FlashInferBlocks(library) if library.backend == "fa3" else None
-        text = FlashInferText(library)
+        text = None if pool == EIGHT_BITS else FlashInferText(library)
         if name == "flashinfer":
             return AttentionChoice(library, text, blocks, captures=False, decode=library)
         return AttentionChoice(library, text, blocks)
@@ -93,7 +103,7 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> Att
 
 class PrefillAttention:
     """Made for one pass from plain data; called once a layer. ``key_pool`` and ``value_pool``
-    [layers, num_slots, H, D]."""
+    [layers, num_slots, H, D]; ``scales``: each layer's, where they are float8_e4m3fn."""
 
     def __init__(
         self,
@@ -102,8 +112,9 @@ class PrefillAttention:
         key_pool: Tensor,
         value_pool: Tensor,
         page_size: int,
+        scales: Sequence[Scales] | None = None,
     ) -> None:
-        self._keys, self._values = key_pool, value_pool
+        self._keys, self._values, self._scales = key_pool, value_pool, scales
         self._num_blocks, self._length = len(batch.blocks), batch.block_length
         self._block_tokens = self._num_blocks * self._length
         self._backend = choice.block_backend
@@ -131,7 +142,8 @@ class PrefillAttention:
         elif split:
             self._attend_blocks(q[:split], k[:split], v[:split], out[:split])
         if self._text is not None:
-            self._text(q[split:], self._keys[layer], self._values[layer], out[split:])
+            scales = self._scales[layer] if self._scales is not None else UNSCALED
+            self._text(q[split:], self._keys[layer], self._values[layer], out[split:], scales)
         return out
 
     def _attend_blocks(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
@@ -161,10 +173,12 @@ class GatheredText:
                 groups.append([part])
         self._groups = [_PaddedRows.of(group, first, page_size, device) for group in groups]
 
-    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+    def __call__(
+        self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scales: Scales = UNSCALED
+    ) -> None:
         """As `PlannedText`."""
         for group in self._groups:
-            group.attend(q, keys, values, out)
+            group.attend(q, keys, values, out, scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +228,12 @@ class _PaddedRows:
             sources=upload(np.flatnonzero(real)),
         )
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scales: Scales) -> None:
         n, positions = self.slots.shape
         at = self.slots.flatten()
         k, v = (
-            pool.index_select(0, at).unflatten(0, (n, positions)).transpose(1, 2)
-            for pool in (keys, values)
+            gather(pool, at, scale, q.dtype).unflatten(0, (n, positions)).transpose(1, 2)
+            for pool, scale in zip((keys, values), scales, strict=True)
         )
         queries = q[self.queries].transpose(1, 2)
         attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=self.seen)

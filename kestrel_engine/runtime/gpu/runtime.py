@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...kernels.decode_io import RESULT_WIDTH
 from ...model_config import ModelConfig
+from ...models.kv_format import Scales
 from ...models.moondream import Moondream
 from ...step import Row, RuntimeLimits, StepPlan, StepResult
 from ..kv_cache import KvCache
@@ -70,10 +71,12 @@ class GpuRuntime:
         fp8_gemms: str = "off",
         cuda_graphs: bool = True,
         max_crops: int = MAX_CROPS,
+        kv_scales: Sequence[Scales] | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Captures the decode graphs on a CUDA device, unless told not to; ``progress`` hears of each. ``fp8_gemms``
-        as in RuntimeConfig."""
+        as in RuntimeConfig. ``kv_scales``: each layer's, for keys and values in eight bits; None keeps them in the
+        model's type."""
         assert max_seq_length <= config.text.max_context, (max_seq_length, config.text.max_context)
         pack_weights(config, tensors)
         self.model = model = Moondream(config, tensors)
@@ -94,10 +97,11 @@ class GpuRuntime:
             page_size=page_size,
             dtype=model.dtype,
             device=device,
+            scales=kv_scales,
         )
         self._upload = Uploader(device)
         self._state = state = SequenceState(limits, device, self._upload)
-        self.attention = choose_attention(attention, device, model.dtype)
+        self.attention = choose_attention(attention, device, model.dtype, self._cache.keys.dtype)
         planned = None
         if self.attention.decode is not None:
             planned = FlashInferRows(
@@ -111,6 +115,7 @@ class GpuRuntime:
             pdl=device.type == "cuda" and capabilities(device).compute_capability == (9, 0),
             attention=planned,
             fp8=fp8_gemms in FP8_PREFILL,
+            kv_scales=kv_scales,
         )
         self.vision = FusedVision(config.vision, tensors, fp8=fp8_gemms in FP8_VISION)
         self._vision_graphs = None

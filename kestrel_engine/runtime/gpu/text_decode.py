@@ -165,7 +165,7 @@ class DecodePass:
             with self._beside():
                 of_mlp = self._mlp(layer, u, hidden) if moe is None else self._experts(moe, u)
             factors = self._linear_and_tau(layer, u, layer.qkv, read[:, : 3 * dim])
-            self._attention(read, *pool, rows, self._angles, factors, attended)
+            self._attention(read, *pool, rows, self._angles, factors, attended, layer.kv_scales)
             of_attention = self._partials(attended, layer.proj, self._written)
             if self._side is not None:
                 torch.cuda.current_stream().wait_stream(self._side)
@@ -173,7 +173,7 @@ class DecodePass:
         # The router's few rows ride along with qkv.
         gelu_from = 3 * dim if moe is None else None
         factors = self._linear_and_tau(layer, u, layer.reads, read, gelu_from=gelu_from)
-        self._attention(read, *pool, rows, self._angles, factors, attended)
+        self._attention(read, *pool, rows, self._angles, factors, attended, layer.kv_scales)
         if moe is None:
             return [self._partials(read[:, 2 * dim :], layer.writes, self._written)]
         of_attention = self._partials(attended, layer.proj, self._written)

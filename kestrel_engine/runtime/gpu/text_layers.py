@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...model_config import TextConfig
+from ...models.kv_format import UNSCALED, Scales
 from ...models.layers import LayerNorm, Linear, Tensors
 from ...models.rope import RotaryTable
 from ...models.text import Moe, Tau
@@ -22,6 +24,7 @@ class TextLayer:
     ``reads`` [3 * dim + ff, dim]: qkv above fc1; of an MoE layer above the router, [3 * dim + experts, dim].
     ``writes`` [dim, dim + ff]: proj left of fc2; of an MoE layer proj alone. ``owed`` [dim] float32: the biases that
     this block adds to the stream. ``pending`` [dim] float32: those of all blocks before it; None in the first.
+    ``kv_scales``: of its keys and values in the pool.
     """
 
     index: int
@@ -36,6 +39,7 @@ class TextLayer:
     tau: Tau | None
     owed: Tensor
     pending: Tensor | None
+    kv_scales: Scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +61,11 @@ class Fp8Products:
         )
 
 
-def load_layers(config: TextConfig, tensors: Tensors) -> tuple[list[TextLayer], Tensor]:
-    """The blocks of a packed checkpoint, and [dim] float32: the biases of all of them."""
+def load_layers(
+    config: TextConfig, tensors: Tensors, kv_scales: Sequence[Scales] | None
+) -> tuple[list[TextLayer], Tensor]:
+    """The blocks of a packed checkpoint, and [dim] float32: the biases of all of them. ``kv_scales``: each layer's of a
+    pool in eight bits."""
     owed = [_owed(tensors, f"text.blocks.{index}") for index in range(config.n_layers)]
     sums = running_sums(owed)
     layers = []
@@ -80,6 +87,7 @@ def load_layers(config: TextConfig, tensors: Tensors) -> tuple[list[TextLayer], 
                 tau=Tau.load(tensors, f"{name}.attn.tau") if config.tau_attn else None,
                 owed=owed[index],
                 pending=sums[index - 1] if index else None,
+                kv_scales=UNSCALED if kv_scales is None else kv_scales[index],
             )
         )
     return layers, sums[-1]

@@ -129,13 +129,13 @@ def test_fp8_experts_are_dequantised_exactly_and_fused_tau_is_split(
             stored[f"{head}.{weight}"] = eight_bit
             stored[f"{head}.moe_quant.{scale}"] = scales
             wanted[f"{canonical}.mlp.{leaf}.weight"] = eight_bit.float() * scales[..., None]
-        stored[f"{head}.kv_quantizer.k_scale"] = torch.ones(1)
+        stored[f"{head}.freqs_cis"] = torch.ones(1)
     raw = raw_of("moondream3")
     for name in ("model_fp8.pt", "model.safetensors"):
         folder = save(tmp_path / name, stored, raw, name)
         loaded = load_checkpoint(folder)
         assert same(loaded.tensors, wanted, torch.float32)
-        assert len(loaded.ignored) == 2 and "kv_quantizer" in loaded.ignored[0]
+        assert len(loaded.ignored) == 2 and "freqs_cis" in loaded.ignored[0]
         assert same(load_checkpoint(folder, dtype=BF16).tensors, wanted)
     scale = "text_model.transformer.h.1.moe_quant.down_scale"
     del stored[scale]

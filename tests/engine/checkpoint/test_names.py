@@ -50,6 +50,7 @@ def test_compiled_names_lose_the_wrapper() -> None:
         ("model.text.wte", "text_model.transformer.embd.wte.weight"),
         (f"{BLOCK}.tau_wqwv", f"{BLOCK}.tau_wq"),
         (f"{BLOCK}.moe_quant.up_scale", "text.blocks.5.moe_quant.up_scale"),
+        (f"{BLOCK}.kv_quantizer.k_scale", "text.blocks.5.attn.kv_quantizer.k_scale"),
     ],
 )
 def test_two_names_of_one_tensor_clash(pair: tuple[str, str]) -> None:
@@ -73,7 +74,8 @@ def test_scales_buffers_and_strangers_are_told_apart() -> None:
         "text.blocks.5.mlp.fc1.weight": f"{BLOCK}.moe_quant.up_scale",
         "text.blocks.5.mlp.fc2.weight": f"{BLOCK}.moe_quant.down_scale",
     }
-    assert found.ignored == (f"{BLOCK}.kv_quantizer.k_scale", "model.text.freqs_cis")
+    assert found.ignored == ("model.text.freqs_cis",)
+    assert found.kv_scales == {"text.blocks.5.attn.k_scale": f"{BLOCK}.kv_quantizer.k_scale"}
     assert found.unknown == (f"{BLOCK}.mixer.bogus.weight", "lm_head.weight")
     assert not found.tensors
 

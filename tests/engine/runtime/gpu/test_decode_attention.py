@@ -140,7 +140,8 @@ def test_the_runtime_answers_as_the_reference_without_our_text_kernel(monkeypatc
     def never(*_, **__):
         raise AssertionError("a captured pass's kernel")
 
-    def choose(_, device, dtype):
+    def choose(_, device, dtype, pool):
+        assert pool == dtype
         library = stand_in(device, dtype)
         return AttentionChoice(library=library, captures=False, decode=library)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kestrel_engine.errors import ConfigError
+from kestrel_engine.models.kv_format import EIGHT_BITS, gather, store
 from kestrel_engine.runtime.gpu import prefill_attention
 from kestrel_engine.runtime.gpu.flashinfer_attention import FlashInfer, page_indices
 from kestrel_engine.runtime.gpu.prefill_attention import PrefillAttention, choose_attention
@@ -114,6 +115,23 @@ def test_text_alone():
     check(Pass([(40, 5), (3, 5)], 10))
 
 
+def test_text_reads_a_pool_in_eight_bits_and_pictures_what_was_computed():
+    made = Pass([(5, 1), (10, 3), (23, 7)], 5, pictures=[3])
+    scales = [(0.01 * (layer + 1), 0.02) for layer in range(LAYERS)]
+    stored = [torch.empty_like(pool).to(EIGHT_BITS) for pool in (made.keys, made.values)]
+    for layer, pair in enumerate(scales):
+        for pool, eight_bits, scale in zip((made.keys, made.values), stored, pair, strict=True):
+            store(eight_bits[layer], torch.arange(pool.shape[1]), pool[layer], scale)
+            # From here on they hold what is stored: text is expected to see that.
+            pool[layer] = gather(eight_bits[layer], slice(None), scale, torch.float32)
+    choice = choose_attention("torch", CPU, torch.float32, EIGHT_BITS)
+    attention = PrefillAttention(choice, made, *stored, made.page_size, scales)
+    for layer in range(LAYERS):
+        out = torch.full((made.qkv.shape[1], DIM), torch.nan)
+        attention(layer, *made.heads(layer), out)
+        torch.testing.assert_close(out.double(), made.expected(layer), atol=2e-6, rtol=1e-5)
+
+
 def test_many_positions_come_in_several_calls(monkeypatch):
     monkeypatch.setattr(prefill_attention, "MAX_GATHERED", 20)
     check(Pass([(0, 4), (5, 1), (30, 3), (11, 7), (0, 1), (9, 2)], 5))
@@ -129,6 +147,8 @@ def test_flashinfer_by_name_says_what_it_needs():
         choose_attention("flashinfer", CPU, torch.bfloat16)
     with pytest.raises(ConfigError, match="must be auto"):
         choose_attention("fastest", CPU, torch.bfloat16)
+    with pytest.raises(ConfigError, match="doesn't read a KV cache in FP8"):
+        choose_attention("flashinfer", CPU, torch.bfloat16, torch.float8_e4m3fn)
 
 
 def test_flashinfer_missing_says_what_to_install(monkeypatch):
