@@ -1,7 +1,8 @@
-"""The measured processes of grpc_overhead.py: the server, the engine alone, and a bare echo.
+"""The measured processes of grpc_overhead.py, besides its echo: the server around an engine, real or canned, and the
+engine alone.
 
 Each is run in a process of its own with one end of a pipe: it tells its address, if it has one, answers what it is
-asked ("window": a Window; "cpu": seconds of CPU so far), and ends when it is told None.
+asked ("window": a Window; "cpu": a Snapshot), and ends when it is told None.
 """
 
 from __future__ import annotations
@@ -11,20 +12,23 @@ import gc
 import itertools
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
-
-import grpc
+from typing import Any, TextIO, cast
 
 from kestrel_engine import InferenceEngine, RuntimeConfig, delivery
 from kestrel_grpc.interpreter import GC_THRESHOLDS, SWITCH_INTERVAL_S
+from kestrel_grpc.logs import set_up_logging
 from kestrel_grpc.server import KestrelServer
 from kestrel_grpc.settings import ServerConfig
+from kestrel_grpc.telemetry.config import TelemetryConfig
 
-from .paced_device import PacedRuntime, paced_build
+from .canned_engine import CannedEngine
+from .cpu_window import snapshot
+from .paced_device import paced_build
 from .pictures import jpeg
 
 _NUM_DECODERS = max(2, (os.cpu_count() or 1) - 2)
@@ -49,6 +53,9 @@ class Setting:
     longest_pause_s: float | None = None
     pictures_per_s: int = 0
     """New pictures that are decoded besides, as uploads are."""
+    watched: bool = False
+    """With all that operators may turn on: access log in JSON, metrics, traces of which none is sampled, load in
+    trailers."""
 
 
 def run_server(pipe: Connection, load: Load, setting: Setting) -> None:
@@ -72,6 +79,51 @@ def run_server(pipe: Connection, load: Load, setting: Setting) -> None:
 
     _apply(setting)
     asyncio.run(main())
+
+
+def run_canned(pipe: Connection, load: Load, setting: Setting) -> None:
+    """The server around an engine that is nothing but its public seam."""
+
+    async def main() -> None:
+        config = _config(load)
+        info = paced_build(config, step_s=load.step_s, staging_s=0.0).info
+        engine: CannedEngine | None = None
+
+        async def load_engine() -> InferenceEngine:
+            nonlocal engine
+            engine = CannedEngine(
+                info, step_s=load.step_s, streams=load.streams, observer=server.telemetry
+            )
+            return cast(InferenceEngine, engine)
+
+        server = KestrelServer(_server_config(setting), config, load_engine)
+        await server.start()
+        await server.load()
+        gc.freeze()
+        pipe.send(server.addresses[0])
+        await _answer(pipe, engine)
+        await server.stop(grace_s=0)
+
+    _apply(setting)
+    with tempfile.TemporaryFile("w") as log:
+        if setting.watched:
+            _watch(log)
+        asyncio.run(main())
+
+
+def _server_config(setting: Setting) -> ServerConfig:
+    listen = ("127.0.0.1:0",)
+    if not setting.watched:
+        return ServerConfig(listen=listen)
+    telemetry = TelemetryConfig(traces="otlp", prometheus="127.0.0.1:0")
+    return ServerConfig(listen=listen, access_log="json", orca=True, telemetry=telemetry)
+
+
+def _watch(log: TextIO) -> None:
+    """The parts of ``watched`` that are the process's: where records go, and that no trace is sampled."""
+    set_up_logging("info", "json", log)
+    os.environ["OTEL_TRACES_SAMPLER"] = "parentbased_traceidratio"
+    os.environ["OTEL_TRACES_SAMPLER_ARG"] = "0"
 
 
 QUESTION = "How many of the blue bars are higher than the red one?"
@@ -142,85 +194,6 @@ def run_alone(pipe: Connection, load: Load) -> None:
     asyncio.run(main())
 
 
-def run_echo(
-    pipe: Connection, method: str, messages: list[bytes], streams: int, pause_s: float
-) -> None:
-    """Sends ``messages`` to each stream, one every ``pause_s`` and to all ``streams`` at once; a unary call gets the
-    first. "streamed": the CPU from the first message of all to the last."""
-    from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-
-    began, cpu = asyncio.Event(), [0.0, 0.0]
-
-    async def main() -> None:
-        waiting = 0
-
-        async def stream(request: Any, context: Any) -> None:
-            nonlocal waiting
-            waiting += 1
-            if waiting == streams:
-                cpu[0] = time.process_time()
-                began.set()
-            await began.wait()
-            for message in parsed:
-                await turn()
-                await context.write(message)
-            cpu[1] = time.process_time()
-
-        loop = asyncio.get_running_loop()
-        waiters: list[asyncio.Future[None]] = []
-
-        def turn() -> asyncio.Future[None]:
-            waiter = loop.create_future()
-            waiters.append(waiter)
-            return waiter
-
-        async def tick() -> None:
-            due = time.perf_counter()
-            while True:
-                due = max(due + pause_s, time.perf_counter())
-                await asyncio.sleep(due - time.perf_counter())
-                ready = waiters.copy()
-                waiters.clear()
-                for waiter in ready:
-                    if not waiter.done():
-                        waiter.set_result(None)
-
-        async def unary(request: Any, context: Any) -> Any:
-            return parsed[0]
-
-        streaming = pause_s > 0
-        kind = pb.StreamCaptionResponse if streaming else pb.QueryResponse
-        asked = pb.StreamCaptionRequest if streaming else pb.QueryRequest
-        parsed = [kind.FromString(m) for m in messages]
-        make = (
-            grpc.unary_stream_rpc_method_handler
-            if streaming
-            else grpc.unary_unary_rpc_method_handler
-        )
-        handler = make(
-            stream if streaming else unary,
-            request_deserializer=asked.FromString,
-            response_serializer=kind.SerializeToString,
-        )
-        server = grpc.aio.server()
-        service, _, name = method[1:].partition("/")
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(service, {name: handler}),)
-        )
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        ticking = asyncio.create_task(tick()) if streaming else None
-        gc.freeze()
-        pipe.send(f"127.0.0.1:{port}")
-        await _answer(pipe, None, lambda: cpu[1] - cpu[0])
-        if ticking is not None:
-            ticking.cancel()
-        await server.stop(None)
-
-    _apply(Setting(""))
-    asyncio.run(main())
-
-
 def _config(load: Load) -> RuntimeConfig:
     return RuntimeConfig(
         max_batch_size=load.streams,
@@ -253,13 +226,10 @@ def _apply(setting: Setting) -> None:
         sys.setswitchinterval(setting.switch_interval_s)
 
 
-async def _answer(
-    pipe: Connection, runtime: Any, streamed: Callable[[], float] = lambda: 0.0
-) -> None:
-    """Answers until told to end."""
+async def _answer(pipe: Connection, source: Any) -> None:
+    """Answers until told to end; ``source``, a device or what stands for one, knows its window."""
     while (asked := await asyncio.to_thread(pipe.recv)) is not None:
         if asked == "window":
-            assert isinstance(runtime, PacedRuntime)
-            pipe.send(runtime.window())
+            pipe.send(source.window())
         else:
-            pipe.send(streamed() if asked == "streamed" else time.process_time())
+            pipe.send(snapshot())

@@ -5,14 +5,22 @@ import json
 from benchmarks import grpc_overhead
 
 
-def test_it_tells_server_engine_and_echo_apart(tmp_path):
+def test_it_tells_service_engine_and_echo_apart(tmp_path):
     path = tmp_path / "report.json"
     grpc_overhead.main(["--quick", "--json", str(path)])
     report = json.loads(path.read_text())
-    rates, (tokens,), unary = report["tables"].values()
+    service, engine = list(report["tables"].values())[:3], list(report["tables"].values())[3:]
+    for rows in service:
+        server, echo, *others = rows
+        assert server["of"] == "as it is" and echo["of"] == "echo"
+        assert server["us of CPU"] > server["its engine"] > 0
+        assert echo["us of CPU"] > 0 == echo["its engine"] == echo["added"]
+        assert all(row["of"].startswith("echo that") for row in others)
+    rates, (tokens,), unary = engine
     assert [row["setting"] for row in rates] == ["engine alone", "as it is"]
     # A message a token, one for the beginning and one for the end, less what came together.
     assert 0 < rates[1]["messages/token"] <= 62 / 60
     assert tokens["server"] > 0 and tokens["echo"] > 0
     assert [row["of"] for row in unary] == ["engine alone", "server", "echo"]
-    assert [bar["limit"] for bar in report["bars"]] == [15.0, 0.9, 150.0]
+    limits = [bar["limit"] for bar in report["bars"]]
+    assert limits == [15.0, 150.0, 150.0, 15.0, 0.9, 150.0]

@@ -1,0 +1,148 @@
+"""What the real engine's streams and calls cost behind gRPC, against the engine alone and an echo of the same messages.
+
+The wider figure: engine, tokenizer and step thread on a device that only takes its time (paced_device.py), with the
+service around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+
+from .cpu_window import Window
+from .echo_server import STREAM, UNARY, run_echo
+from .overhead_callers import (
+    Callers,
+    Heard,
+    gaps_ms,
+    process,
+    tokens_of,
+)
+from .overhead_servers import (
+    QUESTION,
+    Load,
+    Pace,
+    Setting,
+    run_alone,
+    run_asked,
+    run_server,
+)
+from .report import Report, median, quantile
+
+SETTINGS = (
+    Setting("as it is"),
+    Setting("70 pictures/s", pictures_per_s=70),
+    Setting("GIL 5 ms", switch_interval_s=0.005),
+    Setting("GIL 0.1 ms", switch_interval_s=0.0001),
+    Setting("every step", longest_pause_s=0.0),
+)
+"""The first is what the server does; GIL: how long a thread may keep the interpreter while another waits."""
+
+STREAM_LIMIT_US, UNARY_LIMIT_US, RATE_LIMIT = 15.0, 150.0, 0.90
+
+
+def streamed(load: Load, setting: Setting) -> tuple[Window, list[Heard]]:
+    """Streams through the server."""
+    with process(run_server, load, setting) as server, Callers(load.streams) as callers:
+        heard = callers.read_streams(server.recv(), load.tokens)
+        server.send("window")
+        return server.recv(), heard
+
+
+def echoed(load: Load, messages: list[bytes], pause_s: float) -> float:
+    """Seconds of CPU that a bare server takes for ``messages`` to every stream, one every ``pause_s``."""
+    echo = process(run_echo, STREAM, messages, load.streams, pause_s)
+    with echo as server, Callers(load.streams) as callers:
+        callers.read_streams(server.recv(), load.tokens)
+        server.send("streamed")
+        return float(server.recv())
+
+
+def measure_streams(report: Report, load: Load, others: Sequence[Setting]) -> None:
+    title = f"{load.streams} streams, {1e3 * load.step_s:g} ms a step"
+    with process(run_alone, load) as engine:
+        engine.send("window")
+        alone: Window = engine.recv()
+    rate = alone.steps / alone.wall_s
+    report.add(title, _row("engine alone", load, alone, rate, []))
+    window, heard = streamed(load, SETTINGS[0])
+    report.add(title, _row(SETTINGS[0].name, load, window, rate, heard))
+    messages = heard[0].messages
+    num_tokens = max(map(tokens_of, messages))
+    pause_s = window.wall_s / window.steps * num_tokens / len(messages)
+    echo_us = 1e6 * echoed(load, messages, pause_s) / (num_tokens * load.streams)
+    ours_us = 1e6 * window.cpu_s / (window.steps * load.streams)
+    alone_us = 1e6 * alone.cpu_s / (alone.steps * load.streams)
+    added = ours_us - echo_us - alone_us
+    report.add(
+        "CPU a streamed token, us",
+        {"server": ours_us, "echo": echo_us, "engine alone": alone_us, "added": added},
+    )
+    report.bar("us of CPU that a streamed token adds to engine and echo", added, STREAM_LIMIT_US)
+    ratio = window.steps / window.wall_s / rate
+    report.bar("tokens/s through gRPC over the engine alone", ratio, RATE_LIMIT, at_least=True)
+    for setting in others:
+        window, heard = streamed(load, setting)
+        report.add(title, _row(setting.name, load, window, rate, heard))
+
+
+def _row(
+    name: str, load: Load, window: Window, alone: float, heard: list[Heard]
+) -> dict[str, float | int | str]:
+    rate = window.steps / window.wall_s
+    num_tokens = sum(max(map(tokens_of, h.messages), default=0) for h in heard)
+    gaps = gaps_ms(heard)
+    per_token = 1e6 / (window.steps * load.streams)
+    return {
+        "setting": name,
+        "steps/s": rate,
+        "of alone": rate / alone,
+        "busy": rate * load.step_s,
+        "messages/token": sum(len(h.messages) for h in heard) / max(1, num_tokens),
+        "us/token": window.cpu_s * per_token,
+        **{thread: seconds * per_token for thread, seconds in sorted(window.by_thread.items())},
+        "late us p50": 1e6 * median(window.late_s),
+        "late us p99": 1e6 * quantile(window.late_s, 0.99),
+        "host us p50": 1e6 * median(window.host_s),
+        "host us p99": 1e6 * quantile(window.host_s, 0.99),
+        "gap p50": median(gaps),
+        "gap p99": quantile(gaps, 0.99),
+        "gap max": max(gaps, default=0.0),
+    }
+
+
+def measure_unary(report: Report, load: Load, pace: Pace) -> None:
+    """Questions without a picture, paced, one token each. On the same device: one that took no time would make a step
+    for every call, and the engine's share were another in the server than alone."""
+    sampling = common_pb2.Sampling(max_tokens=1)
+    request = pb.QueryRequest(question=QUESTION, sampling=sampling).SerializeToString()
+    num_calls, rate = pace.calls * pace.callers, pace.callers / pace.pause_s
+    with process(run_asked, load, pace) as engine:
+        costs = {"engine alone": 1e6 * engine.recv() / num_calls}
+    with process(run_server, load, Setting("")) as server:
+        costs["server"], answer, times = _asked(server, request, pace)
+    with process(run_echo, UNARY, [answer], load.streams, 0.0) as server:
+        costs["echo"], _, echo_times = _asked(server, request, pace)
+    seen = {"server": times, "echo": echo_times}
+    for name, cost in costs.items():
+        ms = [1e3 * t for t in seen.get(name, [])]
+        row = {"us": cost, "p50 ms": median(ms), "p99 ms": quantile(ms, 0.99), "of": name}
+        report.add(f"CPU of a unary call at {rate:g} a second", row)
+    added = costs["server"] - costs["echo"] - costs["engine alone"]
+    report.bar("us of CPU that a unary call adds to engine and echo", added, UNARY_LIMIT_US)
+
+
+def _asked(server: Connection, request: bytes, pace: Pace) -> tuple[float, bytes, list[float]]:
+    """Microseconds of the server's CPU a call, an answer, and seconds of each call."""
+    address = server.recv()
+    with Callers(pace.callers) as callers:
+        callers.call(address, request, Pace(pace.callers, 2, 0.01))
+        server.send("cpu")
+        before = server.recv()
+        answer, times = callers.call(address, request, pace)
+        server.send("cpu")
+    cost = 1e6 * (server.recv().cpu - before.cpu) / (pace.calls * pace.callers)
+    return cost, answer, times

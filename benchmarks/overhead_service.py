@@ -1,0 +1,163 @@
+"""What the service itself costs: a server around canned words (canned_engine.py) against an echo of the same messages.
+
+Server and echo take turns, so that what else the machine does falls on both; figures are medians over rounds. Both give
+their answers at a device's pace. What the canned engine's thread takes for that is not the service's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+
+from .cpu_window import NAMES, Snapshot
+from .echo_server import STREAM, UNARY, run_echo
+from .overhead_callers import Callers, process, tokens_of
+from .overhead_servers import QUESTION, Load, Pace, Setting, run_canned
+from .pictures import jpeg
+from .report import Report, Row
+
+STREAM_LIMIT_US, UNARY_LIMIT_US = 15.0, 150.0
+SETTINGS = (Setting("as it is"), Setting("watched", watched=True))
+ECHO = "echo"
+_ENGINE = NAMES["kestrel-canned"]
+
+
+@dataclass
+class _Side:
+    """A process that is measured by turns with others; ``seen``: us of CPU of each turn, of that its canned engine."""
+
+    name: str
+    pipe: Connection
+    address: str
+    seen: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def is_echo(self) -> bool:
+        return self.name.startswith(ECHO)
+
+    def ask(self, question: str) -> Any:
+        self.pipe.send(question)
+        return self.pipe.recv()
+
+    def cost(self, turn: int) -> float:
+        """Without the canned engine's own."""
+        cpu, engine = self.seen[turn]
+        return cpu - engine
+
+
+class _Processes:
+    """Starts sides, each in a process, and ends them with the context."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> _Processes:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    def add(self, name: str, target: Any, *arguments: Any) -> _Side:
+        pipe = self._stack.enter_context(process(target, *arguments))
+        return _Side(name, pipe, pipe.recv())
+
+
+def measure_streams(
+    report: Report, load: Load, rounds: int, settings: Sequence[Setting] = SETTINGS
+) -> None:
+    """Streams of ``load``, all begun at once. The server's from its first steps with all to the last of these."""
+
+    def measure(side: _Side) -> tuple[float, float]:
+        callers.read_streams(side.address, load.tokens)
+        if side.is_echo:
+            return 1e6 * float(side.ask("streamed")) / (load.tokens * load.streams), 0.0
+        window = side.ask("window")
+        per_token = 1e6 / (window.steps * load.streams)
+        return per_token * window.cpu_s, per_token * window.by_thread[_ENGINE]
+
+    with Callers(load.streams) as callers, _Processes() as processes:
+        sides = [processes.add(each.name, run_canned, load, each) for each in settings]
+        first = sides[0]
+        messages = callers.read_streams(first.address, load.tokens)[0].messages
+        assert max(map(tokens_of, messages)) == load.tokens, "a stream ended early"
+        window = first.ask("window")
+        pause_s = window.wall_s / window.steps * load.tokens / len(messages)
+        sides.append(processes.add(ECHO, run_echo, STREAM, messages, load.streams, pause_s))
+        _take_turns(sides, rounds, measure)
+    title = f"service alone: a token of {load.streams} streams"
+    _tell(report, sides, title, "a streamed token", STREAM_LIMIT_US)
+
+
+def measure_unary(
+    report: Report,
+    load: Load,
+    pace: Pace,
+    rounds: int,
+    settings: Sequence[Setting] = SETTINGS,
+) -> None:
+    """Questions of one token each, without a picture and with a small one that is known by then."""
+    few = Pace(pace.callers, 2, 0.01)
+    with Callers(pace.callers) as callers, _Processes() as processes:
+        servers = [processes.add(each.name, run_canned, load, each) for each in settings]
+        for name, image in (("a unary call", None), ("a call with a picture", jpeg(1, 64, 64))):
+            request = pb.QueryRequest(question=QUESTION, sampling=common_pb2.Sampling(max_tokens=1))
+            if image is not None:
+                request.image.encoded = image
+            data = request.SerializeToString()
+            answers = [callers.call(side.address, data, few)[0] for side in servers]
+            echo = (run_echo, UNARY, answers[:1], pace.callers)
+            echoes = [
+                processes.add(ECHO, *echo, load.step_s),
+                processes.add(f"{ECHO} that sends an id too", *echo, load.step_s, True),
+                processes.add(f"{ECHO} that answers at once", *echo, 0.0),
+            ]
+            for side in echoes:
+                callers.call(side.address, data, few)
+            sides = [*(replace(side, seen=[]) for side in servers), *echoes]
+            _take_turns(sides, rounds, lambda side: _asked(side, callers, data, pace))  # noqa: B023
+            rate = pace.callers / pace.pause_s
+            title = f"service alone: {name}, {rate:g} a second"
+            _tell(report, sides, title, name, UNARY_LIMIT_US)
+
+
+def _take_turns(
+    sides: Sequence[_Side], rounds: int, measure: Callable[[_Side], tuple[float, float]]
+) -> None:
+    for _ in range(rounds):
+        for side in sides:
+            side.seen.append(measure(side))
+
+
+def _tell(report: Report, sides: Sequence[_Side], title: str, what: str, limit_us: float) -> None:
+    """A row for each; a bar for each that is no echo."""
+    echo = next(side for side in sides if side.name == ECHO)
+    for side in sides:
+        added = [side.cost(turn) - echo.cost(turn) for turn in range(len(side.seen))]
+        row: Row = {
+            "us of CPU": statistics.median(cpu for cpu, _ in side.seen),
+            "its engine": statistics.median(engine for _, engine in side.seen),
+            "added": statistics.median(added),
+            "least": min(added),
+            "most": max(added),
+            "of": side.name,
+        }
+        report.add(title, row)
+        if not side.is_echo:
+            told = f"us of CPU that the service adds to {what}, {side.name}"
+            report.bar(told, statistics.median(added), limit_us)
+
+
+def _asked(side: _Side, callers: Callers, request: bytes, pace: Pace) -> tuple[float, float]:
+    before: Snapshot = side.ask("cpu")
+    callers.call(side.address, request, pace)
+    after: Snapshot = side.ask("cpu")
+    per_call = 1e6 / (pace.calls * pace.callers)
+    engine = after.by_thread.get(_ENGINE, 0.0) - before.by_thread.get(_ENGINE, 0.0)
+    return per_call * (after.cpu - before.cpu), per_call * engine
