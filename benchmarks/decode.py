@@ -3,10 +3,10 @@
 python -m benchmarks.decode --model moondream2 --random-weights --device cuda --json F
 
 Sequences of distinct text are prefilled to about 800 positions; then each step feeds back what the last one sampled
-(greedy, under the rule of an answer), two steps out at a time, as the engine's step thread does. The floor: weights and
-KV bytes read once, and the new KV written, at the copy rate measured in the same run. Of a mixture of experts the floor
-counts the experts that the batch touches, found by running the same sequences through plain torch and reading the
-routers, in the format they are stored in.
+(greedily or by --sampled, under the rule of an answer), two steps out at a time, as the engine's step thread does. The
+floor: weights and KV bytes read once, and the new KV written, at the copy rate measured in the same run. Of a mixture
+of experts the floor counts the experts that the batch touches, found by running the same sequences through plain torch
+and reading the routers, in the format they are stored in.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from kestrel_engine.model_config import ModelConfig
+from kestrel_engine.requests import SamplingParams
 from kestrel_engine.runtime.protocol import StepHandle
 from kestrel_engine.step import StepPlan, TokenRule
 
@@ -120,14 +121,16 @@ def measure(
     num_steps: int,
     warm_up: int,
     rate: float | None = None,
+    sampled: bool = False,
 ) -> None:
-    """``rate``: bytes a second of a copy, measured if not given."""
+    """``rate``: bytes a second of a copy, measured if not given. ``sampled``: with the query's defaults."""
     config, device = opened.built.model, opened.device
     model = opened.runtime.model
     rate = rate or copy_rate(device)
     ids = config.ids
     rule = TokenRule(stop=ids.eos_id, suppressed=(ids.eos_id, ids.answer_id))
-    steps = HandMadeSteps(opened.runtime, rule=rule)
+    sampling = SamplingParams(temperature=0.2, top_p=0.9) if sampled else SamplingParams()
+    steps = HandMadeSteps(opened.runtime, rule=rule, sampling=sampling)
     total = num_steps + warm_up
     largest = min(max(batches), opened.runtime.limits.max_batch_size)
     prefilled = prefill_contexts(steps, config, largest, context - total // 2, total + 1)
@@ -163,10 +166,10 @@ def measure(
         report.add(
             f"Decode at about {positions:.0f} positions; copy rate {rate / 1e12:.3g} TB/s", row
         )
-        judged = opened.on_cuda and context >= 800
+        judged = opened.on_cuda and context >= 800 and not sampled
         limits = bars.DECODE_SHARE.get((opened.name, batch), bars.NONE) if judged else bars.NONE
         report.figure(
-            f"{opened.name}: decode step, batch {batch}",
+            f"{opened.name}: decode step, {'drawn, ' if sampled else ''}batch {batch}",
             1e3 * step_s,
             "ms",
             at_least=False,
@@ -184,6 +187,11 @@ def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=800, help="positions of a sequence [800]")
     parser.add_argument("--steps", type=int, default=96, help="steps that count [96]")
     parser.add_argument("--warm-up", type=int, default=16, help="steps before them [16]")
+    parser.add_argument(
+        "--sampled",
+        action="store_true",
+        help="draw with temperature 0.2 and top_p 0.9, the query's defaults, instead of greedily",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> GpuReport:
@@ -208,6 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
             context=args.context,
             num_steps=args.steps,
             warm_up=args.warm_up,
+            sampled=args.sampled,
         )
     finally:
         opened.runtime.close()

@@ -35,11 +35,19 @@ class Held:
 
 
 class HandMadeSteps:
-    """``rule``: what may be sampled. Greedy. Pages are handed out in a drawn order, as a pool in use has them."""
+    """``rule``: what may be sampled; ``sampling``: how, greedily if not given. Pages are handed out in a drawn order,
+    as a pool in use has them."""
 
-    def __init__(self, runtime: Runtime, *, rule: TokenRule | None = None) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        rule: TokenRule | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> None:
         self.runtime = runtime
         self._rule = rule or TokenRule()
+        self._sampling = sampling or SamplingParams()
         self._free = list(range(runtime.limits.num_pages))
         random.Random(0).shuffle(self._free)
 
@@ -92,4 +100,4 @@ class HandMadeSteps:
         return plans
 
     def _sample(self, draw: int | None) -> SampleSpec | None:
-        return None if draw is None else SampleSpec(self._rule, SamplingParams(), draw)
+        return None if draw is None else SampleSpec(self._rule, self._sampling, draw)

@@ -84,6 +84,7 @@ class SampleHead:
             logprobs=self._logprobs[:n],
             bad=self._bad[:n],
             workspace=self._workspace,
+            pdl=self._text.early,
         )
 
     def replace(self, row: int, token: int, logprob: float) -> None:

@@ -70,6 +70,7 @@ class FusedText:
         self._lm_head = Linear.load(tensors, "text.lm_head")
         require_exact(self._lm_head.weight.dtype)
         device = self._pending.device
+        self._early = pdl and device.type == "cuda"
         self._cos, self._sin = rotary_angles(config, device)
         self._tau = TauWorkspace.allocate(2 * config.n_heads, device) if config.tau_attn else None
         self._decode = DecodePass(
@@ -84,6 +85,11 @@ class FusedText:
             pdl=pdl,
             attention=attention,
         )
+
+    @property
+    def early(self) -> bool:
+        """Whether kernels are launched while those before them end."""
+        return self._early
 
     @property
     def dtype(self) -> torch.dtype:
@@ -203,5 +209,6 @@ class FusedText:
         if normed is None:
             normed = layer_norm(hidden, self._post_ln.weight, self._post_ln.bias, pending=None)
         if len(normed) <= SKINNY_LOGITS:
-            return skinny_linear(normed, self._lm_head.weight, self._lm_head.bias)
+            weight, bias = self._lm_head.weight, self._lm_head.bias
+            return skinny_linear(normed, weight, bias, pdl=self._early)
         return F.linear(normed, self._lm_head.weight, self._lm_head.bias)
