@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 import platform
 import re
 import resource
@@ -16,7 +17,7 @@ from typing import Literal
 
 from packaging.requirements import Requirement
 
-from kestrel_engine import maintenance
+from kestrel_engine import RuntimeConfig, maintenance
 
 from . import __version__
 from .addresses import AddressError, check_free
@@ -30,6 +31,8 @@ from .settings import ServerConfig, SettingsError
 from .skill_plugins import skill_registry
 from .sources import CONFIG_VARIABLE, Setting, variable_of
 from .telemetry.config import missing_packages
+from .workers.config import address_of
+from .workers.plan import plan_workers, shared_addresses
 
 Finding = maintenance.Finding
 
@@ -132,13 +135,17 @@ def check_addresses(config: ServerConfig) -> Iterator[Finding]:
                 MetricsDoor(config.telemetry.prometheus, config.security)
             except (AddressError, TlsError) as error:
                 yield Finding("metrics", "fail", str(error), "docs/telemetry.md, Metrics")
+    workers = range(config.workers.count)
+    own = [address for i in workers if (address := config.workers.own_address(i)) is not None]
     try:
-        check_exposure(config.listen, config.security)
+        check_exposure((*config.listen, *own), config.security)
     except AddressError as error:
         yield Finding("exposure", "fail", str(error), "docs/security.md tells what is at stake")
     wanted = [(address, "--listen") for address in config.listen]
+    wanted += [(address, "--worker-listen") for address in own]
     if config.telemetry.prometheus is not None:
-        wanted.append((config.telemetry.prometheus, "--metrics-listen"))
+        scraped = config.telemetry.prometheus
+        wanted += [(address_of(scraped, index), "--metrics-listen") for index in workers]
     for address, flag in wanted:
         try:
             check_free(address)
@@ -147,6 +154,20 @@ def check_addresses(config: ServerConfig) -> Iterator[Finding]:
             yield Finding("address", "fail", str(error), remedy)
         else:
             yield Finding("address", "ok", f"{address} is free")
+
+
+def check_workers(config: ServerConfig, runtime: RuntimeConfig) -> Finding:
+    """Whether several processes can share the addresses, and there is a device for each."""
+    count = config.workers.count
+    if count == 1:
+        return Finding("workers", "ok", "one process serves")
+    try:
+        shared = shared_addresses(config)
+        tasks = plan_workers(config, runtime, shared, os.environ)
+    except SettingsError as error:
+        return Finding("workers", "fail", str(error), "docs/service.md, Several processes")
+    devices = ", ".join(task.device for task in tasks)
+    return Finding("workers", "ok", f"{count} processes share {', '.join(shared)}, on {devices}")
 
 
 def check_security(security: SecurityConfig) -> Iterator[Finding]:

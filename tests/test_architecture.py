@@ -76,6 +76,7 @@ def test_every_public_name_exists():
         ("kestrel_engine.scheduler.scheduler", {"torch"}),
         ("kestrel_engine.runtime.fake", {"torch"}),
         ("kestrel_grpc", {"torch", "grpc", "kestrel_engine"}),
+        ("kestrel_grpc.cli.serve", {"torch", "grpc"}),
         ("kestrel_client", {"torch", "numpy", "PIL", "kestrel_engine"}),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from ..sources import CONFIG_VARIABLE
 from .parser import CommandError
 
 if TYPE_CHECKING:
-    from kestrel_engine import maintenance
+    from kestrel_engine import RuntimeConfig, maintenance
 
     from ..configuration import Configuration
 
@@ -45,16 +46,39 @@ def run(args: argparse.Namespace) -> int:
     return tell(_findings(configuration(args), args), as_json=args.json)
 
 
+def _runtimes(settled: Configuration) -> list[RuntimeConfig]:
+    """One for each device that is to be used."""
+    from ..sources import SettingsError
+    from ..workers.devices import worker_devices
+
+    workers = settled.server.workers
+    if workers.count == 1 and not workers.devices:
+        return [settled.runtime]
+    try:
+        devices = worker_devices(workers, settled.runtime.device)
+    except SettingsError:  # check_workers tells of it.
+        return [settled.runtime]
+    return [
+        dataclasses.replace(settled.runtime, device=device) for device in dict.fromkeys(devices)
+    ]
+
+
 def _findings(settled: Configuration, args: argparse.Namespace) -> Iterator[maintenance.Finding]:
     from kestrel_engine import maintenance
 
     from ..configuration import known_settings
-    from ..doctor import check_server
+    from ..doctor import check_server, check_workers
 
     source = args.config or f"no file (--config, {CONFIG_VARIABLE})"
     given = sum(origin.kind != "default" for origin in args.sources.values())
     yield maintenance.Finding(
         "settings", "ok", f"{given} of {len(args.sources)} are given; {source}"
     )
-    yield from maintenance.diagnose(settled.runtime)
+    yield check_workers(settled.server, settled.runtime)
+    told: list[maintenance.Finding] = []
+    for runtime in _runtimes(settled):
+        for finding in maintenance.diagnose(runtime):
+            if finding not in told:  # What is the same for all devices is said once.
+                told.append(finding)
+                yield finding
     yield from check_server(settled.server, known_settings(), os.environ)

@@ -128,6 +128,9 @@ class WorkerEnd:
         except OSError:
             return True
 
+    def close(self) -> None:
+        self._socket.close()
+
 
 def _encode(message: Message) -> bytes:
     fields = {

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from kestrel_engine import RuntimeConfig
 from kestrel_grpc import doctor
 from kestrel_grpc.configuration import known_settings
 from kestrel_grpc.security.config import SecurityConfig, TlsFiles
 from kestrel_grpc.settings import ServerConfig
 from kestrel_grpc.telemetry.config import TelemetryConfig
+from kestrel_grpc.workers.config import WorkersConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,6 +70,30 @@ def test_addresses_in_use_and_exposed():
     assert one(doctor.check_addresses(ServerConfig(listen=(taken,)))).status == "ok"
     exposure, _ = doctor.check_addresses(ServerConfig(listen=("0.0.0.0:0",)))
     assert (exposure.check, exposure.status) == ("exposure", "fail")
+
+
+def test_what_several_workers_need():
+    alone, several = ServerConfig(), WorkersConfig(count=2, listen="127.0.0.1:0")
+    runtime = RuntimeConfig(device="cpu")
+    assert doctor.check_workers(alone, runtime).message == "one process serves"
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        config = ServerConfig(
+            listen=("127.0.0.1:0",),
+            workers=WorkersConfig(count=2, listen=f"127.0.0.1:{port - 1}"),
+            telemetry=TelemetryConfig(prometheus="127.0.0.1:0"),
+        )
+        found = [(f.status, f.remedy) for f in doctor.check_addresses(config)]
+    assert len(found) == 5 and found[2][0] == "fail" and "--worker-listen" in found[2][1]
+    if sys.platform != "linux":
+        return
+    told = doctor.check_workers(ServerConfig(workers=several), runtime)
+    assert told.message == "2 processes share 127.0.0.1:50051, on cpu, cpu"
+    one_gpu = RuntimeConfig(device="cuda:1")
+    told = doctor.check_workers(ServerConfig(workers=several), one_gpu)
+    assert told.status == "fail" and "--device=cuda:1" in told.message
 
 
 def test_certificates_and_tokens_that_cannot_be_used(tmp_path):

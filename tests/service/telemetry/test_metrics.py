@@ -88,6 +88,17 @@ def measured(serve):
     return start
 
 
+async def test_each_series_of_a_worker_names_it(serve):
+    served = await serve(
+        server_config={"telemetry": TelemetryConfig(prometheus="127.0.0.1:0", worker=3)}
+    )
+    await served.vision.Query(QUERY)
+    found = await scrape(served)
+    samples = [sample for each in found.samples.values() for sample in each]
+    assert {sample.labels.get("worker") for sample in samples} == {"3"}
+    assert found.labels("rpc_server_call_duration_seconds_count") > {"worker", "rpc_method"}
+
+
 async def all_kinds_of_calls(served):
     """One each that fails, is refused, is cancelled; two that end well. Returns a scrape after all of them."""
     served.runtime.fail_next = RuntimeError("x")

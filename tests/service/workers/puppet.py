@@ -1,0 +1,55 @@
+"""A worker that serves nothing: python -m tests.service.workers.puppet HOW FD INDEX. Says it is ready, then does as HOW
+says once there is a file ``go`` in PUPPET_FOLDER, where each start is a line too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from kestrel_grpc.workers.line import Alive, Failed, Ready, WorkerEnd
+
+FOLDER = "PUPPET_FOLDER"
+
+
+def main(how: str, fd: str, index: str) -> int:
+    line = WorkerEnd(int(fd))
+    task = line.task()
+    done = Path(os.environ[FOLDER], f"done-{index}")
+    first = not done.exists()
+    with done.open("a") as file:
+        file.write(f"{os.getpid()} {task.device} {os.environ.get('CUDA_VISIBLE_DEVICES', '-')}\n")
+    if how == "fails" and index == "1":
+        line.tell(Failed("must be smaller", "max_batch_size", "9"))
+        return 1
+    if how == "misnames" and index == "1":
+        line.tell(Failed("--skill=a:B: none", setting=True))
+        return 1
+    stopped = False
+
+    def stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if how == "stays" else stop)
+    line.tell(Ready("puppet", "", "none", 0.5, ()))
+    go = Path(os.environ[FOLDER], "go")
+    while not stopped:
+        if not go.exists():
+            line.tell(Alive())
+            time.sleep(0.02)
+            continue
+        if index == "0" and (how == "dies" or (how == "dies_once" and first)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == "0" and how == "ends_once" and first:
+            return 0
+        if not (index == "0" and how == "silent_once" and first):
+            line.tell(Alive())
+        time.sleep(0.02)
+    return 3 if how == "ends_badly" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,129 @@
+"""The supervisor with workers that serve nothing: what it does when one ends, is silent, or can't start."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from kestrel_engine import ConfigError, RuntimeConfig
+from kestrel_grpc.settings import ServerConfig, SettingsError
+from kestrel_grpc.workers import child, restarts, supervisor
+from kestrel_grpc.workers.config import WorkersConfig
+from kestrel_grpc.workers.supervisor import WorkersError, supervise
+from tests.service.workers import puppet
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="SO_REUSEPORT spreads on Linux")
+
+
+@pytest.fixture
+def puppets(monkeypatch, tmp_path, capfd):
+    """Supervises two puppets that behave as told, in this process, and returns its task."""
+    monkeypatch.setenv(puppet.FOLDER, str(tmp_path))
+    monkeypatch.setattr(supervisor, "BEAT_S", 0.05)
+    monkeypatch.setattr(supervisor, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.01)
+
+    def start(how, **workers):
+        monkeypatch.setattr(child, "COMMAND", (sys.executable, puppet.__file__, how))
+        config = ServerConfig(
+            listen=("127.0.0.1:0",),
+            grace_s=0.3,
+            workers=WorkersConfig(count=2, devices=("cpu", "cuda:1"), **workers),
+        )
+        return asyncio.create_task(supervise(config, RuntimeConfig()))
+
+    return start
+
+
+def started(tmp_path, index):
+    """A line for each start of a worker: its process, device, and the GPUs that it sees."""
+    file = tmp_path / f"done-{index}"
+    return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+
+
+async def until(what, task):
+    end = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < end and not task.done(), task
+        await asyncio.sleep(0.02)
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+async def test_it_says_when_all_are_ready_and_ends_with_them(puppets, tmp_path, capfd):
+    said = ""
+
+    def ready():
+        nonlocal said
+        said += capfd.readouterr().out
+        return said.endswith("\n")
+
+    task = puppets("lives")
+    await until(ready, task)
+    assert said.startswith(
+        "kestrel-grpc ready: puppet on cpu, cuda:1 (none), listening on 127.0.0.1:"
+    )
+    terminate()
+    assert await task == 0
+    [(_, device, visible)] = started(tmp_path, 1)
+    assert (device, visible) == ("cuda:1", "1")
+    assert started(tmp_path, 0)[0][1] == "cpu"
+
+
+@pytest.mark.parametrize("how", ["dies_once", "silent_once", "ends_once"])
+async def test_one_that_ends_or_is_silent_is_started_anew(puppets, tmp_path, caplog, how):
+    caplog.set_level(logging.INFO)
+    # One that was drained is not counted: 0 restarts are allowed, and it comes back.
+    task = puppets(how, restarts=0 if how == "ends_once" else 5)
+    await until(lambda: caplog.text.count("worker_ready") == 2, task)
+    (tmp_path / "go").touch()
+    await until(lambda: len(started(tmp_path, 0)) == 2, task)
+    await until(lambda: caplog.text.count("worker_ready worker=0") == 2, task)
+    assert len(started(tmp_path, 1)) == 1, "the other goes on"
+    assert ("error=killed by SIGKILL" in caplog.text) == (how != "ends_once")
+    assert ("has been silent for" in caplog.text) == (how == "silent_once")
+    terminate()
+    assert await task == 0
+
+
+async def test_one_that_ends_too_often_ends_the_server(puppets, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    task = puppets("dies", restarts=2)
+    await until(lambda: caplog.text.count("worker_ready") == 2, task)
+    (tmp_path / "go").touch()
+    with pytest.raises(WorkersError, match=r"worker 0 ended 3 times .* killed by SIGKILL"):
+        await task
+    assert len(started(tmp_path, 0)) == 3
+    for index in (0, 1):
+        for pid, *_ in started(tmp_path, index):
+            with pytest.raises(ProcessLookupError):
+                os.kill(int(pid), 0)
+
+
+async def test_one_that_cant_start_ends_the_start(puppets):
+    with pytest.raises(ConfigError) as raised:
+        await puppets("fails")
+    error = raised.value
+    assert (error.field, error.value, error.limit) == (
+        "max_batch_size",
+        "9",
+        "must be smaller (worker 1)",
+    )
+    with pytest.raises(SettingsError, match="--skill=a:B: none"):
+        await puppets("misnames")
+
+
+@pytest.mark.parametrize("how", ["stays", "ends_badly"])
+async def test_workers_that_dont_end_in_order_cost_the_status(puppets, tmp_path, caplog, how):
+    caplog.set_level(logging.INFO)
+    task = puppets(how)
+    await until(lambda: caplog.text.count("worker_ready") == 2, task)
+    terminate()
+    assert await task == 1
+    assert ("killed by SIGKILL" if how == "stays" else "exit status 3") in caplog.text
