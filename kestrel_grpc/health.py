@@ -19,14 +19,15 @@ POLL_INTERVAL_S = 1.0
 
 
 class Health:
-    """``""`` stands for the whole server. The model service answers while the model loads, and says so."""
+    """``""`` stands for the whole server, the model's name for the model. The model service answers while the model
+    loads, and says so."""
 
     def __init__(
         self, served: ServedModel, *, following: tuple[str, ...], others: tuple[str, ...]
     ) -> None:
         """Those ``following`` are ready when the model is; ``others`` are from the start, until the server drains."""
         self._served = served
-        self._following = ("", *following)
+        self._following = {"", *following}
         self._others = others
         self._servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
 
@@ -45,6 +46,8 @@ class Health:
             await self._servicer.enter_graceful_shutdown()
             return
         status = _SERVING if self._served.state is State.READY else _NOT_SERVING
+        # A path's name is known once it is loaded; who asked by the path goes on.
+        self._following.add(self._served.name)
         for name in self._following:
             await self._servicer.set(name, status)
 

@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from bisect import bisect_right
+from collections.abc import Iterator
 from itertools import accumulate
 
 FLUSH_S = 1.5
@@ -138,21 +139,50 @@ class LogWriter(logging.Handler):
 
     def _write(self, lines: list[bytes]) -> int:
         """How many of them were written, the first ones. Waits for a reader as long as it takes."""
-        begin = b"\n" if self._within_line else b""
-        data = begin + b"".join(lines)
-        rest = memoryview(data)
+        written = 0
         try:
-            while rest:
-                try:
-                    rest = rest[os.write(self._fd, rest) :]
-                except BlockingIOError:  # Whoever shares the pipe may have made it so.
-                    ready = select.poll()
-                    ready.register(self._fd, select.POLLOUT)
-                    ready.poll()
-        except OSError as error:
-            self._why = error.strerror or str(error)
-        sent = len(data) - len(rest)
-        if sent:
-            self._within_line = data[sent - 1] != ord("\n")
-        ends = accumulate(map(len, lines), initial=len(begin))
-        return bisect_right(list(ends)[1:], sent)
+            for group in _groups(lines):
+                begin = b"\n" if self._within_line else b""
+                self._put(begin + b"".join(group))
+                written += len(group)
+        except _Cut as cut:
+            self._why = cut.why
+            ends = accumulate(map(len, group), initial=len(begin))
+            written += bisect_right(list(ends)[1:], cut.sent)
+        return written
+
+    def _put(self, data: bytes) -> None:
+        """Raises _Cut."""
+        rest = memoryview(data)
+        while rest:
+            try:
+                rest = rest[os.write(self._fd, rest) :]
+                self._within_line = data[len(data) - len(rest) - 1] != ord("\n")
+            except BlockingIOError:  # Whoever shares the pipe may have made it so.
+                ready = select.poll()
+                ready.register(self._fd, select.POLLOUT)
+                ready.poll()
+            except OSError as error:
+                raise _Cut(len(data) - len(rest), error.strerror or str(error)) from None
+
+
+class _Cut(Exception):
+    """Only the first ``sent`` bytes could be written."""
+
+    def __init__(self, sent: int, why: str) -> None:
+        super().__init__(why)
+        self.sent, self.why = sent, why
+
+
+def _groups(lines: list[bytes]) -> Iterator[list[bytes]]:
+    """Lines to be written together: a pipe that other processes write to as well keeps so many bytes together."""
+    group: list[bytes] = []
+    size = 0
+    for line in lines:
+        if group and size + len(line) > select.PIPE_BUF:
+            yield group
+            group, size = [], 0
+        group.append(line)
+        size += len(line)
+    if group:
+        yield group

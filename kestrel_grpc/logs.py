@@ -53,6 +53,12 @@ def lost_records() -> int:
     return sum(writer.lost for writer in writers)
 
 
+def flush_log() -> None:
+    """Before something else is written to standard error: what was logged so far comes first, if it can be written."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
 def tell_lifecycle(event: LifeEvent, **fields: Any) -> None:
     """Logs what has become of the server; a failure as an error."""
     level = logging.ERROR if "error" in fields else logging.INFO

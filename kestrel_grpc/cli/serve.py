@@ -15,7 +15,7 @@ from .. import __version__
 from ..addresses import AddressError
 from ..configuration import add_flags, configuration, print_configuration
 from ..interpreter import set_up_interpreter
-from ..logs import set_up_logging
+from ..logs import flush_log, set_up_logging
 from ..model_settings import config_error
 from ..settings import Parser, ServerConfig
 from ..skill_plugins import skill_registry
@@ -62,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(str(error)) from None
     except ConfigError as error:
         raise config_error(error, args) from None
+    finally:
+        flush_log()  # What failed is told in the last line.
 
 
 def _serve_alone(config: ServerConfig, runtime: RuntimeConfig, skills: SkillRegistry) -> int:

@@ -11,6 +11,8 @@ from ..settings import Flags, SettingsError, size, whole
 from ..sources import name_of
 from .config import CallLimits, ConnectionLimits, SecurityConfig, TlsFiles
 
+_TLS_FLAGS = ("--tls-cert", "--tls-key", "--tls-client-ca", "--metrics-client-ca")
+
 
 def add_security_flags(
     parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None
@@ -188,14 +190,23 @@ def _tls(args: argparse.Namespace) -> TlsFiles | None:
         )
     if args.tls_cert is None and args.tls_key is None and authorities == (None, None):
         return None
-    if args.tls_cert is None or args.tls_key is None:
-        raise SettingsError("TLS needs both --tls-cert and --tls-key")
+    for flag, value in (("--tls-cert", args.tls_cert), ("--tls-key", args.tls_key)):
+        if value is None:
+            given = [other for other in _TLS_FLAGS if getattr(args, _dest(other)) is not None]
+            named = " and ".join(name_of(args, other) for other in given)
+            raise SettingsError(
+                f"{named}: TLS needs both --tls-cert and --tls-key, {flag} is not given"
+            )
     return TlsFiles(
         certificate=args.tls_cert,
         private_key=args.tls_key,
         client_ca=args.tls_client_ca,
         client_crl=args.tls_client_crl,
     )
+
+
+def _dest(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def _check_scrapers(args: argparse.Namespace) -> None:

@@ -3,6 +3,8 @@
 import logging
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -191,3 +193,21 @@ def test_a_record_that_cannot_be_formatted_is_told_with_its_mistake(logger, tmp_
     text = path.read_text()
     assert re.match(r"a record of a\.b can't be told: Traceback", text)
     assert "TypeError" in text and text.endswith("a.b: a lone half \\ud800\n")
+
+
+def test_processes_that_share_a_pipe_leave_each_others_lines_whole(pipe):
+    """What is written at once and is no larger than PIPE_BUF stays together, whoever else writes."""
+    names, count = ("one", "two"), 3000
+    program = (
+        "import logging, sys; from kestrel_grpc.log_writer import LogWriter; "
+        "writer = LogWriter(int(sys.argv[1]), 1 << 24); logger = logging.Logger(''); logger.addHandler(writer); "
+        f"[logger.info('%s %d %s', sys.argv[2], n, sys.argv[2] * 30) for n in range({count})]; writer.close()"
+    )
+    arguments = [[sys.executable, "-c", program, str(pipe[1]), name] for name in names]
+    processes = [subprocess.Popen(each, pass_fds=(pipe[1],)) for each in arguments]
+    os.close(pipe[1])
+    pipe[1] = None
+    lines = read_all(pipe[0])
+    assert [process.wait() for process in processes] == [0, 0]
+    wanted = {f"{name} {number} {name * 30}" for name in names for number in range(count)}
+    assert len(lines) == len(wanted) and set(lines) == wanted
