@@ -69,6 +69,15 @@ TILINGS = [
 ]
 
 
+WAYS = [
+    (torch.bfloat16, Tiles(), True),
+    (torch.float32, Tiles(listed=128), False),
+    (torch.float16, Tiles(short=16, listed=64), True),
+    (torch.bfloat16, Tiles(), False),
+]
+"""What is checked in turn: with less room, stretches are cut again and rows searched whole. Few, for each is compiled."""
+
+
 class Rows:
     """Logits [M, V] on ``device`` with a spec for each row, and the kernel's outputs."""
 
@@ -166,15 +175,12 @@ def check(report: Report, device: str, rows: int, vocab: int, batches: int) -> N
     """Compares ``batches`` batches of each kind with the reference on the CPU; exits if a row is wrong."""
     rng, num_boundary = random.Random(vocab), 0
     torch.manual_seed(vocab)
-    dtypes = (torch.float32, torch.float16, torch.bfloat16)
     for kind in KINDS:
         for batch in range(batches):
-            logits = random_logits(kind, rows, vocab, dtypes[batch % 3])
+            dtype, tiles, early = WAYS[batch % len(WAYS)]
+            logits = random_logits(kind, rows, vocab, dtype)
             specs = [random_spec(rng, vocab) for _ in range(rows)]
-            # Stretches cut again, and too many candidates for the list: the other ways to the same id.
-            way = (batch + batch // 3) % 3
-            tiles = Tiles()._replace(**({}, {"listed": 128}, {"short": 16, "listed": 64})[way])
-            ours = Rows(logits.to(device), specs, tiles, pdl=batch % 4 >= 2)
+            ours = Rows(logits.to(device), specs, tiles, pdl=early)
             ours.run()
             wanted = sample(logits.float().clone(), specs)
             found = zip(ours.ids.tolist(), ours.logprobs.tolist(), ours.bad.tolist(), strict=True)
@@ -262,11 +268,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags = parser.parse_args(arguments)
     report = Report("kernels.sampling", {"quick": flags.quick, "vocab": VOCAB})
     if not torch.cuda.is_available():
-        check(report, "cpu", rows=2, vocab=100, batches=1)
+        check(report, "cpu", rows=2, vocab=100, batches=2)
         report.finish(flags.json)
         return
-    check(report, "cuda", rows=64, vocab=1000, batches=3 if flags.quick else 12)
-    check(report, "cuda", rows=16, vocab=VOCAB, batches=3)
+    check(report, "cuda", rows=64, vocab=1000, batches=4 if flags.quick else 12)
+    check(report, "cuda", rows=16, vocab=VOCAB, batches=4)
     batches = (1, 16, 64)
     for shape in SHAPES:
         time_rows(report, "one after the other", shape, batches, tiles=Tiles())
