@@ -1,0 +1,212 @@
+"""Several processes behind one port: tokens a second of one worker alone, of all by their own addresses, and of all by
+the shared one, where the kernel deals connections out.
+
+python -m benchmarks.workers --model moondream2 --random-weights --device cuda --workers 2 --json F
+
+Starts ``kestrel-grpc serve --workers N`` once. First each worker is asked the same, and must answer the same. Callers
+are processes of their own; each connection has as many calls in progress as --streams over --connections.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from kestrel_client import AsyncKestrelClient, KestrelClient
+from kestrel_engine import RuntimeConfig
+from kestrel_engine.checkpoint.open import open_model
+
+from .made_up_tokenizer import tokenizer_file
+from .pictures import jpeg
+from .report import Report, add_arguments
+
+PATIENCE_S = 400.0
+WARM_S = 2.0
+QUESTION = "What is in the middle of the picture?"
+CALLERS_A_WORKER = 4
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one process of callers does, a connection to each of ``addresses``."""
+
+    addresses: tuple[str, ...]
+    streams: int
+    """Calls in progress on each connection."""
+    tokens: int
+    seconds: float
+    picture: bytes
+
+
+def call(load: Load, pipe: Connection) -> None:
+    """Sends the tokens a second of the window that begins WARM_S after it was told to begin."""
+    pipe.send(asyncio.run(_call(load, pipe)))
+
+
+async def _call(load: Load, pipe: Connection) -> float:
+    options = [("grpc.use_local_subchannel_pool", 1)]  # a connection for each client
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(AsyncKestrelClient(each, channel_options=options))
+            for each in load.addresses
+        ]
+        for client in clients:
+            await client.server_load()
+        pipe.send("connected")
+        return await _ask(load, clients, pipe)
+
+
+async def _ask(load: Load, clients: Sequence[AsyncKestrelClient], pipe: Connection) -> float:
+    began = pipe.recv()  # a time of this machine's monotonic clock
+    first, last = began + WARM_S, began + WARM_S + load.seconds
+    tokens = 0.0
+
+    async def ask(client: AsyncKestrelClient) -> None:
+        nonlocal tokens
+        while (start := time.monotonic()) < last:
+            answer = await client.query(
+                load.picture, QUESTION, temperature=1.0, max_tokens=load.tokens
+            )
+            end = time.monotonic()
+            within = max(0.0, min(end, last) - max(start, first))
+            tokens += answer.usage.output_tokens * within / (end - start)
+
+    await asyncio.gather(*(ask(client) for client in clients for _ in range(load.streams)))
+    return tokens / load.seconds
+
+
+def tokens_a_second(loads: Sequence[Load]) -> float:
+    """Of all processes of callers together."""
+    context = multiprocessing.get_context("spawn")  # gRPC survives no fork
+    pipes = []
+    for load in loads:
+        ours, theirs = context.Pipe()
+        context.Process(target=call, args=(load, theirs), daemon=True).start()
+        theirs.close()
+        pipes.append(ours)
+    for pipe in pipes:
+        assert pipe.recv() == "connected"
+    began = time.monotonic()
+    for pipe in pipes:
+        pipe.send(began)
+    return float(sum(pipe.recv() for pipe in pipes))
+
+
+def dealt(addresses: Sequence[str], processes: int) -> list[tuple[str, ...]]:
+    """A connection to each of ``addresses``, in turn over ``processes``."""
+    return [tuple(addresses[index::processes]) for index in range(processes)]
+
+
+@contextmanager
+def served(folder: Path, flags: Sequence[str]) -> Iterator[str]:
+    """The shared address of a server. Raises RuntimeError with its log if it fails."""
+    log = folder / "log"
+    command = [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0"]
+    command += ["--worker-listen", f"unix:{folder}/{{index}}", *flags]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as server,
+    ):
+        assert server.stdout is not None
+        try:
+            line = server.stdout.readline()
+            if "ready" not in line:
+                raise RuntimeError(f"the server did not start:\n{log.read_text()}")
+            print(line, end="", flush=True)
+            yield line.partition("listening on ")[2].partition(",")[0]
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(PATIENCE_S)
+
+
+def check_answers(addresses: Sequence[str], picture: bytes) -> None:
+    """Raises AssertionError unless all workers answer alike."""
+    answers = set()
+    for address in addresses:
+        with KestrelClient(address) as client:
+            answer = client.query(picture, QUESTION, temperature=0.0, max_tokens=48)
+            answers.add(answer.answer)
+    assert len(answers) == 1, f"workers differ: {answers}"
+    print(f"{len(addresses)} workers answer alike: {answers.pop()[:60]!r}", flush=True)
+
+
+def measure(report: Report, args: argparse.Namespace, folder: Path, shared: str) -> None:
+    own = [f"unix:{folder}/{index}" for index in range(args.workers)]
+    picture = jpeg(1, 756, 756)
+    check_answers(own, picture)
+    per_connection = args.streams // args.connections
+
+    def loads(addresses: Sequence[str], processes: int) -> list[Load]:
+        return [
+            Load(part, per_connection, args.tokens, args.seconds, picture)
+            for part in dealt(addresses, processes)
+        ]
+
+    callers = CALLERS_A_WORKER * args.workers
+    alone = tokens_a_second(loads(own[:1] * args.connections, CALLERS_A_WORKER))
+    many = args.connections * args.workers
+    for way, addresses in (
+        ("one worker", None),
+        ("own addresses", own * args.connections),
+        ("shared port", [shared] * many),
+    ):
+        rate = alone if addresses is None else tokens_a_second(loads(addresses, callers))
+        shares = []
+        for address in own:
+            with KestrelClient(address) as client:
+                shares.append(client.server_load().output_tokens_per_second)
+        total = sum(shares) or 1.0
+        report.add(
+            f"{args.model} on {args.device}, {args.streams} streams a worker",
+            {
+                "calls by": way,
+                "tokens/s": rate,
+                "x one": rate / alone,
+                "least share": 0.0 if addresses is None else min(shares) / total,
+            },
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> Report:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.workers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", default="kestrel-tiny")
+    parser.add_argument("--random-weights", action="store_true")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--streams", type=int, default=64, help="calls in progress, a worker")
+    parser.add_argument("--connections", type=int, default=16, help="a worker")
+    parser.add_argument("--tokens", type=int, default=128, help="of an answer")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each of three runs")
+    add_arguments(parser)
+    args = parser.parse_args(arguments)
+    if args.quick:
+        args.streams, args.connections, args.tokens, args.seconds = 4, 4, 8, 1.0
+    flags = ["--model", args.model, "--device", args.device, "--workers", str(args.workers)]
+    if args.random_weights:
+        config = RuntimeConfig(model=args.model, random_weights=True)
+        vocabulary = open_model(config).config.text.vocab_size
+        flags += ["--random-weights", "--seed", "1", "--tokenizer", str(tokenizer_file(vocabulary))]
+    report = Report("workers", vars(args))
+    with tempfile.TemporaryDirectory() as name, served(Path(name), flags) as shared:
+        measure(report, args, Path(name), shared)
+    report.finish(args.json)
+    return report
+
+
+if __name__ == "__main__":
+    main()
