@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -18,6 +19,31 @@ POLL_INTERVAL_S = 1.0
 """How often the engine's life is looked at: a dead step thread shows this much later."""
 
 
+class _Servicer(health.aio.HealthServicer):  # type: ignore[misc, name-defined]
+    """The library's, whose List raises (grpcio-health-checking 1.85)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told: dict[str, int] = {}
+
+    async def set(self, service: str, status: int) -> None:
+        self._told[service] = status
+        await super().set(service, status)
+
+    async def enter_graceful_shutdown(self) -> None:
+        self._told = dict.fromkeys(self._told, _NOT_SERVING)
+        await super().enter_graceful_shutdown()
+
+    async def List(
+        self, request: health_pb2.HealthListRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> health_pb2.HealthListResponse:
+        statuses = {
+            name: health_pb2.HealthCheckResponse(status=status)
+            for name, status in self._told.items()
+        }
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+
 class Health:
     """``""`` stands for the whole server, the model's name for the model. The model service answers while the model
     loads, and says so."""
@@ -29,7 +55,7 @@ class Health:
         self._served = served
         self._following = {"", *following}
         self._others = others
-        self._servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._servicer = _Servicer()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)

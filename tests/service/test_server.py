@@ -55,6 +55,24 @@ async def test_health_turns_serving_when_the_model_is_ready(serve):
     assert told.code is grpc.StatusCode.NOT_FOUND
 
 
+async def test_all_services_are_listed(serve):
+    served = await serve(load=False)
+    stub = health_pb2_grpc.HealthStub(served.channel)
+
+    async def listed():
+        found = await stub.List(health_pb2.HealthListRequest())
+        return {name: entry.status for name, entry in found.statuses.items()}
+
+    before = await listed()
+    assert (before[""], before[VISION_SERVICE], before[MODEL_SERVICE]) == (
+        *(NOT_SERVING, NOT_SERVING, SERVING),
+    )
+    await served.server.load()
+    assert set((await listed()).values()) == {SERVING}
+    await served.server.drain()
+    assert set((await listed()).values()) == {NOT_SERVING}
+
+
 async def test_watch_tells_every_change(serve):
     served = await serve(load=False)
     stub = health_pb2_grpc.HealthStub(served.channel)
