@@ -75,7 +75,7 @@ WAYS = [
     (torch.float16, Tiles(short=16, listed=64), True),
     (torch.bfloat16, Tiles(), False),
 ]
-"""What is checked in turn: with less room, stretches are cut again and rows searched whole. Few, for each is compiled."""
+"""Checked in turn: with less room, stretches are cut again and rows searched whole. Few, for each is compiled."""
 
 
 class Rows:
@@ -182,6 +182,10 @@ def check(report: Report, device: str, rows: int, vocab: int, batches: int) -> N
             specs = [random_spec(rng, vocab) for _ in range(rows)]
             ours = Rows(logits.to(device), specs, tiles, pdl=early)
             ours.run()
+            once = (ours.ids.clone(), ours.logprobs.clone())
+            ours.run()
+            if not (torch.equal(once[0], ours.ids) and torch.equal(once[1], ours.logprobs)):
+                sys.exit(f"WRONG: {kind} {dtype}: another result the second time")
             wanted = sample(logits.float().clone(), specs)
             found = zip(ours.ids.tolist(), ours.logprobs.tolist(), ours.bad.tolist(), strict=True)
             for i, ((token, logprob, bad), (id_, reference)) in enumerate(
