@@ -134,7 +134,7 @@ def measure(
     total = num_steps + warm_up
     largest = min(max(batches), opened.runtime.limits.max_batch_size)
     prefilled = prefill_contexts(steps, config, largest, context - total // 2, total + 1)
-    work = decoder_bytes(model, model.dtype)
+    work = decoder_bytes(model, opened.kv_dtype)
     routed = chosen_experts(model, prefilled.texts) if work.moe_layers else None
     positions = prefilled.start + warm_up + num_steps / 2
     for batch in sorted(b for b in batches if b <= largest):
@@ -168,8 +168,9 @@ def measure(
         )
         judged = opened.on_cuda and context >= 800 and not sampled
         limits = bars.DECODE_SHARE.get((opened.name, batch), bars.NONE) if judged else bars.NONE
+        cache = ", FP8 KV cache" if opened.kv_in_fp8 else ""
         report.figure(
-            f"{opened.name}: decode step, {'drawn, ' if sampled else ''}batch {batch}",
+            f"{opened.name}{cache}: decode step, {'drawn, ' if sampled else ''}batch {batch}",
             1e3 * step_s,
             "ms",
             at_least=False,

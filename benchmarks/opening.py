@@ -79,6 +79,19 @@ class Opened:
 
         return torch.device(self.built.info.device)
 
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of keys and values as they are kept."""
+        import torch
+
+        found = getattr(torch, self.built.info.kv_cache_dtype)
+        assert isinstance(found, torch.dtype), found
+        return found
+
+    @property
+    def kv_in_fp8(self) -> bool:
+        return self.kv_dtype.itemsize == 1
+
 
 def model_arguments(arguments: Sequence[str], *, quick: bool = False) -> RuntimeConfig:
     """The configuration that flags of ``kestrel-grpc serve`` stand for."""

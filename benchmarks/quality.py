@@ -44,6 +44,8 @@ WITH_EXPERTS = 2.5
 """Times as much for a mixture of experts: a router's near tie may fall otherwise, and one token gets another expert."""
 IN_FP8 = {"off": 1.0, "vision": 5.0, "prefill": 5.0, "all": 7.0}
 """Times as much by --fp8-gemms: every product that is computed so is off by a thirtieth, in every layer anew."""
+KV_IN_FP8 = 0.05
+"""More, with keys and values in FP8: each is off by a fortieth, at random, and softmax takes the mean of many."""
 LEAST_SCORE = 0.985
 """Share of the evaluation's tasks; the whole evaluation in float32 gives 0.997."""
 SCENES = 150
@@ -186,6 +188,7 @@ def measure_drift(
                 "model": opened.name,
                 "dtype": opened.built.info.dtype,
                 "FP8": fp8_gemms,
+                "KV": opened.built.info.kv_cache_dtype,
                 "rows": len(wanted),
                 "relative error": error,
                 "max abs": float(gap.max()),
@@ -209,6 +212,7 @@ def measure_drift(
                 "model": opened.name,
                 "dtype": opened.built.info.dtype,
                 "FP8": fp8_gemms,
+                "KV": opened.built.info.kv_cache_dtype,
                 "tokens": len(off),
                 "max abs": max(off),
                 "mean abs": sum(off) / len(off),
@@ -220,8 +224,8 @@ def measure_drift(
         tested.end()
         reference.close()
     name = f"{opened.name} {computed_in(opened, fp8_gemms)}"
-    limit = RELATIVE_ERROR[opened.built.info.dtype] * (WITH_EXPERTS if config.text.moe else 1.0)
-    limit *= IN_FP8[fp8_gemms]
+    limit = RELATIVE_ERROR[opened.built.info.dtype] + (KV_IN_FP8 if opened.kv_in_fp8 else 0.0)
+    limit *= (WITH_EXPERTS if config.text.moe else 1.0) * IN_FP8[fp8_gemms]
     report.bar(f"{name}: relative error of logits", error, limit)
     report.bar(f"{name}: mean error of decoded log-probabilities", sum(off) / len(off), 2 * limit)
     report.figure(f"{name}: decoded tokens equal to float32's", sum(same) / len(same), "of all")
@@ -229,7 +233,8 @@ def measure_drift(
 
 def computed_in(opened: Opened, fp8_gemms: str) -> str:
     """The type, and what is in FP8 besides."""
-    return opened.built.info.dtype + ("" if fp8_gemms == "off" else f", FP8 {fp8_gemms}")
+    cache = ", FP8 KV cache" if opened.kv_in_fp8 else ""
+    return opened.built.info.dtype + ("" if fp8_gemms == "off" else f", FP8 {fp8_gemms}") + cache
 
 
 async def measure_score(
@@ -277,10 +282,11 @@ def score_on(
     scenes: int,
     threads: int | None = None,
     fp8_gemms: str = "off",
+    kv_cache_dtype: str = "auto",
 ) -> None:
     """Loads kestrel-tiny, asks it and closes it."""
     flags = ["--model", "kestrel-tiny", "--device", device, "--max-batch-size", "32"]
-    flags += ["--fp8-gemms", fp8_gemms]
+    flags += ["--fp8-gemms", fp8_gemms, "--kv-cache-dtype", kv_cache_dtype]
     if threads:
         flags += ["--threads", str(threads)]
     opened = open_model(model_arguments(flags))
@@ -333,6 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
             scenes=args.scenes,
             threads=config.cpu_threads,
             fp8_gemms=config.fp8_gemms,
+            kv_cache_dtype=config.kv_cache_dtype,
         )
     report.finish(args.json)
     return report

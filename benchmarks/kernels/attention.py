@@ -1,10 +1,11 @@
 """Attention on a GPU: decode over pages by every candidate and by FlashInfer, image blocks, text over pages, crops.
 
-    python -m benchmarks.kernels.attention [--quick] [--json PATH]
+    python -m benchmarks.kernels.attention [--quick] [--fp8] [--json PATH]
 
 Correctness against float32 comes first; exits with 1 if a candidate is wrong. Decode times are microseconds a layer:
 the median replay of a captured graph of 24 layers with keys and values of their own, far beyond the L2. Our kernel does
-RoPE and the store as well; FlashInfer's attention is shown with and without the kernel that does them for it.
+RoPE and the store as well; FlashInfer's attention is shown with and without the kernel that does them for it. --fp8:
+decode alone, over keys and values in FP8.
 """
 
 from __future__ import annotations
@@ -50,8 +51,11 @@ DIM = HEADS * SIZE
 LENGTH = 800
 BLOCK = 730
 DTYPE = torch.bfloat16
-SPLITS = {1: (8, 16), 4: (4, 8, 16), 16: (1, 2, 4), 32: (1, 2), 64: (1, 2)}
+SPLITS = {1: (8, 16), 4: (4, 8, 16), 16: (1, 2, 4, 8), 32: (1, 2, 4), 64: (1, 2, 4)}
 LIMIT = 6e-3
+E4M3 = torch.float8_e4m3fn
+SCALES = (0.5, 0.25)
+"""Of keys and values in FP8."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class Batch:
     page_table: Tensor
     positions: Tensor
     qkv: Tensor
+    scales: tuple[float, float] = (1.0, 1.0)
 
     @property
     def rows(self) -> int:
@@ -75,6 +80,7 @@ class Batch:
             self.page_table[:rows],
             self.positions[:rows],
             self.qkv[:, :rows],
+            self.scales,
         )
 
 
@@ -90,17 +96,20 @@ class Tables:
         self.workspace = DecodeWorkspace.allocate([(rows, 16)], HEADS, SIZE, device)
 
 
-def make_batch(rows: int, layers: int, positions: list[int]) -> Batch:
+def make_batch(rows: int, layers: int, positions: list[int], pool: torch.dtype = DTYPE) -> Batch:
     pages = LENGTH // PAGE + 1
     order = torch.randperm(rows * pages, device="cuda").to(torch.int32)
     shape = (layers, rows * pages * PAGE, HEADS, SIZE)
-    keys, values = (torch.empty(shape, dtype=DTYPE, device="cuda").normal_() for _ in range(2))
+    keys, values = (torch.empty(shape, dtype=pool, device="cuda") for _ in range(2))
+    for layer in (*keys, *values):
+        layer.copy_(torch.randn(layer.shape, device="cuda"))
     return Batch(
         keys,
         values,
         order.view(rows, pages),
         torch.tensor(positions, dtype=torch.int32, device="cuda"),
         torch.randn(layers, rows, 3 * DIM, dtype=DTYPE, device="cuda"),
+        SCALES if pool == E4M3 else (1.0, 1.0),
     )
 
 
@@ -125,6 +134,7 @@ def ours(
         tables.sin,
         page_size=PAGE,
         tau=tau,
+        scales=batch.scales,
         splits=splits,
         workspace=tables.workspace,
         out=out,
@@ -153,22 +163,26 @@ def reference(batch: Batch, tables: Tables, tau: tuple[Tensor, Tensor] | None) -
         a, b = x[..., : ROTARY // 2], x[..., ROTARY // 2 : ROTARY]
         return torch.cat([a * cos - b * sin, a * sin + b * cos, x[..., ROTARY:]], dim=-1)
 
-    q, k = turn(q), turn(k).to(DTYPE).float()
-    v = v.to(DTYPE).float()
+    of_keys, of_values = batch.scales
+
+    def kept(x: Tensor, scale: float) -> Tensor:
+        return (x / scale).clamp(-448, 448).to(batch.keys.dtype).float() * scale
+
+    q, k, v = turn(q), kept(turn(k), of_keys), kept(v, of_values)
     rows = []
     for row, position in enumerate(batch.positions.tolist()):
         old = slots_of(batch, row, position)
-        seen_k = torch.cat([batch.keys[0, old].float(), k[row : row + 1]])
-        seen_v = torch.cat([batch.values[0, old].float(), v[row : row + 1]])
+        seen_k = torch.cat([batch.keys[0, old].float() * of_keys, k[row : row + 1]])
+        seen_v = torch.cat([batch.values[0, old].float() * of_values, v[row : row + 1]])
         scores = torch.einsum("hd,phd->hp", q[row], seen_k) * SIZE**-0.5
         rows.append(torch.einsum("hp,phd->hd", scores.softmax(-1), seen_v).flatten())
     return torch.stack(rows)
 
 
-def check_decode(tried: list[DecodeConfig]) -> float:
+def check_decode(tried: list[DecodeConfig], pool: torch.dtype) -> float:
     """The largest relative error of all; exits if one is wrong. Mixed lengths, tau, splits, with and without PDL."""
     positions = [0, 1, 63, 799, 400, 730]
-    batch, tables = make_batch(len(positions), 1, positions), Tables(len(positions))
+    batch, tables = make_batch(len(positions), 1, positions, pool), Tables(len(positions))
     content = torch.randn(len(positions), 2 * HEADS, dtype=DTYPE, device="cuda")
     tau = (content, torch.randn(HEADS, device="cuda"))
     worst = 0.0
@@ -185,9 +199,9 @@ def check_decode(tried: list[DecodeConfig]) -> float:
     return worst
 
 
-def compile_some(tried: list[DecodeConfig]) -> None:
+def compile_some(tried: list[DecodeConfig], pool: torch.dtype) -> None:
     """In a process of its own: fills Triton's cache on disk."""
-    batch, tables = make_batch(2, 1, [5, 700]), Tables(2)
+    batch, tables = make_batch(2, 1, [5, 700], pool), Tables(2)
     out = torch.empty(2, DIM, dtype=DTYPE, device="cuda")
     content = torch.zeros(2, 2 * HEADS, dtype=DTYPE, device="cuda")
     alpha = torch.zeros(HEADS, device="cuda")
@@ -198,10 +212,10 @@ def compile_some(tried: list[DecodeConfig]) -> None:
             ours(batch, tables, 0, out, config, splits, pdl, (content, alpha) if tau else None)
 
 
-def compile_all(tried: list[DecodeConfig]) -> None:
+def compile_all(tried: list[DecodeConfig], kind: torch.dtype) -> None:
     workers = min(12, multiprocessing.cpu_count(), len(tried))
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        pool.map(compile_some, [tried[i::workers] for i in range(workers)], chunksize=1)
+        pool.starmap(compile_some, [(tried[i::workers], kind) for i in range(workers)], chunksize=1)
 
 
 def copy_rate() -> float:
@@ -220,7 +234,8 @@ def time_decode(
 ) -> list[dict[str, Any]]:
     """One batch size, best first."""
     rows = batch.rows
-    floor = rows * LENGTH * DIM * 2 * DTYPE.itemsize / rate * 1e6
+    kind = batch.keys.dtype
+    floor = rows * LENGTH * DIM * 2 * kind.itemsize / rate * 1e6
     out = torch.empty(rows, DIM, dtype=DTYPE, device="cuda")
     found = []
 
@@ -243,7 +258,7 @@ def time_decode(
                 us = microseconds(layers, LAYERS)
                 add(f"{name} /{splits}{' pdl' if pdl else ''}", us, config=asdict(config))
 
-    default = choose_splits(rows, HEADS, SIZE, DTYPE)
+    default = choose_splits(rows, HEADS, SIZE, kind)
 
     def as_served() -> None:
         for layer in range(LAYERS):
@@ -411,6 +426,8 @@ def time_crops(crops: int) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]], columns: list[str]) -> None:
+    if not rows:
+        return
     widths = {c: max(len(c), *(len(str(row[c])) for row in rows)) for c in columns}
     print("  ".join(c.ljust(widths[c]) for c in columns))
     for row in rows:
@@ -420,24 +437,27 @@ def table(rows: list[dict[str, Any]], columns: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="batches 1, 16 and 64, few candidates")
+    parser.add_argument("--fp8", action="store_true", help="keys and values in FP8")
     parser.add_argument("--json", type=Path, help="every figure")
     parser.add_argument("--shown", type=int, default=6, help="lines for each batch size")
     arguments = parser.parse_args()
     began = time.perf_counter()
-    tried = candidates(SIZE, DTYPE)
+    kind = E4M3 if arguments.fp8 else DTYPE
+    tried = candidates(SIZE, kind)
     if arguments.quick:
         tried = tried[::3]
-    compile_all(tried)
+    compile_all(tried, kind)
     print(f"compiled {len(tried)} candidates in {time.perf_counter() - began:.0f} s", flush=True)
-    print(f"decode is right: relative error at most {check_decode(tried):.1e}", flush=True)
+    print(f"decode is right: relative error at most {check_decode(tried, kind):.1e}", flush=True)
     library = None
     try:
-        library = FlashInfer(torch.device("cuda", 0), DTYPE)
+        library = None if arguments.fp8 else FlashInfer(torch.device("cuda", 0), DTYPE)
     except ConfigError as error:
         print(error)
     rate = copy_rate()
     sizes = (1, 16, 64) if arguments.quick else tuple(SPLITS)
-    full, tables = make_batch(max(sizes), LAYERS, [LENGTH - 1] * max(sizes)), Tables(max(sizes))
+    most = max(sizes)
+    full, tables = make_batch(most, LAYERS, [LENGTH - 1] * most, kind), Tables(most)
     decode = []
     for rows in sizes:
         timed = time_decode(full.first(rows), tables, tried, rate, library)
@@ -447,7 +467,7 @@ def main() -> None:
         table(best + named, ["rows", "what", "us", "of copy"])
         print(f"{time.perf_counter() - began:.0f} s", flush=True)
     del full
-    prefill = time_prefill(library, arguments.quick)
+    prefill = [] if arguments.fp8 else time_prefill(library, arguments.quick)
     table(prefill, ["case", "what", "us", "error"])
     print(f"copy {rate / 1e12:.2f} TB/s; {time.perf_counter() - began:.0f} s in all")
     if arguments.json:

@@ -80,14 +80,34 @@ def candidates(head_dim: int, dtype: torch.dtype) -> list[DecodeConfig]:
         DecodeConfig(four, 16, 4),
         DecodeConfig(four, 8, 4, stages=3),
         DecodeConfig(four, 8, 4, stages=5),
+        *(_of_bytes(one, two, four) if dtype.itemsize == 1 else ()),
     ]
 
 
-def _config(rows: int, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
+def _of_bytes(one: int, two: int, four: int) -> list[DecodeConfig]:
+    """Widening takes registers: smaller tiles, or more warps for them."""
+    return [
+        DecodeConfig(one, 32, 4),
+        DecodeConfig(one, 16, 2),
+        DecodeConfig(one, 16, 2, stages=3),
+        DecodeConfig(one, 16, 4, stages=3),
+        DecodeConfig(two, 16, 4),
+        DecodeConfig(two, 16, 4, stages=3),
+        DecodeConfig(two, 8, 4, stages=3),
+        DecodeConfig(four, 4, 4, stages=5),
+        DecodeConfig(four, 8, 8, stages=3),
+        DecodeConfig(four, 16, 8, stages=3),
+    ]
+
+
+def _config(rows: int, head_dim: int, dtype: torch.dtype, *, units: bool = True) -> DecodeConfig:
     """Measured on an H200, 800 positions, 32 heads of 64, bf16 (``benchmarks.kernels.attention``): 10.2, 33.2 and 104
     us a layer at 1, 16 and 64 rows; FlashInfer with its own store of k and v 15.0, 43.7 and 111."""
     lanes = max(1, head_dim * dtype.itemsize // 16)
     warp_heads = max(1, 32 // lanes)
+    if dtype.itemsize == 1 and not units:
+        # By integer arithmetic eight-bit numbers take more registers than larger tiles leave.
+        return DecodeConfig(warp_heads, 16, 4, stages=3)
     if rows <= 2:
         return DecodeConfig(warp_heads, 64, 4)
     return DecodeConfig(4 * warp_heads, 8, 4, stages=3)
@@ -141,7 +161,8 @@ def paged_decode(
     assert qkv.stride(1) == 1 and qkv.shape[1] >= 3 * num_heads * head_dim
     assert out.stride(1) == 1 and out.shape == (rows, num_heads * head_dim)
     assert len(row_seq) == len(positions) == rows and page_table.stride(1) == 1
-    chosen = config or _config(rows, head_dim, key_pool.dtype)
+    units = has_units(qkv.device)
+    chosen = config or _config(rows, head_dim, key_pool.dtype, units=units)
     heads = min(chosen.heads, triton.next_power_of_2(num_heads))
     groups = triton.cdiv(num_heads, heads)
     if splits > 1:
@@ -190,7 +211,7 @@ def paged_decode(
         TAU=0 if tau is None else parts,
         MERGE=chosen.merge_last,
         PDL=pdl,
-        UNITS=has_units(qkv.device),
+        UNITS=units,
         num_warps=chosen.num_warps,
         **shape,
         **launch,
