@@ -45,7 +45,8 @@ ImageInput: TypeAlias = (
 class ImageHandle:
     """A picture that the server keeps: from ``put_image``, or by a result's ``image_id``. Goes wherever a picture goes.
 
-    When the server has dropped it, calls raise NotFoundError with reason IMAGE_NOT_FOUND: put it again.
+    When the server has dropped it, calls raise NotFoundError with reason IMAGE_NOT_FOUND: put it again. Where several
+    workers serve one port, the one that this client is connected to keeps it, and another may be reached later.
     """
 
     image_id: str
