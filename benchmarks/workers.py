@@ -34,7 +34,6 @@ from .report import Report, add_arguments
 PATIENCE_S = 400.0
 WARM_S = 2.0
 QUESTION = "What is in the middle of the picture?"
-CALLERS_A_WORKER = 4
 
 
 @dataclass(frozen=True)
@@ -153,15 +152,18 @@ def measure(report: Report, args: argparse.Namespace, folder: Path, shared: str)
             for part in dealt(addresses, processes)
         ]
 
-    callers = CALLERS_A_WORKER * args.workers
-    alone = tokens_a_second(loads(own[:1] * args.connections, CALLERS_A_WORKER))
+    alone = tokens_a_second(loads(own[:1] * args.connections, args.callers))
     many = args.connections * args.workers
     for way, addresses in (
         ("one worker", None),
         ("own addresses", own * args.connections),
         ("shared port", [shared] * many),
     ):
-        rate = alone if addresses is None else tokens_a_second(loads(addresses, callers))
+        rate = (
+            alone
+            if addresses is None
+            else tokens_a_second(loads(addresses, args.callers * args.workers))
+        )
         shares = []
         for address in own:
             with KestrelClient(address) as client:
@@ -190,11 +192,13 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--streams", type=int, default=64, help="calls in progress, a worker")
     parser.add_argument("--connections", type=int, default=16, help="a worker")
+    parser.add_argument("--callers", type=int, default=4, help="processes that ask, a worker")
     parser.add_argument("--tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each of three runs")
     add_arguments(parser)
     args = parser.parse_args(arguments)
     if args.quick:
+        args.callers = 1
         args.streams, args.connections, args.tokens, args.seconds = 4, 4, 8, 1.0
     flags = ["--model", args.model, "--device", args.device, "--workers", str(args.workers)]
     if args.random_weights:

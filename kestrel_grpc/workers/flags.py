@@ -54,7 +54,7 @@ def add_worker_flags(flags: Flags, whole: Callable[[str], int]) -> None:
 
 def workers_config(args: argparse.Namespace) -> WorkersConfig:
     """Raises SettingsError."""
-    given: tuple[str, ...] = args.devices or ()
+    given = tuple(args.devices.split(",")) if args.devices else ()
     count = args.workers if args.workers is not None else max(1, len(given))
     name = name_of(args, "--workers")
     if not 1 <= count <= MOST_WORKERS:
@@ -85,15 +85,15 @@ def workers_config(args: argparse.Namespace) -> WorkersConfig:
     )
 
 
-def devices(text: str) -> tuple[str, ...]:
-    """A device for each worker. Raises ValueError."""
-    named = tuple(part.strip() for part in text.split(","))
+def devices(text: str) -> str:
+    """A device for each worker, with commas and no spaces between them. Raises ValueError."""
+    named = [part.strip() for part in text.split(",")]
     for device in named:
         if not _DEVICE.fullmatch(device):
             raise ValueError("must be cpu or cuda:N, with commas between them")
         if device != "cpu" and named.count(device) > 1:
             raise ValueError(f"{device} is named twice; one process keeps a GPU busy")
-    return named
+    return ",".join(named)
 
 
 def pattern(text: str) -> str:

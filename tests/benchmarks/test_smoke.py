@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import engine_host, serving_cpu
+from benchmarks import engine_host, serving_cpu, workers
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +69,11 @@ def test_help(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None
         benchmark.main(["--help"])
     assert ended.value.code == 0
     assert "--quick" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="SO_REUSEPORT spreads on Linux")
+def test_workers(tmp_path: Path) -> None:
+    report = run(workers, tmp_path)
+    (rows,) = report["tables"].values()
+    assert [row["calls by"] for row in rows] == ["one worker", "own addresses", "shared port"]
+    assert all(row["tokens/s"] > 0 for row in rows)

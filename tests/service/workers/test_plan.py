@@ -8,6 +8,7 @@ import pytest
 
 from kestrel_engine import RuntimeConfig
 from kestrel_grpc.addresses import AddressError
+from kestrel_grpc.configuration import add_flags, configuration, print_configuration
 from kestrel_grpc.model_settings import add_model_flags, runtime_config
 from kestrel_grpc.security.config import SecurityConfig, TlsFiles
 from kestrel_grpc.settings import (
@@ -63,6 +64,22 @@ def test_flags_of_workers():
     assert found.own_address(2) == "[::1]:7002" and found.restarts == 0
     assert workers("--worker-listen", "127.0.0.1:0").own_address(1) == "127.0.0.1:0"
     assert workers(KESTREL_WORKERS="2", KESTREL_DEVICES="cpu,cpu").devices == ("cpu", "cpu")
+
+
+def test_what_is_printed_can_be_fed_back(tmp_path):
+    flags = ["--devices", "cuda:0, cuda:1", "--worker-listen", "unix:/run/{index}"]
+
+    def settle(*given):
+        parser = Parser(prog="test")
+        add_flags(parser, {})
+        args = parser.parse_args(given)
+        return print_configuration(parser.sources.settings, args, {}), configuration(args)
+
+    printed, meant = settle(*flags)
+    file = tmp_path / "kestrel.toml"
+    file.write_text(printed)
+    assert settle("--config", str(file))[1] == meant
+    assert meant.server.workers.devices == ("cuda:0", "cuda:1")
 
 
 @pytest.mark.parametrize(

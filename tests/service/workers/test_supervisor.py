@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 
@@ -39,6 +40,15 @@ def puppets(monkeypatch, tmp_path, capfd):
     return start
 
 
+@pytest.fixture
+def systemd(monkeypatch, tmp_path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(tmp_path / "notify"))
+        listener.settimeout(5)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        yield listener
+
+
 def started(tmp_path, index):
     """A line for each start of a worker: its process, device, and the GPUs that it sees."""
     file = tmp_path / f"done-{index}"
@@ -56,7 +66,7 @@ def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-async def test_it_says_when_all_are_ready_and_ends_with_them(puppets, tmp_path, capfd):
+async def test_it_says_when_all_are_ready_and_ends_with_them(puppets, tmp_path, capfd, systemd):
     said = ""
 
     def ready():
@@ -71,6 +81,8 @@ async def test_it_says_when_all_are_ready_and_ends_with_them(puppets, tmp_path, 
     )
     terminate()
     assert await task == 0
+    assert systemd.recv(4096) == b"READY=1\nSTATUS=puppet on cpu, cuda:1 (none)"
+    assert systemd.recv(4096).startswith(b"STOPPING=1\n")
     [(_, device, visible)] = started(tmp_path, 1)
     assert (device, visible) == ("cuda:1", "1")
     assert started(tmp_path, 0)[0][1] == "cpu"
