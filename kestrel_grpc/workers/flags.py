@@ -64,8 +64,7 @@ def workers_config(args: argparse.Namespace) -> WorkersConfig:
             f"{name}={count}: must be the number of devices, and "
             f"{name_of(args, '--devices')} names {len(given)}"
         )
-    device = args.sources.get("device")
-    if given and device is not None and device.kind != "default":
+    if given and getattr(args, "device", "auto") != "auto":
         raise SettingsError(
             f"{name_of(args, '--devices')} and {name_of(args, '--device')}: give one of the two"
         )
