@@ -68,7 +68,7 @@ def contents(side: Side, talk: Talk) -> Contents:
     if cache.keys.is_cuda:
         torch.cuda.synchronize(cache.keys.device)
     slots = cache.slots(talk.pages, talk.positions)
-    return Contents(*(pool[:, slots].float().cpu() for pool in (cache.keys, cache.values)))
+    return Contents(*(real.cpu() for real in cache.read(slots)))
 
 
 def phases(request: Request, positions: int) -> Mapping[str, slice]:

@@ -117,6 +117,7 @@ def open_side(flags: str, shared: Sequence[str]) -> Side:
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
     from kestrel_engine.checkpoint.open import load_weights, open_model
+    from kestrel_engine.factory import kv_scales_of
     from kestrel_engine.preprocess.prompt import Tokenizer
     from kestrel_engine.runtime.torch_runtime import TorchRuntime
 
@@ -139,6 +140,7 @@ def open_side(flags: str, shared: Sequence[str]) -> Side:
         "max_batch_size": 2,
         "max_seq_length": length,
     }
+    sizes["kv_scales"] = kv_scales_of(config, opened, device, dtype, config.compile and cuda)
     runtime: ModelRuntime
     if config.compile:
         from kestrel_engine.runtime.gpu.runtime import GpuRuntime

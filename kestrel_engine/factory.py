@@ -93,7 +93,7 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
     opened = open_model(config, progress=progress)
     model = opened.config
     page_size = page_size_of(config, model)
-    scales = _kv_scales(config, opened, device, dtype, kernels)
+    scales = kv_scales_of(config, opened, device, dtype, kernels)
     cache_dtype = kv_dtype(dtype, scales)
     page_bytes = bytes_per_page(model.text, page_size, cache_dtype)
     _check_pool(config, model, page_size, page_bytes)
@@ -196,7 +196,7 @@ def _keeps_fp8(config: RuntimeConfig, device: torch.device, kernels: bool) -> bo
     return found.fp8
 
 
-def _kv_scales(
+def kv_scales_of(
     config: RuntimeConfig,
     opened: OpenedModel,
     device: torch.device,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..model_config import TextConfig
-from ..models.kv_format import EIGHT_BITS, UNSCALED, Scales
+from ..models.kv_format import EIGHT_BITS, UNSCALED, Scales, gather
 
 
 class KvCache:
@@ -39,6 +39,18 @@ class KvCache:
         dtype = kv_dtype(dtype, scales)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
+
+    def read(self, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Real keys and values of all layers at ``slots`` [n]: [layers, n, heads, head_dim] float32, copies."""
+        keys, values = zip(*self.scales, strict=True)
+        return self._read(self.keys, slots, keys), self._read(self.values, slots, values)
+
+    def _read(self, pools: Tensor, slots: slice | Tensor, scales: Sequence[float]) -> Tensor:
+        found = [
+            gather(pool, slots, scale, torch.float32).float()
+            for pool, scale in zip(pools, scales, strict=True)
+        ]
+        return torch.stack(found)
 
     def slot(self, page_table: tuple[int, ...], position: int) -> int:
         """The slot of one position."""

@@ -261,7 +261,7 @@ class TestChoiceOfRuntime:
             config=SimpleNamespace(text=SimpleNamespace(n_layers=2)),
         )
         config = config or RuntimeConfig(**settings)
-        return factory._kv_scales(config, opened, self.CUDA, dtype, kernels)
+        return factory.kv_scales_of(config, opened, self.CUDA, dtype, kernels)
 
     def test_a_cache_is_in_fp8_by_itself_only_where_all_fits(self, monkeypatch):
         every = [f"text.blocks.{i}.attn.{side}_scale" for i in (0, 1) for side in "kv"]

@@ -97,6 +97,10 @@ def test_a_page_takes_a_byte_a_number():
     assert half.keys.dtype == half.values.dtype == EIGHT_BITS == kv_dtype(torch.bfloat16, scales)
     assert 2 * (half.keys.nbytes + half.values.nbytes) == wide.keys.nbytes + wide.values.nbytes
     assert bytes_per_page(config, PAGE, EIGHT_BITS) * 7 == half.keys.nbytes + half.values.nbytes
+    half.keys.copy_(torch.tensor(2.0))
+    keys, values = half.read(torch.tensor([3, 1]))
+    assert keys.shape == values.shape == (config.n_layers, 2, config.n_kv_heads, config.head_dim)
+    assert [float(layer.max()) for layer in keys] == pytest.approx([2 * k for k, _ in scales])
     assert half.scales == scales and set(wide.scales) == {(1.0, 1.0)} and not wide.eight_bits
     with pytest.raises(AssertionError, match="1 layers"):
         KvCache(config, scales=scales[:1], **sizes)
