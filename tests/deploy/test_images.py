@@ -3,6 +3,9 @@
 import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -101,3 +104,14 @@ def test_what_it_copies_is_there_and_sent_to_the_builder(path):
     # All that the package's build asks for.
     for needed in ("README.md", "LICENSE", "pyproject.toml", "CHANGELOG.md"):
         assert needed in copied
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_hadolint_finds_nothing(path):
+    """But for versions: pip's are those of constraints.txt, Debian's those of the day."""
+    hadolint = shutil.which("hadolint", path=Path(sys.executable).parent)
+    if hadolint is None:
+        pytest.skip("hadolint isn't installed")
+    command = [hadolint, "--no-color", "--ignore", "DL3013", "--ignore", "DL3008", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "")

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import warnings
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,10 @@ def one(path):
 
 def rendered(folder):
     """Objects by kind."""
+    return {each["kind"]: each for each in documents(folder)}
+
+
+def documents(folder):
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("kubectl isn't there to render")
@@ -35,7 +40,7 @@ def rendered(folder):
         [kubectl, "kustomize", str(DEPLOY / "kubernetes" / folder)],
         capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
-    return {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
+    return list(yaml.safe_load_all(done.stdout))
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(DEPLOY)))
@@ -144,6 +149,16 @@ def test_each_variant_renders_to_something_that_holds_together(folder, tmp_path)
     assert volumes["config"]["configMap"]["name"] == objects["ConfigMap"]["metadata"]["name"]
 
 
+@pytest.mark.parametrize("version", ["1.29", "1.31", "1.34", "1.37"])
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_kubernetes_own_schemas_know_every_field(folder, version):
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # The library's own, about its dependencies.
+        for each in documents(folder):
+            kubernetes_validate.validate(each, version, strict=True)
+
+
 def test_the_compose_file_wires_what_there_is():
     home = DEPLOY / "compose"
     told = one("compose/compose.yaml")
@@ -194,3 +209,13 @@ def test_a_unit_of_systemd_waits_longer_than_the_grace():
     stop = re.search(r"^TimeoutStopSec=(\d+)", unit, re.MULTILINE)
     assert stop and int(stop[1]) > ServerConfig().grace_s
     assert "Type=notify" in unit and "WatchdogSec=" in unit and "DynamicUser=yes" in unit
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path):
+    unit = (DEPLOY / "systemd/kestrel-grpc.service").read_text()
+    path = tmp_path / "kestrel-grpc.service"
+    path.write_text(unit.replace("/opt/kestrel/bin/kestrel-grpc", "/bin/true"))
+    command = ["systemd-analyze", "verify", "--man=no", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert path.name not in done.stderr and done.returncode == 0, done.stderr
