@@ -280,9 +280,11 @@ def _channel_options(
         # Clients may ping every second, during long calls and between calls, without being thrown out.
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.keepalive_permit_without_calls", 1),
-        # A client that vanished without closing its connection is noticed within about 80 s.
-        ("grpc.keepalive_time_ms", 60_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
+        # A client that vanished without closing its connection is noticed after both.
+        ("grpc.keepalive_time_ms", _milliseconds(limits.keepalive_s)),
+        ("grpc.keepalive_timeout_ms", _milliseconds(limits.keepalive_timeout_s)),
+        # That one waits for TCP; for the answer of a client that hangs gRPC waits so long, by default a minute.
+        ("grpc.http2.ping_timeout_ms", _milliseconds(limits.keepalive_timeout_s)),
     ]
 
 

@@ -52,6 +52,10 @@ class ConnectionLimits:
     """Seconds after which a client is asked to connect anew, a tenth more or less; calls in progress may end."""
     age_grace_s: float | None = None
     """Seconds that they have for it. Default: what the longest call may take, and a little more."""
+    keepalive_s: float | None = 60.0
+    """Seconds of silence after which a client is asked whether it is still there."""
+    keepalive_timeout_s: float = 20.0
+    """Seconds that it has to answer; then its connection is closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,6 +161,20 @@ def _add_limits(parser: argparse.ArgumentParser, environ: Mapping[str, str] | No
         shown="10 more than --max-deadline",
         help="how long its calls in progress may go on then",
     )
+    flags.add(
+        "--keepalive",
+        type=_amount,
+        metavar="SECONDS",
+        default=connections.keepalive_s,
+        help="after how much silence a client is asked whether it is still there (0: never)",
+    )
+    flags.add(
+        "--keepalive-timeout",
+        type=_above_zero,
+        metavar="SECONDS",
+        default=connections.keepalive_timeout_s,
+        help="how long it has to answer before its connection is closed",
+    )
 
 
 def security_config(args: argparse.Namespace) -> SecurityConfig:
@@ -241,6 +255,8 @@ def _connections(args: argparse.Namespace) -> ConnectionLimits:
         streams=args.max_streams,
         age_s=args.max_connection_age or None,
         age_grace_s=args.connection_grace,
+        keepalive_s=args.keepalive or None,
+        keepalive_timeout_s=args.keepalive_timeout,
     )
 
 
@@ -256,6 +272,13 @@ def _amount(text: str) -> float:
         value = math.nan
     if not 0 <= value <= _MOST:
         raise ValueError(f"must be a number from 0 to {_MOST:.0f}")
+    return value
+
+
+def _above_zero(text: str) -> float:
+    value = _amount(text)
+    if not value:
+        raise ValueError("must be above 0")
     return value
 
 

@@ -12,6 +12,7 @@ from grpc._cython.cygrpc import ExecuteBatchError
 from kestrel_client import AsyncKestrelClient
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc import convert
 from kestrel_grpc.security.config import CallLimits, ConnectionLimits, SecurityConfig
@@ -29,9 +30,9 @@ def connections(**limits):
     return {"security": SecurityConfig(connections=ConnectionLimits(**limits))}
 
 
-def slow():
-    """Never says the end; a step takes 5 ms."""
-    return FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.005)
+def slow(step_s=0.005):
+    """Never says the end."""
+    return FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: step_s)
 
 
 async def test_a_connection_ages_and_no_call_notices(serve, caplog):
@@ -56,6 +57,70 @@ async def test_a_stream_beyond_age_and_grace_is_cut_and_its_request_freed(serve)
     assert told.code is grpc.StatusCode.UNAVAILABLE
     while served.engine.num_requests:
         await asyncio.sleep(0.005)
+
+
+class Wire:
+    """A TCP proxy that can be cut: from then on nothing comes through, and nobody is told."""
+
+    def __init__(self, address):
+        self._to, self._cut = address, asyncio.Event()
+        self._copies, self._ends = set(), []
+
+    async def __aenter__(self):
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *exc_info):
+        self._server.close()
+        for task in self._copies:
+            task.cancel()
+        for writer in self._ends:
+            writer.close()
+        await asyncio.gather(*self._copies, return_exceptions=True)
+
+    def cut(self):
+        self._cut.set()
+
+    async def _accept(self, reader, writer):
+        host, port = self._to.split(":")
+        there = await asyncio.open_connection(host, int(port))
+        self._ends += [writer, there[1]]
+        for pair in ((reader, there[1]), (there[0], writer)):
+            self._copies.add(asyncio.ensure_future(self._copy(*pair)))
+
+    async def _copy(self, reader, writer):
+        while data := await reader.read(65536):
+            if not self._cut.is_set():
+                writer.write(data)
+
+
+async def test_a_client_that_vanished_is_noticed_and_its_request_freed(serve):
+    limits = {"keepalive_s": 0.5, "keepalive_timeout_s": 0.5}
+    served = await serve(slow(0.03), server_config=connections(**limits))
+    async with Wire(served.server.addresses[0]) as wire:
+        async with grpc.aio.insecure_channel(wire.address) as channel:
+            request = pb.StreamQueryRequest(request=query(200))
+            stream = VisionServiceStub(channel).StreamQuery(request)
+            events = [await anext(aiter(stream)) for _ in range(3)]
+            assert len(events) == 3 and served.engine.num_requests == 1
+            wire.cut()
+            began = time.monotonic()
+            while served.engine.num_requests:
+                assert time.monotonic() - began < 5
+                await asyncio.sleep(0.01)
+            assert len(served.runtime.plans) < 190, "before its end of itself, after 6 s"
+
+
+async def test_a_quiet_client_that_is_there_stays_connected(serve, caplog):
+    caplog.set_level(logging.INFO, "kestrel_grpc.access")
+    limits = {"keepalive_s": 0.2, "keepalive_timeout_s": 0.5}
+    config = {**connections(**limits), "access_log": "text"}
+    served = await serve(server_config=config)
+    for _ in range(2):
+        await served.vision.Query(query())
+        await asyncio.sleep(1.0)
+    assert len(set(re.findall(r"peer=(\S+)", caplog.text))) == 1
 
 
 async def test_a_connection_has_so_many_calls_in_progress_and_no_more(serve):

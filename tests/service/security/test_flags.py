@@ -49,6 +49,7 @@ def test_callers_and_their_limits():
         *("--max-deadline", "4", "--write-timeout", "5"),
         *("--max-metadata-bytes", "4KiB", "--max-streams", "6"),
         *("--max-connection-age", "7", "--connection-grace", "8"),
+        *("--keepalive", "9", "--keepalive-timeout", "0.5"),
         KESTREL_API_KEY="k" * 20,
     )
     assert (told.auth_tokens, told.api_key) == ("t", "k" * 20)
@@ -58,7 +59,12 @@ def test_callers_and_their_limits():
         calls=1, held_bytes=2048, rate=1.5, burst=3, deadline_s=4, write_s=5
     )
     assert told.connections == ConnectionLimits(
-        metadata_bytes=4096, streams=6, age_s=7, age_grace_s=8
+        metadata_bytes=4096,
+        streams=6,
+        age_s=7,
+        age_grace_s=8,
+        keepalive_s=9,
+        keepalive_timeout_s=0.5,
     )
     off = ("--max-calls", "--max-held-bytes", "--rate", "--max-deadline", "--write-timeout")
     told = config(*(word for flag in off for word in (flag, "0")), "--max-connection-age=0")
