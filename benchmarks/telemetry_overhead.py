@@ -24,7 +24,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, TraceIdRati
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import EngineMetrics, RequestEvent, StepEvent
-from kestrel_grpc.interceptors import Call
+from kestrel_grpc.interceptors import Call, Metadata
 from kestrel_grpc.telemetry.metrics import ServiceMetrics
 from kestrel_grpc.telemetry.opening import Telemetry
 from kestrel_grpc.telemetry.tracing import CallTracing
@@ -38,16 +38,6 @@ UNSAMPLED_LIMIT_US = 10.0
 MESSAGE = pb.QueryRequest(question="what?")
 
 
-class _Context:
-    """The part of grpc's context that tracing reads."""
-
-    def __init__(self, metadata: tuple[tuple[str, str], ...]) -> None:
-        self._metadata = metadata
-
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return self._metadata
-
-
 class _Dropping(SpanExporter):
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         return SpanExportResult.SUCCESS
@@ -56,10 +46,11 @@ class _Dropping(SpanExporter):
 COMMON = (("user-agent", "grpc-python-asyncio/1.85.1"), ("x-request-id", "abc"))
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-0"
 CALLERS = {
-    "no traceparent": _Context(COMMON),
-    "unsampled traceparent": _Context((*COMMON, ("traceparent", TRACEPARENT + "0"))),
-    "sampled traceparent": _Context((*COMMON, ("traceparent", TRACEPARENT + "1"))),
+    "no traceparent": COMMON,
+    "unsampled traceparent": (*COMMON, ("traceparent", TRACEPARENT + "0")),
+    "sampled traceparent": (*COMMON, ("traceparent", TRACEPARENT + "1")),
 }
+"""What comes with a call."""
 
 
 def step(now: float, step_id: int) -> StepEvent:
@@ -107,13 +98,14 @@ def request(now: float) -> RequestEvent:
     )
 
 
-def call_with(context: _Context) -> Call:
-    stand_in: Any = context
-    return Call(method=METHOD, peer="ipv4:127.0.0.1:5", context=stand_in, request_id="r")
+def call_with(metadata: Metadata) -> Call:
+    nobody: Any = None
+    peer = "ipv4:127.0.0.1:5"
+    return Call(method=METHOD, peer=peer, context=nobody, metadata=metadata, request_id="r")
 
 
-def traced(telemetry: Telemetry, context: _Context, steps: Sequence[StepEvent]) -> None:
-    call = call_with(context)
+def traced(telemetry: Telemetry, metadata: Metadata, steps: Sequence[StepEvent]) -> None:
+    call = call_with(metadata)
     telemetry.begin(call)
     telemetry.take(call, MESSAGE)
     for event in steps:
@@ -122,9 +114,9 @@ def traced(telemetry: Telemetry, context: _Context, steps: Sequence[StepEvent]) 
     telemetry.end(call)
 
 
-def untraced(context: _Context) -> None:
+def untraced(metadata: Metadata) -> None:
     """The same without tracing: the baseline."""
-    request(call_with(context).started_at)
+    request(call_with(metadata).started_at)
 
 
 def microseconds(work: Callable[[], None], count: int) -> float:
@@ -150,12 +142,12 @@ def tracing_costs(report: Report, count: int) -> None:
     telemetry = Telemetry(tracing, None, None, [])
     telemetry.start_counting()
     worst = 0.0
-    for caller, context in CALLERS.items():
+    for caller, metadata in CALLERS.items():
         events = [step(time.monotonic(), i) for i in range(NUM_STEPS)]
         sampled = caller.startswith("sampled")
         shared = events if sampled else []  # Steps of an unsampled call are the step's own cost.
-        baseline = microseconds(functools.partial(untraced, context), count)
-        cost = microseconds(functools.partial(traced, telemetry, context, shared), count)
+        baseline = microseconds(functools.partial(untraced, metadata), count)
+        cost = microseconds(functools.partial(traced, telemetry, metadata, shared), count)
         report.add("tracing a call", {"us": max(0.0, cost - baseline), "caller": caller})
         if not sampled:
             worst = max(worst, cost - baseline)

@@ -22,10 +22,11 @@ class EngineStream:
         self.request_id = request_id
         self._abort = abort
         self._updates: deque[tuple[int, StreamUpdate]] = deque()
-        self._wake = asyncio.Event()
-        self._result: asyncio.Future[EngineResult] = asyncio.get_running_loop().create_future()
-        # A failure that nobody awaits is reported by the engine's log, not by the garbage collector.
-        self._result.add_done_callback(lambda f: f.cancelled() or f.exception())
+        self._outcome: EngineResult | BaseException | None = None
+        # Made when somebody waits. One for each: a future that is shared must be shielded from its waiters, which takes
+        # another future and two more turns of the event loop.
+        self._readers: list[asyncio.Future[None]] = []
+        self._enders: list[asyncio.Future[None]] = []
 
     def __aiter__(self) -> EngineStream:
         return self
@@ -33,26 +34,28 @@ class EngineStream:
     async def __anext__(self) -> StreamUpdate:
         """The next update. Raises the request's error, or StopAsyncIteration after the last."""
         while not self._updates:
-            if self._result.done():
-                self._result.result()
+            if self._outcome is not None:
+                self._ended()
                 raise StopAsyncIteration
-            self._wake.clear()
-            await self._wake.wait()
+            await _turn(self._readers)
         return self._joined()
 
     async def result(self) -> EngineResult:
         """Waits for the end; raises the request's error. May be called often, before, while or after iterating."""
-        return await asyncio.shield(self._result)
+        while self._outcome is None:
+            await _turn(self._enders)
+        return self._ended()
 
     @property
     def done(self) -> bool:
-        return self._result.done()
+        return self._outcome is not None
 
     async def aclose(self) -> None:
         """Gives the request up if it is unfinished, and waits until what it held is freed. Idempotent."""
-        if not self._result.done():
+        if self._outcome is None:
             self._abort()
-            await asyncio.wait([self._result])
+        while self._outcome is None:
+            await _turn(self._enders)
 
     async def __aenter__(self) -> EngineStream:
         return self
@@ -85,14 +88,38 @@ class EngineStream:
     def push(self, updates: list[tuple[int, StreamUpdate]]) -> None:
         """Takes updates, each with the number of tokens generated when it was made."""
         self._updates.extend(updates)
-        self._wake.set()
+        _wake(self._readers)
 
     def finish(self, result: EngineResult) -> None:
-        if not self._result.done():
-            self._result.set_result(result)
-        self._wake.set()
+        self._end(result)
 
     def fail(self, error: BaseException) -> None:
-        if not self._result.done():
-            self._result.set_exception(error)
-        self._wake.set()
+        self._end(error)
+
+    def _end(self, outcome: EngineResult | BaseException) -> None:
+        if self._outcome is None:
+            self._outcome = outcome
+        _wake(self._readers)
+        _wake(self._enders)
+
+    def _ended(self) -> EngineResult:
+        """What came of it. Raises the request's error."""
+        outcome = self._outcome
+        if isinstance(outcome, BaseException):
+            raise outcome.with_traceback(None)
+        assert outcome is not None, "ended"
+        return outcome
+
+
+def _turn(waiters: list[asyncio.Future[None]]) -> asyncio.Future[None]:
+    """Done at the next ``_wake``."""
+    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    waiters.append(waiter)
+    return waiter
+
+
+def _wake(waiters: list[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
+    waiters.clear()

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import os
 import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -23,9 +24,10 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
-from kestrel_engine import DeadlineExceeded, EngineResult, InvalidRequest, RuntimeFailure
+from kestrel_engine import EngineResult, InvalidRequest, RuntimeFailure
 
 from . import convert
+from .call_limit import CallLimit
 from .current_call import current
 from .errors import row_of, status_of
 from .security.bounded_context import BoundedContext
@@ -44,6 +46,7 @@ _LAST_WORD_S = 2.0
 """How long a failed call waits for its status to be sent."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 @dataclass(slots=True)
@@ -53,6 +56,8 @@ class Call:
     method: str
     peer: str
     context: Context
+    metadata: Metadata = ()
+    """What came with it."""
     request_id: str = ""
     owner: str = ""
     """To whom stored pictures belong: the principal's name."""
@@ -163,6 +168,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._in_flight, self._guard = in_flight, guard
         self._log_call, self._watcher = log_call, watcher
         self._trailers = trailers
+        self._limit = CallLimit(guard.limits.deadline_s)
+        self._made: dict[int, tuple[Any, Any]] = {}
+        """By the identity of a method's handler: itself, and what is called in its place."""
 
     async def intercept_service(
         self,
@@ -176,54 +184,67 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             if handler is None or (refusal is None and not self._guard.asks_connections):
                 return handler
             return _refusing(handler, refusal) if refusal else _asked(handler, self._guard)
-        wrap, behaviour = _KINDS[handler.request_streaming, handler.response_streaming](handler)
-        return wrap(
-            self._edge(method, behaviour, handler),
-            request_deserializer=None,
-            response_serializer=handler.response_serializer,
-        )
+        made = self._made.get(id(handler))
+        if made is None:
+            wrap, behaviour = _KINDS[handler.request_streaming, handler.response_streaming](handler)
+            edge = wrap(
+                self._edge(method, behaviour, handler),
+                request_deserializer=None,
+                response_serializer=handler.response_serializer,
+            )
+            made = self._made[id(handler)] = (handler, edge)
+        return made[1]
 
     def _edge(
         self, method: str, behaviour: Callable[[Any, Context], Awaitable[Any]], handler: Any
     ) -> Callable[[Any, Context], Awaitable[Any]]:
         guard, limits, decode = self._guard, self._guard.limits, handler.request_deserializer
-        streaming = handler.response_streaming
+        streaming, limit, watcher = handler.response_streaming, self._limit, self._watcher
 
         async def handle(data: Any, context: Context) -> Any:
-            call = Call(method=method, peer=context.peer(), context=context)
-            call.longest_s = limits.deadline_s
-            call.request_id = _id_from_metadata(context) or uuid.uuid4().hex
+            metadata = tuple(context.invocation_metadata() or ())
+            call = Call(
+                method=method,
+                peer=context.peer(),
+                context=context,
+                metadata=metadata,
+                request_id=_id_from_metadata(metadata) or new_id(),
+                longest_s=limits.deadline_s,
+            )
             current.set(call)
-            watcher = self._watcher
             if watcher is not None:
                 watcher.begin(call)
             prefix = ""
             failed: Exception | None = None
             with self._in_flight:
                 try:
-                    call.principal = principal = guard.principal(method, context)
+                    call.principal = principal = guard.principal(method, metadata, context)
                     call.owner = principal.name or call.owner
                     size = len(data) if isinstance(data, bytes) else 0
-                    with guard.admit(method, principal, size):
-                        if isinstance(data, AsyncIterator):
-                            request: Any = _decoded(data, decode, guard)
-                            if watcher is not None:
-                                watcher.take(call, None)
-                        else:
+                    with guard.admit(principal, size):
+                        guard.check_room(method)
+                        if isinstance(data, bytes):
                             call.message = request = _message(data, decode)
                             prefix = "request." if streaming else ""
-                            call.request_id = _id_from_request(request) or call.request_id
+                            options = _options(request)
+                            if options is not None:
+                                call.request_id = convert.request_id(options) or call.request_id
                             if watcher is not None:
                                 watcher.take(call, request)
-                            _check_priority(request, principal)
+                            if options is not None:
+                                _check_priority(options, principal)
+                        else:
+                            request = _decoded(data, decode, guard)
+                            if watcher is not None:
+                                watcher.take(call, None)
                         if streaming and limits.write_s is not None:
                             writer = BoundedContext(context, limits.write_s)
                             with contextlib.closing(writer):
-                                response = await _in_time(
-                                    behaviour(request, cast(Context, writer)), call
+                                response = await limit.within(
+                                    behaviour(request, cast(Context, writer))
                                 )
                         else:
-                            response = await _in_time(behaviour(request, context), call)
+                            response = await limit.within(behaviour(request, context))
                     await call.accept()
                     if self._trailers is not None:
                         context.set_trailing_metadata(self._trailers(method))
@@ -250,7 +271,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                         watcher.end(call)
                     call.release()
                     # gRPC keeps the exception that aborts a call, and with it this frame, in a cycle with its context.
-                    data = request = response = None
+                    data = request = response = options = None
                     if failed is not None:
                         _forget_frames(failed)
                         failed = None
@@ -318,21 +339,6 @@ def _forget_frames(error: BaseException) -> None:
             each.__cause__ = each.__context__ = each.__traceback__ = None
 
 
-async def _in_time(response: Awaitable[Any], call: Call) -> Any:
-    """Raises DeadlineExceeded when the call takes longer than the server lets it."""
-    if call.longest_s is None:
-        return await response
-    try:
-        async with asyncio.timeout(call.longest_s) as limit:
-            return await response
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise DeadlineExceeded(
-            f"the call took {call.longest_s:g} s, as long as this server lets any"
-        ) from None
-
-
 def _refusing(handler: Any, error: Exception) -> Any:
     """A handler for the same kind of call that refuses it."""
 
@@ -367,7 +373,9 @@ def _asked(handler: Any, guard: Guard) -> Any:
 
 
 async def _refuse(context: Context, error: Exception) -> None:
-    code, message, trailers = status_of(error, _id_from_metadata(context) or uuid.uuid4().hex)
+    code, message, trailers = status_of(
+        error, _id_from_metadata(context.invocation_metadata() or ()) or new_id()
+    )
     await context.abort(code, message, trailers)
 
 
@@ -380,21 +388,39 @@ _MADE_BY: dict[tuple[bool, bool], Callable[..., Any]] = {
 """By whether request and response are streams."""
 
 
-def _check_priority(request: Any, principal: Principal) -> None:
+def new_id() -> str:
+    """Of a request that nobody named."""
+    return os.urandom(16).hex()
+
+
+def _check_priority(options: common_pb2.RequestOptions, principal: Principal) -> None:
     """Raises ScopeMissing."""
-    inner = getattr(request, "request", request)
-    if hasattr(inner, "options") and inner.options.priority == common_pb2.PRIORITY_HIGH:
+    if options.priority == common_pb2.PRIORITY_HIGH:
         principal.check(Scope.HIGH)
 
 
-def _id_from_metadata(context: Context) -> str | None:
+def _id_from_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
     """An unusable id is passed over: proxies set this header, not the caller."""
-    for key, value in context.invocation_metadata() or ():
+    for key, value in metadata:
         if key == REQUEST_ID_KEY and isinstance(value, str) and convert.valid_request_id(value):
             return value
     return None
 
 
-def _id_from_request(request: Any) -> str | None:
-    inner = getattr(request, "request", request)
-    return convert.request_id(inner.options) if hasattr(inner, "options") else None
+def _options(request: Any) -> common_pb2.RequestOptions | None:
+    """Those of the request, which streaming methods take one message deeper; None where there are no such fields."""
+    kind: Any = type(request)
+    nested, has_options = _shape(kind)
+    if not has_options:
+        return None
+    options: common_pb2.RequestOptions = (request.request if nested else request).options
+    return options
+
+
+@functools.cache
+def _shape(kind: Any) -> tuple[bool, bool]:
+    """Of a type of messages: whether the request lies within it, and whether that has options."""
+    descriptor = kind.DESCRIPTOR
+    nested = "request" in descriptor.fields_by_name
+    inner = descriptor.fields_by_name["request"].message_type if nested else descriptor
+    return nested, "options" in inner.fields_by_name

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from kestrel_engine import EngineOverloaded, RequestError
@@ -59,9 +59,12 @@ class Admission:
         self.refused = 0
         """How many calls were told to come back later, since the start."""
 
-    @contextmanager
-    def admit(self, principal: str, num_bytes: int) -> Iterator[None]:
-        """Raises RateExceeded, TooManyCalls, MessagesFull, MessageTooLarge; ``num_bytes``: the message's."""
+    def admit(self, principal: str, num_bytes: int) -> AbstractContextManager[None]:
+        """Raises RateExceeded, TooManyCalls, MessagesFull, MessageTooLarge on entering. The message has ``num_bytes``."""
+        return _Admitted(self, principal, num_bytes)
+
+    def enter(self, principal: str, num_bytes: int) -> _Account:
+        """One more call; ``leave`` at its end. Raises as ``admit``."""
         self.check_size(num_bytes)
         account = self._account(principal)
         try:
@@ -72,12 +75,12 @@ class Admission:
         self.held_bytes += num_bytes
         self.calls += 1
         account.calls += 1
-        try:
-            yield
-        finally:
-            account.calls -= 1
-            self.calls -= 1
-            self.held_bytes -= num_bytes
+        return account
+
+    def leave(self, account: _Account, num_bytes: int) -> None:
+        account.calls -= 1
+        self.calls -= 1
+        self.held_bytes -= num_bytes
 
     def check_size(self, num_bytes: int) -> None:
         """Raises MessageTooLarge. gRPC counts a compressed message by what came; this is what it became."""
@@ -125,6 +128,21 @@ class Admission:
         idle = next((name for name, account in self._accounts.items() if account.calls == 0), None)
         if idle is not None:
             del self._accounts[idle]
+
+
+class _Admitted(AbstractContextManager[None]):
+    """One call's admission. A generator would do the same for three times the CPU, once a call."""
+
+    __slots__ = ("_account", "_admission", "_num_bytes", "_principal")
+
+    def __init__(self, admission: Admission, principal: str, num_bytes: int) -> None:
+        self._admission, self._principal, self._num_bytes = admission, principal, num_bytes
+
+    def __enter__(self) -> None:
+        self._account = self._admission.enter(self._principal, self._num_bytes)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._admission.leave(self._account, self._num_bytes)
 
 
 def _of(principal: str) -> str:

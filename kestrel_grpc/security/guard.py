@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import grpc
 
 from .admission import Admission
-from .callers import Callers
+from .callers import Callers, Metadata
 from .config import SecurityConfig
 from .principal import NotAuthenticated, Principal, needed_scopes
 
@@ -34,20 +34,21 @@ class Guard:
         self._security = security
         self._callers = Callers(security, security.client_ca)
 
-    def principal(self, method: str, context: Any) -> Principal:
+    def principal(self, method: str, metadata: Metadata, context: Any) -> Principal:
         """Who calls, if they may call the method. Raises NotAuthenticated, ScopeMissing."""
         connection = context.auth_context() if self._callers.asks_certificate else {}
-        principal = self._callers.of(context.invocation_metadata() or (), connection)
+        principal = self._callers.of(metadata, connection)
         principal.check(*needed_scopes(method))
         return principal
 
-    @contextmanager
-    def admit(self, method: str, principal: Principal, num_bytes: int) -> Iterator[None]:
+    def admit(self, principal: Principal, num_bytes: int) -> AbstractContextManager[None]:
         """Around a call whose message has ``num_bytes``. Raises EngineOverloaded, MessageTooLarge."""
-        with self.admission.admit(principal.name, num_bytes):
-            if method.startswith(_VISION):
-                self._check_room()
-            yield
+        return self.admission.admit(principal.name, num_bytes)
+
+    def check_room(self, method: str) -> None:
+        """For a call that was admitted. Raises EngineOverloaded."""
+        if method.startswith(_VISION):
+            self._check_room()
 
     @property
     def asks_connections(self) -> bool:

@@ -108,7 +108,7 @@ class CallTracing:
         """Decides whether the call is sampled, and gives it its trace id."""
         carrier = {
             key: value
-            for key, value in call.context.invocation_metadata() or ()
+            for key, value in call.metadata
             if key in self._fields and isinstance(value, str)
         }
         if self._follows_callers and _HEADER in carrier:

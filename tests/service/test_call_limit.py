@@ -1,0 +1,65 @@
+"""Calls that take longer than the server lets any end; others don't notice."""
+
+import asyncio
+import time
+
+import pytest
+
+from kestrel_engine import DeadlineExceeded
+from kestrel_grpc.call_limit import CallLimit
+
+LIMIT_S = 0.1
+
+
+async def test_each_call_has_the_whole_limit_whatever_others_do():
+    limit = CallLimit(LIMIT_S)
+
+    async def late(delay_s):
+        await asyncio.sleep(delay_s)
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=r"took 0\.1 s"):
+            await limit.within(asyncio.sleep(60))
+        return time.monotonic() - began
+
+    async def early():
+        return await limit.within(asyncio.sleep(0.01, "answer"))
+
+    late_ones = [asyncio.create_task(late(delay)) for delay in (0.0, 0.05, 0.25)]
+    assert await asyncio.gather(*(early() for _ in range(10))) == ["answer"] * 10
+    for taken in await asyncio.gather(*late_ones):
+        assert LIMIT_S <= taken < 5 * LIMIT_S
+
+
+async def test_a_task_can_go_on_after_the_limit_cut_a_call():
+    limit = CallLimit(LIMIT_S)
+    for _ in range(2):
+        with pytest.raises(DeadlineExceeded):
+            await limit.within(asyncio.sleep(60))
+    task = asyncio.current_task()
+    assert task is not None and task.cancelling() == 0
+    assert await limit.within(asyncio.sleep(0, 5)) == 5
+
+
+async def test_a_cancelled_call_is_cancelled():
+    limit = CallLimit(LIMIT_S)
+    task = asyncio.create_task(limit.within(asyncio.sleep(60)))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    # Its end at the limit is nobody's business any more.
+    await asyncio.sleep(2 * LIMIT_S)
+
+
+async def test_what_the_call_raises_is_raised():
+    limit = CallLimit(LIMIT_S)
+
+    async def failing():
+        raise ValueError("its own")
+
+    with pytest.raises(ValueError, match="its own"):
+        await limit.within(failing())
+
+
+async def test_without_a_limit_nothing_is_cut():
+    assert await CallLimit(None).within(asyncio.sleep(0.01, "answer")) == "answer"
