@@ -109,6 +109,23 @@ def test_certificates_and_tokens_that_cannot_be_used(tmp_path):
     assert keyed.status == "ok" and "k" * 40 not in keyed.message
 
 
+def test_a_port_for_metrics_that_would_not_be_served(tmp_path):
+    def told(address, **security):
+        config = ServerConfig(
+            listen=(f"unix:{tmp_path}/s",),
+            telemetry=TelemetryConfig(prometheus=address),
+            security=SecurityConfig(**security),
+        )
+        found = [f for f in doctor.check_addresses(config) if f.status != "ok"]
+        return [(f.check, f.status, f.message) for f in found]
+
+    assert told("127.0.0.1:0") == []
+    [(check, status, message)] = told("0.0.0.0:0")
+    assert (check, status) == ("metrics", "fail") and "--metrics-client-ca" in message
+    assert told("0.0.0.0:0", insecure_listen=True) == []
+    assert told("127.0.0.1:0", auth_tokens=str(tmp_path / "none")) == [], "told of with the callers"
+
+
 def test_skills_and_telemetry():
     assert doctor.check_skills(()).status == "ok"
     assert doctor.check_skills(("nowhere:Nothing",)).status == "fail"
