@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         help=f"how long it may take to become ready [{_ONE_LOOK_S:g}]",
     )
     parser.add_argument(
-        "--service", default="", help="name of one service, like kestrel.v1.VisionService, or of the model"
+        "--service",
+        default="",
+        help="name of one service, like kestrel.v1.VisionService, or of the model",
     )
 
 
