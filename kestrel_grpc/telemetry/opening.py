@@ -5,14 +5,17 @@ Imports OpenTelemetry only when something is to be exported.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, StepEvent
 
 from ..interceptors import Call
+from ..sources import SettingsError
 from . import names
 from .config import TelemetryConfig, missing_packages
 
@@ -150,7 +153,7 @@ def open_telemetry(
 ) -> Telemetry | None:
     """None if nothing is to be exported, or its packages are missing, which is logged. To be called in the process that
     serves: exporters have threads. Raises AddressError where the Prometheus endpoint can't or won't listen, TlsError,
-    TokenFileError."""
+    TokenFileError, SettingsError where OpenTelemetry can't use the OTEL_* variables."""
     if config.traces == "none" and not config.measures:
         return None
     missing = missing_packages(config)
@@ -160,7 +163,8 @@ def open_telemetry(
             ", ".join(missing),
         )
         return None
-    from . import providers
+    with _named_variables():
+        from . import providers  # The SDK reads some variables as it is loaded.
 
     shutdowns: list[Callable[[], object]] = []
     tracing = metrics = endpoint = reader = None
@@ -174,9 +178,10 @@ def open_telemetry(
         endpoint = PrometheusEndpoint(config.prometheus, reader, door, config.worker)
         logger.info("metrics at %s://%s/metrics", endpoint.scheme, endpoint.address)
     if config.traces != "none":
-        from .tracing import CallTracing
+        with _named_variables():
+            from .tracing import CallTracing
 
-        made = providers.tracers(config)
+            made = providers.tracers(config)
         tracing = CallTracing(
             made.requests.get_tracer(names.SCOPE),
             made.steps.get_tracer(names.SCOPE),
@@ -187,7 +192,8 @@ def open_telemetry(
     if config.measures:
         from .metrics import ServiceMetrics
 
-        meter_provider, readers = providers.meters(config, reader)
+        with _named_variables():
+            meter_provider, readers = providers.meters(config, reader)
         metrics = ServiceMetrics(meter_provider.get_meter(names.SCOPE), num_calls, is_ready)
         for each in readers:
             each.dense = metrics.token_gap
@@ -195,3 +201,16 @@ def open_telemetry(
     if endpoint is not None:
         shutdowns.append(endpoint.close)
     return Telemetry(tracing, metrics, endpoint, shutdowns)
+
+
+@contextlib.contextmanager
+def _named_variables() -> Iterator[None]:
+    """Around what reads OTEL_* variables. Raises SettingsError."""
+    try:
+        yield
+    except Exception as error:  # The SDK's: by what class, and of which variable, is told of few.
+        given = sorted(name for name in os.environ if name.startswith("OTEL_"))
+        told = " ".join(str(error).split()) or type(error).__name__
+        raise SettingsError(
+            f"OpenTelemetry can't start: {told} (of the environment it has {', '.join(given)})"
+        ) from error

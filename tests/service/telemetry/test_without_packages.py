@@ -1,5 +1,6 @@
 """The server without OpenTelemetry, and settings that ask for what is not there or does not exist."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -125,3 +126,23 @@ def test_prometheus_comes_over_tcp():
 def test_what_there_is_not_is_refused_by_name(variable, value):
     with pytest.raises(ValueError, match=f"{variable}='{value}': must be one of"):
         telemetry_config({variable: value})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("OTEL_PROPAGATORS", "pigeon", "Propagator pigeon not found"),
+        ("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "9000", "must be less than or equal to max_queue_size"),
+        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "-1", "must be a non-negative integer"),
+        ("OTEL_EXPORTER_OTLP_COMPRESSION", "squeeze", "squeeze"),
+    ],
+)
+def test_what_the_sdk_refuses_ends_the_start_with_one_line(variable, value, told):
+    environ = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", variable: value}
+    command = [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=60, env=environ
+    )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "serve: error: OpenTelemetry can't start: " in done.stderr
+    assert told in done.stderr and variable in done.stderr
