@@ -1,7 +1,7 @@
 """What gRPC costs: CPU and steps a second of streams to 64 callers and of unary calls, against a bare gRPC echo.
 
-python -m benchmarks.grpc_overhead [--quick] [--json FILE] [--of service|engine|both] [--rounds N] [--streams N]
-    [--step-ms MS] [--staging-ms MS]
+python -m benchmarks.grpc_overhead [--quick] [--json FILE] [--of service|engine|both] [--rounds N] [--seconds S]
+    [--streams N] [--step-ms MS] [--staging-ms MS]
 
 First the service alone: the real server around an engine that says canned words at a device's pace (overhead_service).
 Then the real engine behind it, on a device that only waits (overhead_engine). The echo is a bare grpc.aio server that
@@ -35,6 +35,7 @@ def main(arguments: list[str] | None = None) -> Report:
     parser.add_argument(
         "--rounds", type=int, default=5, help="turns of server and echo, of the service alone [5]"
     )
+    parser.add_argument("--seconds", type=float, default=3.0, help="of unary calls a turn [3]")
     args = parser.parse_args(arguments)
     load = Load(
         streams=4 if args.quick else args.streams,
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> Report:
         step_s=args.step_ms / 1e3,
         staging_s=args.staging_ms / 1e3,
     )
-    rate, seconds = (100.0, 0.2) if args.quick else (400.0, 3.0)
+    rate, seconds = (100.0, 0.2) if args.quick else (400.0, args.seconds)
     calls = max(1, round(rate * seconds / load.streams))
     pace = Pace(load.streams, calls, load.streams / rate)
     report = Report("grpc_overhead", vars(args))
@@ -50,7 +51,8 @@ def main(arguments: list[str] | None = None) -> Report:
         rounds = 1 if args.quick else args.rounds
         settings = overhead_service.SETTINGS[: 1 if args.quick else None]
         overhead_service.measure_streams(report, load, rounds, settings)
-        overhead_service.measure_unary(report, load, pace, rounds, settings)
+        paces = (pace, Pace(load.streams, calls, 0.0))
+        overhead_service.measure_unary(report, load, paces, rounds, settings)
     if args.of != "service":
         others = () if args.quick else overhead_engine.SETTINGS[1:]
         overhead_engine.measure_streams(report, load, others)

@@ -132,7 +132,7 @@ QUESTION = "How many of the blue bars are higher than the red one?"
 
 @dataclass(frozen=True)
 class Pace:
-    """``callers`` who each call ``calls`` times, every ``pause_s``, by turns."""
+    """``callers`` who each call ``calls`` times, every ``pause_s``, by turns; 0: as soon as they are answered."""
 
     callers: int
     calls: int

@@ -98,13 +98,15 @@ def measure_streams(
 def measure_unary(
     report: Report,
     load: Load,
-    pace: Pace,
+    paces: Sequence[Pace],
     rounds: int,
     settings: Sequence[Setting] = SETTINGS,
 ) -> None:
-    """Questions of one token each, without a picture and with a small one that is known by then."""
-    few = Pace(pace.callers, 2, 0.01)
-    with Callers(pace.callers) as callers, _Processes() as processes:
+    """Questions of one token each, without a picture and with a small one that is known by then. No pause: each caller
+    calls again as soon as it is answered."""
+    num = load.streams
+    few = Pace(num, 2, 0.01)
+    with Callers(num) as callers, _Processes() as processes:
         servers = [processes.add(each.name, run_canned, load, each) for each in settings]
         for name, image in (("a unary call", None), ("a call with a picture", jpeg(1, 64, 64))):
             request = pb.QueryRequest(question=QUESTION, sampling=common_pb2.Sampling(max_tokens=1))
@@ -112,7 +114,7 @@ def measure_unary(
                 request.image.encoded = image
             data = request.SerializeToString()
             answers = [callers.call(side.address, data, few)[0] for side in servers]
-            echo = (run_echo, UNARY, answers[:1], pace.callers)
+            echo = (run_echo, UNARY, answers[:1], num)
             echoes = [
                 processes.add(ECHO, *echo, load.step_s),
                 processes.add(f"{ECHO} that sends an id too", *echo, load.step_s, True),
@@ -120,11 +122,12 @@ def measure_unary(
             ]
             for side in echoes:
                 callers.call(side.address, data, few)
-            sides = [*(replace(side, seen=[]) for side in servers), *echoes]
-            _take_turns(sides, rounds, lambda side: _asked(side, callers, data, pace))  # noqa: B023
-            rate = pace.callers / pace.pause_s
-            title = f"service alone: {name}, {rate:g} a second"
-            _tell(report, sides, title, name, UNARY_LIMIT_US)
+            for pace in paces:
+                sides = [replace(side, seen=[]) for side in (*servers, *echoes)]
+                _take_turns(sides, rounds, lambda side: _asked(side, callers, data, pace))  # noqa: B023
+                when = f"{num / pace.pause_s:g} a second" if pace.pause_s else "without a pause"
+                told = f"{name}, {num} callers, {when}"
+                _tell(report, sides, f"service alone: {told}", told, UNARY_LIMIT_US)
 
 
 def _take_turns(

@@ -60,7 +60,7 @@ class Admission:
         """How many calls were told to come back later, since the start."""
 
     def admit(self, principal: str, num_bytes: int) -> AbstractContextManager[None]:
-        """Raises RateExceeded, TooManyCalls, MessagesFull, MessageTooLarge on entering. The message has ``num_bytes``."""
+        """Entering raises RateExceeded, TooManyCalls, MessagesFull, MessageTooLarge; ``num_bytes``: the message's."""
         return _Admitted(self, principal, num_bytes)
 
     def enter(self, principal: str, num_bytes: int) -> _Account:
