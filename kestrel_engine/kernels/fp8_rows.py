@@ -43,10 +43,10 @@ class Fp8Rows(NamedTuple):
 
 @triton.jit
 def _layer_norm_fp8_kernel(
-    x, add, weight, bias, pending, out, values, scales, x_stride, add_stride, out_stride,
+    x, add, weight, bias, pending, out, norms, values, scales, x_stride, add_stride, out_stride,
     rows, dim, eps, fp8_max, least_peak,
     HAS_ADD: tl.constexpr, HAS_PENDING: tl.constexpr, HAS_OUT: tl.constexpr,
-    ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+    HAS_NORMS: tl.constexpr, ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = (row < rows)[:, None]
@@ -92,6 +92,11 @@ def _layer_norm_fp8_kernel(
         shift = tl.load(bias + more, mask=more < dim, other=0.0).to(tl.float32)[None, :]
         w = w * factor * gain + shift
         peak = tl.maximum(peak, tl.max(tl.abs(w), 1))
+    if HAS_NORMS:
+        squares = tl.sum(v * v, 1)
+        if REST > 0:
+            squares += tl.sum(w * w, 1)
+        tl.store(norms + row, tl.sqrt(squares), mask=row < rows)
     peak = tl.maximum(peak, least_peak)
     tl.store(scales + row, peak / fp8_max, mask=row < rows)
     up = (fp8_max / peak)[:, None]
@@ -106,7 +111,7 @@ def _layer_norm_fp8_kernel(
 
 
 @triton.jit
-def _gelu(v, APPROXIMATE: tl.constexpr):
+def gelu_tanh(v, APPROXIMATE: tl.constexpr):
     """The tanh form. ``APPROXIMATE``: by the GPU's own tanh, off by 2**-11: with the exponential and the division this
     pass would compute for as long as it waits for memory."""
     z = 0.7978845608028654 * v * (1.0 + 0.044715 * v * v)
@@ -124,29 +129,38 @@ def _gelu(v, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def _quantise_kernel(
-    x, values, scales, x_stride, dim, fp8_max, least_peak,
+    x, left, values, scales, x_stride, left_stride, dim, fp8_max, least_peak,
     GELU: tl.constexpr, APPROXIMATE: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+    LEFT: tl.constexpr, LEFT_PAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    at, to = x + row * x_stride, values + row * dim
+    at, to = x + row * x_stride, values + row * (LEFT + dim) + LEFT
     cols = tl.arange(0, MAIN)
     v = tl.load(at + cols).to(tl.float32)
     if GELU:
-        v = _gelu(v, APPROXIMATE)
+        v = gelu_tanh(v, APPROXIMATE)
     peak = tl.max(tl.abs(v), 0)
     if REST > 0:
         more = MAIN + tl.arange(0, REST)
         inside = more < dim
         w = tl.load(at + more, mask=inside, other=0.0).to(tl.float32)
         if GELU:
-            w = _gelu(w, APPROXIMATE)
+            w = gelu_tanh(w, APPROXIMATE)
         peak = tl.maximum(peak, tl.max(tl.abs(w), 0))
+    if LEFT > 0:
+        first = tl.arange(0, LEFT_PAD)
+        before = tl.load(left + row * left_stride + first, mask=first < LEFT, other=0.0)
+        before = before.to(tl.float32)
+        peak = tl.maximum(peak, tl.max(tl.abs(before), 0))
     peak = tl.maximum(peak, least_peak)
     tl.store(scales + row, peak / fp8_max)
     up = fp8_max / peak
     tl.store(to + cols, (v * up).to(values.dtype.element_ty))
     if REST > 0:
         tl.store(to + more, (w * up).to(values.dtype.element_ty), mask=inside)
+    if LEFT > 0:
+        rounded = (before * up).to(values.dtype.element_ty)
+        tl.store(to - LEFT + first, rounded, mask=first < LEFT)
 
 
 def layer_norm_fp8(
@@ -157,11 +171,13 @@ def layer_norm_fp8(
     pending: Tensor | None,
     add: Tensor | None = None,
     out: Tensor | None = None,
+    norms: Tensor | None = None,
 ) -> Fp8Rows:
     """``x += add`` in place, rounded to x's type; then ``LN(x + pending)`` in FP8, and in ``out`` as it is.
 
     ``x`` [T, D] and, if given, ``add`` and ``out`` [T, D], their rows any stride apart; ``weight`` and ``bias`` [D];
-    ``pending`` [D] float32: what the residual stream still lacks, and keeps lacking. Statistics as in `layer_norm`.
+    ``pending`` [D] float32: what the residual stream still lacks, and keeps lacking. ``norms`` [T] float32 is filled
+    with the Euclidean norm of what is rounded. Statistics as in `layer_norm`.
     """
     rows, dim = x.shape
     result = Fp8Rows.empty(rows, dim, x.device)
@@ -171,23 +187,29 @@ def layer_norm_fp8(
         together = 2 if dim <= 1536 else 1
         added, plain = x if add is None else add, x if out is None else out
         _layer_norm_fp8_kernel[(triton.cdiv(rows, together),)](
-            x, added, weight, bias, x if pending is None else pending, plain, *result,
+            x, added, weight, bias, x if pending is None else pending, plain,
+            result.scales if norms is None else norms, *result,
             x.stride(0), added.stride(0), plain.stride(0), rows, dim, EPS, FP8_MAX, LEAST_PEAK,
             HAS_ADD=add is not None, HAS_PENDING=pending is not None, HAS_OUT=out is not None,
-            ROWS=together, MAIN=main, REST=rest, num_warps=1 if dim <= 2048 else 4,
+            HAS_NORMS=norms is not None, ROWS=together, MAIN=main, REST=rest,
+            num_warps=1 if dim <= 2048 else 4,
         )  # fmt: skip
     return result
 
 
-def quantise_rows(x: Tensor, *, gelu: bool = False) -> Fp8Rows:
-    """``x`` [T, K], its rows any stride apart, in FP8; with ``gelu`` the tanh GELU of it."""
+def quantise_rows(x: Tensor, *, gelu: bool = False, left: Tensor | None = None) -> Fp8Rows:
+    """``x`` [T, K], its rows any stride apart, in FP8; with ``gelu`` the tanh GELU of it. ``left`` [T, L], likewise:
+    stands before it as it is, in rows of L + K."""
     rows, dim = x.shape
-    result = Fp8Rows.empty(rows, dim, x.device)
+    before = 0 if left is None else left.shape[1]
+    result = Fp8Rows.empty(rows, before + dim, x.device)
     if rows:
         main, rest = _parts(dim)
+        beside = x if left is None else left
         _quantise_kernel[(rows,)](
-            x, *result, x.stride(0), dim, FP8_MAX, LEAST_PEAK,
-            GELU=gelu, APPROXIMATE=x.is_cuda, MAIN=main, REST=rest, num_warps=_warps(main),
+            x, beside, *result, x.stride(0), beside.stride(0), dim, FP8_MAX, LEAST_PEAK,
+            GELU=gelu, APPROXIMATE=x.is_cuda, MAIN=main, REST=rest,
+            LEFT=before, LEFT_PAD=triton.next_power_of_2(max(before, 1)), num_warps=_warps(main),
         )  # fmt: skip
     return result
 

@@ -65,6 +65,27 @@ def test_zeros_have_a_scale_and_a_peak_is_the_largest_number():
     assert rows.values[0].float().abs().max() == FP8_MAX
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 48, 96])
+@pytest.mark.parametrize("larger", [0.01, 100.0])
+def test_what_stands_left_shares_the_scale(dtype, width, larger):
+    x = random(3, 70, dtype=dtype)
+    left = (random(3, width + 8) * larger).to(dtype)[:, 8:]
+    rows = quantise_rows(x, gelu=True, left=left)
+    assert rows.values.shape == (3, width + 70)
+    wanted = torch.cat([left.double(), F.gelu(x.double(), approximate="tanh")], 1)
+    assert_rounded(rows, wanted, slack=1e-3)
+
+
+def test_norms_are_those_of_what_is_rounded():
+    x, weight, bias = random(5, 70) + 5, random(70), random(70)
+    norms = torch.empty(5, device=DEVICE)
+    rows = layer_norm_fp8(x, weight, bias, pending=None, norms=norms)
+    wanted = F.layer_norm(x.double(), (70,), weight.double(), bias.double(), 1e-5).norm(dim=1)
+    torch.testing.assert_close(norms.double(), wanted, rtol=1e-5, atol=0)
+    torch.testing.assert_close(widened(rows).norm(dim=1), wanted, rtol=0.02, atol=0)
+
+
 def test_strided_rows_and_none():
     x = random(4, 100)
     rows, wanted = quantise_rows(x[:, 10:80]), quantise_rows(x[:, 10:80].contiguous())

@@ -46,7 +46,8 @@ def fp8_weight_bytes(config: ModelConfig, fp8_gemms: str) -> int:
         total += vision.enc_n_layers * _fp8_block(vision.enc_dim, vision.enc_ff_dim)
     if fp8_gemms in FP8_PREFILL:
         dense = text.n_layers if text.moe is None else text.moe.start_layer
-        total += dense * _fp8_block(text.dim, text.ff_dim)
+        # proj is a part of the rows of fc2.
+        total += dense * (_fp8_block(text.dim, text.ff_dim) + text.dim**2)
         total += (text.n_layers - dense) * _fp8_block(text.dim, 0)
     return total
 
@@ -71,7 +72,7 @@ def _prefill(config: ModelConfig, *, fp8: bool) -> int:
     text = config.text
     dense = PASS_POSITIONS * (7 * text.dim + text.ff_dim)
     if fp8:
-        dense += PASS_POSITIONS * (text.dim + text.ff_dim // 2)
+        dense += PASS_POSITIONS * (text.dim + (text.dim + text.ff_dim) // 2)
     if text.moe is None:
         return dense
     moe = text.moe

@@ -1,6 +1,7 @@
 """GEMMs of the fused passes with what cuBLAS does in their epilogue: bias, tanh GELU, adding to the residual stream.
 
-Those of FP8 operands scale the rows of both and add a bias; GELU and residual are left to the kernels around them.
+Those of FP8 operands scale the rows of both and add a bias; GELU and residual are left to the kernels around them, but
+for an MLP's first product on Hopper, which is our own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...kernels.fp8_rows import FP8, FP8_MAX, LEAST_PEAK, Fp8Rows
+from ...kernels.fp8_gelu import bounds, fp8_gelu, programs
+from ...kernels.fp8_rows import FP8, FP8_MAX, LEAST_PEAK, Fp8Rows, quantise_rows
 from ...models.layers import Linear
 
 FP8_ALIGNMENT = 16
@@ -95,7 +97,12 @@ class Fp8Linear:
         return cls(rounded, scales.T.contiguous(), bias, weight.dtype)
 
     def __call__(self, x: Fp8Rows, *, out: Tensor | None = None) -> Tensor:
-        """[T, N]. Sums are kept in float32 all the way (no "fast accumulation"). ``out``: rows without gaps."""
+        """[T, N]. ``out``: rows without gaps.
+
+        Sums are the tensor core's own ("fast accumulation"): of Hopper's, 14 bits count. Moving them to float32 every
+        128 inputs takes 6 to 26 % of the time (one H200) and changes nothing that could be measured: a product of
+        8192 inputs is off by 0.26 % with it and by 0.17 % without, where rounding the operands costs 3.7 %.
+        """
         return torch._scaled_mm(
             x.values,
             self.weight.T,
@@ -103,5 +110,39 @@ class Fp8Linear:
             self.scales,
             bias=self.bias,
             out_dtype=self.dtype,
+            use_fast_accum=x.values.is_cuda,
             out=out,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Gelu:
+    """``gelu_tanh(x @ weight.T + bias)`` in FP8: one kernel on Hopper, else a product and a pass over what it gives.
+
+    ``spread`` and ``least``: what the rows' scales are bounded by.
+    """
+
+    layer: Fp8Linear
+    spread: float
+    least: float
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor) -> Fp8Gelu:
+        """Raises ConfigError for shapes that can't."""
+        return cls(Fp8Linear.of(weight, bias), *bounds(weight, bias))
+
+    @property
+    def wants_norms(self) -> bool:
+        """Whether calls need them."""
+        return programs(self.layer.weight.device) > 0
+
+    def __call__(self, x: Fp8Rows, norms: Tensor | None) -> Fp8Rows:
+        """[T, N]. ``norms`` [T] float32: Euclidean ones of ``x``; None where they aren't wanted."""
+        layer = self.layer
+        if norms is None:
+            return quantise_rows(layer(x), gelu=True)
+        assert layer.bias is not None
+        spread, least = self.spread, self.least
+        return fp8_gelu(
+            x, norms, layer.weight, layer.scales, layer.bias, spread=spread, least=least
         )

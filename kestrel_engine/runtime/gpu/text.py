@@ -46,7 +46,7 @@ class FusedText:
     experts perhaps in FP8. ``max_rows``: of a decode step. ``overlap``: attention and MLP of a decode step run beside
     each other on two streams instead of sharing GEMMs (CUDA only). ``pdl``: decode kernels begin while those before
     them end (sm_90). ``attention``: of decode steps; None takes our own kernel. ``fp8``: prefill computes qkv and the
-    dense layers' fc1 and fc2 in FP8, of copies of their weights; ConfigError is raised for shapes that can't.
+    dense layers' fc1, proj and fc2 in FP8, of copies of their weights; ConfigError is raised for shapes that can't.
     ``kv_scales``: each layer's, where pools are float8_e4m3fn."""
 
     def __init__(
@@ -115,12 +115,12 @@ class FusedText:
         # Attention leaves rows of padding as they are: they must be numbers.
         u, attended = torch.empty_like(x), torch.zeros_like(x)
         heads = self.config.n_heads
-        # What an MLP in FP8 gave and the stream still lacks.
-        from_mlp: Tensor | None = None
+        # What attention and MLP of a block in FP8 gave and the stream still lacks.
+        owed: Tensor | None = None
         for layer in self._layers:
             u8: Fp8Rows | None = None
             if self._fp8:
-                u8 = self._norm_fp8(layer, x, u, from_mlp)
+                u8 = self._norm_fp8(layer, x, u, owed)
                 qkv = self._fp8[layer.index].qkv(u8)
             else:
                 layer_norm(x, layer.ln.weight, layer.ln.bias, pending=layer.pending, out=u)
@@ -135,10 +135,14 @@ class FusedText:
                 # Keys and values are stored: of the rest of the last layer nobody reads more than these rows.
                 x, u, attended = x[rows], u[rows], attended[rows]
                 u8 = None if u8 is None else u8.at(rows)
+            if layer.moe is None and u8 is not None:
+                owed = self._owed_in_fp8(layer, attended, u8)
+                continue
+            owed = None
             add_linear(x, attended, layer.proj)
-            from_mlp = self._add_mlp(layer, x, u, u8)
-        if from_mlp is not None:
-            x.add_(from_mlp)
+            self._add_mlp(layer, x, u)
+        if owed is not None:
+            x.add_(owed)
         # The sum is rounded once: adding float32 to a half type in place is done in float32.
         return x.add_(self._pending)
 
@@ -159,17 +163,19 @@ class FusedText:
         assert self._tau is not None
         return tau_content(qkv, layer.tau.weights, self._tau), layer.tau.alpha
 
-    def _add_mlp(self, layer: TextLayer, x: Tensor, u: Tensor, u8: Fp8Rows | None) -> Tensor | None:
-        """Adds the MLP of ``u`` to ``x``; what a dense one in FP8 makes of ``u8`` comes back, to be added later."""
+    def _owed_in_fp8(self, layer: TextLayer, attended: Tensor, u8: Fp8Rows) -> Tensor:
+        """What a dense block adds to the stream, of its attention and of its MLP."""
+        fp8 = self._fp8[layer.index]
+        assert fp8.fc1 is not None and fp8.writes is not None
+        return fp8.writes(quantise_rows(fp8.fc1(u8), gelu=True, left=attended))
+
+    def _add_mlp(self, layer: TextLayer, x: Tensor, u: Tensor) -> None:
+        """Adds the MLP of ``u`` to ``x``."""
         moe = layer.moe
-        if moe is None and u8 is not None:
-            fp8 = self._fp8[layer.index]
-            assert fp8.fc1 is not None and fp8.fc2 is not None
-            return fp8.fc2(quantise_rows(fp8.fc1(u8), gelu=True))
         if moe is None:
             assert layer.fc1 is not None and layer.fc2 is not None
             add_linear(x, linear_gelu(u, layer.fc1), layer.fc2)
-            return None
+            return
         weights, experts = route(linear(u, moe.router), moe.experts_per_token)
         moe_prefill(
             u,
@@ -182,7 +188,6 @@ class FusedText:
             add_to=x,
             out=x,
         )
-        return None
 
     def decode(
         self,

@@ -3,9 +3,9 @@
 The residual stream is touched by GEMMs that add to it and by LayerNorms that read it, by nothing else: the biases that
 the GEMMs leave out are summed over the layers when the weights are there and added by each LayerNorm.
 
-In FP8 (qkv, fc1 and fc2) the LayerNorms write FP8 rows, one kernel makes them of the hidden layer with its GELU, and
-what fc2 gives is added by the next block's first LayerNorm. Attention and its projection, a twelfth of the products,
-stay as they are: rounding what the projection reads, in a pass of its own, takes what its product would gain.
+In FP8 (qkv, fc1 and fc2) the LayerNorms write FP8 rows, fc1 with its GELU writes the hidden layer in FP8, and what fc2
+gives is added by the next block's first LayerNorm. Attention and its projection, a twelfth of the products, stay as
+they are: rounding what the projection reads, and adding what it gives, takes what its product would gain.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.fp8_rows import layer_norm_fp8, quantise_rows
+from ...kernels.fp8_rows import layer_norm_fp8
 from ...kernels.layer_norm import layer_norm
 from ...kernels.patchify import patchify
 from ...kernels.pool_tiles import pool_tiles
 from ...model_config import VisionConfig
 from ...models.layers import LayerNorm, Linear, Tensors
-from .gemm import Fp8Linear, add_linear, linear, linear_gelu, require_exact
+from .gemm import Fp8Gelu, Fp8Linear, add_linear, linear, linear_gelu, require_exact
 from .vision_attention import BATCHES, CropAttention
 from .weights import PADDED_PATCHES, running_sums
 
@@ -52,14 +52,15 @@ class Fp8Block:
     """The products of a block that are computed in FP8; the bias of fc2 is pending."""
 
     qkv: Fp8Linear
-    fc1: Fp8Linear
+    fc1: Fp8Gelu
     fc2: Fp8Linear
 
     @classmethod
     def of(cls, block: VisionBlock) -> Fp8Block:
+        assert block.fc1.bias is not None
         return cls(
             Fp8Linear.of(block.qkv.weight, block.qkv.bias),
-            Fp8Linear.of(block.fc1.weight, block.fc1.bias),
+            Fp8Gelu.of(block.fc1.weight, block.fc1.bias),
             Fp8Linear.of(block.fc2),
         )
 
@@ -167,14 +168,16 @@ class FusedVision:
     def _blocks_in_fp8(self, x: Tensor, qkv: Tensor, patches: int) -> None:
         """The same; here no GEMM of the MLP adds to the stream."""
         from_mlp: Tensor | None = None
+        wanted = self._fp8_blocks[0].fc1.wants_norms
+        norms = self._post_pending.new_empty(len(x)) if wanted else None
         for block, fp8 in zip(self.blocks, self._fp8_blocks, strict=True):
             ln, pending = block.ln1, block.pending[0]
             u = layer_norm_fp8(x, ln.weight, ln.bias, pending=pending, add=from_mlp)
             fp8.qkv(u, out=qkv[: len(x)])
             add_linear(x, self._attend(qkv, patches)[: len(x)], block.proj)
             ln, pending = block.ln2, block.pending[1]
-            u = layer_norm_fp8(x, ln.weight, ln.bias, pending=pending)
-            from_mlp = fp8.fc2(quantise_rows(fp8.fc1(u), gelu=True))
+            u = layer_norm_fp8(x, ln.weight, ln.bias, pending=pending, norms=norms)
+            from_mlp = fp8.fc2(fp8.fc1(u, norms))
         if from_mlp is not None:
             x.add_(from_mlp)
 

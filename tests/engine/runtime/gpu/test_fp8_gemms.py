@@ -16,6 +16,7 @@ from kestrel_engine.errors import ConfigError
 from kestrel_engine.kernels.fp8_rows import quantise_rows
 from kestrel_engine.model_config import ModelConfig
 from kestrel_engine.models.vision import VisionModel
+from kestrel_engine.runtime.gpu import gemm
 from kestrel_engine.runtime.gpu.gemm import Fp8Linear, fp8_refused
 from kestrel_engine.runtime.gpu.text import FusedText
 from kestrel_engine.runtime.gpu.vision import FusedVision
@@ -96,8 +97,11 @@ def test_shapes_that_tensor_cores_do_not_take_are_named():
 
 
 @pytest.mark.golden
-def test_a_tower_of_golden_weights(golden_folder):
-    """Crops of 25 patches: interpreted, each row takes milliseconds."""
+@pytest.mark.parametrize("one_kernel", [False, True])
+def test_a_tower_of_golden_weights(golden_folder, monkeypatch, one_kernel):
+    """Crops of 25 patches: interpreted, each row takes milliseconds. ``one_kernel``: fc1 as on Hopper."""
+    if DEVICE.type == "cpu" or not one_kernel:
+        monkeypatch.setattr(gemm, "programs", lambda _: int(one_kernel))
     loaded = load_checkpoint(golden_folder("md2"))
     config = replace(loaded.config.vision, crop_size=70)
     tensors = loaded.tensors
