@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from bisect import bisect_left
-from typing import Any
+from typing import Any, cast
 
+from opentelemetry.sdk.metrics import Histogram as Instrument
 from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
     Histogram,
@@ -40,8 +41,18 @@ class DenseHistogram:
 
     def collected(self) -> Collected:
         """Since the start, as the SDK tells of its own."""
+        return self.told(self.point(), AggregationTemporality.CUMULATIVE)
+
+    def told(self, point: HistogramDataPoint, temporality: AggregationTemporality) -> Collected:
+        """``point`` as the SDK tells of its own."""
+        metric = self._metric
+        data = Histogram([point], temporality)
+        return Collected(metric.name, metric.description, metric.unit, data)
+
+    def point(self) -> HistogramDataPoint:
+        """All that was counted since the start."""
         counts = tuple(self._counts)
-        point = HistogramDataPoint(
+        return HistogramDataPoint(
             attributes={},
             start_time_unix_nano=self._began_ns,
             time_unix_nano=time.time_ns(),
@@ -49,24 +60,38 @@ class DenseHistogram:
             sum=self._sum,
             bucket_counts=counts,
             explicit_bounds=self._metric.buckets,
-            min=0.0,
-            max=0.0,
+            min=_UNKNOWN,
+            max=_UNKNOWN,
         )
-        data = Histogram([point], AggregationTemporality.CUMULATIVE)
-        return Collected(self._metric.name, self._metric.description, self._metric.unit, data)
 
-    def added_to(self, data: MetricsData) -> MetricsData:
-        """``data``, with this one in our scope."""
-        resources = []
-        for resource in data.resource_metrics:
-            scopes = [
-                dataclasses.replace(scope, metrics=[*scope.metrics, self.collected()])
-                if scope.scope.name == SCOPE
-                else scope
-                for scope in resource.scope_metrics
-            ]
-            resources.append(dataclasses.replace(resource, scope_metrics=scopes))
-        return MetricsData(resources)
+
+_UNKNOWN = cast(float, None)
+"""Exporters leave it out."""
+
+
+def _difference(later: HistogramDataPoint, earlier: HistogramDataPoint) -> HistogramDataPoint:
+    pairs = zip(later.bucket_counts, earlier.bucket_counts, strict=True)
+    return dataclasses.replace(
+        later,
+        start_time_unix_nano=earlier.time_unix_nano,
+        count=later.count - earlier.count,
+        sum=later.sum - earlier.sum,
+        bucket_counts=tuple(now - before for now, before in pairs),
+    )
+
+
+def _with(metric: Collected, data: MetricsData) -> MetricsData:
+    """``data``, with ``metric`` in our scope."""
+    resources = []
+    for resource in data.resource_metrics:
+        scopes = [
+            dataclasses.replace(scope, metrics=[*scope.metrics, metric])
+            if scope.scope.name == SCOPE
+            else scope
+            for scope in resource.scope_metrics
+        ]
+        resources.append(dataclasses.replace(resource, scope_metrics=scopes))
+    return MetricsData(resources)
 
 
 class PullReader(InMemoryMetricReader):
@@ -75,20 +100,32 @@ class PullReader(InMemoryMetricReader):
     dense: DenseHistogram | None = None
 
     def _receive_metrics(self, metrics_data: MetricsData, *args: Any, **options: Any) -> None:
-        super()._receive_metrics(_with(self.dense, metrics_data), *args, **options)
+        if self.dense is not None:
+            metrics_data = _with(self.dense.collected(), metrics_data)
+        super()._receive_metrics(metrics_data, *args, **options)
 
 
 class PushReader(PeriodicExportingMetricReader):
-    """The SDK's, with ``dense`` in what it exports."""
+    """The SDK's, with ``dense`` in what it exports; as differences where histograms are to be told so
+    (OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE)."""
 
     dense: DenseHistogram | None = None
+    _before: HistogramDataPoint | None = None
+    """What was told until now."""
 
     def _receive_metrics(self, metrics_data: MetricsData, *args: Any, **options: Any) -> None:
-        super()._receive_metrics(_with(self.dense, metrics_data), *args, **options)
+        if self.dense is not None:
+            metrics_data = _with(self._next(self.dense), metrics_data)
+        super()._receive_metrics(metrics_data, *args, **options)
+
+    def _next(self, dense: DenseHistogram) -> Collected:
+        preferred = self._preferred_temporality or {}
+        temporality = preferred.get(Instrument, AggregationTemporality.CUMULATIVE)
+        point = dense.point()
+        if temporality is AggregationTemporality.CUMULATIVE:
+            return dense.told(point, temporality)
+        before, self._before = self._before, point
+        return dense.told(point if before is None else _difference(point, before), temporality)
 
 
 Reader = PullReader | PushReader
-
-
-def _with(dense: DenseHistogram | None, data: MetricsData) -> MetricsData:
-    return data if dense is None else dense.added_to(data)

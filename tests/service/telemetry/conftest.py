@@ -18,6 +18,7 @@ from kestrel_grpc.telemetry.config import TelemetryConfig, missing_packages
 
 if TYPE_CHECKING:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+    from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
     from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 EVERYTHING = (
@@ -59,17 +60,23 @@ class Collector:
             if signal.endswith("-traces")
         ]
 
-    def metric_names(self) -> set[str]:
+    def metrics(self) -> list[list[Metric]]:
+        """Of each export."""
         from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as pb
 
-        return {
-            metric.name
+        return [
+            [
+                metric
+                for resource in pb.ExportMetricsServiceRequest.FromString(data).resource_metrics
+                for scope in resource.scope_metrics
+                for metric in scope.metrics
+            ]
             for signal, data in self.exports
             if signal.endswith("-metrics")
-            for resource in pb.ExportMetricsServiceRequest.FromString(data).resource_metrics
-            for scope in resource.scope_metrics
-            for metric in scope.metrics
-        }
+        ]
+
+    def metric_names(self) -> set[str]:
+        return {metric.name for metrics in self.metrics() for metric in metrics}
 
     async def until(self, done, seconds: float = 5.0) -> None:
         """Waits until ``done()``."""

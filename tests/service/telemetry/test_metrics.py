@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import math
 import re
 import urllib.request
 from pathlib import Path
 
 import pytest
 import yaml
+from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client.parser import text_string_to_metric_families
@@ -21,9 +23,9 @@ from kestrel_grpc.addresses import AddressError
 from kestrel_grpc.interceptors import Call
 from kestrel_grpc.security.principal import Principal
 from kestrel_grpc.telemetry.config import TelemetryConfig
-from kestrel_grpc.telemetry.dense import DenseHistogram
+from kestrel_grpc.telemetry.dense import DenseHistogram, PushReader
 from kestrel_grpc.telemetry.metrics import MOST_PRINCIPALS, ServiceMetrics
-from kestrel_grpc.telemetry.names import METRICS, PRINCIPAL_CALLS, Metric
+from kestrel_grpc.telemetry.names import METRICS, PRINCIPAL_CALLS, SCOPE, Metric
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
 
@@ -187,6 +189,33 @@ def test_groups_are_counted_as_one_by_one():
     [point] = dense.collected().data.data_points
     assert (point.bucket_counts, point.count) == ((5, 2, 4), 11)
     assert point.sum == pytest.approx(0.15 + 0.2 + 0.15 + 0.2 + 28)
+
+
+@pytest.mark.parametrize("preferred", ["CUMULATIVE", "DELTA"])
+async def test_they_are_told_as_differences_where_that_is_wanted(collector, preferred, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", preferred)
+    reader = PushReader(OTLPMetricExporter(), export_interval_millis=math.inf)
+    provider = MeterProvider([reader], shutdown_on_exit=False)
+    counter = provider.get_meter(SCOPE).create_counter("c")
+    reader.dense = dense = DenseHistogram(Metric("m", "histogram", "s", "", (), (0.1, 0.2)))
+    for times in (2, 0, 3):
+        counter.add(times)
+        dense.record(0.15, times)
+        await asyncio.to_thread(reader.collect)
+    await collector.until(lambda: len(collector.exports) == 3)
+    provider.shutdown()
+    told = [dict(zip("cm", metrics, strict=True)) for metrics in collector.metrics()[:3]]
+    counted = [each["c"].sum.data_points[0].as_int for each in told]
+    histograms = [each["m"].histogram for each in told]
+    points = [histogram.data_points[0] for histogram in histograms]
+    assert [point.count for point in points] == counted
+    assert counted == ([2, 0, 3] if preferred == "DELTA" else [2, 2, 5])
+    sums = [each["c"].sum.aggregation_temporality for each in told]
+    assert [histogram.aggregation_temporality for histogram in histograms] == sums
+    assert points[2].sum == pytest.approx(0.15 * counted[2])
+    assert not points[2].HasField("max")
+    if preferred == "DELTA":
+        assert points[2].start_time_unix_nano == points[1].time_unix_nano
 
 
 async def test_load_shows_while_it_lasts(measured):
