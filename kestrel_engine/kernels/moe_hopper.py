@@ -239,8 +239,8 @@ def _fetch(
 
 
 @gluon.jit
-def _widened(w, MMA: gl.constexpr):
-    """[64, 64] of FP8 weights as a float16 operand, in the kernel's order of inputs."""
+def _read(w, FP8: gl.constexpr):
+    """What a group takes of a stage's weights: FP8 products read shared memory themselves."""
     AS_READ: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [8, 0], [0, 2], [0, 4], [0, 8]],
         [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
@@ -248,18 +248,33 @@ def _widened(w, MMA: gl.constexpr):
         [],
         [64, 64],
     )
-    wide = w.load(AS_READ).to(gl.float16)
-    wide = wide.reshape([64, 4, 4, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([64, 64])
-    return gl.convert_layout(wide, gl.DotOperandLayout(0, MMA, 2))
+    if FP8:
+        read = w
+    else:
+        read = w.load(AS_READ)
+    return read
 
 
 @gluon.jit
-def _operand(w, FP8: gl.constexpr, MMA: gl.constexpr):
+def _operand(read, FP8: gl.constexpr, MMA: gl.constexpr):
+    """[64, 64] of FP8 weights as a float16 operand, in the kernel's order of inputs."""
     if FP8:
-        operand = w
+        operand = read
     else:
-        operand = _widened(w, MMA)
+        wide = read.to(gl.float16).reshape([64, 4, 4, 2, 2]).permute((0, 2, 3, 1, 4))
+        operand = gl.convert_layout(wide.reshape([64, 64]), gl.DotOperandLayout(0, MMA, 2))
     return operand
+
+
+@gluon.jit
+def _wait(count: gl.constexpr, sums, operand, FP8: gl.constexpr):
+    """The sums, once only ``count`` products run. A running product reads its operand's registers, which nobody else
+    knows: they are named here so that nothing is written to them before."""
+    if FP8:
+        sums = hopper.warpgroup_mma_wait(count, deps=(sums,))
+    else:
+        sums, operand = hopper.warpgroup_mma_wait(count, deps=(sums, operand))
+    return sums
 
 
 @gluon.jit
@@ -283,9 +298,9 @@ def _multiply(
         if ROLL:
             mbarrier.wait(full.index(stage), phase)
             of_tokens = x.index(stage).permute((1, 0))
-            wa = _operand(w.index(stage * 4 + group * 2), FP8, MMA)
+            wa = _operand(_read(w.index(stage * 4 + group * 2), FP8), FP8, MMA)
             a_next = hopper.warpgroup_mma(wa, of_tokens, a, is_async=True)
-            wb = _operand(w.index(stage * 4 + group * 2 + 1), FP8, MMA)
+            wb = _operand(_read(w.index(stage * 4 + group * 2 + 1), FP8), FP8, MMA)
             b_next = hopper.warpgroup_mma(wb, of_tokens, b, is_async=True)
             for _ in range(K, NUM_INPUTS, K):
                 done = stage
@@ -296,14 +311,19 @@ def _multiply(
                 mbarrier.wait(full.index(stage), phase)
                 of_tokens = x.index(stage).permute((1, 0))
                 # While one half is multiplied the other's weights are widened: the tensor cores always have work.
-                wa = _operand(w.index(stage * 4 + group * 2), FP8, MMA)
-                a = hopper.warpgroup_mma_wait(1, deps=(a_next,))
+                ra = _read(w.index(stage * 4 + group * 2), FP8)
+                rb = _read(w.index(stage * 4 + group * 2 + 1), FP8)
+                a = _wait(1, a_next, wa, FP8)
+                wa = _operand(ra, FP8, MMA)
                 a_next = hopper.warpgroup_mma(wa, of_tokens, a, is_async=True)
-                wb = _operand(w.index(stage * 4 + group * 2 + 1), FP8, MMA)
-                b = hopper.warpgroup_mma_wait(1, deps=(b_next,))
+                b = _wait(1, b_next, wb, FP8)
                 mbarrier.arrive(empty.index(done), count=1)
+                wb = _operand(rb, FP8, MMA)
                 b_next = hopper.warpgroup_mma(wb, of_tokens, b, is_async=True)
-            a, b = hopper.warpgroup_mma_wait(0, deps=(a_next, b_next))
+            if FP8:
+                a, b = hopper.warpgroup_mma_wait(0, deps=(a_next, b_next))
+            else:
+                a, b, wa, wb = hopper.warpgroup_mma_wait(0, deps=(a_next, b_next, wa, wb))
             mbarrier.arrive(empty.index(stage), count=1)
             stage += 1
             if stage == STAGES:
@@ -331,8 +351,8 @@ def _multiply(
                     phase ^= 1
         else:
             mbarrier.wait(full.index(stage), phase)
-            wa = _widened(w.index(stage * 4 + group * 2), MMA)
-            wb = _widened(w.index(stage * 4 + group * 2 + 1), MMA)
+            wa = _operand(_read(w.index(stage * 4 + group * 2), False), False, MMA)
+            wb = _operand(_read(w.index(stage * 4 + group * 2 + 1), False), False, MMA)
             for _ in range(K, NUM_INPUTS, K):
                 of_tokens = x.index(stage).permute((1, 0))
                 a_next = hopper.warpgroup_mma(wa, of_tokens, a, is_async=True)
@@ -344,8 +364,8 @@ def _multiply(
                     phase ^= 1
                 # The next weights are widened while these are multiplied.
                 mbarrier.wait(full.index(stage), phase)
-                wa_next = _widened(w.index(stage * 4 + group * 2), MMA)
-                wb_next = _widened(w.index(stage * 4 + group * 2 + 1), MMA)
+                wa_next = _operand(_read(w.index(stage * 4 + group * 2), False), False, MMA)
+                wb_next = _operand(_read(w.index(stage * 4 + group * 2 + 1), False), False, MMA)
                 a, b, wa, wb = hopper.warpgroup_mma_wait(0, deps=(a_next, b_next, wa, wb))
                 mbarrier.arrive(empty.index(done), count=1)
                 wa = wa_next
