@@ -42,8 +42,9 @@ RELATIVE_ERROR = {"float32": 1e-3, "float16": 0.01, "bfloat16": 0.03}
 """Most of ||served - float32|| / ||float32||, over the logits at the ends of prompts, each row less its mean."""
 WITH_EXPERTS = 2.5
 """Times as much for a mixture of experts: a router's near tie may fall otherwise, and one token gets another expert."""
-IN_FP8 = {"off": 1.0, "vision": 5.0, "prefill": 5.0, "all": 7.0}
-"""Times as much by --fp8-gemms: every product that is computed so is off by a thirtieth, in every layer anew."""
+IN_FP8 = {"off": 1.0, "vision": 1.0, "prefill": 1.75, "all": 1.75}
+"""Times as much by --fp8-gemms. A product in FP8 is off by 3.7 %, and the stream that sums them by less: on Moondream 2
+logits are off by 0.011 in bfloat16, 0.013 with the tower in FP8, 0.029 with prefill and 0.030 with both."""
 KV_IN_FP8 = 0.05
 """More, with keys and values in FP8: each is off by a fortieth, at random, and softmax takes the mean of many."""
 LEAST_SCORE = 0.985

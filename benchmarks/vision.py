@@ -3,8 +3,9 @@
 python -m benchmarks.vision --model moondream2 --random-weights --device cuda --json F
 
 The crops are of the trace's pictures and lie on the device; what is timed is the tower alone (patch embedding, blocks
-and the last LayerNorm), by the device's events. A whole step - copying the crops there, the tower, stitching, pooling
-and the projector - is measured as well, as the runtime's own clock tells it.
+and the last LayerNorm) as steps run it, by the device's events: the captured pass, with the copies of crops and
+features in and out of its graph, or with --no-cuda-graphs its kernels launched one by one. A whole step - copying the
+crops there, the tower, stitching, pooling and the projector - is measured as well, as the runtime's own clock tells it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def measure(opened: Opened, report: GpuReport, *, crop_counts: Sequence[int], re
     config, device = opened.built.model, opened.device
     runtime = opened.runtime
     model = runtime.model
-    tower = getattr(runtime, "vision", model.vision)
+    encode_crops = getattr(runtime, "encode_crops", model.vision.encode_crops)
     pictures = prepared_pictures(6, config.vision)
     crops = np.concatenate([picture.crops for picture in pictures])
     most = max(crop_counts)
@@ -58,7 +59,7 @@ def measure(opened: Opened, report: GpuReport, *, crop_counts: Sequence[int], re
     for count in crop_counts:
         some = there[:count]
         with torch.inference_mode():
-            took = seconds_of(partial(tower.encode_crops, some), device, repeats=repeats)
+            took = seconds_of(partial(encode_crops, some), device, repeats=repeats)
         tflops = vision_flop(config, count) / took / 1e12
         report.add(
             title,

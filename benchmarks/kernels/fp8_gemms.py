@@ -4,6 +4,8 @@ python -m benchmarks.kernels.fp8_gemms
 
 Checks first, by the distance from float64 of what was rounded. Times are of captured graphs, at the true shapes. Ends
 with status 1 where a product or a kernel is wrong.
+
+"Float32 sums": the tensor cores' own are moved to float32 every 128 inputs, which nothing in the engine does.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor
 from kestrel_engine.kernels.fp8_rows import Fp8Rows, layer_norm_fp8, quantise_rows
 from kestrel_engine.kernels.layer_norm import layer_norm
 from kestrel_engine.models.layers import Linear
-from kestrel_engine.runtime.gpu.gemm import Fp8Linear, add_linear, linear, linear_gelu
+from kestrel_engine.runtime.gpu.gemm import Fp8Gelu, Fp8Linear, add_linear, linear, linear_gelu
 from kestrel_engine.runtime.gpu.text import FusedText
 from kestrel_engine.runtime.gpu.vision import FusedVision
 from kestrel_engine.runtime.gpu.weights import pack_weights
@@ -39,6 +41,8 @@ from .vision import (
 )
 
 REPEATS = 15
+MOST_LOST = 0.06 if ON_GPU else 0.1
+"""Relative error of an FP8 product, rounded to FP8 once more or not: 0.037 and 0.047. The interpreter rounds worse."""
 
 
 def us(body: Callable[[], object], repeats: int = REPEATS) -> float:
@@ -57,8 +61,8 @@ def off(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
-def fast(x: Fp8Rows, layer: Fp8Linear) -> Tensor:
-    """`Fp8Linear` with sums in the tensor core's own few bits."""
+def precise(x: Fp8Rows, layer: Fp8Linear) -> Tensor:
+    """`Fp8Linear` with float32 sums."""
     return torch._scaled_mm(
         x.values,
         layer.weight.T,
@@ -66,7 +70,7 @@ def fast(x: Fp8Rows, layer: Fp8Linear) -> Tensor:
         layer.scales,
         bias=layer.bias,
         out_dtype=layer.dtype,
-        use_fast_accum=True,
+        use_fast_accum=False,
     )
 
 
@@ -86,6 +90,10 @@ class Shapes:
         self.fc1, self.fc2 = layer(ff, dim), layer(dim, ff)
         self.qkv8, self.fc18 = (Fp8Linear.of(x.weight, x.bias) for x in (self.qkv, self.fc1))
         self.fc28, self.proj8 = (Fp8Linear.of(x.weight) for x in (self.fc2, self.proj))
+        self.writes8 = Fp8Linear.of(torch.cat([self.proj.weight, self.fc2.weight], dim=1))
+        assert self.fc1.bias is not None
+        self.gelu8 = Fp8Gelu.of(self.fc1.weight, self.fc1.bias)
+        self.norms = self.u.float().norm(dim=1) if self.gelu8.wants_norms else None
         self.gain, self.shift = random(dim), random(dim)
         self.pending = torch.randn(dim, device=DEVICE)
 
@@ -104,16 +112,25 @@ def check(shapes: Shapes) -> list[str]:
         exact = x[some].double() @ plain.weight.double().T + bias
         rounded = rows.values[some].double() * rows.scales[some]
         rounded = rounded @ (layer8.weight.double() * layer8.scales.T).T + bias
-        found = layer8(rows)[some], fast(rows, layer8)[some] if ON_GPU else layer8(rows)[some]
-        own, quick = (off(f, rounded) for f in found)
-        lost = off(found[0], exact)
+        found = layer8(rows)[some]
+        own, slow = off(found, rounded), off(precise(rows, layer8)[some], rounded)
+        lost = off(found, exact)
         bf16 = off(linear(x, plain)[some], exact)
         print(
             f"{name:<5} from float64: bfloat16 {bf16:.4f}, FP8 {lost:.4f};"
-            f" from the product of what was rounded: {own:.5f}, fast accumulation {quick:.5f}"
+            f" from the product of what was rounded: {own:.5f}, with float32 sums {slow:.5f}"
         )
-        if own > 5e-3 or not lost < 0.06:
+        if own > 5e-3 or not lost < MOST_LOST:
             wrong.append(name)
+    assert shapes.fc1.bias is not None
+    exact = shapes.u[some].double() @ shapes.fc1.weight.double().T + shapes.fc1.bias.double()
+    exact = torch.nn.functional.gelu(exact, approximate="tanh")
+    for name, norms in (("in one", shapes.norms), ("in two", None)):
+        hidden = shapes.gelu8(quantise_rows(shapes.u), norms)
+        lost = off(hidden.values[some].double() * hidden.scales[some], exact)
+        print(f"fc1, GELU and rounding {name}: from float64 {lost:.4f}")
+        if not lost < MOST_LOST:
+            wrong.append(f"GELU {name}")
     return wrong
 
 
@@ -128,22 +145,24 @@ def table(title: str, rows: dict[str, tuple[Callable[[], object], float, float]]
 
 def time_products(s: Shapes, title: str) -> None:
     u8, hidden8 = quantise_rows(s.u), quantise_rows(s.hidden, gelu=True)
+    both8 = quantise_rows(s.hidden, gelu=True, left=s.u)
     wide, narrow = 2 * s.rows * s.dim * s.ff, 2 * s.rows * s.dim**2
     rows: dict[str, tuple[Callable[[], object], float, float]] = {
         "qkv, bfloat16": (lambda: linear(s.u, s.qkv), 3 * narrow, 0),
         "qkv, FP8": (lambda: s.qkv8(u8), 3 * narrow, 0),
-        "qkv, FP8, fast accumulation": (lambda: fast(u8, s.qkv8), 3 * narrow, 0),
+        "qkv, FP8, float32 sums": (lambda: precise(u8, s.qkv8), 3 * narrow, 0),
         "fc1 with GELU, bfloat16": (lambda: linear_gelu(s.u, s.fc1), wide, 0),
         "fc1, FP8": (lambda: s.fc18(u8), wide, 0),
-        "fc1, FP8, fast accumulation": (lambda: fast(u8, s.fc18), wide, 0),
+        "fc1, FP8, float32 sums": (lambda: precise(u8, s.fc18), wide, 0),
+        "fc1, GELU and rounding in one": (lambda: s.gelu8(u8, s.norms), wide, 0),
+        "fc1, GELU and rounding in two": (lambda: s.gelu8(u8, None), wide, 0),
         "fc2 added, bfloat16": (lambda: add_linear(s.x, s.hidden, s.fc2.weight), wide, 0),
         "fc2, FP8": (lambda: s.fc28(hidden8), wide, 0),
-        "fc2, FP8, fast accumulation": (lambda: fast(hidden8, s.fc28), wide, 0),
+        "fc2, FP8, float32 sums": (lambda: precise(hidden8, s.fc28), wide, 0),
         "proj added, bfloat16": (lambda: add_linear(s.x, s.u, s.proj.weight), narrow, 0),
         "proj, FP8": (lambda: s.proj8(u8), narrow, 0),
+        "proj and fc2 in one, FP8": (lambda: s.writes8(both8), wide + narrow, 0),
     }
-    if not ON_GPU:
-        rows = {name: row for name, row in rows.items() if "fast" not in name}
     table(f"{title}: products", rows)
 
 
@@ -166,18 +185,20 @@ def time_kernels(s: Shapes, title: str) -> None:
                 0,
                 (half + s.rows) * s.ff,
             ),
+            "GELU to FP8, attention at its left": (
+                lambda: quantise_rows(s.hidden, gelu=True, left=s.u),
+                0,
+                (half + s.rows) * (s.ff + s.dim),
+            ),
             "rows to FP8, of attention": (lambda: quantise_rows(s.u), 0, (half + s.rows) * s.dim),
         },
     )
 
 
-def mlp(s: Shapes, out: Tensor, parts: int) -> None:
-    """The MLP in FP8, ``parts`` of the rows after each other: what lies between then fits the cache."""
-    size = -(-s.rows // parts)
-    for first in range(0, s.rows, size):
-        some = slice(first, first + size)
-        u = layer_norm_fp8(s.x[some], s.gain, s.shift, pending=s.pending)
-        s.fc28(quantise_rows(s.fc18(u), gelu=True), out=out[some])
+def mlp(s: Shapes, out: Tensor) -> None:
+    """The MLP in FP8."""
+    norm = partial(layer_norm_fp8, s.x, s.gain, s.shift, pending=s.pending)
+    s.fc28(s.gelu8(norm(norms=s.norms), s.norms), out=out)
 
 
 def mlp_bf16(s: Shapes, u: Tensor) -> None:
@@ -188,11 +209,9 @@ def mlp_bf16(s: Shapes, u: Tensor) -> None:
 def time_mlp(s: Shapes, title: str) -> None:
     out, flop = torch.empty_like(s.x), 4 * s.rows * s.dim * s.ff
     rows: dict[str, tuple[Callable[[], object], float, float]] = {
-        "bfloat16": (lambda: mlp_bf16(s, out), flop, 0)
+        "bfloat16": (lambda: mlp_bf16(s, out), flop, 0),
+        "FP8": (lambda: mlp(s, out), flop, 0),
     }
-    for parts in (1, 2, 4, 8, 14):
-        if s.rows // parts >= 700:
-            rows[f"FP8, {parts} parts"] = (partial(mlp, s, out, parts), flop, 0)
     table(f"{title}: LayerNorm and MLP", rows)
 
 

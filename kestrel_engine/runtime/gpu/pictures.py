@@ -20,7 +20,8 @@ class EncodedPictures:
 
     def __init__(self, vision: FusedVision, graphs: VisionGraphs | None, bos: Tensor) -> None:
         self._vision, self._bos = vision, bos
-        self._encode_crops = (vision if graphs is None else graphs).encode_crops
+        self.encode_crops = (vision if graphs is None else graphs).encode_crops
+        """The tower's passes as steps run them: captured where there are graphs."""
         self._upload = CropUploader(bos.device)
         self._features: dict[str, list[Tensor]] = {}
         self._prefixes: dict[str, Tensor] = {}
@@ -50,7 +51,7 @@ class EncodedPictures:
             return
         features = None
         if sum(map(len, wanted)):
-            features = self._encode_crops(self._upload(wanted))
+            features = self.encode_crops(self._upload(wanted))
         begin = 0
         complete: list[tuple[str, Tensor, tuple[int, int]]] = []
         for piece, own in zip(pieces, wanted, strict=True):

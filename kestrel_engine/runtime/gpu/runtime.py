@@ -241,6 +241,11 @@ class GpuRuntime:
                 self._state.check(row)
             return self._prompts.run(rows, None)
 
+    @torch.inference_mode()
+    def encode_crops(self, crops: Tensor) -> Tensor:
+        """`FusedVision.encode_crops` by the passes that steps run, on the current stream, while no step is out."""
+        return self._pictures.encode_crops(crops)
+
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
         if self._stream is None:

@@ -56,6 +56,17 @@ def both(request):
     reference.close()
 
 
+def test_crops_alone_go_through_the_passes_of_steps(both, monkeypatch):
+    config, _, tested = both
+    side = config.vision.crop_size
+    crops = torch.randint(0, 255, (3, side, side, 3), dtype=torch.uint8, device=DEVICE)
+    wanted = tested.vision.encode_crops(crops)
+    torch.testing.assert_close(tested.encode_crops(crops), wanted, atol=1e-4, rtol=1e-4)
+    # Where there are graphs, theirs: the tower itself isn't asked.
+    monkeypatch.setattr(tested._pictures, "encode_crops", lambda crops: crops.sum())
+    assert tested.encode_crops(crops) == crops.sum()
+
+
 class Talk:
     """One sequence in both runtimes: rules and prompt are given, what was sampled is kept."""
 
