@@ -193,6 +193,12 @@ class RuntimeConfig:
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(name, getattr(self, name), f"must be {_one_of(allowed)}")
+        if self.kv_cache_dtype == "fp8" and self.attention == "flashinfer":
+            raise ConfigError(
+                "kv_cache_dtype",
+                "fp8",
+                "needs another attention than flashinfer: auto, triton or torch",
+            )
         for name in ("offline", "random_weights", "compile", "cuda_graphs", "prefix_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "must be True or False")

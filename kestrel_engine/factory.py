@@ -203,19 +203,13 @@ def kv_scales_of(
     dtype: torch.dtype,
     kernels: bool,
 ) -> tuple[Scales, ...] | None:
-    """Each layer's for a KV cache in FP8; None: it keeps the model's type. Raises ConfigError, CheckpointError."""
+    """Each layer's for a KV cache in FP8; None: it keeps the model's type. Raises CheckpointError."""
     import torch
 
     from .checkpoint import kv_scales
     from .runtime.gpu.device import capabilities
 
     asked, layers = config.kv_cache_dtype, opened.config.text.n_layers
-    if asked == "fp8" and config.attention == "flashinfer":
-        raise ConfigError(
-            "kv_cache_dtype",
-            asked,
-            "needs another attention than flashinfer: auto, triton or torch",
-        )
     if asked == "auto":
         # Who asks for float32 asks for the exact numbers.
         fits = kernels and dtype != torch.float32 and config.attention != "flashinfer"

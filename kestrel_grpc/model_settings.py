@@ -211,8 +211,8 @@ def _add_schedule_flags(parser: argparse.ArgumentParser, environ: Mapping[str, s
     work.add(
         "--kv-cache-dtype",
         default=default_of(RuntimeConfig, "kv_cache_dtype"),
-        help="keys and values as model computes them, or fp8: half the bytes for some accuracy; auto takes fp8 where "
-        "the checkpoint has its scales and the GPU converts it",
+        help="keys and values in the model's type (model) or in FP8 (fp8): half the bytes for some accuracy; auto: fp8 "
+        "where the checkpoint has scales for it and the GPU converts it",
     )
     work.add(
         "--prefix-cache",

@@ -23,28 +23,36 @@ _FALLBACK = "; --kv-cache-dtype model goes without them"
 
 def is_complete(plan: CheckpointPlan, n_layers: int) -> bool:
     """Whether all layers have both scales. Says so in the log where only some have."""
-    missing = [name for name in _names(n_layers) if name not in plan.kv_scales]
-    if missing and plan.kv_scales:
+    if some := incomplete(plan, n_layers):
         logger.warning(
-            "scales of an FP8 KV cache: %d of %d are there (missing: %s, ...): not used by themselves",
-            len(plan.kv_scales),
-            2 * n_layers,
-            missing[0],
+            "%s: the KV cache keeps the model's type, unless --kv-cache-dtype is fp8", some
         )
-    return not missing
+    return all(name in plan.kv_scales for name in _names(n_layers))
+
+
+def incomplete(plan: CheckpointPlan, n_layers: int) -> str:
+    """What there is if only some of the layers' scales are; else nothing."""
+    names = _names(n_layers)
+    missing = [name for name in names if name not in plan.kv_scales]
+    if not missing or len(missing) == len(names):
+        return ""
+    there = len(names) - len(missing)
+    return f"{there} of {len(names)} scales of an FP8 KV cache are there, {missing[0]} isn't"
 
 
 def read(
     plan: CheckpointPlan, files: tuple[Path, ...], n_layers: int
 ) -> tuple[tuple[float, float], ...]:
-    """Each layer's scales of keys and values; 1 where the checkpoint has none: eight-bit floats have a range of 2**18
-    of their own, which keys and values are in without any scale.
+    """Each layer's scales of keys and values; 1 where the checkpoint has none, which the log tells if it has others:
+    eight-bit floats have a range of 2**18 of their own, which keys and values are in without any scale.
 
     Raises CheckpointError, which names them all, for scales that aren't one positive finite number, and for files that
     can't be read.
     """
     from .loader import read_tensors
 
+    if some := incomplete(plan, n_layers):
+        logger.warning("%s: 1 stands for what is missing", some)
     names = [name for name in _names(n_layers) if name in plan.kv_scales]
     stored = [plan.kv_scales[name] for name in names]
     wrong, values = [], {}

@@ -50,9 +50,12 @@ class NameMap:
     prefix: str = ""
 
 
-_IGNORED = re.compile(r"(^|\.)(freqs_cis|inv_freq|attn_mask|k_cache|v_cache|rotary_emb\.\w+)$")
 _KV_SCALE = re.compile(
-    r"^(?:text_model\.transformer\.h|text\.blocks)\.(\d+)\.(?:attn\.)?kv_quantizer\.([kv])_scale$"
+    r"^(?:text_model\.transformer\.h|text\.blocks)\.(\d+)\.(?:\w+\.)?kv_quantizer\.([kv])_scale$"
+)
+# What else a quantiser of keys and values keeps says nothing about the weights.
+_IGNORED = re.compile(
+    r"(^|\.)(freqs_cis|inv_freq|attn_mask|k_cache|v_cache|rotary_emb\.\w+|kv_quantizer\.\w+)$"
 )
 _SCALE = re.compile(
     r"^(?:text_model\.transformer\.h|text\.blocks)\.(\d+)\.(?:mlp\.)?moe_quant\.(up|down)_scale$"
@@ -123,14 +126,14 @@ def map_names(stored_names: Iterable[str]) -> NameMap:
         if name.startswith("model.") and not name.startswith("model.text_model."):
             prefix = "model."
         name = name.removeprefix("model.")
-        if _IGNORED.search(name):
-            ignored.append(stored)
-            continue
         if scale := _KV_SCALE.match(name):
             target = kv_scale_name(int(scale[1]), scale[2])
             if target in kv_scales:
                 clashes.append(f"{stored} and {kv_scales[target]}")
             kv_scales[target] = stored
+            continue
+        if _IGNORED.search(name):
+            ignored.append(stored)
             continue
         if scale := _SCALE.match(name):
             leaf = "fc1" if scale[2] == "up" else "fc2"

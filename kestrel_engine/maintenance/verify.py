@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checkpoint import checksums
+from ..checkpoint import checksums, kv_scales
 from ..checkpoint.catalog import HubFile, resolve
 from ..checkpoint.hub import Hub, sibling
 from ..checkpoint.loader import check_values
@@ -61,6 +61,8 @@ def verify(
         yield _values(opened, progress)
     except KestrelError as error:
         yield Finding("values", "fail", str(error), _AGAIN)
+    if opened.plan.kv_scales:
+        yield _kv_scales(opened)
 
 
 def _asked(config: RuntimeConfig, files: Mapping[str, Path], hub: Hub) -> dict[str, str]:
@@ -154,3 +156,16 @@ def _values(opened: OpenedModel, progress: Progress | None) -> Finding:
         told = f"NaN or infinite: {', '.join(nonfinite[:SHOWN])}{more}"
         return Finding("values", "fail", told, _AGAIN)
     return Finding("values", "ok", f"all are finite; fingerprint {fingerprint}")
+
+
+def _kv_scales(opened: OpenedModel) -> Finding:
+    layers = opened.config.text.n_layers
+    try:
+        scales = kv_scales.read(opened.plan, opened.files, layers)
+    except CheckpointError as error:
+        return Finding("KV scales", "fail", str(error), _AGAIN)
+    if some := kv_scales.incomplete(opened.plan, layers):
+        told = "not used unless --kv-cache-dtype is fp8, which takes 1 for the others"
+        return Finding("KV scales", "warn", some, told)
+    found = [scale for pair in scales for scale in pair]
+    return Finding("KV scales", "ok", f"all {layers} layers': {min(found):g} to {max(found):g}")

@@ -38,7 +38,8 @@ def gather(pool: Tensor, slots: slice | Tensor, scale: float, dtype: torch.dtype
     found = kept[slots] if isinstance(slots, slice) else kept.index_select(0, slots)
     if pool.dtype != EIGHT_BITS:
         return found
-    return found.view(EIGHT_BITS).float().mul_(scale).to(dtype)
+    # Each stored number is one of ``dtype``'s, and the product is rounded once: no wider copy is needed.
+    return found.view(EIGHT_BITS).to(dtype).mul_(scale)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

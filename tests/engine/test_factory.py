@@ -281,8 +281,6 @@ class TestChoiceOfRuntime:
                 scales=given, kv_cache_dtype="fp8", dtype=torch.float32, kernels=False
             )
             assert forced == read
-        with pytest.raises(ConfigError, match=r"kv_cache_dtype.*another attention than flashinfer"):
-            self.kv_scales(scales=every, kv_cache_dtype="fp8", attention="flashinfer")
 
     def test_no_compile_is_plain_torch_and_says_so(self, caplog):
         assert not factory._uses_kernels(RuntimeConfig(compile=False), self.CUDA)

@@ -11,6 +11,7 @@ from kestrel_engine.checkpoint.loader import load_checkpoint
 from kestrel_engine.checkpoint.open import open_model
 from kestrel_engine.config import RuntimeConfig
 from kestrel_engine.errors import CheckpointError
+from kestrel_engine.maintenance.verify import verify
 from kestrel_engine.model_config import parse_model_config
 from tests.engine.checkpoint.conftest import random_tensors, raw_config
 
@@ -66,10 +67,11 @@ def test_all_of_them(opened, scheme, file, shape, dtype):
     assert [list(pair) for pair in read(found)] == expected
 
 
-def test_none_of_them(opened):
+def test_none_of_them(opened, caplog):
     found = opened({})
     assert not kv_scales.is_complete(found.plan, LAYERS)
     assert read(found) == ((1.0, 1.0),) * LAYERS
+    assert not caplog.text
 
 
 def test_some_of_them(opened, caplog):
@@ -77,8 +79,10 @@ def test_some_of_them(opened, caplog):
     del values[1, "v"]
     found = opened(values)
     assert not kv_scales.is_complete(found.plan, LAYERS)
-    assert "5 of 6 are there (missing: text.blocks.1.attn.v_scale" in caplog.text
+    some = "5 of 6 scales of an FP8 KV cache are there, text.blocks.1.attn.v_scale isn't: "
+    assert some + "the KV cache keeps the model's type" in caplog.text
     assert read(found)[1] == (pytest.approx(0.02), 1.0)
+    assert some + "1 stands for what is missing" in caplog.text
 
 
 def test_such_as_cannot_be_are_all_named(opened):
@@ -101,3 +105,20 @@ def test_the_weights_load_whatever_the_scales_are(opened):
     odd = opened(ALL | {(0, "k"): torch.nan})
     left, right = (load_checkpoint(each.files[0]) for each in (plain, odd))
     assert left.fingerprint == right.fingerprint and left.tensors.keys() == right.tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("values", "status", "told"),
+    [
+        ({}, None, None),
+        (ALL, "ok", "all 3 layers': 0.01 to 0.06"),
+        ({(1, "v"): 0.5}, "warn", "1 of 6 scales of an FP8 KV cache are there"),
+        ({(1, "v"): -0.5}, "fail", "h.1.kv_quantizer.v_scale = -0.5"),
+    ],
+)
+def test_verify_tells_what_scales_there_are(opened, values, status, told):
+    folder = opened(values).files[0].parent
+    config = RuntimeConfig(model_path=folder, tokenizer_path=folder)
+    found = [f for f in verify(config, progress=lambda *_: None) if f.check == "KV scales"]
+    assert [f.status for f in found] == ([] if status is None else [status])
+    assert not found or told in found[0].message

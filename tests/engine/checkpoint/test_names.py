@@ -64,7 +64,8 @@ def test_scales_buffers_and_strangers_are_told_apart() -> None:
         [
             f"{BLOCK}.moe_quant.up_scale",
             f"{BLOCK}.moe_quant.down_scale",
-            f"{BLOCK}.kv_quantizer.k_scale",
+            f"{BLOCK}.mixer.kv_quantizer.k_scale",
+            f"{BLOCK}.kv_quantizer.bits",
             "model.text.freqs_cis",
             f"{BLOCK}.mixer.bogus.weight",
             "lm_head.weight",
@@ -74,8 +75,8 @@ def test_scales_buffers_and_strangers_are_told_apart() -> None:
         "text.blocks.5.mlp.fc1.weight": f"{BLOCK}.moe_quant.up_scale",
         "text.blocks.5.mlp.fc2.weight": f"{BLOCK}.moe_quant.down_scale",
     }
-    assert found.ignored == ("model.text.freqs_cis",)
-    assert found.kv_scales == {"text.blocks.5.attn.k_scale": f"{BLOCK}.kv_quantizer.k_scale"}
+    assert found.ignored == (f"{BLOCK}.kv_quantizer.bits", "model.text.freqs_cis")
+    assert found.kv_scales == {"text.blocks.5.attn.k_scale": f"{BLOCK}.mixer.kv_quantizer.k_scale"}
     assert found.unknown == (f"{BLOCK}.mixer.bogus.weight", "lm_head.weight")
     assert not found.tensors
 
