@@ -42,7 +42,11 @@ DONT_RETRY = "-1"
 
 
 class ModelNotReady(engine.KestrelError):
-    """The model is still loading, could not be loaded, or the server is shutting down."""
+    """The model is still loading, or could not be loaded."""
+
+
+class ShuttingDown(ModelNotReady):
+    """The server takes no more requests."""
 
 
 class SkillNotFound(engine.RequestError):
@@ -108,6 +112,7 @@ TABLE: dict[type[Exception], _Row] = {
     ScopeMissing: _Row(_Code.PERMISSION_DENIED, "SCOPE_MISSING"),
     engine.DeadlineExceeded: _Row(_Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
     ModelNotReady: _Row(_Code.UNAVAILABLE, "MODEL_NOT_READY"),
+    ShuttingDown: _Row(_Code.UNAVAILABLE, "SHUTTING_DOWN"),
     engine.EngineClosed: _Row(_Code.UNAVAILABLE, "SHUTTING_DOWN"),
     engine.ProfileError: _Row(_Code.FAILED_PRECONDITION, "PROFILE_UNAVAILABLE"),
     CaptureError: _Row(_Code.FAILED_PRECONDITION, "CAPTURE_UNAVAILABLE"),
@@ -198,7 +203,7 @@ def status_of(
         trailers = ((PUSHBACK_KEY, str(round(1000 * error.retry_after_s))),)
     elif isinstance(error, (MessageTooLarge, SlowReader)):
         trailers = ((PUSHBACK_KEY, DONT_RETRY),)
-    elif isinstance(error, ModelNotReady):
+    elif isinstance(error, (ModelNotReady, engine.EngineClosed)):
         details.append(_retry_after(1.0))
     details.append(error_details_pb2.RequestInfo(request_id=request_id))
     return told.code, told.message, (*_packed(told.code, told.message, details), *trailers)

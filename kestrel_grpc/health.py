@@ -69,13 +69,17 @@ class Health:
     async def update(self) -> None:
         """Brings the statuses in line with the model's state."""
         if self._served.state is State.DRAINING:
-            await self._servicer.enter_graceful_shutdown()
+            await self.leave()
             return
         status = _SERVING if self._served.state is State.READY else _NOT_SERVING
         # A path's name is known once it is loaded; who asked by the path goes on.
         self._following.add(self._served.name)
         for name in self._following:
             await self._servicer.set(name, status)
+
+    async def leave(self) -> None:
+        """All are NOT_SERVING from now on, whatever the model's state."""
+        await self._servicer.enter_graceful_shutdown()
 
     async def follow(self) -> None:
         """Watches over the engine until it fails or this task is cancelled."""

@@ -18,7 +18,7 @@ from .log_writer import LogWriter
 
 Format = Literal["text", "json"]
 LifeEvent = Literal[
-    "listening", "ready", "draining", "stopped", "failed", "worker_ready", "worker_ended"
+    "listening", "ready", "leaving", "draining", "stopped", "failed", "worker_ready", "worker_ended"
 ]
 
 _lifecycle = logging.getLogger("kestrel_grpc.lifecycle")

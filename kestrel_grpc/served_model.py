@@ -10,7 +10,7 @@ import time
 
 from kestrel_engine import InferenceEngine, ModelNotFoundError, RuntimeConfig
 
-from .errors import ModelNotReady
+from .errors import ModelNotReady, ShuttingDown
 
 
 class State(enum.Enum):
@@ -71,10 +71,10 @@ class ServedModel:
         raise ModelNotFoundError(field, f"{name!r} is not served; served is {self.name}")
 
     def engine(self, name: str | None = None) -> InferenceEngine:
-        """The engine for a request that asks for ``name``. Raises ModelNotReady, ModelNotFoundError."""
+        """The engine for a request that asks for ``name``. Raises ModelNotReady, ShuttingDown, ModelNotFoundError."""
         state = self.state
         if state is State.DRAINING:
-            raise ModelNotReady("the server is shutting down")
+            raise ShuttingDown("the server is shutting down")
         if state is State.FAILED:
             raise ModelNotReady(f"{self.name} has failed; the server must be restarted")
         if self._engine is None:

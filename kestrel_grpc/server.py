@@ -1,10 +1,10 @@
 """KestrelServer: one model behind gRPC. Owns the grpc server, its addresses and the order of starting and stopping.
 
 Start: listen first, so that health can be asked, with NOT_SERVING; then load; then serve. Stop: health turns
-NOT_SERVING and new requests are refused with UNAVAILABLE while the running ones end; what is left at the end of the
-grace period fails with UNAVAILABLE; then the listeners close. At an address that other processes share it listens only
-while requests are answered: to one who wouldn't, the kernel would give its share of connections all the same.
-Knows no signals and no command line: see cli/serve.py.
+NOT_SERVING; after a delay, if one is wanted, new requests are refused with UNAVAILABLE while the running ones end; what
+is left at the end of the grace period fails with UNAVAILABLE; then the listeners close. At an address that other
+processes share it listens only while requests are answered: to one who wouldn't, the kernel would give its share of
+connections all the same. Knows no signals and no command line: see cli/serve.py.
 """
 
 from __future__ import annotations
@@ -226,8 +226,13 @@ class KestrelServer:
             longest_s = self._config.security.age_grace_s or _FOREVER_MS / 1000
             self._leaving = asyncio.create_task(self._shared.stop(longest_s))
 
-    async def stop(self, grace_s: float) -> None:
-        """Lets running requests end for up to ``grace_s`` seconds, fails the rest, closes everything. Idempotent."""
+    async def stop(self, grace_s: float, delay_s: float = 0.0) -> None:
+        """Takes requests for ``delay_s`` seconds more, with health NOT_SERVING; lets running ones end for up to
+        ``grace_s`` seconds, fails the rest, closes everything. Idempotent."""
+        if delay_s and self.served.state is State.READY and self._following is not None:
+            tell_lifecycle("leaving", delay_s=delay_s)
+            await self._health.leave()
+            await asyncio.wait({self._following}, timeout=delay_s)  # It ends if the engine fails.
         await self.drain()
         if self._following is not None:
             self._following.cancel()

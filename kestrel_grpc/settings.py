@@ -54,6 +54,8 @@ class ServerConfig:
     """Plug-in skills to serve besides the five, as ``package.module:SkillClass``."""
     grace_s: float = 30.0
     """How long running requests may go on once the server is told to stop. Kubernetes' own default."""
+    drain_delay_s: float = 0.0
+    """How long requests are still taken before, while health says NOT_SERVING: until whoever asks it has noticed."""
     access_log: Literal["off", "text", "json"] = "off"
     log_format: Literal["text", "json"] = "text"
     log_level: str = "info"
@@ -218,6 +220,13 @@ def add_server_flags(
         default=default_of(ServerConfig, "grace_s"),
         help="how long running requests may go on after SIGTERM or Ctrl-C; a second signal ends them",
     )
+    flags.add(
+        "--drain-delay",
+        type=seconds,
+        metavar="SECONDS",
+        default=default_of(ServerConfig, "drain_delay_s"),
+        help="how long new requests are still taken after SIGTERM or Ctrl-C, before --grace, while health says no",
+    )
     add_worker_flags(Flags(parser, "workers", section="server", environ=environ), whole)
     telemetry = Flags(parser, "telemetry", section="telemetry", environ=environ)
     telemetry.add(
@@ -256,6 +265,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         image_store_bytes=args.image_store_bytes,
         skills=tuple(dict.fromkeys(args.skill or ())),
         grace_s=args.grace,
+        drain_delay_s=args.drain_delay,
         access_log=args.access_log,
         log_format=args.log_format,
         log_level=args.log_level,

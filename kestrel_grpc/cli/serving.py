@@ -66,7 +66,7 @@ async def serve_alone(config: ServerConfig, runtime: RuntimeConfig, skills: Skil
     alive = asyncio.create_task(systemd.keep_alive(lambda: server.served.state is State.FAILED))
     await stopping.wait()
     systemd.tell("STOPPING=1", "STATUS=requests that run may end")
-    await server.stop(config.grace_s)
+    await server.stop(config.grace_s, config.drain_delay_s)
     alive.cancel()
 
 

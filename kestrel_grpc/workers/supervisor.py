@@ -198,7 +198,7 @@ class Supervisor:
         for child in self._children.values():
             child.drain()
         if self._all_ready.is_set():
-            grace_s += PATIENCE_S
+            grace_s += self._config.drain_delay_s + PATIENCE_S
         asyncio.get_running_loop().call_later(grace_s, self._kill)
 
     def _kill(self) -> None:

@@ -70,9 +70,12 @@ async def _serve(task: WorkerTask, skills: SkillRegistry, line: WorkerEnd) -> in
     """Until it is told to stop, or its engine fails."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
+    delay_s = task.server.drain_delay_s
 
     def on_line() -> None:
+        nonlocal delay_s
         if line.has_ended():
+            delay_s = 0.0  # Another server may want the port.
             loop.remove_reader(line.fileno())
             if not stopping.is_set():
                 logger.warning("the supervisor has gone: stopping")
@@ -106,7 +109,7 @@ async def _serve(task: WorkerTask, skills: SkillRegistry, line: WorkerEnd) -> in
             logger.error("left without an orderly end")
         leave_now(EXIT_FAILED)
     failed.cancel()
-    await server.stop(task.server.grace_s)
+    await server.stop(task.server.grace_s, delay_s)
     alive.cancel()
     return 0
 

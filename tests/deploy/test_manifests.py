@@ -84,7 +84,9 @@ def check_pod(spec, container):
 
 def check_times(spec, container, config):
     pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pause + config.grace_s + 10 < spec["terminationGracePeriodSeconds"]
+    assert (
+        pause + config.drain_delay_s + config.grace_s + 10 < spec["terminationGracePeriodSeconds"]
+    )
 
 
 def check_config(container, config):

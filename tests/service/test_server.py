@@ -245,13 +245,34 @@ async def test_stopping_lets_running_requests_end_and_refuses_new_ones(serve):
     assert await check(served)() == NOT_SERVING
     told = await failure(served.vision.Query(SHORT))
     assert told.code is grpc.StatusCode.UNAVAILABLE
-    assert "shutting down" in told.message
+    assert (told.reason, told.retry_after_s) == ("SHUTTING_DOWN", 1.0)
     events = [event async for event in call]
     assert events[-1].final.answer == "a" * 200
     await stopping
     told = await failure(served.vision.Query(SHORT, timeout=5))
     assert told.code is grpc.StatusCode.UNAVAILABLE
     assert served.runtime.closed
+
+
+async def test_requests_are_taken_for_a_while_after_health_has_said_no(serve):
+    served = await serve()
+    watch = health_pb2_grpc.HealthStub(served.channel).Watch(health_pb2.HealthCheckRequest())
+    assert (await watch.read()).status == SERVING
+    stopping = asyncio.create_task(served.server.stop(grace_s=5, delay_s=1.5))
+    assert (await watch.read()).status == NOT_SERVING
+    watch.cancel()
+    assert (await served.vision.Query(SHORT)).usage.output_tokens == 2
+    assert await check(served)(VISION_SERVICE) == NOT_SERVING and not stopping.done()
+    await asyncio.wait_for(stopping, 10)
+    assert (await failure(served.vision.Query(SHORT))).code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_an_engine_that_dies_ends_the_delay(serve):
+    served = await serve()
+    stopping = asyncio.create_task(served.server.stop(grace_s=0, delay_s=60))
+    await asyncio.sleep(0.05)
+    await served.engine.shutdown(grace_s=0)
+    await asyncio.wait_for(stopping, 5)
 
 
 async def test_the_end_of_the_grace_period_ends_what_still_runs(serve):
@@ -261,7 +282,7 @@ async def test_the_end_of_the_grace_period_ends_what_still_runs(serve):
     stopping = asyncio.create_task(served.server.stop(grace_s=0.1))
     told = await failure(call)
     assert told.code is grpc.StatusCode.UNAVAILABLE
-    assert told.reason == "SHUTTING_DOWN"
+    assert (told.reason, told.retry_after_s) == ("SHUTTING_DOWN", 1.0)
     await asyncio.wait_for(stopping, 5)
 
 

@@ -105,7 +105,7 @@ async def test_drain_lets_running_requests_end_and_takes_no_more(serve):
         await asyncio.sleep(0.005)
     assert (await admin.Drain()).remaining_requests == 1
     told = await failure(served.vision.Query(query(), metadata=METADATA))
-    assert (told.code, told.reason) == (grpc.StatusCode.UNAVAILABLE, "MODEL_NOT_READY")
+    assert (told.code, told.reason) == (grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
     check = served.channel.unary_unary(
         "/grpc.health.v1.Health/Check",
         response_deserializer=health_pb2.HealthCheckResponse.FromString,
