@@ -2,10 +2,10 @@
 
     python -m benchmarks.profile_moe --mode prefill|decode [--iterations N] [--refresh-routing] [--nvtx]
 
-Prefill is one picture with its question (832 tokens), decode four sequences. Without --refresh-routing every iteration
-uses the same experts, which the cache then holds. With --nvtx the measured iterations lie in a range "moe" for Nsight
-Compute: ncu --nvtx --nvtx-include "moe/" python -m benchmarks.profile_moe --nvtx. On a CPU it runs by Triton's
-interpreter, in float32: choose tiny sizes.
+Prefill is one picture with its question (832 tokens), decode four sequences; each from the router on, by the kernels
+that serve it. Without --refresh-routing every iteration uses the same experts, which the cache then holds. With --nvtx
+the measured iterations lie in a range "moe" for Nsight Compute: ncu --nvtx --nvtx-include "moe/" python -m
+benchmarks.profile_moe --nvtx. On a CPU it runs by Triton's interpreter, in float32: choose tiny sizes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ import time
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 TOKENS = {"prefill": 832, "decode": 4}
+MAX_DECODED = 64
+"""moe_decode.MAX_TOKENS; kernels are imported only once it's known how they run."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -28,10 +31,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--warmup-iters", type=int, default=5)
     parser.add_argument(
-        "--refresh-routing", action="store_true", help="draw new router logits each iteration"
+        "--refresh-routing", action="store_true", help="draw new tokens each iteration"
     )
     parser.add_argument("--nvtx", action="store_true", help='mark the iterations as range "moe"')
-    parser.add_argument("--tokens", type=int, help="instead of 832 or 4")
+    parser.add_argument("--tokens", type=int, help="instead of 832 or 4 (decode: up to 64)")
     parser.add_argument("--format", choices=["fp8", "bf16"], default="fp8", help="of the experts")
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--experts-per-token", type=int, default=8)
@@ -40,6 +43,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.iterations < 1 or args.warmup_iters < 0:
         parser.error("--iterations must be at least 1, --warmup-iters at least 0")
+    if args.mode == "decode" and args.tokens is not None and not 1 <= args.tokens <= MAX_DECODED:
+        parser.error(f"--tokens {args.tokens}: decode's kernels take 1 to {MAX_DECODED}")
     return args
 
 
@@ -49,36 +54,36 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined
-    from kestrel_engine.kernels.moe import FusedMoe, random_experts
+    from benchmarks.kernels.random_experts import random_experts
+    from kestrel_engine.kernels.moe_decode import moe_decode
+    from kestrel_engine.kernels.moe_prefill import moe_prefill
+    from kestrel_engine.kernels.moe_route import route
+    from kestrel_engine.kernels.moe_router import RouterWorkspace, route_tokens
 
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
     torch.manual_seed(0)
     tokens = args.tokens or TOKENS[args.mode]
-    layer = FusedMoe(
-        random_experts(
-            args.experts,
-            args.dim,
-            args.inner,
-            dtype=dtype,
-            device=device,
-            fp8=args.format == "fp8",
-        ),
-        args.experts_per_token,
+    e = random_experts(
+        args.experts, args.dim, args.inner, dtype=dtype, device=device, fp8=args.format == "fp8"
     )
-    wide = layer.experts.upcast() if on_gpu and layer.wants_wide(tokens) else None
+    layer = (e.fc1, e.fc2, e.fc1_scale, e.fc2_scale)
+    router = torch.randn(args.experts, args.dim, device=device, dtype=dtype) * args.dim**-0.5
     u = torch.randn(tokens, args.dim, device=device, dtype=dtype)
-    logits = torch.randn(tokens, args.experts, device=device, dtype=dtype)
+    residual = torch.randn_like(u)
+    workspace = RouterWorkspace(MAX_DECODED, args.experts, dtype, torch.device(device))
 
     def iterate() -> float:
         if args.refresh_routing:
-            logits.normal_()
+            u.normal_()
         if on_gpu:
             torch.cuda.synchronize()
         began = time.perf_counter()
-        if args.mode == "decode" and layer.is_decode(tokens):
-            layer.parts(u, logits)
+        if args.mode == "decode":
+            routed = route_tokens(u, router, None, args.experts_per_token, workspace)
+            moe_decode(u, *routed, *layer)
         else:
-            layer(u, logits, add_to=u, wide=wide)
+            routed = route(F.linear(u, router), args.experts_per_token)
+            moe_prefill(u, *routed, *layer, add_to=residual, out=residual)
         if on_gpu:
             torch.cuda.synchronize()
         return (time.perf_counter() - began) * 1e3

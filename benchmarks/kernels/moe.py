@@ -27,10 +27,11 @@ import triton
 from torch import Tensor
 
 from benchmarks.device_rates import copy_rate
+from benchmarks.kernels.random_experts import random_experts
 from kestrel_engine.kernels import moe_decode as decode
 from kestrel_engine.kernels import moe_prefill as prefill
-from kestrel_engine.kernels.moe import Experts, random_experts
 from kestrel_engine.kernels.moe_route import route
+from kestrel_engine.kernels.moe_tile import Experts
 
 E, K, DIM, INNER = 64, 8, 2048, 1024
 DTYPE = torch.bfloat16
@@ -42,8 +43,14 @@ D = decode.Tile
 # By bytes of a weight and whether there is one token: candidates of up, and of down.
 DECODE_TILES: dict[tuple[int, bool], tuple[list[D], list[D]]] = {
     (1, True): (
-        [D(8, 512, 4, 3), D(4, 1024, 4, 2), D(8, 1024, 8, 2), D(16, 256, 4, 4), D(4, 512, 4, 4)],
-        [D(16, 512, 4, 2), D(8, 1024, 4, 1), D(16, 1024, 8, 1), D(32, 256, 4, 4)],
+        [
+            D(32, 128, 4, 6, False, True), D(8, 512, 4, 3), D(4, 1024, 4, 2), D(8, 1024, 8, 2),
+            D(16, 256, 4, 4), D(4, 512, 4, 4),
+        ],
+        [
+            D(32, 256, 4, 4, False, True), D(16, 512, 4, 2), D(8, 1024, 4, 1), D(16, 1024, 8, 1),
+            D(32, 256, 4, 4),
+        ],
     ),
     (1, False): (
         [

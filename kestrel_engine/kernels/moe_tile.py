@@ -27,8 +27,8 @@ FIRST_CAPABILITY_WITH_FP8 = (8, 9)
 class Experts:
     """Weights of all experts of one layer.
 
-    ``fc1`` [E, 2 * inner, D], rows of h then g, and ``fc2`` [E, D, inner]: the model's dtype, or float8_e4m3fn (or a
-    bfloat16 copy of its values) with ``fc1_scale`` [E, 2 * inner] and ``fc2_scale`` [E, D] float32, one factor a row.
+    ``fc1`` [E, 2 * inner, D], rows of h then g, and ``fc2`` [E, D, inner]: the model's dtype, or float8_e4m3fn with
+    ``fc1_scale`` [E, 2 * inner] and ``fc2_scale`` [E, D] float32, one factor a row.
     """
 
     fc1: Tensor
@@ -77,23 +77,6 @@ class Experts:
         if dtype == torch.float32:
             return dtype
         return torch.float16 if self.is_fp8 else dtype
-
-    def upcast(self, out: Experts | None = None) -> Experts:
-        """A bfloat16 copy of FP8 experts, into ``out`` if given; the scales are shared."""
-        into = (None, None) if out is None else (out.fc1, out.fc2)
-        return Experts(
-            upcast_experts(self.fc1, out=into[0]),
-            upcast_experts(self.fc2, out=into[1]),
-            self.fc1_scale,
-            self.fc2_scale,
-        )
-
-
-def upcast_experts(weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """``weight`` [E, N, K] float8_e4m3fn as bfloat16, exactly: its row scales stay apart and still apply."""
-    if out is None:
-        return weight.to(torch.bfloat16)
-    return out.copy_(weight)
 
 
 def triton_type(dtype: torch.dtype) -> Any:

@@ -1,4 +1,4 @@
-"""What a region head says: the best bin of each row of logits, its log-probability and the value it stands for."""
+"""What a region head says: the best bin of each row of logits, and its log-probability."""
 
 from __future__ import annotations
 
@@ -8,28 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 
-def read_bins(
-    logits: Tensor,
-    *,
-    table: Tensor | None = None,
-    out: tuple[Tensor, Tensor] | None = None,
-    values: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def read_bins(logits: Tensor) -> tuple[Tensor, Tensor]:
     """``logits`` [R, B] (float32, bfloat16 or float16; row stride free) -> bins [R] int32, their logprobs [R] float32.
 
-    The first of equally good bins wins. If ``values`` [R] float32 is given, ``table[bin]`` is written there: the
-    value of each bin, [B] float32, worked out on the host, so that host and device feed the same bits. ``out``: the
-    two results. Doesn't wait for the device.
+    The first of equally good bins wins. Doesn't wait for the device.
     """
     rows, num_bins = logits.shape
     assert logits.stride(1) == 1, logits.stride()
-    assert (table is None) == (values is None), "a table, and where to write, come together"
-    if out is None:
-        out = (
-            torch.empty(rows, dtype=torch.int32, device=logits.device),
-            torch.empty(rows, dtype=torch.float32, device=logits.device),
-        )
-    bins, logprobs = out
+    bins = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
         _read_kernel[(rows,)](
             logits,
@@ -37,8 +24,6 @@ def read_bins(
             num_bins,
             bins,
             logprobs,
-            table,
-            values,
             BLOCK=triton.next_power_of_2(num_bins),
             num_warps=4,
         )
@@ -46,7 +31,7 @@ def read_bins(
 
 
 @triton.jit
-def _read_kernel(logits, stride, num_bins, bins, logprobs, table, values, BLOCK: tl.constexpr):
+def _read_kernel(logits, stride, num_bins, bins, logprobs, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < num_bins
@@ -55,5 +40,3 @@ def _read_kernel(logits, stride, num_bins, bins, logprobs, table, values, BLOCK:
     index = tl.min(tl.where(x == best, column, num_bins - 1))
     tl.store(bins + row, index)
     tl.store(logprobs + row, -tl.log(tl.sum(tl.exp(x - best))))
-    if values is not None:
-        tl.store(values + row, tl.load(table + index))

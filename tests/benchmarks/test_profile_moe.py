@@ -34,3 +34,6 @@ def test_help_and_refusals(capsys):
     assert "--refresh-routing" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         profile_moe.main(["--iterations", "0"])
+    with pytest.raises(SystemExit):
+        profile_moe.main(["--mode", "decode", "--tokens", "65"])
+    assert "1 to 64" in capsys.readouterr().err
