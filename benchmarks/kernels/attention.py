@@ -245,8 +245,6 @@ def time_decode(
 
     for config in tried:
         for splits in SPLITS[rows] if rows in SPLITS else (1, 2):
-            if splits == 1 and not config.merge_last:
-                continue
             for pdl in (False, True):
 
                 def layers(c: DecodeConfig = config, s: int = splits, p: bool = pdl) -> None:
@@ -254,7 +252,7 @@ def time_decode(
                         ours(batch, tables, layer, out, c, s, p)
 
                 name = f"{config.heads}x{config.block} w{config.num_warps} s{config.stages}"
-                name += "" if config.merge_last else " two kernels"
+                name += f"{' ahead' if config.ahead else ''} m{config.merge}"
                 us = microseconds(layers, LAYERS)
                 add(f"{name} /{splits}{' pdl' if pdl else ''}", us, config=asdict(config))
 

@@ -1,11 +1,12 @@
-"""Moondream 3's layers of a decode step, without head and sampling: plans and tiles against each other.
+"""Moondream 3's layers of a decode step, without head and sampling: what is served, and one change at a time to it.
 
     python -m benchmarks.kernels.decode_layers [--batches 1 4 16] [--timeline] [--quick]
 
-Random weights at the true shapes, experts in FP8, sequences of 800 positions. Each variant is checked first, against
-the plain plan by the stream after the last layer, then captured and replayed: milliseconds of all layers, and
-microseconds of one MoE layer. ``--timeline`` prints the kernels of one MoE layer with start and end, by torch's
-profiler. Exits with 1 if a variant is wrong.
+Random weights at the true shapes, experts in FP8, sequences of 800 positions. Each variant is checked first, by the
+stream after the last layer, against experts and tau as of more than 64 rows: other kernels, on one stream. Then it is
+captured and replayed: milliseconds of all layers, and microseconds of one. Of each axis - attention's tiles, experts'
+tiles, and so on - the best is kept for the next. ``--timeline`` prints the kernels of three layers with start and end,
+by torch's profiler. Exits with 1 if a variant is wrong.
 """
 
 from __future__ import annotations
@@ -14,77 +15,137 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from benchmarks.kernels.moe import compile_all
 from kestrel_engine.checkpoint.random_weights import random_checkpoint
-from kestrel_engine.kernels import moe_decode
+from kestrel_engine.kernels import moe_decode, paged_decode, skinny_linear
 from kestrel_engine.kernels.moe_decode import Tile, Tiles
-from kestrel_engine.kernels.moe_one import OneTile
+from kestrel_engine.kernels.paged_decode import DecodeConfig
 from kestrel_engine.model_config import parse_model_config
+from kestrel_engine.runtime.gpu import decode_attention, text_decode
 from kestrel_engine.runtime.gpu.text import FusedText
-from kestrel_engine.runtime.gpu.text_decode import DecodePass, DecodePlan
+from kestrel_engine.runtime.gpu.text_decode import DecodePass
 from kestrel_engine.runtime.gpu.weights import pack_weights
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 POSITIONS, PAGE = 800, 10
-TOGETHER = DecodePlan(apart=0, inline_tau=0)
 
-PLAIN_UP, PLAIN_DOWN = Tile(8, 512, 4, 3), Tile(16, 512, 4, 2)
-ONE_TOKEN: list[Tiles | OneTile] = [
-    Tiles(PLAIN_UP, PLAIN_DOWN),
-    OneTile(16, 4, 4),
-    OneTile(16, 4, 4, 64),
-    OneTile(16, 4, 5),
-    OneTile(32, 4, 5),
-    OneTile(32, 8, 4),
-    OneTile(8, 4, 3),
-    OneTile(64, 8, 5),
-    Tiles(Tile(32, 128, 4, 6, True, True), Tile(64, 128, 4, 6, True, True)),
-    Tiles(Tile(32, 256, 4, 5, True, True), Tile(64, 256, 4, 4, True, True)),
-    Tiles(Tile(32, 128, 4, 6, False, True), Tile(32, 256, 4, 4, False, True)),
-    Tiles(Tile(16, 256, 4, 4, False, True), Tile(64, 128, 4, 6, False, True)),
+D = DecodeConfig
+UP = Tile(32, 128, 4, 6, False, True)
+# By class of batch (`moe_decode.batch_class`).
+EXPERT_TILES: dict[int, list[Tiles]] = {
+    1: [
+        Tiles(Tile(8, 512, 4, 3), Tile(16, 512, 4, 2)),
+        Tiles(UP, Tile(32, 256, 4, 2, False, True)),
+        Tiles(UP, Tile(64, 128, 4, 4, False, True)),
+        Tiles(UP, Tile(64, 256, 4, 2, False, True)),
+        Tiles(UP, Tile(16, 512, 4, 2)),
+        Tiles(Tile(32, 128, 4, 4, False, True), Tile(64, 128, 4, 4, False, True)),
+        Tiles(Tile(32, 128, 8, 6, False, True), Tile(64, 128, 4, 4, False, True)),
+    ],
+    16: [
+        Tiles(Tile(32, 128, 4, 6, False), Tile(64, 128, 4, 4)),
+        Tiles(Tile(32, 128, 4, 4, False), Tile(64, 128, 4, 4, False)),
+        Tiles(Tile(32, 128, 4, 3, False), Tile(64, 128, 4, 3)),
+        Tiles(Tile(32, 128, 4, 4, False), Tile(64, 128, 4, 6)),
+    ],
+    64: [],
+}
+FEW_ROWS = [
+    D(4, 64, 4, merge=16),
+    D(4, 64, 4, ahead=True, merge=16),
+    D(4, 32, 4, ahead=True, merge=16),
+]
+SOME_ROWS = [
+    D(16, 8, 4, 3, merge=16),
+    D(8, 16, 2, 3),
+    D(8, 8, 2, 3),
+    D(4, 32, 4, ahead=True, merge=16),
 ]
 
 
 @dataclass(frozen=True)
 class Variant:
-    name: str
-    plan: DecodePlan
-    tiles: Tiles | OneTile | None = None
-    """Of one token's experts; None: the table's."""
-    urgent: bool = False
-    """Attention's stream goes before the experts'."""
+    """None of a field: as it is served. ``proj``: tiles of proj's weight that are asked for early. ``experts_first``:
+    their stream goes before attention's. ``early``: attention begins before the GEMM in front of it has ended."""
+
+    attention: DecodeConfig | None = None
+    tiles: Tiles | None = None
+    proj: int | None = None
+    experts_first: bool = False
+    early: bool | None = None
+    reference: bool = False
+
+    def __str__(self) -> str:
+        if self.reference:
+            return "as of more than 64 rows"
+        said = []
+        if (a := self.attention) is not None:
+            ahead = " ahead" if a.ahead else ""
+            said.append(
+                f"attention {a.heads}x{a.block} w{a.num_warps} s{a.stages} m{a.merge}{ahead}"
+            )
+        if (t := self.tiles) is not None:
+            said.append(f"{'dot' if t.up.dot else 'up'} {tuple(t.up[:5])} {tuple(t.down[:5])}")
+        said += [f"proj {self.proj} ahead"] if self.proj else []
+        said += ["experts first"] if self.experts_first else []
+        said += (
+            [] if self.early is None else ["attention early" if self.early else "attention late"]
+        )
+        return ", ".join(said) or "served"
+
+    @contextmanager
+    def applied(self, batch: int) -> Iterator[None]:
+        """While a pass is made, run and captured."""
+        with ExitStack() as stack:
+
+            def patch(owner: object, name: str, value: object) -> None:
+                stack.enter_context(mock.patch.object(owner, name, value))
+
+            if self.reference:
+                patch(text_decode, "MAX_TOKENS", 0)
+                patch(text_decode, "INLINE_TAU_ROWS", 0)
+            if self.attention is not None:
+                chosen = self.attention
+                patch(paged_decode, "_config", lambda *_, **__: chosen)
+            if self.tiles is not None:
+                table = moe_decode.TILES | {(1, moe_decode.batch_class(batch)): self.tiles}
+                patch(moe_decode, "TILES", table)
+            if self.proj is not None:
+                served, proj = skinny_linear._config, self.proj
+
+                def config(*shape: int) -> skinny_linear.Tiling:
+                    tiling = served(*shape)
+                    of_proj = shape[1] == shape[2]
+                    return replace(tiling, prefetch=proj) if of_proj else tiling
+
+                patch(skinny_linear, "_config", config)
+            if self.early is not None:
+                patch(decode_attention, "EARLY_ROWS", batch if self.early else 0)
+            yield
 
 
-def variants(batch: int, quick: bool) -> list[Variant]:
-    """The first is the one the others must agree with."""
-    whole = max(batch, 8)
-    found = [
-        Variant("together", TOGETHER),
-        Variant("together, tau inline", DecodePlan(apart=0, inline_tau=whole)),
-        Variant("apart", DecodePlan(apart=whole, inline_tau=0)),
-        Variant("apart, tau inline", DecodePlan(apart=whole, inline_tau=whole)),
+def axes(batch: int, quick: bool) -> list[list[dict[str, Any]]]:
+    """Of each axis the changes that are tried."""
+    attention = FEW_ROWS if batch <= 2 else SOME_ROWS
+    tiles = EXPERT_TILES[moe_decode.batch_class(batch)]
+    found: list[list[dict[str, Any]]] = [
+        [{"attention": config} for config in attention[: 1 if quick else None]],
+        [{"tiles": each} for each in tiles[: 1 if quick else None]],
+        [{"early": batch > decode_attention.EARLY_ROWS}],
+        [{"experts_first": True}],
+        [{"proj": 4}],
     ]
-    apart = DecodePlan(apart=whole, inline_tau=whole)
-    found.append(Variant("apart, tau inline, attention first", apart, urgent=True))
-    if batch == 1:
-        best = DecodePlan(apart=8, inline_tau=8)
-        tiles = ONE_TOKEN[:3] if quick else ONE_TOKEN
-        found += [Variant(short(t), best, t) for t in tiles]
-        found.append(Variant(f"{short(tiles[1])}, attention first", best, tiles[1], urgent=True))
     return found
-
-
-def short(tiles: Tiles | OneTile) -> str:
-    if isinstance(tiles, OneTile):
-        return f"one {tuple(tiles)}"
-    return f"{'dot' if tiles.up.dot else 'row'} {tuple(tiles.up[:5])} {tuple(tiles.down[:5])}"
 
 
 class Stack:
@@ -115,15 +176,12 @@ class Stack:
             self.text._tau,
             max_rows=batch,
             page_size=PAGE,
-            overlap=False,
             pdl=True,
-            plan=variant.plan,
+            side=torch.cuda.Stream(priority=-1 if variant.experts_first else 0),
         )
         x, normed = torch.empty_like(self.start[:batch]), torch.empty_like(self.start[:batch])
 
         def run() -> Tensor:
-            if variant.tiles is not None:
-                moe_decode.TILES[1, 1] = variant.tiles
             x.copy_(self.start[:batch])
             rows = self.positions[:batch], self.seqs[:batch], self.table
             decode(x, *rows, self.keys, self.values, normed=normed)
@@ -132,8 +190,8 @@ class Stack:
         return run
 
 
-def captured(body: Callable[[], Tensor], *, urgent: bool) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream(priority=-1 if urgent else 0)
+def captured(body: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(side):
@@ -191,59 +249,71 @@ def timeline(graph: torch.cuda.CUDAGraph, layers: int) -> None:
                 print(f"      {a:6.1f} {b:6.1f} {b - a:6.1f}  {name[:60]}")
 
 
-def measure(stack: Stack, batch: int, quick: bool, with_timeline: bool) -> None:
-    def refresh() -> None:
-        stack.start.normal_()
+class Bench:
+    """One batch: variants against the reference."""
 
-    layers = stack.config.text.n_layers
-    moe = stack.config.text.moe
-    assert moe is not None
-    print(f"batch {batch}: ms of {layers} layers, us a layer (mean), error against the first")
-    torch.manual_seed(1)
-    refresh()
-    reference: Tensor | None = None
-    best: tuple[float, Variant, torch.cuda.CUDAGraph] | None = None
-    first: torch.cuda.CUDAGraph | None = None
-    known = moe_decode.TILES[1, 1]
-    for variant in variants(batch, quick):
-        moe_decode.TILES[1, 1] = known
+    def __init__(self, stack: Stack, batch: int) -> None:
+        self._stack, self._batch = stack, batch
+        self._layers = stack.config.text.n_layers
+        print(f"batch {batch}: ms of {self._layers} layers, us a layer (mean), relative error")
+        self._reference: Tensor | None = None
+        self.graphs: dict[Variant, torch.cuda.CUDAGraph] = {}
+
+    def ms(self, variant: Variant) -> float:
+        def refresh() -> None:
+            self._stack.start.normal_()
+
         torch.manual_seed(2)
         refresh()
-        body = stack.body(variant, batch)
-        got = body().clone()
-        if reference is None:
-            reference = got
-        off = error(got, reference)
-        if not off < 0.15:
-            sys.exit(f"WRONG: batch {batch}, {variant.name}: relative error {off:.2e}")
-        graph = captured(body, urgent=variant.urgent)
+        with variant.applied(self._batch):
+            body = self._stack.body(variant, self._batch)
+            got = body().clone()
+            if self._reference is None:
+                self._reference = got
+            off = error(got, self._reference)
+            if not off < 0.15:
+                sys.exit(f"WRONG: batch {self._batch}, {variant}: relative error {off:.2e}")
+            graph = self.graphs[variant] = captured(body)
         graph.replay()
         ms = median_ms(graph, refresh)
-        print(f"  {ms:7.4f} {1e3 * ms / layers:6.1f}  {off:.1e}  {variant.name}", flush=True)
-        if best is None or ms < best[0]:
-            best = ms, variant, graph
-        first = first or graph
-    moe_decode.TILES[1, 1] = known
-    assert best is not None and first is not None
+        print(f"  {ms:7.4f} {1e3 * ms / self._layers:6.1f}  {off:.1e}  {variant}", flush=True)
+        return ms
+
+
+def measure(stack: Stack, batch: int, quick: bool, with_timeline: bool) -> None:
+    bench = Bench(stack, batch)
+    bench.ms(Variant(reference=True))
+    best = served = Variant()
+    least = bench.ms(served)
+    for axis in axes(batch, quick):
+        so_far = best
+        for change in axis:
+            variant = replace(so_far, **change)
+            ms = bench.ms(variant)
+            if ms < least:
+                least, best = ms, variant
+    print(f"  best: {least:.4f}, {best}")
     if with_timeline:
-        print("  the first:")
-        timeline(first, layers)
-        print(f"  the best, {best[1].name}:")
-        timeline(best[2], layers)
+        for variant in dict.fromkeys((served, best)):
+            print(f"  {variant}:")
+            timeline(bench.graphs[variant], stack.config.text.n_layers)
 
 
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--timeline", action="store_true", help="kernels of a layer in time")
     parser.add_argument("--quick", action="store_true", help="fewer tiles")
     args = parser.parse_args()
     began = time.monotonic()
-    if 1 in args.batches:
-        tiles = ONE_TOKEN[:3] if args.quick else ONE_TOKEN
-        compile_all([("decode", 1, 1, t, True) for t in tiles])
-        print(f"tiles compiled after {time.monotonic() - began:.0f} s", flush=True)
+    tried = [
+        ("decode", 1, batch, tiles, True)
+        for batch in args.batches
+        for tiles in EXPERT_TILES[moe_decode.batch_class(batch)][: 1 if args.quick else None]
+    ]
+    compile_all(tried)
+    print(f"tiles compiled after {time.monotonic() - began:.0f} s", flush=True)
     stack = Stack(max(args.batches))
     torch.cuda.synchronize()
     print(f"weights made after {time.monotonic() - began:.0f} s", flush=True)

@@ -3,7 +3,7 @@
 Programs are (slot, tile of output rows). A slot is an expert, or while there are fewer pairs than experts, a pair:
 then the first pair of an expert works for all of its tokens and the others exit. A program finds its tokens itself in
 the few routing entries, so nothing has to be sorted. Experts of at most 16 tokens use a narrow tile, others one that
-holds all tokens. A single token is multiplied without tensor cores.
+holds all tokens. A single token is multiplied without tensor cores where weights have more than a byte.
 
 Programmatic dependent launch (``pdl``): the up kernel lets the down kernel start only once the routing is complete, so
 that one's programs find their expert and ask for its weights in L2 while the up kernel still runs.
@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .moe_one import OneTile, moe_one
 from .moe_tile import Experts, dot_tile, geglu, product_scale, triton_type
 
 MAX_TOKENS = 64
@@ -43,9 +42,10 @@ class Tiles(NamedTuple):
 
 
 # By bytes of a weight and class of batch: 1 token, up to 16, up to 64. Measured on an H200 by
-# benchmarks/kernels/moe.py: 24, 111 and 141 us for FP8, 34, 176 and 207 us for bfloat16.
-TILES: dict[tuple[int, int], Tiles | OneTile] = {
-    (1, 1): Tiles(Tile(8, 512, 4, 3), Tile(16, 512, 4, 2)),
+# benchmarks/kernels/moe.py: 24, 111 and 141 us for FP8, 34, 176 and 207 us for bfloat16. One token's FP8 by
+# benchmarks/kernels/decode_layers.py, beside attention: there tensor cores leave more to others.
+TILES: dict[tuple[int, int], Tiles] = {
+    (1, 1): Tiles(Tile(32, 128, 4, 6, False, True), Tile(32, 256, 4, 4, False, True)),
     (1, 16): Tiles(Tile(32, 128, 4, 4, False), Tile(64, 128, 4, 4)),
     (1, 64): Tiles(Tile(32, 128, 4, 4, False), Tile(128, 128, 8, 4)),
     (2, 1): Tiles(Tile(4, 512, 4, 3), Tile(8, 1024, 4, 1)),
@@ -72,14 +72,13 @@ def moe_decode(
     *,
     out: Tensor | None = None,
     pdl: bool = False,
-    tiles: Tiles | OneTile | None = None,
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """``u`` [T, D] through its experts (moe_route.route) -> parts [k, T, D] float32: part i is the output of
-    each token's i-th expert times its weight. Summed in order (add_layer_norm does) they are the layer's output. Of one
-    token there may be a single part, [1, 1, D], that is their sum.
+    each token's i-th expert times its weight. Summed in order (add_layer_norm does) they are the layer's output.
 
-    ``out``: where the parts go, [k, T, D], also in the model's dtype. ``pdl``: launched as programmatic dependents (sm_90), which
-    changes no result. Raises ValueError beyond 64 tokens.
+    ``out``: where the parts go, [k, T, D], also in the model's dtype. ``pdl``: launched as programmatic dependents
+    (sm_90), which changes no result. Raises ValueError beyond 64 tokens.
     """
     layer = Experts(fc1, fc2, fc1_scale, fc2_scale)
     num_tokens, k = experts.shape
@@ -92,8 +91,6 @@ def moe_decode(
     if out is None:
         out = torch.empty((k, num_tokens, dim), dtype=torch.float32, device=u.device)
     tiles = tiles or TILES[fc1.element_size(), batch_class(num_tokens)]
-    if isinstance(tiles, OneTile):
-        return moe_one(u, weights, experts, layer, out=out, pdl=pdl, tile=tiles)
     product_type = layer.product_type(u.dtype)
     product = torch.empty((num_pairs, inner), dtype=product_type, device=u.device)
     pdl = pdl and u.is_cuda

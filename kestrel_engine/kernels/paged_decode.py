@@ -3,7 +3,7 @@
 Owns everything between the qkv GEMM and the output projection of a decode step: Moondream 3's tau factors, RoPE,
 storing the new key and value, and softmax attention over positions 0..p, all in float32. Positions of a row are
 divided among ``splits`` programs for each group of heads; they leave partial sums, and the program that finishes last
-adds them up (or a second kernel does), always in the order of the splits, so the result is deterministic.
+adds them up, always in the order of the splits, so the result is deterministic.
 
 The split-and-merge scheme is Flash-Decoding's (Dao et al. 2023). One query a row makes no use of matrix units: products
 are fused multiply-adds over tiles [positions, heads, head_dim], which read whole runs of ``heads * head_dim`` elements.
@@ -26,13 +26,15 @@ from .e4m3 import as_bytes, has_units, stored, widened
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
     """A program's tile: ``heads`` heads by ``block`` positions at a time; ``stages`` > 1 copies tiles ahead through
-    shared memory. ``merge_last``: the last program to finish merges the splits; else a second kernel does."""
+    shared memory. ``ahead`` (of one stage): a program has its first tile in registers before it waits for the kernel
+    in front. ``merge``: splits that the last program to finish adds up at a time."""
 
     heads: int
     block: int
     num_warps: int
     stages: int = 1
-    merge_last: bool = True
+    ahead: bool = False
+    merge: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,10 @@ def candidates(head_dim: int, dtype: torch.dtype) -> list[DecodeConfig]:
     warp_heads = max(1, 32 // lanes)
     one, two, four = warp_heads, 2 * warp_heads, 4 * warp_heads
     return [
-        *(DecodeConfig(one, 64, 4, merge_last=last) for last in (True, False)),
-        *(DecodeConfig(one, 32, 2, merge_last=last) for last in (True, False)),
+        *(DecodeConfig(one, 64, 4, ahead=ahead, merge=16) for ahead in (True, False)),
+        *(DecodeConfig(one, 32, 4, ahead=ahead, merge=16) for ahead in (True, False)),
+        DecodeConfig(one, 64, 4),
+        DecodeConfig(one, 32, 2),
         DecodeConfig(one, 16, 1),
         DecodeConfig(one, 16, 1, stages=3),
         DecodeConfig(one, 32, 4, stages=3),
@@ -165,6 +169,7 @@ def paged_decode(
     chosen = config or _config(rows, head_dim, key_pool.dtype, units=units)
     heads = min(chosen.heads, triton.next_power_of_2(num_heads))
     groups = triton.cdiv(num_heads, heads)
+    assert not chosen.ahead or chosen.stages == 1
     if splits > 1:
         assert workspace is not None, "splits need a workspace"
         assert len(workspace.sums) >= rows * splits and len(workspace.arrived) >= rows * groups
@@ -175,8 +180,6 @@ def paged_decode(
     assert tau is None or content.stride(-1) == 1
     # A content that is whole is its only part.
     parts = 1 if content.dim() == 2 else len(content)
-    block_dim = triton.next_power_of_2(head_dim)
-    shape = {"H": num_heads, "D": head_dim, "BD": block_dim}
     launch = {"launch_pdl": True} if pdl else {}
     _decode[(groups, splits, rows)](
         qkv,
@@ -209,29 +212,16 @@ def paged_decode(
         STAGES=chosen.stages,
         SPLIT=splits > 1,
         TAU=0 if tau is None else parts,
-        MERGE=chosen.merge_last,
+        AHEAD=chosen.ahead,
+        MERGE=chosen.merge,
         PDL=pdl,
         UNITS=units,
         num_warps=chosen.num_warps,
-        **shape,
+        H=num_heads,
+        D=head_dim,
+        BD=triton.next_power_of_2(head_dim),
         **launch,
     )
-    if splits > 1 and not chosen.merge_last:
-        few = min(4, heads)
-        _merge_splits[(triton.cdiv(num_heads, few), rows)](
-            positions,
-            sums,
-            stats,
-            out,
-            out.stride(0),
-            splits,
-            scales[1],
-            HEADS=few,
-            PDL=pdl,
-            num_warps=4,
-            **shape,
-            **launch,
-        )
     return out
 
 
@@ -318,6 +308,32 @@ def _elements(group, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BD: 
 
 
 @triton.jit
+def _tiles(key_pool, value_pool, pages, at, end, element, inside, H: tl.constexpr, D: tl.constexpr,
+           PAGE: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """Keys and values of positions ``at`` [BLOCK], each [BLOCK, HEADS, BD] as stored; zeros from ``end`` on."""
+    run = (pages.to(tl.int64) * PAGE + at % PAGE) * (H * D)
+    offsets = run[:, None] + element[None, :]
+    mask = (at < end)[:, None] & inside[None, :]
+    k = tl.load(key_pool + offsets, mask=mask, other=0)
+    v = tl.load(value_pool + offsets, mask=mask, other=0)
+    return tl.reshape(k, [BLOCK, HEADS, BD]), tl.reshape(v, [BLOCK, HEADS, BD])
+
+
+@triton.jit
+def _attend(q, k, v, seen, most, total, acc, UNITS: tl.constexpr):
+    """A step of the online softmax: ``most`` and ``total`` [1, HEADS], ``acc`` [1, HEADS, BD] with a tile's ``seen``
+    positions added."""
+    scores = tl.sum(widened(k, UNITS) * q[None, :, :], 2)
+    scores = tl.where(seen[:, None], scores, float("-inf"))
+    higher = tl.maximum(most, tl.max(scores, 0, keep_dims=True))
+    weights = tl.exp2(scores - higher)
+    before = tl.exp2(most - higher)
+    total = total * before + tl.sum(weights, 0, keep_dims=True)
+    attended = tl.sum(weights[:, :, None] * widened(v, UNITS), 0, keep_dims=True)
+    return higher, total, acc * before[:, :, None] + attended
+
+
+@triton.jit
 def _merged(sums, stats, entry, active, heads, known, element, inside, H: tl.constexpr, D: tl.constexpr,
             HEADS: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """[HEADS, BD]: the attention of one row from its splits, in their order. Reads past L1, which may be stale."""
@@ -357,7 +373,7 @@ def _decode(
     per_key, per_value, value_scale,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, TAU: tl.constexpr,
-    MERGE: tl.constexpr, PDL: tl.constexpr, UNITS: tl.constexpr,
+    AHEAD: tl.constexpr, MERGE: tl.constexpr, PDL: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     # Groups run fastest: neighbouring programs read neighbouring heads of the same positions.
     group, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -386,11 +402,18 @@ def _decode(
     page = tl.load(table + position // PAGE)
     slot = page.to(tl.int64) * PAGE + position % PAGE
     # Pages are read a tile ahead, so that keys wait for one load, not two; with stages the compiler sees to that.
+    near = begin + tl.arange(0, BLOCK)
+    element, inside = _elements(group, H, D, HEADS, BD)
     if STAGES == 1:
-        ahead = _pages(table, begin + tl.arange(0, BLOCK), end, PAGE)
+        ahead = _pages(table, near, end, PAGE)
+    if AHEAD:
+        first_k, first_v = _tiles(
+            key_pool, value_pool, ahead, near, end, element, inside, H, D, PAGE, BLOCK, HEADS, BD
+        )
+        near += BLOCK
+        ahead = _pages(table, near, end, PAGE)
     if PDL:
         # Older keys and values do not depend on the kernel before this one.
-        near = begin + tl.arange(0, BLOCK)
         _prefetch(key_pool, table, near, end, group * HEADS, H, D, PAGE, HEADS * BD)
         _prefetch(value_pool, table, near, end, group * HEADS, H, D, PAGE, HEADS * BD)
         gdc_wait()
@@ -419,30 +442,20 @@ def _decode(
     most = tl.where(first, score, float("-inf"))[None, :]
     total = tl.where(first, tl.full([1, HEADS], 1.0, tl.float32), 0.0)
     acc = tl.where(first, widened(v_low, UNITS), 0.0)[None, :, :]
-    element, inside = _elements(group, H, D, HEADS, BD)
+    if AHEAD:
+        most, total, acc = _attend(q, first_k, first_v, near - BLOCK < end, most, total, acc, UNITS)
+        begin += BLOCK
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         at = start + tl.arange(0, BLOCK)
-        seen = at < end
         if STAGES == 1:
             pages = ahead
             ahead = _pages(table, at + BLOCK, end, PAGE)
         else:
             pages = _pages(table, at, end, PAGE)
-        run = (pages.to(tl.int64) * PAGE + at % PAGE) * (H * D)
-        offsets = run[:, None] + element[None, :]
-        k = tl.load(key_pool + offsets, mask=seen[:, None] & inside[None, :], other=0)
-        v = tl.load(value_pool + offsets, mask=seen[:, None] & inside[None, :], other=0)
-        k = tl.reshape(k, [BLOCK, HEADS, BD])
-        v = tl.reshape(v, [BLOCK, HEADS, BD])
-        scores = tl.sum(widened(k, UNITS) * q[None, :, :], 2)
-        scores = tl.where(seen[:, None], scores, float("-inf"))
-        higher = tl.maximum(most, tl.max(scores, 0, keep_dims=True))
-        weights = tl.exp2(scores - higher)
-        before = tl.exp2(most - higher)
-        total = total * before + tl.sum(weights, 0, keep_dims=True)
-        attended = tl.sum(weights[:, :, None] * widened(v, UNITS), 0, keep_dims=True)
-        acc = acc * before[:, :, None] + attended
-        most = higher
+        k, v = _tiles(
+            key_pool, value_pool, pages, at, end, element, inside, H, D, PAGE, BLOCK, HEADS, BD
+        )
+        most, total, acc = _attend(q, k, v, at < end, most, total, acc, UNITS)
 
     # Sums over a dimension of 1 only drop it.
     acc, total, most = tl.sum(acc, 0), tl.sum(total, 0), tl.sum(most, 0)
@@ -460,42 +473,14 @@ def _decode(
         tl.store(sums + at_entry * (H * D) + hd, acc, mask=known_hd)
         tl.store(stats + at_entry * (2 * H) + heads, most, mask=known)
         tl.store(stats + at_entry * (2 * H) + H + heads, total, mask=known)
-        if MERGE:
-            counter = arrived + row * tl.num_programs(0) + group
-            # All threads' partial sums are out before one says so.
-            tl.debug_barrier()
-            before_us = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-            if before_us == active - 1:
-                tl.store(counter, 0)
-                whole = _merged(
-                    sums, stats, entry, active, heads, known, element, inside, H, D, HEADS, BD, CHUNK=8
-                )  # fmt: skip
-                whole *= value_scale
-                tl.store(target + hd, whole.to(out.dtype.element_ty), mask=known_hd)
-
-
-@triton.jit
-def _merge_splits(
-    positions, sums, stats, out, out_stride, splits, value_scale,
-    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    group, row = tl.program_id(0), tl.program_id(1)
-    position = tl.load(positions + row)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    active = _num_active(position, splits)
-    if active == 1:
-        return
-    heads = group * HEADS + tl.arange(0, HEADS)
-    d = tl.arange(0, BD)
-    hd = heads[:, None] * D + d[None, :]
-    known = heads < H
-    known_hd = known[:, None] & (d < D)[None, :]
-    element, inside = _elements(group, H, D, HEADS, BD)
-    whole = _merged(
-        sums, stats, row * splits, active, heads, known, element, inside, H, D, HEADS, BD, CHUNK=16
-    )  # fmt: skip
-    at = out + row.to(tl.int64) * out_stride + hd
-    whole *= value_scale
-    tl.store(at, whole.to(out.dtype.element_ty), mask=known_hd)
+        counter = arrived + row * tl.num_programs(0) + group
+        # All threads' partial sums are out before one says so.
+        tl.debug_barrier()
+        before_us = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if before_us == active - 1:
+            tl.store(counter, 0)
+            whole = _merged(
+                sums, stats, entry, active, heads, known, element, inside, H, D, HEADS, BD, CHUNK=MERGE
+            )  # fmt: skip
+            whole *= value_scale
+            tl.store(target + hd, whole.to(out.dtype.element_ty), mask=known_hd)

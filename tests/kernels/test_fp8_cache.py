@@ -93,7 +93,7 @@ def test_prompts_are_stored_rounded(head_dim, rotary, tau, dtype):
         (1, None),
         (3, DecodeConfig(2, 8, 4)),
         (4, DecodeConfig(4, 16, 4, stages=3)),
-        (3, DecodeConfig(2, 16, 4, merge_last=False)),
+        (3, DecodeConfig(2, 16, 4, ahead=True)),
     ],
 )
 def test_a_step_sees_what_is_stored(splits, config, dtype):

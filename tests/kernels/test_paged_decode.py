@@ -69,11 +69,20 @@ def test_every_page_size_and_split(page_size, splits, tau):
     check(case, splits=splits, config=DecodeConfig(2, 8, 4))
 
 
-@pytest.mark.parametrize("merge_last", [True, False])
+@pytest.mark.parametrize("merge", [4, 16])
 @pytest.mark.parametrize("splits", [2, 16])
-def test_both_ways_to_merge(merge_last, splits):
-    case = Case.make([0, 39], page_size=10, tau=True, device=DEVICE)
-    check(case, splits=splits, config=DecodeConfig(4, 16, 4, merge_last=merge_last))
+def test_any_number_of_splits_is_merged_at_a_time(merge, splits):
+    case = Case.make([0, 39, 63], page_size=10, tau=True, device=DEVICE)
+    check(case, splits=splits, config=DecodeConfig(4, 16, 4, merge=merge))
+
+
+def test_a_tile_read_ahead_gives_the_same_bits():
+    case = Case.make([0, 15, 16, 17, 63], page_size=5, tau=True, device=DEVICE)
+    for splits in (1, 3):
+        plain = decode(case, splits=splits, config=DecodeConfig(2, 8, 4))
+        ahead = decode(case, splits=splits, config=DecodeConfig(2, 8, 4, ahead=True))
+        assert torch.equal(plain[0], ahead[0])
+        check(case, splits=splits, config=DecodeConfig(2, 8, 4, ahead=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -43,8 +43,7 @@ class TokenAttention(Protocol):
 
 class FusedText:
     """``tensors``: a packed checkpoint (`weights.pack_weights`), in the type and on the device of the computation,
-    experts perhaps in FP8. ``max_rows``: of a decode step. ``overlap``: attention and MLP of a decode step run beside
-    each other on two streams instead of sharing GEMMs (CUDA only). ``pdl``: decode kernels begin while those before
+    experts perhaps in FP8. ``max_rows``: of a decode step. ``pdl``: decode kernels begin while those before
     them end (sm_90). ``attention``: of decode steps; None takes our own kernel. ``fp8``: prefill computes qkv and the
     dense layers' fc1, proj and fc2 in FP8, of copies of their weights; ConfigError is raised for shapes that can't.
     ``kv_scales``: each layer's, where pools are float8_e4m3fn."""
@@ -56,7 +55,6 @@ class FusedText:
         *,
         max_rows: int,
         page_size: int,
-        overlap: bool = False,
         pdl: bool = False,
         attention: DecodeAttention | None = None,
         fp8: bool = False,
@@ -81,7 +79,6 @@ class FusedText:
             self._tau,
             max_rows=max_rows,
             page_size=page_size,
-            overlap=overlap,
             pdl=pdl,
             attention=attention,
         )

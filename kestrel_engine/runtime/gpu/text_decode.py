@@ -1,9 +1,9 @@
 """One decode step of the text decoder: a token a row, every launch and every buffer fixed by the number of rows.
 
 A block is parallel, so it is at its shortest four launches: LayerNorm (which adds what the block before computed), one
-GEMM for qkv and fc1, attention, and one GEMM for proj and fc2 whose partial sums the next LayerNorm adds. With few rows
-experts have a router of their own and run beside all of attention, on a second stream: then what one of the two waits
-for costs nothing while the other reads its weights.
+GEMM for qkv and fc1, attention, and one GEMM for proj and fc2 whose partial sums the next LayerNorm adds. Experts of up
+to 64 rows have a router of their own and run beside all of attention, on a second stream: then what one of the two
+waits for costs nothing while the other reads its weights.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,24 +35,15 @@ from .decode_attention import DecodeAttention, PagedDecode
 from .gemm import linear
 from .text_layers import TextLayer
 
-
-@dataclass(frozen=True, slots=True)
-class DecodePlan:
-    """How many rows a step may have to be laid out for latency.
-
-    ``apart``: experts have a router of their own and run beside attention. ``inline_tau``: the GEMM of qkv also leaves
-    what tau attention needs of it, in parts that attention adds up, instead of a launch between the two.
-    """
-
-    apart: int = 8
-    inline_tau: int = 8
+INLINE_TAU_ROWS = 64
+"""Rows up to which the GEMM of qkv also leaves what tau attention needs of it, in parts that attention adds up, instead
+of a launch between the two. More rows were not measured."""
 
 
 class DecodePass:
     """Owns the buffers of a step of up to ``max_rows`` rows. Steps share them, so they run one after another.
 
-    ``overlap``: the MLP runs beside attention in dense layers too, and at any number of rows. ``attention``: None
-    takes our own kernel.
+    ``attention``: None takes our own kernel. ``side``: where experts run beside attention; None makes a stream.
     """
 
     def __init__(
@@ -66,24 +56,22 @@ class DecodePass:
         *,
         max_rows: int,
         page_size: int,
-        overlap: bool,
         pdl: bool,
         attention: DecodeAttention | None = None,
-        plan: DecodePlan | None = None,
+        side: torch.cuda.Stream | None = None,
     ) -> None:
         self._config, self._layers, self._post_ln = config, layers, post_ln
-        self._angles, self._tau, self._overlap = angles, tau, overlap
-        self._plan = plan or DecodePlan()
+        self._angles, self._tau = angles, tau
         weight = layers[0].proj
         device = weight.device
-        beside = (overlap or config.moe is not None) and weight.is_cuda
-        self._side = torch.cuda.Stream(device) if beside else None
+        if side is None and config.moe is not None and weight.is_cuda:
+            side = torch.cuda.Stream(device)
+        self._side = side
         self._early = pdl and weight.is_cuda
         self._max_rows = max_rows
         dim, heads = config.dim, config.n_heads
         widest = max(layer.reads.weight.shape[0] for layer in layers)
         chosen = config.moe.experts_per_token if config.moe else 1
-        of_mlp = [default_splits(*layer.fc2.shape) for layer in layers if layer.fc2 is not None]
 
         def floats(*shape: int) -> Tensor:
             return torch.empty(math.prod(shape), dtype=torch.float32, device=device)
@@ -93,8 +81,9 @@ class DecodePass:
         self._written = floats(
             max(default_splits(*w.shape) for w in _writers(layers)), max_rows, dim
         )
-        self._of_mlp = floats(max(chosen, *of_mlp), max_rows, dim)
-        self._inline_tau = 0 if attention is not None else min(self._plan.inline_tau, MAX_ROWS)
+        self._of_experts = floats(chosen, min(max_rows, MAX_TOKENS), dim)
+        # Other attention takes tau's content whole.
+        self._inline_tau = INLINE_TAU_ROWS if attention is None else 0
         of_tau = [
             content_parts(rows, layer.weight, 3 * dim)
             for each in layers
@@ -140,10 +129,8 @@ class DecodePass:
         return x
 
     def _is_apart(self, layer: TextLayer, rows: int) -> bool:
-        """Whether the layer's MLP runs beside its attention."""
-        if layer.moe is None:
-            return self._overlap
-        return rows <= MAX_TOKENS and (self._overlap or rows <= self._plan.apart)
+        """Whether the layer's experts run beside its attention."""
+        return layer.moe is not None and rows <= MAX_TOKENS
 
     def _block(
         self,
@@ -155,29 +142,31 @@ class DecodePass:
     ) -> list[Tensor]:
         """What the block adds to the stream but for its biases: parts whose sum it is."""
         dim, moe = self._config.dim, layer.moe
-        apart = self._is_apart(layer, len(u))
         read = _shaped(self._read, len(u), layer.reads.weight.shape[0])
         # Attention's result takes the place of the values that it has read, each head's after the last look at them:
         # so it lies beside the MLP's in one operand.
         attended, hidden = read[:, 2 * dim : 3 * dim], read[:, 3 * dim :]
-        pool = keys, values
-        if apart:
-            with self._beside():
-                of_mlp = self._mlp(layer, u, hidden) if moe is None else self._experts(moe, u)
-            factors = self._linear_and_tau(layer, u, layer.qkv, read[:, : 3 * dim])
+
+        def attend(reads: Linear, *, gelu_from: int | None = None) -> None:
+            out = read[:, : reads.weight.shape[0]]
+            factors = self._linear_and_tau(layer, u, reads, out, gelu_from=gelu_from)
+            pool = keys, values
             self._attention(read, *pool, rows, self._angles, factors, attended, layer.kv_scales)
-            of_attention = self._partials(attended, layer.proj, self._written)
+
+        if moe is None:
+            attend(layer.reads, gelu_from=3 * dim)
+            return [self._partials(read[:, 2 * dim :], layer.writes)]
+        if self._is_apart(layer, len(u)):
+            with self._beside():
+                of_experts = self._few_through_experts(moe, u)
+            attend(layer.qkv)
+            of_attention = self._partials(attended, layer.proj)
             if self._side is not None:
                 torch.cuda.current_stream().wait_stream(self._side)
-            return [of_attention, of_mlp]
+            return [of_attention, of_experts]
         # The router's few rows ride along with qkv.
-        gelu_from = 3 * dim if moe is None else None
-        factors = self._linear_and_tau(layer, u, layer.reads, read, gelu_from=gelu_from)
-        self._attention(read, *pool, rows, self._angles, factors, attended, layer.kv_scales)
-        if moe is None:
-            return [self._partials(read[:, 2 * dim :], layer.writes, self._written)]
-        of_attention = self._partials(attended, layer.proj, self._written)
-        return [of_attention, self._experts(moe, u, hidden)]
+        attend(layer.reads)
+        return [self._partials(attended, layer.proj), self._many_through_experts(moe, u, hidden)]
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -224,23 +213,11 @@ class DecodePass:
         tau_content(out, layer.tau.weights, self._tau, out=content)
         return content, layer.tau.alpha
 
-    def _mlp(self, layer: TextLayer, u: Tensor, hidden: Tensor) -> Tensor:
-        """Of a dense layer; ``hidden`` [M, ff] is filled."""
-        assert layer.fc1 is not None and layer.fc2 is not None
-        self._linear(u, layer.fc1, hidden, gelu_from=0, early=self._side is None)
-        return self._partials(hidden, layer.fc2, self._of_mlp)
-
-    def _experts(self, moe: Moe, u: Tensor, logits: Tensor | None = None) -> Tensor:
-        """``logits`` [M, experts] of the router; None: computed here, as the first on a stream."""
+    def _few_through_experts(self, moe: Moe, u: Tensor) -> Tensor:
+        """Up to `MAX_TOKENS` rows, as the first on a stream -> parts [k, M, dim]."""
         rows, k = len(u), moe.experts_per_token
         routed = _shaped(self._router_weights, rows, k), _shaped(self._chosen, rows, k)
-        if logits is None:
-            route_tokens(u, moe.router.weight, moe.router.bias, k, self._router, out=routed)
-        else:
-            route(logits, k, out=routed, pdl=self._early)
-        if rows > MAX_TOKENS:
-            return moe_prefill(u, *routed, moe.fc1, moe.fc2, moe.fc1_scale, moe.fc2_scale)
-        out = _shaped(self._of_mlp, k, *u.shape)
+        route_tokens(u, moe.router.weight, moe.router.bias, k, self._router, out=routed)
         return moe_decode(
             u,
             *routed,
@@ -248,9 +225,16 @@ class DecodePass:
             moe.fc2,
             moe.fc1_scale,
             moe.fc2_scale,
-            out=out,
+            out=_shaped(self._of_experts, k, *u.shape),
             pdl=self._early,
         )
+
+    def _many_through_experts(self, moe: Moe, u: Tensor, logits: Tensor) -> Tensor:
+        """[M, dim]; ``logits`` [M, experts] of the router."""
+        rows, k = len(u), moe.experts_per_token
+        routed = _shaped(self._router_weights, rows, k), _shaped(self._chosen, rows, k)
+        route(logits, k, out=routed, pdl=self._early)
+        return moe_prefill(u, *routed, moe.fc1, moe.fc2, moe.fc1_scale, moe.fc2_scale)
 
     def _linear(
         self,
@@ -259,22 +243,21 @@ class DecodePass:
         out: Tensor,
         *,
         gelu_from: int | None = None,
-        early: bool = True,
     ) -> None:
         if len(x) <= MAX_ROWS:
-            early = early and self._early
-            skinny_linear(x, layer.weight, layer.bias, gelu_from=gelu_from, pdl=early, out=out)
+            pdl = self._early
+            skinny_linear(x, layer.weight, layer.bias, gelu_from=gelu_from, pdl=pdl, out=out)
             return
         linear(x, layer, out=out)
         if gelu_from is not None:
             torch.ops.aten.gelu_(out[:, gelu_from:], approximate="tanh")
 
-    def _partials(self, x: Tensor, weight: Tensor, room: Tensor) -> Tensor:
+    def _partials(self, x: Tensor, weight: Tensor) -> Tensor:
         """[S, M, dim] float32, or beyond `MAX_ROWS` rows [M, dim] in the model's type."""
         if len(x) > MAX_ROWS:
             return torch.mm(x, weight.T)
         shape = default_splits(*weight.shape), len(x), weight.shape[0]
-        return skinny_partials(x, weight, pdl=self._early, out=_shaped(room, *shape))
+        return skinny_partials(x, weight, pdl=self._early, out=_shaped(self._written, *shape))
 
 
 def _writers(layers: list[TextLayer]) -> Iterator[Tensor]:
