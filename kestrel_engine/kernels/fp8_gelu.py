@@ -56,8 +56,7 @@ def _kernel(
         row, col = m0 + tl.arange(0, M), n0 + tl.arange(0, N)
         there, inside = row < num_rows, col < num_outputs
         scale = tl.load(norms + row, mask=there, other=0.0) * spread + least
-        if n0 == 0:
-            tl.store(scales + row, scale, mask=there)
+        tl.store(scales + row, scale, mask=there & (n0 == 0))
         of_row = tl.load(row_scales + row, mask=there, other=0.0)[:, None]
         of_col = tl.load(weight_scales + col, mask=inside, other=0.0)[None, :]
         shift = tl.load(bias + col, mask=inside, other=0.0).to(tl.float32)[None, :]
