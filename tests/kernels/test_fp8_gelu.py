@@ -68,7 +68,7 @@ def test_it_is_off_by_one_rounding(shape):
     found = case()
     assert found.values.shape == (shape[0], shape[2]) and found.scales.shape == (shape[0], 1)
     # One rounding of 2.6 % in the mean; few numbers may be off by more.
-    assert off(widened(found), case.of_rounded) < (0.04 if shape[0] > 1 else 0.06)
+    assert off(widened(found), case.of_rounded) < (0.04 if shape[0] > 1 else 0.07)
 
 
 def test_scales_bound_every_row_and_not_by_far():
@@ -91,7 +91,7 @@ def test_rows_of_zeros_and_none():
     case = Case(3, 32, 16)
     case.bias.zero_()
     case.norms[1] = 0
-    case.rows.values[1] = 0
+    case.rows.values.view(torch.uint8)[1] = 0
     found = case()
     assert not found.values[1].float().any() and bool((found.scales > 0).all())
     case.rows, case.norms = Fp8Rows(*(part[:0] for part in case.rows)), case.norms[:0]
