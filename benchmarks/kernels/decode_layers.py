@@ -12,6 +12,7 @@ by torch's profiler. Exits with 1 if a variant is wrong.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
 import sys
 import time
@@ -24,11 +25,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.moe import compile_all
+from benchmarks.kernels.moe import compile_some
 from kestrel_engine.checkpoint.random_weights import random_checkpoint
 from kestrel_engine.kernels import moe_decode, paged_decode, skinny_linear
 from kestrel_engine.kernels.moe_decode import Tile, Tiles
-from kestrel_engine.kernels.paged_decode import DecodeConfig
+from kestrel_engine.kernels.paged_decode import DecodeConfig, DecodeWorkspace
 from kestrel_engine.model_config import parse_model_config
 from kestrel_engine.runtime.gpu import decode_attention, text_decode
 from kestrel_engine.runtime.gpu.text import FusedText
@@ -50,6 +51,7 @@ EXPERT_TILES: dict[int, list[Tiles]] = {
         Tiles(UP, Tile(64, 256, 4, 2, False, True)),
         Tiles(UP, Tile(16, 512, 4, 2)),
         Tiles(Tile(32, 128, 4, 4, False, True), Tile(64, 128, 4, 4, False, True)),
+        Tiles(Tile(32, 128, 4, 3, False, True), Tile(64, 128, 4, 3, False, True)),
         Tiles(Tile(32, 128, 8, 6, False, True), Tile(64, 128, 4, 4, False, True)),
     ],
     16: [
@@ -299,6 +301,62 @@ def measure(stack: Stack, batch: int, quick: bool, with_timeline: bool) -> None:
             timeline(bench.graphs[variant], stack.config.text.n_layers)
 
 
+Job = tuple[int, Tiles | DecodeConfig, bool]
+"""Rows, what is compiled, and whether attention begins early."""
+
+
+def compile_all(batches: list[int], quick: bool) -> None:
+    """Fills Triton's cache on disk."""
+    jobs: dict[Job, None] = {}
+    for batch in batches:
+        jobs[batch, moe_decode.TILES[1, moe_decode.batch_class(batch)], True] = None
+        few = batch <= decode_attention.EARLY_ROWS
+        for change in (change for axis in axes(batch, quick) for change in axis):
+            if "tiles" in change:
+                jobs[batch, change["tiles"], True] = None
+            if "attention" in change:
+                # Any number of rows beyond the few gives one kernel; the best is tried the other way as well.
+                rows = batch if few else max(batch, 4)
+                jobs |= {
+                    (min(rows, 4), change["attention"], early): None for early in (few, not few)
+                }
+    workers = min(14, multiprocessing.cpu_count())
+    todo = list(jobs)
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        pool.map(compile_jobs, [todo[i::workers] for i in range(workers)], chunksize=1)
+
+
+@torch.inference_mode()
+def compile_jobs(jobs: list[Job]) -> None:
+    """In a process of its own."""
+    compile_some(
+        [("decode", 1, rows, what, True) for rows, what, _ in jobs if isinstance(what, Tiles)]
+    )
+    for rows, what, early in jobs:
+        if isinstance(what, DecodeConfig):
+            compile_attention(rows, what, early)
+
+
+def compile_attention(rows: int, config: DecodeConfig, early: bool) -> None:
+    """As both kinds of layers launch it: the GEMM of a dense one leaves half as many parts of tau's content."""
+    heads, size = 32, 64
+    pool = torch.zeros(PAGE, heads, size, dtype=DTYPE, device=DEVICE)
+    zeros = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+    table = torch.zeros(rows, POSITIONS // PAGE + 1, dtype=torch.int32, device=DEVICE)
+    angles = torch.zeros(2, 1, size // 4, device=DEVICE)
+    splits = 2
+    space = DecodeWorkspace.allocate([(rows, splits)], heads, size, DEVICE)
+    for columns, parts in ((6208, 96), (14336, 48)):
+        read = torch.zeros(rows, columns, dtype=DTYPE, device=DEVICE)
+        tau = torch.zeros(parts, rows, 2 * heads, device=DEVICE), torch.zeros(heads, device=DEVICE)
+        out = read[:, 4096:6144]
+        paged_decode.paged_decode(
+            read, pool, pool, table, zeros, zeros, *angles, page_size=PAGE, tau=tau, splits=splits,
+            workspace=space, out=out, config=config, pdl=early,
+        )  # fmt: skip
+    torch.cuda.synchronize()
+
+
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -307,13 +365,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer tiles")
     args = parser.parse_args()
     began = time.monotonic()
-    tried = [
-        ("decode", 1, batch, tiles, True)
-        for batch in args.batches
-        for tiles in EXPERT_TILES[moe_decode.batch_class(batch)][: 1 if args.quick else None]
-    ]
-    compile_all(tried)
-    print(f"tiles compiled after {time.monotonic() - began:.0f} s", flush=True)
+    compile_all(args.batches, args.quick)
+    print(f"kernels compiled after {time.monotonic() - began:.0f} s", flush=True)
     stack = Stack(max(args.batches))
     torch.cuda.synchronize()
     print(f"weights made after {time.monotonic() - began:.0f} s", flush=True)
