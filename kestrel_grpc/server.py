@@ -41,6 +41,7 @@ from .access_log import AccessLog
 from .addresses import check_free, close_address, with_port
 from .admin_service import AdminService
 from .capture import Capture
+from .generic_methods import GenericMethods
 from .image_service import ImageService
 from .image_store import ImageStore
 from .interceptors import Call, CallInterceptor, InFlight
@@ -156,16 +157,17 @@ class KestrelServer:
         security = self._config.security
         options = _channel_options(self._config.max_message_bytes, security, shared=shared)
         server = grpc.aio.server(interceptors=(self._interceptor,), options=options)
+        methods = GenericMethods(server).as_server
         pictures = Pictures(self.images)
-        add_VisionServiceServicer_to_server(VisionService(self.served, pictures), server)
-        add_ImageServiceServicer_to_server(ImageService(self.served, pictures), server)
+        add_VisionServiceServicer_to_server(VisionService(self.served, pictures), methods)
+        add_ImageServiceServicer_to_server(ImageService(self.served, pictures), methods)
         models = ModelService(
             self.served,
             self.load_meter,
             max_message_bytes=self._config.max_message_bytes,
             image_store_bytes=self._config.image_store_bytes,
         )
-        add_ModelServiceServicer_to_server(models, server)
+        add_ModelServiceServicer_to_server(models, methods)
         admin = AdminService(
             self.served,
             self.images,
@@ -174,9 +176,9 @@ class KestrelServer:
             self.profiles,
             self.capture,
         )
-        add_AdminServiceServicer_to_server(admin, server)
-        self._health.add_to(server)
-        add_reflection(server, (*SERVICES, health.SERVICE_NAME))
+        add_AdminServiceServicer_to_server(admin, methods)
+        self._health.add_to(methods)
+        add_reflection(methods, (*SERVICES, health.SERVICE_NAME))
         bound: list[str] = []
         for address in addresses:
             if not shared:
