@@ -61,11 +61,11 @@ TILINGS = [
     Tiles(warps=2),
     Tiles(list_warps=1),
     Tiles(list_warps=4),
-    Tiles(edges=8),
-    Tiles(edges=32),
-    Tiles(short=64),
+    Tiles(edges=16),
+    Tiles(edges=16, fine=16),
     Tiles(short=256),
-    Tiles(listed=1024),
+    Tiles(short=1024),
+    Tiles(draw_warps=4),
 ]
 
 

@@ -23,10 +23,12 @@ class Tiles(NamedTuple):
 
     chunk: int = 1024
     """Ids a program in all launches but the last."""
-    edges: int = 16
-    """Logits above which weights are summed, once for the row and once more within each stretch that is too long."""
-    short: int = 128
-    """Candidates that are sorted at least."""
+    edges: int = 8
+    """Logits above which weights are summed."""
+    fine: int = 32
+    """Logits above which they are summed within each stretch, if there are more candidates than ``short``."""
+    short: int = 512
+    """Candidates that are sorted by counting, which is quicker, the fewer they are."""
     listed: int = 2048
     """Candidates that are sorted at most; if there are more, the whole row is searched."""
     block: int = 512
@@ -37,23 +39,30 @@ class Tiles(NamedTuple):
     """Of a program that sums above edges: with one, its two sums for every edge wait for nobody."""
     list_warps: int = 2
     """Of a program that lists candidates."""
+    draw_warps: int = 8
+    """Of the program that sorts a row's candidates."""
+
+    @property
+    def columns(self) -> int:
+        """Room for a row's edges."""
+        return int(triton.next_power_of_2(self.edges + 3 * self.fine))
 
 
 class Workspace(NamedTuple):
-    """What the launches hand to one another, for up to so many rows; holds nothing between calls."""
+    """What the launches hand to one another, for up to so many rows; nothing is kept between calls."""
 
     stats: Tensor
     """[rows, chunks, 3] float32: largest, sum of exp(logit - largest), smallest."""
     places: Tensor
     """[rows, chunks, 2] int32: id of the largest; how many are not finite."""
     edges: Tensor
-    """[rows, 4, edges] float32: logits, of the row and of its three stretches."""
+    """[rows, columns] float32: logits, ``edges`` of the row and ``fine`` of each of its three stretches."""
     masses: Tensor
-    """[rows, chunks, 4, edges] float32: weight at or above each edge."""
+    """[rows, chunks, columns] float32: weight at or above each edge."""
     counts: Tensor
-    """[rows, chunks, 4, edges] float32: ids at or above each edge."""
+    """[rows, chunks, columns] float32: ids at or above each edge."""
     listed: Tensor
-    """[rows, 2] int32: candidates; whether stretches were cut again."""
+    """[rows, 3] int32: candidates; whether stretches were cut again; chunks that are through, 0 between launches."""
     bounds: Tensor
     """[rows, 8] float32: where top-k cuts, where top-p cuts and where the draw is, from (inclusive) and to; ids above
     the first; ids that count."""
@@ -76,10 +85,10 @@ def allocate(
     return Workspace(
         stats=empty(chunks, 3, dtype=torch.float32),
         places=empty(chunks, 2, dtype=torch.int32),
-        edges=empty(4, tiles.edges, dtype=torch.float32),
-        masses=empty(chunks, 4, tiles.edges, dtype=torch.float32),
-        counts=empty(chunks, 4, tiles.edges, dtype=torch.float32),
-        listed=empty(2, dtype=torch.int32),
+        edges=empty(tiles.columns, dtype=torch.float32),
+        masses=empty(chunks, tiles.columns, dtype=torch.float32),
+        counts=empty(chunks, tiles.columns, dtype=torch.float32),
+        listed=torch.zeros(rows, 3, dtype=torch.int32, device=device),
         bounds=empty(8, dtype=torch.float32),
         sums=empty(chunks, 4, dtype=torch.float64),
         candidates=empty(tiles.listed, dtype=torch.int64),
@@ -141,30 +150,26 @@ def sample_rows(
         )  # fmt: skip
         return
     drawing = (temperature, top_p, top_k, uniforms)
-    located = (work.edges, work.masses, work.counts, work.listed)
-    sizes: dict[str, Any] = {"CHUNKS": chunk_block, "EDGES": tiles.edges, "WIDTH": RULE_WIDTH}
+    located = (work.edges, work.masses, work.counts, work.bounds, work.listed)
+    sizes: dict[str, Any] = {
+        "CHUNKS": chunk_block, "EDGES": tiles.edges, "COLUMNS": tiles.columns, "WIDTH": RULE_WIDTH
+    }  # fmt: skip
     by_chunk: dict[str, Any] = {"CHUNK": tiles.chunk, **sizes, **early}
     grid = (rows, chunks)
     locate_kernel[grid](
-        *row, work.stats, chunks, temperature, top_p, *located, num_warps=tiles.warps, **by_chunk
-    )
+        *row, work.stats, chunks, *drawing, *located, tiles.short,
+        FINE=tiles.fine, num_warps=tiles.warps, **by_chunk,
+    )  # fmt: skip
     refine_kernel[grid](
-        *row,
-        work.stats,
-        chunks,
-        *drawing,
-        *located,
-        tiles.listed,
-        num_warps=tiles.warps,
-        **by_chunk,
-    )
-    found = (work.bounds, work.sums, work.candidates)
+        *row, work.stats, chunks, *drawing, *located,
+        FINE=tiles.fine, num_warps=tiles.warps, **by_chunk,
+    )  # fmt: skip
     list_kernel[grid](
-        *row, work.stats, chunks, *drawing, *located, tiles.listed, *found,
-        num_warps=tiles.list_warps, **by_chunk,
+        *row, work.stats, chunks, temperature, work.edges, work.bounds, work.listed, tiles.listed,
+        work.sums, work.candidates, num_warps=tiles.list_warps, **by_chunk,
     )  # fmt: skip
     draw_kernel[(rows,)](
-        *row, *partial, *drawing, work.edges, work.listed, tiles.listed, *found,
-        ids, logprobs, bad, SHORT=tiles.short, LISTED=tiles.listed, BLOCK=tiles.block,
-        PIVOTS=tiles.pivots, num_warps=8, **sizes, **early,
+        *row, *partial, *drawing, work.edges, work.listed, tiles.listed, work.bounds, work.sums,
+        work.candidates, ids, logprobs, bad, SHORT=tiles.short, LISTED=tiles.listed,
+        BLOCK=tiles.block, PIVOTS=tiles.pivots, num_warps=tiles.draw_warps, **sizes, **early,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """Top-k, top-p and the draw among a row's candidates (sample_candidates.py): one program a row.
 
-The listed keys are sorted and their weights cumulated, as in `runtime.sampler`, from what lies above. Where stretches
+The listed keys are sorted and their weights cumulated, as in `runtime.sampler`, from what lies above; short lists by
+counting for each key those before it, which takes as long as the list is. Where stretches
 have more ids than a list holds (thousands of equal logits), or a sum doesn't pass its target there after all, the whole
 row is searched instead, by splitting an interval of keys. Weights are float64 and all sums have a fixed order.
 """
@@ -17,6 +18,8 @@ from .sample_logits import extent, first_best, load, settle
 _NO_KEY = tl.constexpr(-(2**63))
 _ID_MASK = tl.constexpr(2**32 - 1)
 _BELOW_ONE = tl.constexpr(1 - 2**-52)
+_AT_ONCE = tl.constexpr(16)
+"""Keys that meet all others at once when a short list is sorted."""
 
 
 @triton.jit
@@ -38,13 +41,34 @@ def _passes(x, weights, reached, low, high, base, target, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _ranked(candidates, number, SIZE: tl.constexpr):
+    """The ``number`` candidates, best first, then _NO_KEY; their list has that order then."""
+    i = tl.arange(0, SIZE)
+    key = tl.load(candidates + i, mask=i < number, other=_NO_KEY)
+    before = tl.zeros([SIZE, _AT_ONCE], tl.int32)
+    for begin in range(0, number, _AT_ONCE):
+        j = begin + tl.arange(0, _AT_ONCE)
+        other = tl.load(candidates + j, mask=j < number, other=_NO_KEY)
+        before += (other[None, :] > key[:, None]).to(tl.int32)
+    # No two keys are equal, so each has a place of its own.
+    place = tl.sum(before, axis=1)
+    tl.debug_barrier()
+    tl.store(candidates + place, key, mask=i < number)
+    tl.debug_barrier()
+    return tl.load(candidates + i, mask=i < number, other=_NO_KEY)
+
+
+@triton.jit
 def _among(
     candidates, number, bounds, total, base_rank, base_cut, base, best, temperature, top_p, top_k, drawn,
-    SIZE: tl.constexpr,
+    SIZE: tl.constexpr, IS_SHORT: tl.constexpr,
 ):  # fmt: skip
     """The key drawn from a list of at most SIZE; _NO_KEY if it isn't in the list."""
     i = tl.arange(0, SIZE)
-    key = tl.sort(tl.load(candidates + i, mask=i < number, other=_NO_KEY), descending=True)
+    if IS_SHORT:
+        key = _ranked(candidates, number, SIZE)
+    else:
+        key = tl.sort(tl.load(candidates + i, mask=i < number, other=_NO_KEY), descending=True)
     is_listed = key > _NO_KEY
     x = tl.where(is_listed, _logit(key), float("-inf"))
     weights = tl.where(is_listed, weight(x, best, temperature), 0.0)
@@ -152,7 +176,8 @@ def _among_all(
 def draw_kernel(
     logits, stride, rules, vocab, stats, places, chunks, temperatures, top_ps, top_ks, uniforms,
     edges, listed, max_listed, bounds, sums, candidates, ids, logprobs, bad,
-    CHUNKS: tl.constexpr, EDGES: tl.constexpr, SHORT: tl.constexpr, LISTED: tl.constexpr,
+    CHUNKS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr, SHORT: tl.constexpr,
+    LISTED: tl.constexpr,
     BLOCK: tl.constexpr, PIVOTS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -170,7 +195,7 @@ def draw_kernel(
         top_p = tl.load(top_ps + row)
         top_k = tl.load(top_ks + row)
         drawn = tl.load(uniforms + row)
-        number = tl.load(listed + row * 2)
+        number = tl.load(listed + row * 3)
         candidates += row * max_listed
         bounds += row * 8
         at = sums + (row * chunks + c) * 4
@@ -182,15 +207,15 @@ def draw_kernel(
         if number <= SHORT:
             key = _among(
                 candidates, number, bounds, total, base_rank, base_cut, base, best, temperature,
-                top_p, top_k, drawn, SHORT,
+                top_p, top_k, drawn, SHORT, True,
             )  # fmt: skip
         elif number <= LISTED:
             key = _among(
                 candidates, number, bounds, total, base_rank, base_cut, base, best, temperature,
-                top_p, top_k, drawn, LISTED,
+                top_p, top_k, drawn, LISTED, False,
             )  # fmt: skip
         if key == _NO_KEY:
-            least = tl.load(edges + row * 4 * EDGES + EDGES - 1)
+            least = tl.load(edges + row * COLUMNS + EDGES - 1)
             key = _among_all(
                 logits, rule, vocab, least, tl.load(bounds + 7), total, best, temperature, top_p,
                 top_k, drawn, BLOCK, PIVOTS,

@@ -20,27 +20,27 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def kept(rule, ids, inside):
-    """Whether the rule allows ``ids``."""
-    allowed = inside
+def masked(x, rule, ids):
+    """``x`` where the rule allows ``ids``, -inf elsewhere."""
+    # In x itself: predicates carried through a loop are packed and unpacked in each turn.
     for i in range(tl.load(rule + 3)):
-        allowed = allowed & (ids != tl.load(rule + 8 + i))
+        x = tl.where(ids == tl.load(rule + 8 + i), float("-inf"), x)
     num_allowed = tl.load(rule + 4)
     if num_allowed > 0:
-        listed = ids < 0
+        listed = tl.full(x.shape, float("-inf"), tl.float32)
         for i in range(num_allowed):
-            listed = listed | (ids == tl.load(rule + 16 + i))
-        allowed = allowed & listed
-    return allowed
+            listed = tl.where(ids == tl.load(rule + 16 + i), x, listed)
+        x = listed
+    return x
 
 
 @triton.jit
 def load(logits, rule, ids, inside):
-    """Logits of ``ids`` as float32, and whether the rule allows them; -inf if not."""
+    """Finite logits of ``ids`` as float32, and whether the rule allows them; -inf if not."""
     # Before the rule is looked at, whose loads wait for one another.
-    x = tl.load(logits + ids, mask=inside, other=0.0).to(tl.float32)
-    is_kept = kept(rule, ids, inside)
-    return tl.where(is_kept, x, float("-inf")), is_kept
+    x = tl.load(logits + ids, mask=inside, other=float("-inf")).to(tl.float32)
+    x = masked(x, rule, ids)
+    return x, x > float("-inf")
 
 
 @triton.jit
@@ -59,7 +59,8 @@ def stats_kernel(
     # Written so that NaN fails.
     finite = tl.abs(x) <= LARGEST
     bad = tl.sum(tl.where(inside & (finite == 0), 1, 0))
-    is_kept = kept(rules + row * WIDTH, ids, inside) & finite
+    x = masked(tl.where(inside, x, float("-inf")), rules + row * WIDTH, ids)
+    is_kept = tl.abs(x) <= LARGEST
     best = tl.max(tl.where(is_kept, x, -LARGEST))
     place = tl.min(tl.where(is_kept & (x == best), ids, vocab))
     total = tl.sum(tl.exp(tl.where(is_kept, x, float("-inf")) - best))

@@ -16,7 +16,7 @@ kernel = pytest.importorskip("kestrel_engine.kernels.sample")
 layout = pytest.importorskip("kestrel_engine.kernels.sample_logits")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = kernel.Tiles(chunk=64, edges=4, short=4, listed=16, block=32, pivots=4)
+SMALL = kernel.Tiles(chunk=64, edges=4, fine=4, short=4, listed=16, block=32, pivots=4)
 """Several chunks, stretches cut twice, short and long lists, and searched rows at a small vocabulary."""
 
 
@@ -119,23 +119,39 @@ def test_draws_are_those_of_the_reference_sampler(kind):
 
 
 @pytest.mark.parametrize(
-    "short, listed, is_wide, is_listed",
-    [(512, 512, False, True), (2, 512, False, True), (2, 64, True, True), (2, 2, True, False)],
-    ids=["a short list", "a long one", "stretches cut again", "the whole row"],
+    "short, listed, is_wide",
+    [(1024, 1024, False), (128, 512, True), (2, 512, True), (2, 2, True)],
+    ids=["a short list", "stretches cut again", "a long list", "the whole row"],
 )
-def test_every_way_to_a_draw(short, listed, is_wide, is_listed):
+def test_every_way_to_a_draw(short, listed, is_wide):
     vocab = 300
     logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(3))
     specs = [
         plain(temperature=2.0, top_p=p, top_k=k, seed=9) for p, k in ((0.8, 0), (1, 90), (0.7, 99))
     ]
-    tiles = SMALL._replace(edges=8, short=short, listed=listed)
+    tiles = SMALL._replace(short=short, listed=listed)
     work = kernel.allocate(3, vocab, DEVICE, tiles)
-    check(logits, specs, tiles, workspace=work)
-    number, was_cut_again = work.listed.unbind(1)
-    assert (was_cut_again == is_wide).all(), number
-    assert ((number <= listed) == is_listed).all(), number
-    assert ((number <= short) == (short == 512)).all(), number
+    for _ in range(2):
+        check(logits, specs, tiles, workspace=work)
+        number, was_cut_again, arrived = work.listed.unbind(1)
+        assert (was_cut_again == is_wide).all(), number
+        assert ((number <= listed) == (listed > 2)).all(), number
+        assert ((number <= short) == (short > 2)).all(), number
+        assert (arrived == 0).all()
+
+
+def test_a_flat_row_is_not_searched_whole():
+    vocab = 51200
+    # Near the cut of top-p, where both stretches are widest.
+    seed = max(range(64), key=lambda seed: uniform(seed, 0))
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(0)).bfloat16()
+    # One program lists what many do, and is interpreted sooner.
+    tiles = kernel.Tiles(chunk=65536) if DEVICE == "cpu" else kernel.Tiles()
+    work = kernel.allocate(1, vocab, DEVICE, tiles)
+    check(logits, [plain(temperature=1.0, top_p=0.9, seed=seed)], tiles, workspace=work)
+    number, was_cut_again, _arrived = work.listed[0].tolist()
+    assert was_cut_again
+    assert tiles.short < number <= tiles.listed
 
 
 def test_more_equal_logits_than_a_list_has_room_for():
