@@ -29,8 +29,14 @@ class AccessLog:
         if self._format == "json":
             text = json.dumps(fields)
         else:
-            text = " ".join(f"{name}={value}" for name, value in fields.items())
+            text = " ".join(f"{name}={_word(value)}" for name, value in fields.items())
         logger.info("%s", text, extra=structured("call", fields))
+
+
+def _word(value: Any) -> str:
+    """One word: a certificate may name its holder as its authority likes."""
+    text = str(value)
+    return text if text.isprintable() and " " not in text else json.dumps(text)
 
 
 def _fields(call: Call) -> dict[str, Any]:
@@ -41,6 +47,7 @@ def _fields(call: Call) -> dict[str, Any]:
         **({"trace_id": call.trace_id} if call.trace_id else {}),
         "ms": round(call.duration_ms, 1),
         "peer": call.peer,
+        **({"principal": call.principal.name} if call.principal.name else {}),
     }
     if call.result is not None:
         metrics = call.result.metrics

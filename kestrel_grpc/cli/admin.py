@@ -12,6 +12,7 @@ from kestrel_client._pb.kestrel.v1 import admin_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStub
 
 from .connection import CallMetadata, add_server_flags, open_channel
+from .parser import CommandError
 
 _TIMEOUT_S = 10.0
 _WRITE_S = 120.0
@@ -57,7 +58,11 @@ def _add_profile(actions: Any) -> None:
         "--seconds", type=float, default=10.0, metavar="S", help="most seconds, 0.1 to 60 [10]"
     )
     profile.add_argument(
-        "--steps", type=int, default=500, metavar="N", help="most steps, 1 to 10000 [500]"
+        "--steps",
+        type=_up_to(10_000),
+        default=500,
+        metavar="N",
+        help="most steps, 1 to 10000 [500]",
     )
     profile.add_argument(
         "--python-functions",
@@ -79,7 +84,11 @@ def _add_capture(actions: Any) -> None:
     )
     capture.add_argument("action_of_it", choices=("start", "stop"), metavar="start|stop")
     capture.add_argument(
-        "--requests", type=int, default=10, metavar="N", help="end after so many, 1 to 100 [10]"
+        "--requests",
+        type=_up_to(100),
+        default=10,
+        metavar="N",
+        help="end after so many, 1 to 100 [10]",
     )
     capture.add_argument(
         "--pictures", action="store_true", help="their pictures too, if --capture-pictures lets us"
@@ -88,9 +97,25 @@ def _add_capture(actions: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with open_channel(args) as (channel, metadata):
-        for line in _ACTIONS[args.action](AdminServiceStub(channel), metadata, args):
+        try:
+            lines = _ACTIONS[args.action](AdminServiceStub(channel), metadata, args)
+        except UnicodeError:  # What the shell passed on isn't text, so no message takes it.
+            raise CommandError("what was given is no valid UTF-8") from None
+        for line in lines:
             print(line)
     return 0
+
+
+def _up_to(most: int) -> Callable[[str], int]:
+    """Reads a whole number from 1 to ``most``; a message would not even hold others."""
+
+    def parse(text: str) -> int:
+        value = int(text) if text.isdecimal() else 0
+        if not 1 <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 1 to {most}")
+        return value
+
+    return parse
 
 
 def _drain(stub: AdminServiceStub, metadata: CallMetadata, args: argparse.Namespace) -> list[str]:

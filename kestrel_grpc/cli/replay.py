@@ -101,17 +101,25 @@ def read_captured(path: str) -> Captured:
         told = json.loads(text)
         if told["kestrel_capture"] != _FORMAT:
             raise ValueError("made by another version")
-        service, _, name = told["method"].rpartition("/")
-        method = _methods()[service, name]
+        service, _, name = str(told["method"]).rpartition("/")
+        method = _methods().get((service, name))
+        if method is None:
+            raise ValueError(f"there is no method {told['method']!r}")
         make = message_factory.GetMessageClass(method.input_type)
         request: Any
         if method.client_streaming:
             request = [json_format.ParseDict(message, make()) for message in told["request"]]
         else:
             request = json_format.ParseDict(told["request"], make())
-        return Captured(method, request, told["code"], told["model"], told["picture_left_out"])
-    except (KeyError, TypeError, ValueError, json_format.ParseError) as error:
-        raise CommandError(f"{path!r} is no captured request: {error}") from None
+        left_out = told["picture_left_out"]
+        if not isinstance(left_out, dict | None):
+            raise ValueError("picture_left_out must be an object")
+        return Captured(method, request, told["code"], told["model"], left_out)
+    except KeyError as error:
+        raise CommandError(f"{path!r} is no captured request: it has no {error}") from None
+    except (TypeError, ValueError, RecursionError, json_format.ParseError) as error:
+        why = " ".join(str(error).split())
+        raise CommandError(f"{path!r} is no captured request: {why}") from None
 
 
 def _methods() -> dict[tuple[str, str], MethodDescriptor]:

@@ -325,10 +325,16 @@ def test_a_replay_asks_for_the_picture_that_was_left_out(tmp_path, capsys):
     assert main(["replay", str(path)]) == 1
     words = "the picture was left out, of 3 bytes, SHA-256 abc: give it with --image"
     assert words in capsys.readouterr().err
-    for broken in ("{}", "no", json.dumps({**told, "kestrel_capture": 2})):
+    upload = {"method": "kestrel.v1.ImageService/UploadImage", "request": 5}
+    wrong = (
+        {"kestrel_capture": 2}, {"method": ["a"]}, {"method": "x/y"}, upload, {"request": "no"},
+        {"request": {"nofield": 1}}, {"picture_left_out": "bytes"},
+    )  # fmt: skip
+    for broken in ("{}", "no", "[]", "[" * 10**5, *(json.dumps({**told, **bad}) for bad in wrong)):
         path.write_text(broken)
         assert main(["replay", str(path)]) == 1
-        assert "is no captured request" in capsys.readouterr().err
+        [line] = capsys.readouterr().err.splitlines()
+        assert "is no captured request: " in line
 
 
 @pytest.mark.golden

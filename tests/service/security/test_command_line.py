@@ -100,6 +100,14 @@ def test_a_server_is_managed_by_who_may(served, authority, token, admin_token):
     assert "without --profile-dir [FAILED_PRECONDITION]" in admin("profile").stderr
     assert "without --capture-dir [FAILED_PRECONDITION]" in admin("capture", "start").stderr
     assert admin("capture", "stop").stdout == "0 captured, 0 lost\n"
+    for bad in (
+        ("profile", "--steps", -1),
+        ("profile", "--steps", 2**40),
+        ("capture", "start", "--requests", 0),
+    ):
+        refused = admin(*bad)
+        assert refused.returncode == 2 and "must be a whole number from 1 to" in refused.stderr
+    assert "no valid UTF-8" in admin("cancel", "\udcff").stderr
     assert "lacks the scope admin [PERMISSION_DENIED]" in admin("drain", using=token).stderr
     assert admin("drain").stdout == "draining: 0 requests still run or wait\n"
     health = kestrel("health", "--server", served, "--ca", authority.ca.cert, "--wait", 0.5)

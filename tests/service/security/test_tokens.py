@@ -1,5 +1,6 @@
 """Tokens and their file, and over the wire: who may what, and whose things are whose."""
 
+import logging
 import time
 
 import grpc
@@ -279,7 +280,8 @@ async def test_the_sdk_sends_its_token(serve, tokens, authority, server_pair):
             await client.query(None, "?", max_tokens=2)
 
 
-async def test_a_certificate_says_who_calls(serve, tokens, authority, server_pair):
+async def test_a_certificate_says_who_calls(serve, tokens, authority, server_pair, caplog):
+    caplog.set_level(logging.INFO, "kestrel_grpc.access")
     with tokens.path.open("a") as file:
         file.write("seven infer cert:camera 7\nspiffe infer,high cert:spiffe://farm/gate\n")
     tls = TlsFiles(
@@ -304,8 +306,9 @@ async def test_a_certificate_says_who_calls(serve, tokens, authority, server_pai
     with pytest.raises(UnauthenticatedError, match="'camera 8' has no line"):
         await priority_high(served, stranger)
     await priority_high(served, gate)
-    alone = await serve(server_config={"security": SecurityConfig(tls=tls)})
+    alone = await serve(server_config={"security": SecurityConfig(tls=tls), "access_log": "text"})
     await priority_high(alone, stranger)
+    assert 'principal="cert:camera 8"' in caplog.messages[-1]
 
 
 def test_looking_a_token_up_takes_the_same_time_for_all(tokens):
