@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 DEFAULT_BUFFER_BYTES = 4 * 1024 * 1024
 """Some ten thousand lines."""
+LEAST_BUFFER_BYTES = 4096
 LEVELS = ("debug", "info", "warning", "error")
 _MODULE = re.compile(r"\w+(\.\w+)*")
 
@@ -42,12 +43,19 @@ def add_log_flags(flags: Flags, size: Callable[[str], int]) -> None:
     )
     flags.add(
         "--log-buffer-bytes",
-        type=size,
+        type=lambda text: _buffer(size(text)),
         metavar="SIZE",
         default=DEFAULT_BUFFER_BYTES,
         shown="4MiB",
         help="lines that may wait for whoever reads or stores the log; more are dropped and counted",
     )
+
+
+def _buffer(num_bytes: int) -> int:
+    """Raises ValueError where hardly a line would fit."""
+    if num_bytes < LEAST_BUFFER_BYTES:
+        raise ValueError(f"must be at least {LEAST_BUFFER_BYTES}")
+    return num_bytes
 
 
 def log_levels(text: str) -> dict[str, str]:

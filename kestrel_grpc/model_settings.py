@@ -166,6 +166,13 @@ def add_model_flags(
         help="most tokens generated when a request names no max_tokens",
     )
     limits.add(
+        "--max-text-bytes",
+        type=size,
+        metavar="SIZE",
+        default=default_of(RuntimeConfig, "max_text_bytes"),
+        help="most UTF-8 bytes of a question or an object's name",
+    )
+    limits.add(
         "--max-image-bytes",
         type=size,
         metavar="SIZE",
@@ -302,6 +309,7 @@ def runtime_config(args: argparse.Namespace) -> RuntimeConfig:
             kv_cache_dtype=args.kv_cache_dtype,
             max_new_tokens=args.max_new_tokens,
             default_max_tokens=args.default_max_new_tokens,
+            max_text_bytes=args.max_text_bytes,
             prefix_cache=args.prefix_cache == "on",
             image_cache_bytes=args.image_cache_bytes,
             step_prefill_positions=args.step_prefill_positions,

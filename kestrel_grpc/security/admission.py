@@ -95,6 +95,10 @@ class Admission:
             raise TooManyCalls(
                 f"{_of(principal)}{account.calls} calls are in progress, the limit is {limits.calls}"
             )
+        if limits.held_bytes is not None and num_bytes > limits.held_bytes:
+            raise MessageTooLarge(
+                "", f"the message has {num_bytes} bytes, all together may have {limits.held_bytes}"
+            )
         if limits.held_bytes is not None and self.held_bytes + num_bytes > limits.held_bytes:
             raise MessagesFull(
                 f"the messages of {self.calls} calls hold {self.held_bytes} of {limits.held_bytes} bytes"

@@ -69,7 +69,7 @@ def test_flags_reach_their_fields():
             "off",
         ),
         *("--image-cache-bytes", "0", "--step-prefill-positions", "14", "--step-crops", "15"),
-        *("--step-timeout", "16"),
+        *("--step-timeout", "16", "--max-text-bytes", "1KiB", "--drain-delay", "2"),
         *("--listen", "0.0.0.0:1", "--listen", "unix:/a,[::1]:2", "--max-message-bytes", "5M"),
         *("--grace", "1.5", "--access-log", "json", "--log-level", "debug"),
     )
@@ -81,7 +81,7 @@ def test_flags_reach_their_fields():
     assert runtime.max_queued_pixels == 17
     assert (runtime.prefix_cache, runtime.image_cache_bytes) == (False, 0)
     assert (runtime.step_prefill_positions, runtime.step_crops) == (14, 15)
-    assert runtime.step_timeout_s == 16
+    assert (runtime.step_timeout_s, runtime.max_text_bytes, server.drain_delay_s) == (16, 1024, 2)
     limits = runtime.image_limits
     assert (limits.max_bytes, limits.max_pixels, limits.max_aspect_ratio) == (MIB, 1000, 3.0)
     assert server.listen == ("0.0.0.0:1", "unix:/a", "[::1]:2")
@@ -133,6 +133,7 @@ def test_access_log_without_a_format_is_text():
         ([], {"KESTREL_NO_COMPILE": "maybe"}, "KESTREL_NO_COMPILE='maybe': must be on or off"),
         ([], {"KESTREL_KV_CACHE_GIB": "8G"}, "KESTREL_KV_CACHE_GIB='8G': must be a number of GiB"),
         (["--threads", "0"], {}, "--threads=0"),
+        (["--max-text-bytes", "0"], {}, "--max-text-bytes=0: must be a whole number of at least 1"),
         (["--max-queue-wait", "0"], {}, "--max-queue-wait=0"),
         (["--max-image-aspect-ratio", "0.5"], {}, "--max-image-aspect-ratio=0.5"),
         (["--max-message-bytes", "4GiB"], {}, "--max-message-bytes"),
@@ -159,6 +160,7 @@ def test_what_is_invalid_is_named(flags, environ, words):
         ["--max-message-bytes", "64 apples"],
         ["--nonsense"],
         ["--log-level", "loud"],
+        ["--log-buffer-bytes", "4095"],
     ],
 )
 def test_a_flag_that_cannot_be_read_ends_with_one_line_and_status_2(flags, capsys):

@@ -84,6 +84,10 @@ def test_calls_are_counted_for_each_principal_and_bytes_for_all():
                 pass
     with pytest.raises(MessageTooLarge), admission.admit("a", 61):
         pass
+    small = Admission(CallLimits(held_bytes=50), 60)
+    with pytest.raises(MessageTooLarge, match="51 bytes, all together may have 50"):
+        with small.admit("a", 51):  # To come back later would not help.
+            pass
     with pytest.raises(ZeroDivisionError), admission.admit("a", 1):
         raise ZeroDivisionError
     assert (admission.calls, admission.held_bytes) == (0, 0)
