@@ -48,7 +48,7 @@ from .interceptors import Call, CallInterceptor, InFlight
 from .load import LoadMeter
 from .logs import tell_lifecycle
 from .model_service import ModelService
-from .orca import TRAILER, load_report
+from .orca import LoadTrailer
 from .pictures import Pictures
 from .profiles import Profiles
 from .reflection import add_reflection
@@ -72,6 +72,11 @@ SERVICES = (VISION_SERVICE, IMAGE_SERVICE, MODEL_SERVICE, ADMIN_SERVICE)
 LAST_WORDS_S = 2.0
 """How long calls whose request has ended may take to tell their caller, once the server drains."""
 
+_COMPRESSIONS = {
+    "off": None,
+    "gzip": grpc.Compression.Gzip,
+    "deflate": grpc.Compression.Deflate,
+}
 _FOREVER_MS = 2**31 - 1
 """The largest number that a channel argument takes."""
 
@@ -144,7 +149,7 @@ class KestrelServer:
             self.guard,
             end_call,
             self.telemetry,
-            self._load_trailer if self._config.orca else None,
+            LoadTrailer(self.load_meter.read, VISION_SERVICE) if self._config.orca else None,
         )
         await self._health.start()
         if self._config.listen:
@@ -156,7 +161,11 @@ class KestrelServer:
         assert self._interceptor is not None, "started"
         security = self._config.security
         options = _channel_options(self._config.max_message_bytes, security, shared=shared)
-        server = grpc.aio.server(interceptors=(self._interceptor,), options=options)
+        server = grpc.aio.server(
+            interceptors=(self._interceptor,),
+            options=options,
+            compression=_COMPRESSIONS[self._config.compression],
+        )
         methods = GenericMethods(server).as_server
         pictures = Pictures(self.images)
         add_VisionServiceServicer_to_server(VisionService(self.served, pictures), methods)
@@ -259,12 +268,6 @@ class KestrelServer:
         if self._started_at is not None:
             tell_lifecycle("stopped", served_s=round(time.monotonic() - self._started_at, 3))
             self._started_at = None
-
-    def _load_trailer(self, method: str) -> tuple[tuple[str, bytes], ...]:
-        """How busy the server is, at the end of a call of ``method`` that makes it so."""
-        if not method.startswith(f"/{VISION_SERVICE}/"):
-            return ()
-        return ((TRAILER, load_report(self.load_meter.read())),)
 
 
 def _channel_options(

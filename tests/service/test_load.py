@@ -19,6 +19,7 @@ from kestrel_engine import RuntimeConfig
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.interceptors import Call
 from kestrel_grpc.load import WINDOW_S, LoadMeter
+from kestrel_grpc.orca import FRESH_S, LoadTrailer
 from kestrel_grpc.security.config import SecurityConfig
 from kestrel_grpc.security.principal import Scope
 from kestrel_grpc.security.tokens import line_of, new_token
@@ -156,14 +157,14 @@ async def test_trailers_report_the_load_of_unary_calls_streams_and_failures(serv
         while True:
             await served.vision.Query(query(250))
 
-    running = asyncio.ensure_future(keep_busy())
-    (unary, told), (streamed, again), (failed, refused), (asked, nothing) = await asyncio.gather(
-        ask(served, "VisionService/Query", SHORT),
-        ask(served, "VisionService/StreamQuery", {"request": SHORT}),
-        ask(served, "VisionService/Query", {}),
-        ask(served, "ModelService/GetLoad", {}),
-    )
-    running.cancel()
+    # Two, for a report may be of the instant at which one of them has ended.
+    running = [asyncio.ensure_future(keep_busy()) for _ in range(2)]
+    unary, told = await ask(served, "VisionService/Query", SHORT)
+    streamed, again = await ask(served, "VisionService/StreamQuery", {"request": SHORT})
+    failed, refused = await ask(served, "VisionService/Query", {})
+    asked, nothing = await ask(served, "ModelService/GetLoad", {})
+    for task in running:
+        task.cancel()
     assert unary == streamed == asked == 0 < failed
     assert nothing is None
     for report in (told, again, refused):
@@ -177,6 +178,24 @@ async def test_trailers_report_the_load_of_unary_calls_streams_and_failures(serv
 
 async def test_no_report_unless_asked(serve):
     assert await ask(await serve(), "VisionService/Query", SHORT) == (0, None)
+
+
+def test_a_report_is_read_again_once_it_is_old():
+    now, reads = 5.0, []
+
+    def read():
+        reads.append(now)
+        return meter.read()
+
+    meter = LoadMeter(ServedModel(RuntimeConfig()))
+    trailer = LoadTrailer(read, "a.Service", lambda: now)
+    first = trailer("/a.Service/One")
+    assert first[0][0] == TRAILER and first[0][1]
+    now += 0.9 * FRESH_S
+    assert trailer("/a.Service/Two") is first and trailer("/another.Service/One") == ()
+    now += 0.2 * FRESH_S
+    trailer("/a.Service/One")
+    assert reads == [5.0, now]
 
 
 def test_rates_are_of_the_last_seconds():
