@@ -58,7 +58,7 @@ from .security.listening import add_port, check_exposure
 from .security.tls import server_credentials
 from .served_model import ServedModel, State
 from .service import VisionService
-from .settings import ServerConfig
+from .settings import COMPRESSIONS, ServerConfig
 from .telemetry.opening import Telemetry, open_telemetry
 
 logger = logging.getLogger(__name__)
@@ -72,11 +72,6 @@ SERVICES = (VISION_SERVICE, IMAGE_SERVICE, MODEL_SERVICE, ADMIN_SERVICE)
 LAST_WORDS_S = 2.0
 """How long calls whose request has ended may take to tell their caller, once the server drains."""
 
-_COMPRESSIONS = {
-    "off": None,
-    "gzip": grpc.Compression.Gzip,
-    "deflate": grpc.Compression.Deflate,
-}
 _FOREVER_MS = 2**31 - 1
 """The largest number that a channel argument takes."""
 
@@ -161,11 +156,10 @@ class KestrelServer:
         assert self._interceptor is not None, "started"
         security = self._config.security
         options = _channel_options(self._config.max_message_bytes, security, shared=shared)
-        server = grpc.aio.server(
-            interceptors=(self._interceptor,),
-            options=options,
-            compression=_COMPRESSIONS[self._config.compression],
+        options.append(
+            ("grpc.default_compression_level", COMPRESSIONS.index(self._config.compression))
         )
+        server = grpc.aio.server(interceptors=(self._interceptor,), options=options)
         methods = GenericMethods(server).as_server
         pictures = Pictures(self.images)
         add_VisionServiceServicer_to_server(VisionService(self.served, pictures), methods)

@@ -29,6 +29,9 @@ PROGRAM = "kestrel-grpc"
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 EXIT_USAGE = 2
 
+COMPRESSIONS = ("off", "low", "medium", "high")
+"""gRPC's levels: which algorithm one takes depends on the caller's. An algorithm would go to all, asked or not."""
+
 MIB = 1024 * 1024
 _SIZE = re.compile(r"(\d+)\s*(?:([KMG])(i?)B?|B)?", re.IGNORECASE)
 _PLUGIN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -48,6 +51,8 @@ class ServerConfig:
     security: SecurityConfig = field(default_factory=SecurityConfig)
     max_message_bytes: int = 64 * MIB
     """Of one message, either way: the largest picture allowed (32 MiB) and raw pixels of a 20 megapixel one."""
+    compression: Literal["off", "low", "medium", "high"] = "off"
+    """Of what is sent to callers who take it; what they send may be compressed in any case."""
     image_store_bytes: int = 256 * MIB
     """Pictures kept for requests that name them by id; 0 keeps none."""
     skills: tuple[str, ...] = ()
@@ -198,6 +203,12 @@ def add_server_flags(
         help="largest message, either way",
     )
     flags.add(
+        "--compression",
+        choices=COMPRESSIONS,
+        default=default_of(ServerConfig, "compression"),
+        help="compress answers for callers who take it: for slow networks, it costs CPU",
+    )
+    flags.add(
         "--image-store-bytes",
         type=size,
         metavar="SIZE",
@@ -262,6 +273,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
     return ServerConfig(
         listen=listen or (DEFAULT_ADDRESS,),
         max_message_bytes=args.max_message_bytes,
+        compression=args.compression,
         image_store_bytes=args.image_store_bytes,
         skills=tuple(dict.fromkeys(args.skill or ())),
         grace_s=args.grace,

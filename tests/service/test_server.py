@@ -202,6 +202,42 @@ async def test_messages_up_to_the_limit_are_taken(serve):
     assert (await served.vision.Query(SHORT)).usage.output_tokens == 2
 
 
+@pytest.mark.parametrize("compression", ["off", "low", "high"])
+async def test_answers_are_compressed_for_who_takes_it(serve, compression):
+    """Counted between the two: gRPC itself tells neither side."""
+    served = await serve(
+        FakeRuntime(LIMITS, lambda fed: 197), server_config={"compression": compression}
+    )
+    received = 0
+
+    passed = []
+
+    async def pass_on(client, to_client):
+        passed.append(asyncio.current_task())
+        server, to_server = await asyncio.open_connection(*served.server.addresses[0].split(":"))
+
+        async def copy(source, target, counted):
+            nonlocal received
+            while data := await source.read(65536):
+                received += len(data) * counted
+                target.write(data)
+            target.close()
+            await target.wait_closed()
+
+        await asyncio.gather(copy(client, to_server, 0), copy(server, to_client, 1))
+
+    async with await asyncio.start_server(pass_on, "127.0.0.1", 0) as between:
+        address = "{}:{}".format(*between.sockets[0].getsockname())
+        sizes = []
+        for taken in (7, 1):  # gzip, deflate and none; none
+            options = [("grpc.compression_enabled_algorithms_bitset", taken)]
+            async with grpc.aio.insecure_channel(address, options=options) as channel:
+                assert (await type(served.vision)(channel).Query(LONG)).answer == "a" * 200
+            sizes.append(received - sum(sizes))
+        await asyncio.gather(*passed)
+    assert (sizes[0] < sizes[1] - 100) == (compression != "off"), sizes
+
+
 async def test_a_unix_socket_serves_and_leaves_no_file(serve, tmp_path):
     path = tmp_path / "kestrel.sock"
     served = await serve(listen=f"unix:{path}")
