@@ -23,7 +23,6 @@ from kestrel_engine.step import StepToken
 from .opening import parse
 from .report import Report, add_arguments
 from .sides import (
-    TOLERANCES,
     Request,
     Side,
     Talk,
@@ -132,7 +131,7 @@ def compare(
             "right": shown(place.right, right),
         }
         report.add("along what the left side says", row)
-    told, well = verdict(places, tolerance or max(TOLERANCES[s.dtype] for s in (left, right)))
+    told, well = verdict(places, tolerance or max(s.tolerance for s in (left, right)))
     print(f"\n{'well' if well else 'WRONG'}: {told}")
     return well
 

@@ -7,7 +7,8 @@ the picture's prefix, the rest of the prompt and the decoded tokens by themselve
 An error is a root mean square as a share of that of the left side's layer. It grows with depth, so the lowest layer
 that is beyond the tolerance, and its first position and head, say where to look. Exits with 1 if there is one. The
 tolerance is for a stretch of positions; a head of one position may be ten times as far off. Beyond that, too, one
-position in a hundred may be in half precision: where rounding sends a token to another expert, it alone differs.
+position in a hundred may be in half precision, or with a cache in FP8: where rounding sends a token to another expert,
+it alone differs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from kestrel_engine.requests import num_positions
 from .opening import parse
 from .report import Report, add_arguments
 from .sides import (
-    TOLERANCES,
     Request,
     Side,
     Talk,
@@ -39,7 +39,7 @@ from .sides import (
 OF_ONE_HEAD = 10
 """Tolerances that one head of one position may be off by, while its stretch is within one."""
 STRAYS = 0.01
-"""Share of a stretch's positions that may be further off than that, in half precision."""
+"""Share of a stretch's positions that may be further off than that, in half precision or with a cache in FP8."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ def inspect(
             for phase, stretch in stretches.items():
                 row[phase] = rms(a[stretch] - b[stretch]) / rms(a)
             report.add("cache contents; of picture, prompt and decoded the error", row)
-    tolerance = tolerance or max(TOLERANCES[s.dtype] for s in (left, right))
-    strays = 0.0 if left.dtype == right.dtype == torch.float32 else STRAYS
+    tolerance = tolerance or max(s.tolerance for s in (left, right))
+    strays = 0.0 if left.exact and right.exact else STRAYS
     found = first_difference(*held, stretches, tolerance, strays)
     if found is None:
         print(f"\nwell: within {tolerance:.2g} everywhere")

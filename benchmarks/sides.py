@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """What a computation type may move values by, as a share of their root mean square, several layers on."""
+IN_FP8 = 6e-2
+"""The same of keys and values in FP8: 0.026 of each, if one side alone rounds them; if both do, one of them may round a
+number up and the other down."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,17 @@ class Side:
     @property
     def dtype(self) -> torch.dtype:
         return self.runtime.model.dtype
+
+    @property
+    def tolerance(self) -> float:
+        """What values may be moved by here."""
+        own = TOLERANCES[self.dtype]
+        return max(own, IN_FP8) if self.cache.eight_bits else own
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing here is rounded to less than float32."""
+        return self.dtype == torch.float32 and not self.cache.eight_bits
 
     @property
     def cache(self) -> KvCache:

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from benchmarks import compare_reference, inspect_kv, probe_tau
 from benchmarks.compare_reference import Place, verdict
 from benchmarks.report import Report
-from benchmarks.sides import Request, Side
+from benchmarks.sides import IN_FP8, Request, Side
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.requests import Coord, ImageBlock, SamplingParams
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
@@ -38,21 +38,26 @@ class Letters:
         return "".join(chr(60 + i) for i in ids)
 
 
-def plain(family="moondream3", change=None) -> Side:
-    """TorchRuntime; ``change`` may alter its weights."""
+def plain(family="moondream3", change=None, kv_scales=None) -> Side:
+    """TorchRuntime; ``change`` may alter its weights, ``kv_scales`` put its cache in FP8."""
     config, tensors = small_model(family)
     if change is not None:
         change(tensors)
     runtime = TorchRuntime(
-        Moondream(config, tensors), config, device="cpu", dtype=torch.float32, **SIZES
+        Moondream(config, tensors),
+        config,
+        device="cpu",
+        dtype=torch.float32,
+        kv_scales=kv_scales,
+        **SIZES,
     )
     return Side("plain", runtime, config, Letters())
 
 
-def kernels() -> Side:
+def kernels(kv_scales=None) -> Side:
     config, tensors = small_model("moondream3")
     own = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
-    return Side("kernels", GpuRuntime(config, own, **SIZES), config, Letters())
+    return Side("kernels", GpuRuntime(config, own, kv_scales=kv_scales, **SIZES), config, Letters())
 
 
 def request_for(side: Side, suffix=(20, 30, 40), skill="query") -> Request:
@@ -86,6 +91,22 @@ def test_kernels_and_plain_torch_say_the_same_and_store_the_same(capsys):
     assert all(row["rms"] > 0 and 0 <= row["decoded"] < 1e-3 for row in cache)
     assert "well" in capsys.readouterr().out
     closing(left, right)
+
+
+def test_caches_in_fp8_are_compared_by_what_they_stand_for():
+    scales = [(0.02, 0.01)] * 2
+    left, right, exact = plain(kv_scales=scales), kernels(scales), plain()
+    assert left.tolerance == right.tolerance == IN_FP8 > exact.tolerance
+    assert exact.exact and not left.exact
+    request = request_for(left)
+    for sides in ((left, right), (exact, right)):
+        assert inspect_kv.inspect(*sides, request, Report("none")) is None
+        assert compare_reference.compare(*sides, request, Report("none"))
+    # Largest numbers that most values are beyond.
+    small = plain(kv_scales=[(1e-4, 1e-4)] * 2)
+    found = inspect_kv.inspect(exact, small, request, Report("none"))
+    assert found is not None and found.layer == 0
+    closing(left, right, exact, small)
 
 
 def test_values_are_compared_too():
