@@ -13,6 +13,7 @@ from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceSer
 from kestrel_engine import InvalidRequest
 
 from . import convert
+from .call_statistics import CallStatistics, MethodCounts
 from .capture import DEFAULT_REQUESTS, MAX_REQUESTS, Capture
 from .current_call import current_call
 from .errors import LocatedError
@@ -51,10 +52,11 @@ class AdminService(AdminServiceServicer):
         drain: Callable[[], Awaitable[None]],
         profiles: Profiles,
         capture: Capture,
+        calls: CallStatistics,
     ) -> None:
         self._served, self._images, self._admission = served, images, admission
         self._drain = drain
-        self._profiles, self._capture = profiles, capture
+        self._profiles, self._capture, self._calls = profiles, capture, calls
         self._started_at = time.monotonic()
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
@@ -160,6 +162,7 @@ class AdminService(AdminServiceServicer):
             refused_calls=self._admission.refused,
             stored_images=len(self._images),
             stored_image_bytes=self._images.size_bytes,
+            methods=[_of(name, counts) for name, counts in sorted(self._calls.methods.items())],
         )
         engine = self._served.loaded
         if engine is not None:
@@ -173,6 +176,24 @@ class AdminService(AdminServiceServicer):
             response.prompt_positions = stats.prompt_positions
             response.cached_positions = stats.cached_positions
         return response
+
+
+def _of(method: str, counts: MethodCounts) -> pb.MethodStatistics:
+    return pb.MethodStatistics(
+        method=method,
+        ok_calls=counts.ok,
+        failed_calls=counts.failed,
+        cancelled_calls=counts.cancelled,
+        refused_calls=counts.refused,
+        input_tokens=counts.input_tokens,
+        output_tokens=counts.output_tokens,
+        cached_tokens=counts.cached_tokens,
+        total_seconds=counts.total_s,
+        preprocess_seconds=counts.preprocess_s,
+        queue_seconds=counts.queue_s,
+        prefill_seconds=counts.prefill_s,
+        decode_seconds=counts.decode_s,
+    )
 
 
 def _logger_of(module: str) -> logging.Logger:

@@ -40,6 +40,7 @@ from . import health
 from .access_log import AccessLog
 from .addresses import check_free, close_address, with_port
 from .admin_service import AdminService
+from .call_statistics import CallStatistics
 from .capture import Capture
 from .generic_methods import GenericMethods
 from .image_service import ImageService
@@ -100,6 +101,8 @@ class KestrelServer:
         """Who calls, and what of their calls is in progress."""
         self.load_meter = LoadMeter(self.served)
         """How busy it is."""
+        self.call_statistics = CallStatistics()
+        """What became of its calls."""
         self.telemetry: Telemetry | None = None
         """Once started: watches calls, and wants to be the engine's observer. None: nothing is measured."""
         self.capture = Capture(config.debug, self.served)
@@ -137,6 +140,7 @@ class KestrelServer:
         def end_call(call: Call) -> None:
             log(call)
             self.load_meter.on_call(call)
+            self.call_statistics.on_call(call)
             self.capture.on_call(call)
 
         self._interceptor = CallInterceptor(
@@ -178,6 +182,7 @@ class KestrelServer:
             self.drain,
             self.profiles,
             self.capture,
+            self.call_statistics,
         )
         add_AdminServiceServicer_to_server(admin, methods)
         self._health.add_to(methods)

@@ -148,11 +148,17 @@ def _statistics(
 ) -> list[str]:
     request = pb.GetStatisticsRequest()
     response = stub.GetStatistics(request, metadata=metadata, timeout=_TIMEOUT_S)
-    values = {field.name: getattr(response, field.name) for field in response.DESCRIPTOR.fields}
+    methods = {f"{each.method} ": each for each in response.methods}
     return [
-        f"{name}: {value:g}" if isinstance(value, float) else f"{name}: {value}"
-        for name, value in values.items()
+        f"{prefix}{field.name}: {_told(getattr(message, field.name))}"
+        for prefix, message in {"": response, **methods}.items()
+        for field in message.DESCRIPTOR.fields
+        if field.name not in ("methods", "method")
     ]
+
+
+def _told(number: float | int) -> str:
+    return f"{number:g}" if isinstance(number, float) else f"{number}"
 
 
 def _profile(stub: AdminServiceStub, metadata: CallMetadata, args: argparse.Namespace) -> list[str]:

@@ -22,7 +22,7 @@ from kestrel_client import (
     UnavailableError,
 )
 from kestrel_client._pb.kestrel.v1 import admin_service_pb2 as pb
-from kestrel_client.administration import Captures
+from kestrel_client.administration import Captures, MethodStatistics
 from kestrel_grpc.debug_settings import DebugConfig
 from kestrel_grpc.security.config import SecurityConfig, TlsFiles
 from tests.service.conftest import raw_image
@@ -71,6 +71,8 @@ def test_both_kinds_have_the_same_methods_one_for_each_of_the_service():
     assert len(public(KestrelAdmin)) == len(service.methods)
     told = {field.name for field in pb.GetStatisticsResponse.DESCRIPTOR.fields}
     assert set(ServerStatistics.__dataclass_fields__) == told
+    told = {field.name for field in pb.MethodStatistics.DESCRIPTOR.fields}
+    assert set(MethodStatistics.__dataclass_fields__) == told
 
 
 async def test_statistics_cancel_and_drain(serve, kind):
@@ -87,6 +89,7 @@ async def test_statistics_cancel_and_drain(serve, kind):
         found = await admin.statistics()
         assert (found.running_requests, found.calls) == (2, 3)
         assert found.pages > 0 and found.to_dict()["uptime_seconds"] > 0
+        assert found.methods == ()
         assert await admin.cancel("two") == 1
         await running[1]
         assert await admin.cancel("two") == 0
@@ -95,6 +98,8 @@ async def test_statistics_cancel_and_drain(serve, kind):
         assert told.code is grpc.StatusCode.UNAVAILABLE
         assert await admin.cancel("one") == 1
         await asyncio.gather(*running)
+        [told] = (await admin.statistics()).to_dict()["methods"]
+        assert (told["method"], told["ok_calls"], told["refused_calls"]) == ("Query", 2, 0)
         with pytest.raises(InvalidArgumentError) as caught:
             await admin.cancel("")
         assert [v.field for v in caught.value.field_violations] == ["request_id"]

@@ -7,7 +7,7 @@ Importing it loads gRPC and protobuf, never numpy, Pillow or torch.
 from __future__ import annotations
 
 from .admin import KestrelAdmin
-from .administration import Captures, LogLevel, Profile, ServerStatistics
+from .administration import Captures, LogLevel, MethodStatistics, Profile, ServerStatistics
 from .async_admin import AsyncKestrelAdmin
 from .async_client import AsyncKestrelClient
 from .client import KestrelClient
@@ -104,6 +104,7 @@ __all__ = [
     "Mask",
     "MaskFormat",
     "Metadata",
+    "MethodStatistics",
     "MissingDependencyError",
     "Model",
     "NotFoundError",

@@ -28,6 +28,29 @@ _NAMES: dict[int, LogLevel] = {level: name for name, level in _LEVELS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MethodStatistics:
+    """Calls of one method that have ended since the server's start. Tokens and seconds: of those that ended well, all
+    together; see MethodStatistics in admin_service.proto."""
+
+    method: str
+    """Of VisionService: "Query"."""
+    ok_calls: int
+    failed_calls: int
+    """By the server's fault, or too late."""
+    cancelled_calls: int
+    refused_calls: int
+    """Invalid, not allowed, too many."""
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    total_seconds: float
+    preprocess_seconds: float
+    queue_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerStatistics:
     """Numbers of a moment, and counts since the server's start; see GetStatisticsResponse in admin_service.proto."""
 
@@ -50,6 +73,8 @@ class ServerStatistics:
     """Of these, those whose computation was reused."""
     stored_images: int
     stored_image_bytes: int
+    methods: tuple[MethodStatistics, ...]
+    """Those that were called."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that ``json.dumps`` takes."""
@@ -148,8 +173,14 @@ def stop_capture() -> Operation[Captures]:
 
 
 def _statistics(told: pb.GetStatisticsResponse) -> ServerStatistics:
-    names = ServerStatistics.__dataclass_fields__
-    return ServerStatistics(**{name: getattr(told, name) for name in names})
+    names = ServerStatistics.__dataclass_fields__.keys() - {"methods"}
+    methods = tuple(
+        MethodStatistics(
+            **{name: getattr(each, name) for name in MethodStatistics.__dataclass_fields__}
+        )
+        for each in told.methods
+    )
+    return ServerStatistics(methods=methods, **{name: getattr(told, name) for name in names})
 
 
 def _profile(told: pb.StopProfileResponse) -> Profile:

@@ -246,3 +246,29 @@ async def test_statistics_follow_what_happens(serve):
         await asyncio.sleep(0.005)
     after = await admin.GetStatistics()
     assert (after.calls, after.held_bytes) == (1, 0)
+    [query_calls] = after.methods
+    assert (query_calls.method, query_calls.cancelled_calls) == ("Query", LIMITS.max_batch_size)
+    assert (query_calls.ok_calls, query_calls.total_seconds) == (0, 0)
+
+
+async def test_statistics_count_calls_by_their_end(serve):
+    served = await serve(slow(), server_config=CONFIG)
+    served.runtime.fail_next = RuntimeError("x")
+    await failure(served.vision.Query(query(), metadata=METADATA))
+    for _ in range(2):
+        await served.vision.Query(query(raw_image(), max_tokens=4), metadata=METADATA)
+    await failure(served.vision.Query(vision_service_pb2.QueryRequest(), metadata=METADATA))
+    await failure(served.vision.Query(query(max_tokens=200), metadata=METADATA, timeout=0.1))
+    await failure(served.vision.Query(query()))
+    while served.server.guard.admission.calls:
+        await asyncio.sleep(0.005)
+    [told] = (await Admin(served).GetStatistics()).methods
+    assert (told.ok_calls, told.failed_calls, told.cancelled_calls, told.refused_calls) == (
+        2,
+        2,
+        0,
+        2,
+    )
+    assert told.output_tokens == 8 and told.input_tokens > told.cached_tokens > 0
+    parts = (told.preprocess_seconds, told.queue_seconds, told.prefill_seconds, told.decode_seconds)
+    assert all(part > 0 for part in parts) and sum(parts) <= told.total_seconds

@@ -473,6 +473,7 @@ class GetStatisticsResponse(_message.Message):
     CACHED_POSITIONS_FIELD_NUMBER: _builtins.int
     STORED_IMAGES_FIELD_NUMBER: _builtins.int
     STORED_IMAGE_BYTES_FIELD_NUMBER: _builtins.int
+    METHODS_FIELD_NUMBER: _builtins.int
     uptime_seconds: _builtins.float
     """Seconds since the server started; at least 0."""
     calls: _builtins.int
@@ -503,6 +504,10 @@ class GetStatisticsResponse(_message.Message):
     """Pictures kept by id; at least 0."""
     stored_image_bytes: _builtins.int
     """Their bytes; at least 0."""
+    @_builtins.property
+    def methods(self) -> _containers.RepeatedCompositeFieldContainer[Global___MethodStatistics]:
+        """What the calls of VisionService have come to since the start, by method; those never called are left out."""
+
     def __init__(
         self,
         *,
@@ -520,11 +525,87 @@ class GetStatisticsResponse(_message.Message):
         cached_positions: _builtins.int = ...,
         stored_images: _builtins.int = ...,
         stored_image_bytes: _builtins.int = ...,
+        methods: _abc.Iterable[Global___MethodStatistics] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_positions", b"cached_positions", "calls", b"calls", "free_pages", b"free_pages", "held_bytes", b"held_bytes", "pages", b"pages", "preemptions", b"preemptions", "prompt_positions", b"prompt_positions", "refused_calls", b"refused_calls", "running_requests", b"running_requests", "stored_image_bytes", b"stored_image_bytes", "stored_images", b"stored_images", "uptime_seconds", b"uptime_seconds", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_positions", b"cached_positions", "calls", b"calls", "free_pages", b"free_pages", "held_bytes", b"held_bytes", "methods", b"methods", "pages", b"pages", "preemptions", b"preemptions", "prompt_positions", b"prompt_positions", "refused_calls", b"refused_calls", "running_requests", b"running_requests", "stored_image_bytes", b"stored_image_bytes", "stored_images", b"stored_images", "uptime_seconds", b"uptime_seconds", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatisticsResponse: _TypeAlias = GetStatisticsResponse  # noqa: Y015
+
+@_typing.final
+class MethodStatistics(_message.Message):
+    """The calls of one method of VisionService that have ended since the start. Tokens and seconds are those of the calls that
+    ended well, all together: divided by ok_calls they are a call's mean. Of Analyze, whose tasks go on beside each other,
+    seconds are told in total only.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    OK_CALLS_FIELD_NUMBER: _builtins.int
+    FAILED_CALLS_FIELD_NUMBER: _builtins.int
+    CANCELLED_CALLS_FIELD_NUMBER: _builtins.int
+    REFUSED_CALLS_FIELD_NUMBER: _builtins.int
+    INPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    TOTAL_SECONDS_FIELD_NUMBER: _builtins.int
+    PREPROCESS_SECONDS_FIELD_NUMBER: _builtins.int
+    QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
+    PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
+    DECODE_SECONDS_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    """The method's name: "Query"."""
+    ok_calls: _builtins.int
+    """Calls that ended well; at least 0."""
+    failed_calls: _builtins.int
+    """Calls that failed by the server's fault (UNKNOWN, UNIMPLEMENTED, INTERNAL, UNAVAILABLE, DATA_LOSS) or with
+    DEADLINE_EXCEEDED; at least 0.
+    """
+    cancelled_calls: _builtins.int
+    """Calls that their caller cancelled or left; at least 0."""
+    refused_calls: _builtins.int
+    """Calls with any other status: invalid, not allowed, too many; at least 0."""
+    input_tokens: _builtins.int
+    """Positions of their prompts, pictures included; at least 0."""
+    output_tokens: _builtins.int
+    """Tokens that they generated; at least 0."""
+    cached_tokens: _builtins.int
+    """Positions of their prompts whose computation was reused; at least 0."""
+    total_seconds: _builtins.float
+    """Seconds from their first byte to their status; at least 0."""
+    preprocess_seconds: _builtins.float
+    """Of these, decoding and tiling their pictures; at least 0."""
+    queue_seconds: _builtins.float
+    """Of these, waiting for a place in the batch; at least 0."""
+    prefill_seconds: _builtins.float
+    """Of these, from there to the first token, vision included; at least 0."""
+    decode_seconds: _builtins.float
+    """Of these, from the first token to the last; at least 0."""
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        ok_calls: _builtins.int = ...,
+        failed_calls: _builtins.int = ...,
+        cancelled_calls: _builtins.int = ...,
+        refused_calls: _builtins.int = ...,
+        input_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        total_seconds: _builtins.float = ...,
+        preprocess_seconds: _builtins.float = ...,
+        queue_seconds: _builtins.float = ...,
+        prefill_seconds: _builtins.float = ...,
+        decode_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "cancelled_calls", b"cancelled_calls", "decode_seconds", b"decode_seconds", "failed_calls", b"failed_calls", "input_tokens", b"input_tokens", "method", b"method", "ok_calls", b"ok_calls", "output_tokens", b"output_tokens", "prefill_seconds", b"prefill_seconds", "preprocess_seconds", b"preprocess_seconds", "queue_seconds", b"queue_seconds", "refused_calls", b"refused_calls", "total_seconds", b"total_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MethodStatistics: _TypeAlias = MethodStatistics  # noqa: Y015
