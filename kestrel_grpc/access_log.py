@@ -26,11 +26,22 @@ class AccessLog:
         if not logger.isEnabledFor(logging.INFO):
             return
         fields = _fields(call)
-        if self._format == "json":
-            text = json.dumps(fields)
-        else:
-            text = " ".join(f"{name}={_word(value)}" for name, value in fields.items())
-        logger.info("%s", text, extra=structured("call", fields))
+        line = _Line(fields, self._format == "json")
+        logger.info("%s", line, extra=structured("call", fields))
+
+
+class _Line:
+    """The line, made when it is asked for: a log in JSON takes the fields instead."""
+
+    __slots__ = ("_as_json", "_fields")
+
+    def __init__(self, fields: dict[str, Any], as_json: bool) -> None:
+        self._fields, self._as_json = fields, as_json
+
+    def __str__(self) -> str:
+        if self._as_json:
+            return json.dumps(self._fields)
+        return " ".join(f"{name}={_word(value)}" for name, value in self._fields.items())
 
 
 def _word(value: Any) -> str:

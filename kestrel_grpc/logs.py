@@ -112,7 +112,11 @@ class JsonFormatter(logging.Formatter):
             told["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
             told["stack"] = self.formatStack(record.stack_info)
-        return json.dumps(told, ensure_ascii=False, default=str)
+        return _encode(told)
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, default=str).encode
+"""Made once: ``json.dumps`` makes an encoder for each record."""
 
 
 def _ids() -> dict[str, str]:
