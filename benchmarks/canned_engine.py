@@ -3,7 +3,8 @@
 It stands at the engine's public seam - ``submit``, EngineStream, EngineResult, the observer - and says the same words
 to everyone at the pace of a device: a step every ``step_s`` gives each request a token. As with the real one, a thread
 of its own hands what is new to the event loop, all streams in one call, as often as delivery.py does. So what a server
-around it takes is the service's own.
+around it takes is the service's own. Its thread looks for new requests at every step instead of being woken, which the
+event loop would pay for.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class _Request:
     aborted: bool = False
 
 
-_Told = tuple[_Request, list[tuple[int, StreamUpdate]], bool]
-"""A request, its new updates, and whether it has ended."""
+_Told = tuple[_Request, list[tuple[int, StreamUpdate]], EngineResult | None]
+"""A request, its new updates, and its result if it has ended."""
 
 
 class CannedEngine:
@@ -85,7 +86,6 @@ class CannedEngine:
         self._step_s, self._streams, self._observer = step_s, streams, observer
         self._loop = asyncio.get_running_loop()
         self._new: deque[_Request] = deque()
-        self._work = threading.Event()
         self._closed = False
         self._kept = WindowKeeper()
         self._thread = threading.Thread(target=self._run, name="kestrel-canned", daemon=True)
@@ -109,7 +109,6 @@ class CannedEngine:
         request = _Request(skill, stream, wanted, image is not None, time.monotonic())
         self.num_requests += 1
         self._new.append(request)
-        self._work.set()
         return stream
 
     def check_admission(self) -> None:
@@ -121,7 +120,6 @@ class CannedEngine:
 
     async def shutdown(self, *, grace_s: float = 10.0) -> None:
         self._closed = True
-        self._work.set()
         await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
@@ -131,11 +129,11 @@ class CannedEngine:
         step_id = 0
         while not self._closed:
             if not running and not self._new:
-                self._work.clear()
-                if not self._new:
-                    self._work.wait()
-                self._kept, step_ends = WindowKeeper(), 0.0
+                time.sleep(self._step_s)
+                step_ends = 0.0
                 continue
+            if not step_ends:
+                self._kept = WindowKeeper()
             now = time.monotonic()
             if now >= step_ends:
                 if running and step_ends:
@@ -178,16 +176,16 @@ class CannedEngine:
             updates = _UPDATES[request.told : request.sampled]
             request.told = request.sampled
             request.ended = request.aborted or request.told >= request.wanted
-            told.append((request, updates, request.ended))
+            result = _result(request, self.info.model) if request.ended else None
+            told.append((request, updates, result))
         self._loop.call_soon_threadsafe(self._deliver, told)
 
     def _deliver(self, told: list[_Told]) -> None:
         """On the event loop."""
-        for request, updates, ended in told:
+        for request, updates, result in told:
             request.stream.push(updates)
-            if ended:
+            if result is not None:
                 self.num_requests -= 1
-                result = _result(request, self.info.model)
                 if self._observer is not None:
                     self._observer.on_request(_request_event(request, result.metrics))
                 request.stream.finish(result)
