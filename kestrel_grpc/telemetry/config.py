@@ -51,6 +51,10 @@ def telemetry_config(environ: Mapping[str, str], prometheus: str | None = None) 
         _check_prometheus(prometheus)
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return TelemetryConfig(prometheus=prometheus)
+    if prometheus is None and _named(environ, "METRICS") == "prometheus":
+        raise ValueError(
+            "OTEL_METRICS_EXPORTER='prometheus': needs --metrics-listen, which says where"
+        )
     return TelemetryConfig(
         traces=_exporter(environ, "TRACES"),
         traces_protocol=_protocol(environ, "TRACES"),
@@ -98,9 +102,12 @@ def _installed(name: str) -> bool:
         return False
 
 
+def _named(environ: Mapping[str, str], signal: str) -> str:
+    return environ.get(f"OTEL_{signal}_EXPORTER", "").strip().lower()
+
+
 def _exporter(environ: Mapping[str, str], signal: str) -> Exporter:
-    variable = f"OTEL_{signal}_EXPORTER"
-    name = environ.get(variable, "").strip().lower()
+    variable, name = f"OTEL_{signal}_EXPORTER", _named(environ, signal)
     if not name:
         endpoint = environ.get(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT") or environ.get(_ENDPOINT)
         return "otlp" if endpoint else "none"

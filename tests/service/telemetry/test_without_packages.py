@@ -115,6 +115,15 @@ def test_prometheus_comes_over_tcp():
         telemetry_config({}, "unix:/x")
 
 
+def test_prometheus_is_asked_for_by_its_flag():
+    named = {"OTEL_METRICS_EXPORTER": "prometheus"}
+    assert telemetry_config(named, "127.0.0.1:1").prometheus == "127.0.0.1:1"
+    with pytest.raises(
+        ValueError, match="OTEL_METRICS_EXPORTER='prometheus': needs --metrics-listen"
+    ):
+        telemetry_config(named)
+
+
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
