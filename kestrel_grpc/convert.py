@@ -72,6 +72,9 @@ class CallOptions:
     cache_salt: str = ""
 
 
+_NO_OPTIONS = CallOptions()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkillCall:
     """One request in the engine's terms."""
@@ -80,7 +83,7 @@ class SkillCall:
     image: ImageSource | None
     arguments: Mapping[str, Any]
     settings: Mapping[str, Any]
-    options: CallOptions = CallOptions()
+    options: CallOptions = _NO_OPTIONS
     priority: str = "normal"
     mask_format: vision_service_pb2.MaskFormat.ValueType = (
         vision_service_pb2.MASK_FORMAT_UNSPECIFIED
@@ -283,7 +286,7 @@ def _call(
         image=image,
         arguments=arguments,
         settings={**sampling_settings(request.sampling), **(settings or {})},
-        options=call_options(request.options),
+        options=call_options(request.options) if request.HasField("options") else _NO_OPTIONS,
         mask_format=mask_format,
     )
 

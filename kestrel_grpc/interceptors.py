@@ -415,13 +415,13 @@ def _id_from_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> str | None
 
 
 def _options(request: Any) -> common_pb2.RequestOptions | None:
-    """Those of the request, which streaming methods take one message deeper; None where there are no such fields."""
+    """Those of the request, which streaming methods take one message deeper; None where there are none."""
     kind: Any = type(request)
     nested, has_options = _shape(kind)
     if not has_options:
         return None
-    options: common_pb2.RequestOptions = (request.request if nested else request).options
-    return options
+    holder = request.request if nested else request
+    return holder.options if holder.HasField("options") else None
 
 
 @functools.cache
