@@ -10,7 +10,6 @@ import asyncio
 import gc
 import sys
 import time
-import uuid
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,6 +27,9 @@ _TYPES: dict[str, tuple[Any, Any]] = {
     UNARY: (pb.QueryResponse, pb.QueryRequest),
 }
 """By the method: its response and its request."""
+
+_ID = (("x-request-id", 32 * "0"),)
+"""As long as the service's: making one up is the service's own."""
 
 
 class _Echo:
@@ -50,7 +52,7 @@ class _Echo:
 
     async def unary(self, request: Any, context: Any) -> Any:
         if self._metadata:
-            await context.send_initial_metadata((("x-request-id", uuid.uuid4().hex),))
+            await context.send_initial_metadata(_ID)
         if self._pause_s:
             await self._turn()
         return self._messages[0]
@@ -97,8 +99,8 @@ def run_echo(
     metadata: bool = False,
 ) -> None:
     """Sends ``messages`` to each stream, one every ``pause_s`` and to all together, or answers unary calls with the
-    first, as soon as the next turn of a device of that pace ends. ``metadata``: with a request's id ahead of it, as the
-    service sends one."""
+    first, as soon as the next turn of a device of that pace ends. ``metadata``: with the headers ahead of it that the
+    service sends."""
 
     async def main() -> None:
         kind, asked = _TYPES[method]
