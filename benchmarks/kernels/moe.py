@@ -43,14 +43,8 @@ D = decode.Tile
 # By bytes of a weight and whether there is one token: candidates of up, and of down.
 DECODE_TILES: dict[tuple[int, bool], tuple[list[D], list[D]]] = {
     (1, True): (
-        [
-            D(32, 128, 4, 6, False, True), D(8, 512, 4, 3), D(4, 1024, 4, 2), D(8, 1024, 8, 2),
-            D(16, 256, 4, 4), D(4, 512, 4, 4),
-        ],
-        [
-            D(32, 256, 4, 4, False, True), D(16, 512, 4, 2), D(8, 1024, 4, 1), D(16, 1024, 8, 1),
-            D(32, 256, 4, 4),
-        ],
+        [D(8, 512, 4, 3), D(4, 1024, 4, 2), D(8, 1024, 8, 2), D(16, 256, 4, 4), D(4, 512, 4, 4)],
+        [D(16, 512, 4, 2), D(8, 1024, 4, 1), D(16, 1024, 8, 1), D(32, 256, 4, 4)],
     ),
     (1, False): (
         [

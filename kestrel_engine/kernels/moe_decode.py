@@ -3,7 +3,7 @@
 Programs are (slot, tile of output rows). A slot is an expert, or while there are fewer pairs than experts, a pair:
 then the first pair of an expert works for all of its tokens and the others exit. A program finds its tokens itself in
 the few routing entries, so nothing has to be sorted. Experts of at most 16 tokens use a narrow tile, others one that
-holds all tokens. A single token is multiplied without tensor cores where weights have more than a byte.
+holds all tokens. A single token is multiplied without tensor cores.
 
 Programmatic dependent launch (``pdl``): the up kernel lets the down kernel start only once the routing is complete, so
 that one's programs find their expert and ask for its weights in L2 while the up kernel still runs.
@@ -25,15 +25,13 @@ _NARROW = 16
 
 
 class Tile(NamedTuple):
-    """Output rows of a program, inputs a step, warps, stages, and whether weights are the first operand. ``dot``: a
-    single token is multiplied by tensor cores too."""
+    """Output rows of a program, inputs a step, warps, stages, and whether weights are the first operand."""
 
     rows: int
     block_k: int
     warps: int
     stages: int
     swap: bool = True
-    dot: bool = False
 
 
 class Tiles(NamedTuple):
@@ -42,10 +40,9 @@ class Tiles(NamedTuple):
 
 
 # By bytes of a weight and class of batch: 1 token, up to 16, up to 64. Measured on an H200 by
-# benchmarks/kernels/moe.py: 24, 111 and 141 us for FP8, 34, 176 and 207 us for bfloat16. One token's FP8 by
-# benchmarks/kernels/decode_layers.py, beside attention: there tensor cores leave more to others.
+# benchmarks/kernels/moe.py: 24, 111 and 141 us for FP8, 34, 176 and 207 us for bfloat16.
 TILES: dict[tuple[int, int], Tiles] = {
-    (1, 1): Tiles(Tile(32, 128, 4, 6, False, True), Tile(32, 256, 4, 4, False, True)),
+    (1, 1): Tiles(Tile(8, 512, 4, 3), Tile(16, 512, 4, 2)),
     (1, 16): Tiles(Tile(32, 128, 4, 4, False), Tile(64, 128, 4, 4)),
     (1, 64): Tiles(Tile(32, 128, 4, 4, False), Tile(128, 128, 8, 4)),
     (2, 1): Tiles(Tile(4, 512, 4, 3), Tile(8, 1024, 4, 1)),
@@ -98,6 +95,7 @@ def moe_decode(
         "PDL": pdl,
         "K_CHOICES": k,
         "BY_EXPERT": by_expert,
+        "TOKENS_PAD": max(_NARROW, triton.next_power_of_2(num_tokens)) if num_tokens > 1 else 1,
         "CHOICES_PAD": triton.next_power_of_2(k),
         "NARROW": _NARROW,
         "SCALED": fc1_scale is not None,
@@ -106,11 +104,6 @@ def moe_decode(
     }
     if pdl:
         shared["launch_pdl"] = True
-
-    def pad(tile: Tile) -> int:
-        several = num_tokens > 1 or tile.dot
-        return max(_NARROW, triton.next_power_of_2(num_tokens)) if several else 1
-
     _up_kernel[(triton.cdiv(inner, tiles.up.rows), num_slots)](
         u,
         experts,
@@ -125,7 +118,6 @@ def moe_decode(
         BLOCK_K=tiles.up.block_k,
         STAGES=tiles.up.stages,
         SWAP=tiles.up.swap,
-        TOKENS_PAD=pad(tiles.up),
         num_warps=tiles.up.warps,
         num_stages=tiles.up.stages,
         **shared,
@@ -144,7 +136,6 @@ def moe_decode(
         BLOCK_K=tiles.down.block_k,
         STAGES=tiles.down.stages,
         SWAP=tiles.down.swap,
-        TOKENS_PAD=pad(tiles.down),
         TILE_BYTES=_prefetchable(fc2, tiles.down.rows),
         num_warps=tiles.down.warps,
         num_stages=tiles.down.stages,

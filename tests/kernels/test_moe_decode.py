@@ -42,7 +42,6 @@ def test_half_and_fp8_within_their_rounding(num_tokens, dtype, fp8, within):
         moe_decode.Tile(16, 32, 4, 2, swap=True),
         moe_decode.Tile(16, 64, 4, 3, swap=False),
         moe_decode.Tile(64, 128, 4, 3, swap=True),
-        moe_decode.Tile(32, 32, 4, 3, swap=False, dot=True),
     ],
 )
 @pytest.mark.parametrize("num_tokens", [1, 17])

@@ -43,7 +43,7 @@ of a launch between the two. More rows were not measured."""
 class DecodePass:
     """Owns the buffers of a step of up to ``max_rows`` rows. Steps share them, so they run one after another.
 
-    ``attention``: None takes our own kernel. ``side``: where experts run beside attention; None makes a stream.
+    ``attention``: None takes our own kernel.
     """
 
     def __init__(
@@ -58,15 +58,14 @@ class DecodePass:
         page_size: int,
         pdl: bool,
         attention: DecodeAttention | None = None,
-        side: torch.cuda.Stream | None = None,
     ) -> None:
         self._config, self._layers, self._post_ln = config, layers, post_ln
         self._angles, self._tau = angles, tau
         weight = layers[0].proj
         device = weight.device
-        if side is None and config.moe is not None and weight.is_cuda:
-            side = torch.cuda.Stream(device)
-        self._side = side
+        # Where experts run beside attention.
+        apart = config.moe is not None and weight.is_cuda
+        self._side = torch.cuda.Stream(device) if apart else None
         self._early = pdl and weight.is_cuda
         self._max_rows = max_rows
         dim, heads = config.dim, config.n_heads
