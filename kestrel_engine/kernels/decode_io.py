@@ -42,12 +42,15 @@ def feed_rows(
     values: Tensor,
     sampled: SampledTokens,
     wte: Tensor,
+    new_pages: Tensor,
+    page_table: Tensor,
     *,
     x: Tensor,
     kinds_out: Tensor,
     values_out: Tensor,
 ) -> None:
-    """Resolves ``kinds`` [M] (PREVIOUS: see ``sampled`` at ``seqs``), and embeds.
+    """Resolves ``kinds`` [M] (PREVIOUS: see ``sampled`` at ``seqs``), and embeds. Writes ``new_pages`` [M, 2] int32
+    into ``page_table`` [num_seqs, max_pages] int32, contiguous: a place of it taken flat (negative: none), and a page.
 
     ``ids`` [M], ``values`` [M, 2] count where the kind is told. Writes ``x`` [M, dim]: the row of ``wte`` for TEXT,
     undefined for others; ``kinds_out`` [M] int32 and ``values_out`` [M, 2] float32.
@@ -55,16 +58,18 @@ def feed_rows(
     dim = wte.shape[1]
     _feed_kernel[(len(x),)](
         seqs, kinds, ids, values, sampled.ids, sampled.kinds, sampled.values,
-        wte, x, kinds_out, values_out, dim, triton.next_power_of_2(dim),
+        wte, new_pages, page_table, x, kinds_out, values_out, dim, triton.next_power_of_2(dim),
     )  # fmt: skip
 
 
 @triton.jit
 def _feed_kernel(
     seqs, kinds, ids, values, last_ids, last_kinds, last_values,
-    wte, x, kinds_out, values_out, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    wte, new_pages, page_table, x, kinds_out, values_out, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    place = tl.load(new_pages + 2 * row)
+    tl.store(page_table + place, tl.load(new_pages + 2 * row + 1), mask=place >= 0)
     seq = tl.load(seqs + row)
     kind = tl.load(kinds + row)
     previous = kind < 0

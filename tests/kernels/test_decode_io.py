@@ -36,14 +36,17 @@ def test_rows_are_fed_what_was_told_or_what_was_sampled(dim):
     x = torch.full((5, dim), torch.nan, device=DEVICE)
     kinds_out = ints(9, 9, 9, 9, 9)
     values_out = torch.full((5, 2), torch.nan, device=DEVICE)
+    new_pages = ints(-1, -1, 5, 8, -1, -1, 0, 9, -1, -1).view(5, 2)
+    page_table = torch.full((3, 2), 7, dtype=torch.int32, device=DEVICE)
     feed_rows(
-        ints(2, 0, 1, 2, 0), kinds, ints(3, 4, 4, 4, 4000), values, sampled, wte,
+        ints(2, 0, 1, 2, 0), kinds, ints(3, 4, 4, 4, 4000), values, sampled, wte, new_pages, page_table,
         x=x, kinds_out=kinds_out, values_out=values_out,
     )  # fmt: skip
     assert kinds_out.tolist() == [TEXT, TEXT, COORD, SIZE, COORD]
     assert torch.equal(x[0], wte[3]) and torch.equal(x[1], wte[7])
     assert values_out[2, 0] == 0.5 and values_out[3].tolist() == [0.25, 0.75]
     assert values_out[4, 0] == 0.125
+    assert page_table.tolist() == [[9, 7], [7, 7], [7, 8]]
 
 
 def test_what_was_sampled_is_kept_and_reported():

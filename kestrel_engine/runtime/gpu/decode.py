@@ -54,7 +54,8 @@ class Decode:
         assert count <= self._max_rows, f"{count} decode rows, limit {self._max_rows}"
         padded = self._graphs.padded(count)
         host = self._sampler.rows.host()
-        host["seqs"][:count] = self._state.place(rows, step_id)
+        host["new_pages"][:padded] = -1
+        host["seqs"][:count] = self._state.place_decoding(rows, step_id, host["new_pages"])
         spatial = self._fill_inputs(rows, host)
         host["seqs"][count:padded] = self._state.spare
         host["positions"][count:padded] = 0
@@ -132,6 +133,8 @@ class Decode:
             rows["values"][:n],
             self._state.sampled,
             self._model.text.wte,
+            rows["new_pages"][:n],
+            self._state.page_table,
             x=x,
             kinds_out=kinds,
             values_out=values,

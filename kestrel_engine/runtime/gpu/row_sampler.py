@@ -64,6 +64,7 @@ class RowSampler:
         for name in ("positions", "kinds", "ids"):
             host[name][:padded] = 0
         host["seqs"][:padded] = self._state.spare
+        host["new_pages"][:padded] = -1
         self._odd = self._rules.encode([], host, padded)
         self.rows.send()
 

@@ -31,6 +31,7 @@ ROW_FIELDS: Mapping[str, Field] = {
     "values": Field(np.float32, (2,)),
     "rules": Field(np.int32, (RULE_WIDTH,)),
     "top_k": Field(np.int32),
+    "new_pages": Field(np.int32, (2,)),
     "temperature": Field(np.float64),
 }
 """What the host tells about each row of a pass."""

@@ -35,6 +35,24 @@ class SequenceState:
         """Each row's slot. Enqueues what the device does not know of their page tables."""
         updates = TableUpdates()
         slots = [self._slots.place(row, step_id, updates) for row in rows]
+        self._send(updates)
+        return slots
+
+    def place_decoding(self, rows: Sequence[Row], step_id: int, new_pages: np.ndarray) -> list[int]:
+        """As `place`, but one new page of a row goes into ``new_pages`` [len(rows), 2] int32, which holds -1, for the
+        pass itself to write: a place of the flat page table, and the page. Apart, it cost a dozen calls that each give
+        the interpreter up, and a step waited milliseconds to get it back while pictures were decoded."""
+        updates = TableUpdates()
+        slots = []
+        for index, row in enumerate(rows):
+            known = len(updates.indices)
+            slots.append(self._slots.place(row, step_id, updates))
+            if len(updates.indices) == known + 1:
+                new_pages[index] = updates.indices.pop(), updates.pages.pop()
+        self._send(updates)
+        return slots
+
+    def _send(self, updates: TableUpdates) -> None:
         if updates.indices:
             there = self._upload(
                 {
@@ -43,7 +61,6 @@ class SequenceState:
                 }
             )
             self.page_table.view(-1).index_copy_(0, there["indices"], there["pages"])
-        return slots
 
     def release(self, sequence_id: int) -> None:
         """An unknown id is fine."""

@@ -32,9 +32,7 @@ class _PinnedRing:
     def take(self, size: int) -> Tensor:
         """[size] uint8, to be filled and given to copy()."""
         self._next = (self._next + 1) % len(self._buffers)
-        event = self._copied[self._next]
-        if event is not None:
-            event.synchronize()
+        _wait_for(self._copied[self._next])
         if self._buffers[self._next].numel() < size:
             self._buffers[self._next] = _host_bytes(size + size // 2, self._device)
         return self._buffers[self._next][:size]
@@ -159,9 +157,7 @@ class RowBuffers:
     def host(self) -> dict[str, np.ndarray]:
         """The next set of host arrays, to be filled (they hold old values) and sent."""
         self._next = (self._next + 1) % RING
-        event = self._copied[self._next]
-        if event is not None:
-            event.synchronize()
+        _wait_for(self._copied[self._next])
         return self._ring[self._next][1]
 
     def send(self) -> None:
@@ -192,6 +188,12 @@ class Results:
     def release(self, host: Tensor) -> None:
         """Takes back what fetch() gave, once it was read."""
         self._free.append(host.as_strided(self._shape, (self._shape[1], 1)))
+
+
+def _wait_for(event: torch.cuda.Event | None) -> None:
+    """Asks first: to wait is to give the interpreter up, which takes long to get back."""
+    if event is not None and not event.query():
+        event.synchronize()
 
 
 def _host_bytes(size: int, device: torch.device) -> Tensor:
