@@ -71,7 +71,7 @@ TILINGS = [
 
 WAYS = [
     (torch.bfloat16, Tiles(), True),
-    (torch.float32, Tiles(listed=128), False),
+    (torch.float32, Tiles(short=128, listed=128), False),
     (torch.float16, Tiles(short=16, listed=64), True),
     (torch.bfloat16, Tiles(), False),
 ]

@@ -28,7 +28,7 @@ class Tiles(NamedTuple):
     fine: int = 32
     """Logits above which they are summed within each stretch, if there are more candidates than ``short``."""
     short: int = 512
-    """Candidates that are sorted by counting, which is quicker, the fewer they are."""
+    """Candidates that are sorted by counting, which is quicker, the fewer they are; not more than ``listed``."""
     listed: int = 2048
     """Candidates that are sorted at most; if there are more, the whole row is searched."""
     block: int = 512
@@ -131,6 +131,8 @@ def sample_rows(
     if rows == 0:
         return
     tiles = tiles or Tiles()
+    # A list longer than its room would be taken for a short one, and sorted over the next row's.
+    assert tiles.short <= tiles.listed, tiles
     work = workspace or allocate(rows, vocab, logits.device, tiles)
     chunks = triton.cdiv(vocab, tiles.chunk)
     assert work.stats.shape[1] == chunks and len(work.stats) >= rows, work.stats.shape

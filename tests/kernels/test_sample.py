@@ -140,6 +140,18 @@ def test_every_way_to_a_draw(short, listed, is_wide):
         assert (arrived == 0).all()
 
 
+def test_a_full_list_leaves_its_neighbours_alone():
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(3))
+    specs = [plain(temperature=100.0, top_k=129 + i, seed=i) for i in range(4)]
+    tiles = SMALL._replace(short=128, listed=128)
+    work = kernel.allocate(4, 300, DEVICE, tiles)
+    check(logits, specs, tiles, workspace=work)
+    numbers = work.listed[:, 0].tolist()
+    assert numbers[2] == 128 and numbers[3] > 128, numbers
+    with pytest.raises(AssertionError, match="short=256, listed=128"):
+        check(logits, specs, tiles._replace(short=256))
+
+
 def test_a_flat_row_is_not_searched_whole():
     vocab = 51200
     # Near the cut of top-p, where both stretches are widest.
