@@ -37,11 +37,9 @@ EXACT, ROUNDED = 6e-3, 6e-2
 class Way:
     name: str
     fp8: bool = False
-    promote: bool = False
     triton: bool = False
     tiles: Tiles | None = None
     rows: int | None = None
-    roll: bool = True
 
     @property
     def bound(self) -> float:
@@ -54,23 +52,12 @@ class Way:
         in_fp8 = quantise_rows(u) if self.fp8 else None
         if self.triton and tiles is None:
             tiles = tiles_for(1, chosen.numel(), E)
-        if self.promote or self.rows:
+        if self.rows:
             # Pairs' outputs, without the sum of a token's.
             outputs = torch.empty((chosen.numel(), DIM), dtype=u.dtype, device=u.device)
-            moe_hopper.products(
-                u,
-                chosen,
-                e,
-                outputs,
-                in_fp8=in_fp8,
-                promote=self.promote,
-                tile=self.rows,
-                roll=self.roll,
-            )
+            moe_hopper.products(u, chosen, e, outputs, in_fp8=in_fp8, tile=self.rows)
             return outputs
-        return moe_prefill(
-            u, weights, chosen, *tensors(e), tiles=tiles, in_fp8=in_fp8, hopper=True, **kwargs
-        )
+        return moe_prefill(u, weights, chosen, *tensors(e), tiles=tiles, in_fp8=in_fp8, **kwargs)
 
 
 WAYS = [
@@ -84,9 +71,6 @@ PAIRS = [
     Way("pairs 64", rows=64),
     Way("pairs fp8 128", fp8=True, rows=128),
     Way("pairs fp8 64", fp8=True, rows=64),
-    Way("pairs promoted", fp8=True, promote=True, rows=128, roll=False),
-    Way("pairs unrolled", rows=128, roll=False),
-    Way("pairs fp8 unr.", fp8=True, rows=128, roll=False),
 ]
 
 

@@ -28,14 +28,24 @@ from .moe_route import Grouping, group_by_expert
 from .moe_sort import sorted_fp8_rows, sorted_rows
 from .moe_tile import Experts, product_scale
 
-ROWS = {False: 64, True: 128}
-"""Pairs of a tile, by whether an expert has more than MANY_PAIRS in the mean."""
-MANY_PAIRS = 56
 WEIGHT_ROWS = 64
 """Rows of one accumulator: what a group of four warps multiplies in one instruction."""
 RING_BYTES = 192 << 10
 MEAN_PAIRS = 24
-"""Of an expert, below which smaller tiles of `moe_prefill` are faster."""
+"""Of an expert, below which smaller tiles of `moe_prefill` are faster: at 32 they take 178 us a layer, this 147."""
+
+
+def pairs_of_a_tile(mean: float, *, fp8: bool) -> int:
+    """64 or 128 for experts of ``mean`` pairs.
+
+    H200, us a layer by tiles of 64 and of 128 (benchmarks/kernels/moe_prefill.py): 140 and 176 at a mean of 32, 207 and
+    191 at 95, 317 and 334 at 188, 706 and 673 at 475; in FP8, both with a loop that took up to 6 % longer, 139 and 153,
+    184 and 169, 259 and 253, 559 and 484.
+    """
+    if mean <= 56:
+        return 64
+    # Of the second tile of 128 a half would stay empty.
+    return 64 if not fp8 and 128 < mean <= 192 else 128
 
 
 def in_kernel_order(x: Tensor) -> Tensor:
@@ -54,7 +64,11 @@ def _programs(device: torch.device) -> int:
 
 def takes(u: Tensor, experts: Experts, num_pairs: int) -> bool:
     """Whether `products` runs there, and is faster than smaller tiles."""
-    if not experts.is_fp8 or u.element_size() != 2 or num_pairs < MEAN_PAIRS * experts.num_experts:
+    if (
+        not experts.is_fp8
+        or u.dtype != torch.bfloat16
+        or num_pairs < MEAN_PAIRS * experts.num_experts
+    ):
         return False
     fits = experts.dim % 256 == 0 and experts.inner % 128 == 0
     return fits and _programs(u.device) > 0
@@ -67,18 +81,15 @@ def products(
     outputs: Tensor,
     *,
     in_fp8: Fp8Rows | None = None,
-    promote: bool = False,
-    roll: bool = True,
     tile: int | None = None,
 ) -> None:
     """``outputs`` [T * k, D] = what every pair's expert makes of its token's row of ``u`` [T, D]; ``chosen`` [T, k].
 
-    ``in_fp8``: ``u`` in FP8, which is then multiplied; GeGLU's products are rounded to FP8 as well. ``promote``: FP8
-    products are added to a float32 sum every 128 inputs; Hopper's own sum of them has 14 bits. ``tile``: 64 or 128
-    pairs.
+    ``in_fp8``: ``u`` in FP8, which is then multiplied; GeGLU's products are rounded to FP8 as well. Sums of FP8
+    products have Hopper's own 14 bits. ``tile``: 64 or 128 pairs, else what is faster.
     """
     num_pairs, k = chosen.numel(), chosen.shape[1]
-    tile = tile or ROWS[num_pairs > MANY_PAIRS * experts.num_experts]
+    tile = tile or pairs_of_a_tile(num_pairs / experts.num_experts, fp8=in_fp8 is not None)
     grouping = group_by_expert(chosen, experts.num_experts, tile)
     product = torch.empty((num_pairs, experts.inner), dtype=torch.float16, device=u.device)
     fc1, fc2 = (experts.fc1, experts.fc1_scale), (experts.fc2, experts.fc2_scale)
@@ -86,12 +97,12 @@ def products(
     if in_fp8 is None:
         rows = outputs.view(torch.float16)
         sorted_rows(u, rows, grouping.order, k, kernel_order=True)
-        _launch(True, rows, None, grouping, *fc1, product, promote, roll)
-        _launch(False, product, None, grouping, *fc2, outputs, promote, roll)
+        _launch(True, rows, None, grouping, *fc1, product)
+        _launch(False, product, None, grouping, *fc2, outputs)
     else:
         fp8 = sorted_fp8_rows(in_fp8, outputs, grouping.order, k)
-        _launch(True, *fp8, grouping, *fc1, product, promote, roll)
-        _launch(False, *quantise_rows(product), grouping, *fc2, outputs, promote, roll)
+        _launch(True, *fp8, grouping, *fc1, product)
+        _launch(False, *quantise_rows(product), grouping, *fc2, outputs)
 
 
 def _launch(
@@ -102,8 +113,6 @@ def _launch(
     weight: Tensor,
     scale: Tensor | None,
     outputs: Tensor,
-    promote: bool,
-    roll: bool,
 ) -> None:
     """One of the two products. ``rows`` [P, K] lie in the order of ``grouping``: float16 in the kernel's order, or e4m3
     with ``row_scale`` [P, 1] float32. ``weight`` [E, N, K] e4m3, ``scale`` [E, N] float32.
@@ -137,8 +146,6 @@ def _launch(
         STAGES=RING_BYTES // stage_bytes,
         PROGRAMS=programs,
         PRODUCT_SCALE=product_scale(torch.float16),
-        PROMOTE=promote,
-        ROLL=roll,
         num_warps=4,
     )
 
@@ -148,7 +155,7 @@ def _launch(
 def _kernel(
     rows, weight, order, tiles, used, scale, row_scale, outputs, num_tiles,
     NUM_INPUTS: gl.constexpr, NUM_ROWS: gl.constexpr, UP: gl.constexpr, FP8: gl.constexpr, STAGES: gl.constexpr,
-    PROGRAMS: gl.constexpr, PRODUCT_SCALE: gl.constexpr, PROMOTE: gl.constexpr, ROLL: gl.constexpr,
+    PROGRAMS: gl.constexpr, PRODUCT_SCALE: gl.constexpr,
 ):  # fmt: skip
     M: gl.constexpr = rows.block_type.shape[0]
     K: gl.constexpr = rows.block_type.shape[1]
@@ -168,11 +175,11 @@ def _kernel(
         [
             (_multiply, (
                 0, x, w, full, empty, order, tiles, scale, row_scale, outputs, num_tiles, total, NUM_INPUTS, NUM_ROWS,
-                UP, FP8, STAGES, PROGRAMS, PRODUCT_SCALE, PROMOTE, ROLL,
+                UP, FP8, STAGES, PROGRAMS, PRODUCT_SCALE,
             )),
             (_multiply, (
                 1, x, w, full, empty, order, tiles, scale, row_scale, outputs, num_tiles, total, NUM_INPUTS, NUM_ROWS,
-                UP, FP8, STAGES, PROGRAMS, PRODUCT_SCALE, PROMOTE, ROLL,
+                UP, FP8, STAGES, PROGRAMS, PRODUCT_SCALE,
             )),
             (_fetch, (
                 rows, weight, x, w, full, empty, tiles, num_tiles, total, NUM_INPUTS, NUM_ROWS, UP, STAGES, PROGRAMS,
@@ -239,8 +246,8 @@ def _fetch(
 
 
 @gluon.jit
-def _read(w, FP8: gl.constexpr):
-    """What a group takes of a stage's weights: FP8 products read shared memory themselves."""
+def _read(w):
+    """[64, 64] of FP8 weights, four times 16 that lie side by side a thread."""
     AS_READ: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [8, 0], [0, 2], [0, 4], [0, 8]],
         [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
@@ -248,32 +255,21 @@ def _read(w, FP8: gl.constexpr):
         [],
         [64, 64],
     )
-    if FP8:
-        read = w
-    else:
-        read = w.load(AS_READ)
-    return read
+    return w.load(AS_READ)
 
 
 @gluon.jit
-def _operand(read, FP8: gl.constexpr, MMA: gl.constexpr):
-    """[64, 64] of FP8 weights as a float16 operand, in the kernel's order of inputs."""
-    if FP8:
-        operand = read
-    else:
-        wide = read.to(gl.float16).reshape([64, 4, 4, 2, 2]).permute((0, 2, 3, 1, 4))
-        operand = gl.convert_layout(wide.reshape([64, 64]), gl.DotOperandLayout(0, MMA, 2))
-    return operand
+def _operand(read, MMA: gl.constexpr):
+    """`_read`'s weights as a float16 operand, in the kernel's order of inputs."""
+    wide = read.to(gl.float16).reshape([64, 4, 4, 2, 2]).permute((0, 2, 3, 1, 4))
+    return gl.convert_layout(wide.reshape([64, 64]), gl.DotOperandLayout(0, MMA, 2))
 
 
 @gluon.jit
-def _wait(count: gl.constexpr, sums, operand, FP8: gl.constexpr):
+def _wait(count: gl.constexpr, sums, operand):
     """The sums, once only ``count`` products run. A running product reads its operand's registers, which nobody else
     knows: they are named here so that nothing is written to them before."""
-    if FP8:
-        sums = hopper.warpgroup_mma_wait(count, deps=(sums,))
-    else:
-        sums, operand = hopper.warpgroup_mma_wait(count, deps=(sums, operand))
+    sums, operand = hopper.warpgroup_mma_wait(count, deps=(sums, operand))
     return sums
 
 
@@ -281,7 +277,7 @@ def _wait(count: gl.constexpr, sums, operand, FP8: gl.constexpr):
 def _multiply(
     group: gl.constexpr, x, w, full, empty, order, tiles, scale, row_scale, outputs, num_tiles, total,
     NUM_INPUTS: gl.constexpr, NUM_ROWS: gl.constexpr, UP: gl.constexpr, FP8: gl.constexpr, STAGES: gl.constexpr,
-    PROGRAMS: gl.constexpr, PRODUCT_SCALE: gl.constexpr, PROMOTE: gl.constexpr, ROLL: gl.constexpr,
+    PROGRAMS: gl.constexpr, PRODUCT_SCALE: gl.constexpr,
 ):  # fmt: skip
     M: gl.constexpr = x.shape[1]
     K: gl.constexpr = x.shape[2]
@@ -294,13 +290,27 @@ def _multiply(
     for work in range(gl.program_id(0), total, PROGRAMS):
         a = gl.zeros([N, M], gl.float32, MMA)
         b = gl.zeros([N, M], gl.float32, MMA)
-        zero = gl.zeros([N, M], gl.float32, MMA)
-        if ROLL:
+        if FP8:
+            for _ in range(0, NUM_INPUTS, K):
+                mbarrier.wait(full.index(stage), phase)
+                of_tokens = x.index(stage).permute((1, 0))
+                wa = w.index(stage * 4 + group * 2)
+                wb = w.index(stage * 4 + group * 2 + 1)
+                a_next = hopper.warpgroup_mma(wa, of_tokens, a, is_async=True)
+                b_next = hopper.warpgroup_mma(wb, of_tokens, b, is_async=True)
+                a, b = hopper.warpgroup_mma_wait(0, deps=(a_next, b_next))
+                mbarrier.arrive(empty.index(stage), count=1)
+                stage += 1
+                if stage == STAGES:
+                    stage = 0
+                    phase ^= 1
+        elif M == 64:
+            # A half is widened while the other is multiplied. With 128 pairs that takes up to 2 % longer than below.
             mbarrier.wait(full.index(stage), phase)
             of_tokens = x.index(stage).permute((1, 0))
-            wa = _operand(_read(w.index(stage * 4 + group * 2), FP8), FP8, MMA)
+            wa = _operand(_read(w.index(stage * 4 + group * 2)), MMA)
             a_next = hopper.warpgroup_mma(wa, of_tokens, a, is_async=True)
-            wb = _operand(_read(w.index(stage * 4 + group * 2 + 1), FP8), FP8, MMA)
+            wb = _operand(_read(w.index(stage * 4 + group * 2 + 1)), MMA)
             b_next = hopper.warpgroup_mma(wb, of_tokens, b, is_async=True)
             for _ in range(K, NUM_INPUTS, K):
                 done = stage
@@ -310,49 +320,25 @@ def _multiply(
                     phase ^= 1
                 mbarrier.wait(full.index(stage), phase)
                 of_tokens = x.index(stage).permute((1, 0))
-                # While one half is multiplied the other's weights are widened: the tensor cores always have work.
-                ra = _read(w.index(stage * 4 + group * 2), FP8)
-                rb = _read(w.index(stage * 4 + group * 2 + 1), FP8)
-                a = _wait(1, a_next, wa, FP8)
-                wa = _operand(ra, FP8, MMA)
+                ra = _read(w.index(stage * 4 + group * 2))
+                rb = _read(w.index(stage * 4 + group * 2 + 1))
+                a = _wait(1, a_next, wa)
+                wa = _operand(ra, MMA)
                 a_next = hopper.warpgroup_mma(wa, of_tokens, a, is_async=True)
-                b = _wait(1, b_next, wb, FP8)
+                b = _wait(1, b_next, wb)
                 mbarrier.arrive(empty.index(done), count=1)
-                wb = _operand(rb, FP8, MMA)
+                wb = _operand(rb, MMA)
                 b_next = hopper.warpgroup_mma(wb, of_tokens, b, is_async=True)
-            if FP8:
-                a, b = hopper.warpgroup_mma_wait(0, deps=(a_next, b_next))
-            else:
-                a, b, wa, wb = hopper.warpgroup_mma_wait(0, deps=(a_next, b_next, wa, wb))
+            a, b, wa, wb = hopper.warpgroup_mma_wait(0, deps=(a_next, b_next, wa, wb))
             mbarrier.arrive(empty.index(stage), count=1)
             stage += 1
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
-        elif FP8:
-            for _ in range(0, NUM_INPUTS, K):
-                mbarrier.wait(full.index(stage), phase)
-                of_tokens = x.index(stage).permute((1, 0))
-                wa = w.index(stage * 4 + group * 2)
-                wb = w.index(stage * 4 + group * 2 + 1)
-                if PROMOTE:
-                    part = hopper.warpgroup_mma(wa, of_tokens, zero, use_acc=False, is_async=True)
-                    a = a + hopper.warpgroup_mma_wait(0, deps=(part,))
-                    part = hopper.warpgroup_mma(wb, of_tokens, zero, use_acc=False, is_async=True)
-                    b = b + hopper.warpgroup_mma_wait(0, deps=(part,))
-                else:
-                    a_next = hopper.warpgroup_mma(wa, of_tokens, a, is_async=True)
-                    b_next = hopper.warpgroup_mma(wb, of_tokens, b, is_async=True)
-                    a, b = hopper.warpgroup_mma_wait(0, deps=(a_next, b_next))
-                mbarrier.arrive(empty.index(stage), count=1)
-                stage += 1
-                if stage == STAGES:
-                    stage = 0
-                    phase ^= 1
         else:
             mbarrier.wait(full.index(stage), phase)
-            wa = _operand(_read(w.index(stage * 4 + group * 2), False), False, MMA)
-            wb = _operand(_read(w.index(stage * 4 + group * 2 + 1), False), False, MMA)
+            wa = _operand(_read(w.index(stage * 4 + group * 2)), MMA)
+            wb = _operand(_read(w.index(stage * 4 + group * 2 + 1)), MMA)
             for _ in range(K, NUM_INPUTS, K):
                 of_tokens = x.index(stage).permute((1, 0))
                 a_next = hopper.warpgroup_mma(wa, of_tokens, a, is_async=True)
@@ -364,8 +350,8 @@ def _multiply(
                     phase ^= 1
                 # The next weights are widened while these are multiplied.
                 mbarrier.wait(full.index(stage), phase)
-                wa_next = _operand(_read(w.index(stage * 4 + group * 2), False), False, MMA)
-                wb_next = _operand(_read(w.index(stage * 4 + group * 2 + 1), False), False, MMA)
+                wa_next = _operand(_read(w.index(stage * 4 + group * 2)), MMA)
+                wb_next = _operand(_read(w.index(stage * 4 + group * 2 + 1)), MMA)
                 a, b, wa, wb = hopper.warpgroup_mma_wait(0, deps=(a_next, b_next, wa, wb))
                 mbarrier.arrive(empty.index(done), count=1)
                 wa = wa_next

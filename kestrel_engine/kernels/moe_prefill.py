@@ -1,12 +1,16 @@
 """Experts for many tokens: a grouped matrix product over the pairs sorted by expert, then each token's sum.
 
-Three kernels after the grouping (moe_route): up with GeGLU, which gathers its rows of ``u``; down, which scatters its
+FP8 experts of bfloat16 models have a kernel of their own on Hopper (moe_hopper). Anywhere else, and for few tokens,
+three kernels after the grouping (moe_route): up with GeGLU, which gathers its rows of ``u``; down, which scatters its
 rows back to their pairs; and the sum over a token's pairs, in the order of their choice, so results repeat. Tiles of
 one row tile lie next to one another, and so do an expert's row tiles: the programs that run together share weights.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +19,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import moe_hopper
 from .fp8_rows import Fp8Rows
 from .moe_route import Grouping, group_by_expert
 from .moe_tile import Experts, dot_tile, geglu, product_scale, triton_type
+
+logger = logging.getLogger(__name__)
+
+GLUON = ((3, 6), (3, 8))
+"""Triton from the first on and before the second: Gluon, which moe_hopper is written in, changes between releases."""
 
 
 class Tile(NamedTuple):
@@ -66,6 +74,23 @@ def tiles_for(element_size: int, num_pairs: int, num_experts: int) -> Tiles:
     return TILES[element_size, limit]
 
 
+@functools.cache
+def _hopper(device: torch.device) -> ModuleType | None:
+    """moe_hopper where it can be imported and run."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    first, beyond = GLUON
+    if not first <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < beyond:
+        logger.warning(
+            "experts of prompts run a fifth slower: Triton %s is none that the kernel for Hopper is written for",
+            triton.__version__,
+        )
+        return None
+    from . import moe_hopper
+
+    return moe_hopper
+
+
 def moe_prefill(
     u: Tensor,
     weights: Tensor,
@@ -79,7 +104,6 @@ def moe_prefill(
     out: Tensor | None = None,
     tiles: Tiles | None = None,
     in_fp8: Fp8Rows | None = None,
-    hopper: bool = False,
 ) -> Tensor:
     """``u`` [T, D] through its experts (moe_route.route) -> [T, D], the weighted sum over each token's experts, plus
     ``add_to`` [T, D] if given. ``out`` may be ``add_to``.
@@ -96,8 +120,9 @@ def moe_prefill(
     if not num_tokens:
         return out
     outputs = torch.empty((num_pairs, dim), dtype=u.dtype, device=u.device)
-    if hopper and tiles is None and moe_hopper.takes(u, layer, num_pairs):
-        moe_hopper.products(u, experts, layer, outputs, in_fp8=in_fp8)
+    hopper = _hopper(u.device) if tiles is None else None
+    if hopper is not None and hopper.takes(u, layer, num_pairs):
+        hopper.products(u, experts, layer, outputs, in_fp8=in_fp8)
     else:
         tiles = tiles or tiles_for(fc1.element_size(), num_pairs, layer.num_experts)
         grouping = group_by_expert(experts, layer.num_experts, tiles.rows)

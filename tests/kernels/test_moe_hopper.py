@@ -18,7 +18,7 @@ quantise_rows = pytest.importorskip("kestrel_engine.kernels.fp8_rows").quantise_
 ON_HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
 
 
-def product_in_torch(up, rows, row_scale, grouping, weight, scale, outputs, promote, roll):
+def product_in_torch(up, rows, row_scale, grouping, weight, scale, outputs):
     """What `moe_hopper._launch` says."""
     rows = rows.float() if row_scale is None else rows.float() * row_scale
     for expert, begin, end in grouping.tiles[:, : int(grouping.used)].T.tolist():
@@ -59,9 +59,10 @@ def test_products_are_the_models_layer(fp8, tile, monkeypatch):
 
 def test_only_fp8_experts_of_whole_blocks_and_enough_tokens_on_hopper():
     layer = Layer(num_experts=2, k=1, dim=256, inner=128, fp8=True)
-    experts, u = Experts(*layer.tensors()), torch.randn(4, 256, device=DEVICE).half()
+    experts, u = Experts(*layer.tensors()), torch.randn(4, 256, device=DEVICE).bfloat16()
     assert moe_hopper.takes(u, experts, 200) == ON_HOPPER
     assert not moe_hopper.takes(u.float(), experts, 200)
+    assert not moe_hopper.takes(u.half(), experts, 200)
     assert not moe_hopper.takes(u, experts, 4)
     wide = Layer(num_experts=2, k=1, dim=256, inner=128)
     assert not moe_hopper.takes(u, Experts(*wide.tensors()), 200)
@@ -76,7 +77,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from kestrel_engine.kernels import moe_hopper
 
-for up, fp8, tile in (True, False, 128), (False, True, 64):
+for up, fp8, tile in (True, False, 128), (False, False, 64), (False, True, 128):
     rows, block = ("fp8e4nv", 128) if fp8 else ("fp16", 64)
     of_rows = gl.NVMMASharedLayout(128, 8 if fp8 else 16, 2)
     of_weight = gl.NVMMASharedLayout(block, 8, 2)
@@ -88,7 +89,7 @@ for up, fp8, tile in (True, False, 128), (False, True, 64):
     }
     constants = {
         "NUM_INPUTS": 2048 if up else 1024, "NUM_ROWS": 2048, "UP": up, "FP8": fp8, "STAGES": 4,
-        "PROGRAMS": 132, "PRODUCT_SCALE": 2.0**-6, "PROMOTE": False, "ROLL": True,
+        "PROGRAMS": 132, "PRODUCT_SCALE": 2.0**-6,
     }
     names = moe_hopper._kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}

@@ -137,7 +137,7 @@ class FusedText:
                 continue
             owed = None
             add_linear(x, attended, layer.proj)
-            self._add_mlp(layer, x, u)
+            self._add_mlp(layer, x, u, u8)
         if owed is not None:
             x.add_(owed)
         # The sum is rounded once: adding float32 to a half type in place is done in float32.
@@ -166,8 +166,8 @@ class FusedText:
         assert fp8.fc1 is not None and fp8.writes is not None
         return fp8.writes(quantise_rows(fp8.fc1(u8), gelu=True, left=attended))
 
-    def _add_mlp(self, layer: TextLayer, x: Tensor, u: Tensor) -> None:
-        """Adds the MLP of ``u`` to ``x``."""
+    def _add_mlp(self, layer: TextLayer, x: Tensor, u: Tensor, u8: Fp8Rows | None) -> None:
+        """Adds the MLP of ``u`` to ``x``. ``u8``: ``u`` in FP8, for experts that can multiply it."""
         moe = layer.moe
         if moe is None:
             assert layer.fc1 is not None and layer.fc2 is not None
@@ -184,6 +184,7 @@ class FusedText:
             moe.fc2_scale,
             add_to=x,
             out=x,
+            in_fp8=u8,
         )
 
     def decode(
