@@ -69,9 +69,11 @@ def candidates(head_dim: int, dtype: torch.dtype) -> list[DecodeConfig]:
     lanes = max(1, head_dim * dtype.itemsize // 16)
     warp_heads = max(1, 32 // lanes)
     one, two, four = warp_heads, 2 * warp_heads, 4 * warp_heads
+    # From one round of the loop to the next a byte takes a register of its own: a tile of them spills thousands.
+    ahead = (True, False) if dtype.itemsize > 1 else (False,)
     return [
-        *(DecodeConfig(one, 64, 4, ahead=ahead, merge=16) for ahead in (True, False)),
-        *(DecodeConfig(one, 32, 4, ahead=ahead, merge=16) for ahead in (True, False)),
+        *(DecodeConfig(one, 64, 4, ahead=early, merge=16) for early in ahead),
+        *(DecodeConfig(one, 32, 4, ahead=early, merge=16) for early in ahead),
         DecodeConfig(one, 64, 4),
         DecodeConfig(one, 32, 2),
         DecodeConfig(one, 16, 1),
@@ -105,21 +107,32 @@ def _of_bytes(one: int, two: int, four: int) -> list[DecodeConfig]:
 
 
 def _config(rows: int, head_dim: int, dtype: torch.dtype, *, units: bool = True) -> DecodeConfig:
-    """Measured on an H200, 800 positions, 32 heads of 64, bf16 (``benchmarks.kernels.attention``): 10.2, 33.2 and 104
-    us a layer at 1, 16 and 64 rows; FlashInfer with its own store of k and v 15.0, 43.7 and 111."""
+    """Measured on an H200, 800 positions, 32 heads of 64 (``benchmarks.kernels.attention``): bf16 10.2, 33.2 and 104
+    us a layer at 1, 16 and 64 rows, FlashInfer with its own store of k and v 15.0, 43.7 and 111; e4m3 9.3, 23.9 and
+    59.8, and 14.8 at 4 rows, where the tile for more takes 16.4."""
     lanes = max(1, head_dim * dtype.itemsize // 16)
     warp_heads = max(1, 32 // lanes)
-    if dtype.itemsize == 1 and not units:
-        # By integer arithmetic eight-bit numbers take more registers than larger tiles leave.
-        return DecodeConfig(warp_heads, 16, 4, stages=3)
+    if dtype.itemsize == 1:
+        if not units:
+            # By integer arithmetic eight-bit numbers take more registers than larger tiles leave.
+            return DecodeConfig(warp_heads, 16, 4, stages=3)
+        if rows <= 8:
+            return DecodeConfig(warp_heads, 64, 4, merge=16)
+        return DecodeConfig(4 * warp_heads, 4, 4, stages=5)
     if rows <= 2:
         return DecodeConfig(warp_heads, 64, 4)
     return DecodeConfig(4 * warp_heads, 8, 4, stages=3)
 
 
-def choose_splits(rows: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Parts of a row's positions, at most 16: one to two programs a multiprocessor (H200: 132), and always two."""
-    groups = -(-num_heads // _config(rows, head_dim, dtype).heads)
+def choose_splits(
+    rows: int, num_heads: int, head_dim: int, dtype: torch.dtype, *, units: bool = True
+) -> int:
+    """Parts of a row's positions, at most 16: one to two programs a multiprocessor (H200: 132), and always two. Of
+    bytes two, for one may widen them while the other loads, and of each of many rows at most 8 parts. ``units``: as
+    `has_units` tells."""
+    groups = -(-num_heads // _config(rows, head_dim, dtype, units=units).heads)
+    if dtype.itemsize == 1:
+        return max(2, min(16 if rows <= 8 else 8, 264 // (rows * groups)))
     return max(2, min(16, 132 // (rows * groups)))
 
 

@@ -151,9 +151,21 @@ def test_a_result_is_the_same_each_time():
     assert torch.equal(first, second)
 
 
-def test_more_rows_take_fewer_splits():
-    splits = [choose_splits(rows, 32, 64, torch.bfloat16) for rows in (1, 4, 16, 64, 128)]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("units", [True, False])
+def test_more_rows_take_fewer_splits(dtype, units):
+    splits = [choose_splits(rows, 32, 64, dtype, units=units) for rows in (1, 4, 16, 64, 128)]
     assert splits == sorted(splits, reverse=True) and splits[0] == 16 and splits[-1] >= 1
+
+
+def test_splits_of_bytes_are_those_that_were_measured():
+    splits = [choose_splits(rows, 32, 64, torch.float8_e4m3fn) for rows in (1, 4, 16, 64)]
+    assert splits == [16, 16, 8, 4]
+
+
+def test_bytes_are_not_carried_from_round_to_round():
+    assert not any(config.ahead for config in candidates(64, torch.float8_e4m3fn))
+    assert any(config.ahead for config in candidates(64, torch.bfloat16))
 
 
 def test_content_of_tau_may_come_in_parts():

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.e4m3 import has_units
 from ...kernels.paged_decode import DecodeWorkspace, choose_splits, paged_decode
 from ...kernels.rope_store import rope_store
 from ...model_config import TextConfig
@@ -62,6 +63,7 @@ class PagedDecode:
         early: bool,
     ) -> None:
         self._config, self._page_size, self._early = config, page_size, early
+        self._units = has_units(device)
         kinds = dtype, EIGHT_BITS
         shapes = [
             (rows, self._splits(rows, kind)) for rows in range(1, max_rows + 1) for kind in kinds
@@ -100,7 +102,8 @@ class PagedDecode:
         )
 
     def _splits(self, rows: int, pool: torch.dtype) -> int:
-        return choose_splits(rows, self._config.n_heads, self._config.head_dim, pool)
+        config = self._config
+        return choose_splits(rows, config.n_heads, config.head_dim, pool, units=self._units)
 
 
 class FlashInferRows:
