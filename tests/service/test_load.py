@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -31,11 +32,13 @@ TRAILER = "endpoint-load-metrics-bin"
 BUF = Path(sys.executable).parent / "buf"
 SHORT = {"question": "?", "sampling": {"maxTokens": 2}}
 LOAD = model_service_pb2.GetLoadRequest()
+LONG = replace(LIMITS, num_pages=50_000, max_seq_length=60_000)
+"""Room for a request of five minutes."""
 
 
-def slow():
+def slow(limits=LIMITS):
     """Never says the end; a step takes 5 ms."""
-    return FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.005)
+    return FakeRuntime(limits, lambda fed: 197, cost=lambda plan: 0.005)
 
 
 def query(max_tokens=2, **fields):
@@ -151,27 +154,24 @@ async def test_who_may_ask_for_the_load(serve, tmp_path):
 
 
 async def test_trailers_report_the_load_of_unary_calls_streams_and_failures(serve):
-    served = await serve(slow(), server_config={"orca": True})
-
-    async def keep_busy():
-        while True:
-            await served.vision.Query(query(250))
-
-    # Two, for a report may be of the instant at which one of them has ended.
-    running = [asyncio.ensure_future(keep_busy()) for _ in range(2)]
+    served = await serve(slow(LONG), server_config={"orca": True})
+    # Longer than the test: neither a slow machine nor an ending leaves the server idle.
+    busy = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(LONG.max_seq_length - 50)))
+    await busy.read()
     unary, told = await ask(served, "VisionService/Query", SHORT)
     streamed, again = await ask(served, "VisionService/StreamQuery", {"request": SHORT})
     failed, refused = await ask(served, "VisionService/Query", {})
     asked, nothing = await ask(served, "ModelService/GetLoad", {})
-    for task in running:
-        task.cancel()
+    assert not busy.done()
+    busy.cancel()
     assert unary == streamed == asked == 0 < failed
     assert nothing is None
     for report in (told, again, refused):
-        assert 1 / 3 <= report.application_utilization <= 1
+        # The call itself may have left the batch, or the engine, or neither yet.
+        assert 1 / 3 <= report.application_utilization <= 2 / 3
         assert report.named_metrics["running_requests"] >= 1
-        assert report.named_metrics["waiting_requests"] == 0
-        assert report.named_metrics["kv_cache_pages"] == LIMITS.num_pages
+        assert report.named_metrics["waiting_requests"] <= 1
+        assert report.named_metrics["kv_cache_pages"] == LONG.num_pages
         assert 0 < report.utilization["kv_cache"] < 1 and 0 < report.mem_utilization < 1
     assert max(report.rps_fractional for report in (told, again, refused)) > 0
 
