@@ -48,6 +48,14 @@ def test_experts_stored_wide_stay_wide_on_every_card():
     assert fit(preview, 80 * GIB) == fit(preview, 80 * GIB, fp8=False)
 
 
+def test_experts_in_fp8_take_room_for_their_rows():
+    """Of each pair of the largest pass its product in FP8, beside the copies of dense weights."""
+    plain, fp8 = (config("moondream3-preview", fp8_gemms=which) for which in ("off", "prefill"))
+    more = fit(fp8, 80 * GIB).reserve_bytes - fit(plain, 80 * GIB).reserve_bytes
+    dense = 4 * (3 * 2048 * 2048 + 2 * 2048 * 8192 + 2048 * 2048) + 20 * 3 * 2048 * 2048
+    assert 0 < more - dense - 12_288 * 8 * 1024 < 64 << 20
+
+
 def test_a_smaller_step_leaves_more_for_the_cache():
     whole, small = fit(config(), 8 * GIB), fit(config(step_crops=1, max_batch_size=4), 8 * GIB)
     assert small.reserve_bytes < whole.reserve_bytes and small.num_pages > whole.num_pages

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tests.kernels.moe_layer import DEVICE, Layer, poisoned, relative_error
 
 moe_hopper = pytest.importorskip("kestrel_engine.kernels.moe_hopper")
+moe_prefill = pytest.importorskip("kestrel_engine.kernels.moe_prefill")
 route = pytest.importorskip("kestrel_engine.kernels.moe_route").route
 Experts = pytest.importorskip("kestrel_engine.kernels.moe_tile").Experts
 quantise_rows = pytest.importorskip("kestrel_engine.kernels.fp8_rows").quantise_rows
@@ -68,6 +69,74 @@ def test_only_fp8_experts_of_whole_blocks_and_enough_tokens_on_hopper():
     assert not moe_hopper.takes(u, Experts(*wide.tensors()), 200)
     odd = Layer(num_experts=2, k=1, dim=256, inner=64, fp8=True)
     assert not moe_hopper.takes(u, Experts(*odd.tensors()), 200)
+
+
+@pytest.mark.parametrize(
+    ("mean", "exact", "fp8"), [(24, 64, 64), (95, 128, 128), (188, 64, 128), (475, 128, 128)]
+)
+def test_tiles_are_the_faster_ones(mean, exact, fp8):
+    assert moe_hopper.pairs_of_a_tile(mean, fp8=False) == exact
+    assert moe_hopper.pairs_of_a_tile(mean, fp8=True) == fp8
+
+
+@pytest.fixture
+def asked_anew():
+    moe_prefill._hopper.cache_clear()
+    yield
+    moe_prefill._hopper.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("version", "taken"), [("3.5.1", False), ("3.6.0", True), ("3.7.1+git", True), ("3.8.0", False)]
+)
+def test_other_tritons_have_the_kernels_of_all_cards(
+    version, taken, asked_anew, monkeypatch, caplog
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(moe_prefill.triton, "__version__", version)
+    for _ in range(2):
+        found = moe_prefill._hopper(torch.device("cuda:0"))
+        assert found is (moe_hopper if taken else None)
+    assert len(caplog.records) == (0 if taken else 1), "it is said once"
+    assert taken or version in caplog.text
+
+
+def test_other_devices_have_the_kernels_of_all_cards(asked_anew, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    assert moe_prefill._hopper(torch.device("cuda:0")) is None
+    assert moe_prefill._hopper(torch.device("cpu")) is None
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs Hopper")
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("tokens", [100, 300])
+def test_a_graph_replays_it_for_other_tokens(fp8, tokens):
+    """What it fetches from lies where the graph's own memory is, whatever was allocated in between."""
+    layer = Layer(num_experts=8, k=3, dim=512, inner=256, fp8=True)
+    first, other = torch.randn(2, tokens, 512, device=DEVICE).bfloat16()
+    u, logits = first.clone(), layer.logits(first)
+    assert moe_hopper.takes(u, Experts(*layer.tensors()), 3 * tokens)
+
+    def run():
+        rows = quantise_rows(u) if fp8 else None
+        chosen = route(logits, layer.k)
+        return moe_prefill.moe_prefill(u, *chosen, *layer.tensors(), in_fp8=rows)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    u.copy_(other)
+    logits.copy_(layer.logits(other))
+    wanted = run()
+    junk = [poisoned(1 << size) for size in range(10, 24)]
+    for _ in range(2):
+        found.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(found, wanted)
+    assert relative_error(found, layer.expected(other)) < (0.06 if fp8 else 6e-3)
+    assert all(bool(part.isnan().all()) for part in junk), "nothing else is written to"
 
 
 COMPILE = """

@@ -76,7 +76,12 @@ def _prefill(config: ModelConfig, *, fp8: bool) -> int:
     if text.moe is None:
         return dense
     moe = text.moe
+    stream = PASS_POSITIONS * 7 * text.dim
     pairs = PASS_POSITIONS * moe.experts_per_token + 128 * moe.num_experts
     experts = pairs * (moe.expert_inner_dim + text.dim)
+    if fp8:
+        # The norm in FP8 with its scales; of each pair the product, its scale and its row's, in float32.
+        stream += PASS_POSITIONS * (text.dim // 2 + 2)
+        experts += pairs * (moe.expert_inner_dim // 2 + 4)
     one_layer = moe.num_experts * 3 * moe.expert_inner_dim * text.dim
-    return max(dense, PASS_POSITIONS * 7 * text.dim + experts) + one_layer
+    return max(dense, stream + experts) + one_layer

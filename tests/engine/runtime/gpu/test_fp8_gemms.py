@@ -17,6 +17,7 @@ from kestrel_engine.kernels.fp8_rows import quantise_rows
 from kestrel_engine.model_config import ModelConfig
 from kestrel_engine.models.vision import VisionModel
 from kestrel_engine.runtime.gpu import gemm
+from kestrel_engine.runtime.gpu import text as text_module
 from kestrel_engine.runtime.gpu.gemm import Fp8Linear, fp8_refused
 from kestrel_engine.runtime.gpu.text import FusedText
 from kestrel_engine.runtime.gpu.vision import FusedVision
@@ -144,16 +145,28 @@ class Prompt:
 
 @pytest.mark.golden
 @pytest.mark.parametrize("model", ["md2", "md3"])
-def test_prefill_of_golden_weights(golden_folder, model):
+def test_prefill_of_golden_weights(golden_folder, model, monkeypatch):
     loaded = load_checkpoint(golden_folder(model))
     # Interpreted, each layer takes seconds: two dense ones, or a dense one in front of experts.
     moe = loaded.config.text.moe
     text = replace(loaded.config.text, n_layers=2 if moe is None else moe.start_layer + 1)
     prompt = Prompt(replace(loaded.config, text=text), loaded.tensors, 5)
+    roundings = []
+    experts = text_module.moe_prefill
+
+    def recorded(u, *args, in_fp8, **kwargs):
+        if in_fp8 is not None:
+            roundings.append(off(in_fp8.values.float() * in_fp8.scales, u))
+        return experts(u, *args, in_fp8=in_fp8, **kwargs)
+
+    monkeypatch.setattr(text_module, "moe_prefill", recorded)
     (wanted, wanted_pool), (found, pool) = prompt(fp8=False), prompt(fp8=True)
     # A router's near tie may fall otherwise: one token gets another expert.
     assert 0.001 < off(found, wanted) < PREFILL * (1 if moe is None else 2.5)
     assert 0.001 < off(pool, wanted_pool) < PREFILL
+    # Experts that can, on Hopper, get the same rows in FP8.
+    assert len(roundings) == (moe is not None)
+    assert all(0.001 < rounding < ONE_PRODUCT for rounding in roundings)
 
 
 def test_only_wanted_rows_come_back():
