@@ -69,11 +69,9 @@ def candidates(head_dim: int, dtype: torch.dtype) -> list[DecodeConfig]:
     lanes = max(1, head_dim * dtype.itemsize // 16)
     warp_heads = max(1, 32 // lanes)
     one, two, four = warp_heads, 2 * warp_heads, 4 * warp_heads
-    # From one round of the loop to the next a byte takes a register of its own: a tile of them spills thousands.
-    ahead = (True, False) if dtype.itemsize > 1 else (False,)
     return [
-        *(DecodeConfig(one, 64, 4, ahead=early, merge=16) for early in ahead),
-        *(DecodeConfig(one, 32, 4, ahead=early, merge=16) for early in ahead),
+        # From one round of the loop to the next a byte takes a register of its own: a tile of them spills thousands.
+        DecodeConfig(one, 64, 4, ahead=dtype.itemsize > 1, merge=16),
         DecodeConfig(one, 64, 4),
         DecodeConfig(one, 32, 2),
         DecodeConfig(one, 16, 1),
@@ -106,7 +104,9 @@ def _of_bytes(one: int, two: int, four: int) -> list[DecodeConfig]:
     ]
 
 
-def _config(rows: int, head_dim: int, dtype: torch.dtype, *, units: bool = True) -> DecodeConfig:
+def _config(
+    rows: int, head_dim: int, dtype: torch.dtype, *, units: bool = True, beside: bool = False
+) -> DecodeConfig:
     """Measured on an H200, 800 positions, 32 heads of 64 (``benchmarks.kernels.attention``): bf16 10.2, 33.2 and 104
     us a layer at 1, 16 and 64 rows, FlashInfer with its own store of k and v 15.0, 43.7 and 111; e4m3 9.3, 23.9 and
     59.8, and 14.8 at 4 rows, where the tile for more takes 16.4."""
@@ -120,7 +120,8 @@ def _config(rows: int, head_dim: int, dtype: torch.dtype, *, units: bool = True)
             return DecodeConfig(warp_heads, 64, 4, merge=16)
         return DecodeConfig(4 * warp_heads, 4, 4, stages=5)
     if rows <= 2:
-        return DecodeConfig(warp_heads, 64, 4)
+        # Among others each wait for memory is long: Moondream 3's 24 layers took 0.967 instead of 1.022 ms.
+        return DecodeConfig(warp_heads, 64, 4, ahead=beside, merge=16 if beside else 8)
     return DecodeConfig(4 * warp_heads, 8, 4, stages=3)
 
 
@@ -154,6 +155,7 @@ def paged_decode(
     out: Tensor,
     config: DecodeConfig | None = None,
     pdl: bool = False,
+    beside: bool = False,
 ) -> Tensor:
     """Stores each row's new key and value, and returns ``out`` [M, H*D]: its attention to positions 0..p of itself.
 
@@ -169,7 +171,7 @@ def paged_decode(
     launch, except padding rows (position 0 of a spare sequence that nobody reads).
 
     ``pdl``: may begin before the previous kernel has ended, and then reads page table, positions and older keys. Those
-    must come from an earlier graph, or from a kernel that lets none start early.
+    must come from an earlier graph, or from a kernel that lets none start early. ``beside``: others run meanwhile.
     """
     rows = qkv.shape[0]
     _, num_heads, head_dim = key_pool.shape
@@ -179,7 +181,7 @@ def paged_decode(
     assert out.stride(1) == 1 and out.shape == (rows, num_heads * head_dim)
     assert len(row_seq) == len(positions) == rows and page_table.stride(1) == 1
     units = has_units(qkv.device)
-    chosen = config or _config(rows, head_dim, key_pool.dtype, units=units)
+    chosen = config or _config(rows, head_dim, key_pool.dtype, units=units, beside=beside)
     heads = min(chosen.heads, triton.next_power_of_2(num_heads))
     groups = triton.cdiv(num_heads, heads)
     assert not chosen.ahead or chosen.stages == 1
@@ -191,7 +193,6 @@ def paged_decode(
         sums = stats = arrived = positions  # Never touched.
     content, alpha = tau if tau is not None else (qkv, cos)
     assert tau is None or content.stride(-1) == 1
-    # A content that is whole is its only part.
     parts = 1 if content.dim() == 2 else len(content)
     launch = {"launch_pdl": True} if pdl else {}
     _decode[(groups, splits, rows)](

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kestrel_engine.kernels import paged_decode as paged_decode_module
 from kestrel_engine.kernels.paged_decode import (
     DecodeConfig,
     DecodeWorkspace,
@@ -18,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
-def decode(case, *, splits=1, config=None, width=None):
+def decode(case, *, splits=1, config=None, width=None, beside=False):
     """The kernel on copies of the case's tensors; also the pools afterwards."""
     rows, dim = len(case.positions), case.num_heads * case.head_dim
     workspace = DecodeWorkspace.allocate(
@@ -42,6 +43,7 @@ def decode(case, *, splits=1, config=None, width=None):
             workspace=workspace,
             out=out,
             config=config,
+            beside=beside,
         )
     assert not workspace.arrived.any()
     return out, keys, values
@@ -83,6 +85,28 @@ def test_a_tile_read_ahead_gives_the_same_bits():
         ahead = decode(case, splits=splits, config=DecodeConfig(2, 8, 4, ahead=True))
         assert torch.equal(plain[0], ahead[0])
         check(case, splits=splits, config=DecodeConfig(2, 8, 4, ahead=True))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_beside_other_kernels_few_rows_read_ahead(rows, monkeypatch):
+    case = Case.make([63, 0, 40][:rows], page_size=10, tau=True, device=DEVICE)
+    chosen = []
+
+    def config(*shape, **how):
+        chosen.append(served(*shape, **how))
+        return chosen[-1]
+
+    served = paged_decode_module._config
+    monkeypatch.setattr(paged_decode_module, "_config", config)
+    check(case, splits=16, beside=True)
+    check(case, splits=16)
+    ahead, plain = chosen[0], chosen[-1]
+    assert not plain.ahead
+    assert ahead == (replace(plain, ahead=True, merge=16) if rows < 3 else plain)
+
+
+def test_bytes_are_never_read_ahead():
+    assert not paged_decode_module._config(1, 64, torch.float8_e4m3fn, beside=True).ahead
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -99,6 +99,8 @@ class PagedDecode:
             # More rows fill the card by themselves, and programs that wait stand in the GEMM's way: at 16 rows a layer
             # took 84 us on an H200 where its kernels one by one take 65.
             pdl=self._early and len(qkv) <= EARLY_ROWS,
+            # Of layers without experts as well, as it was measured.
+            beside=self._config.moe is not None,
         )
 
     def _splits(self, rows: int, pool: torch.dtype) -> int:
