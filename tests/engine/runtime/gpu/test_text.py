@@ -14,7 +14,7 @@ from kestrel_engine.checkpoint.loader import load_checkpoint
 from kestrel_engine.model_config import ModelConfig
 from kestrel_engine.models.attention import PagedAttention, Span
 from kestrel_engine.models.moondream import Moondream
-from kestrel_engine.runtime.gpu import text_decode
+from kestrel_engine.runtime.gpu import decode_attention, text_decode
 from kestrel_engine.runtime.gpu.text import FusedText
 from kestrel_engine.runtime.gpu.weights import pack_weights
 from tests.engine.models.small import random_tensors, small_config
@@ -177,6 +177,21 @@ def test_more_rows_than_the_streaming_kernels_take(family, monkeypatch):
     for sequence in range(3):
         pair.prefill(sequence, torch.randn(4, 32), 1)
     assert_same(*pair.decode({0: 4, 1: 4, 2: 4}, torch.randn(3, 32)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_is_told_whether_experts_run_beside_it(family, monkeypatch):
+    served, told = decode_attention.paged_decode, []
+
+    def attend(*tensors, beside, **how):
+        told.append(beside)
+        return served(*tensors, beside=beside, **how)
+
+    monkeypatch.setattr(decode_attention, "paged_decode", attend)
+    pair = small_pair(family)
+    pair.prefill(0, torch.randn(4, 32), 1)
+    assert_same(*pair.decode({0: 4}, torch.randn(1, 32)))
+    assert told == [family == "moondream3"] * pair.model.config.text.n_layers
 
 
 def test_a_step_larger_than_its_buffers_is_refused():
