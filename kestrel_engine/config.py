@@ -65,15 +65,24 @@ class Sizes:
     max_batch_size: int
     step_prefill_positions: int
     step_crops: int
+    step_pause: float
     preprocess_threads: int
 
 
 _CPU_SIZES = Sizes(
-    max_batch_size=16, step_prefill_positions=768, step_crops=3, preprocess_threads=2
+    max_batch_size=16,
+    step_prefill_positions=768,
+    step_crops=3,
+    step_pause=0.0,
+    preprocess_threads=2,
 )
 """Sixteen decode six times as fast together as one after the other; a step takes on one image prefix."""
 _CUDA_SIZES = Sizes(
-    max_batch_size=64, step_prefill_positions=11680, step_crops=48, preprocess_threads=2
+    max_batch_size=64,
+    step_prefill_positions=11680,
+    step_crops=48,
+    step_pause=2.0,
+    preprocess_threads=2,
 )
 """Four pictures a step, crops and prefixes together. One H200, 64 in flight, 3 tokens: 92 requests a second with three
 eighths of it, 97 with three quarters (Moondream 2), 80 and 82 with three quarters and all (Moondream 3); between tokens
@@ -147,6 +156,9 @@ class RuntimeConfig:
     image prefix; 11680 on CUDA, sixteen."""
     step_crops: int | None = None
     """Crops that a step encodes while others decode; shares one allowance with the positions. None: 3, 48 on CUDA."""
+    step_pause: float | None = None
+    """Steps that only decode after one that took on new work: so many if it used all of its allowance and nobody else
+    waits, less otherwise. What comes meanwhile is taken on together. None: 0 on a CPU, 2 on CUDA."""
     step_timeout_s: float = 300.0
     """The engine counts as hung when no step ends for so long while there is work. Big models on a CPU are slow."""
     prefix_cache: bool = True
@@ -232,6 +244,10 @@ class RuntimeConfig:
             value = getattr(self, name)
             if value is not None and (not _finite(value) or value <= 0):
                 raise ConfigError(name, value, "must be a finite number of seconds above 0")
+        if self.step_pause is not None and not (
+            _finite(self.step_pause) and 0 <= self.step_pause <= 1000
+        ):
+            raise ConfigError("step_pause", self.step_pause, "must be from 0 to 1000")
         if not _finite(self.default_temperature) or self.default_temperature < 0:
             raise ConfigError(
                 "default_temperature", self.default_temperature, "must be finite and at least 0"

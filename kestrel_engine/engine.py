@@ -479,7 +479,11 @@ def _checked_priority(priority: str) -> int:
 
 def _policy(config: RuntimeConfig, sizes: Sizes) -> SchedulerPolicy:
     return SchedulerPolicy(
-        budget=StepBudget(prefill_positions=sizes.step_prefill_positions, crops=sizes.step_crops),
+        budget=StepBudget(
+            prefill_positions=sizes.step_prefill_positions,
+            crops=sizes.step_crops,
+            pause=sizes.step_pause,
+        ),
         prefix_cache=config.prefix_cache,
         kept_embeddings=config.kept_embeddings,
         aging_s=config.priority_aging_s,

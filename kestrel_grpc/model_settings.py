@@ -250,6 +250,13 @@ def _add_schedule_flags(parser: argparse.ArgumentParser, environ: Mapping[str, s
         help="crops of pictures a step encodes beside those who decode",
     )
     work.add(
+        "--step-pause",
+        type=float,
+        metavar="N",
+        shown="0, on CUDA 2",
+        help="steps that only decode after one that took on all it may: what comes meanwhile is taken on together",
+    )
+    work.add(
         "--preprocess-threads",
         type=whole,
         metavar="N",
@@ -314,6 +321,7 @@ def runtime_config(args: argparse.Namespace) -> RuntimeConfig:
             image_cache_bytes=args.image_cache_bytes,
             step_prefill_positions=args.step_prefill_positions,
             step_crops=args.step_crops,
+            step_pause=args.step_pause,
             preprocess_threads=args.preprocess_threads,
             step_timeout_s=args.step_timeout,
             cpu_threads=args.threads,

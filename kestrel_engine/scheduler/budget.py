@@ -18,6 +18,9 @@ class StepBudget:
     prefill_positions: int = 768
     crops: int = 3
     idle_scale: int = 8
+    pause: float = 0.0
+    """After a step that took on new work so many steps only decode, if all of its allowance was used and nobody else
+    waits; in proportion less otherwise. What comes meanwhile is taken on together, which a GPU does faster."""
 
 
 class Allowance:
@@ -32,6 +35,11 @@ class Allowance:
     @property
     def is_spent(self) -> bool:
         return self._used >= 1
+
+    @property
+    def used(self) -> float:
+        """The share that was taken, at most 1."""
+        return min(self._used, 1.0)
 
     @property
     def crops(self) -> int:
@@ -54,3 +62,24 @@ class Allowance:
 
     def take_positions(self, count: int) -> None:
         self._used += count / self._positions
+
+
+class Pacer:
+    """Counts the steps that pause. One burst of requests would else be taken on in steps without a break, its answers
+    would end together as well, and the next burst come of that; and single requests would each have a step of their
+    own."""
+
+    def __init__(self, budget: StepBudget) -> None:
+        self._pause = budget.pause
+        self._left = 0.0
+
+    def pauses(self, num_decode: int) -> bool:
+        """Whether a step of ``num_decode`` rows only decodes. Counts it."""
+        if not num_decode or self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+    def took(self, share: float, num_decode: int, num_waiting: int) -> None:
+        """A step took on ``share`` of its allowance, and so many still wait."""
+        self._left = self._pause * share * num_decode / max(1, num_decode + num_waiting)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 from ..requests import PreparedImage
 from ..step import (
@@ -28,26 +27,14 @@ from ..step import (
     StepToken,
     TokenRule,
 )
-from .budget import Allowance
+from .budget import Allowance, Pacer
 from .pages import PagePool
 from .pictures import Pictures
 from .policy import SchedulerPolicy, SchedulerStats
 from .prefix_cache import PrefixCache
+from .scheduled import Scheduled
 from .sequence import Phase, Sequence
 from .waiting import WaitingQueue
-
-
-@dataclass(slots=True)
-class _Scheduled:
-    """One sequence's row in a step that is out: where it ends, and in which epoch it was made. Never changed; not
-    frozen because one is made for every token, and that would double its cost."""
-
-    sequence: Sequence
-    epoch: int
-    end_positions: int
-    samples: bool
-    is_prefill: bool
-    reads_picture: bool
 
 
 class Scheduler:
@@ -64,10 +51,11 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._computing: dict[Hashable, int] = {}
         """Image prefixes being computed, by (namespace, picture), with the sequence that does it."""
-        self._out: deque[tuple[StepPlan, list[_Scheduled]]] = deque()
+        self._out: deque[tuple[StepPlan, list[Scheduled]]] = deque()
         self._ended: list[int] = []
         self._next_step_id = 0
         self._pictures_first = True
+        self._pacer = Pacer(self._policy.budget)
         self._preemptions = self._cached_positions = self._prompt_positions = 0
 
     @property
@@ -123,18 +111,15 @@ class Scheduler:
         """The next step, or None if nothing can be computed now. commit() or fail_step() must follow, in order."""
         dropped, ended = self._pictures.take_dropped(), tuple(self._ended)
         self._ended = []
-        scheduled: list[_Scheduled] = []
+        scheduled: list[Scheduled] = []
         decode = self._decode_rows(scheduled)
         while (admitted := self._admit(now)) is not None:
             if admitted.can_decode:
                 decode.append(self._row(admitted, 1, scheduled, is_prefill=False))
-        allowance = Allowance(self._policy.budget, decoding=bool(decode))
         encode: list[EncodeSlice] = []
         prefill: list[Row] = []
-        for sequence in self._prefill_order():
-            if allowance.is_spent:
-                break
-            self._prefill(sequence, allowance, encode, prefill, scheduled)
+        if not self._pacer.pauses(len(decode)):
+            self._take_on(encode, prefill, scheduled, num_decode=len(decode))
         plan = StepPlan(
             step_id=self._next_step_id,
             drop_images=dropped,
@@ -250,7 +235,7 @@ class Scheduler:
 
     # Decode.
 
-    def _decode_rows(self, scheduled: list[_Scheduled]) -> list[Row]:
+    def _decode_rows(self, scheduled: list[Scheduled]) -> list[Row]:
         ready = [s for s in self._running.values() if s.can_decode]
         if self._pool.num_free < len(ready):
             # Pages may run out: those who would be preempted last are served first.
@@ -297,6 +282,24 @@ class Scheduler:
 
     # Prefill.
 
+    def _take_on(
+        self,
+        encode: list[EncodeSlice],
+        prefill: list[Row],
+        scheduled: list[Scheduled],
+        *,
+        num_decode: int,
+    ) -> None:
+        """Schedules pictures and prompts as far as the allowance goes."""
+        allowance = Allowance(self._policy.budget, decoding=num_decode > 0)
+        order = self._prefill_order()
+        for sequence in order:
+            if allowance.is_spent:
+                break
+            self._prefill(sequence, allowance, encode, prefill, scheduled)
+        waiting = len(self._queue) + sum(1 for sequence in order if sequence.needs_prefill)
+        self._pacer.took(allowance.used, num_decode, waiting)
+
     def _prefill_order(self) -> list[Sequence]:
         """Those with prompt left to compute; pictures and text take turns at the head, so that neither holds the other
         up for longer than a step. Text goes by arrival, but a long one counts as having come later."""
@@ -321,7 +324,7 @@ class Scheduler:
         allowance: Allowance,
         encode: list[EncodeSlice],
         prefill: list[Row],
-        scheduled: list[_Scheduled],
+        scheduled: list[Scheduled],
     ) -> None:
         """Schedules as much of a prompt as the allowance has room for."""
         count = 0
@@ -419,7 +422,7 @@ class Scheduler:
     # Rows.
 
     def _row(
-        self, sequence: Sequence, count: int, scheduled: list[_Scheduled], *, is_prefill: bool
+        self, sequence: Sequence, count: int, scheduled: list[Scheduled], *, is_prefill: bool
     ) -> Row:
         """Schedules the next ``count`` tokens; samples if they are the last ones."""
         start = sequence.num_scheduled
@@ -437,12 +440,12 @@ class Scheduler:
         end = sequence.num_scheduled
         reads_picture = start == 0 and sequence.image is not None
         scheduled.append(
-            _Scheduled(sequence, sequence.epoch, end, sample is not None, is_prefill, reads_picture)
+            Scheduled(sequence, sequence.epoch, end, sample is not None, is_prefill, reads_picture)
         )
         page_table = sequence.page_table(-(-end // self._limits.page_size))
         return Row(sequence.sequence_id, tokens, start, page_table, sample)
 
-    def _take_out(self, plan: StepPlan) -> list[_Scheduled]:
+    def _take_out(self, plan: StepPlan) -> list[Scheduled]:
         oldest, scheduled = self._out.popleft()
         assert oldest is plan, f"step {plan.step_id} came back before step {oldest.step_id}"
         return scheduled

@@ -12,6 +12,7 @@ def test_the_device_settles_what_was_left_open(monkeypatch):
     assert (on_cpu.max_batch_size, on_cpu.step_prefill_positions, on_cpu.step_crops) == (16, 768, 3)
     assert (on_cuda.max_batch_size, on_cuda.step_prefill_positions) == (64, 11680)
     assert on_cuda.step_crops == 48
+    assert (on_cpu.step_pause, on_cuda.step_pause) == (0, 2)
     assert (on_cpu.preprocess_threads, on_cuda.preprocess_threads) == (2, 8)
     assert RuntimeConfig().sizes(cuda=True).max_batch_size == 4
 
@@ -27,6 +28,7 @@ def test_what_is_given_holds_on_every_device():
         "max_batch_size": 5,
         "step_prefill_positions": 6,
         "step_crops": 7,
+        "step_pause": 1.5,
         "preprocess_threads": 8,
     }
     for cuda in (False, True):
@@ -46,6 +48,8 @@ def test_what_is_given_holds_on_every_device():
         ("kv_cache_gib", float("inf")),
         ("max_batch_size", 0),
         ("step_crops", 0),
+        ("step_pause", -1),
+        ("step_pause", float("nan")),
         ("preprocess_threads", 1.5),
     ],
 )

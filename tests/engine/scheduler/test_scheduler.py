@@ -109,6 +109,30 @@ def test_an_image_prefix_stays_whole_and_its_crops_are_spread():
     assert len(first.tokens) >= 2
 
 
+def test_after_taking_on_much_a_few_steps_only_decode():
+    budget = StepBudget(prefill_positions=8, crops=2, idle_scale=1, pause=3)
+    simulation = Simulation(replace(LIMITS, max_batch_size=4), SchedulerPolicy(budget=budget))
+    simulation.add(text(1, 2, max_tokens=16))
+    simulation.turn()
+    for number in (2, 3):
+        simulation.add(text(number, 8, max_tokens=3))
+    specs = [text(1, 2, max_tokens=16), *(text(number, 8, max_tokens=3) for number in (2, 3))]
+    assert simulation.drain() == {spec.number: alone(spec) for spec in specs}
+    took = [bool(plan.prefill) for plan in simulation.runtime.plans]
+    # Beside one row and with one more who waits the pause is half of three; with nobody it is all of two thirds.
+    assert took[:4] == [True, True, False, True]
+    assert took[4:6] == [False, False]
+
+
+def test_nobody_pauses_while_nobody_decodes():
+    budget = StepBudget(prefill_positions=8, crops=2, idle_scale=1, pause=100)
+    simulation = Simulation(policy=SchedulerPolicy(budget=budget))
+    for number in (1, 2, 3):
+        simulation.add(text(number, 8, max_tokens=1))
+    simulation.drain()
+    assert [len(plan.prefill) for plan in simulation.runtime.plans if plan.prefill] == [1, 1, 1]
+
+
 def test_pictures_and_text_take_turns():
     policy = SchedulerPolicy(budget=StepBudget(prefill_positions=20, crops=1, idle_scale=1))
     simulation = Simulation(replace(LIMITS, max_batch_size=6), policy, depth=1)
