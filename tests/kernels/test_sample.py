@@ -131,7 +131,8 @@ def test_every_way_to_a_draw(short, listed, is_wide):
     ]
     tiles = SMALL._replace(short=short, listed=listed)
     work = kernel.allocate(3, vocab, DEVICE, tiles)
-    for _ in range(2):
+    # Twice, for the counters: where programs count is over before a list is sorted.
+    for _ in range(2 if short > 2 else 1):
         check(logits, specs, tiles, workspace=work)
         number, was_cut_again, arrived = work.listed.unbind(1)
         assert (was_cut_again == is_wide).all(), number
