@@ -56,7 +56,7 @@ class _Handler(WSGIRequestHandler):
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     request_queue_size = 128
-    """Beyond socketserver's five a burst's connections are lost on their way, and come again a second or three later."""
+    """Of socketserver's five a burst has more: what finds no room is lost, and sent again a second or three later."""
 
     def __init__(self, host: str, port: int, door: MetricsDoor) -> None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
