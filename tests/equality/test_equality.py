@@ -1,10 +1,12 @@
 """What else an engine does changes no token of a request: batching, chunks, caches, preemption, neighbours that go.
 
 Each seed makes a mix of skills and pictures and the settings of an engine; a failure prints them.
+KESTREL_EQUALITY_SEEDS: how many for each model.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +28,7 @@ from tests.equality.mixes import (
     run_mix,
 )
 
+SEEDS = int(os.environ.get("KESTREL_EQUALITY_SEEDS", "4"))
 NAMES = ("md2", "md3", "kestrel-tiny")
 
 
@@ -116,7 +119,7 @@ async def test_seeded_samples_do_not_depend_on_neighbours(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 108))
+@pytest.mark.parametrize("seed", range(100, 100 + SEEDS))
 async def test_many_random_mixes(
     model: Model, seed: int, golden_images: Path, alone: Alone
 ) -> None:
