@@ -66,6 +66,7 @@ class Sizes:
     step_prefill_positions: int
     step_crops: int
     step_pause: float
+    steps_out: int
     preprocess_threads: int
 
 
@@ -74,6 +75,7 @@ _CPU_SIZES = Sizes(
     step_prefill_positions=768,
     step_crops=3,
     step_pause=0.0,
+    steps_out=2,
     preprocess_threads=2,
 )
 """Sixteen decode six times as fast together as one after the other; a step takes on one image prefix."""
@@ -81,12 +83,14 @@ _CUDA_SIZES = Sizes(
     max_batch_size=64,
     step_prefill_positions=11680,
     step_crops=48,
-    step_pause=2.0,
+    step_pause=4.0,
+    steps_out=3,
     preprocess_threads=2,
 )
 """Four pictures a step, crops and prefixes together. One H200, 64 in flight, 3 tokens: 92 requests a second with three
 eighths of it, 97 with three quarters (Moondream 2), 80 and 82 with three quarters and all (Moondream 3); between tokens
-it shows as 50 to 80 ms while new pictures keep coming. ``preprocess_threads`` grows with the processors, up to
+it shows as 50 to 80 ms while new pictures keep coming. Moondream 2, 30 tokens, by ``step_pause`` and ``steps_out``: 72
+with 0 and 2, 77 with 2 and 3, 79 with 4 and 2, 84 with 4 and 3. ``preprocess_threads`` grows with the processors, up to
 MOST_PREPROCESS_THREADS."""
 MOST_PREPROCESS_THREADS = 8
 
@@ -158,7 +162,11 @@ class RuntimeConfig:
     """Crops that a step encodes while others decode; shares one allowance with the positions. None: 3, 48 on CUDA."""
     step_pause: float | None = None
     """Steps that only decode after one that took on new work: so many if it used all of its allowance and nobody else
-    waits, less otherwise. What comes meanwhile is taken on together. None: 0 on a CPU, 2 on CUDA."""
+    waits, less otherwise. What comes meanwhile is taken on together. None: 0 on a CPU, 4 on CUDA."""
+    steps_out: int | None = None
+    """Steps that may be launched and not yet read: one runs while the host works on the others. More hide a busy host;
+    each costs a row of every answer that ends by itself, and a step's time before new requests begin. None: 2 on a CPU,
+    3 on CUDA."""
     step_timeout_s: float = 300.0
     """The engine counts as hung when no step ends for so long while there is work. Big models on a CPU are slow."""
     prefix_cache: bool = True
@@ -244,6 +252,8 @@ class RuntimeConfig:
             value = getattr(self, name)
             if value is not None and (not _finite(value) or value <= 0):
                 raise ConfigError(name, value, "must be a finite number of seconds above 0")
+        if self.steps_out is not None:
+            _whole("steps_out", self.steps_out, 1, 4)
         if self.step_pause is not None and not (
             _finite(self.step_pause) and 0 <= self.step_pause <= 1000
         ):

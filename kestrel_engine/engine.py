@@ -106,7 +106,11 @@ class InferenceEngine(SkillCalls):
         self._open = OpenRequests(self.info.model, observer, self._note_idle)
         self._delivery = DeliveryThread(self._deliver_threadsafe, lambda i: self._loop.abort(i))
         self._loop = EngineLoop(
-            built.runtime, self._delivery, policy=_policy(config, self._sizes), observer=observer
+            built.runtime,
+            self._delivery,
+            policy=_policy(config, self._sizes),
+            observer=observer,
+            depth=self._sizes.steps_out,
         )
         self._delivery.start()
         self._loop.start()

@@ -36,7 +36,7 @@ EXIT_PATIENCE_S = 5.0
 """Seconds that a program which ends without shutdown() waits for the step that runs."""
 
 PIPELINE_DEPTH = 2
-"""Steps out at a time: one runs while the host works on the other."""
+"""Steps out at a time, unless told otherwise: one runs while the host works on the other."""
 
 
 @dataclass(frozen=True, slots=True)

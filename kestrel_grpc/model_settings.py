@@ -253,8 +253,15 @@ def _add_schedule_flags(parser: argparse.ArgumentParser, environ: Mapping[str, s
         "--step-pause",
         type=float,
         metavar="N",
-        shown="0, on CUDA 2",
+        shown="0, on CUDA 4",
         help="steps that only decode after one that took on all it may: what comes meanwhile is taken on together",
+    )
+    work.add(
+        "--steps-out",
+        type=whole,
+        metavar="N",
+        shown="2, on CUDA 3",
+        help="steps launched and not yet read, 1 to 4: more hide a busy host",
     )
     work.add(
         "--preprocess-threads",
@@ -322,6 +329,7 @@ def runtime_config(args: argparse.Namespace) -> RuntimeConfig:
             step_prefill_positions=args.step_prefill_positions,
             step_crops=args.step_crops,
             step_pause=args.step_pause,
+            steps_out=args.steps_out,
             preprocess_threads=args.preprocess_threads,
             step_timeout_s=args.step_timeout,
             cpu_threads=args.threads,

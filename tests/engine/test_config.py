@@ -12,7 +12,8 @@ def test_the_device_settles_what_was_left_open(monkeypatch):
     assert (on_cpu.max_batch_size, on_cpu.step_prefill_positions, on_cpu.step_crops) == (16, 768, 3)
     assert (on_cuda.max_batch_size, on_cuda.step_prefill_positions) == (64, 11680)
     assert on_cuda.step_crops == 48
-    assert (on_cpu.step_pause, on_cuda.step_pause) == (0, 2)
+    assert (on_cpu.step_pause, on_cuda.step_pause) == (0, 4)
+    assert (on_cpu.steps_out, on_cuda.steps_out) == (2, 3)
     assert (on_cpu.preprocess_threads, on_cuda.preprocess_threads) == (2, 8)
     assert RuntimeConfig().sizes(cuda=True).max_batch_size == 4
 
@@ -29,6 +30,7 @@ def test_what_is_given_holds_on_every_device():
         "step_prefill_positions": 6,
         "step_crops": 7,
         "step_pause": 1.5,
+        "steps_out": 4,
         "preprocess_threads": 8,
     }
     for cuda in (False, True):
@@ -49,6 +51,8 @@ def test_what_is_given_holds_on_every_device():
         ("max_batch_size", 0),
         ("step_crops", 0),
         ("step_pause", -1),
+        ("steps_out", 0),
+        ("steps_out", 5),
         ("step_pause", float("nan")),
         ("preprocess_threads", 1.5),
     ],

@@ -69,7 +69,7 @@ def test_flags_reach_their_fields():
             "off",
         ),
         *("--image-cache-bytes", "0", "--step-prefill-positions", "14", "--step-crops", "15"),
-        *("--step-pause", "1.5"),
+        *("--step-pause", "1.5", "--steps-out", "1"),
         *("--step-timeout", "16", "--max-text-bytes", "1KiB", "--drain-delay", "2"),
         *("--listen", "0.0.0.0:1", "--listen", "unix:/a,[::1]:2", "--max-message-bytes", "5M"),
         *("--grace", "1.5", "--access-log", "json", "--log-level", "debug"),
@@ -82,7 +82,7 @@ def test_flags_reach_their_fields():
     assert runtime.max_queued_pixels == 17
     assert (runtime.prefix_cache, runtime.image_cache_bytes) == (False, 0)
     assert (runtime.step_prefill_positions, runtime.step_crops) == (14, 15)
-    assert runtime.step_pause == 1.5
+    assert (runtime.step_pause, runtime.steps_out) == (1.5, 1)
     assert (runtime.step_timeout_s, runtime.max_text_bytes, server.drain_delay_s) == (16, 1024, 2)
     limits = runtime.image_limits
     assert (limits.max_bytes, limits.max_pixels, limits.max_aspect_ratio) == (MIB, 1000, 3.0)

@@ -116,7 +116,7 @@ class _Ring:
 class FlashInferText:
     """Causal attention of a pass's text over the pages: planned once a pass, run for each layer."""
 
-    def __init__(self, flashinfer: FlashInfer, *, depth: int = 3) -> None:
+    def __init__(self, flashinfer: FlashInfer, *, depth: int = 4) -> None:
         self._flashinfer = flashinfer
         make = flashinfer.library.BatchPrefillWithPagedKVCacheWrapper
         self._ring = _Ring(
@@ -167,7 +167,7 @@ class PlannedFlashInfer:
 class FlashInferBlocks:
     """Attention among the positions of each of n equal blocks, all seeing all."""
 
-    def __init__(self, flashinfer: FlashInfer, *, depth: int = 2) -> None:
+    def __init__(self, flashinfer: FlashInfer, *, depth: int = 3) -> None:
         self._flashinfer = flashinfer
         make = flashinfer.library.BatchPrefillWithRaggedKVCacheWrapper
         self._ring = _Ring(
