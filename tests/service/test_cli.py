@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -331,11 +332,12 @@ def test_schedule_answers_in_this_process():
 
 def test_schedule_streams_and_prints_json():
     asked = ["schedule", "What do you see?", "--image", PICTURE, "--temperature", 0]
-    done = kestrel(*asked, "--stream")
-    assert done.returncode == 0, done.stderr
-    (line,) = kestrel(*asked, "--json").stdout.splitlines()
+    with ThreadPoolExecutor() as pool:
+        streamed, whole = pool.map(lambda flag: kestrel(*asked, flag), ("--stream", "--json"))
+    assert streamed.returncode == 0, streamed.stderr
+    (line,) = whole.stdout.splitlines()
     result = json.loads(line)
-    assert result["output"]["answer"] in done.stdout
+    assert result["output"]["answer"] in streamed.stdout
     assert result["metrics"]["output_tokens"] == len(result["token_ids"])
 
 
