@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_grpc.interpreter import GC_THRESHOLDS, SWITCH_INTERVAL_S
+from kestrel_grpc.process.interpreter import GC_THRESHOLDS, SWITCH_INTERVAL_S
 
 from .cpu_window import snapshot
 

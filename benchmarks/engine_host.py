@@ -29,7 +29,7 @@ from kestrel_engine.skills.answer import AnswerControl, AnswerOutput
 from kestrel_engine.skills.base import SkillContext
 from kestrel_engine.step import RuntimeLimits, StepPlan, StepResult, StepToken
 from kestrel_engine.timings import RequestTimings
-from kestrel_grpc.interpreter import GC_THRESHOLDS
+from kestrel_grpc.process.interpreter import GC_THRESHOLDS
 
 from .report import Report, add_arguments, median, quantile
 

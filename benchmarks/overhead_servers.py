@@ -20,11 +20,11 @@ from multiprocessing.connection import Connection
 from typing import Any, TextIO, cast
 
 from kestrel_engine import InferenceEngine, RuntimeConfig, delivery
-from kestrel_grpc.interpreter import GC_THRESHOLDS, SWITCH_INTERVAL_S
-from kestrel_grpc.logs import set_up_logging
-from kestrel_grpc.server import KestrelServer
-from kestrel_grpc.settings import ServerConfig
-from kestrel_grpc.telemetry.config import TelemetryConfig
+from kestrel_grpc.logs.records import set_up_logging
+from kestrel_grpc.process.interpreter import GC_THRESHOLDS, SWITCH_INTERVAL_S
+from kestrel_grpc.process.server import KestrelServer
+from kestrel_grpc.settings.server import ServerConfig
+from kestrel_grpc.settings.telemetry import TelemetryConfig
 
 from .canned_engine import CannedEngine
 from .cpu_window import snapshot

@@ -26,7 +26,7 @@ from kestrel_engine.preprocess.decoded_image import DecodedImage
 from kestrel_engine.preprocess.images import begin_image, open_image
 from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.preprocess.prepared_cache import source_key
-from kestrel_grpc.interpreter import SWITCH_INTERVAL_S
+from kestrel_grpc.process.interpreter import SWITCH_INTERVAL_S
 
 from .chart_trace import draw, shape_of
 from .report import Report, add_arguments, median, quantile

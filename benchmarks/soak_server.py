@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kestrel_grpc.cli import parser, serving
-from kestrel_grpc.server import KestrelServer
+from kestrel_grpc.cli import parser
+from kestrel_grpc.process import serving
+from kestrel_grpc.process.server import KestrelServer
 
 
 @dataclass(frozen=True)

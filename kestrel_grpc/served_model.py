@@ -10,7 +10,7 @@ import time
 
 from kestrel_engine import InferenceEngine, ModelNotFoundError, RuntimeConfig
 
-from .errors import ModelNotReady, ShuttingDown
+from .edge.statuses import ModelNotReady, ShuttingDown
 
 
 class State(enum.Enum):

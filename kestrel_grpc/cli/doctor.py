@@ -9,13 +9,13 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..sources import CONFIG_VARIABLE
+from ..settings.sources import CONFIG_VARIABLE
 from .parser import CommandError
 
 if TYPE_CHECKING:
     from kestrel_engine import RuntimeConfig, maintenance
 
-    from ..configuration import Configuration
+    from ..settings.configuration import Configuration
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     try:
-        from ..configuration import add_flags
+        from ..settings.configuration import add_flags
     except (ImportError, OSError, RuntimeError) as error:
         # libvips or another library is broken: nothing else could be told without it.
         why = str(error).strip().partition("\n")[0]
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..configuration import configuration
+    from ..settings.configuration import configuration
     from .findings import tell
 
     logging.disable(logging.WARNING)  # What the checks find they say themselves.
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _runtimes(settled: Configuration) -> list[RuntimeConfig]:
     """One for each device that is to be used."""
-    from ..sources import SettingsError
+    from ..settings.sources import SettingsError
     from ..workers.devices import worker_devices
 
     workers = settled.server.workers
@@ -66,8 +66,8 @@ def _runtimes(settled: Configuration) -> list[RuntimeConfig]:
 def _findings(settled: Configuration, args: argparse.Namespace) -> Iterator[maintenance.Finding]:
     from kestrel_engine import maintenance
 
-    from ..configuration import known_settings
-    from ..doctor import check_server, check_workers
+    from ..settings.configuration import known_settings
+    from .doctor_checks import check_server, check_workers
 
     source = args.config or f"no file (--config, {CONFIG_VARIABLE})"
     given = sum(origin.kind != "default" for origin in args.sources.values())

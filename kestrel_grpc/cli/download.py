@@ -8,9 +8,9 @@ from pathlib import Path
 
 from kestrel_engine import ConfigError, KestrelError, RuntimeConfig, maintenance
 
-from ..configuration import add_config_flag
-from ..model_settings import add_source_flags, config_error
-from .loading import LoadingProgress
+from ..process.startup_progress import LoadingProgress
+from ..settings.configuration import add_config_flag
+from ..settings.model import add_source_flags, config_error
 from .parser import CommandError
 
 

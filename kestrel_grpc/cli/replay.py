@@ -55,8 +55,8 @@ class Captured:
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    from ..configuration import add_config_flag
-    from ..model_settings import add_model_flags
+    from ..settings.configuration import add_config_flag
+    from ..settings.model import add_model_flags
 
     parser.epilog = (
         "FILE was written by 'kestrel-grpc admin capture start'. Prints what the request gives now, as JSON.\n"
@@ -187,10 +187,10 @@ async def _in_process(args: argparse.Namespace, captured: Captured) -> int:
     """A server of its own on a socket that nobody else can reach."""
     from kestrel_engine import ConfigError, InferenceEngine, KestrelError
 
-    from ..model_settings import config_error, runtime_config
-    from ..server import KestrelServer
-    from ..settings import ServerConfig
-    from .loading import LoadingProgress
+    from ..process.server import KestrelServer
+    from ..process.startup_progress import LoadingProgress
+    from ..settings.model import config_error, runtime_config
+    from ..settings.server import ServerConfig
 
     runtime = runtime_config(args)
     if hasattr(captured.inner, "options"):

@@ -22,10 +22,10 @@ from kestrel_engine import (
     RuntimeConfig,
 )
 
-from ..configuration import add_config_flag
-from ..model_settings import add_model_flags, config_error, runtime_config
-from ..settings import SettingsError
-from .loading import LoadingProgress
+from ..process.startup_progress import LoadingProgress
+from ..settings.configuration import add_config_flag
+from ..settings.model import add_model_flags, config_error, runtime_config
+from ..settings.server import SettingsError
 from .parser import EXIT_FAILED, CommandError
 
 

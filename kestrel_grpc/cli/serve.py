@@ -12,14 +12,14 @@ import os
 from kestrel_engine import ConfigError, RuntimeConfig, SkillRegistry
 
 from .. import __version__
-from ..addresses import AddressError
-from ..configuration import add_flags, configuration, print_configuration
-from ..interpreter import set_up_interpreter
-from ..logs import flush_log, set_up_logging
-from ..model_settings import config_error
-from ..settings import Parser, ServerConfig
-from ..skill_plugins import skill_registry
-from ..sources import name_of
+from ..logs.records import flush_log, set_up_logging
+from ..process.interpreter import set_up_interpreter
+from ..process.skill_plugins import skill_registry
+from ..settings.addresses import AddressError
+from ..settings.configuration import add_flags, configuration, print_configuration
+from ..settings.model import config_error
+from ..settings.server import Parser, ServerConfig
+from ..settings.sources import name_of
 from ..workers.supervisor import WorkersError, supervise
 from .parser import CommandError
 
@@ -68,7 +68,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve_alone(config: ServerConfig, runtime: RuntimeConfig, skills: SkillRegistry) -> int:
     """Raises ConfigError, CommandError."""
-    from .serving import FAILURES, serve_alone  # Not before: a supervisor is to load no gRPC.
+    from ..process.serving import (  # Not before: a supervisor is to load no gRPC.
+        FAILURES,
+        serve_alone,
+    )
 
     own = config.workers.own_address(0)
     if own is not None:

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 from kestrel_engine import ConfigError, KestrelError, RuntimeConfig, maintenance
 
-from ..configuration import add_config_flag
-from ..model_settings import add_device_flags, add_source_flags, config_error
-from ..settings import SettingsError
+from ..process.startup_progress import LoadingProgress
+from ..settings.configuration import add_config_flag
+from ..settings.model import add_device_flags, add_source_flags, config_error
+from ..settings.server import SettingsError
 from .download import source_config
 from .findings import tell
-from .loading import LoadingProgress
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kestrel_engine import EngineOverloaded, RequestError
 
-from .config import CallLimits
+from ..settings.security import CallLimits
 
 _MAX_REMEMBERED = 10_000
 """Principals whose buckets are kept: one that is forgotten starts with a full one."""

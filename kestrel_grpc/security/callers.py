@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
-from .config import SecurityConfig
+from ..settings.security import SecurityConfig
 from .principal import (
     ALL_SCOPES,
     ANONYMOUS,

@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 
+from ..settings.security import SecurityConfig
 from .admission import Admission
 from .callers import Callers, Metadata
-from .config import SecurityConfig
 from .principal import NotAuthenticated, Principal, needed_scopes
 
 _VISION = "/kestrel.v1.VisionService/"

@@ -6,8 +6,8 @@ import ipaddress
 
 import grpc
 
-from ..addresses import AddressError, unix_path
-from .config import SecurityConfig
+from ..settings.addresses import AddressError, unix_path
+from ..settings.security import SecurityConfig
 
 
 def check_exposure(addresses: tuple[str, ...], security: SecurityConfig) -> None:

@@ -13,9 +13,9 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-from ..addresses import AddressError
+from ..settings.addresses import AddressError
+from ..settings.security import SecurityConfig, TlsFiles
 from .callers import AUTHORIZATION, CERTIFICATE, AuthContext, Callers
-from .config import SecurityConfig, TlsFiles
 from .listening import is_loopback
 from .principal import NotAuthenticated, Scope, ScopeMissing
 from .tls import TlsError, server_context, watched_paths

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 
-from .config import TlsFiles
+from ..settings.security import TlsFiles
 from .watched_files import WatchedFiles
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
 from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, StepEvent
 
-from ..interceptors import Call
-from ..logs import lost_records
+from ..edge.interceptors import Call
+from ..logs.records import lost_records
 from . import names
 from .attributes import SERVER_ERRORS
 from .dense import DenseHistogram

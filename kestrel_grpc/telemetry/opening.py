@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, StepEvent
 
-from ..interceptors import Call
-from ..sources import SettingsError
+from ..edge.interceptors import Call
+from ..settings.sources import SettingsError
+from ..settings.telemetry import TelemetryConfig, missing_packages
 from . import names
-from .config import TelemetryConfig, missing_packages
 
 if TYPE_CHECKING:
-    from ..security.config import SecurityConfig
+    from ..settings.security import SecurityConfig
     from .metrics import ServiceMetrics
     from .prometheus import PrometheusEndpoint
     from .tracing import CallTracing

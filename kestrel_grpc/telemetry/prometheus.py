@@ -24,8 +24,8 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from ..addresses import AddressError
 from ..security.metrics_door import MetricsDoor
+from ..settings.addresses import AddressError
 from .metrics_port import MetricsPort
 from .names import METRICS, Metric
 

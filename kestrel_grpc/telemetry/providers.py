@@ -24,7 +24,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExport
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from .. import __version__
-from .config import Protocol, TelemetryConfig
+from ..settings.telemetry import Protocol, TelemetryConfig
 from .dense import PullReader, PushReader, Reader
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 
-from ..sources import SettingsError
-from .config import WorkersConfig
+from ..settings.sources import SettingsError
+from ..settings.workers import WorkersConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

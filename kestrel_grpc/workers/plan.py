@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from kestrel_engine import RuntimeConfig
 
-from ..addresses import unix_path
-from ..settings import ServerConfig
-from ..sources import SettingsError
-from .config import address_of
+from ..settings.addresses import unix_path
+from ..settings.server import ServerConfig
+from ..settings.sources import SettingsError
+from ..settings.workers import address_of
 from .devices import environment_for, worker_devices
 
 _NOT_THEIRS = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC")

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import socket
 
-from ..addresses import AddressError, check_free, with_port
+from ..settings.addresses import AddressError, check_free, with_port
 
 
 class HeldPorts:

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 
 from kestrel_engine import ConfigError, RuntimeConfig
 
-from ..addresses import close_address
-from ..logs import tell_lifecycle
-from ..ready_line import say_ready
-from ..settings import ServerConfig, SettingsError
-from ..systemd import Notifier
+from ..logs.records import tell_lifecycle
+from ..process.ready_line import say_ready
+from ..process.systemd import Notifier
+from ..settings.addresses import close_address
+from ..settings.server import ServerConfig, SettingsError
 from .child import Child
 from .line import Ready
 from .plan import WorkerTask, plan_workers, shared_addresses

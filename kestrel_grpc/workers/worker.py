@@ -14,17 +14,17 @@ from collections.abc import Sequence
 
 from kestrel_engine import ConfigError, InferenceEngine, KestrelError, SkillRegistry
 
-from ..addresses import AddressError
-from ..cli.loading import LoadingProgress
-from ..interpreter import set_up_interpreter
-from ..logs import set_up_logging
-from ..running import leave_now, load_unless_stopped
+from ..logs.records import set_up_logging
+from ..process.interpreter import set_up_interpreter
+from ..process.running import leave_now, load_unless_stopped
+from ..process.server import KestrelServer
+from ..process.skill_plugins import skill_registry
+from ..process.startup_progress import LoadingProgress
 from ..security.tls import TlsError
 from ..security.tokens import TokenFileError
 from ..served_model import State
-from ..server import KestrelServer
-from ..skill_plugins import skill_registry
-from ..sources import SettingsError
+from ..settings.addresses import AddressError
+from ..settings.sources import SettingsError
 from .line import ALIVE_INTERVAL_S, Alive, Failed, Ready, WorkerEnd
 from .plan import WorkerTask
 

@@ -15,9 +15,9 @@ from kestrel_engine import InferenceEngine, RuntimeConfig
 from kestrel_engine.requests import Token
 from kestrel_engine.runtime.fake import FakeRuntime, hashed
 from kestrel_engine.step import RuntimeLimits
-from kestrel_grpc.security.config import SecurityConfig
-from kestrel_grpc.server import KestrelServer
-from kestrel_grpc.settings import ServerConfig
+from kestrel_grpc.process.server import KestrelServer
+from kestrel_grpc.settings.security import SecurityConfig
+from kestrel_grpc.settings.server import ServerConfig
 from tests.engine.fakes import fake_build
 
 KEY = "the-key-of-an-administrator"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_grpc.configuration import add_flags, configuration
-from kestrel_grpc.settings import Parser
+from kestrel_grpc.settings.configuration import add_flags, configuration
+from kestrel_grpc.settings.server import Parser
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "deploy").glob("Dockerfile*"))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kestrel_grpc.configuration import add_flags, configuration
-from kestrel_grpc.settings import Parser, ServerConfig
+from kestrel_grpc.settings.configuration import add_flags, configuration
+from kestrel_grpc.settings.server import Parser, ServerConfig
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FOLDERS = ("base", "cuda", "tls")

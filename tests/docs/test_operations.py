@@ -4,8 +4,8 @@ import re
 
 import yaml
 
-from kestrel_grpc import errors
-from kestrel_grpc.configuration import known_settings
+from kestrel_grpc.edge import statuses as errors
+from kestrel_grpc.settings.configuration import known_settings
 from kestrel_grpc.telemetry.names import METRICS
 from tests.docs.flag_table import BEGIN, END, PAGE, page_with, table
 

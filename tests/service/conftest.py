@@ -17,8 +17,8 @@ from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceS
 from kestrel_engine import InferenceEngine, RuntimeConfig, SkillRegistry
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.step import RuntimeLimits
-from kestrel_grpc.server import KestrelServer
-from kestrel_grpc.settings import ServerConfig
+from kestrel_grpc.process.server import KestrelServer
+from kestrel_grpc.settings.server import ServerConfig
 from tests.engine.fakes import fake_build
 
 LIMITS = RuntimeLimits(

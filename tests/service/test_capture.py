@@ -16,7 +16,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import image_service_pb2 as image_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_grpc.cli.parser import main
-from kestrel_grpc.debug_settings import DebugConfig
+from kestrel_grpc.settings.debug import DebugConfig
 from tests.service.conftest import raw_image
 from tests.service.security.test_admin import CONFIG, METADATA, Admin, query, slow
 from tests.service.statuses import failure
@@ -274,7 +274,7 @@ async def test_a_full_disk_costs_the_file_only(serve, tmp_path, monkeypatch, cap
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kestrel_grpc.capture.Path.rename", full)
+    monkeypatch.setattr("kestrel_grpc.monitoring.capture.Path.rename", full)
     with caplog.at_level(logging.ERROR):
         await fail(served)
         assert (await admin.StopCapture()).lost == 1

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_grpc.configuration import (
+from kestrel_grpc.settings.configuration import (
     add_flags,
     configuration,
     known_settings,
     print_configuration,
 )
-from kestrel_grpc.settings import Parser, SettingsError
+from kestrel_grpc.settings.server import Parser, SettingsError
 
 ROOT = Path(__file__).parents[2]
 

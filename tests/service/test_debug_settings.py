@@ -6,10 +6,10 @@ import os
 import pytest
 
 from kestrel_grpc.cli.parser import main
-from kestrel_grpc.configuration import add_flags, configuration
-from kestrel_grpc.debug_settings import DebugConfig
-from kestrel_grpc.security.config import SecurityConfig
-from kestrel_grpc.settings import Parser, SettingsError
+from kestrel_grpc.settings.configuration import add_flags, configuration
+from kestrel_grpc.settings.debug import DebugConfig
+from kestrel_grpc.settings.security import SecurityConfig
+from kestrel_grpc.settings.server import Parser, SettingsError
 from tests.service.security.test_admin import METADATA, Admin, query, slow
 
 

@@ -11,12 +11,12 @@ import pytest
 from packaging.requirements import Requirement
 
 from kestrel_engine import RuntimeConfig
-from kestrel_grpc import doctor
-from kestrel_grpc.configuration import known_settings
-from kestrel_grpc.security.config import SecurityConfig, TlsFiles
-from kestrel_grpc.settings import ServerConfig
-from kestrel_grpc.telemetry.config import TelemetryConfig
-from kestrel_grpc.workers.config import WorkersConfig
+from kestrel_grpc.cli import doctor_checks as doctor
+from kestrel_grpc.settings.configuration import known_settings
+from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
+from kestrel_grpc.settings.server import ServerConfig
+from kestrel_grpc.settings.telemetry import TelemetryConfig
+from kestrel_grpc.settings.workers import WorkersConfig
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ import kestrel_engine.errors
 from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_grpc import errors
+from kestrel_grpc.edge import statuses as errors
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
 

@@ -12,7 +12,7 @@ from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import (
     ModelServiceServicer,
     add_ModelServiceServicer_to_server,
 )
-from kestrel_grpc.generic_methods import GenericMethods
+from kestrel_grpc.edge.generic_methods import GenericMethods
 
 
 async def _num_tasks(add: Any) -> int:

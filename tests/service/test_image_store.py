@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kestrel_grpc.image_store import ImageNotFound, ImageStore, digest_of
+from kestrel_grpc.images.store import ImageNotFound, ImageStore, digest_of
 
 SIZE = (4, 3)
 

@@ -12,7 +12,8 @@ import pyvips
 from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import ImageLimits
-from kestrel_grpc import image_service, interceptors
+from kestrel_grpc.edge import interceptors
+from kestrel_grpc.services import image as image_service
 from tests.service.conftest import raw_image
 from tests.service.statuses import failure
 

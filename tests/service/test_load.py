@@ -18,13 +18,13 @@ from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import RuntimeConfig
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_grpc.interceptors import Call
-from kestrel_grpc.load import WINDOW_S, LoadMeter
-from kestrel_grpc.orca import FRESH_S, LoadTrailer
-from kestrel_grpc.security.config import SecurityConfig
+from kestrel_grpc.edge.interceptors import Call
+from kestrel_grpc.monitoring.load import WINDOW_S, LoadMeter
+from kestrel_grpc.monitoring.orca import FRESH_S, LoadTrailer
 from kestrel_grpc.security.principal import Scope
 from kestrel_grpc.security.tokens import line_of, new_token
 from kestrel_grpc.served_model import ServedModel
+from kestrel_grpc.settings.security import SecurityConfig
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
 

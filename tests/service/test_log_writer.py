@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_grpc import log_writer
-from kestrel_grpc.log_writer import LogWriter
+from kestrel_grpc.logs import writer as log_writer
+from kestrel_grpc.logs.writer import LogWriter
 
 MIB = 1024 * 1024
 
@@ -104,7 +104,7 @@ def test_a_pipe_that_nobody_reads_holds_nobody_up_and_what_is_lost_is_told(logge
     assert len(lines) == 1 + 2000 - lost + 1 + 1 and writer.lost == lost
     told = [line for line in lines if "lost" in line]
     assert told == [
-        f"kestrel_grpc.log_writer: {lost} records were lost: nobody read them fast enough"
+        f"kestrel_grpc.logs.writer: {lost} records were lost: nobody read them fast enough"
     ]
     assert lines[-2:] == [told[0], "a.b: afterwards"], "it is told where it happened"
 
@@ -133,7 +133,7 @@ def test_a_full_disk_is_told_of_once_there_is_room(logger, tmp_path):
         writer.close()
         os.close(fd)
     assert path.read_text().splitlines() == [
-        "kestrel_grpc.log_writer: 4 records were lost: No space left on device",
+        "kestrel_grpc.logs.writer: 4 records were lost: No space left on device",
         "a.b: told",
     ]
 
@@ -153,7 +153,7 @@ def test_half_a_line_stays_one_and_counts_as_lost(logger, pipe, tmp_path):
         os.dup2(file.fileno(), pipe[1])
         logger.info("told")
         writer.close()
-    told = "kestrel_grpc.log_writer: 1 records were lost: Broken pipe"
+    told = "kestrel_grpc.logs.writer: 1 records were lost: Broken pipe"
     assert path.read_text().splitlines() == ["y", told, "a.b: told"]
 
 
@@ -199,7 +199,7 @@ def test_processes_that_share_a_pipe_leave_each_others_lines_whole(pipe):
     """What is written at once and is no larger than PIPE_BUF stays together, whoever else writes."""
     names, count = ("one", "two"), 3000
     program = (
-        "import logging, sys; from kestrel_grpc.log_writer import LogWriter; "
+        "import logging, sys; from kestrel_grpc.logs.writer import LogWriter; "
         "writer = LogWriter(int(sys.argv[1]), 1 << 24); logger = logging.Logger(''); logger.addHandler(writer); "
         f"[logger.info('%s %d %s', sys.argv[2], n, sys.argv[2] * 30) for n in range({count})]; writer.close()"
     )

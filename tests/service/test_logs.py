@@ -20,12 +20,12 @@ from kestrel_client._pb.kestrel.v1 import admin_service_pb2, admin_service_pb2_g
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import ModelLoadError
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_grpc.current_call import current
-from kestrel_grpc.interceptors import Call
-from kestrel_grpc.log_settings import log_levels
-from kestrel_grpc.logs import JsonFormatter, TextFormatter, set_up_logging, structured
-from kestrel_grpc.server import KestrelServer
-from kestrel_grpc.settings import ServerConfig
+from kestrel_grpc.edge.current_call import current
+from kestrel_grpc.edge.interceptors import Call
+from kestrel_grpc.logs.records import JsonFormatter, TextFormatter, set_up_logging, structured
+from kestrel_grpc.process.server import KestrelServer
+from kestrel_grpc.settings.logs import log_levels
+from kestrel_grpc.settings.server import ServerConfig
 from tests.service.conftest import LIMITS
 from tests.service.statuses import failure
 
@@ -126,7 +126,7 @@ async def test_what_is_logged_during_a_call_has_its_id(serve, logs):
     assert (await failure(served.vision.Query(request))).code is grpc.StatusCode.INTERNAL
     told = [entry for entry in entries(stream) if entry.get("request_id") == "r-7"]
     assert {entry["logger"] for entry in told} == {
-        "kestrel_grpc.interceptors",
+        "kestrel_grpc.edge.interceptors",
         "kestrel_grpc.access",
     }
     access = told[-1]
@@ -147,7 +147,7 @@ async def test_the_life_of_a_server(serve, logs):
 
 
 async def test_failures_are_events(serve, logs, monkeypatch):
-    monkeypatch.setattr("kestrel_grpc.health.POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr("kestrel_grpc.services.health.POLL_INTERVAL_S", 0.01)
     stream = logs("info", "text")
     served = await serve()
     await served.engine.shutdown(grace_s=0)

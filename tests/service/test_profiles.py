@@ -7,7 +7,7 @@ import stat
 
 import grpc
 
-from kestrel_grpc.debug_settings import DebugConfig
+from kestrel_grpc.settings.debug import DebugConfig
 from tests.service.security.test_admin import CONFIG, METADATA, Admin, query, slow
 from tests.service.statuses import failure
 

@@ -15,8 +15,8 @@ from kestrel_client import (
 )
 from kestrel_engine import InferenceEngine, RuntimeConfig
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_grpc.server import KestrelServer
-from kestrel_grpc.settings import ServerConfig
+from kestrel_grpc.process.server import KestrelServer
+from kestrel_grpc.settings.server import ServerConfig
 from tests.golden.checkpoint import DATA
 from tests.service.conftest import LIMITS
 

@@ -23,8 +23,8 @@ from kestrel_client import (
 )
 from kestrel_client._pb.kestrel.v1 import admin_service_pb2 as pb
 from kestrel_client.administration import Captures, MethodStatistics
-from kestrel_grpc.debug_settings import DebugConfig
-from kestrel_grpc.security.config import SecurityConfig, TlsFiles
+from kestrel_grpc.settings.debug import DebugConfig
+from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
 from tests.service.conftest import raw_image
 from tests.service.security.conftest import make_authority
 from tests.service.security.test_admin import CONFIG, KEY, METADATA, query, slow

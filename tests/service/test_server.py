@@ -19,8 +19,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_grpc.addresses import AddressError
-from kestrel_grpc.server import ADMIN_SERVICE, IMAGE_SERVICE, MODEL_SERVICE, VISION_SERVICE
+from kestrel_grpc.process.server import ADMIN_SERVICE, IMAGE_SERVICE, MODEL_SERVICE, VISION_SERVICE
+from kestrel_grpc.settings.addresses import AddressError
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
 
@@ -85,7 +85,7 @@ async def test_watch_tells_every_change(serve):
 
 
 async def test_health_follows_an_engine_that_dies(serve, monkeypatch):
-    monkeypatch.setattr("kestrel_grpc.health.POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr("kestrel_grpc.services.health.POLL_INTERVAL_S", 0.01)
     served = await serve()
     await served.engine.shutdown(grace_s=0)
     watch = health_pb2_grpc.HealthStub(served.channel).Watch(health_pb2.HealthCheckRequest())

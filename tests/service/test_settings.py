@@ -2,9 +2,9 @@
 
 import pytest
 
-from kestrel_grpc.addresses import parse_address, unix_path, with_port
-from kestrel_grpc.model_settings import add_model_flags, runtime_config
-from kestrel_grpc.settings import (
+from kestrel_grpc.settings.addresses import parse_address, unix_path, with_port
+from kestrel_grpc.settings.model import add_model_flags, runtime_config
+from kestrel_grpc.settings.server import (
     MIB,
     Parser,
     ServerConfig,

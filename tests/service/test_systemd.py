@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_grpc.systemd import Notifier
+from kestrel_grpc.process.systemd import Notifier
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,9 +11,9 @@ from kestrel_client._pb.kestrel.v1 import admin_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1 import common_pb2, vision_service_pb2
 from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStub
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_grpc.security.config import SecurityConfig
 from kestrel_grpc.security.principal import Scope
 from kestrel_grpc.security.tokens import line_of, new_token
+from kestrel_grpc.settings.security import SecurityConfig
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
 

@@ -17,8 +17,8 @@ from kestrel_grpc.security.admission import (
     RateExceeded,
     TooManyCalls,
 )
-from kestrel_grpc.security.config import CallLimits, SecurityConfig
-from kestrel_grpc.settings import MIB
+from kestrel_grpc.settings.security import CallLimits, SecurityConfig
+from kestrel_grpc.settings.server import MIB
 from tests.service.conftest import LIMITS
 from tests.service.statuses import failure
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from kestrel_grpc.errors import SlowReader
-from kestrel_grpc.security.bounded_context import BoundedContext
+from kestrel_grpc.edge.bounded_context import BoundedContext
+from kestrel_grpc.edge.statuses import SlowReader
 
 
 class Reader:

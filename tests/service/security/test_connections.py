@@ -14,9 +14,9 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_grpc import convert
-from kestrel_grpc.security.config import CallLimits, ConnectionLimits, SecurityConfig
-from kestrel_grpc.service import VisionService
+from kestrel_grpc.services import convert
+from kestrel_grpc.services.vision import VisionService
+from kestrel_grpc.settings.security import CallLimits, ConnectionLimits, SecurityConfig
 from tests.service.conftest import LIMITS
 from tests.service.statuses import failure
 

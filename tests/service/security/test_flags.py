@@ -2,9 +2,9 @@
 
 import pytest
 
-from kestrel_grpc.security.config import CallLimits, ConnectionLimits, SecurityConfig, TlsFiles
-from kestrel_grpc.security.flags import add_security_flags, security_config
-from kestrel_grpc.settings import Parser, SettingsError
+from kestrel_grpc.settings.security import CallLimits, ConnectionLimits, SecurityConfig, TlsFiles
+from kestrel_grpc.settings.security_flags import add_security_flags, security_config
+from kestrel_grpc.settings.server import Parser, SettingsError
 
 
 def config(*flags, **environ):

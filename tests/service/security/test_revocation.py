@@ -12,11 +12,11 @@ from kestrel_client import AsyncKestrelClient, Tls, UnauthenticatedError
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.security import callers, revocation
-from kestrel_grpc.security.config import SecurityConfig, TlsFiles
 from kestrel_grpc.security.guard import Guard
 from kestrel_grpc.security.principal import CertificateRevoked
 from kestrel_grpc.security.revocation import RevocationLists
 from kestrel_grpc.security.tls import TlsError
+from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
 from tests.service.security.conftest import make_authority
 from tests.service.statuses import failure
 

@@ -8,10 +8,10 @@ import ssl
 import pytest
 
 from kestrel_client import AsyncKestrelClient, Tls, UnavailableError
-from kestrel_grpc.addresses import AddressError
-from kestrel_grpc.security.config import SecurityConfig, TlsFiles
 from kestrel_grpc.security.listening import is_loopback
 from kestrel_grpc.security.tls import TlsError, server_credentials
+from kestrel_grpc.settings.addresses import AddressError
+from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
 
 
 def security(pair, client_ca=None, **fields):

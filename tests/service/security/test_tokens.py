@@ -11,7 +11,6 @@ from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_grpc.cli.parser import main
 from kestrel_grpc.security import callers
-from kestrel_grpc.security.config import SecurityConfig, TlsFiles
 from kestrel_grpc.security.principal import ALL_SCOPES, Principal, Scope, needed_scopes
 from kestrel_grpc.security.tokens import (
     TokenFileError,
@@ -20,6 +19,7 @@ from kestrel_grpc.security.tokens import (
     new_token,
     read_credentials,
 )
+from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
 from tests.service.conftest import raw_image
 from tests.service.statuses import failure
 

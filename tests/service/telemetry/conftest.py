@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kestrel_grpc.telemetry.config import TelemetryConfig, missing_packages
+from kestrel_grpc.settings.telemetry import TelemetryConfig, missing_packages
 
 if TYPE_CHECKING:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest

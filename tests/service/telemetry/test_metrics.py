@@ -19,10 +19,10 @@ from kestrel_client._pb.kestrel.v1 import image_service_pb2 as image_pb
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.step import StepResult
-from kestrel_grpc.addresses import AddressError
-from kestrel_grpc.interceptors import Call
+from kestrel_grpc.edge.interceptors import Call
 from kestrel_grpc.security.principal import Principal
-from kestrel_grpc.telemetry.config import TelemetryConfig
+from kestrel_grpc.settings.addresses import AddressError
+from kestrel_grpc.settings.telemetry import TelemetryConfig
 from kestrel_grpc.telemetry.dense import DenseHistogram, PushReader
 from kestrel_grpc.telemetry.metrics import MOST_PRINCIPALS, ServiceMetrics
 from kestrel_grpc.telemetry.names import METRICS, PRINCIPAL_CALLS, SCOPE, Metric

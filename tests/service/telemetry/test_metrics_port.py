@@ -8,14 +8,14 @@ import urllib.request
 
 import pytest
 
-from kestrel_grpc.addresses import AddressError
 from kestrel_grpc.security import revocation
-from kestrel_grpc.security.config import SecurityConfig, TlsFiles
 from kestrel_grpc.security.metrics_door import MetricsDoor
 from kestrel_grpc.security.principal import Scope
 from kestrel_grpc.security.tokens import line_of, new_token
+from kestrel_grpc.settings.addresses import AddressError
+from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
+from kestrel_grpc.settings.telemetry import TelemetryConfig
 from kestrel_grpc.telemetry import metrics_port
-from kestrel_grpc.telemetry.config import TelemetryConfig
 from tests.service.security.conftest import make_authority
 from tests.service.security.test_revocation import list_of
 

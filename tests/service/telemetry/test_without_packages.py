@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_grpc.telemetry.config import TelemetryConfig, missing_packages, telemetry_config
+from kestrel_grpc.settings.telemetry import TelemetryConfig, missing_packages, telemetry_config
 
 ROOT = Path(__file__).parents[3]
 
@@ -23,9 +23,9 @@ SERVE_ONCE = textwrap.dedent("""
     from kestrel_engine import InferenceEngine, RuntimeConfig
     from kestrel_engine.runtime.fake import FakeRuntime
     from kestrel_engine.step import RuntimeLimits
-    from kestrel_grpc.server import KestrelServer
-    from kestrel_grpc.settings import ServerConfig
-    from kestrel_grpc.telemetry.config import telemetry_config
+    from kestrel_grpc.process.server import KestrelServer
+    from kestrel_grpc.settings.server import ServerConfig
+    from kestrel_grpc.settings.telemetry import telemetry_config
     from tests.engine.fakes import fake_build
 
     async def main():

@@ -7,20 +7,20 @@ import sys
 import pytest
 
 from kestrel_engine import RuntimeConfig
-from kestrel_grpc.addresses import AddressError
-from kestrel_grpc.configuration import add_flags, configuration, print_configuration
-from kestrel_grpc.model_settings import add_model_flags, runtime_config
-from kestrel_grpc.security.config import SecurityConfig, TlsFiles
-from kestrel_grpc.settings import (
+from kestrel_grpc.settings.addresses import AddressError
+from kestrel_grpc.settings.configuration import add_flags, configuration, print_configuration
+from kestrel_grpc.settings.model import add_model_flags, runtime_config
+from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
+from kestrel_grpc.settings.server import (
     Parser,
     ServerConfig,
     SettingsError,
     add_server_flags,
     server_config,
 )
-from kestrel_grpc.telemetry.config import TelemetryConfig
+from kestrel_grpc.settings.telemetry import TelemetryConfig
+from kestrel_grpc.settings.workers import WorkersConfig
 from kestrel_grpc.workers import devices, plan
-from kestrel_grpc.workers.config import WorkersConfig
 from kestrel_grpc.workers.line import Alive, Failed, Ready, WorkerEnd, new_line
 from kestrel_grpc.workers.plan import plan_workers, shared_addresses
 from kestrel_grpc.workers.port import HeldPorts

@@ -11,9 +11,9 @@ import time
 import pytest
 
 from kestrel_engine import ConfigError, RuntimeConfig
-from kestrel_grpc.settings import ServerConfig, SettingsError
+from kestrel_grpc.settings.server import ServerConfig, SettingsError
+from kestrel_grpc.settings.workers import WorkersConfig
 from kestrel_grpc.workers import child, restarts, supervisor
-from kestrel_grpc.workers.config import WorkersConfig
 from kestrel_grpc.workers.supervisor import WorkersError, supervise
 from tests.service.workers import puppet
 

@@ -1,0 +1,1 @@
+"""The edge of every call: its caller, its id, its limits, its status."""

@@ -1,0 +1,240 @@
+"""Which exception becomes which gRPC status. Owns that one table, and the details that go with a status.
+
+A status carries google.rpc details: BadRequest names the field at fault by its path in the request, ErrorInfo gives a
+machine-readable reason, RetryInfo says when to come back, RequestInfo repeats the request's id. Only errors raised on
+purpose are told in their own words; of any other the caller learns the request's id and nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+import kestrel_engine as engine
+
+from ..images.store import ImageNotFound, ImagesNotKept
+from ..security.admission import MessagesFull, MessageTooLarge, RateExceeded, TooManyCalls
+from ..security.principal import (
+    CertificateRevoked,
+    CredentialsInvalid,
+    CredentialsMissing,
+    NotAuthenticated,
+    ScopeMissing,
+)
+
+DOMAIN = "kestrel.v1"
+"""The domain of every ErrorInfo: reasons are unique within it."""
+
+PUSHBACK_KEY = "grpc-retry-pushback-ms"
+"""Trailer that gRPC clients with a retry policy obey (gRFC A6)."""
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+
+DONT_RETRY = "-1"
+"""Pushback that forbids a retry: the same call would fail again."""
+
+
+class ModelNotReady(engine.KestrelError):
+    """The model is still loading, or could not be loaded."""
+
+
+class ShuttingDown(ModelNotReady):
+    """The server takes no more requests."""
+
+
+class SkillNotFound(engine.RequestError):
+    """The request names a skill that the model doesn't have."""
+
+
+class UploadsFull(engine.EngineOverloaded):
+    """Unfinished uploads hold as much memory as they may."""
+
+
+class SlowReader(engine.KestrelError):
+    """The caller took too long to read what its stream was sent."""
+
+
+class CaptureError(engine.KestrelError):
+    """Requests can't be captured as asked."""
+
+
+class LocatedError(Exception):
+    """``error``, whose field has ``path`` in the request, where the engine's own name of it doesn't tell."""
+
+    def __init__(self, error: engine.RequestError, path: str) -> None:
+        super().__init__(f"{path}: {error.message}")
+        self.error, self.path = error, path
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    code: grpc.StatusCode
+    reason: str
+    """UPPER_SNAKE_CASE, stable: clients may branch on it."""
+    public: bool = True
+    """Whether the exception's words are for the caller."""
+
+
+_Code = grpc.StatusCode
+TABLE: dict[type[Exception], _Row] = {
+    engine.InvalidRequest: _Row(_Code.INVALID_ARGUMENT, "INVALID_REQUEST"),
+    engine.ContextLengthError: _Row(_Code.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED"),
+    engine.ImageDecodeError: _Row(_Code.INVALID_ARGUMENT, "IMAGE_BROKEN"),
+    engine.UnsupportedImageError: _Row(_Code.INVALID_ARGUMENT, "IMAGE_FORMAT_UNSUPPORTED"),
+    engine.ImageTooLargeError: _Row(_Code.INVALID_ARGUMENT, "IMAGE_TOO_LARGE"),
+    engine.ImageError: _Row(_Code.INVALID_ARGUMENT, "IMAGE_INVALID"),
+    engine.ModelNotFoundError: _Row(_Code.NOT_FOUND, "MODEL_NOT_FOUND"),
+    engine.SkillUnavailable: _Row(_Code.FAILED_PRECONDITION, "SKILL_UNAVAILABLE"),
+    SkillNotFound: _Row(_Code.NOT_FOUND, "SKILL_NOT_FOUND"),
+    ImageNotFound: _Row(_Code.NOT_FOUND, "IMAGE_NOT_FOUND"),
+    ImagesNotKept: _Row(_Code.FAILED_PRECONDITION, "IMAGES_NOT_KEPT"),
+    engine.RequestError: _Row(_Code.INVALID_ARGUMENT, "INVALID_REQUEST"),
+    engine.EngineOverloaded: _Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+    engine.PixelsWaiting: _Row(_Code.RESOURCE_EXHAUSTED, "PIXELS_WAITING"),
+    engine.QueueTimeout: _Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_TIMEOUT"),
+    UploadsFull: _Row(_Code.RESOURCE_EXHAUSTED, "UPLOADS_FULL"),
+    RateExceeded: _Row(_Code.RESOURCE_EXHAUSTED, "RATE_EXCEEDED"),
+    TooManyCalls: _Row(_Code.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS"),
+    MessagesFull: _Row(_Code.RESOURCE_EXHAUSTED, "MESSAGES_FULL"),
+    MessageTooLarge: _Row(_Code.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE"),
+    SlowReader: _Row(_Code.RESOURCE_EXHAUSTED, "SLOW_READER"),
+    CredentialsMissing: _Row(_Code.UNAUTHENTICATED, "CREDENTIALS_MISSING"),
+    CredentialsInvalid: _Row(_Code.UNAUTHENTICATED, "CREDENTIALS_INVALID"),
+    CertificateRevoked: _Row(_Code.UNAUTHENTICATED, "CERTIFICATE_REVOKED"),
+    NotAuthenticated: _Row(_Code.UNAUTHENTICATED, "CREDENTIALS_INVALID"),
+    ScopeMissing: _Row(_Code.PERMISSION_DENIED, "SCOPE_MISSING"),
+    engine.DeadlineExceeded: _Row(_Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
+    ModelNotReady: _Row(_Code.UNAVAILABLE, "MODEL_NOT_READY"),
+    ShuttingDown: _Row(_Code.UNAVAILABLE, "SHUTTING_DOWN"),
+    engine.EngineClosed: _Row(_Code.UNAVAILABLE, "SHUTTING_DOWN"),
+    engine.ProfileError: _Row(_Code.FAILED_PRECONDITION, "PROFILE_UNAVAILABLE"),
+    CaptureError: _Row(_Code.FAILED_PRECONDITION, "CAPTURE_UNAVAILABLE"),
+    engine.RuntimeFailure: _Row(_Code.INTERNAL, "COMPUTATION_FAILED", public=False),
+    # The rest happens while the server starts, never within a call.
+    engine.ConfigError: _Row(_Code.INTERNAL, "INTERNAL", public=False),
+    engine.CheckpointError: _Row(_Code.INTERNAL, "INTERNAL", public=False),
+    engine.DownloadError: _Row(_Code.INTERNAL, "INTERNAL", public=False),
+    engine.InsufficientMemoryError: _Row(_Code.INTERNAL, "INTERNAL", public=False),
+    engine.ModelLoadError: _Row(_Code.INTERNAL, "INTERNAL", public=False),
+    engine.KestrelError: _Row(_Code.INTERNAL, "INTERNAL", public=False),
+}
+"""A subclass without a row of its own takes its nearest base's."""
+
+_UNFORESEEN = _Row(_Code.INTERNAL, "INTERNAL", public=False)
+
+_MAX_MESSAGE_BYTES = 500
+"""A message travels three times in the trailers, escaped; clients take 8 KiB of trailers."""
+
+_SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "max_tokens", "seed"})
+_OPTION_FIELDS = frozenset({"request_id", "priority", "model", "cache_salt", "adapter"})
+_MODEL_FIELDS = frozenset({"skill", "segment"})
+"""The engine's names for "this model can't": what the caller may change is the model."""
+
+
+def row_of(error: BaseException) -> _Row:
+    """The row of the nearest class; what was not raised on purpose is INTERNAL."""
+    if isinstance(error, LocatedError):
+        error = error.error
+    for cls in type(error).__mro__:
+        row = TABLE.get(cls)
+        if row is not None:
+            return row
+    return _UNFORESEEN
+
+
+def field_path(name: str, prefix: str = "") -> str:
+    """The engine's name of an argument as the path of its field; "" is the request, or what ``prefix`` names."""
+    root = name.partition("[")[0].partition(".")[0]
+    if root in _SAMPLING_FIELDS:
+        name = f"sampling.{name}"
+    elif root in _OPTION_FIELDS:
+        name = f"options.{name}"
+    elif root in _MODEL_FIELDS:
+        name = "options.model"
+    return (prefix + name).rstrip(".")
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """What the caller is told of an error, however it travels. ``violations``: field paths and what is wrong."""
+
+    code: grpc.StatusCode
+    message: str
+    reason: str
+    violations: tuple[tuple[str, str], ...] = ()
+
+
+def complaint(error: BaseException, request_id: str, prefix: str = "") -> Complaint:
+    """``prefix`` stands before every field path: "request." where the fields lie one message deeper."""
+    row = row_of(error)
+    if not row.public:
+        what = "the computation failed" if row.reason == "COMPUTATION_FAILED" else "internal error"
+        message = f"{what}; the server's log has more under request id {request_id}"
+        return Complaint(row.code, message, row.reason)
+    if isinstance(error, LocatedError):
+        path, told = prefix + error.path, _bounded(error.error.message)
+    elif isinstance(error, engine.RequestError):
+        path, told = field_path(error.field, prefix), _bounded(error.message)
+    else:
+        return Complaint(row.code, _bounded(str(error)), row.reason)
+    if not path:
+        return Complaint(row.code, told, row.reason)
+    return Complaint(row.code, f"{path}: {told}", row.reason, ((path, told),))
+
+
+def status_of(
+    error: BaseException, request_id: str, prefix: str = ""
+) -> tuple[grpc.StatusCode, str, Metadata]:
+    """Code, message and trailers that tell the caller of ``error``; ``prefix`` as for ``complaint``."""
+    told = complaint(error, request_id, prefix)
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=told.reason, domain=DOMAIN)]
+    trailers: Metadata = ()
+    for path, description in told.violations:
+        details.append(_bad_request(path, description, told.reason))
+    if isinstance(error, engine.EngineOverloaded):
+        details.append(_retry_after(error.retry_after_s))
+        trailers = ((PUSHBACK_KEY, str(round(1000 * error.retry_after_s))),)
+    elif isinstance(error, (MessageTooLarge, SlowReader)):
+        trailers = ((PUSHBACK_KEY, DONT_RETRY),)
+    elif isinstance(error, (ModelNotReady, engine.EngineClosed)):
+        details.append(_retry_after(1.0))
+    details.append(error_details_pb2.RequestInfo(request_id=request_id))
+    return told.code, told.message, (*_packed(told.code, told.message, details), *trailers)
+
+
+def _bounded(text: str) -> str:
+    data = text.encode(errors="replace")
+    return (
+        text
+        if len(data) <= _MAX_MESSAGE_BYTES
+        else f"{data[:_MAX_MESSAGE_BYTES].decode(errors='ignore')}…"
+    )
+
+
+def _bad_request(path: str, description: str, reason: str) -> error_details_pb2.BadRequest:
+    violation = error_details_pb2.BadRequest.FieldViolation(
+        field=path, description=description, reason=reason
+    )
+    return error_details_pb2.BadRequest(field_violations=[violation])
+
+
+def _retry_after(seconds: float) -> error_details_pb2.RetryInfo:
+    info = error_details_pb2.RetryInfo()
+    info.retry_delay.FromNanoseconds(round(1e9 * seconds))
+    return info
+
+
+def _packed(code: grpc.StatusCode, message: str, details: Sequence[Message]) -> Metadata:
+    packed = []
+    for detail in details:
+        packed.append(any_pb2.Any())
+        packed[-1].Pack(detail)
+    status = status_pb2.Status(code=code.value[0], message=message, details=packed)
+    return tuple(rpc_status.to_status(status).trailing_metadata)

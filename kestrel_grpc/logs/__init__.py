@@ -1,0 +1,1 @@
+"""Log records: their format, and the thread that writes them."""

@@ -1,0 +1,1 @@
+"""What the server knows about its calls and its load: access log, statistics, load reports, captures, profiles."""

@@ -1,0 +1,68 @@
+"""What the calls of VisionService have come to since the start, by method: for GetStatistics, telemetry or not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+
+from ..edge.interceptors import Call
+from ..telemetry.attributes import SERVER_ERRORS
+
+_COUNTED = "/kestrel.v1.VisionService/"
+
+
+@dataclass(slots=True)
+class MethodCounts:
+    """Calls by their end; of those that ended well what they took, in tokens and in seconds all together."""
+
+    ok: int = 0
+    failed: int = 0
+    """By the server's fault, or too late."""
+    cancelled: int = 0
+    refused: int = 0
+    """All others: invalid, not allowed, too many."""
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    total_s: float = 0.0
+    preprocess_s: float = 0.0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    def count(self, call: Call) -> None:
+        if call.code is grpc.StatusCode.CANCELLED:
+            self.cancelled += 1
+        elif call.code in SERVER_ERRORS:
+            self.failed += 1
+        elif call.code is not grpc.StatusCode.OK:
+            self.refused += 1
+        else:
+            self.ok += 1
+            self.total_s += call.duration_ms / 1e3
+            if call.result is not None:
+                metrics = call.result.metrics
+                self.input_tokens += metrics.input_tokens
+                self.output_tokens += metrics.output_tokens
+                self.cached_tokens += metrics.cached_tokens
+                self.preprocess_s += metrics.preprocess_time_ms / 1e3
+                self.queue_s += metrics.queue_time_ms / 1e3
+                self.prefill_s += metrics.prefill_time_ms / 1e3
+                self.decode_s += metrics.decode_time_ms / 1e3
+
+
+class CallStatistics:
+    """``on_call`` is to be called with every finished call."""
+
+    def __init__(self) -> None:
+        self.methods: dict[str, MethodCounts] = {}
+        """By name, like "Query"; those never called are absent."""
+
+    def on_call(self, call: Call) -> None:
+        if call.method.startswith(_COUNTED):
+            name = call.method.removeprefix(_COUNTED)
+            counts = self.methods.get(name)
+            if counts is None:
+                counts = self.methods[name] = MethodCounts()
+            counts.count(call)

@@ -1,0 +1,159 @@
+"""LoadMeter: how busy this server is, as routers ask. Owns the rates of the last seconds and the process's own use.
+
+Read by GetLoad and by the load report of a call's trailer; needs no telemetry. For the event loop.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..edge.interceptors import Call
+from ..served_model import ServedModel, State
+
+WINDOW_S = 10
+"""Rates are means over so many seconds: short enough to follow a burst, long enough not to follow one request."""
+
+_COUNTED = "/kestrel.v1.VisionService/"
+_CPU_EVERY_S = 1.0
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_RESIDENT = Path("/proc/self/statm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A snapshot. Those of the engine are 0 until the model is ready."""
+
+    state: State
+    running: int
+    """Requests in the batch."""
+    waiting: int
+    """Requests accepted and not in the batch; decoding their pictures counts."""
+    max_running: int
+    max_waiting: int
+    pages: int
+    free_pages: int
+    cached_pages: int
+    prefix_hit_rate: float
+    """Positions reused over positions of prompts, since the start; in [0, 1]."""
+    tokens_per_s: float
+    """Output tokens of calls that ended."""
+    requests_per_s: float
+    """Calls of VisionService that ended."""
+    errors_per_s: float
+    """Of these, those that failed by the server's fault."""
+    cpu: float
+    """Of the processors that the process may use; in [0, 1]."""
+    memory: float
+    """Of the memory that it may use, its resident part; in [0, 1]; 0 where the system doesn't tell."""
+
+    @property
+    def utilization(self) -> float:
+        """Requests over places in the batch: beyond 1 they wait. 0 while nothing is loaded."""
+        return (self.running + self.waiting) / max(self.max_running, 1)
+
+    @property
+    def kv_use(self) -> float:
+        """Share of the pages that running requests hold; cached prefixes are given up for whoever needs room."""
+        held = self.pages - self.free_pages - self.cached_pages
+        return max(0, held) / self.pages if self.pages else 0.0
+
+
+@dataclass(slots=True)
+class _Second:
+    number: int
+    requests: int = 0
+    errors: int = 0
+    tokens: int = 0
+
+
+class LoadMeter:
+    """``on_call`` is to be called with every finished call."""
+
+    def __init__(self, served: ServedModel, clock: Callable[[], float] = time.monotonic) -> None:
+        self._served, self._clock = served, clock
+        self._seconds: deque[_Second] = deque(maxlen=WINDOW_S)
+        self._started_at = clock()
+        self._processors = _num_processors()
+        self._memory_bytes = _usable_memory()
+        self._cpu = 0.0
+        self._cpu_seen = (clock(), time.process_time())
+
+    def on_call(self, call: Call) -> None:
+        if not call.method.startswith(_COUNTED):
+            return
+        number = int(self._clock())
+        if not self._seconds or self._seconds[-1].number != number:
+            self._seconds.append(_Second(number))
+        second = self._seconds[-1]
+        second.requests += 1
+        second.errors += call.error is not None
+        second.tokens += call.result.metrics.output_tokens if call.result is not None else 0
+
+    def read(self) -> Load:
+        now, config, engine = self._clock(), self._served.config, self._served.loaded
+        stats = None if engine is None else engine.stats
+        first = int(now) - WINDOW_S + 1
+        recent = [second for second in self._seconds if second.number >= first]
+        span_s = max(1.0, min(now - first, now - self._started_at))
+        prompt = 0 if stats is None else stats.prompt_positions
+        return Load(
+            state=self._served.state,
+            running=0 if stats is None else stats.running,
+            waiting=0
+            if engine is None or stats is None
+            else max(0, engine.num_requests - stats.running),
+            max_running=config.max_batch_size or 0
+            if engine is None
+            else engine.info.max_batch_size,
+            max_waiting=config.max_queue,
+            pages=0 if stats is None else stats.pages_total,
+            free_pages=0 if stats is None else stats.pages_free,
+            cached_pages=0 if stats is None else stats.pages_cached,
+            prefix_hit_rate=stats.cached_positions / prompt
+            if stats is not None and prompt
+            else 0.0,
+            tokens_per_s=sum(second.tokens for second in recent) / span_s,
+            requests_per_s=sum(second.requests for second in recent) / span_s,
+            errors_per_s=sum(second.errors for second in recent) / span_s,
+            cpu=self._read_cpu(now),
+            memory=min(1.0, _resident() / self._memory_bytes) if self._memory_bytes else 0.0,
+        )
+
+    def _read_cpu(self, now: float) -> float:
+        seen_at, seen_s = self._cpu_seen
+        if now - seen_at >= _CPU_EVERY_S:
+            used_s = time.process_time()
+            self._cpu = min(1.0, (used_s - seen_s) / (now - seen_at) / self._processors)
+            self._cpu_seen = (now, used_s)
+        return self._cpu
+
+
+def _num_processors() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _usable_memory() -> int:
+    """Bytes of the machine, or of the container if that has less; 0 where the system doesn't tell."""
+    try:
+        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 0
+    try:
+        return min(machine, int(_CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):  # No container, or one without a limit ("max").
+        return machine
+
+
+def _resident() -> int:
+    """Bytes; 0 where the system doesn't tell."""
+    try:
+        return int(_RESIDENT.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0

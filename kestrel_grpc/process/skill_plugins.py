@@ -1,0 +1,50 @@
+"""Skills named on the command line as ``package.module:SkillClass``. Owns finding them, and what a failure says."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from kestrel_engine import ConfigError, SkillRegistry, SkillSpec
+
+from ..settings.server import SettingsError
+
+_PARTS = ("build", "new_control", "new_output")
+MAX_NAME = 128
+
+
+def skill_registry(names: Sequence[str], source: str = "--skill") -> SkillRegistry:
+    """The five skills and those ``names`` stand for. Raises SettingsError naming the one at fault, and ``source``.
+
+    Modules are found as Python finds them, and in the current folder.
+    """
+    if names and "" not in sys.path:
+        sys.path.append("")
+    skills = list(SkillRegistry.default())
+    for name in names:
+        skills.append(_load(name, source))
+        try:
+            SkillRegistry(skills)
+        except ConfigError as error:
+            raise SettingsError(
+                f"{source}={name}: the skill {error.value!r} {error.limit}"
+            ) from None
+    return SkillRegistry(skills)
+
+
+def _load(name: str, source: str) -> SkillSpec:
+    module_name, _, class_name = name.partition(":")
+    try:
+        skill = getattr(importlib.import_module(module_name), class_name)()
+    except Exception as error:  # Whatever the module does while it is imported.
+        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise SettingsError(f"{source}={name}: {told}") from error
+    own = getattr(skill, "name", None)
+    if not isinstance(own, str) or not 1 <= len(own) <= MAX_NAME:
+        raise SettingsError(f"{source}={name}: its name must be text of 1 to {MAX_NAME} characters")
+    missing = [part for part in _PARTS if not callable(getattr(skill, part, None))]
+    if missing:
+        raise SettingsError(f"{source}={name}: is no skill, it lacks {', '.join(missing)}")
+    loaded: SkillSpec = skill
+    return loaded

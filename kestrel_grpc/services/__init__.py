@@ -1,0 +1,1 @@
+"""The gRPC services, and the conversion between their messages and the engine's requests."""

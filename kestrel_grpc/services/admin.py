@@ -1,0 +1,209 @@
+"""AdminService: drain, cancel, flush, log level, statistics, profiles, captures. Owns nothing; who may call it is the
+guard's business."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+
+from kestrel_client._pb.kestrel.v1 import admin_service_pb2 as pb
+from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceServicer
+from kestrel_engine import InvalidRequest
+
+from ..edge.current_call import current_call
+from ..edge.interceptors import Context
+from ..edge.statuses import LocatedError
+from ..images.store import ImageStore
+from ..monitoring.call_statistics import CallStatistics, MethodCounts
+from ..monitoring.capture import DEFAULT_REQUESTS, MAX_REQUESTS, Capture
+from ..monitoring.profiles import (
+    DEFAULT_SECONDS,
+    DEFAULT_STEPS,
+    MAX_SECONDS,
+    MAX_STEPS,
+    MIN_SECONDS,
+    Profiles,
+)
+from ..security.admission import Admission
+from ..served_model import ServedModel
+from . import convert
+
+logger = logging.getLogger(__name__)
+
+_LEVELS = {
+    pb.LOG_LEVEL_DEBUG: logging.DEBUG,
+    pb.LOG_LEVEL_INFO: logging.INFO,
+    pb.LOG_LEVEL_WARNING: logging.WARNING,
+    pb.LOG_LEVEL_ERROR: logging.ERROR,
+}
+_NAMES = {level: name for name, level in _LEVELS.items()}
+
+
+class AdminService(AdminServiceServicer):
+    """``drain`` makes the server take no more requests."""
+
+    def __init__(
+        self,
+        served: ServedModel,
+        images: ImageStore,
+        admission: Admission,
+        drain: Callable[[], Awaitable[None]],
+        profiles: Profiles,
+        capture: Capture,
+        calls: CallStatistics,
+    ) -> None:
+        self._served, self._images, self._admission = served, images, admission
+        self._drain = drain
+        self._profiles, self._capture, self._calls = profiles, capture, calls
+        self._started_at = time.monotonic()
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        _tell("drain")
+        await self._drain()
+        engine = self._served.loaded
+        return pb.DrainResponse(remaining_requests=0 if engine is None else engine.num_requests)
+
+    async def CancelRequest(
+        self, request: pb.CancelRequestRequest, context: Context
+    ) -> pb.CancelRequestResponse:
+        if not convert.valid_request_id(request.request_id):
+            error = InvalidRequest(
+                "request_id", "must be 1 to 128 visible ASCII characters (! to ~)"
+            )
+            raise LocatedError(error, "request_id")
+        engine = self._served.loaded
+        count = 0 if engine is None else engine.cancel(request.request_id)
+        _tell("cancel %d requests with id %s", count, request.request_id)
+        return pb.CancelRequestResponse(cancelled_requests=count)
+
+    async def FlushCaches(
+        self, request: pb.FlushCachesRequest, context: Context
+    ) -> pb.FlushCachesResponse:
+        engine = self._served.loaded
+        if engine is not None:
+            engine.flush_caches()
+        forgotten = self._images.clear() if request.stored_images else 0
+        _tell("flush caches and %d stored pictures", forgotten)
+        return pb.FlushCachesResponse(forgotten_images=forgotten)
+
+    async def SetLogLevel(
+        self, request: pb.SetLogLevelRequest, context: Context
+    ) -> pb.SetLogLevelResponse:
+        level = _LEVELS.get(request.level)
+        if level is None:
+            raise InvalidRequest("level", "must be DEBUG, INFO, WARNING or ERROR")
+        chosen = _logger_of(request.module)
+        before = _NAMES.get(chosen.level, pb.LOG_LEVEL_UNSPECIFIED)
+        # Told in any case, whichever way the level goes.
+        chosen.setLevel(min(level, logging.INFO))
+        _tell("log level %s %s", request.module or "of all", logging.getLevelName(level))
+        chosen.setLevel(level)
+        return pb.SetLogLevelResponse(previous_level=before)
+
+    async def StartProfile(
+        self, request: pb.StartProfileRequest, context: Context
+    ) -> pb.StartProfileResponse:
+        seconds = request.seconds if request.HasField("seconds") else DEFAULT_SECONDS
+        steps = request.steps if request.HasField("steps") else DEFAULT_STEPS
+        if not MIN_SECONDS <= seconds <= MAX_SECONDS:
+            raise InvalidRequest("seconds", f"must be {MIN_SECONDS:g} to {MAX_SECONDS:g}")
+        if not 1 <= steps <= MAX_STEPS:
+            raise InvalidRequest("steps", f"must be 1 to {MAX_STEPS}")
+        file = await self._profiles.start(
+            self._served.loaded,
+            seconds=seconds,
+            steps=steps,
+            python_functions=request.python_functions,
+        )
+        _tell("profile %s of %g s or %d steps", file, seconds, steps)
+        return pb.StartProfileResponse(file=file)
+
+    async def StopProfile(
+        self, request: pb.StopProfileRequest, context: Context
+    ) -> pb.StopProfileResponse:
+        profile = await self._profiles.stop()
+        return pb.StopProfileResponse(
+            file=os.path.basename(profile.path),
+            file_bytes=profile.file_bytes,
+            seconds=profile.seconds,
+            steps=profile.steps,
+        )
+
+    async def StartCapture(
+        self, request: pb.StartCaptureRequest, context: Context
+    ) -> pb.StartCaptureResponse:
+        requests = request.requests if request.HasField("requests") else DEFAULT_REQUESTS
+        if not 1 <= requests <= MAX_REQUESTS:
+            raise InvalidRequest("requests", f"must be 1 to {MAX_REQUESTS}")
+        self._capture.start(requests, pictures=request.pictures)
+        _tell(
+            "capture %d failing requests, %s pictures",
+            requests,
+            "with" if request.pictures else "without",
+        )
+        return pb.StartCaptureResponse(requests=requests)
+
+    async def StopCapture(
+        self, request: pb.StopCaptureRequest, context: Context
+    ) -> pb.StopCaptureResponse:
+        files, lost = await self._capture.stop()
+        _tell("no more captures: %d written, %d lost", len(files), lost)
+        return pb.StopCaptureResponse(files=files, lost=lost)
+
+    async def GetStatistics(
+        self, request: pb.GetStatisticsRequest, context: Context
+    ) -> pb.GetStatisticsResponse:
+        response = pb.GetStatisticsResponse(
+            uptime_seconds=time.monotonic() - self._started_at,
+            calls=self._admission.calls,
+            held_bytes=self._admission.held_bytes,
+            refused_calls=self._admission.refused,
+            stored_images=len(self._images),
+            stored_image_bytes=self._images.size_bytes,
+            methods=[_of(name, counts) for name, counts in sorted(self._calls.methods.items())],
+        )
+        engine = self._served.loaded
+        if engine is not None:
+            stats = engine.stats
+            response.running_requests = stats.running
+            response.waiting_requests = stats.waiting
+            response.pages = stats.pages_total
+            response.free_pages = stats.pages_free
+            response.cached_pages = stats.pages_cached
+            response.preemptions = stats.preemptions
+            response.prompt_positions = stats.prompt_positions
+            response.cached_positions = stats.cached_positions
+        return response
+
+
+def _of(method: str, counts: MethodCounts) -> pb.MethodStatistics:
+    return pb.MethodStatistics(
+        method=method,
+        ok_calls=counts.ok,
+        failed_calls=counts.failed,
+        cancelled_calls=counts.cancelled,
+        refused_calls=counts.refused,
+        input_tokens=counts.input_tokens,
+        output_tokens=counts.output_tokens,
+        cached_tokens=counts.cached_tokens,
+        total_seconds=counts.total_s,
+        preprocess_seconds=counts.preprocess_s,
+        queue_seconds=counts.queue_s,
+        prefill_seconds=counts.prefill_s,
+        decode_seconds=counts.decode_s,
+    )
+
+
+def _logger_of(module: str) -> logging.Logger:
+    """The logger of a module that exists, or of a package of such; "" is the root. Raises InvalidRequest."""
+    if module and module not in logging.root.manager.loggerDict:
+        # One made here would stay for good, and say nothing.
+        raise InvalidRequest("module", "nothing of this name logs here")
+    return logging.getLogger(module)
+
+
+def _tell(what: str, *arguments: object) -> None:
+    """Who did it goes into the log."""
+    logger.info(f"%s: {what}", current_call().owner or "an administrator", *arguments)

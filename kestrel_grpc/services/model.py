@@ -1,0 +1,182 @@
+"""ModelService: what is served, its limits and versions. Answers while the model loads, with what is known by then."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from pathlib import Path
+
+from kestrel_client._pb.kestrel.v1 import model_service_pb2 as pb
+from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceServicer
+from kestrel_engine import IMAGE_FORMATS, InvalidRequest
+
+from .. import __version__
+from ..edge.interceptors import Context
+from ..monitoring.load import LoadMeter
+from ..served_model import ServedModel, State
+from .analysis import MAX_TASKS
+
+API_VERSION = "kestrel.v1"
+
+_LIBRARIES = (
+    "torch",
+    "numpy",
+    "grpcio",
+    "protobuf",
+    "tokenizers",
+    "safetensors",
+    "pyvips",
+    "kestrel-client",
+)
+_LICENSES = {"kestrel-tiny": "Apache-2.0"}
+"""Of weights that are ours to license; what others allow is for their pages to say. A path is a name of its own."""
+_STATES = {
+    State.LOADING: pb.MODEL_STATE_LOADING,
+    State.READY: pb.MODEL_STATE_READY,
+    State.FAILED: pb.MODEL_STATE_FAILED,
+    State.DRAINING: pb.MODEL_STATE_DRAINING,
+}
+_FORMATS = {
+    "JPEG": "jpeg",
+    "PNG": "png",
+    "WebP": "webp",
+    "TIFF": "tiff",
+    "GIF": "gif",
+    # Every build that reads this container decodes AVIF; HEIC needs a decoder whose presence only a picture tells.
+    "AVIF and HEIC": "avif",
+}
+
+
+class ModelService(ModelServiceServicer):
+    """Reads the served model's state anew for every call."""
+
+    def __init__(
+        self,
+        served: ServedModel,
+        load: LoadMeter,
+        *,
+        max_message_bytes: int,
+        image_store_bytes: int,
+    ) -> None:
+        self._served, self._load = served, load
+        self._image_store_bytes = image_store_bytes
+        self._max_message_bytes = max_message_bytes
+        self._versions = {name: version for name in _LIBRARIES if (version := _version(name))}
+
+    async def ListModels(
+        self, request: pb.ListModelsRequest, context: Context
+    ) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=[self._model()])
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        name = request.name if request.HasField("name") else None
+        if name is not None and not 1 <= len(name) <= 512:
+            raise InvalidRequest("name", "must have 1 to 512 characters")
+        self._served.check_name(name, field="name")
+        return pb.GetModelResponse(model=self._model())
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
+        config, engine = self._served.config, self._served.loaded
+        device = engine.info.device if engine is not None else config.device
+        driver_name = engine.info.device_name if engine is not None else ""
+        return pb.GetServerInfoResponse(
+            server_version=__version__,
+            api_version=API_VERSION,
+            library_versions=self._versions,
+            device="" if device == "auto" else device,
+            device_name=_cpu_name() if device == "cpu" else driver_name,
+            dtype=engine.info.dtype if engine is not None else "",
+            default_model=self._served.name,
+            weights_fingerprint=engine.info.weights_fingerprint if engine is not None else "",
+            limits=self._limits(),
+            capabilities=pb.ServerCapabilities(
+                skills=engine.info.skills if engine is not None else (),
+                image_formats=[_FORMATS.get(name, name.lower()) for name in IMAGE_FORMATS],
+                reasoning=True,
+                spatial_refs=True,
+            ),
+        )
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
+        load = self._load.read()
+        return pb.GetLoadResponse(
+            ready=load.state is State.READY,
+            state=_STATES[load.state],
+            running_requests=load.running,
+            waiting_requests=load.waiting,
+            max_batch_size=load.max_running,
+            max_queue=load.max_waiting,
+            utilization=load.utilization,
+            pages=load.pages,
+            free_pages=load.free_pages,
+            cached_pages=load.cached_pages,
+            prefix_hit_rate=load.prefix_hit_rate,
+            output_tokens_per_second=load.tokens_per_s,
+            requests_per_second=load.requests_per_s,
+            errors_per_second=load.errors_per_s,
+            cpu_utilization=load.cpu,
+            memory_utilization=load.memory,
+        )
+
+    def _model(self) -> pb.Model:
+        engine = self._served.loaded
+        model = pb.Model(
+            name=self._served.name,
+            default_max_objects=self._served.config.default_max_objects,
+            license=_LICENSES.get(self._served.name, ""),
+            state=_STATES[self._served.state],
+        )
+        if engine is not None:
+            info = engine.info
+            model.family = info.family
+            model.context_positions = info.max_context
+            model.image_positions = info.image_positions
+            model.skills.extend(info.skills)
+            model.weights_fingerprint = info.weights_fingerprint
+            model.parameter_count = info.num_parameters
+        return model
+
+    def _limits(self) -> pb.ServerLimits:
+        config, engine = self._served.config, self._served.loaded
+        images = config.image_limits
+        return pb.ServerLimits(
+            max_message_bytes=self._max_message_bytes,
+            max_image_bytes=images.max_bytes,
+            max_image_pixels=images.max_pixels,
+            max_image_aspect_ratio=images.max_aspect_ratio,
+            max_text_bytes=config.max_text_bytes,
+            max_context_positions=engine.info.max_context
+            if engine is not None
+            else config.max_seq_length or 0,
+            max_batch_size=engine.info.max_batch_size
+            if engine is not None
+            else config.max_batch_size or 0,
+            max_queue=config.max_queue,
+            default_max_tokens=config.default_max_tokens,
+            default_max_objects=config.default_max_objects,
+            default_temperature=config.default_temperature,
+            default_top_p=config.default_top_p,
+            image_store_bytes=self._image_store_bytes,
+            max_analyze_tasks=MAX_TASKS,
+        )
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _cpu_name() -> str:
+    """The processor's own name on Linux, its architecture elsewhere."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,154 @@
+"""VisionService: the five skills and any other, each as one answer and as a stream, and several at once.
+
+A unary call is a stream whose deltas nobody reads. However a call ends, by its result, an error, the caller's
+cancellation or a deadline, ``finally`` gives the engine's request up, which frees its pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceServicer
+from kestrel_engine import InvalidRequest, StreamUpdate
+
+from ..edge.current_call import current_call
+from ..edge.interceptors import Context
+from ..images.pictures import Pictures
+from ..served_model import ServedModel
+from . import convert
+from .analysis import analyze
+from .convert import SkillCall
+from .named_skill import check_skill, located, skill_call, skill_event, skill_response
+from .starting import Respond, Response, Starter
+
+_Event = Callable[[StreamUpdate], dict[str, Any]]
+
+
+class VisionService(VisionServiceServicer):
+    """Holds no state of its own."""
+
+    def __init__(self, served: ServedModel, pictures: Pictures) -> None:
+        self._starter = Starter(served, pictures)
+
+    async def Query(self, request: pb.QueryRequest, context: Context) -> pb.QueryResponse:
+        return await self._answer(convert.query_call(request), convert.query_response)
+
+    async def Caption(self, request: pb.CaptionRequest, context: Context) -> pb.CaptionResponse:
+        return await self._answer(convert.caption_call(request), convert.caption_response)
+
+    async def Point(self, request: pb.PointRequest, context: Context) -> pb.PointResponse:
+        return await self._answer(convert.point_call(request), convert.point_response)
+
+    async def Detect(self, request: pb.DetectRequest, context: Context) -> pb.DetectResponse:
+        return await self._answer(convert.detect_call(request), convert.detect_response)
+
+    async def Segment(self, request: pb.SegmentRequest, context: Context) -> pb.SegmentResponse:
+        return await self._answer(convert.segment_call(request), convert.segment_response)
+
+    # The streams write to the context instead of yielding: an async generator that is blocked in a yield is closed
+    # only when it is collected, a coroutine is cancelled at once.
+
+    async def StreamQuery(  # type: ignore[override]
+        self, request: pb.StreamQueryRequest, context: Context
+    ) -> None:
+        call = convert.query_call(_inner(request))
+        await self._stream(call, context, pb.StreamQueryResponse, convert.query_response)
+
+    async def StreamCaption(  # type: ignore[override]
+        self, request: pb.StreamCaptionRequest, context: Context
+    ) -> None:
+        call = convert.caption_call(_inner(request))
+        await self._stream(call, context, pb.StreamCaptionResponse, convert.caption_response)
+
+    async def StreamPoint(  # type: ignore[override]
+        self, request: pb.StreamPointRequest, context: Context
+    ) -> None:
+        call = convert.point_call(_inner(request))
+        await self._stream(call, context, pb.StreamPointResponse, convert.point_response)
+
+    async def StreamDetect(  # type: ignore[override]
+        self, request: pb.StreamDetectRequest, context: Context
+    ) -> None:
+        call = convert.detect_call(_inner(request))
+        await self._stream(call, context, pb.StreamDetectResponse, convert.detect_response)
+
+    async def StreamSegment(  # type: ignore[override]
+        self, request: pb.StreamSegmentRequest, context: Context
+    ) -> None:
+        call = convert.segment_call(_inner(request))
+        await self._stream(call, context, pb.StreamSegmentResponse, convert.segment_response)
+
+    async def Analyze(self, request: pb.AnalyzeRequest, context: Context) -> pb.AnalyzeResponse:
+        return await analyze(self._starter, request)
+
+    async def StreamAnalyze(  # type: ignore[override]
+        self, request: pb.StreamAnalyzeRequest, context: Context
+    ) -> None:
+        sequence, writing = 0, asyncio.Lock()
+
+        async def tell(key: str, event: dict[str, Any]) -> None:
+            nonlocal sequence
+            async with writing:  # A stream takes one message at a time.
+                await context.write(pb.StreamAnalyzeResponse(sequence=sequence, key=key, **event))
+                sequence += 1
+
+        final = await analyze(self._starter, _inner(request), tell)
+        await tell("", {"final": final})
+
+    async def RunSkill(self, request: pb.RunSkillRequest, context: Context) -> pb.RunSkillResponse:
+        with located(request):
+            return await self._answer(self._skill_call(request), skill_response)
+
+    async def StreamSkill(  # type: ignore[override]
+        self, request: pb.StreamSkillRequest, context: Context
+    ) -> None:
+        inner = _inner(request)
+        with located(inner):
+            call = self._skill_call(inner)
+            await self._stream(call, context, pb.StreamSkillResponse, skill_response, skill_event)
+
+    def _skill_call(self, request: pb.RunSkillRequest) -> SkillCall:
+        call = skill_call(request)
+        check_skill(call.skill, self._starter.served.engine(call.options.model).info.skills)
+        return call
+
+    async def _answer(self, call: SkillCall, respond: Respond[Response]) -> Response:
+        started = await self._starter.start(call)
+        try:
+            await current_call().accept()
+            return await self._starter.finish(started, respond)
+        finally:
+            await started.stream.aclose()
+
+    async def _stream(
+        self,
+        call: SkillCall,
+        context: Context,
+        response: Callable[..., Any],
+        respond: Respond[Any],
+        event: _Event = convert.event,
+    ) -> None:
+        started = await self._starter.start(call)
+        stream = started.stream
+        try:
+            await current_call().accept()
+            begun = pb.StreamStarted(request_id=stream.request_id, model=started.engine.info.model)
+            await context.write(response(sequence=0, started=begun))
+            sequence = 1
+            async for update in stream:
+                await context.write(response(sequence=sequence, **event(update)))
+                sequence += 1
+            final = await self._starter.finish(started, respond)
+            await context.write(response(sequence=sequence, final=final))
+        finally:
+            await stream.aclose()
+
+
+def _inner(request: Any) -> Any:
+    """The request within a stream's request."""
+    if not request.HasField("request"):
+        raise InvalidRequest("", "is required")
+    return request.request

@@ -1,0 +1,111 @@
+"""The server's whole configuration: all its flags, the file that may give them, and how it is printed."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kestrel_engine import RuntimeConfig
+
+from .model import add_model_flags, runtime_config
+from .security_flags import add_security_flags, security_config
+from .server import Parser, ServerConfig, add_server_flags, server_config
+from .sources import CONFIG_FLAG, CONFIG_VARIABLE, Setting
+
+_HIDDEN = "(hidden)"
+_USER_INFO = re.compile(r"(?<=://)[^/@\s]*@")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Configuration:
+    """What ``serve`` runs on."""
+
+    server: ServerConfig
+    runtime: RuntimeConfig
+
+
+def add_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None) -> None:
+    """Every flag of the server, and ``--config``."""
+    add_config_flag(parser)
+    add_model_flags(parser, environ)
+    add_server_flags(parser, environ)
+    add_security_flags(parser, environ)
+
+
+def configuration(args: argparse.Namespace) -> Configuration:
+    """Raises SettingsError."""
+    server, runtime = server_config(args), runtime_config(args)
+    return Configuration(dataclasses.replace(server, security=security_config(args)), runtime)
+
+
+def add_config_flag(parser: argparse.ArgumentParser) -> None:
+    """Lets a file give what the parser's flags and variables don't."""
+    assert isinstance(parser, Parser)
+    parser.add_argument(
+        CONFIG_FLAG,
+        metavar="FILE",
+        help=f"TOML file of settings; flags and variables win over it [none; {CONFIG_VARIABLE}]",
+    )
+    parser.sources.known = known_settings
+
+
+def known_settings() -> Sequence[Setting]:
+    """All settings that a file may hold: one file serves all commands."""
+    parser = Parser(add_help=False)
+    add_flags(parser, {})
+    return parser.sources.settings
+
+
+def print_configuration(
+    settings: Sequence[Setting], args: argparse.Namespace, environ: Mapping[str, str]
+) -> str:
+    """TOML that gives the same configuration, with the source of each value beside it. What is left to the device or
+    the model, and what a file can't set, are comments; secrets are hidden."""
+    sections: dict[str, list[str]] = {}
+    for setting in settings:
+        if setting.section is None:
+            continue
+        value, source = getattr(args, setting.dest), args.sources[setting.dest]
+        origin = "default" if source.kind == "default" else f"{source.kind} {source.name}"
+        line = f"# {setting.key}: {setting.shown}" if value is None else _line(setting, value)
+        sections.setdefault(setting.section, []).append(f"{line}  # {origin}")
+    lines = [
+        f"# kestrel-grpc: flags, then variables, then {args.config or 'no file'}, then defaults"
+    ]
+    for section, entries in sections.items():
+        lines += ["", f"[{section}]", *entries]
+    variables = _variables(environ)
+    if variables:
+        lines += ["", "# Variables that no file can set:", *variables]
+    return "\n".join(lines)
+
+
+def _line(setting: Setting, value: Any) -> str:
+    return f"{setting.key} = {_toml(value)}"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml, value))}]"
+    # TOML's strings are JSON's, but for one control character that JSON leaves as it is.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _variables(environ: Mapping[str, str]) -> list[str]:
+    lines = []
+    if environ.get("KESTREL_API_KEY"):
+        lines.append(f"# KESTREL_API_KEY = {_HIDDEN}")
+    for name in sorted(environ):
+        if name.startswith("OTEL_") and environ[name]:
+            secret = "HEADERS" in name
+            shown = _HIDDEN if secret else _toml(_USER_INFO.sub(f"{_HIDDEN}@", environ[name]))
+            lines.append(f"# {name} = {shown}")
+    return lines
