@@ -37,6 +37,7 @@ from .errors import (
 from .events import EngineMetrics, EngineResult, FinishReason, StreamUpdate
 from .info import EngineInfo, LoadTimes
 from .observer import ImageEvent, Observer, RequestEvent, StepEvent
+from .parent_death import end_with_parent
 from .preprocess.images import FORMATS as IMAGE_FORMATS
 from .profiling import ProfileRequest
 from .requests import PreparedImage
@@ -88,6 +89,7 @@ __all__ = [
     "StepEvent",
     "StreamUpdate",
     "UnsupportedImageError",
+    "end_with_parent",
     "errors",
     "maintenance",
     "masks",

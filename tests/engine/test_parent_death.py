@@ -1,0 +1,98 @@
+"""Children that end with their parent: real processes, killed for real."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+CHILD = """
+import re, sys, time
+from kestrel_engine.parent_death import end_with_parent
+end_with_parent(int(sys.argv[1]), {options})
+print("ready", flush=True)
+{work}
+"""
+
+PARENT = """
+import os, subprocess, sys, time
+ours, theirs = os.pipe()
+child = subprocess.Popen(
+    [sys.executable, "-c", sys.argv[1], str(ours)], pass_fds=(ours,), stdout=subprocess.PIPE, text=True
+)
+assert child.stdout.readline() == "ready\\n"
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+SLEEP = "time.sleep(600)"
+HOLDS_THE_INTERPRETER = 're.match("(a*)*b", "a" * 64)'
+"""A match that takes years, in one call into C that never lets another thread run."""
+
+
+@contextmanager
+def family(
+    options: str = "", work: str = SLEEP
+) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
+    """A parent, and its child's process."""
+    child_code = CHILD.format(options=options, work=work)
+    command = [sys.executable, "-c", PARENT, child_code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        try:
+            yield parent, child
+        finally:
+            parent.kill()
+            if child.is_running():
+                child.kill()
+
+
+def ends_within(process: psutil.Process, seconds: float) -> bool:
+    try:
+        process.wait(seconds)
+    except psutil.TimeoutExpired:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("options", ["", "kernel_signal=True"], ids=["pipe", "kernel"])
+def test_a_child_ends_with_its_parent(number, options):
+    with family(options) as (parent, child):
+        time.sleep(0.3)
+        assert child.is_running()
+        parent.send_signal(number)
+        assert ends_within(child, 10)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_the_kernel_ends_a_child_in_which_no_python_runs():
+    with family("kernel_signal=True", HOLDS_THE_INTERPRETER) as (parent, child):
+        time.sleep(0.3)
+        parent.kill()
+        assert ends_within(child, 10)
+
+
+def test_a_child_gets_time_to_end_by_itself():
+    with family("after_s=1.5") as (parent, child):
+        parent.kill()
+        killed_at = time.monotonic()
+        assert ends_within(child, 10)
+        assert time.monotonic() - killed_at > 1.2
+
+
+def test_a_parent_that_ended_before_the_call_ends_the_child():
+    ours, theirs = os.pipe()
+    os.close(theirs)
+    child = CHILD.format(options="", work=SLEEP)
+    with subprocess.Popen(
+        [sys.executable, "-c", child, str(ours)], pass_fds=(ours,), stdout=subprocess.DEVNULL
+    ) as process:
+        assert process.wait(20) == -signal.SIGKILL
+    os.close(ours)
