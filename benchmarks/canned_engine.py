@@ -102,6 +102,8 @@ class CannedEngine:
         priority: str = "normal",
         timeout_s: float | None = None,
         cache_salt: str = "",
+        principal: str = "",
+        weight: float = 1.0,
     ) -> EngineStream:
         """As the real one's; of all that is asked it heeds ``max_tokens``."""
         wanted = min(MOST_TOKENS, (settings or {}).get("max_tokens", 64))

@@ -191,12 +191,15 @@ class InferenceEngine(SkillCalls):
         priority: str = "normal",
         timeout_s: float | None = None,
         cache_salt: str = "",
+        principal: str = "",
+        weight: float = 1.0,
     ) -> EngineStream:
         """Starts any registered skill and returns its stream once the picture is prepared and the request queued.
 
         ``priority``: "high", "normal" or "low". ``timeout_s``: the request is dropped if nothing was computed for it by
-        then. ``cache_salt``: pictures and prefixes are shared with requests of the same salt only. Raises RequestError,
-        EngineOverloaded, DeadlineExceeded, EngineClosed; later failures come through the stream.
+        then. ``cache_salt``: pictures and prefixes are shared with requests of the same salt only. ``principal``: who
+        asks; "" is one principal too. ``weight``: the principal's share relative to others, above 0. Raises
+        RequestError, EngineOverloaded, DeadlineExceeded, EngineClosed; later failures come through the stream.
         """
         self.check_admission()
         now = time.monotonic()
@@ -208,7 +211,7 @@ class InferenceEngine(SkillCalls):
         if image is None and request.needs_image:
             raise InvalidRequest("image", "is required")
         prepared = (
-            await self._prepare(image, timings, timeout_s, cache_salt)
+            await self._prepare(image, timings, timeout_s, cache_salt, principal)
             if image is not None
             else None
         )
@@ -227,6 +230,8 @@ class InferenceEngine(SkillCalls):
             rule=control.rule(0),
             max_tokens=max_tokens,
             namespace=cache_salt,
+            principal=principal,
+            weight=weight,
             priority=level,
             arrived_at=now,
             deadline_at=now + min(bounds) if bounds else None,
@@ -247,15 +252,17 @@ class InferenceEngine(SkillCalls):
         timeout_s: float | None = None,
         cache_salt: str = "",
         request_id: str = "",
+        principal: str = "",
+        weight: float = 1.0,
     ) -> PreparedImage:
-        """Checks, decodes and tiles a picture ahead of the requests that will be about it, which take the result as
-        their ``image``; ``request_id`` is for the observer. Raises ImageError, InvalidRequest, EngineOverloaded,
-        DeadlineExceeded, EngineClosed."""
+        """Checks, decodes and tiles an image ahead of the requests that will be about it, which take the result as
+        their ``image``; ``request_id`` is for the observer, ``principal`` and ``weight`` are as for ``submit``. Raises
+        ImageError, InvalidRequest, EngineOverloaded, DeadlineExceeded, EngineClosed."""
         self.check_admission()
         timings = RequestTimings(accepted_at=time.monotonic())
         prepared, error = None, ""
         try:
-            prepared = await self._prepare(image, timings, timeout_s, cache_salt)
+            prepared = await self._prepare(image, timings, timeout_s, cache_salt, principal)
             return prepared
         except BaseException as failed:
             error = type(failed).__name__
@@ -362,7 +369,12 @@ class InferenceEngine(SkillCalls):
             raise EngineClosed("the engine's step thread has died")
 
     async def _prepare(
-        self, image: Any, timings: RequestTimings, timeout_s: float | None, cache_salt: str
+        self,
+        image: Any,
+        timings: RequestTimings,
+        timeout_s: float | None,
+        cache_salt: str,
+        principal: str,
     ) -> PreparedImage:
         if isinstance(image, PreparedImage):
             return image
@@ -370,7 +382,7 @@ class InferenceEngine(SkillCalls):
         self._idle.clear()
         try:
             async with asyncio.timeout(timeout_s):
-                prepared = await self._pool.prepare(image, cache_salt)
+                prepared = await self._pool.prepare(image, cache_salt, principal=principal)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the deadline of {timeout_s} s passed in preprocessing"

@@ -66,8 +66,12 @@ class PreprocessPool:
         self._free = asyncio.Semaphore(threads)
         self._closed = False
 
-    async def prepare(self, source: ImageSource, namespace: str = "") -> Preprocessed:
+    async def prepare(
+        self, source: ImageSource, namespace: str = "", *, principal: str = ""
+    ) -> Preprocessed:
         """Opens and tiles one picture; first come, first served. Repeats are shared within a namespace.
+
+        ``principal``: who asks. It does not change the order yet.
 
         A job cancelled while it waits never starts. One cancelled while it runs ends on its own (a thread can't be
         stopped; its length is bounded by the limits) and counts against ``threads`` until then. Raises what

@@ -48,6 +48,9 @@ class Sequence:
     """Most tokens that will ever be sampled."""
     namespace: Hashable = ""
     """Prefixes are shared within a namespace only."""
+    principal: str = ""
+    """Who asked: work is shared out among principals by ``weight``."""
+    weight: float = 1.0
     priority: int = 1
     arrived_at: float = 0.0
     deadline_at: float | None = None

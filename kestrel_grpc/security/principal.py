@@ -53,6 +53,8 @@ class Principal:
 
     name: str
     scopes: frozenset[Scope]
+    weight: float = 1.0
+    """Its share of the server, relative to the principals that call at the same time."""
 
     def namespace(self, salt: str) -> str:
         """Of the prefix cache: a principal's own, and within it one for every salt."""

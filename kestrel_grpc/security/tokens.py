@@ -21,6 +21,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/:-]{0,127}")
 _SHA256 = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _MIN_KEY_LENGTH = 16
 _CERTIFICATE = "cert:"
+_WEIGHT = re.compile(r"weight=(\S+)\s+(.+)")
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
 
 
 class TokenFileError(Exception):
@@ -33,6 +35,8 @@ class Credentials:
 
     by_identity: dict[str, Principal] = field(default_factory=dict)
     """By what a client's certificate says (identity.py)."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """By the principal's name: all lines of a principal agree."""
     _by_tag: dict[bytes, tuple[bytes, Principal]] = field(default_factory=dict, repr=False)
     """Digest and principal by the digest's own keyed hash: how long a lookup takes tells nothing about the digests."""
     _key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
@@ -84,7 +88,8 @@ def parse_scopes(text: str) -> frozenset[Scope]:
 
 
 def read_credentials(path: str) -> Credentials:
-    """Lines: NAME SCOPES sha256:HEX, or NAME SCOPES cert:IDENTITY; # begins a comment. Raises TokenFileError."""
+    """Lines: NAME SCOPES [weight=W] sha256:HEX, or NAME SCOPES [weight=W] cert:IDENTITY; # begins a comment. Raises
+    TokenFileError."""
     try:
         with open(path, encoding="utf-8") as file:
             lines = file.read().splitlines()
@@ -116,15 +121,35 @@ def add_api_key(credentials: Credentials, key: str) -> None:
 def _take(credentials: Credentials, text: str) -> None:
     parts = text.split(maxsplit=2)
     if len(parts) != 3:
-        raise ValueError("a line is NAME SCOPES sha256:HEX or NAME SCOPES cert:IDENTITY")
-    principal = Principal(check_name(parts[0]), parse_scopes(parts[1]))
-    if parts[2].startswith(_CERTIFICATE):
-        identity = parts[2].removeprefix(_CERTIFICATE)
+        raise ValueError(
+            "a line is NAME SCOPES [weight=W] sha256:HEX or NAME SCOPES [weight=W] cert:IDENTITY"
+        )
+    name, scopes, shown = check_name(parts[0]), parse_scopes(parts[1]), parts[2]
+    weight = 1.0
+    if weighted := _WEIGHT.fullmatch(shown):
+        weight, shown = _parse_weight(weighted[1]), weighted[2]
+    if credentials.weights.setdefault(name, weight) != weight:
+        raise ValueError(f"{name} has weight={credentials.weights[name]:g} on an earlier line")
+    principal = Principal(name, scopes, weight)
+    if shown.startswith(_CERTIFICATE):
+        identity = shown.removeprefix(_CERTIFICATE)
         if credentials.by_identity.setdefault(identity, principal) is not principal:
             raise ValueError(f"the certificate {identity!r} has a line already")
         return
-    match = _SHA256.fullmatch(parts[2])
+    match = _SHA256.fullmatch(shown)
     if match is None:
         raise ValueError("the third part must be sha256: and 64 hexadecimal digits, or cert:…")
     if not credentials.add(bytes.fromhex(match[1]), principal):
         raise ValueError("the token has a line already")
+
+
+def _parse_weight(text: str) -> float:
+    """Raises ValueError."""
+    allowed = f"a weight is a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+    try:
+        weight = float(text)
+    except ValueError:
+        raise ValueError(f"weight={text}: {allowed}") from None
+    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        raise ValueError(f"weight={text}: {allowed}")
+    return weight

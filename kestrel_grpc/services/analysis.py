@@ -111,6 +111,8 @@ async def analyze(
         timeout_s=call.timeout_s,
         cache_salt=call.principal.namespace(options.cache_salt),
         request_id=call.request_id,
+        principal=call.principal.name,
+        weight=call.principal.weight,
     )
     size = (image.width, image.height)
     image_id = await starter.pictures.keep(call.owner, picture, size)

@@ -70,6 +70,8 @@ class ImageService(ImageServiceServicer):
             timeout_s=call.timeout_s,
             cache_salt=call.principal.namespace(""),
             request_id=call.request_id,
+            principal=call.principal.name,
+            weight=call.principal.weight,
         )
         return await self._pictures.put(call.owner, source, (image.width, image.height))
 

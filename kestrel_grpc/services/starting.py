@@ -73,6 +73,8 @@ async def submit(engine: InferenceEngine, call: SkillCall, image: Any) -> Engine
         priority=options.priority,
         timeout_s=edge.timeout_s,
         cache_salt=edge.principal.namespace(options.cache_salt),
+        principal=edge.principal.name,
+        weight=edge.principal.weight,
     )
 
 

@@ -89,6 +89,11 @@ def test_tokens_are_long_and_never_the_same():
         ("ä infer sha256:" + 64 * "0", "a name has 1 to 128"),
         ("a infer sha256:" + 64 * "0" + "\nb infer sha256:" + 64 * "0", "line 3: the token has"),
         ("a infer cert:x\nb infer cert:x", "line 3: the certificate 'x' has"),
+        ("a infer weight=0 cert:x", "line 2: weight=0: a weight is a number from 0.01 to 100"),
+        ("a infer weight=nan cert:x", "line 2: weight=nan: a weight is"),
+        ("a infer weight=much cert:x", "line 2: weight=much: a weight is"),
+        ("a infer weight=2", "line 2: the third part must be"),
+        ("a infer weight=2 cert:x\na infer cert:y", "line 3: a has weight=2 on an earlier line"),
     ],
 )
 def test_a_bad_line_is_named_and_not_told(tmp_path, line, words):
