@@ -21,8 +21,8 @@ from kestrel_engine.factory import Built, build
 from kestrel_engine.runtime.protocol import Runtime, StepHandle
 from kestrel_engine.step import Row, RuntimeLimits, StepPlan, StepResult
 from kestrel_grpc.process.interpreter import GC_THRESHOLDS, SWITCH_INTERVAL_S
+from kestrel_grpc.settings.flags import Parser
 from kestrel_grpc.settings.model import add_model_flags, runtime_config
-from kestrel_grpc.settings.server import Parser
 
 from .callers import EngineTarget
 from .forced_skill import ForcedCaption, ForcedQuery

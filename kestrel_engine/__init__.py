@@ -42,6 +42,7 @@ from .preprocess.images import FORMATS as IMAGE_FORMATS
 from .profiling import ProfileRequest
 from .requests import PreparedImage
 from .runtime.profile import Profile
+from .settings import Setting, SettingGroup, check_settings, default_of, setting, settings_of
 from .skills.base import SkillSpec
 from .skills.registry import SkillRegistry
 from .stream import EngineStream
@@ -83,14 +84,20 @@ __all__ = [
     "RequestEvent",
     "RuntimeConfig",
     "RuntimeFailure",
+    "Setting",
+    "SettingGroup",
     "SkillRegistry",
     "SkillSpec",
     "SkillUnavailable",
     "StepEvent",
     "StreamUpdate",
     "UnsupportedImageError",
+    "check_settings",
+    "default_of",
     "end_with_parent",
     "errors",
     "maintenance",
     "masks",
+    "setting",
+    "settings_of",
 ]

@@ -2,29 +2,31 @@
 
 Knows no torch and probes no device: what the device decides (number of pages, captured batch sizes) is
 ``step.RuntimeLimits``, and the fields that it chooses defaults for are settled by ``sizes``. Reads no environment; that
-is the service's ``settings.py``.
+is the service's ``settings`` package. A new knob is one field made with ``setting``.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .errors import ConfigError
+from .settings import SettingGroup, check_settings, setting
 
 if TYPE_CHECKING:
     import torch
 
 DEFAULT_MODEL = "kestrel-tiny"
 DTYPES = ("float32", "bfloat16", "float16")
-ATTENTIONS = ("auto", "flashinfer", "triton", "torch")
-FP8_EXPERTS = ("auto", "keep", "dequantise")
-KV_CACHE_DTYPES = ("auto", "model", "fp8")
-FP8_GEMMS = ("off", "vision", "prefill", "all")
+
+MODEL = SettingGroup("model", "model")
+DEVICE = SettingGroup("device", "device")
+REQUESTS = SettingGroup("limits and defaults of requests", "requests")
+SCHEDULER = SettingGroup("caches and steps", "scheduler")
+
 _DTYPE_ALIASES = {
     "float32": "float32",
     "float": "float32",
@@ -40,22 +42,41 @@ _DTYPE_ALIASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLimits:
-    """Limits on a picture, checked from its header before any pixel is decoded."""
+    """Limits on an image, checked from its header before any pixel is decoded."""
 
-    max_bytes: int = 32 * 1024 * 1024
-    """Encoded size in bytes. 32 MiB holds a 24 megapixel PNG."""
-    max_pixels: int = 100_000_000
-    """Width times height. 100 megapixels is the largest common camera."""
-    max_aspect_ratio: float = 20.0
-    """Longer side over shorter. Beyond it the resize to crops leaves nothing to see."""
+    max_bytes: int = setting(
+        32 * 1024 * 1024,
+        REQUESTS,
+        "largest encoded image",
+        kind="bytes",
+        flag="--max-image-bytes",
+        metavar="SIZE",
+        low=1,
+    )
+    """32 MiB holds a 24 megapixel PNG."""
+    max_pixels: int = setting(
+        100_000_000,
+        REQUESTS,
+        "most pixels of an image, width times height",
+        kind="whole",
+        flag="--max-image-pixels",
+        metavar="N",
+        low=1,
+    )
+    """100 megapixels is the largest common camera."""
+    max_aspect_ratio: float = setting(
+        20.0,
+        REQUESTS,
+        "longest side of an image over its shortest",
+        kind="number",
+        flag="--max-image-aspect-ratio",
+        metavar="RATIO",
+        low=1,
+    )
+    """Beyond it the resize to crops leaves nothing to see."""
 
     def __post_init__(self) -> None:
-        _whole("image_limits.max_bytes", self.max_bytes, 1)
-        _whole("image_limits.max_pixels", self.max_pixels, 1)
-        if not _finite(self.max_aspect_ratio) or self.max_aspect_ratio < 1:
-            raise ConfigError(
-                "image_limits.max_aspect_ratio", self.max_aspect_ratio, "must be at least 1"
-            )
+        check_settings(self, "image_limits.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,100 +122,283 @@ class RuntimeConfig:
 
     ``model`` and ``model_path`` are alternatives: a name (``kestrel-tiny``, ``moondream2``,
     ``moondream3-preview``, ``moondream3.1-9b-a2b``, a hub id ``org/repo[@revision][:file]``, or a path), or a path.
-    Raises ConfigError naming field, value and limit.
+    Each field's ``help`` says what it does. None leaves a value to the device or the model. Raises ConfigError naming
+    field, value and limit.
     """
 
-    model: str = DEFAULT_MODEL
-    """Name, hub id or path of the model."""
-    model_path: str | Path | None = None
-    """A checkpoint folder, or one .safetensors or .pt file. Overrides ``model`` as the source of weights."""
-    tokenizer_path: str | Path | None = None
-    """tokenizer.json; default: beside the weights, else the model's own from the hub."""
-    offline: bool = False
-    """Ask no hub: what isn't in its cache or given as files is absent."""
-    device: str = "auto"
-    """"auto" (CUDA if there is one, else CPU), "cpu", "cuda" or "cuda:N"."""
-    dtype: str | torch.dtype = "auto"
-    """Computation type, a torch.dtype or its name. "auto": float32 on CPU, bfloat16 on CUDA."""
-    random_weights: bool = False
-    """Make the weights up on the device instead of reading any: the named architecture, or that of a config.json. For
-    measuring; ``seed`` chooses them."""
-    fp8_experts: str = "auto"
-    """FP8 experts of a checkpoint: "keep" them in FP8 on the device, "dequantise" them to ``dtype``; "auto" keeps them
-    where the GPU computes in FP8."""
-    fp8_gemms: str = "off"
-    """On CUDA, whose matrix products are computed in FP8, weights and activations scaled row by row: of the "vision"
-    tower, of the decoder's "prefill", of "all" or, "off", of none. Faster, and a copy of those weights, for some
-    accuracy. Decode steps keep their type."""
-    attention: str = "auto"
-    """On CUDA, who attends to prompts: "flashinfer" (which then decodes too), "triton" (our kernels) or "torch"; "auto"
-    takes the fastest that is there. But for "flashinfer" our own kernel decodes."""
-    compile: bool = True
-    """On CUDA: Triton kernels. False takes plain torch operators there."""
-    cuda_graphs: bool = True
-    """On CUDA: decode steps are captured once and replayed."""
-    max_batch_size: int | None = 4
-    """Most sequences that decode in one step. None: 16 on a CPU, 64 on CUDA."""
-    max_seq_length: int | None = None
-    """Most positions of one sequence, image prefix included. Default: the model's context."""
+    model: str = setting(
+        DEFAULT_MODEL,
+        MODEL,
+        "kestrel-tiny, moondream2, moondream3-preview, moondream3.1-9b-a2b, "
+        "a hub id ORG/REPO[@REVISION][:FILE], or a path",
+    )
+    model_path: str | Path | None = setting(
+        None,
+        MODEL,
+        "a checkpoint folder, or one .safetensors or .pt file, instead of the model's own weights",
+        flag="--weights",
+        aliases=("--model-path",),
+        metavar="PATH",
+        shown="the model's own",
+    )
+    tokenizer_path: str | Path | None = setting(
+        None,
+        MODEL,
+        "tokenizer.json",
+        flag="--tokenizer",
+        metavar="PATH",
+        shown="beside the weights, else the model's own",
+    )
+    offline: bool = setting(
+        False, MODEL, "use only what is in the hub's cache or given as files", switch=True
+    )
+    device: str = setting("auto", DEVICE, "auto (CUDA if there is one), cpu, cuda or cuda:N")
+    dtype: str | torch.dtype = setting(
+        "auto", DEVICE, "float32, bfloat16, float16, or auto (float32 on a CPU, bfloat16 on CUDA)"
+    )
+    cpu_threads: int | None = setting(
+        None,
+        DEVICE,
+        "threads of one operator on a CPU",
+        kind="whole",
+        flag="--threads",
+        metavar="N",
+        low=1,
+        shown="torch's choice",
+    )
+    fp8_experts: str = setting(
+        "auto",
+        DEVICE,
+        "keep FP8 experts in FP8, or dequantise them; auto keeps them where the GPU computes in FP8",
+        choices=("auto", "keep", "dequantise"),
+    )
+    fp8_gemms: str = setting(
+        "off",
+        DEVICE,
+        "matrix products computed in FP8: vision, prefill, all or off; faster for some accuracy, from compute "
+        "capability 8.9 on",
+        choices=("off", "vision", "prefill", "all"),
+    )
+    """Weights and activations are scaled row by row; the weights are copied. Decode steps keep their type."""
+    random_weights: bool = setting(
+        False,
+        MODEL,
+        "make the weights up, for the named model or a config.json, and read none; to measure speed with",
+        switch=True,
+    )
+    attention: str = setting(
+        "auto",
+        DEVICE,
+        "on CUDA, the library of prompt attention: flashinfer (which then decodes too), triton (our kernels) or torch; "
+        "auto takes the fastest that is installed",
+        choices=("auto", "flashinfer", "triton", "torch"),
+    )
+    compile: bool = setting(
+        True,
+        DEVICE,
+        "on CUDA, plain torch operators instead of the Triton kernels",
+        flag="--no-compile",
+        negated=True,
+    )
+    cuda_graphs: bool = setting(
+        True,
+        DEVICE,
+        "on CUDA, launch every kernel of a decode step by itself",
+        flag="--no-cuda-graphs",
+        negated=True,
+    )
+    seed: int | None = setting(
+        None,
+        MODEL,
+        "makes the seeds of requests that name none repeatable, and chooses --random-weights",
+        kind="whole",
+        metavar="N",
+        low=0,
+        high=2**64 - 1,
+        shown="drawn anew",
+    )
+    max_batch_size: int | None = setting(
+        None,
+        REQUESTS,
+        "most requests that one step computes together",
+        kind="whole",
+        metavar="N",
+        low=1,
+        high=4096,
+        shown="16, on CUDA 64",
+    )
+    max_seq_length: int | None = setting(
+        None,
+        REQUESTS,
+        "most positions of one request: image, prompt and answer together",
+        kind="whole",
+        metavar="N",
+        low=2,
+        shown="the model's context",
+    )
     page_size: int | None = None
     """KV positions a page; must divide the image prefix. Default: the largest divisor up to 16."""
-    kv_cache_pages: int | None = None
-    """Pages in the pool. Default: max_batch_size full sequences, on CUDA more for the prefix cache; where it fits."""
-    kv_cache_gib: float | None = None
-    """The pool's size in GiB instead, rounded down to whole pages."""
-    kv_cache_dtype: str = "auto"
-    """How keys and values are kept: as "model" computes them; "fp8": one byte each, by the checkpoint's scales, or by 1
-    where it has none. "auto": "fp8" if the checkpoint has scales for all layers and a GPU that converts FP8 (compute
-    capability 8.9) computes in bfloat16 or float16, else "model"."""
-    max_queue: int = 512
-    """Requests that may wait, preprocessing included, before EngineOverloaded is raised."""
-    max_queued_pixels: int = 4_000_000_000
-    """Pixels of pictures that may wait to be decoded: a decoder makes some 100 million a second."""
-    max_queue_wait_s: float | None = None
-    """Seconds that a request may wait before it fails with QueueTimeout. Default: as long as its caller does."""
-    priority_aging_s: float = 10.0
-    """Waiting this many seconds is worth one step of priority, so that low priority never starves."""
-    step_prefill_positions: int | None = None
-    """Prompt positions that a step takes on while others decode: the knob between TTFT and ITL. None: 768 on a CPU, one
-    image prefix; 11680 on CUDA, sixteen."""
-    step_crops: int | None = None
-    """Crops that a step encodes while others decode; shares one allowance with the positions. None: 3, 48 on CUDA."""
-    step_pause: float | None = None
-    """Steps that only decode after one that took on new work: so many if it used all of its allowance and nobody else
-    waits, less otherwise. What comes meanwhile is taken on together. None: 0 on a CPU, 4 on CUDA."""
-    steps_out: int | None = None
-    """Steps that may be launched and not yet read: one runs while the host works on the others. More hide a busy host;
-    each costs a row of every answer that ends by itself, and a step's time before new requests begin. None: 2 on a CPU,
-    3 on CUDA."""
-    step_timeout_s: float = 300.0
-    """The engine counts as hung when no step ends for so long while there is work. Big models on a CPU are slow."""
-    prefix_cache: bool = True
-    """Reuse the KV of prompts and pictures seen before."""
-    kept_embeddings: int = 16
-    """Picture embeddings kept for pictures whose pages were evicted."""
-    image_cache_bytes: int = 256 * 1024 * 1024
-    """Decoded and tiled pictures kept in memory, by the bytes they came from; 0 keeps none. One takes 1 to 6 MB."""
-    default_max_tokens: int = 768
-    """Tokens generated when a request names no max_tokens; shrinks to the room that is left."""
-    max_new_tokens: int | None = None
-    """Most tokens that one request may ask for. Default: as many as its context has room for."""
+    max_queue: int = setting(
+        512,
+        REQUESTS,
+        "most requests that wait, preprocessing included; more get RESOURCE_EXHAUSTED",
+        kind="whole",
+        metavar="N",
+        low=1,
+    )
+    max_queued_pixels: int = setting(
+        4_000_000_000,
+        REQUESTS,
+        "most pixels of images that wait to be decoded",
+        kind="whole",
+        metavar="N",
+        low=1,
+    )
+    """A decoder makes some 100 million pixels a second."""
+    max_queue_wait_s: float | None = setting(
+        None,
+        REQUESTS,
+        "how long a request may wait before it gets RESOURCE_EXHAUSTED",
+        kind="seconds",
+        metavar="SECONDS",
+        above=0,
+        shown="as long as the caller waits",
+    )
+    max_new_tokens: int | None = setting(
+        None,
+        REQUESTS,
+        "most tokens that one request may ask for",
+        kind="whole",
+        metavar="N",
+        low=1,
+        shown="what the context has room for",
+    )
+    default_max_tokens: int = setting(
+        768,
+        REQUESTS,
+        "most tokens of an answer when a request names no max_tokens",
+        kind="whole",
+        flag="--default-max-new-tokens",
+        metavar="N",
+        low=1,
+    )
+    """Shrinks to the room that is left in the context."""
+    max_text_bytes: int = setting(
+        32 * 1024 - 1,
+        REQUESTS,
+        "most UTF-8 bytes of a question or an object's name",
+        kind="bytes",
+        metavar="SIZE",
+        low=1,
+    )
+    image_limits: ImageLimits = field(default_factory=ImageLimits)
     default_temperature: float = 0.2
     """For query and caption; point, detect and segment are greedy."""
     default_top_p: float = 0.9
     """For query and caption."""
     default_max_objects: int = 150
     """For point and detect."""
-    max_text_bytes: int = 32 * 1024 - 1
-    """Most UTF-8 bytes of a question or object name: 32 KiB are refused."""
-    image_limits: ImageLimits = field(default_factory=ImageLimits)
-    preprocess_threads: int | None = None
-    """Pictures decoded at once. None: 2 on a CPU, which computes the model too; on CUDA two less than there are
-    processors, at least 2 and at most 8: more decode no more pictures and disturb the step thread."""
-    cpu_threads: int | None = None
-    """Threads of one CPU operator (torch intra-op). Default: torch's own choice, the physical cores."""
-    seed: int | None = None
-    """Seed of the per-request seeds when a request names none. Default: drawn from the system."""
+    kv_cache_pages: int | None = setting(
+        None,
+        SCHEDULER,
+        "pages of the KV cache",
+        kind="whole",
+        metavar="N",
+        low=1,
+        shown="max-batch-size full requests, on CUDA eight times as many, as far as memory allows",
+    )
+    kv_cache_gib: float | None = setting(
+        None,
+        SCHEDULER,
+        "size of the KV cache instead of its pages, rounded down to whole pages",
+        kind="number",
+        metavar="GIB",
+        above=0,
+        shown="as --kv-cache-pages",
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        SCHEDULER,
+        "keys and values in the model's type (model) or in FP8 (fp8): half the bytes for some accuracy; auto: fp8 "
+        "where the checkpoint has scales for it and the GPU converts it",
+        choices=("auto", "model", "fp8"),
+    )
+    """FP8 takes the checkpoint's scales, or 1 where it has none. "auto" asks for compute capability 8.9 and a
+    computation in bfloat16 or float16."""
+    prefix_cache: bool = setting(
+        True, SCHEDULER, "reuse what was computed for prompts and images seen before"
+    )
+    kept_embeddings: int = 16
+    """Image embeddings kept for images whose pages were evicted."""
+    priority_aging_s: float = 10.0
+    """Waiting this many seconds is worth one step of priority, so that low priority never starves."""
+    image_cache_bytes: int = setting(
+        256 * 1024 * 1024,
+        SCHEDULER,
+        "decoded images kept in memory for repeats; 0 keeps none",
+        kind="bytes",
+        metavar="SIZE",
+        low=0,
+    )
+    """One takes 1 to 6 MB."""
+    step_prefill_positions: int | None = setting(
+        None,
+        SCHEDULER,
+        "prompt positions that a step computes beside decoding rows: fewer make tokens smoother, more start requests "
+        "sooner",
+        kind="whole",
+        metavar="N",
+        low=1,
+        shown="768, on CUDA 11680",
+    )
+    step_crops: int | None = setting(
+        None,
+        SCHEDULER,
+        "crops of images that a step encodes beside decoding rows; shares one allowance with the positions",
+        kind="whole",
+        metavar="N",
+        low=1,
+        shown="3, on CUDA 48",
+    )
+    step_pause: float | None = setting(
+        None,
+        SCHEDULER,
+        "steps that only decode after one that took on all the new work it may; requests that arrive meanwhile start "
+        "together",
+        kind="number",
+        metavar="N",
+        low=0,
+        high=1000,
+        shown="0, on CUDA 4",
+    )
+    steps_out: int | None = setting(
+        None,
+        SCHEDULER,
+        "steps launched and not yet read, 1 to 4: more hide a busy host",
+        kind="whole",
+        metavar="N",
+        low=1,
+        high=4,
+        shown="2, on CUDA 3",
+    )
+    """Each costs a row of every answer that ends by itself, and a step's time before new requests begin."""
+    preprocess_threads: int | None = setting(
+        None,
+        SCHEDULER,
+        "images decoded at once",
+        kind="whole",
+        metavar="N",
+        low=1,
+        shown="2, on CUDA two less than the processors, up to 8",
+    )
+    step_timeout_s: float = setting(
+        300.0,
+        SCHEDULER,
+        "the engine counts as hung if no step ends for this long while there is work",
+        kind="seconds",
+        metavar="SECONDS",
+        above=0,
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model.strip():
@@ -205,67 +409,20 @@ class RuntimeConfig:
                 raise ConfigError(name, value, "must not be empty")
         self._check_device()
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        for name, allowed in (
-            ("attention", ATTENTIONS),
-            ("fp8_experts", FP8_EXPERTS),
-            ("fp8_gemms", FP8_GEMMS),
-            ("kv_cache_dtype", KV_CACHE_DTYPES),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(name, getattr(self, name), f"must be {_one_of(allowed)}")
+        check_settings(self)
         if self.kv_cache_dtype == "fp8" and self.attention == "flashinfer":
             raise ConfigError(
                 "kv_cache_dtype",
                 "fp8",
                 "needs another attention than flashinfer: auto, triton or torch",
             )
-        for name in ("offline", "random_weights", "compile", "cuda_graphs", "prefix_cache"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(name, getattr(self, name), "must be True or False")
-        if self.max_batch_size is not None:
-            _whole("max_batch_size", self.max_batch_size, 1, 4096)
-        self._check_pool()
-        for name, low in (
-            ("max_seq_length", 2),
-            ("page_size", 1),
-            ("kv_cache_pages", 1),
-            ("cpu_threads", 1),
-            ("max_new_tokens", 1),
-            ("step_prefill_positions", 1),
-            ("step_crops", 1),
-            ("preprocess_threads", 1),
-        ):
-            value = getattr(self, name)
-            if value is not None:
-                _whole(name, value, low)
-        for name in (
-            "max_queue",
-            "max_queued_pixels",
-            "default_max_tokens",
-            "default_max_objects",
-            "max_text_bytes",
-        ):
-            _whole(name, getattr(self, name), 1)
-        for name in ("kept_embeddings", "image_cache_bytes"):
-            _whole(name, getattr(self, name), 0)
-        for name in ("priority_aging_s", "step_timeout_s", "max_queue_wait_s"):
-            value = getattr(self, name)
-            if value is not None and (not _finite(value) or value <= 0):
-                raise ConfigError(name, value, "must be a finite number of seconds above 0")
-        if self.steps_out is not None:
-            _whole("steps_out", self.steps_out, 1, 4)
-        if self.step_pause is not None and not (
-            _finite(self.step_pause) and 0 <= self.step_pause <= 1000
-        ):
-            raise ConfigError("step_pause", self.step_pause, "must be from 0 to 1000")
-        if not _finite(self.default_temperature) or self.default_temperature < 0:
+        if self.kv_cache_gib is not None and self.kv_cache_pages is not None:
             raise ConfigError(
-                "default_temperature", self.default_temperature, "must be finite and at least 0"
+                "kv_cache_gib",
+                self.kv_cache_gib,
+                f"excludes kv_cache_pages={self.kv_cache_pages}: give one of the two",
             )
-        if not _finite(self.default_top_p) or not 0 < self.default_top_p <= 1:
-            raise ConfigError("default_top_p", self.default_top_p, "must be in (0, 1]")
-        if self.seed is not None:
-            _whole("seed", self.seed, 0, 2**64 - 1)
+        self._check_embedded()
 
     def sizes(self, *, cuda: bool) -> Sizes:
         """What was left to the device, settled for one: every reader of these fields asks here."""
@@ -276,17 +433,20 @@ class RuntimeConfig:
         given = {f.name: getattr(self, f.name) for f in fields(Sizes)}
         return replace(chosen, **{k: v for k, v in given.items() if v is not None})
 
-    def _check_pool(self) -> None:
-        if self.kv_cache_gib is None:
-            return
-        if not _finite(self.kv_cache_gib) or self.kv_cache_gib <= 0:
-            raise ConfigError("kv_cache_gib", self.kv_cache_gib, "must be a finite number above 0")
-        if self.kv_cache_pages is not None:
-            raise ConfigError(
-                "kv_cache_gib",
-                self.kv_cache_gib,
-                f"excludes kv_cache_pages={self.kv_cache_pages}: give one of the two",
-            )
+    def _check_embedded(self) -> None:
+        """The fields that no command line sets."""
+        if self.page_size is not None:
+            _whole("page_size", self.page_size, 1)
+        _whole("default_max_objects", self.default_max_objects, 1)
+        _whole("kept_embeddings", self.kept_embeddings, 0)
+        if not _finite(self.priority_aging_s) or self.priority_aging_s <= 0:
+            limit = "must be a finite number of seconds above 0"
+            raise ConfigError("priority_aging_s", self.priority_aging_s, limit)
+        if not _finite(self.default_temperature) or self.default_temperature < 0:
+            limit = "must be finite and at least 0"
+            raise ConfigError("default_temperature", self.default_temperature, limit)
+        if not _finite(self.default_top_p) or not 0 < self.default_top_p <= 1:
+            raise ConfigError("default_top_p", self.default_top_p, "must be in (0, 1]")
 
     def _check_device(self) -> None:
         kind, _, index = (
@@ -315,28 +475,10 @@ def _processors() -> int:
     return os.cpu_count() or 1
 
 
-def _one_of(allowed: tuple[str, ...]) -> str:
-    return f"{', '.join(allowed[:-1])} or {allowed[-1]}"
-
-
 def _finite(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
-    if (
-        not isinstance(value, int)
-        or isinstance(value, bool)
-        or value < low
-        or (high is not None and value > high)
-    ):
-        raise ConfigError(
-            name,
-            value,
-            f"must be a whole number of at least {low}" + (f" and at most {high}" if high else ""),
-        )
-
-
-def describe(config: RuntimeConfig) -> Mapping[str, Any]:
-    """The configuration as plain values, for logs and GetServerInfo."""
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+def _whole(name: str, value: object, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ConfigError(name, value, f"must be a whole number of at least {low}")

@@ -49,7 +49,6 @@ def test_there_is_something_to_check():
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_a_file_owns_one_thing(path):
     assert path.stem not in {"utils", "helpers", "common", "manager", "misc"}
-    assert len(path.read_text().splitlines()) <= 500
     if path.read_text().strip():
         assert ast.get_docstring(parsed(path)), "a module says what it owns"
 

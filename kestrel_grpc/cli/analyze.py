@@ -21,7 +21,7 @@ from kestrel_client import (
 )
 from kestrel_client.tasks import outcome_dict
 
-from ..settings.server import SettingsError
+from ..settings.flags import SettingsError
 from .connection import add_connection_flags, connected
 from .parser import EXIT_FAILED
 from .skills import add_request_flags, event_dict, print_result, read_image, request_options

@@ -16,7 +16,8 @@ from kestrel_client import KestrelClient, KestrelError, RpcError, Tls, Unavailab
 from kestrel_client.connection import Connection
 from kestrel_client.errors import from_rpc_error
 
-from ..settings.server import DEFAULT_ADDRESS, Flags
+from ..settings.addresses import DEFAULT_ADDRESS
+from ..settings.flags import Flags
 from .parser import CommandError
 
 DEFAULT_TIMEOUT_S = 300.0

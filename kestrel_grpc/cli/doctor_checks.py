@@ -27,8 +27,9 @@ from ..security.metrics_door import MetricsDoor
 from ..security.tls import TlsError, server_credentials
 from ..security.tokens import TokenFileError
 from ..settings.addresses import AddressError, check_free
+from ..settings.flags import SettingsError
 from ..settings.security import SecurityConfig
-from ..settings.server import ServerConfig, SettingsError
+from ..settings.server import ServerConfig
 from ..settings.sources import CONFIG_VARIABLE, Setting, variable_of
 from ..settings.telemetry import missing_packages
 from ..settings.workers import address_of

@@ -10,7 +10,7 @@ from kestrel_engine import ConfigError, KestrelError, RuntimeConfig, maintenance
 
 from ..process.startup_progress import LoadingProgress
 from ..settings.configuration import add_config_flag
-from ..settings.model import add_source_flags, config_error
+from ..settings.model import SOURCE_FLAGS, add_model_flags, config_error
 from .parser import CommandError
 
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
     parser.add_argument("--to", metavar="FOLDER", help="copy the files there, with SHA256SUMS")
     add_config_flag(parser)
-    add_source_flags(parser)
+    add_model_flags(parser, only=SOURCE_FLAGS)
 
 
 def run(args: argparse.Namespace) -> int:

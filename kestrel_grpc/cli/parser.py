@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 from .. import __version__
-from ..settings.server import EXIT_USAGE, PROGRAM, Parser, SettingsError
+from ..settings.flags import EXIT_USAGE, PROGRAM, Parser, SettingsError
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130

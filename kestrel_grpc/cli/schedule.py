@@ -24,8 +24,8 @@ from kestrel_engine import (
 
 from ..process.startup_progress import LoadingProgress
 from ..settings.configuration import add_config_flag
+from ..settings.flags import SettingsError
 from ..settings.model import add_model_flags, config_error, runtime_config
-from ..settings.server import SettingsError
 from .parser import EXIT_FAILED, CommandError
 
 

@@ -17,8 +17,9 @@ from ..process.interpreter import set_up_interpreter
 from ..process.skill_plugins import skill_registry
 from ..settings.addresses import AddressError
 from ..settings.configuration import add_flags, configuration, print_configuration
+from ..settings.flags import Parser
 from ..settings.model import config_error
-from ..settings.server import Parser, ServerConfig
+from ..settings.server import ServerConfig
 from ..settings.sources import name_of
 from ..workers.supervisor import WorkersError, supervise
 from .parser import CommandError

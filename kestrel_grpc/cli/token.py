@@ -8,7 +8,7 @@ import sys
 
 from ..security.principal import Scope
 from ..security.tokens import line_of, new_token, parse_scopes
-from ..settings.server import SettingsError
+from ..settings.flags import SettingsError
 from .parser import CommandError
 
 

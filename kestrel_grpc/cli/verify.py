@@ -11,8 +11,8 @@ from kestrel_engine import ConfigError, KestrelError, RuntimeConfig, maintenance
 
 from ..process.startup_progress import LoadingProgress
 from ..settings.configuration import add_config_flag
-from ..settings.model import add_device_flags, add_source_flags, config_error
-from ..settings.server import SettingsError
+from ..settings.flags import SettingsError
+from ..settings.model import DEVICE_FLAGS, add_model_flags, config_error
 from .download import source_config
 from .findings import tell
 
@@ -43,8 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_config_flag(parser)
-    add_source_flags(parser)
-    add_device_flags(parser)
+    add_model_flags(parser, only=DEVICE_FLAGS)
 
 
 def run(args: argparse.Namespace) -> int:

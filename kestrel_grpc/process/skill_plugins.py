@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kestrel_engine import ConfigError, SkillRegistry, SkillSpec
 
-from ..settings.server import SettingsError
+from ..settings.flags import SettingsError
 
 _PARTS = ("build", "new_control", "new_output")
 MAX_NAME = 128

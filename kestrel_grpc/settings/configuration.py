@@ -11,10 +11,14 @@ from typing import Any
 
 from kestrel_engine import RuntimeConfig
 
+from .debug import DebugConfig
+from .flags import Parser, add_settings
 from .model import add_model_flags, runtime_config
-from .security_flags import add_security_flags, security_config
-from .server import Parser, ServerConfig, add_server_flags, server_config
+from .security import add_security_flags, security_config
+from .server import ServerConfig, server_config
 from .sources import CONFIG_FLAG, CONFIG_VARIABLE, Setting
+from .telemetry import TelemetryConfig
+from .workers import WorkersConfig
 
 _HIDDEN = "(hidden)"
 _USER_INFO = re.compile(r"(?<=://)[^/@\s]*@")
@@ -36,10 +40,17 @@ def add_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str] | None
     add_security_flags(parser, environ)
 
 
+def add_server_flags(
+    parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None
+) -> None:
+    """The flags of ServerConfig and of the configurations within it, but for security."""
+    configs = (ServerConfig, WorkersConfig, TelemetryConfig, DebugConfig)
+    add_settings(parser, *configs, environ=environ)
+
+
 def configuration(args: argparse.Namespace) -> Configuration:
     """Raises SettingsError."""
-    server, runtime = server_config(args), runtime_config(args)
-    return Configuration(dataclasses.replace(server, security=security_config(args)), runtime)
+    return Configuration(server_config(args, security_config(args)), runtime_config(args))
 
 
 def add_config_flag(parser: argparse.ArgumentParser) -> None:

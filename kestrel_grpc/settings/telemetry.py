@@ -11,6 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
+from kestrel_engine import SettingGroup, setting
+
+from .addresses import parse_address
+
+TELEMETRY = SettingGroup("telemetry", "telemetry")
+
 Exporter = Literal["none", "otlp", "console"]
 Protocol = Literal["grpc", "http/protobuf"]
 
@@ -29,8 +35,15 @@ class TelemetryConfig:
     traces_protocol: Protocol = "grpc"
     metrics: Exporter = "none"
     metrics_protocol: Protocol = "grpc"
-    prometheus: str | None = None
-    """HOST:PORT of the Prometheus endpoint."""
+    prometheus: str | None = setting(
+        None,
+        TELEMETRY,
+        "where Prometheus finds metrics: HOST:PORT; needs kestrel-grpc[telemetry]",
+        flag="--metrics-listen",
+        parse=parse_address,
+        metavar="ADDRESS",
+        shown="off",
+    )
     worker: int | None = None
     """Which of several workers this is: a label of what Prometheus gets."""
     content: bool = False

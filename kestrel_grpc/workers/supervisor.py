@@ -19,7 +19,8 @@ from ..logs.records import tell_lifecycle
 from ..process.ready_line import say_ready
 from ..process.systemd import Notifier
 from ..settings.addresses import close_address
-from ..settings.server import ServerConfig, SettingsError
+from ..settings.flags import SettingsError
+from ..settings.server import ServerConfig
 from .child import Child
 from .line import Ready
 from .plan import WorkerTask, plan_workers, shared_addresses

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kestrel_grpc.settings.configuration import add_flags, configuration
-from kestrel_grpc.settings.server import Parser
+from kestrel_grpc.settings.flags import Parser
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "deploy").glob("Dockerfile*"))

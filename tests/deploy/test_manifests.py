@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from kestrel_grpc.settings.configuration import add_flags, configuration
-from kestrel_grpc.settings.server import Parser, ServerConfig
+from kestrel_grpc.settings.flags import Parser
+from kestrel_grpc.settings.server import ServerConfig
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FOLDERS = ("base", "cuda", "tls")

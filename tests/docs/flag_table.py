@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from kestrel_grpc.cli import serve
-from kestrel_grpc.settings.server import Parser
+from kestrel_grpc.settings.flags import Parser
 
 PAGE = Path(__file__).parents[2] / "docs/operations.md"
 BEGIN = "<!-- flags: written by `make docs` -->\n"

@@ -15,7 +15,7 @@ def test_the_device_settles_what_was_left_open(monkeypatch):
     assert (on_cpu.step_pause, on_cuda.step_pause) == (0, 4)
     assert (on_cpu.steps_out, on_cuda.steps_out) == (2, 3)
     assert (on_cpu.preprocess_threads, on_cuda.preprocess_threads) == (2, 8)
-    assert RuntimeConfig().sizes(cuda=True).max_batch_size == 4
+    assert RuntimeConfig().sizes(cuda=True).max_batch_size == 64, "as the command line has it"
 
 
 @pytest.mark.parametrize(("processors", "threads"), [(1, 2), (4, 2), (9, 7), (128, 8)])

@@ -1,5 +1,6 @@
 """Flags, variables and one TOML file become one configuration, which can be printed and fed back in."""
 
+import dataclasses
 import subprocess
 import sys
 import tomllib
@@ -7,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from kestrel_engine import SettingGroup, check_settings, setting
 from kestrel_grpc.settings.configuration import (
     add_flags,
     configuration,
     known_settings,
     print_configuration,
 )
-from kestrel_grpc.settings.server import Parser, SettingsError
+from kestrel_grpc.settings.flags import Parser, SettingsError, add_settings, configured
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +36,7 @@ def parsed(*flags, **environ):
     return parser.sources.settings, parser.parse_args(flags)
 
 
-def configured(*flags, **environ):
+def whole_configuration(*flags, **environ):
     return configuration(parsed(*flags, **environ)[1])
 
 
@@ -46,7 +48,7 @@ def printed(*flags, **environ):
 
 def refused(text, file, **environ):
     with pytest.raises(SettingsError) as caught:
-        configured("--config", file(text), **environ)
+        whole_configuration("--config", file(text), **environ)
     told = str(caught.value)
     assert "\n" not in told
     return told.removeprefix(str(Path(file(text)).parent) + "/")
@@ -82,7 +84,7 @@ def test_the_file_gives_what_flags_and_variables_do_not(file):
         rate = 2.5
         """
     )
-    for found in (configured("--config", name), configured(KESTREL_CONFIG=name)):
+    for found in (whole_configuration("--config", name), whole_configuration(KESTREL_CONFIG=name)):
         runtime, server = found.runtime, found.server
         assert (runtime.model, runtime.model_path) == ("moondream2", "/models/md2")
         assert runtime.offline
@@ -101,11 +103,13 @@ def test_the_file_gives_what_flags_and_variables_do_not(file):
 def test_a_flag_wins_over_a_variable_and_that_over_the_file(file):
     name = file('[requests]\nmax-queue = 3\n[server]\nlisten = ["a:3"]\n[device]\nno-compile=true')
     variables = {"KESTREL_MAX_QUEUE": "2", "KESTREL_LISTEN": "a:2", "KESTREL_NO_COMPILE": "off"}
-    assert configured("--config", name).runtime.max_queue == 3
-    found = configured("--config", name, **variables)
+    assert whole_configuration("--config", name).runtime.max_queue == 3
+    found = whole_configuration("--config", name, **variables)
     assert (found.runtime.max_queue, found.server.listen) == (2, ("a:2",))
     assert found.runtime.compile
-    found = configured("--config", name, "--max-queue", "1", "--listen", "a:1", **variables)
+    found = whole_configuration(
+        "--config", name, "--max-queue", "1", "--listen", "a:1", **variables
+    )
     assert (found.runtime.max_queue, found.server.listen) == (1, ("a:1",))
 
 
@@ -113,15 +117,18 @@ def test_a_flag_names_another_file_than_the_variable(file, tmp_path):
     other = tmp_path / "other.toml"
     other.write_text("[requests]\nmax-queue = 4\n")
     name = file("[requests]\nmax-queue = 3\n")
-    assert configured("--config", str(other), KESTREL_CONFIG=name).runtime.max_queue == 4
+    assert whole_configuration("--config", str(other), KESTREL_CONFIG=name).runtime.max_queue == 4
 
 
 def test_weights_have_two_names():
-    assert configured("--model-path", "/a").runtime.model_path == "/a"
-    assert configured(KESTREL_MODEL_PATH="/b").runtime.model_path == "/b"
-    assert configured(KESTREL_WEIGHTS="/c", KESTREL_MODEL_PATH="/c").runtime.model_path == "/c"
+    assert whole_configuration("--model-path", "/a").runtime.model_path == "/a"
+    assert whole_configuration(KESTREL_MODEL_PATH="/b").runtime.model_path == "/b"
+    assert (
+        whole_configuration(KESTREL_WEIGHTS="/c", KESTREL_MODEL_PATH="/c").runtime.model_path
+        == "/c"
+    )
     with pytest.raises(SettingsError, match="KESTREL_WEIGHTS and KESTREL_MODEL_PATH differ"):
-        configured(KESTREL_WEIGHTS="/c", KESTREL_MODEL_PATH="/d")
+        whole_configuration(KESTREL_WEIGHTS="/c", KESTREL_MODEL_PATH="/d")
 
 
 @pytest.mark.parametrize(
@@ -162,21 +169,21 @@ def test_what_is_wrong_in_a_file_is_named(text, told, file):
 def test_a_value_that_does_not_count_is_read_all_the_same(file):
     name = file("[requests]\nmax-queue = 'x'")
     with pytest.raises(SettingsError, match=r"kestrel\.toml:requests\.max-queue"):
-        configured("--config", name, "--max-queue", "1", KESTREL_MAX_QUEUE="2")
+        whole_configuration("--config", name, "--max-queue", "1", KESTREL_MAX_QUEUE="2")
 
 
 @pytest.mark.parametrize("variables", [{}, {"KESTREL_CONFIG": "/nowhere.toml"}])
 def test_a_file_that_cannot_be_read(variables):
     flags = () if variables else ("--config", "/nowhere.toml")
     with pytest.raises(SettingsError) as caught:
-        configured(*flags, **variables)
+        whole_configuration(*flags, **variables)
     name = "KESTREL_CONFIG" if variables else "--config"
     assert str(caught.value) == f"{name}=/nowhere.toml: can't be read: No such file or directory"
 
 
 def test_an_error_found_late_names_the_variable():
     with pytest.raises(SettingsError, match=r"^KESTREL_MAX_BATCH_SIZE=0: must be a whole number"):
-        configured(KESTREL_MAX_BATCH_SIZE="0")
+        whole_configuration(KESTREL_MAX_BATCH_SIZE="0")
 
 
 def test_what_is_printed_gives_the_same_configuration(file, tmp_path):
@@ -185,7 +192,9 @@ def test_what_is_printed_gives_the_same_configuration(file, tmp_path):
     text = printed(*given, KESTREL_MAX_QUEUE="9")
     name = tmp_path / "printed.toml"
     name.write_text(text)
-    assert configured("--config", str(name)) == configured(*given, KESTREL_MAX_QUEUE="9")
+    assert whole_configuration("--config", str(name)) == whole_configuration(
+        *given, KESTREL_MAX_QUEUE="9"
+    )
     again = printed("--config", str(name))
     assert tomllib.loads(again) == tomllib.loads(text)
     assert "max-queue = 9  # variable KESTREL_MAX_QUEUE" in text
@@ -197,9 +206,9 @@ def test_what_is_printed_gives_the_same_configuration(file, tmp_path):
 
 def test_every_setting_is_printed():
     text = printed()
-    for setting in known_settings():
-        assert setting.section is not None
-        assert f"\n{setting.key} = " in text or f"\n# {setting.key}: " in text
+    for known in known_settings():
+        assert known.section is not None
+        assert f"\n{known.key} = " in text or f"\n# {known.key}: " in text
 
 
 def test_secrets_are_not_printed():
@@ -237,3 +246,47 @@ def test_the_command_refuses_what_is_wrong_with_status_2(file):
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "did you mean max-queue?" in done.stderr
+
+
+def test_a_field_is_all_that_a_knob_needs(file):
+    """Flag, variable, key, check and help come from the field."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Knobs:
+        batch_s: float = setting(
+            2.5, SettingGroup("knobs", "knobs"), "a pause", kind="seconds", high=9
+        )
+        names: tuple[str, ...] = setting(
+            ("a",),
+            SettingGroup("knobs", "knobs"),
+            "names",
+            parse=lambda t: t.split(","),
+            repeated=True,
+        )
+        fast: bool = setting(
+            True, SettingGroup("knobs", "knobs"), "plainly", flag="--slow", negated=True
+        )
+        room: int | None = setting(
+            None, SettingGroup("knobs", "knobs"), "room", kind="bytes", zero_is_none=True
+        )
+
+        def __post_init__(self):
+            check_settings(self)
+
+    def knobs(*flags, **environ):
+        parser = Parser(prog="test")
+        add_settings(parser, Knobs, environ=environ)
+        parser.sources.known = lambda: parser.sources.settings
+        parser.add_argument("--config")
+        return configured(Knobs, parser.parse_args(flags))
+
+    from_file = file("[knobs]\nbatch = 3\nnames = ['x', 'y,x']\nslow = true\nroom = '2KiB'\n")
+    assert knobs() == Knobs()
+    assert knobs("--batch", "1", "--names", "b", "--slow", "--room", "0") == Knobs(
+        batch_s=1, names=("b",), fast=False
+    )
+    assert knobs("--config", from_file) == Knobs(
+        batch_s=3, names=("x", "y", "x"), fast=False, room=2048
+    )
+    with pytest.raises(SettingsError, match=r"^KESTREL_BATCH=10.0: must be a finite number of sec"):
+        knobs(KESTREL_BATCH="10")

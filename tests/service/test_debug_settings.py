@@ -8,8 +8,8 @@ import pytest
 from kestrel_grpc.cli.parser import main
 from kestrel_grpc.settings.configuration import add_flags, configuration
 from kestrel_grpc.settings.debug import DebugConfig
+from kestrel_grpc.settings.flags import Parser, SettingsError
 from kestrel_grpc.settings.security import SecurityConfig
-from kestrel_grpc.settings.server import Parser, SettingsError
 from tests.service.security.test_admin import METADATA, Admin, query, slow
 
 

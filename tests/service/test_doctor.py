@@ -73,7 +73,7 @@ def test_addresses_in_use_and_exposed():
 
 
 def test_what_several_workers_need():
-    alone, several = ServerConfig(), WorkersConfig(count=2, listen="127.0.0.1:0")
+    alone, several = ServerConfig(), WorkersConfig(workers=2, listen="127.0.0.1:0")
     runtime = RuntimeConfig(device="cpu")
     assert doctor.check_workers(alone, runtime).message == "one process serves"
     with socket.socket() as other:
@@ -82,7 +82,7 @@ def test_what_several_workers_need():
         port = other.getsockname()[1]
         config = ServerConfig(
             listen=("127.0.0.1:0",),
-            workers=WorkersConfig(count=2, listen=f"127.0.0.1:{port - 1}"),
+            workers=WorkersConfig(workers=2, listen=f"127.0.0.1:{port - 1}"),
             telemetry=TelemetryConfig(prometheus="127.0.0.1:0"),
         )
         found = [(f.status, f.remedy) for f in doctor.check_addresses(config)]

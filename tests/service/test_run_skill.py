@@ -15,7 +15,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import SkillRegistry
 from kestrel_grpc.process.skill_plugins import skill_registry
-from kestrel_grpc.settings.server import SettingsError
+from kestrel_grpc.settings.flags import SettingsError
 from tests.service.conftest import raw_image
 from tests.service.statuses import failure
 

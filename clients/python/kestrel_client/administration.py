@@ -184,9 +184,7 @@ def _statistics(told: pb.GetStatisticsResponse) -> ServerStatistics:
 
 
 def _profile(told: pb.StopProfileResponse) -> Profile:
-    return Profile(
-        file=told.file, file_bytes=told.size_bytes, seconds=told.seconds, steps=told.steps
-    )
+    return Profile(**{name: getattr(told, name) for name in Profile.__dataclass_fields__})
 
 
 def _whole(name: str, number: int | None) -> int | None:

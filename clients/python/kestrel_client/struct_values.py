@@ -30,9 +30,7 @@ def from_struct(struct: struct_pb2.Struct) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> Any:
-    """Tuples, arrays and mappings of any kind as the lists and dicts that Struct takes."""
-    if hasattr(value, "tolist"):  # an array or a number of numpy
-        return value.tolist()
+    """Tuples and mappings of any kind as the lists and dicts that Struct takes."""
     if isinstance(value, Mapping):
         return {key: _listed(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

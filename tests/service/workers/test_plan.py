@@ -8,16 +8,16 @@ import pytest
 
 from kestrel_engine import RuntimeConfig
 from kestrel_grpc.settings.addresses import AddressError
-from kestrel_grpc.settings.configuration import add_flags, configuration, print_configuration
+from kestrel_grpc.settings.configuration import (
+    add_flags,
+    add_server_flags,
+    configuration,
+    print_configuration,
+)
+from kestrel_grpc.settings.flags import Parser, SettingsError
 from kestrel_grpc.settings.model import add_model_flags, runtime_config
 from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
-from kestrel_grpc.settings.server import (
-    Parser,
-    ServerConfig,
-    SettingsError,
-    add_server_flags,
-    server_config,
-)
+from kestrel_grpc.settings.server import ServerConfig, server_config
 from kestrel_grpc.settings.telemetry import TelemetryConfig
 from kestrel_grpc.settings.workers import WorkersConfig
 from kestrel_grpc.workers import devices, plan
@@ -52,7 +52,8 @@ def planned(*flags, environ=None, shared=("127.0.0.1:7000",)):
 
 
 def test_by_default_one_process_serves():
-    assert workers() == WorkersConfig() == workers("--workers", "1")
+    assert workers() == WorkersConfig()
+    assert workers().count == workers("--workers", "1").count == 1
     assert workers("--devices", "cuda:3").count == 1
 
 
@@ -85,10 +86,11 @@ def test_what_is_printed_can_be_fed_back(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--workers", "0"], r"--workers=0: must be 1 to 64"),
+        (["--workers", "0"], r"--workers=0: must be a whole number from 1 to 64"),
         (["--workers", "3", "--devices", "cpu,cpu"], r"--workers=3: .* --devices names 2"),
         (["--devices", "cpu,cpu", "--device", "cpu"], r"--devices and --device: give one"),
-        (["--worker-restarts", "-1"], r"--worker-restarts=-1: must be 0"),
+        (["--worker-restarts", "-1"], r"--worker-restarts=-1: must be a whole number from 0"),
+        (["--devices", "cuda:0,cuda:0"], r"--devices=cuda:0,cuda:0: cuda:0 is named twice"),
         (["--workers", "9", "--worker-listen", "h:65530"], r"--worker-listen=h:65530: of worker 8"),
     ],
 )
@@ -101,7 +103,6 @@ def test_wrong_flags_are_named(flags, message):
     "flags",
     [
         ["--devices", "cuda"],
-        ["--devices", "cuda:0,cuda:0"],
         ["--devices", "tpu:0"],
         ["--worker-listen", "unix:/run/w.sock"],
         ["--worker-listen", "h{index}:7000"],
@@ -167,7 +168,7 @@ def test_addresses_of_workers():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="refused before")
 def test_a_unix_socket_alone_cannot_be_shared():
-    server = ServerConfig(listen=("unix:/run/k.sock",), workers=WorkersConfig(count=2))
+    server = ServerConfig(listen=("unix:/run/k.sock",), workers=WorkersConfig(workers=2))
     with pytest.raises(SettingsError, match=r"--workers=2: needs a TCP address .* --worker-listen"):
         shared_addresses(server)
 

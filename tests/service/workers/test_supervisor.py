@@ -11,7 +11,8 @@ import time
 import pytest
 
 from kestrel_engine import ConfigError, RuntimeConfig
-from kestrel_grpc.settings.server import ServerConfig, SettingsError
+from kestrel_grpc.settings.flags import SettingsError
+from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.workers import WorkersConfig
 from kestrel_grpc.workers import child, restarts, supervisor
 from kestrel_grpc.workers.supervisor import WorkersError, supervise
@@ -33,7 +34,7 @@ def puppets(monkeypatch, tmp_path, capfd):
         config = ServerConfig(
             listen=("127.0.0.1:0",),
             grace_s=0.3,
-            workers=WorkersConfig(count=2, devices=("cpu", "cuda:1"), **workers),
+            workers=WorkersConfig(workers=2, devices=("cpu", "cuda:1"), **workers),
         )
         return asyncio.create_task(supervise(config, RuntimeConfig()))
 

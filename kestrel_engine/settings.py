@@ -1,0 +1,172 @@
+"""Setting: how a field of a configuration describes itself. Owns the kinds of values and the checks of their ranges.
+
+A frozen dataclass makes each field that an operator can set with ``setting``, and calls ``check_settings`` in
+``__post_init__``. The service builds its flags, variables, keys of the configuration file and reference pages from the
+same description. Knows no command line and reads no environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .errors import ConfigError
+
+Kind = Literal["text", "whole", "number", "bytes", "seconds", "bool"]
+"""``bytes`` are whole numbers, ``number`` and ``seconds`` are floats."""
+
+_METADATA_KEY = "setting"
+_UNITS = ("_s",)
+"""Suffixes of field names that flags leave out."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingGroup:
+    """``title``: heading of the settings in a help text. ``section``: their table in a configuration file."""
+
+    title: str
+    section: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One field that an operator can set."""
+
+    group: SettingGroup
+    help: str
+    """What it does, in one phrase without a full stop."""
+    kind: Kind = "text"
+    flag: str
+    """Its name on a command line, like "--max-queue"."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the flag."""
+    metavar: str | None = None
+    """Placeholder of the value in a help text."""
+    choices: tuple[str, ...] = ()
+    """The only values that a text may have; empty: any."""
+    low: float | None = None
+    """Smallest number, inclusive."""
+    above: float | None = None
+    """A number must be greater than this."""
+    high: float | None = None
+    """Largest number, inclusive."""
+    shown: str | None = None
+    """The default in words, where the value does not explain itself."""
+    negated: bool = False
+    """Whether the flag sets a bool to False. Without it, a bool flag takes "on" or "off"."""
+    switch: bool = False
+    """Whether the flag of a bool takes no value."""
+    bare: str | None = None
+    """The value of a flag that is given without one."""
+    zero_is_none: bool = False
+    """Whether an operator writes 0 for a field's None."""
+    parse: Callable[[str], Any] | None = None
+    """Reads a text that needs more than its kind; raises ValueError. May return a list where ``repeated``."""
+    repeated: bool = False
+    """Whether the flag may be given several times; the field is a tuple."""
+    distinct: bool = False
+    """Whether the tuple holds each value once."""
+
+
+def setting(
+    default: Any,
+    group: SettingGroup,
+    help: str,
+    *,
+    kind: Kind | None = None,
+    flag: str = "",
+    **options: Any,
+) -> Any:
+    """A dataclass field with ``default`` (dataclasses.MISSING: none) and a Setting of ``options``. ``kind``: by default
+    bool or text, as the default is. ``flag``: by default made of the field's name when the class is read
+    (``settings_of``)."""
+    if kind is None:
+        kind = "bool" if isinstance(default, bool) else "text"
+    made = Setting(group=group, help=help, kind=kind, flag=flag, **options)
+    return dataclasses.field(default=default, metadata={_METADATA_KEY: made})
+
+
+def settings_of(config: Any) -> dict[str, Setting]:
+    """The settings of a configuration class or object by field, in the order of the fields."""
+    found: dict[str, Setting] = {}
+    for field in dataclasses.fields(config):
+        made = field.metadata.get(_METADATA_KEY)
+        if made is not None:
+            found[field.name] = made if made.flag else dataclasses.replace(made, flag=_flag(field))
+    return found
+
+
+def default_of(config: Any, field: str) -> Any:
+    """The default of a field of a configuration class or object; None for a field that must be given."""
+    default = config.__dataclass_fields__[field].default
+    return None if default is dataclasses.MISSING else default
+
+
+def check_settings(config: Any, prefix: str = "") -> None:
+    """Raises ConfigError for the first field whose value is not of its kind or out of its range. None is allowed where
+    it is the default or written as 0. ``prefix``: put before the field's name."""
+    for name, made in settings_of(config).items():
+        value = getattr(config, name)
+        if value is None and (made.zero_is_none or default_of(config, name) is None):
+            continue
+        limit = _limit(made, value)
+        if limit is not None:
+            raise ConfigError(prefix + name, value, limit)
+
+
+def _flag(field: dataclasses.Field[Any]) -> str:
+    name = field.name
+    for unit in _UNITS:
+        name = name.removesuffix(unit)
+    return "--" + name.replace("_", "-")
+
+
+def _limit(made: Setting, value: object) -> str | None:
+    """What the value should be, in words; None if it is."""
+    if made.kind == "bool":
+        return None if isinstance(value, bool) else "must be True or False"
+    if made.kind == "text":
+        if made.choices and value not in made.choices:
+            return f"must be {one_of(made.choices)}"
+        return None
+    integral = made.kind in ("whole", "bytes")
+    number = isinstance(value, int if integral else (int, float)) and not isinstance(value, bool)
+    if number and math.isfinite(value) and _within(made, value):  # type: ignore[arg-type]
+        return None
+    words = {"whole": "a whole number", "bytes": "a whole number of bytes"}.get(
+        made.kind, "a finite number of seconds" if made.kind == "seconds" else "a finite number"
+    )
+    return f"must be {words}{_range(made)}"
+
+
+def _within(made: Setting, value: float) -> bool:
+    return (
+        (made.low is None or value >= made.low)
+        and (made.above is None or value > made.above)
+        and (made.high is None or value <= made.high)
+    )
+
+
+def _range(made: Setting) -> str:
+    if made.low is not None and made.high is not None:
+        return f" from {made.low:g} to {_whole(made.high)}"
+    parts = []
+    if made.above is not None:
+        parts.append(f"above {made.above:g}")
+    if made.low is not None:
+        parts.append(f"of at least {made.low:g}")
+    if made.high is not None:
+        parts.append(f"of at most {_whole(made.high)}")
+    return f" {' and '.join(parts)}" if parts else ""
+
+
+def _whole(number: float) -> str:
+    return str(int(number)) if number == int(number) else str(number)
+
+
+def one_of(allowed: Sequence[str]) -> str:
+    """The values as words: "a, b or c"."""
+    return f"{', '.join(allowed[:-1])} or {allowed[-1]}"

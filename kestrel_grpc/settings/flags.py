@@ -1,0 +1,302 @@
+"""Flags: a group of flags on a command line, each with a variable and, in a section, a key of the configuration file.
+
+``add_settings`` makes the flags of a configuration class from the settings that its fields describe; ``configured``
+makes the object from parsed flags. The flag wins over the variable, the variable over the file, the file over the
+default. An invalid value gives one line that names where it comes from. Loads no engine: the client's commands have
+flags of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+
+from .sources import UNSET, Sources, name_of, variable_of
+from .sources import Setting as FlagSetting
+from .sources import SettingsError as SettingsError
+
+if TYPE_CHECKING:
+    from kestrel_engine import ConfigError, Setting
+
+PROGRAM = "kestrel-grpc"
+EXIT_USAGE = 2
+
+ON_OFF = ("on", "off")
+_SIZE = re.compile(r"(\d+)\s*(?:([KMG])(i?)B?|B)?", re.IGNORECASE)
+_MOST_SECONDS = 86_400
+
+C = TypeVar("C")
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports an error in one line and exits with EXIT_USAGE. Settles what Flags added, once flags are parsed."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.sources = Sources()
+        self.groups: dict[str, Flags] = {}
+        """The groups that ``add_settings`` made, by title."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's, which calls it for a command's parser too. Raises SettingsError."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        if self.sources.settings:
+            self.sources.settle(parsed)
+        return cast(argparse.Namespace, parsed), rest
+
+
+class _Collect(argparse.Action):
+    """Gathers the lists that a repeated flag gives; the first of them replaces the default."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        kept = [] if before is self.default else before
+        setattr(namespace, self.dest, [*kept, *values])
+
+
+class Flags:
+    """A group of flags whose defaults come from variables and, if it has a ``section``, from the configuration file."""
+
+    def __init__(
+        self,
+        parser: argparse.ArgumentParser,
+        title: str,
+        *,
+        section: str | None = None,
+        environ: Mapping[str, str] | None = None,
+        description: str | None = None,
+    ) -> None:
+        """``parser`` must be a Parser."""
+        assert isinstance(parser, Parser), "only a Parser settles flags that are not given"
+        if section is not None and description is None:
+            description = f"in a configuration file: [{section}]"
+        self._group = parser.add_argument_group(title, description)
+        self._settings = parser.sources.settings
+        self._section = section
+        self._environ = os.environ if environ is None else environ
+        parser.sources.environ = self._environ
+
+    def add(
+        self,
+        flag: str,
+        *aliases: str,
+        help: str,
+        default: Any = None,
+        type: Callable[[str], Any] = str,
+        shown: str | None = None,
+        repeated: bool = False,
+        **options: Any,
+    ) -> None:
+        """``aliases``: other names of the flag, its variable and key. ``shown``: the default as the help shows it, if
+        not by itself. ``repeated``: ``type`` returns lists, and the flag may be given several times."""
+        shown = shown if shown is not None else f"{default}"
+        if repeated:
+            options["action"] = _Collect
+        action = self._group.add_argument(
+            flag,
+            *aliases,
+            default=UNSET,
+            type=_reported(type),
+            help=f"{help} [{shown}; {variable_of(flag)}]".replace("%", "%%"),
+            **options,
+        )
+        self._settings.append(
+            FlagSetting(
+                flags=(flag, *aliases),
+                dest=action.dest,
+                section=self._section,
+                parse=type,
+                default=default,
+                shown=shown,
+                environ=self._environ,
+                choices=options.get("choices"),
+                repeated=repeated,
+            )
+        )
+
+    def switch(self, flag: str, *, help: str) -> None:
+        """A flag without a value; its variable takes on or off, its key true or false."""
+        action = self._group.add_argument(
+            flag, action="store_true", default=UNSET, help=f"{help} [off; {variable_of(flag)}]"
+        )
+        self._settings.append(
+            FlagSetting(
+                flags=(flag,),
+                dest=action.dest,
+                section=self._section,
+                parse=str,
+                default=False,
+                shown="off",
+                environ=self._environ,
+                switch=True,
+            )
+        )
+
+
+def add_settings(
+    parser: argparse.ArgumentParser,
+    *configs: type,
+    only: Iterable[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> None:
+    """Flags for the settings of configuration classes, grouped as they say. ``only``: the titles of the groups that
+    are wanted."""
+    from kestrel_engine import default_of, settings_of
+
+    assert isinstance(parser, Parser), "only a Parser settles flags that are not given"
+    for config in configs:
+        for field, setting in settings_of(config).items():
+            group = setting.group
+            if only is not None and group.title not in only:
+                continue
+            flags = parser.groups.get(group.title)
+            if flags is None:
+                flags = Flags(parser, group.title, section=group.section, environ=environ)
+                parser.groups[group.title] = flags
+            _add(flags, setting, default_of(config, field))
+
+
+def configured(config: type[C], args: argparse.Namespace, **others: Any) -> C:
+    """The configuration that the flags describe. ``others``: values of fields, which win over flags. Fields whose
+    flags the command lacks have their defaults. Raises SettingsError naming flag, variable or key."""
+    from kestrel_engine import ConfigError, settings_of
+
+    values: dict[str, Any] = {}
+    for field, setting in settings_of(config).items():
+        dest = dest_of(setting.flag)
+        given = getattr(args, dest, None)
+        if field not in others and (given is not None or setting.zero_is_none):
+            values[field] = _field_value(setting, given)
+    try:
+        return config(**values, **others)
+    except ConfigError as error:
+        raise settings_error(error, args, config) from None
+
+
+def settings_error(error: ConfigError, args: argparse.Namespace, *configs: type) -> SettingsError:
+    """A ConfigError in terms of the flag, variable or key that the value is from."""
+    from kestrel_engine import settings_of
+
+    field = error.field.rpartition(".")[2]
+    flags = [made[field].flag for config in configs if field in (made := settings_of(config))]
+    flag = flags[0] if flags else "--" + field.replace("_", "-")
+    return SettingsError(f"{name_of(args, flag)}={error.value}: {error.limit}")
+
+
+def dest_of(flag: str) -> str:
+    """``--max-queue``: the name of its value among the parsed flags."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _add(flags: Flags, setting: Setting, default: Any) -> None:
+    if setting.kind == "bool" and (setting.switch or setting.negated):
+        flags.switch(setting.flag, help=setting.help)
+        return
+    options: dict[str, Any] = {}
+    choices = ON_OFF if setting.kind == "bool" else setting.choices
+    if choices:
+        options["choices"] = choices
+    if setting.bare is not None:
+        options |= {"nargs": "?", "const": setting.bare}
+    if setting.metavar is not None:
+        options["metavar"] = setting.metavar
+    if setting.kind == "bool":
+        default = "on" if default else "off"
+    elif setting.repeated:
+        default = None
+    flags.add(
+        setting.flag,
+        *setting.aliases,
+        help=setting.help,
+        type=setting.parse or _PARSERS[setting.kind],
+        default=0 if default is None and setting.zero_is_none else default,
+        shown=_shown_size(default)
+        if setting.shown is None and setting.kind == "bytes"
+        else setting.shown,
+        repeated=setting.repeated,
+        **options,
+    )
+
+
+def _field_value(setting: Setting, given: Any) -> Any:
+    """What a field holds for a flag's value."""
+    if setting.kind == "bool":
+        on = given if isinstance(given, bool) else given == "on"
+        return not on if setting.negated else on
+    if setting.repeated:
+        values = tuple(given or ())
+        return tuple(dict.fromkeys(values)) if setting.distinct else values
+    return None if setting.zero_is_none and not given else given
+
+
+def size(text: str) -> int:
+    """Bytes: a number, or one with K, M, G (thousands) or KiB, MiB, GiB (1024s). Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError("must be a number of bytes, like 1000000, 64MiB or 2G")
+    power: int = " KMG".index(match[2].upper()) if match[2] else 0
+    unit: int = (1024 if match[3] else 1000) ** power
+    return int(match[1]) * unit
+
+
+def _shown_size(num_bytes: int) -> str:
+    """As ``size`` reads it."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes and num_bytes % (1 << power) == 0:
+            return f"{num_bytes >> power}{unit}"
+    return str(num_bytes)
+
+
+def whole(text: str) -> int:
+    """A whole number. Raises ValueError."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("must be a whole number") from None
+
+
+def seconds(text: str) -> float:
+    """A time of at most a day. Raises ValueError."""
+    value = float(text) if re.fullmatch(r"\d+(\.\d*)?", text.strip()) else -1.0
+    if not 0 <= value <= _MOST_SECONDS:
+        raise ValueError(f"must be a number of seconds from 0 to {_MOST_SECONDS}")
+    return value
+
+
+def number(text: str) -> float:
+    """A finite number without sign or exponent. Raises ValueError."""
+    if not re.fullmatch(r"\d+(\.\d*)?|\.\d+", text.strip()):
+        raise ValueError("must be a number")
+    return float(text)
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "text": str,
+    "bool": str,
+    "whole": whole,
+    "bytes": size,
+    "number": number,
+    "seconds": seconds,
+}
+
+
+def _reported(type: Callable[[str], Any]) -> Callable[[str], Any]:
+    """argparse hides a ValueError's words, not an ArgumentTypeError's."""
+
+    def parse(text: str) -> Any:
+        try:
+            return type(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+    return parse
