@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 SOURCES := kestrel_engine kestrel_grpc clients/python tests training benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-unit test-gpu bench bench-gpu check fmt lint types imports buf protos docs check-stubs wheels clean
+.PHONY: help install demo serve test test-unit test-gpu bench bench-gpu check fmt lint types imports buf protos baseline docs check-stubs wheels clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ fmt: $(INSTALLED) ## Format the code and the protos
 
 protos: ## Generate the Python stubs anew
 	$(PYTHON) clients/python/generate_stubs.py
+
+baseline: buf ## Take additions to the protos into the baseline, once nothing breaks against the old one
+	$(BIN)/buf build --path protos/kestrel --exclude-source-info -o protos/baseline.binpb.gz
 
 docs: $(INSTALLED) ## Write the table of flags in docs/operations.md anew
 	$(BIN)/python -m tests.docs.flag_table

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import itertools
 import logging
+import math
 import secrets
 import time
 import uuid
@@ -206,6 +207,7 @@ class InferenceEngine(SkillCalls):
         timings = RequestTimings(accepted_at=now)
         request_id = _checked_request_id(request_id)
         level = _checked_priority(priority)
+        _check_timeout(timeout_s)
         spec = self._skills.get(skill)
         request = spec.build(arguments or {}, settings or {}, self._context)
         if image is None and request.needs_image:
@@ -259,6 +261,7 @@ class InferenceEngine(SkillCalls):
         their ``image``; ``request_id`` is for the observer, ``principal`` and ``weight`` are as for ``submit``. Raises
         ImageError, InvalidRequest, EngineOverloaded, DeadlineExceeded, EngineClosed."""
         self.check_admission()
+        _check_timeout(timeout_s)
         timings = RequestTimings(accepted_at=time.monotonic())
         prepared, error = None, ""
         try:
@@ -491,6 +494,12 @@ def _checked_priority(priority: str) -> int:
     if priority not in PRIORITIES:
         raise InvalidRequest("priority", f"{priority!r} is not one of {', '.join(PRIORITIES)}")
     return PRIORITIES[priority]
+
+
+def _check_timeout(timeout_s: float | None) -> None:
+    """A time that has passed is valid: the request ends with DeadlineExceeded."""
+    if timeout_s is not None and (isinstance(timeout_s, str) or math.isnan(timeout_s)):
+        raise InvalidRequest("timeout_s", f"{timeout_s!r} is not a number of seconds")
 
 
 def _policy(config: RuntimeConfig, sizes: Sizes) -> SchedulerPolicy:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from numbers import Real
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 
 from .errors import InvalidRequest
 
@@ -79,13 +80,11 @@ class SamplingParams:
             raise InvalidRequest("seed", f"{self.seed!r} is not a whole number in [0, 2^64)")
 
 
-def _number(value: object) -> bool:
+def _number(value: object) -> TypeGuard[float]:
     # Compared, for isfinite() raises on a whole number that is no float.
-    return (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and -math.inf < value < math.inf
-    )
+    if not isinstance(value, Real) or isinstance(value, bool):  # numpy's numbers are registered
+        return False
+    return -math.inf < cast(float, value) < math.inf
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,14 +111,18 @@ SpatialRef: TypeAlias = tuple[float, float] | tuple[float, float, float, float]
 
 
 def check_spatial_refs(refs: object, field: str = "spatial_refs") -> tuple[SpatialRef, ...]:
-    """Validates references given as a sequence of 2- or 4-number sequences; None means none. Raises InvalidRequest."""
+    """Validates references given as a sequence of 2- or 4-number sequences; None means none. Raises InvalidRequest.
+
+    Arrays with a ``tolist`` method, such as numpy's, count as sequences.
+    """
+    refs = _plain(refs)
     if refs is None:
         return ()
     if not isinstance(refs, (list, tuple)):
         raise InvalidRequest(field, "must be a list of [x, y] or [x_min, y_min, x_max, y_max]")
     checked: list[SpatialRef] = []
     for i, ref in enumerate(refs):
-        where = f"{field}[{i}]"
+        where, ref = f"{field}[{i}]", _plain(ref)
         if not isinstance(ref, (list, tuple)) or len(ref) not in (2, 4):
             raise InvalidRequest(where, "must have 2 numbers (point) or 4 (box)")
         for value in ref:
@@ -129,6 +132,10 @@ def check_spatial_refs(refs: object, field: str = "spatial_refs") -> tuple[Spati
             raise InvalidRequest(where, "needs x_min <= x_max and y_min <= y_max")
         checked.append(tuple(float(v) for v in ref))  # type: ignore[arg-type]
     return tuple(checked)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def spatial_tokens(refs: tuple[SpatialRef, ...]) -> tuple[Token, ...]:

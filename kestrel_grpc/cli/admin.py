@@ -175,7 +175,7 @@ def _profile(stub: AdminServiceStub, metadata: CallMetadata, args: argparse.Name
             time.sleep(args.seconds)
     response = stub.StopProfile(pb.StopProfileRequest(), metadata=metadata, timeout=_WRITE_S)
     return [
-        f"profile {response.file}: {response.file_bytes} bytes, "
+        f"profile {response.file}: {response.size_bytes} bytes, "
         f"{response.steps} steps in {response.seconds:.2f} s"
     ]
 

@@ -126,8 +126,8 @@ class AdminService(AdminServiceServicer):
         profile = await self._profiles.stop()
         return pb.StopProfileResponse(
             file=os.path.basename(profile.path),
-            file_bytes=profile.file_bytes,
-            seconds=profile.seconds,
+            size_bytes=profile.file_bytes,
+            seconds=convert.seconds(profile.seconds),
             steps=profile.steps,
         )
 
@@ -156,7 +156,7 @@ class AdminService(AdminServiceServicer):
         self, request: pb.GetStatisticsRequest, context: Context
     ) -> pb.GetStatisticsResponse:
         response = pb.GetStatisticsResponse(
-            uptime_seconds=time.monotonic() - self._started_at,
+            uptime_seconds=convert.seconds(time.monotonic() - self._started_at),
             calls=self._admission.calls,
             held_bytes=self._admission.held_bytes,
             refused_calls=self._admission.refused,
@@ -188,11 +188,11 @@ def _of(method: str, counts: MethodCounts) -> pb.MethodStatistics:
         input_tokens=counts.input_tokens,
         output_tokens=counts.output_tokens,
         cached_tokens=counts.cached_tokens,
-        total_seconds=counts.total_s,
-        preprocess_seconds=counts.preprocess_s,
-        queue_seconds=counts.queue_s,
-        prefill_seconds=counts.prefill_s,
-        decode_seconds=counts.decode_s,
+        total_seconds=convert.seconds(counts.total_s),
+        preprocess_seconds=convert.seconds(counts.preprocess_s),
+        queue_seconds=convert.seconds(counts.queue_s),
+        prefill_seconds=convert.seconds(counts.prefill_s),
+        decode_seconds=convert.seconds(counts.decode_s),
     )
 
 

@@ -142,7 +142,7 @@ async def analyze(
             cached_tokens=used.cached_tokens,
             image_tokens=engine.info.image_positions * len(metrics),
         ),
-        total_time_ms=1e3 * (time.monotonic() - began),
+        total_time_ms=convert.milliseconds(1e3 * (time.monotonic() - began)),
         model=engine.info.model,
         request_id=call.request_id,
         image_size=common_pb2.ImageSize(width=size[0], height=size[1]),

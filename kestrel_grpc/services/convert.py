@@ -39,12 +39,6 @@ _PRIORITIES = {
     common_pb2.PRIORITY_NORMAL: "normal",
     common_pb2.PRIORITY_HIGH: "high",
 }
-_PRIORITIES = {
-    common_pb2.PRIORITY_UNSPECIFIED: "normal",
-    common_pb2.PRIORITY_LOW: "low",
-    common_pb2.PRIORITY_NORMAL: "normal",
-    common_pb2.PRIORITY_HIGH: "high",
-}
 _FINISH_REASONS = {
     "stop": common_pb2.FINISH_REASON_STOP,
     "length": common_pb2.FINISH_REASON_LENGTH,
@@ -387,14 +381,24 @@ def box(found: Mapping[str, float]) -> common_pb2.Box:
 
 def timings(metrics: EngineMetrics) -> common_pb2.Timings:
     return common_pb2.Timings(
-        queue_time_ms=metrics.queue_time_ms,
-        preprocess_time_ms=metrics.preprocess_time_ms,
-        prefill_time_ms=metrics.prefill_time_ms,
-        decode_time_ms=metrics.decode_time_ms,
-        ttft_ms=metrics.ttft_ms,
-        processing_time_ms=metrics.processing_time_ms,
-        total_time_ms=metrics.total_time_ms,
+        queue_time_ms=milliseconds(metrics.queue_time_ms),
+        preprocess_time_ms=milliseconds(metrics.preprocess_time_ms),
+        prefill_time_ms=milliseconds(metrics.prefill_time_ms),
+        decode_time_ms=milliseconds(metrics.decode_time_ms),
+        ttft_ms=milliseconds(metrics.ttft_ms),
+        processing_time_ms=milliseconds(metrics.processing_time_ms),
+        total_time_ms=milliseconds(metrics.total_time_ms),
     )
+
+
+def milliseconds(duration_ms: float) -> float:
+    """Rounded to microseconds: further digits are noise of the clock."""
+    return round(duration_ms, 3)
+
+
+def seconds(duration_s: float) -> float:
+    """Rounded to microseconds."""
+    return round(duration_s, 6)
 
 
 def shared_fields(result: EngineResult, image_positions: int) -> dict[str, Any]:

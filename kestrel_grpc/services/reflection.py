@@ -1,30 +1,157 @@
-"""Server reflection, versions v1 and v1alpha, so that grpcurl, buf curl and their like need no protos.
+"""Server reflection, versions v1 and v1alpha, so that grpcurl, buf curl and similar tools need no .proto files.
 
-grpcio-reflection serves v1alpha only; the messages of v1 are the same on the wire, so one servicer answers both names.
+grpcio-reflection's own servicer finds no methods and knows v1alpha only. This one finds every symbol: services,
+methods, messages, fields, oneofs, enums, their values and extensions. The messages of v1 and v1alpha are the same on
+the wire, so one servicer answers both names.
 """
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any
+
 import grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from grpc_reflection.v1alpha.reflection import SERVICE_NAME as V1ALPHA
-from grpc_reflection.v1alpha.reflection import aio  # type: ignore[attr-defined]
+from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf.descriptor import FileDescriptor
+from grpc_reflection.v1alpha import reflection_pb2 as pb
 
 V1 = "grpc.reflection.v1.ServerReflection"
+V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"
 
 
 def add_reflection(server: grpc.aio.Server, service_names: tuple[str, ...]) -> None:
-    """Describes ``service_names``, health and reflection itself."""
-    # v1 has no descriptors here; clients that list it find it described by v1alpha's name.
-    servicer = aio.ReflectionServicer(  # type: ignore[attr-defined]
-        (*service_names, V1ALPHA)
-    )
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
+    """Describes ``service_names`` and reflection itself to any caller of ``server``."""
+    reflection = Reflection((*service_names, V1, V1ALPHA))
     handler = grpc.stream_stream_rpc_method_handler(
-        servicer.ServerReflectionInfo,
-        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
-        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+        reflection.answer,
+        request_deserializer=pb.ServerReflectionRequest.FromString,
+        response_serializer=pb.ServerReflectionResponse.SerializeToString,
     )
     server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(V1, {"ServerReflectionInfo": handler}),)
+        tuple(
+            grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler})
+            for name in (V1, V1ALPHA)
+        )
     )
+
+
+class Reflection:
+    """Answers what is asked of protobuf's default pool of descriptors, which holds every file that was imported."""
+
+    def __init__(self, service_names: Iterable[str]) -> None:
+        self._service_names = sorted(service_names)
+        self._pools = (descriptor_pool.Default(), _pool_of_v1())
+
+    async def answer(
+        self, requests: AsyncIterator[pb.ServerReflectionRequest], context: Any
+    ) -> AsyncIterator[pb.ServerReflectionResponse]:
+        """One response for each request, in their order."""
+        async for request in requests:
+            response = self._answer(request)
+            response.valid_host = request.host
+            response.original_request.CopyFrom(request)
+            yield response
+
+    def _answer(self, request: pb.ServerReflectionRequest) -> pb.ServerReflectionResponse:
+        kind = request.WhichOneof("message_request")
+        if kind == "list_services":
+            services = [pb.ServiceResponse(name=name) for name in self._service_names]
+            return pb.ServerReflectionResponse(
+                list_services_response=pb.ListServiceResponse(service=services)
+            )
+        for pool in self._pools:
+            try:
+                match kind:
+                    case "file_by_filename":
+                        return _files(pool.FindFileByName(request.file_by_filename))
+                    case "file_containing_symbol":
+                        return _files(_file_of(pool, request.file_containing_symbol))
+                    case "file_containing_extension":
+                        wanted = request.file_containing_extension
+                        extended = pool.FindMessageTypeByName(wanted.containing_type)
+                        extension: Any = pool.FindExtensionByNumber(
+                            extended, wanted.extension_number
+                        )
+                        return _files(extension.file)
+                    case "all_extension_numbers_of_type":
+                        name = request.all_extension_numbers_of_type
+                        extensions = pool.FindAllExtensions(pool.FindMessageTypeByName(name))
+                        return pb.ServerReflectionResponse(
+                            all_extension_numbers_response=pb.ExtensionNumberResponse(
+                                base_type_name=name,
+                                extension_number=sorted(each.number for each in extensions),
+                            )
+                        )
+            except KeyError:
+                continue
+        if kind is None:
+            return _error(grpc.StatusCode.INVALID_ARGUMENT, "the request asks for nothing")
+        asked = str(getattr(request, kind)).strip()
+        return _error(grpc.StatusCode.NOT_FOUND, f"{kind} not found: {asked}")
+
+
+def _file_of(pool: descriptor_pool.DescriptorPool, symbol: str) -> FileDescriptor:
+    """The file that declares a symbol, whatever it is. Raises KeyError.
+
+    An enum's value is found by two names: beside the enum, where protobuf declares it, and below the enum, where
+    grpcurl looks for it.
+    """
+    try:
+        return pool.FindFileContainingSymbol(symbol)
+    except KeyError:  # protobuf's pool in Python finds neither methods nor values below their enum.
+        parent, _, name = symbol.rpartition(".")
+    declared: Any
+    try:
+        declared = pool.FindServiceByName(parent)
+        members = declared.methods_by_name
+    except KeyError:
+        declared = pool.FindEnumTypeByName(parent)
+        members = declared.values_by_name
+    if name not in members:
+        raise KeyError(symbol)
+    file: FileDescriptor = declared.file
+    return file
+
+
+def _files(file: FileDescriptor) -> pb.ServerReflectionResponse:
+    """The file, then those that it imports, directly or not."""
+    protos = []
+    for each in _with_imports(file, set()):
+        proto = descriptor_pb2.FileDescriptorProto()
+        each.CopyToProto(proto)
+        protos.append(proto.SerializeToString())
+    return pb.ServerReflectionResponse(
+        file_descriptor_response=pb.FileDescriptorResponse(file_descriptor_proto=protos)
+    )
+
+
+def _with_imports(file: FileDescriptor, seen: set[str]) -> Iterator[FileDescriptor]:
+    if file.name not in seen:
+        seen.add(file.name)
+        yield file
+        for imported in file.dependencies:
+            yield from _with_imports(imported, seen)
+
+
+def _error(code: grpc.StatusCode, message: str) -> pb.ServerReflectionResponse:
+    return pb.ServerReflectionResponse(
+        error_response=pb.ErrorResponse(error_code=code.value[0], error_message=message)
+    )
+
+
+def _pool_of_v1() -> descriptor_pool.DescriptorPool:
+    """A pool with the descriptors of v1, made from those of v1alpha: no Python package brings them."""
+    proto = descriptor_pb2.FileDescriptorProto()
+    pb.DESCRIPTOR.CopyToProto(proto)
+    proto.name = "grpc/reflection/v1/reflection.proto"
+    proto.package = "grpc.reflection.v1"
+    for message in proto.message_type:
+        for field in message.field:
+            if field.HasField("type_name"):
+                field.type_name = field.type_name.replace(".v1alpha.", ".v1.")
+    for method in proto.service[0].method:
+        method.input_type = method.input_type.replace(".v1alpha.", ".v1.")
+        method.output_type = method.output_type.replace(".v1alpha.", ".v1.")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(proto)
+    return pool

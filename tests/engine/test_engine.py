@@ -176,6 +176,8 @@ async def test_a_request_may_not_ask_for_more_tokens_than_the_engine_gives(make_
         (lambda e: e.query(None, "q", settings={"top_p": 1.5}), InvalidRequest, "top_p"),
         (lambda e: e.query(None, "q", settings={"adapter": "x@1"}), InvalidRequest, "adapter"),
         (lambda e: e.submit("paint"), SkillUnavailable, "skill"),
+        (lambda e: e.submit("query", timeout_s=float("nan")), InvalidRequest, "timeout_s"),
+        (lambda e: e.prepare_image(PICTURE, timeout_s="5"), InvalidRequest, "timeout_s"),
     ],
 )
 async def test_bad_requests_name_their_field_and_hold_nothing(make_engine, call, error, field):

@@ -41,7 +41,7 @@ async def test_it_records_steps_and_tells_of_its_file(serve, tmp_path):
     assert (stopped.file, stopped.steps) == (started.file, 20)
     assert (await admin.StopProfile()).file == started.file
     [path] = tmp_path.iterdir()
-    assert (path.name, path.stat().st_size) == (started.file, stopped.file_bytes)
+    assert (path.name, path.stat().st_size) == (started.file, stopped.size_bytes)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     again = await admin.StartProfile(seconds=0.1)

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.api import annotations_pb2
 from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
@@ -98,6 +100,9 @@ async def test_health_follows_an_engine_that_dies(serve, monkeypatch):
     assert model.state == model_service_pb2.MODEL_STATE_FAILED
 
 
+VISION = pb.DESCRIPTOR.services_by_name["VisionService"]
+
+
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 async def test_reflection_describes_the_services(serve, version):
     served = await serve()
@@ -118,13 +123,52 @@ async def test_reflection_describes_the_services(serve, version):
         MODEL_SERVICE,
         ADMIN_SERVICE,
         "grpc.health.v1.Health",
+        "grpc.reflection.v1.ServerReflection",
         "grpc.reflection.v1alpha.ServerReflection",
     }
-    ours = pb.DESCRIPTOR.services_by_name["VisionService"]
-    assert [method.name for method in vision.methods] == [method.name for method in ours.methods]
+    assert [method.name for method in vision.methods] == [method.name for method in VISION.methods]
     assert vision.methods_by_name["StreamDetect"].server_streaming
     image = vision.methods_by_name["Detect"].input_type.fields_by_name["image"].message_type
     assert {"encoded", "raw"} <= {field.name for field in image.oneofs_by_name["source"].fields}
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_finds_every_symbol(serve, version):
+    served = await serve()
+    ask = served.channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    symbols = [
+        *(f"{VISION_SERVICE}.{method.name}" for method in VISION.methods),
+        *(field.full_name for field in pb.DetectRequest.DESCRIPTOR.fields),
+        "kestrel.v1.PRIORITY_LOW",
+        "kestrel.v1.Priority.PRIORITY_LOW",
+        "google.api.http",  # an extension
+    ]
+    http = annotations_pb2.http.number
+    options = "google.protobuf.MethodOptions"
+    requests = [
+        *({"file_containing_symbol": symbol} for symbol in symbols),
+        {"file_containing_extension": {"containing_type": options, "extension_number": http}},
+        {"all_extension_numbers_of_type": options},
+        {"file_containing_symbol": f"{VISION_SERVICE}.Smell"},
+        {"file_containing_symbol": "kestrel"},
+        {"file_containing_extension": {"containing_type": options, "extension_number": 1}},
+        {},
+    ]
+    asked = [reflection_pb2.ServerReflectionRequest(host="h", **each) for each in requests]
+    answers = [answer async for answer in ask(iter(asked))]
+    assert [answer.original_request for answer in answers] == asked
+    assert {answer.valid_host for answer in answers} == {"h"}
+    *files, numbers, _, _, _, _ = answers
+    for symbol, answer in zip([*symbols, "extension"], files, strict=True):
+        assert answer.file_descriptor_response.file_descriptor_proto, symbol
+    assert http in numbers.all_extension_numbers_response.extension_number
+    codes = [answer.error_response.error_code for answer in answers[-4:]]
+    assert codes == [5, 5, 5, 3]
+    assert "Smell" in answers[-4].error_response.error_message
 
 
 class ToV1(grpc.StreamStreamClientInterceptor):

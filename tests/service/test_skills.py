@@ -53,6 +53,8 @@ async def test_a_stream_tells_what_one_answer_tells(serve, skill):
         common_pb2.FINISH_REASON_LENGTH,
     )
     assert response.timings.total_time_ms >= response.timings.ttft_ms > 0
+    for _, duration in response.timings.ListFields():
+        assert duration == round(duration, 3)
 
     stream_request = getattr(pb, f"Stream{skill}Request")(request=request)
     events = await collect(getattr(served.vision, f"Stream{skill}")(stream_request))

@@ -184,7 +184,9 @@ def _statistics(told: pb.GetStatisticsResponse) -> ServerStatistics:
 
 
 def _profile(told: pb.StopProfileResponse) -> Profile:
-    return Profile(**{name: getattr(told, name) for name in Profile.__dataclass_fields__})
+    return Profile(
+        file=told.file, file_bytes=told.size_bytes, seconds=told.seconds, steps=told.steps
+    )
 
 
 def _whole(name: str, number: int | None) -> int | None:

@@ -30,7 +30,9 @@ def from_struct(struct: struct_pb2.Struct) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> Any:
-    """Tuples and mappings of any kind as the lists and dicts that Struct takes."""
+    """Tuples, arrays and mappings of any kind as the lists and dicts that Struct takes."""
+    if hasattr(value, "tolist"):  # an array or a number of numpy
+        return value.tolist()
     if isinstance(value, Mapping):
         return {key: _listed(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

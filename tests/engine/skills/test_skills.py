@@ -1,5 +1,6 @@
 """The skills' state machines, token by token: rules asked for, events given, results."""
 
+import numpy as np
 import pytest
 
 from kestrel_engine.errors import InvalidRequest, SkillUnavailable
@@ -90,10 +91,17 @@ def test_query_prompts_follow_the_family(request, family, direct, reasoning):
     assert built.prompt_suffix == (1, 15381, 2, 204, 205, *reasoning)
 
 
-def test_spatial_references_become_coordinates_and_sizes(moondream3):
-    built, _ = start(
-        QuerySkill(), moondream3, question="x", spatial_refs=[[0.5, 0.25], (0.0, 0.0, 0.5, 1.0)]
-    )
+@pytest.mark.parametrize(
+    "refs",
+    [
+        [[0.5, 0.25], (0.0, 0.0, 0.5, 1.0)],
+        [np.array([0.5, 0.25], np.float32), np.array([0, 0, 0.5, 1])],
+        [(np.float32(0.5), np.float64(0.25)), (np.int64(0), 0, np.float16(0.5), 1)],
+    ],
+    ids=["lists", "arrays", "numbers of numpy"],
+)
+def test_spatial_references_become_coordinates_and_sizes(moondream3, refs):
+    built, _ = start(QuerySkill(), moondream3, question="x", spatial_refs=refs)
     assert built.prompt_suffix[3:8] == (
         Coord(0.5),
         Coord(0.25),
@@ -102,6 +110,12 @@ def test_spatial_references_become_coordinates_and_sizes(moondream3):
         Size(0.5, 1.0),
     )
     assert built.needs_image
+
+
+def test_an_array_of_points_is_a_list_of_points(moondream3):
+    points = np.array([[0.5, 0.25], [1, 0]], np.float32)
+    built, _ = start(QuerySkill(), moondream3, question="x", spatial_refs=points)
+    assert built.prompt_suffix[3:7] == (Coord(0.5), Coord(0.25), Coord(1.0), Coord(0.0))
 
 
 def test_reasoning_grounds_its_chunks_then_answers(moondream3, codec):

@@ -314,12 +314,12 @@ class StopProfileResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FILE_FIELD_NUMBER: _builtins.int
-    FILE_BYTES_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     file: _builtins.str
     """Its name in the server's folder."""
-    file_bytes: _builtins.int
+    size_bytes: _builtins.int
     """Its size in bytes; at least 1."""
     seconds: _builtins.float
     """Seconds that were recorded; at least 0."""
@@ -329,13 +329,13 @@ class StopProfileResponse(_message.Message):
         self,
         *,
         file: _builtins.str = ...,
-        file_bytes: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
         seconds: _builtins.float = ...,
         steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "file_bytes", b"file_bytes", "seconds", b"seconds", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "seconds", b"seconds", "size_bytes", b"size_bytes", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
