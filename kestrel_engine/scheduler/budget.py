@@ -27,9 +27,9 @@ class Allowance:
     """What is left of one step's budget. The first piece of work is always let in, however large."""
 
     def __init__(self, budget: StepBudget, *, decoding: bool) -> None:
-        scale = 1 if decoding else budget.idle_scale
-        self._positions = budget.prefill_positions * scale
-        self._crops = budget.crops * scale
+        self._scale = 1 if decoding else budget.idle_scale
+        self._positions = budget.prefill_positions * self._scale
+        self._crops = budget.crops * self._scale
         self._used = 0.0
 
     @property
@@ -40,6 +40,11 @@ class Allowance:
     def used(self) -> float:
         """The share that was taken, at most 1."""
         return min(self._used, 1.0)
+
+    @property
+    def work(self) -> float:
+        """What was taken, as a multiple of all new work that one step may hold beside decoding."""
+        return self._used * self._scale
 
     @property
     def crops(self) -> int:

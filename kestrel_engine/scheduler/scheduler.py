@@ -3,11 +3,14 @@
 Pure Python, ints in and ints out; it owns sequences, pages, the prefix cache and the picture bookkeeping, and knows no
 tensor, text, skill or clock. One thread uses it. Several steps may be out at a time; they run in the order scheduled.
 
-Policy. Everybody who can decode decodes in every step. Beside them a step takes new work within its allowance: text in
-chunks, pictures crop by crop, image prefixes whole. Those who wait join when a batch place and the pages of their
+Policy. All sequences that can decode do so in every step. Beside them a step takes new work within its allowance: text
+in chunks, images crop by crop, image prefixes whole. Those that wait join when a batch place and the pages of their
 prompt are free; pages for sampled tokens are taken as they are needed. When none is left, cached prefixes go first,
 then the youngest sequence of the least priority is preempted: it waits again and recomputes what it had, sampled
 tokens included.
+
+Principals share the batch (shares.py): one may fill it while no other has work, and gives places back when one with
+less than its share waits (place_taker.py).
 """
 
 from __future__ import annotations
@@ -27,13 +30,18 @@ from ..step import (
     StepToken,
     TokenRule,
 )
+from .audit import check_holdings, check_phases
 from .budget import Allowance, Pacer
 from .pages import PagePool
 from .pictures import Pictures
+from .place_taker import PlaceTaker
 from .policy import SchedulerPolicy, SchedulerStats
+from .prefill_order import PrefillOrder
 from .prefix_cache import PrefixCache
+from .prefixes_underway import PrefixesUnderway
 from .scheduled import Scheduled
 from .sequence import Phase, Sequence
+from .shares import Shares
 from .waiting import WaitingQueue
 
 
@@ -46,15 +54,16 @@ class Scheduler:
         self._pool = PagePool(limits.num_pages)
         self._cache = PrefixCache(self._pool)
         self._pictures = Pictures(self._policy.kept_embeddings)
-        self._queue = WaitingQueue(self._policy.aging_s)
+        self._shares = Shares(limits.max_batch_size)
+        self._queue = WaitingQueue(self._policy.aging_s, self._shares)
+        self._places = PlaceTaker(limits.max_batch_size, self._shares)
+        self._order = PrefillOrder(self._policy, self._shares)
         self._running: dict[int, Sequence] = {}
         self._sequences: dict[int, Sequence] = {}
-        self._computing: dict[Hashable, int] = {}
-        """Image prefixes being computed, by (namespace, picture), with the sequence that does it."""
+        self._underway = PrefixesUnderway(shared=self._policy.prefix_cache)
         self._out: deque[tuple[StepPlan, list[Scheduled]]] = deque()
         self._ended: list[int] = []
         self._next_step_id = 0
-        self._pictures_first = True
         self._pacer = Pacer(self._policy.budget)
         self._preemptions = self._cached_positions = self._prompt_positions = 0
 
@@ -94,6 +103,7 @@ class Scheduler:
         assert self.fits(sequence.num_prompt_positions, sequence.max_tokens), (
             "callers check fits() first"
         )
+        sequence.account = self._shares.enter(sequence.principal, sequence.weight)
         self._sequences[sequence.sequence_id] = sequence
         self._queue.add(sequence)
 
@@ -112,6 +122,7 @@ class Scheduler:
         dropped, ended = self._pictures.take_dropped(), tuple(self._ended)
         self._ended = []
         scheduled: list[Scheduled] = []
+        self._take_place(now)
         decode = self._decode_rows(scheduled)
         while (admitted := self._admit(now)) is not None:
             if admitted.can_decode:
@@ -119,7 +130,7 @@ class Scheduler:
         encode: list[EncodeSlice] = []
         prefill: list[Row] = []
         if not self._pacer.pauses(len(decode)):
-            self._take_on(encode, prefill, scheduled, num_decode=len(decode))
+            self._take_on(encode, prefill, scheduled, now, num_decode=len(decode))
         plan = StepPlan(
             step_id=self._next_step_id,
             drop_images=dropped,
@@ -201,39 +212,19 @@ class Scheduler:
         self._pictures.flush()
 
     def check(self) -> None:
-        """Raises AssertionError unless pages, tree, phases and counts agree."""
+        """Raises AssertionError unless pages, tree, phases, shares and counts agree."""
         self._pool.check()
         self._cache.check()
         self._pictures.check()
+        self._shares.check()
+        self._underway.check(self._running.keys())
         assert len(self._running) <= self._limits.max_batch_size
-        waiting = {s.sequence_id for s in self._queue}
-        assert len(waiting) == len(self._queue)
-        assert (
-            waiting | self._running.keys() == self._sequences.keys()
-            and not waiting & self._running.keys()
-        )
-        references = [0] * self._pool.num_pages
-        users: dict[str, int] = {}
-        for sequence in self._sequences.values():
-            running = sequence.phase is Phase.RUNNING
-            assert running == (sequence.sequence_id in self._running)
-            assert running or not (sequence.pages or sequence.node or sequence.uses_picture)
-            assert len(sequence.pages) * self._limits.page_size >= sequence.num_scheduled
-            if sequence.uses_picture and sequence.image is not None:
-                users[sequence.image.key] = users.get(sequence.image.key, 0) + 1
-            for page in sequence.pages:
-                references[page] += 1
-        assert users == self._pictures.users(), "a picture has users that do not exist"
-        held = sum(self._pool.references(page) for page in range(self._pool.num_pages))
-        assert held == sum(references) + self._cache.num_pages, (
-            "a page is lost or referenced by nobody"
-        )
-        assert set(self._computing.values()) <= self._running.keys()
+        check_phases(self._sequences, self._running, [s.sequence_id for s in self._queue])
+        size = self._limits.page_size
+        check_holdings(self._sequences, size, self._pool, self._cache, self._pictures)
 
     def _num_pages(self, positions: int) -> int:
         return -(-positions // self._limits.page_size)
-
-    # Decode.
 
     def _decode_rows(self, scheduled: list[Scheduled]) -> list[Row]:
         ready = [s for s in self._running.values() if s.can_decode]
@@ -280,43 +271,29 @@ class Scheduler:
         sequence.epoch += 1
         self._queue.add_first(sequence)
 
-    # Prefill.
-
     def _take_on(
         self,
         encode: list[EncodeSlice],
         prefill: list[Row],
         scheduled: list[Scheduled],
+        now: float,
         *,
         num_decode: int,
     ) -> None:
         """Schedules pictures and prompts as far as the allowance goes."""
         allowance = Allowance(self._policy.budget, decoding=num_decode > 0)
-        order = self._prefill_order()
+        order = self._order.order(self._running.values(), now)
         for sequence in order:
             if allowance.is_spent:
                 break
+            before = allowance.work
             self._prefill(sequence, allowance, encode, prefill, scheduled)
+            work = allowance.work - before
+            assert sequence.account is not None
+            self._shares.charge(sequence.account, work)
+            self._order.took(sequence, work, now)
         waiting = len(self._queue) + sum(1 for sequence in order if sequence.needs_prefill)
         self._pacer.took(allowance.used, num_decode, waiting)
-
-    def _prefill_order(self) -> list[Sequence]:
-        """Those with prompt left to compute; pictures and text take turns at the head, so that neither holds the other
-        up for longer than a step. Text goes by arrival, but a long one counts as having come later."""
-        waiting = [s for s in self._running.values() if s.needs_prefill]
-        pictures = [s for s in waiting if s.uses_picture]
-        text = [s for s in waiting if not s.uses_picture]
-        text.sort(key=self._text_rank)
-        if pictures and text:
-            self._pictures_first = not self._pictures_first
-        return pictures + text if self._pictures_first else text + pictures
-
-    def _text_rank(self, sequence: Sequence) -> float:
-        """Seconds: arrival, put off by priority as in the queue and by what is left to compute. Nobody starves, for
-        those who come much later rank behind whatever their length."""
-        left = len(sequence.tokens) - sequence.cursor
-        delay = sequence.priority * self._policy.aging_s + left * self._policy.yield_s_per_position
-        return sequence.arrived_at + delay
 
     def _prefill(
         self,
@@ -353,41 +330,56 @@ class Scheduler:
             encode.append(piece)
         return self._pictures.is_encoded(image.key)
 
-    # Admission.
-
     def _admit(self, now: float) -> Sequence | None:
-        """Takes the next waiting sequence that has room; nobody overtakes it, unless it waits for a picture's prefix
-        that another is computing."""
-        while len(self._running) < self._limits.max_batch_size:
-            sequence = self._queue.head(now)
-            if sequence is None or sequence.in_flight:
-                return None
-            prefix = self._image_prefix_key(sequence)
-            if prefix is not None and self._must_wait_for(sequence, prefix):
-                self._queue.park(sequence, prefix)
-                continue
-            if not self._take_pages(sequence, now):
-                return None
-            self._queue.remove(sequence.sequence_id)
-            sequence.move(Phase.RUNNING)
-            self._running[sequence.sequence_id] = sequence
-            if sequence.image is not None and sequence.cursor == 0:
-                self._pictures.acquire(sequence.image)
-                sequence.uses_picture = True
-                if prefix is not None:
-                    self._computing[prefix] = sequence.sequence_id
-            return sequence
+        """Takes the next waiting sequence that has room; none overtakes it, unless it waits for an image's prefix that
+        another is computing."""
+        if len(self._running) == self._limits.max_batch_size:
+            return None
+        sequence = self._next(now)
+        if sequence is None or not self._take_pages(sequence, now):
+            return None
+        self._join(sequence, now)
+        return sequence
+
+    def _take_place(self, now: float) -> None:
+        """Takes the next waiting sequence in place of one that runs, if the batch is full and it has a better claim."""
+        if len(self._running) < self._limits.max_batch_size or not self._places.next_step():
+            return
+        if self._shares.num_principals == 1 and not self._queue.has_best_priority:
+            return
+        sequence = self._next(now)
+        victim = sequence and self._places.victim(sequence, self._running.values())
+        if sequence is None or victim is None or not self._take_pages(sequence, now):
+            return
+        self._preempt(victim)
+        self._places.took()
+        self._join(sequence, now)
+
+    def _next(self, now: float) -> Sequence | None:
+        """The next that waits, once those that wait for an image's prefix are set aside; None if none can be taken."""
+        while (sequence := self._queue.head(now)) is not None and not sequence.in_flight:
+            prefix = self._underway.key(sequence)
+            if prefix is None or not self._must_wait_for(sequence, prefix):
+                return sequence
+            self._queue.park(sequence, prefix)
         return None
 
-    def _image_prefix_key(self, sequence: Sequence) -> Hashable | None:
-        if sequence.image is None or not self._policy.prefix_cache:
-            return None
-        return (sequence.namespace, sequence.image.key)
+    def _join(self, sequence: Sequence, now: float) -> None:
+        """Moves a waiting sequence that has its pages into the batch."""
+        self._queue.take(sequence, now)
+        sequence.move(Phase.RUNNING)
+        self._running[sequence.sequence_id] = sequence
+        assert sequence.account is not None
+        sequence.account.num_running += 1
+        if sequence.image is not None and sequence.cursor == 0:
+            self._pictures.acquire(sequence.image)
+            sequence.uses_picture = True
+            self._underway.begin(sequence)
 
     def _must_wait_for(self, sequence: Sequence, prefix: Hashable) -> bool:
         size = self._limits.page_size
         atoms = sequence.atoms(size, sequence.image_prefix // size)
-        return prefix in self._computing and not self._cache.contains(sequence.namespace, atoms)
+        return prefix in self._underway and not self._cache.contains(sequence.namespace, atoms)
 
     def _take_pages(self, sequence: Sequence, now: float) -> bool:
         """Reserves the pages of all tokens there are, cached ones shared; False, and nothing held, if they are too few.
@@ -419,8 +411,6 @@ class Scheduler:
             self._prompt_positions += total
         return True
 
-    # Rows.
-
     def _row(
         self, sequence: Sequence, count: int, scheduled: list[Scheduled], *, is_prefill: bool
     ) -> Row:
@@ -429,6 +419,10 @@ class Scheduler:
         tokens = tuple(sequence.tokens[sequence.cursor : sequence.cursor + count])
         skipped = max(0, sequence.image_prefix - 2) if sequence.cursor == 0 else 0
         sequence.cursor += count
+        if not is_prefill:
+            account = sequence.account
+            assert account is not None
+            account.used += account.token_cost
         sequence.num_scheduled += count + skipped
         sample: SampleSpec | None = None
         if sequence.cursor == len(sequence.tokens):
@@ -450,8 +444,6 @@ class Scheduler:
         assert oldest is plan, f"step {plan.step_id} came back before step {oldest.step_id}"
         return scheduled
 
-    # Ends.
-
     def _keep_prefix(self, sequence: Sequence) -> None:
         """Puts what has been computed and come back into the prefix cache, by whole pages."""
         if self._policy.prefix_cache and sequence.num_committed:
@@ -468,14 +460,15 @@ class Scheduler:
 
     def _prefix_is_there(self, sequence: Sequence) -> None:
         """Lets those go on who wait for an image prefix, because it is cached or because its computation ended."""
-        prefix = self._image_prefix_key(sequence)
-        if prefix is not None and self._computing.get(prefix) == sequence.sequence_id:
-            del self._computing[prefix]
+        prefix = self._underway.end(sequence)
+        if prefix is not None:
             self._queue.release(prefix)
 
     def _give_back(self, sequence: Sequence) -> None:
         """Frees batch place, pages, lock and picture of a running sequence."""
         del self._running[sequence.sequence_id]
+        assert sequence.account is not None
+        sequence.account.num_running -= 1
         self._pool.release(sequence.pages)
         sequence.replace_pages([])
         if sequence.node is not None:
@@ -495,5 +488,7 @@ class Scheduler:
         else:
             self._queue.remove(sequence.sequence_id)
         sequence.move(Phase.FINISHED)
+        assert sequence.account is not None
+        self._shares.leave(sequence.account)
         del self._sequences[sequence.sequence_id]
         self._ended.append(sequence.sequence_id)

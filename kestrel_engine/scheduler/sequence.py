@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ..requests import ImageBlock, PreparedImage, Prompt, SamplingParams, Token, num_positions
 from ..step import PREVIOUS, Previous, StepToken, TokenRule
 from .prefix_cache import Atom, Node
+from .shares import Account
 
 NUM_PRIORITIES = 3
 """0 is the best, 1 the default, 2 the least."""
@@ -56,6 +57,8 @@ class Sequence:
     deadline_at: float | None = None
     """Not taken up after that; the scheduler's clock."""
 
+    account: Account | None = None
+    """The principal's, while the scheduler has the sequence."""
     phase: Phase = Phase.WAITING
     tokens: list[Token | Previous] = field(default_factory=list)
     cursor: int = 0

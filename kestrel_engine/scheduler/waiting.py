@@ -1,99 +1,207 @@
-"""WaitingQueue: who is next. Owns the order of those who wait: priority, age, arrival.
+"""WaitingQueue: which sequence is next. Owns the order of those that wait: priority, share, arrival.
 
-First in, first out within a priority. Between priorities the head with the best priority wins, where waiting
-``aging_s`` seconds is worth one step of priority, so nobody starves. No operation costs more the longer the queue is.
+Within a priority the principal that has used least of the device goes first (shares.py), and a principal's own requests
+go in order of arrival. Between priorities the better one wins. A priority that was not served for ``aging_s`` seconds
+counts as one better, so none starves. What would bring a principal beyond its share of the batch, while others have
+work, counts as of the least priority. No operation costs more the longer the queue is.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 from .sequence import NUM_PRIORITIES, Sequence
+from .shares import Account, Shares
+
+_SPARE_ENTRIES = 8
+
+
+class _Flow(OrderedDict[int, Sequence]):
+    """What one principal has waiting at one priority, by sequence id. Compared by identity."""
+
+    def __init__(self, account: Account) -> None:
+        super().__init__()
+        self.account = account
+
+    def first(self) -> Sequence:
+        return next(iter(self.values()))
+
+
+class _Level:
+    """One priority: a flow for each principal, and the order of the flows."""
+
+    def __init__(self) -> None:
+        self.flows: dict[Account, _Flow] = {}
+        self.served_at = -math.inf
+        self._ties = itertools.count()
+        # (used, tie, flow). ``used`` only grows, so an entry is never too late; one that is too early, or whose flow
+        # is empty, is put right when it comes up.
+        self._heap: list[tuple[float, int, _Flow]] = []
+
+    def flow(self, account: Account) -> _Flow:
+        """The account's flow, for a sequence that joins it."""
+        flow = self.flows.get(account)
+        if flow is None:
+            flow = self.flows[account] = _Flow(account)
+            if len(self._heap) > 2 * len(self.flows) + _SPARE_ENTRIES:
+                self._heap = [entry for entry in self._heap if entry[2]]
+                heapq.heapify(self._heap)
+            heapq.heappush(self._heap, (account.used, next(self._ties), flow))
+        return flow
+
+    def remove(self, sequence: Sequence) -> bool:
+        """Whether it was there."""
+        account = sequence.account
+        flow = None if account is None else self.flows.get(account)
+        if flow is None or account is None or flow.pop(sequence.sequence_id, None) is None:
+            return False
+        if not flow:
+            del self.flows[account]
+        return True
+
+    def head(self, fits: Callable[[Account], bool]) -> Sequence | None:
+        """The first request of the principal that has used least, of those that fit if there are such. Those that do
+        not fit run something, so they are no more than the batch has places."""
+        passed_over = []
+        while (entry := self._least()) is not None and not fits(entry[2].account):
+            passed_over.append(heapq.heappop(self._heap))
+        for each in passed_over:
+            heapq.heappush(self._heap, each)
+        entry = entry or self._least()
+        return None if entry is None else entry[2].first()
+
+    def _least(self) -> tuple[float, int, _Flow] | None:
+        heap = self._heap
+        while heap:
+            used, tie, flow = heap[0]
+            if not flow:
+                heapq.heappop(heap)
+            elif used < flow.account.used:
+                heapq.heapreplace(heap, (flow.account.used, tie, flow))
+            else:
+                return heap[0]
+        return None
 
 
 class WaitingQueue:
-    """Sequences in order, some of them parked until a picture's prefix is there."""
+    """Sequences in order, some of them parked until an image's prefix is there. Each has its ``account``."""
 
-    def __init__(self, aging_s: float) -> None:
-        self._aging_s = aging_s
-        self._levels: list[OrderedDict[int, Sequence]] = [
-            OrderedDict() for _ in range(NUM_PRIORITIES)
-        ]
+    def __init__(self, aging_s: float, shares: Shares) -> None:
+        self._aging_s, self._shares = aging_s, shares
+        self._levels = [_Level() for _ in range(NUM_PRIORITIES)]
+        self._waiting: dict[int, Sequence] = {}
         self._parked: dict[Hashable, OrderedDict[int, Sequence]] = {}
         self._parked_at: dict[int, Hashable] = {}
-        self._deadlines: list[tuple[float, int, int]] = []
+        self._deadlines: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
-        return sum(map(len, self._levels)) + len(self._parked_at)
+        return len(self._waiting)
 
     def __iter__(self) -> Iterator[Sequence]:
         for level in self._levels:
-            yield from level.values()
+            for flow in level.flows.values():
+                yield from flow.values()
         for parked in self._parked.values():
             yield from parked.values()
 
     @property
-    def has_ready(self) -> bool:
-        """Whether anybody waits who is not parked."""
-        return any(self._levels)
+    def has_best_priority(self) -> bool:
+        """Whether one of the best priority waits that isn't parked."""
+        return bool(self._levels[0].flows)
 
     def add(self, sequence: Sequence) -> None:
-        """At the end of its priority."""
-        self._levels[sequence.priority][sequence.sequence_id] = sequence
+        """Behind what its principal has waiting at its priority."""
+        account = self._enter(sequence)
+        self._levels[sequence.priority].flow(account)[sequence.sequence_id] = sequence
         if sequence.deadline_at is not None:
-            heapq.heappush(
-                self._deadlines, (sequence.deadline_at, sequence.sequence_id, sequence.priority)
-            )
+            heapq.heappush(self._deadlines, (sequence.deadline_at, sequence.sequence_id))
 
     def add_first(self, sequence: Sequence) -> None:
-        """At the head of its priority: it was taken before."""
-        level = self._levels[sequence.priority]
-        level[sequence.sequence_id] = sequence
-        level.move_to_end(sequence.sequence_id, last=False)
+        """Ahead of what its principal has waiting at its priority: it was taken before."""
+        self._enter(sequence)
+        self._put_first(sequence)
 
     def head(self, now: float) -> Sequence | None:
         """The next to be taken."""
-        heads = [next(iter(level.values())) for level in self._levels if level]
-        return min(
-            heads, key=lambda s: s.priority - (now - s.arrived_at) / self._aging_s, default=None
-        )
+        best, best_rank = None, (math.inf, math.inf)
+        has_place_left = self._shares.has_place_left
+        for level in self._levels:
+            sequence = level.head(has_place_left)
+            if sequence is None:
+                continue
+            account = sequence.account
+            assert account is not None
+            waited = now - max(sequence.arrived_at, level.served_at)
+            priority = sequence.priority if has_place_left(account) else NUM_PRIORITIES - 1
+            rank = (priority - waited / self._aging_s, account.used)
+            if rank < best_rank:
+                best, best_rank = sequence, rank
+        return best
+
+    def take(self, sequence: Sequence, now: float) -> None:
+        """Takes out one that waits and isn't parked, because its turn has come."""
+        level = self._levels[sequence.priority]
+        assert level.remove(sequence), f"sequence {sequence.sequence_id} does not wait"
+        level.served_at = now
+        assert sequence.account is not None
+        self._shares.served(sequence.account)
+        self._leave(sequence)
 
     def remove(self, sequence_id: int) -> Sequence | None:
-        """Takes one out wherever it waits; None if it doesn't."""
+        """Takes one out wherever it waits, without its turn; None if it doesn't."""
+        sequence = self._waiting.get(sequence_id)
+        if sequence is None:
+            return None
         if sequence_id in self._parked_at:
             reason = self._parked_at.pop(sequence_id)
-            sequence = self._parked[reason].pop(sequence_id)
+            del self._parked[reason][sequence_id]
             if not self._parked[reason]:
                 del self._parked[reason]
-            return sequence
-        for level in self._levels:
-            if sequence_id in level:
-                return level.pop(sequence_id)
-        return None
+        else:
+            self._levels[sequence.priority].remove(sequence)
+        self._leave(sequence)
+        return sequence
 
     def park(self, sequence: Sequence, reason: Hashable) -> None:
         """Sets a waiting sequence aside until release(reason)."""
-        del self._levels[sequence.priority][sequence.sequence_id]
+        self._levels[sequence.priority].remove(sequence)
         self._parked.setdefault(reason, OrderedDict())[sequence.sequence_id] = sequence
         self._parked_at[sequence.sequence_id] = reason
 
     def release(self, reason: Hashable) -> None:
-        """Puts those parked for ``reason`` back at the head of their priorities, in their order."""
+        """Puts those parked for ``reason`` back ahead of what their principals have waiting, in their order."""
         parked = self._parked.pop(reason, None)
         for sequence in reversed(parked.values() if parked else ()):
             del self._parked_at[sequence.sequence_id]
-            self.add_first(sequence)
+            self._put_first(sequence)
 
     def expired(self, now: float) -> list[int]:
-        """Ids of those for whom nothing was computed yet and whose deadline has passed; each is named once."""
+        """Ids of those for which nothing was computed yet and whose deadline has passed; each is named once."""
         ids = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, sequence_id, priority = heapq.heappop(self._deadlines)
-            sequence = self._levels[priority].get(sequence_id)
-            if sequence is None and sequence_id in self._parked_at:
-                sequence = self._parked[self._parked_at[sequence_id]][sequence_id]
+            _, sequence_id = heapq.heappop(self._deadlines)
+            sequence = self._waiting.get(sequence_id)
             if sequence is not None and sequence.admitted_at is None:
                 ids.append(sequence_id)
         return ids
+
+    def _put_first(self, sequence: Sequence) -> None:
+        assert sequence.account is not None
+        flow = self._levels[sequence.priority].flow(sequence.account)
+        flow[sequence.sequence_id] = sequence
+        flow.move_to_end(sequence.sequence_id, last=False)
+
+    def _enter(self, sequence: Sequence) -> Account:
+        assert sequence.account is not None
+        self._shares.begin_waiting(sequence.account)
+        self._waiting[sequence.sequence_id] = sequence
+        return sequence.account
+
+    def _leave(self, sequence: Sequence) -> None:
+        assert sequence.account is not None
+        sequence.account.num_waiting -= 1
+        del self._waiting[sequence.sequence_id]

@@ -35,6 +35,8 @@ class Spec:
     arrived_at: float = 0.0
     deadline_at: float | None = None
     namespace: str = ""
+    principal: str = ""
+    weight: float = 1.0
     waits_at: frozenset[int] = frozenset()
     stops_at: int | None = None
     """The request ends when token ``stops_at`` has come back, as by an end token."""
@@ -53,6 +55,8 @@ class Spec:
             rule=TokenRule(),
             max_tokens=self.max_tokens,
             namespace=self.namespace,
+            principal=self.principal,
+            weight=self.weight,
             priority=self.priority,
             arrived_at=self.arrived_at,
             deadline_at=self.deadline_at,
@@ -180,6 +184,8 @@ def random_spec(rng: random.Random, number: int, now: float = 0.0) -> Spec:
         arrived_at=now,
         deadline_at=now + rng.random() * 30 if rng.random() < 0.1 else None,
         namespace=rng.choice(["", "", "x"]),
+        principal=(principal := rng.choice(["", "", "a", "b"])),
+        weight={"": 1.0, "a": 0.5, "b": 4.0}[principal],
         waits_at=frozenset(rng.sample(range(24), rng.randint(0, 12))),
         stops_at=rng.randint(1, max_tokens) if rng.random() < 0.5 else None,
     )
