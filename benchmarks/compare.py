@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .report import shown
+from .reports.report import shown
 
 
 @dataclass(frozen=True)

@@ -20,17 +20,9 @@ from torch import Tensor
 
 from kestrel_engine.step import StepToken
 
-from .opening import parse
-from .report import Report, add_arguments
-from .sides import (
-    Request,
-    Side,
-    Talk,
-    add_side_arguments,
-    answer,
-    make_request,
-    open_side,
-)
+from .models.opening import parse
+from .models.sides import Request, Side, Talk, add_side_arguments, answer, make_request, open_side
+from .reports.report import Report, add_arguments
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,13 @@ from kestrel_engine.requests import SamplingParams
 from kestrel_engine.runtime.protocol import StepHandle
 from kestrel_engine.step import StepPlan, TokenRule
 
-from . import bars
-from .device_rates import copy_rate, synchronize
-from .gpu_report import GpuReport, command_line
-from .hand_made_steps import HandMadeSteps, Held
-from .model_work import chosen_experts, decoder_bytes, touched
-from .opening import Opened, model_arguments, open_model, parse, server_gc
-from .report import add_arguments, median, quantile
+from .device.model_work import chosen_experts, decoder_bytes, touched
+from .device.rates import copy_rate, synchronize
+from .models.hand_made_steps import HandMadeSteps, Held
+from .models.opening import Opened, model_arguments, open_model, parse, server_gc
+from .reports import bars
+from .reports.gpu_report import GpuReport, command_line
+from .reports.report import add_arguments, median, quantile
 
 ROWS_A_PREFILL = 8
 FIRST_TEXT_ID = 10

@@ -31,7 +31,7 @@ from kestrel_engine.step import RuntimeLimits, StepPlan, StepResult, StepToken
 from kestrel_engine.timings import RequestTimings
 from kestrel_grpc.process.interpreter import GC_THRESHOLDS
 
-from .report import Report, add_arguments, median, quantile
+from .reports.report import Report, add_arguments, median, quantile
 
 PREFIX, PAGE_SIZE = 730, 10
 WARM_UP = 50

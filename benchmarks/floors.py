@@ -22,17 +22,10 @@ from kestrel_engine.model_config import VisionConfig
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.images import open_image
 
-from .chart_trace import draw_pictures
-from .device_rates import (
-    copy_rate,
-    fp8_gemm_rate,
-    gemm_rate,
-    seconds_of,
-    supports_fp8,
-    synchronize,
-)
-from .gpu_report import GpuReport, command_line
-from .report import add_arguments, median
+from .device.rates import copy_rate, fp8_gemm_rate, gemm_rate, seconds_of, supports_fp8, synchronize
+from .reports.gpu_report import GpuReport, command_line
+from .reports.report import add_arguments, median
+from .traffic.chart_trace import draw_pictures
 
 PREPROCESSING_FROM = 2_000_000
 """Numbers of the pictures that are preprocessed."""

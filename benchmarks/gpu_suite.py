@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .chart_trace import NUM_PICTURES, draw_pictures
-from .gpu_report import Figure, GpuReport, command_line, line
+from .reports.gpu_report import Figure, GpuReport, command_line, line
+from .traffic.chart_trace import NUM_PICTURES, draw_pictures
 
 MODELS = ("moondream2", "moondream3-preview")
 RUNS = {"moondream2": ((64, 3), (64, 30), (1, 3)), "moondream3-preview": ((64, 3), (64, 30))}
@@ -120,7 +120,7 @@ def run_job(job: Job, limit_s: float) -> bool:
 
 def measure_model(args: argparse.Namespace) -> bool:
     """The parts of one model, in this process. True: all went well."""
-    from .opening import model_arguments, open_model
+    from .models.opening import model_arguments, open_model
 
     flags = ["--model", args.one, "--device", args.device]
     flags += ["--threads", "1"] if args.quick else ["--random-weights"]
@@ -145,11 +145,11 @@ def measure_model(args: argparse.Namespace) -> bool:
 
 
 def _trace(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
-    from .chart_trace import make_trace
-    from .opening import engine_on, server_gc
-    from .step_log import StepLog
+    from .models.opening import engine_on, server_gc
     from .trace import measure_trace, warm_up
-    from .trace_run import RunPlan
+    from .traffic.chart_trace import make_trace
+    from .traffic.step_log import StepLog
+    from .traffic.trace_run import RunPlan
 
     trace = make_trace(
         opened.built.codec.encode, num_prompts=4 if args.quick else None, cache=args.cache
@@ -170,11 +170,11 @@ def _trace(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
 
 
 def _saturate(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
-    from .chart_trace import make_trace
-    from .opening import engine_on, server_gc
-    from .step_log import StepLog
+    from .models.opening import engine_on, server_gc
     from .trace import measure_saturated
-    from .trace_run import RunPlan
+    from .traffic.chart_trace import make_trace
+    from .traffic.step_log import StepLog
+    from .traffic.trace_run import RunPlan
 
     streams, tokens = (2, 12) if args.quick else (64, 768)
     trace = make_trace(opened.built.codec.encode, num_prompts=2 * streams)

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import argparse
 
-from . import overhead_engine, overhead_service
-from .overhead_servers import Load, Pace
-from .report import Report, add_arguments
+from .overhead import engine as overhead_engine
+from .overhead import service as overhead_service
+from .overhead.servers import Load, Pace
+from .reports.report import Report, add_arguments
 
 
 def main(arguments: list[str] | None = None) -> Report:

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from kestrel_engine.requests import num_positions
 
-from .opening import parse
-from .report import Report, add_arguments
-from .sides import (
+from .models.opening import parse
+from .models.sides import (
     Request,
     Side,
     Talk,
@@ -35,6 +34,7 @@ from .sides import (
     make_request,
     open_side,
 )
+from .reports.report import Report, add_arguments
 
 OF_ONE_HEAD = 10
 """Tolerances that one head of one position may be off by, while its stretch is within one."""

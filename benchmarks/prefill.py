@@ -20,14 +20,14 @@ from torch import Tensor
 from kestrel_engine.models.text import Moe
 from kestrel_engine.requests import ImageBlock
 
-from . import bars
 from .decode import FIRST_TEXT_ID
-from .device_rates import gemm_rate, seconds_of
-from .gpu_report import GpuReport, command_line
-from .hand_made_steps import HandMadeSteps
-from .model_work import moe_flop, prefix_flop
-from .opening import Opened, model_arguments, open_model, parse
-from .report import add_arguments, median
+from .device.model_work import moe_flop, prefix_flop
+from .device.rates import gemm_rate, seconds_of
+from .models.hand_made_steps import HandMadeSteps
+from .models.opening import Opened, model_arguments, open_model, parse
+from .reports import bars
+from .reports.gpu_report import GpuReport, command_line
+from .reports.report import add_arguments, median
 from .vision import prepared_pictures
 
 QUESTION = 25

@@ -28,8 +28,8 @@ from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.preprocess.prepared_cache import source_key
 from kestrel_grpc.process.interpreter import SWITCH_INTERVAL_S
 
-from .chart_trace import draw, shape_of
-from .report import Report, add_arguments, median, quantile
+from .reports.report import Report, add_arguments, median, quantile
+from .traffic.chart_trace import draw, shape_of
 
 VISION, LIMITS = VisionConfig(), ImageLimits()
 SHARES = (1, 2, 4, 8, 14)

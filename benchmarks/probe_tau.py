@@ -23,10 +23,10 @@ from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.models.text import Placement, Tau, TextBlock
 from kestrel_engine.step import Row
 
-from .hand_made_steps import HandMadeSteps
-from .opening import parse
-from .report import Report, add_arguments
-from .sides import Request, Side, add_request_arguments, make_request, open_side
+from .models.hand_made_steps import HandMadeSteps
+from .models.opening import parse
+from .models.sides import Request, Side, add_request_arguments, make_request, open_side
+from .reports.report import Report, add_arguments
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Of a factor, which lies between -0.5 and 2.5."""

@@ -31,11 +31,11 @@ from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.step import Row
 
 from .decode import FIRST_TEXT_ID
-from .device_rates import synchronize
-from .gpu_report import GpuReport, command_line
-from .hand_made_steps import HandMadeSteps, Held
-from .opening import ModelRuntime, Opened, engine_on, model_arguments, open_model, parse
-from .report import add_arguments
+from .device.rates import synchronize
+from .models.hand_made_steps import HandMadeSteps, Held
+from .models.opening import ModelRuntime, Opened, engine_on, model_arguments, open_model, parse
+from .reports.gpu_report import GpuReport, command_line
+from .reports.report import add_arguments
 from .vision import prepared_pictures
 
 RELATIVE_ERROR = {"float32": 1e-3, "float16": 0.01, "bfloat16": 0.03}

@@ -15,9 +15,9 @@ from functools import partial
 
 from kestrel_engine import RuntimeConfig
 
-from .callers import Answer, EngineTarget, Target, engine_target, served_target
-from .pictures import jpeg
-from .report import Report, add_arguments, median, quantile
+from .reports.report import Report, add_arguments, median, quantile
+from .traffic.callers import Answer, EngineTarget, Target, engine_target, served_target
+from .traffic.images import jpeg
 
 Call = Callable[[], Awaitable[Answer]]
 NUM_CALLERS = (1, 4, 16, 64)

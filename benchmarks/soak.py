@@ -35,10 +35,10 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 
-from .report import Report, add_arguments, median, quantile
-from .soak_server import Held
-from .soak_traffic import traffic
-from .span_receiver import SpanReceiver
+from .reports.report import Report, add_arguments, median, quantile
+from .soaking.server import Held
+from .soaking.span_receiver import SpanReceiver
+from .soaking.traffic import traffic
 
 ROUND_S = 10.0
 REST_S = 20.0
@@ -78,7 +78,7 @@ class Server:
         }
         with self.log.open("wb") as log:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.soak_server", *FLAGS],
+                [sys.executable, "-m", "benchmarks.soaking.server", *FLAGS],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -28,9 +28,9 @@ from kestrel_engine import RuntimeConfig
 from kestrel_engine.checkpoint.catalog import BUNDLED
 from kestrel_engine.checkpoint.open import open_model
 
-from . import bars
-from .gpu_report import GpuReport, command_line
-from .report import add_arguments
+from .reports import bars
+from .reports.gpu_report import GpuReport, command_line
+from .reports.report import add_arguments
 
 PATIENCE_S = 400.0
 """A server that isn't ready by then has failed."""

@@ -29,7 +29,7 @@ from kestrel_grpc.telemetry.metrics import ServiceMetrics
 from kestrel_grpc.telemetry.opening import Telemetry
 from kestrel_grpc.telemetry.tracing import CallTracing
 
-from .report import Report, add_arguments, median
+from .reports.report import Report, add_arguments, median
 
 METHOD = "/kestrel.v1.VisionService/Query"
 NUM_STEPS = 10

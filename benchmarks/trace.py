@@ -17,13 +17,36 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from . import bars
-from .chart_trace import ChartTrace, Question, add_trace_arguments, draw_pictures, trace_from
-from .gpu_report import GpuReport, command_line
-from .opening import Opened, RunningEngine, engine_on, model_arguments, open_model, parse, server_gc
-from .report import Row, add_arguments
-from .step_log import StepLog
-from .trace_run import RunPlan, Steady, part_summary, parts, run_trace, span, steady, summary
+from .models.opening import (
+    Opened,
+    RunningEngine,
+    engine_on,
+    model_arguments,
+    open_model,
+    parse,
+    server_gc,
+)
+from .reports import bars
+from .reports.gpu_report import GpuReport, command_line
+from .reports.report import Row, add_arguments
+from .traffic.chart_trace import (
+    ChartTrace,
+    Question,
+    add_trace_arguments,
+    draw_pictures,
+    trace_from,
+)
+from .traffic.step_log import StepLog
+from .traffic.trace_run import (
+    RunPlan,
+    Steady,
+    part_summary,
+    parts,
+    run_trace,
+    span,
+    steady,
+    summary,
+)
 
 WARM_UP_FROM = 1_000_000
 """Numbers of the pictures that warm up: the trace has none of them."""
@@ -213,7 +236,7 @@ async def profile(
     name: str,
 ) -> None:
     """Runs once more while the GPU is watched: how busy it was with kernels, and with which."""
-    from .device_trace import record
+    from .device.trace import record
 
     # The first time it takes the profiler seconds to get ready.
     await asyncio.to_thread(record, 0.05)

@@ -4,10 +4,10 @@ python -m benchmarks.trace_grpc --model moondream2 --random-weights --device cud
 python -m benchmarks.trace_grpc --model moondream2 --random-weights --device cuda --saturate
 
 Starts ``kestrel-grpc serve`` with the model's flags (or asks the server at --server, which must have been started with
---skill benchmarks.forced_skill:ForcedQuery) and asks by StreamSkill, as the forced end is no setting of StreamQuery.
+--skill benchmarks.models.forced_skill:ForcedQuery) and asks by StreamSkill: StreamQuery has no setting for a forced end.
 --saturate: long answers of all streams at once, first by the engine alone in a process of its own (benchmarks.trace
 --saturate), then through gRPC: tokens/s and their ratio. How busy the GPU is comes from torch's profiler inside the
-server, by the skill benchmarks.profile_skill:DeviceProfile, in a run of its own.
+server, by the skill benchmarks.models.profile_skill:DeviceProfile, in a run of its own.
 """
 
 from __future__ import annotations
@@ -30,12 +30,10 @@ from kestrel_client import AsyncKestrelClient
 from kestrel_engine.checkpoint.open import open_model
 from kestrel_engine.preprocess.prompt import Tokenizer
 
-from . import bars
-from .chart_trace import ChartTrace, add_trace_arguments, draw_pictures, trace_from
-from .gpu_report import GpuReport, command_line
-from .grpc_clients import ClientProcesses
-from .opening import QUICK, model_arguments, parse, server_flags
-from .report import Row, add_arguments
+from .models.opening import QUICK, model_arguments, parse, server_flags
+from .reports import bars
+from .reports.gpu_report import GpuReport, command_line
+from .reports.report import Row, add_arguments
 from .trace import (
     WARM_UP_FROM,
     add_run_arguments,
@@ -44,9 +42,14 @@ from .trace import (
     settle,
     warm_up_questions,
 )
-from .trace_run import RunPlan, part_summary, parts, steady, summary
+from .traffic.chart_trace import ChartTrace, add_trace_arguments, draw_pictures, trace_from
+from .traffic.grpc_clients import ClientProcesses
+from .traffic.trace_run import RunPlan, part_summary, parts, steady, summary
 
-SKILLS = ("benchmarks.forced_skill:ForcedQuery", "benchmarks.profile_skill:DeviceProfile")
+SKILLS = (
+    "benchmarks.models.forced_skill:ForcedQuery",
+    "benchmarks.models.profile_skill:DeviceProfile",
+)
 PROFILE_AFTER_S, PROFILE_S = 0.7, 0.6
 """When the profile of a saturated run begins, and how long it is."""
 ROOT = Path(__file__).parents[1]

@@ -23,14 +23,14 @@ from kestrel_engine.model_config import VisionConfig
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.images import open_image
 
-from . import bars
-from .chart_trace import draw_pictures
-from .device_rates import gemm_rate, seconds_of
-from .gpu_report import GpuReport, command_line
-from .hand_made_steps import HandMadeSteps
-from .model_work import vision_flop
-from .opening import Opened, model_arguments, open_model, parse
-from .report import add_arguments, median
+from .device.model_work import vision_flop
+from .device.rates import gemm_rate, seconds_of
+from .models.hand_made_steps import HandMadeSteps
+from .models.opening import Opened, model_arguments, open_model, parse
+from .reports import bars
+from .reports.gpu_report import GpuReport, command_line
+from .reports.report import add_arguments, median
+from .traffic.chart_trace import draw_pictures
 
 PICTURES_FROM = 3_000_000
 """Numbers of the pictures whose crops are encoded."""

@@ -27,9 +27,9 @@ from kestrel_client import AsyncKestrelClient, KestrelClient
 from kestrel_engine import RuntimeConfig
 from kestrel_engine.checkpoint.open import open_model
 
-from .made_up_tokenizer import tokenizer_file
-from .pictures import jpeg
-from .report import Report, add_arguments
+from .models.made_up_tokenizer import tokenizer_file
+from .reports.report import Report, add_arguments
+from .traffic.images import jpeg
 
 PATIENCE_S = 400.0
 WARM_S = 2.0

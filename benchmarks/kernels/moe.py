@@ -26,7 +26,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from benchmarks.device_rates import copy_rate
+from benchmarks.device.rates import copy_rate
 from benchmarks.kernels.random_experts import random_experts
 from kestrel_engine.kernels import moe_decode as decode
 from kestrel_engine.kernels import moe_prefill as prefill

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.report import Report, add_arguments
+from benchmarks.reports.report import Report, add_arguments
 from kestrel_engine.requests import SamplingParams
 from kestrel_engine.runtime.sampler import sample
 from kestrel_engine.step import SampleSpec, TokenRule, uniform

@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="counts spans")
 
-from benchmarks.rude_sockets import PREFACE, Asked, RudeCaller, frame
 from benchmarks.soak import TOKEN, Server, rest, timed
-from benchmarks.span_receiver import SpanReceiver
+from benchmarks.soaking.rude_sockets import PREFACE, Asked, RudeCaller, frame
+from benchmarks.soaking.span_receiver import SpanReceiver
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 

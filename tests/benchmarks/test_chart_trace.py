@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import pyvips
 
-from benchmarks import chart_trace
-from benchmarks.chart_trace import (
+from benchmarks.traffic import chart_trace
+from benchmarks.traffic.chart_trace import (
     NUM_PICTURES,
     NUM_QUESTIONS,
     SHAPES,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compare import compare, main, read_run
-from benchmarks.gpu_report import Figure, GpuReport, line
+from benchmarks.reports.gpu_report import Figure, GpuReport, line
 
 
 def write(path: Path, name: str, rate: float, time_ms: float) -> None:

@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 
 from benchmarks import compare_reference, inspect_kv, probe_tau
 from benchmarks.compare_reference import Place, verdict
-from benchmarks.report import Report
-from benchmarks.sides import IN_FP8, Request, Side
+from benchmarks.models.sides import IN_FP8, Request, Side
+from benchmarks.reports.report import Report
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.requests import Coord, ImageBlock, SamplingParams
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import figures_table
-from benchmarks.gpu_report import GpuReport
+from benchmarks.reports.gpu_report import GpuReport
 
 
 def test_figures_and_bars_become_rows(tmp_path: Path, capsys):

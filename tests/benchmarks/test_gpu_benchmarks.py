@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from benchmarks import (
-    chart_trace,
     compare,
     decode,
     figures_table,
@@ -25,7 +24,8 @@ from benchmarks import (
     trace_grpc,
     vision,
 )
-from benchmarks.report import Report
+from benchmarks.reports.report import Report
+from benchmarks.traffic import chart_trace
 
 MODEL = ("--threads", "1", "--max-batch-size", "16")
 

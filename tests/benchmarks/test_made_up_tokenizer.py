@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chart_trace import WORDS, make_trace
-from benchmarks.made_up_tokenizer import NUM_SPECIAL, tokenizer_file
-from benchmarks.opening import model_arguments
+from benchmarks.models.made_up_tokenizer import NUM_SPECIAL, tokenizer_file
+from benchmarks.models.opening import model_arguments
+from benchmarks.traffic.chart_trace import WORDS, make_trace
 from kestrel_engine.detokenize import StreamingText
 from kestrel_engine.preprocess.prompt import Tokenizer
 
@@ -36,7 +36,7 @@ def test_words_are_tokens_and_text_comes_back(tmp_path: Path):
 
 
 def test_questions_have_their_length_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.chart_trace.draw_pictures", lambda n, **_: [b""] * n)
+    monkeypatch.setattr("benchmarks.traffic.chart_trace.draw_pictures", lambda n, **_: [b""] * n)
     codec = Tokenizer.from_file(tokenizer_file(51200, tmp_path), vocab_size=51200)
     trace = make_trace(codec.encode)
     assert {12, 30} <= {q.num_tokens for q in trace.questions} <= set(range(12, 31))

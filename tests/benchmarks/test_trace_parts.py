@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from benchmarks.callers import Answer
-from benchmarks.device_trace import summarised
-from benchmarks.model_work import moe_flop, prefix_flop, vision_flop
-from benchmarks.profile_skill import DeviceProfile
-from benchmarks.step_log import StepLog
+from benchmarks.device.model_work import moe_flop, prefix_flop, vision_flop
+from benchmarks.device.trace import summarised
+from benchmarks.models.profile_skill import DeviceProfile
 from benchmarks.telemetry_overhead import step
-from benchmarks.trace_run import steady
+from benchmarks.traffic.callers import Answer
+from benchmarks.traffic.step_log import StepLog
+from benchmarks.traffic.trace_run import steady
 from kestrel_engine.errors import InvalidRequest
 from kestrel_engine.model_config import parse_model_config
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .report import median
+from ..reports.report import median
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,8 +1,8 @@
 """DeviceProfile: a skill that watches the GPU of the server it is plugged into: a server is profiled as it is.
 
-A server takes it by ``--skill benchmarks.profile_skill:DeviceProfile``. RunSkill with the argument ``seconds`` begins
-to watch in a thread and answers at once; without it, it tells what was seen: {"state", "trace"}. It costs the server
-one token of a short prompt.
+A server loads it with ``--skill benchmarks.models.profile_skill:DeviceProfile``. RunSkill with the argument ``seconds``
+starts to watch in a thread and answers at once. Without the argument, it returns what it saw: {"state", "trace"}. It
+costs the server one token of a short prompt.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Watcher:
         if not torch.cuda.is_available():
             self.state = "no CUDA device"
             return
-        from .device_trace import record
+        from ..device.trace import record
 
         try:
             trace = record(seconds)

@@ -16,7 +16,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from .chart_trace import WORDS
+from ..traffic.chart_trace import WORDS
 
 VERSION = 1
 NUM_SPECIAL = 10

@@ -8,9 +8,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..reports.report import Row, median, quantile
 from .callers import Answer, Target
 from .chart_trace import ChartTrace
-from .report import Row, median, quantile
 
 PROGRESS_S = 5.0
 """Seconds between lines that say how far a run is."""

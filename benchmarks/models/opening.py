@@ -24,7 +24,7 @@ from kestrel_grpc.process.interpreter import GC_THRESHOLDS, SWITCH_INTERVAL_S
 from kestrel_grpc.settings.flags import Parser
 from kestrel_grpc.settings.model import add_model_flags, runtime_config
 
-from .callers import EngineTarget
+from ..traffic.callers import EngineTarget
 from .forced_skill import ForcedCaption, ForcedQuery
 from .made_up_tokenizer import tokenizer_file
 

@@ -23,7 +23,7 @@ from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStu
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 
-from .pictures import jpeg
+from ..traffic.images import jpeg
 from .rude_sockets import Asked, RudeCaller
 
 NUM_CALLERS = 6

@@ -17,9 +17,9 @@ import grpc
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 
+from ..traffic.images import jpeg
 from .echo_server import STREAM, UNARY
-from .overhead_servers import Pace
-from .pictures import jpeg
+from .servers import Pace
 
 CALLERS_A_CLIENT = 16
 """A client process takes that many callers, so that clients are not what is measured."""

@@ -1,6 +1,6 @@
 """The server of soak.py: ``kestrel-grpc serve`` as it is, and a thread that tells what the process holds when asked.
 
-python -m benchmarks.soak_server FLAGS OF SERVE…
+python -m benchmarks.soaking.server FLAGS OF SERVE…
 
 For each line "probe" on standard input one JSON object (Held) goes to standard output, after a garbage collection.
 """

@@ -12,25 +12,11 @@ from multiprocessing.connection import Connection
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 
+from ..reports.report import Report, median, quantile
+from .callers import Callers, Heard, gaps_ms, process, tokens_of
 from .cpu_window import Window
 from .echo_server import STREAM, UNARY, run_echo
-from .overhead_callers import (
-    Callers,
-    Heard,
-    gaps_ms,
-    process,
-    tokens_of,
-)
-from .overhead_servers import (
-    QUESTION,
-    Load,
-    Pace,
-    Setting,
-    run_alone,
-    run_asked,
-    run_server,
-)
-from .report import Report, median, quantile
+from .servers import QUESTION, Load, Pace, Setting, run_alone, run_asked, run_server
 
 SETTINGS = (
     Setting("as it is"),

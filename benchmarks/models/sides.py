@@ -27,10 +27,10 @@ from kestrel_engine.skills import SkillContext, SkillControl, SkillRegistry, Ski
 from kestrel_engine.skills.base import TextCodec
 from kestrel_engine.step import Row, SampleSpec, StepToken, TokenRule
 
-from .device_rates import synchronize
+from ..device.rates import synchronize
+from ..traffic.images import jpeg
 from .hand_made_steps import HandMadeSteps
 from .opening import ModelRuntime, model_arguments
-from .pictures import jpeg
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from kestrel_client import AsyncKestrelClient
 from kestrel_client.streams import AsyncStream
 from kestrel_engine import InferenceEngine, RuntimeConfig, SkillRegistry
 
-from .forced_skill import ForcedCaption, ForcedQuery
+from ..models.forced_skill import ForcedCaption, ForcedQuery
 
 GREEDY = {"temperature": 0.0}
 

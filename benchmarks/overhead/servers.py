@@ -26,10 +26,10 @@ from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.telemetry import TelemetryConfig
 
+from ..traffic.images import jpeg
 from .canned_engine import CannedEngine
 from .cpu_window import snapshot
 from .paced_device import paced_build
-from .pictures import jpeg
 
 _NUM_DECODERS = max(2, (os.cpu_count() or 1) - 2)
 

@@ -1,6 +1,6 @@
 """The trace of the serving benchmarks: pictures and questions of the shape of ChartQA's test split, drawn by seed.
 
-python -m benchmarks.chart_trace [--cache FOLDER]      says what the pictures weigh
+python -m benchmarks.traffic.chart_trace [--cache FOLDER]      says what the pictures weigh
 
 1,509 pictures (60 % 850x600, 20 % 800x557, 20 % 420x520: a smooth background, drawn bars, discs and lines, a little
 noise, about 150 kB each as JPEG) and 2,500 questions of 12 to 30 tokens in picture order: each picture has one
@@ -279,7 +279,7 @@ def trace_from(args: argparse.Namespace, encode: Callable[[str], list[int]]) -> 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.chart_trace",
+        prog="benchmarks.traffic.chart_trace",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -2,7 +2,7 @@
 
 A constraint is data, so a skill in one file is all it takes.
 
-A server takes them by ``--skill benchmarks.forced_skill:ForcedQuery``; RunSkill reaches them.
+A server takes them by ``--skill benchmarks.models.forced_skill:ForcedQuery``; RunSkill reaches them.
 """
 
 from __future__ import annotations

@@ -20,12 +20,12 @@ from typing import Any
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 
+from ..reports.report import Report, Row
+from ..traffic.images import jpeg
+from .callers import Callers, process, tokens_of
 from .cpu_window import NAMES, Snapshot
 from .echo_server import STREAM, UNARY, run_echo
-from .overhead_callers import Callers, process, tokens_of
-from .overhead_servers import QUESTION, Load, Pace, Setting, run_canned
-from .pictures import jpeg
-from .report import Report, Row
+from .servers import QUESTION, Load, Pace, Setting, run_canned
 
 STREAM_LIMIT_US, UNARY_LIMIT_US = 15.0, 150.0
 SETTINGS = (Setting("as it is"), Setting("watched", watched=True))

@@ -1,0 +1,1 @@
+"""Loaded models and hand-made work for the benchmarks."""

@@ -1,0 +1,1 @@
+"""What a benchmark reports: figures beside bars and machine, as tables and JSON."""

@@ -1,0 +1,1 @@
+"""Requests and the callers that send them: traces, images, processes of clients."""
