@@ -4,7 +4,7 @@ python -m benchmarks.trace_grpc --model moondream2 --random-weights --device cud
 python -m benchmarks.trace_grpc --model moondream2 --random-weights --device cuda --saturate
 
 Starts ``kestrel-grpc serve`` with the model's flags (or asks the server at --server, which must have been started with
---skill benchmarks.models.forced_skill:ForcedQuery) and asks by StreamSkill: StreamQuery has no setting for a forced end.
+--skill benchmarks.models.forced_skill:ForcedQuery) and asks by StreamSkill: StreamQuery can force no end.
 --saturate: long answers of all streams at once, first by the engine alone in a process of its own (benchmarks.trace
 --saturate), then through gRPC: tokens/s and their ratio. How busy the GPU is comes from torch's profiler inside the
 server, by the skill benchmarks.models.profile_skill:DeviceProfile, in a run of its own.
