@@ -10,11 +10,10 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-import math
 import secrets
 import time
-import uuid
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from .errors import (
     ContextLengthError,
     DeadlineExceeded,
     EngineClosed,
-    EngineOverloaded,
     InvalidRequest,
     KestrelError,
     ProfileError,
@@ -40,6 +38,8 @@ from .observer import ImageEvent, Observer
 from .open_requests import OpenRequest, OpenRequests
 from .preprocess.pool import PreprocessPool
 from .profiling import ProfileRequest, take_profile
+from .queue_places import Place, QueuePlaces, until_displaced
+from .request_options import check_timeout, check_weight, checked_priority, checked_request_id
 from .requests import ImageBlock, PreparedImage, Prompt, num_positions
 from .runtime.gpu.memory import out_of_memory
 from .runtime.profile import Profile
@@ -55,11 +55,6 @@ from .watchdog import watch
 __all__ = ["EngineMetrics", "EngineResult", "EngineStream", "InferenceEngine", "StreamUpdate"]
 
 logger = logging.getLogger(__name__)
-
-PRIORITIES = {"high": 0, "normal": 1, "low": 2}
-
-MAX_REQUEST_ID_LENGTH = 128
-"""Characters of a caller's request id: it goes into every log line."""
 
 
 class InferenceEngine(SkillCalls):
@@ -102,6 +97,7 @@ class InferenceEngine(SkillCalls):
             allocate=built.allocate,
         )
         self._limits = built.runtime.limits
+        self._places = QueuePlaces(config.max_queue, self._sizes.max_batch_size)
         self._observer = observer
         self._aio = asyncio.get_running_loop()
         self._open = OpenRequests(self.info.model, observer, self._note_idle)
@@ -202,18 +198,37 @@ class InferenceEngine(SkillCalls):
         asks; "" is one principal too. ``weight``: the principal's share relative to others, above 0. Raises
         RequestError, EngineOverloaded, DeadlineExceeded, EngineClosed; later failures come through the stream.
         """
-        self.check_admission()
+        request_id = checked_request_id(request_id)
+        check_timeout(timeout_s)
+        place = self._take_place(principal, weight, priority)
+        try:
+            return await self._submit(
+                place, skill, image, arguments, settings, request_id, timeout_s, cache_salt
+            )
+        except BaseException:
+            self._places.give_back(place)
+            raise
+
+    async def _submit(
+        self,
+        place: Place,
+        skill: str,
+        image: Any,
+        arguments: Mapping[str, Any] | None,
+        settings: Mapping[str, Any] | None,
+        request_id: str,
+        timeout_s: float | None,
+        cache_salt: str,
+    ) -> EngineStream:
+        """``submit`` for a request that has its place."""
         now = time.monotonic()
         timings = RequestTimings(accepted_at=now)
-        request_id = _checked_request_id(request_id)
-        level = _checked_priority(priority)
-        _check_timeout(timeout_s)
         spec = self._skills.get(skill)
         request = spec.build(arguments or {}, settings or {}, self._context)
         if image is None and request.needs_image:
             raise InvalidRequest("image", "is required")
         prepared = (
-            await self._prepare(image, timings, timeout_s, cache_salt, principal)
+            await self._prepare(image, timings, timeout_s, cache_salt, place)
             if image is not None
             else None
         )
@@ -232,16 +247,18 @@ class InferenceEngine(SkillCalls):
             rule=control.rule(0),
             max_tokens=max_tokens,
             namespace=cache_salt,
-            principal=principal,
-            weight=weight,
-            priority=level,
+            principal=place.principal,
+            weight=place.weight,
+            priority=place.priority,
             arrived_at=now,
             deadline_at=now + min(bounds) if bounds else None,
         )
         stream = EngineStream(request_id, lambda: self._loop.abort(sequence_id))
-        self._open.add(
-            sequence_id, OpenRequest(skill, stream, timings, sequence, num_positions(prompt))
-        )
+        give_back = partial(self._places.give_back, place)
+        opened = OpenRequest(skill, stream, timings, sequence, num_positions(prompt), give_back)
+        self._open.add(sequence_id, opened)
+        place.is_waiting = lambda: sequence.admitted_at is None
+        place.displace = lambda error: self._loop.refuse(sequence_id, error)
         self._idle.clear()
         queue_limited = bool(bounds) and min(bounds) != timeout_s
         self._loop.submit(Work(request_id, sequence, control, output, timings, queue_limited))
@@ -254,23 +271,25 @@ class InferenceEngine(SkillCalls):
         timeout_s: float | None = None,
         cache_salt: str = "",
         request_id: str = "",
+        priority: str = "normal",
         principal: str = "",
         weight: float = 1.0,
     ) -> PreparedImage:
         """Checks, decodes and tiles an image ahead of the requests that will be about it, which take the result as
-        their ``image``; ``request_id`` is for the observer, ``principal`` and ``weight`` are as for ``submit``. Raises
-        ImageError, InvalidRequest, EngineOverloaded, DeadlineExceeded, EngineClosed."""
-        self.check_admission()
-        _check_timeout(timeout_s)
+        their ``image``; ``request_id`` is for the observer, ``priority``, ``principal`` and ``weight`` are as for
+        ``submit``. Raises ImageError, InvalidRequest, EngineOverloaded, DeadlineExceeded, EngineClosed."""
+        check_timeout(timeout_s)
+        place = self._take_place(principal, weight, priority)
         timings = RequestTimings(accepted_at=time.monotonic())
         prepared, error = None, ""
         try:
-            prepared = await self._prepare(image, timings, timeout_s, cache_salt, principal)
+            prepared = await self._prepare(image, timings, timeout_s, cache_salt, place)
             return prepared
         except BaseException as failed:
             error = type(failed).__name__
             raise
         finally:
+            self._places.give_back(place)
             self._observe_image(request_id, timings, prepared, error)
 
     def cancel(self, request_id: str) -> int:
@@ -350,17 +369,22 @@ class InferenceEngine(SkillCalls):
         async with started:
             return await started.result()
 
-    def check_admission(self) -> None:
-        """Raises EngineOverloaded if a request would find no room now, EngineClosed if none are taken."""
+    def check_admission(
+        self, principal: str = "", weight: float = 1.0, *, priority: str = "normal"
+    ) -> None:
+        """Raises EngineOverloaded if such a request would find no place now, EngineClosed if none are taken."""
+        self._check_open()
+        self._places.check(principal, weight, checked_priority(priority))
+
+    def _take_place(self, principal: str, weight: float, priority: str) -> Place:
+        self._check_open()
+        check_weight(weight)
+        return self._places.take(principal, weight, checked_priority(priority))
+
+    def _check_open(self) -> None:
         if self._closing:
             raise EngineClosed("the engine is shutting down")
         self._check_alive()
-        bound = self._config.max_queue + self._sizes.max_batch_size
-        if self.num_requests >= bound:
-            raise EngineOverloaded(
-                f"{self.num_requests} requests are running or waiting; the bound is {bound} "
-                f"(max_queue={self._config.max_queue} + max_batch_size={self._sizes.max_batch_size})"
-            )
 
     def _check_alive(self) -> None:
         """Raises EngineClosed unless a thread is there to compute what was taken."""
@@ -377,15 +401,17 @@ class InferenceEngine(SkillCalls):
         timings: RequestTimings,
         timeout_s: float | None,
         cache_salt: str,
-        principal: str,
+        place: Place,
     ) -> PreparedImage:
+        """Raises Displaced besides, if the request loses its place meanwhile."""
         if isinstance(image, PreparedImage):
             return image
         self._preparing += 1
         self._idle.clear()
         try:
             async with asyncio.timeout(timeout_s):
-                prepared = await self._pool.prepare(image, cache_salt, principal=principal)
+                preparing = self._pool.prepare(image, cache_salt, principal=place.principal)
+                prepared = await until_displaced(place, preparing)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the deadline of {timeout_s} s passed in preprocessing"
@@ -476,30 +502,6 @@ class InferenceEngine(SkillCalls):
         side = self._built.model.vision.crop_size
         await self.query(question="ready?", settings=settings)
         await self.caption(np.zeros((side, side, 3), np.uint8), settings=settings)
-
-
-def _checked_request_id(request_id: str | None) -> str:
-    if request_id is None:
-        return uuid.uuid4().hex
-    if not isinstance(request_id, str) or not request_id.isprintable() or not request_id:
-        raise InvalidRequest("request_id", "must be printable text")
-    if len(request_id) > MAX_REQUEST_ID_LENGTH:
-        raise InvalidRequest(
-            "request_id", f"has {len(request_id)} characters, the limit is {MAX_REQUEST_ID_LENGTH}"
-        )
-    return request_id
-
-
-def _checked_priority(priority: str) -> int:
-    if priority not in PRIORITIES:
-        raise InvalidRequest("priority", f"{priority!r} is not one of {', '.join(PRIORITIES)}")
-    return PRIORITIES[priority]
-
-
-def _check_timeout(timeout_s: float | None) -> None:
-    """A time that has passed is valid: the request ends with DeadlineExceeded."""
-    if timeout_s is not None and (isinstance(timeout_s, str) or math.isnan(timeout_s)):
-        raise InvalidRequest("timeout_s", f"{timeout_s!r} is not a number of seconds")
 
 
 def _policy(config: RuntimeConfig, sizes: Sizes) -> SchedulerPolicy:

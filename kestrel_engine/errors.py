@@ -16,6 +16,7 @@
     │   ├── DownloadError        the hub refused, is unreachable, or the file is absent
     │   └── InsufficientMemoryError
     ├── EngineOverloaded         a bounded queue is full; try again later
+    │   ├── Displaced            it waited, and gave its place to a request of a better claim
     │   ├── PixelsWaiting        the pictures that wait to be decoded are too many pixels
     │   └── QueueTimeout         it waited longer than the engine's max_queue_wait_s
     ├── DeadlineExceeded         the caller's own time ran out before the request was taken up
@@ -29,6 +30,7 @@ Nobody decides by the text of an error. What is impossible unless we made a mist
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 class KestrelError(Exception):
@@ -118,12 +120,29 @@ class InsufficientMemoryError(ModelLoadError):
     """Weights and cache don't fit the memory that is available."""
 
 
-class EngineOverloaded(KestrelError):
-    """A bounded queue is full. ``retry_after_s`` is a hint in seconds."""
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a principal holds of something that is shared, and its share while others want some."""
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+    principal: str
+    what: str
+    held: int
+    share: int
+
+
+class EngineOverloaded(KestrelError):
+    """A bounded queue is full. ``retry_after_s`` is a hint in seconds; ``quota`` tells the caller's share, if the
+    refusal is about one."""
+
+    def __init__(
+        self, message: str, *, retry_after_s: float = 1.0, quota: Quota | None = None
+    ) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.quota = retry_after_s, quota
+
+
+class Displaced(EngineOverloaded):
+    """The request waited, and gave its place to one of a better claim; nothing was computed for it."""
 
 
 class PixelsWaiting(EngineOverloaded):

@@ -118,6 +118,10 @@ class EngineLoop:
         """Any thread. Ends a request as "cancelled" before the next step; without effect if it has ended."""
         self._commands.put(lambda: self._abort(sequence_id))
 
+    def refuse(self, sequence_id: int, error: KestrelError) -> None:
+        """Any thread. Ends a request with ``error`` before the next step; without effect if it has ended."""
+        self._commands.put(lambda: self._refuse(sequence_id, error))
+
     def flush(self) -> None:
         """Any thread. Forgets cached prefixes and embeddings that nobody uses, before the next step."""
         self._commands.put(self._scheduler.flush)
@@ -290,6 +294,10 @@ class EngineLoop:
     def _abort(self, sequence_id: int) -> None:
         if sequence_id in self._active:
             self._end(sequence_id, "cancelled")
+
+    def _refuse(self, sequence_id: int, error: KestrelError) -> None:
+        if sequence_id in self._active:
+            self._end(sequence_id, error)
 
     def _expire(self, work: Work) -> None:
         waited = self._clock() - work.sequence.arrived_at

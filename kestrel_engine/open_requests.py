@@ -31,6 +31,7 @@ class OpenRequest:
     timings: RequestTimings
     sequence: Sequence
     input_tokens: int
+    on_end: Callable[[], None]
 
     def metrics(self, output_tokens: int) -> EngineMetrics:
         return self.timings.metrics(
@@ -84,6 +85,7 @@ class OpenRequests:
         self._on_end()
 
     def _end(self, request: OpenRequest, outcome: Finished | KestrelError) -> None:
+        request.on_end()
         timings = request.timings
         if timings.finished_at is None:  # The step thread never got to its end.
             timings.scheduled_at = request.sequence.admitted_at

@@ -10,7 +10,9 @@ import time
 
 from kestrel_engine import InferenceEngine, ModelNotFoundError, RuntimeConfig
 
+from .edge.current_call import find_call
 from .edge.statuses import ModelNotReady, ShuttingDown
+from .security.principal import ANONYMOUS, Scope
 
 
 class State(enum.Enum):
@@ -58,9 +60,13 @@ class ServedModel:
         self._state = State.DRAINING
 
     def check_room(self) -> None:
-        """Raises EngineOverloaded if a request would find no room; why it might be refused else is not asked here."""
+        """Raises EngineOverloaded if no request of the caller would find room. The message is not read yet, so the best
+        priority counts that the caller may ask for."""
         if self._engine is not None and self.state is State.READY:
-            self._engine.check_admission()
+            call = find_call()
+            caller = ANONYMOUS if call is None else call.principal
+            best = "high" if Scope.HIGH in caller.scopes else "normal"
+            self._engine.check_admission(caller.name, caller.weight, priority=best)
 
     def check_name(self, name: str | None, field: str = "model") -> None:
         """Raises ModelNotFoundError, naming what is served; None means the default."""

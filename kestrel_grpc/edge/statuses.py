@@ -97,6 +97,7 @@ TABLE: dict[type[Exception], _Row] = {
     ImagesNotKept: _Row(_Code.FAILED_PRECONDITION, "IMAGES_NOT_KEPT"),
     engine.RequestError: _Row(_Code.INVALID_ARGUMENT, "INVALID_REQUEST"),
     engine.EngineOverloaded: _Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+    engine.Displaced: _Row(_Code.RESOURCE_EXHAUSTED, "DISPLACED"),
     engine.PixelsWaiting: _Row(_Code.RESOURCE_EXHAUSTED, "PIXELS_WAITING"),
     engine.QueueTimeout: _Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_TIMEOUT"),
     UploadsFull: _Row(_Code.RESOURCE_EXHAUSTED, "UPLOADS_FULL"),

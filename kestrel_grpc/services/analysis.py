@@ -111,6 +111,7 @@ async def analyze(
         timeout_s=call.timeout_s,
         cache_salt=call.principal.namespace(options.cache_salt),
         request_id=call.request_id,
+        priority=options.priority,
         principal=call.principal.name,
         weight=call.principal.weight,
     )

@@ -17,6 +17,8 @@ from kestrel_grpc.security.admission import (
     RateExceeded,
     TooManyCalls,
 )
+from kestrel_grpc.security.principal import Scope
+from kestrel_grpc.security.tokens import line_of, new_token
 from kestrel_grpc.settings.security import CallLimits, SecurityConfig
 from kestrel_grpc.settings.server import MIB
 from tests.service.conftest import LIMITS
@@ -206,16 +208,21 @@ async def test_no_call_takes_longer_than_the_server_lets_it(serve, timeout):
     assert (await served.vision.Query(query())).usage.output_tokens == 2
 
 
-async def test_a_full_queue_refuses_before_a_message_is_decoded(serve):
-    served = await serve(slow(0.03), max_queue=1)
+async def test_a_full_queue_refuses_before_a_message_is_decoded(serve, tmp_path):
+    """A caller that may ask for the best priority is refused once its message tells that it did not."""
+    path, token = tmp_path / "tokens", new_token()
+    path.write_text(line_of("a", [Scope.INFER], token))
+    config = {"security": SecurityConfig(auth_tokens=str(path))}
+    served = await serve(slow(0.03), max_queue=1, server_config=config)
+    caller = (("authorization", f"Bearer {token}"),)
     held = [
-        asyncio.ensure_future(served.vision.Query(query(max_tokens=200)))
+        asyncio.ensure_future(served.vision.Query(query(max_tokens=200), metadata=caller))
         for _ in range(1 + LIMITS.max_batch_size)
     ]
     while served.engine.num_requests < len(held):
         await asyncio.sleep(0.005)
     garbage = served.channel.unary_unary("/kestrel.v1.VisionService/Query")
-    told = await failure(garbage(b"\xff" * 1000))
+    told = await failure(garbage(b"\xff" * 1000, metadata=caller))
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
     assert told.retry_after_s == 1
     assert served.server.guard.admission.calls == len(held)
@@ -224,5 +231,5 @@ async def test_a_full_queue_refuses_before_a_message_is_decoded(serve):
     await asyncio.gather(*held, return_exceptions=True)
     while served.engine.num_requests:
         await asyncio.sleep(0.005)
-    told = await failure(garbage(b"\xff" * 1000))
+    told = await failure(garbage(b"\xff" * 1000, metadata=caller))
     assert told.code is grpc.StatusCode.INVALID_ARGUMENT
