@@ -18,7 +18,7 @@ from grpc_status import rpc_status
 
 import kestrel_engine as engine
 
-from ..images.store import ImageNotFound, ImagesNotKept
+from ..images.store import ImageNotFound, ImagesFull, ImagesNotKept
 from ..security.admission import MessagesFull, MessageTooLarge, RateExceeded, TooManyCalls
 from ..security.principal import (
     CertificateRevoked,
@@ -100,6 +100,7 @@ TABLE: dict[type[Exception], _Row] = {
     engine.Displaced: _Row(_Code.RESOURCE_EXHAUSTED, "DISPLACED"),
     engine.PixelsWaiting: _Row(_Code.RESOURCE_EXHAUSTED, "PIXELS_WAITING"),
     engine.QueueTimeout: _Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_TIMEOUT"),
+    ImagesFull: _Row(_Code.RESOURCE_EXHAUSTED, "IMAGES_FULL"),
     UploadsFull: _Row(_Code.RESOURCE_EXHAUSTED, "UPLOADS_FULL"),
     RateExceeded: _Row(_Code.RESOURCE_EXHAUSTED, "RATE_EXCEEDED"),
     TooManyCalls: _Row(_Code.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS"),

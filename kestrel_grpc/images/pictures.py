@@ -14,7 +14,7 @@ from kestrel_engine import ImageTooLargeError
 
 from ..edge.current_call import find_call
 from ..services.convert import ImageId
-from .store import ImagesNotKept, ImageStore, KeptImage, digest_of, size_of
+from .store import ImagesFull, ImagesNotKept, ImageStore, KeptImage, digest_of, size_of
 
 _INLINE_BYTES = 1024 * 1024
 """Up to this size a picture is hashed on the event loop: it takes half a millisecond."""
@@ -52,21 +52,35 @@ class Pictures:
             return picture
         return Picture(picture.source, digest=digest_of(picture.source))
 
-    async def keep(self, owner: str, picture: Picture, size: tuple[int, int]) -> str:
-        """Keeps a picture that the engine has decoded, of (width, height) ``size``; its id, or "" if it doesn't fit."""
+    async def keep(
+        self, owner: str, picture: Picture, size: tuple[int, int], *, weight: float = 1.0
+    ) -> str:
+        """Keeps an image that the engine has decoded, of (width, height) ``size``; its id, or "" if it doesn't fit.
+        ``weight``: the owner's."""
         if picture.kept is not None:
             # Whether or not it was deleted meanwhile: what its owner deleted must not come back.
             return picture.kept.image_id
         if size_of(picture.source) > self.store.max_bytes:
             return ""
         digest = picture.digest or await self._digest(picture.source)
-        kept = self.store.put(owner, digest, picture.source, size)
+        try:
+            kept = self.store.put(owner, digest, picture.source, size, weight=weight)
+        except ImagesFull:
+            return ""
         return "" if kept is None else kept.image_id
 
-    async def put(self, owner: str, source: bytes | np.ndarray, size: tuple[int, int]) -> KeptImage:
-        """As ``keep``, where keeping is what was asked for. Raises ImagesNotKept, ImageTooLargeError."""
+    async def put(
+        self,
+        owner: str,
+        source: bytes | np.ndarray,
+        size: tuple[int, int],
+        *,
+        weight: float = 1.0,
+    ) -> KeptImage:
+        """As ``keep``, where keeping is what was asked for. Raises ImagesNotKept, ImageTooLargeError, ImagesFull."""
         self.check_size(size_of(source))
-        kept = self.store.put(owner, await self._digest(source), source, size)
+        digest = await self._digest(source)
+        kept = self.store.put(owner, digest, source, size, weight=weight)
         assert kept is not None, "its size was checked"
         return kept
 

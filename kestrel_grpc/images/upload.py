@@ -1,35 +1,96 @@
-"""Upload: one picture file that arrives in pieces. Owns the checks made meanwhile, and what all uploads may hold.
+"""Upload: one image file that arrives in pieces. Owns the checks made meanwhile, and what all uploads may hold.
 
 Nothing is kept anywhere else until ``finish`` has given the file.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from kestrel_client._pb.kestrel.v1 import image_service_pb2 as pb
-from kestrel_engine import ImageTooLargeError, InvalidRequest
+from kestrel_engine import DeadlineExceeded, ImageTooLargeError, InvalidRequest, Quota
 
 from ..edge.statuses import UploadsFull
 
 
 class UploadRoom:
-    """The bytes that unfinished uploads hold together, bounded by ``max_bytes``."""
+    """The bytes that unfinished uploads hold together, bounded by ``max_bytes``.
+
+    Each principal that uploads has a share by its weight, and may hold more while others leave room. When there is
+    none, an upload of a principal within its share ends the upload that has waited longest for a message, of the
+    principal that is furthest above its own share.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.used_bytes = max_bytes, 0
+        self._uploads: dict[str, dict[Upload, None]] = {}
+        """By principal, the one whose last message is oldest first."""
 
-    def take(self, num_bytes: int) -> None:
-        """Raises UploadsFull."""
-        if self.used_bytes + num_bytes > self.max_bytes:
-            raise UploadsFull(
-                f"unfinished uploads hold {self.used_bytes} of {self.max_bytes} bytes; try again soon"
-            )
+    def enter(self, upload: Upload) -> None:
+        self._uploads.setdefault(upload.principal, {})[upload] = None
+
+    def leave(self, upload: Upload) -> None:
+        """Gives its bytes back. Idempotent."""
+        uploads = self._uploads.get(upload.principal, {})
+        if upload in uploads:
+            del uploads[upload]
+            if not uploads:
+                del self._uploads[upload.principal]
+            self.used_bytes -= upload.num_bytes
+
+    def take(self, upload: Upload, num_bytes: int) -> None:
+        """For a further message of ``upload``. Raises UploadsFull."""
+        uploads = self._uploads[upload.principal]
+        uploads[upload] = uploads.pop(upload)
+        while self.used_bytes + num_bytes > self.max_bytes:
+            victim = self._victim(upload, num_bytes)
+            if victim is None:
+                quota = self._quota(upload.principal)
+                raise UploadsFull(
+                    f"unfinished uploads hold {self.used_bytes} of {self.max_bytes} bytes, {_told(quota)}; try again "
+                    "soon",
+                    quota=quota,
+                )
+            quota = self._quota(victim.principal)
+            self.leave(victim)
+            why = "the upload gave way to another caller's: its caller's uploads held more than their share"
+            victim.displace(UploadsFull(f"{why}, {_told(quota)}", quota=quota))
         self.used_bytes += num_bytes
 
-    def give_back(self, num_bytes: int) -> None:
-        self.used_bytes -= num_bytes
+    def _victim(self, upload: Upload, num_bytes: int) -> Upload | None:
+        held = self._held(upload.principal) + num_bytes
+        if held > self._share(upload.principal):
+            return None
+        above = [
+            name
+            for name in self._uploads
+            if name != upload.principal and self._held(name) > self._share(name)
+        ]
+        if not above:
+            return None
+        name = max(above, key=lambda name: self._held(name) / self._share(name))
+        return next((each for each in self._uploads[name] if each.displace_with is not None), None)
+
+    def _held(self, principal: str) -> int:
+        return sum(upload.num_bytes for upload in self._uploads[principal])
+
+    def _share(self, principal: str) -> float:
+        weights = {name: next(iter(own)).weight for name, own in self._uploads.items()}
+        return self.max_bytes * weights[principal] / sum(weights.values())
+
+    def _quota(self, principal: str) -> Quota:
+        held, share = self._held(principal), int(self._share(principal))
+        return Quota(principal, "bytes of unfinished uploads", held, share)
+
+
+def _told(quota: Quota) -> str:
+    who = (
+        f"those of {quota.principal}" if quota.principal else "those of callers without credentials"
+    )
+    return f"{who} {quota.held}, the share is {quota.share}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,12 +104,51 @@ class Taken:
 class Upload:
     """``take`` every message, then ``finish``; ``close`` in any case. Raises as soon as something is wrong."""
 
-    def __init__(self, max_bytes: int, room: UploadRoom) -> None:
+    def __init__(
+        self, max_bytes: int, room: UploadRoom, *, principal: str = "", weight: float = 1.0
+    ) -> None:
+        self.principal, self.weight = principal, weight
+        self.num_bytes = 0
+        """Of the chunks that came."""
+        self.displace_with: Callable[[], None] | None = None
+        """Wakes the task that waits for a message; None while none waits."""
+        self.displaced: UploadsFull | None = None
         self._max_bytes, self._room = max_bytes, room
         self._info: pb.UploadInfo | None = None
         self._chunks: list[bytes] = []
-        self._size = 0
         self._digest = hashlib.sha256()
+        room.enter(self)
+
+    def displace(self, error: UploadsFull) -> None:
+        """Lets go of what came; the task that waits for a message raises ``error``."""
+        self.displaced = error
+        self._chunks.clear()
+        if self.displace_with is not None:
+            self.displace_with()
+
+    async def messages(
+        self, requests: AsyncIterator[pb.UploadImageRequest], idle_s: float
+    ) -> AsyncIterator[pb.UploadImageRequest]:
+        """Those of the call. Raises DeadlineExceeded when none comes for ``idle_s`` seconds, and UploadsFull when the
+        upload gave way to another caller's."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                async with asyncio.timeout(idle_s) as timer:
+                    self.displace_with = lambda timer=timer: timer.reschedule(loop.time())  # type: ignore[misc]
+                    request = await anext(requests, None)
+            except TimeoutError:
+                if self.displaced is None:
+                    raise DeadlineExceeded(
+                        f"nothing of the upload came for {idle_s:g} s, the limit (--upload-idle)"
+                    ) from None
+            finally:
+                self.displace_with = None
+            if self.displaced is not None:
+                raise self.displaced
+            if request is None:
+                return
+            yield request
 
     def take(self, message: pb.UploadImageRequest) -> None:
         """Raises InvalidRequest, ImageTooLargeError, UploadsFull."""
@@ -64,10 +164,10 @@ class Upload:
         """The whole file. Raises InvalidRequest if it is not what ``info`` told."""
         if self._info is None:
             raise InvalidRequest("info", "is required: the upload holds no message")
-        if self._info.HasField("size_bytes") and self._size != self._info.size_bytes:
+        if self._info.HasField("size_bytes") and self.num_bytes != self._info.size_bytes:
             raise InvalidRequest(
                 "info.size_bytes",
-                f"is {self._info.size_bytes}, but {self._size} bytes came: the upload was cut short",
+                f"is {self._info.size_bytes}, but {self.num_bytes} bytes came: the upload was cut short",
             )
         if self._info.HasField("sha256") and self._digest.digest() != self._info.sha256:
             raise InvalidRequest("info.sha256", "is not that of the bytes that came")
@@ -79,9 +179,8 @@ class Upload:
 
     def close(self) -> None:
         """Lets everything go. Idempotent."""
-        self._room.give_back(self._size)
+        self._room.leave(self)
         self._chunks.clear()
-        self._size = 0
 
     def _begin(self, info: pb.UploadInfo) -> None:
         if self._info is not None:
@@ -97,14 +196,14 @@ class Upload:
     def _append(self, chunk: bytes) -> None:
         if self._info is None:
             raise InvalidRequest("info", "must come before the first chunk")
-        size = self._size + len(chunk)
+        size = self.num_bytes + len(chunk)
         self._check_size("chunk", size)
         if self._info.HasField("size_bytes") and size > self._info.size_bytes:
             raise InvalidRequest(
                 "chunk", f"goes beyond the {self._info.size_bytes} bytes that info.size_bytes tells"
             )
-        self._room.take(len(chunk))
-        self._size = size
+        self._room.take(self, len(chunk))
+        self.num_bytes = size
         self._chunks.append(chunk)
         self._digest.update(chunk)
 

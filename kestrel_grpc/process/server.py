@@ -40,6 +40,7 @@ from ..edge.generic_methods import GenericMethods
 from ..edge.interceptors import Call, CallInterceptor, InFlight
 from ..images.pictures import Pictures
 from ..images.store import ImageStore
+from ..images.upload import UploadRoom
 from ..logs.records import tell_lifecycle
 from ..monitoring.access_log import AccessLog
 from ..monitoring.call_statistics import CallStatistics
@@ -96,6 +97,7 @@ class KestrelServer:
         self.load_seconds = 0.0
         self._started_at: float | None = None
         self.images = ImageStore(config.image_store_bytes)
+        self.uploads = UploadRoom(max(config.image_store_bytes, runtime.image_limits.max_bytes))
         """The pictures kept for later requests."""
         self.guard = Guard(config.security, config.max_message_bytes, self.served.check_room)
         """Who calls, and what of their calls is in progress."""
@@ -167,7 +169,9 @@ class KestrelServer:
         methods = GenericMethods(server).as_server
         pictures = Pictures(self.images)
         add_VisionServiceServicer_to_server(VisionService(self.served, pictures), methods)
-        add_ImageServiceServicer_to_server(ImageService(self.served, pictures), methods)
+        add_ImageServiceServicer_to_server(
+            ImageService(self.served, pictures, self.uploads, self._config.upload_idle_s), methods
+        )
         models = ModelService(
             self.served,
             self.load_meter,

@@ -116,7 +116,7 @@ async def analyze(
         weight=call.principal.weight,
     )
     size = (image.width, image.height)
-    image_id = await starter.pictures.keep(call.owner, picture, size)
+    image_id = await starter.pictures.keep(call.owner, picture, size, weight=call.principal.weight)
     await call.accept()
     if tell is not None:
         begun = pb.StreamStarted(request_id=call.request_id, model=engine.info.model)

@@ -10,7 +10,7 @@ import numpy as np
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import image_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceServicer
-from kestrel_engine import DeadlineExceeded, InvalidRequest
+from kestrel_engine import InvalidRequest
 
 from ..edge.current_call import current_call
 from ..edge.interceptors import Context
@@ -20,18 +20,19 @@ from ..images.upload import Upload, UploadRoom
 from ..served_model import ServedModel
 from . import convert
 
-IDLE_TIMEOUT_S = 60.0
-"""An upload of which nothing comes for so long is given up: it holds memory."""
 _A_MOMENT_S = 0.05
 
 
 class ImageService(ImageServiceServicer):
-    """Unfinished uploads hold at most as much as the store, or as one picture if that is more."""
+    """Puts and uploads images into the store of ``pictures``."""
 
-    def __init__(self, served: ServedModel, pictures: Pictures) -> None:
-        self._served, self._pictures = served, pictures
+    def __init__(
+        self, served: ServedModel, pictures: Pictures, uploads: UploadRoom, upload_idle_s: float
+    ) -> None:
+        """``upload_idle_s``: an upload of which nothing comes for so long is given up."""
+        self._served, self._pictures, self._room = served, pictures, uploads
+        self._upload_idle_s = upload_idle_s
         self._max_image_bytes = served.config.image_limits.max_bytes
-        self._room = UploadRoom(max(pictures.store.max_bytes, self._max_image_bytes))
 
     async def PutImage(self, request: pb.PutImageRequest, context: Context) -> pb.PutImageResponse:
         picture = self._pictures.find(current_call().owner, convert.required_image(request))
@@ -42,9 +43,12 @@ class ImageService(ImageServiceServicer):
         self, requests: AsyncIterator[pb.UploadImageRequest], context: Context
     ) -> pb.UploadImageResponse:
         self._pictures.check_size(1)
-        upload = Upload(self._max_image_bytes, self._room)
+        caller = current_call().principal
+        upload = Upload(
+            self._max_image_bytes, self._room, principal=caller.name, weight=caller.weight
+        )
         try:
-            async for request in _while_alive(requests):
+            async for request in upload.messages(requests, self._upload_idle_s):
                 upload.take(request)
             kept = await self._put(await _finished(upload))
         except BaseException:  # Passed on; what came may be worth a capture.
@@ -73,7 +77,9 @@ class ImageService(ImageServiceServicer):
             principal=call.principal.name,
             weight=call.principal.weight,
         )
-        return await self._pictures.put(call.owner, source, (image.width, image.height))
+        return await self._pictures.put(
+            call.owner, source, (image.width, image.height), weight=call.principal.weight
+        )
 
 
 async def _finished(upload: Upload) -> bytes:
@@ -84,21 +90,6 @@ async def _finished(upload: Upload) -> bytes:
         # The end of a call that was given up comes a moment before its cancellation.
         await asyncio.sleep(_A_MOMENT_S)
         raise
-
-
-async def _while_alive(
-    requests: AsyncIterator[pb.UploadImageRequest],
-) -> AsyncIterator[pb.UploadImageRequest]:
-    """Raises DeadlineExceeded when nothing comes for too long."""
-    while True:
-        try:
-            async with asyncio.timeout(IDLE_TIMEOUT_S):
-                request = await anext(requests, None)
-        except TimeoutError:
-            raise DeadlineExceeded(f"nothing of the upload came for {IDLE_TIMEOUT_S:g} s") from None
-        if request is None:
-            return
-        yield request
 
 
 def _stored(kept: KeptImage) -> pb.StoredImage:

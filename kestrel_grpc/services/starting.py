@@ -56,7 +56,9 @@ class Starter:
         response = await responded(started.engine, started.call, result, respond)
         if started.picture is not None:
             assert result.image_size is not None, "a picture has a size"
-            kept = await self.pictures.keep(call.owner, started.picture, result.image_size)
+            kept = await self.pictures.keep(
+                call.owner, started.picture, result.image_size, weight=call.principal.weight
+            )
             response.image_id = kept  # type: ignore[attr-defined]  # all responses have it
         return response
 

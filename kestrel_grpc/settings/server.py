@@ -96,6 +96,14 @@ class ServerConfig:
         metavar="SIZE",
         low=0,
     )
+    upload_idle_s: float = setting(
+        10.0,
+        SERVER,
+        "end an upload of which nothing came for so long: what came of it holds memory",
+        kind="seconds",
+        metavar="SECONDS",
+        low=0.1,
+    )
     skills: tuple[str, ...] = setting(
         (),
         SERVER,

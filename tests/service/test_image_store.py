@@ -6,13 +6,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kestrel_grpc.images.store import ImageNotFound, ImageStore, digest_of
+from kestrel_grpc.images.store import ImageNotFound, ImagesFull, ImageStore, digest_of
 
 SIZE = (4, 3)
 
 
-def put(store, source, owner=""):
-    return store.put(owner, digest_of(source), source, SIZE)
+def put(store, source, owner="", weight=1.0):
+    return store.put(owner, digest_of(source), source, SIZE, weight=weight)
 
 
 def test_the_same_picture_of_one_owner_is_kept_once():
@@ -78,6 +78,64 @@ def test_a_store_of_nothing_and_a_picture_beyond_the_store():
     assert store.get("", kept.image_id) is kept, "what can't be kept pushes nothing out"
 
 
+def held(store, owner, images):
+    """Ids of those of ``images`` that the owner still has."""
+    left = []
+    for image in images:
+        try:
+            left.append(store.get(owner, image.image_id).image_id)
+        except ImageNotFound:
+            pass
+    return left
+
+
+def test_an_owner_above_its_share_drops_its_own_images():
+    store = ImageStore(100)
+    mine = put(store, b"m" * 40, "me")
+    theirs = [put(store, bytes([n]) * 20, "you") for n in range(10)]
+    assert held(store, "me", [mine]) == [mine.image_id]
+    assert held(store, "you", theirs) == [image.image_id for image in theirs[-3:]]
+
+
+def test_an_owner_within_its_share_makes_the_one_furthest_above_drop_images():
+    store = ImageStore(120)
+    many = [put(store, bytes([n]) * 10, "many") for n in range(8)]
+    some = [put(store, bytes([n]) * 10, "some") for n in range(4)]
+    mine = [put(store, bytes([n]) * 10, "me") for n in range(4)]
+    assert [len(held(store, o, i)) for o, i in (("many", many), ("some", some), ("me", mine))] == [
+        4,
+        4,
+        4,
+    ]
+    put(store, b"x" * 10, "me")
+    assert len(held(store, "me", mine)) == 3, "beyond its share it drops its own"
+
+
+def test_one_owner_may_use_all_while_no_other_keeps_images():
+    store = ImageStore(100)
+    for number in range(20):
+        put(store, bytes([number]) * 20, "me")
+    assert store.size_bytes == 100
+
+
+def test_weights_set_the_shares():
+    store = ImageStore(100)
+    for number in range(10):
+        put(store, bytes([number]) * 10, "light")
+    heavy = [put(store, bytes([number]) * 10, "heavy", weight=4.0) for number in range(10)]
+    assert len(held(store, "heavy", heavy)) == 8
+
+
+def test_an_image_beyond_the_share_is_refused_and_drops_nothing():
+    store = ImageStore(100)
+    mine, theirs = put(store, b"m" * 45, "me"), put(store, b"t" * 30, "you")
+    with pytest.raises(ImagesFull, match="60 bytes; the share of you is 50") as caught:
+        put(store, b"T" * 60, "you")
+    assert caught.value.quota.held == 30
+    assert held(store, "me", [mine]) and held(store, "you", [theirs])
+    assert put(store, b"T" * 55, "you") is not None
+
+
 def test_content_is_bytes_or_pixels_with_their_shape():
     pixels = np.arange(24, dtype=np.uint8)
     wide, tall = pixels.reshape(2, 4, 3), pixels.reshape(4, 2, 3)
@@ -87,11 +145,12 @@ def test_content_is_bytes_or_pixels_with_their_shape():
 
 
 OWNERS = st.sampled_from(["", "a", "b"])
-CONTENTS = st.integers(0, 9)
+CONTENTS = st.integers(0, 4)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Against a list of (owner, id, content), the least recently used first. Content n has 10 n bytes."""
+    """Against a list of (owner, id, content), the least recently used first. Content n has 10 n bytes. Shares of three
+    owners are never below 40, so that contents up to 4 are never refused."""
 
     def __init__(self):
         super().__init__()
@@ -113,8 +172,13 @@ class StoreMachine(RuleBasedStateMachine):
             return
         assert all((o, c) != (owner, content) for o, _, c in self.model)
         self.model.append(entry)
+        share = 120 / len({o for o, _, _ in self.model})
         while sum(10 * c for _, _, c in self.model) > 120:
-            self.gone.append(self.model.pop(0))
+            size = {o: sum(10 * c for p, _, c in self.model if p == o) for o, _, _ in self.model}
+            loser = owner if size[owner] > share else max(size, key=lambda o: size[o])
+            dropped = next(e for e in self.model if e[0] == loser and e != entry)
+            self.model.remove(dropped)
+            self.gone.append(dropped)
 
     @rule(data=st.data(), owner=OWNERS)
     def get(self, data, owner):

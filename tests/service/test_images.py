@@ -13,7 +13,6 @@ from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2, model_s
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import ImageLimits
 from kestrel_grpc.edge import interceptors
-from kestrel_grpc.services import image as image_service
 from tests.service.conftest import raw_image
 from tests.service.statuses import failure
 
@@ -224,20 +223,6 @@ async def test_bad_uploads_are_told_and_leave_nothing(serve, case):
     assert (await upload(served)).image.image_id
 
 
-@pytest.fixture
-def rooms(monkeypatch):
-    """What uploads hold, of each server that is started."""
-    made = []
-
-    class Room(image_service.UploadRoom):
-        def __init__(self, max_bytes):
-            super().__init__(max_bytes)
-            made.append(self)
-
-    monkeypatch.setattr(image_service, "UploadRoom", Room)
-    return made
-
-
 async def holds(room, num_bytes):
     for _ in range(400):
         if room.used_bytes == num_bytes:
@@ -254,35 +239,34 @@ async def begun(served, data):
     return call
 
 
-async def test_an_upload_that_is_cancelled_or_stalls_leaves_nothing(serve, rooms, monkeypatch):
-    monkeypatch.setattr(image_service, "IDLE_TIMEOUT_S", 0.5)
-    served = await serve()
+async def test_an_upload_that_is_cancelled_or_stalls_leaves_nothing(serve):
+    served = await serve(server_config={"upload_idle_s": 0.5})
     call = await begun(served, PNG[:2000])
-    await holds(rooms[0], 2000)
+    await holds(served.server.uploads, 2000)
     call.cancel()
-    await holds(rooms[0], 0)
+    await holds(served.server.uploads, 0)
     call = await begun(served, PNG[:2000])
-    await holds(rooms[0], 2000)
+    await holds(served.server.uploads, 2000)
     told = await failure(call)
     assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert "nothing of the upload came" in told.message
-    await holds(rooms[0], 0)
+    assert "nothing of the upload came for 0.5 s, the limit (--upload-idle)" in told.message
+    await holds(served.server.uploads, 0)
     assert len(served.server.images) == 0
 
 
-async def test_unfinished_uploads_are_bounded_together(serve, rooms):
+async def test_unfinished_uploads_are_bounded_together(serve):
     limit = 2 * len(PNG)
     served = await serve(
         server_config={"image_store_bytes": limit},
         image_limits=ImageLimits(max_bytes=limit),
     )
     held = await begun(served, bytes(limit - 100))
-    await holds(rooms[0], limit - 100)
+    await holds(served.server.uploads, limit - 100)
     told = await failure(upload(served))
     assert told.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert told.reason == "UPLOADS_FULL" and told.retry_after_s is not None
     held.cancel()
-    await holds(rooms[0], 0)
+    await holds(served.server.uploads, 0)
     assert (await upload(served)).image.image_id
 
 
