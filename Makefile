@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 SOURCES := kestrel_engine kestrel_grpc clients/python tests training benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-unit test-gpu bench bench-gpu check fmt lint types imports buf protos baseline docs check-stubs wheels clean
+.PHONY: help install demo serve test test-slow test-all test-unit test-gpu bench bench-gpu check fmt lint types imports buf protos baseline docs check-stubs wheels clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,8 +29,17 @@ demo: $(INSTALLED) ## Serve the bundled model on the CPU, call every RPC, paint 
 serve: $(INSTALLED) ## Serve the bundled model on 127.0.0.1:50051
 	$(BIN)/kestrel-grpc serve
 
-test: $(INSTALLED) ## Run all tests but those that need a GPU
-	$(BIN)/python -m pytest
+# How many processes share the tests: make test WORKERS=8. With 0, one process runs them, and a debugger works.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
+test: $(INSTALLED) ## Run the tests, but no slow ones and none that need a GPU; 5 minutes on 2 cores
+	$(PYTEST) -m "not slow"
+
+test-slow: $(INSTALLED) ## Run the slow tests only
+	$(PYTEST) -m slow
+
+test-all: test test-slow ## Run all tests that need no GPU
 
 test-unit: $(INSTALLED) ## Run the tests that take seconds
 	$(BIN)/python -m pytest -q -m "not slow and not golden" tests/engine tests/client tests/test_architecture.py

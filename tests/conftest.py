@@ -1,4 +1,4 @@
-"""Fixtures that every part of the suite may use."""
+"""Fixtures that every part of the suite may use, and how pytest-xdist shares the tests among its processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+# One thread for each operator: test processes run side by side. Torch reads the variable when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -19,6 +23,36 @@ if not torch.cuda.is_available():
         from tests.interpreter import quicken
 
         quicken(interpreter)
+
+LONG = ("processes", "benchmarks", "equality", "golden", "kernels", "engine/runtime", "service")
+"""Groups and folders whose tests take longest. They start first, so that the processes end at about the same time."""
+
+
+@pytest.hookimpl(tryfirst=True)  # Before tests are selected by their marks.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if any(value in mark.args for mark in item.iter_markers("slow_with") for value in values):
+            item.add_marker("slow")
+
+    def rank(item: pytest.Item) -> int:
+        group = item.get_closest_marker("xdist_group")
+        place = group.args[0] if group else item.nodeid.removeprefix("tests/")
+        return next((i for i, start in enumerate(LONG) if place.startswith(start)), len(LONG))
+
+    items.sort(key=rank)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadgroup``, a file's tests run in one process, as they share fixtures; so do those of a group."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class FilesAndGroups(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid.rpartition("@")[2] if "@" in nodeid else nodeid.partition("::")[0]
+
+    return FilesAndGroups(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from .finding import Finding
 
 if TYPE_CHECKING:
     from ..checkpoint.progress import Progress
-    from .download import Download
+    from .model_download import Download
 
 __all__ = ["Finding", "answer", "diagnose", "download", "verify"]
 
@@ -36,7 +36,7 @@ def download(
 
     Raises ConfigError, DownloadError, CheckpointError.
     """
-    from .download import download
+    from .model_download import download
 
     return download(config, folder, progress=progress)
 
@@ -45,7 +45,7 @@ def verify(
     config: RuntimeConfig, *, record: bool = False, progress: Progress | None = None
 ) -> Iterator[Finding]:
     """Files, checksums, tensors and values, one finding each. ``record``: where nothing is recorded, SHA256SUMS is."""
-    from .verify import verify
+    from .model_verification import verify
 
     return verify(config, record=record, progress=progress)
 

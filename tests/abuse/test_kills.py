@@ -27,6 +27,8 @@ from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceS
 from tests.abuse.process import ROOT, ServerProcess
 from tests.service.statuses import failure
 
+pytestmark = pytest.mark.xdist_group("processes")
+
 Code = grpc.StatusCode
 DEADLINE_S = 10.0
 
@@ -242,6 +244,7 @@ def collector(kind: str) -> Iterator[tuple[str, subprocess.Popen | None]]:
             process.stdout.close()
 
 
+@pytest.mark.slow
 async def test_without_their_collectors_services_are_the_same(tmp_path):
     """They stop together: each takes as long over its last spans as it may."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")

@@ -74,7 +74,10 @@ def cancelled(vision: VisionServiceStub) -> None:
     call.cancel()
 
 
-@pytest.mark.parametrize("call", [answered, refused, refused_stream, refused_task, cancelled])
+SLOW = [pytest.param(call, marks=pytest.mark.slow) for call in (refused_stream, refused_task)]
+
+
+@pytest.mark.parametrize("call", [answered, refused, cancelled, *SLOW])
 def test_a_call_that_has_ended_holds_nothing(
     vision: VisionServiceStub, call: Callable[[VisionServiceStub], None]
 ) -> None:

@@ -19,6 +19,8 @@ from benchmarks.soaking.span_receiver import SpanReceiver
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 
+pytestmark = pytest.mark.xdist_group("processes")
+
 FORGED = b'\n{"event": "forged"}\n'
 EACH = 6
 

@@ -26,7 +26,10 @@ from tests.abuse.fake_server import FAIL
 from tests.abuse.process import ROOT, ServerProcess
 from tests.service.statuses import failure
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="SO_REUSEPORT spreads on Linux")
+pytestmark = [
+    pytest.mark.xdist_group("processes"),
+    pytest.mark.skipif(sys.platform != "linux", reason="SO_REUSEPORT spreads on Linux"),
+]
 
 Code = grpc.StatusCode
 DEADLINE_S = 20.0
@@ -180,6 +183,7 @@ async def test_sigterm_lets_all_workers_end_their_requests(folder: Path):
         assert {record["worker"] for record in server.events("stopped")} == {0, 1}
 
 
+@pytest.mark.slow
 async def test_a_worker_whose_step_hangs_ends_itself_and_is_started_anew(folder: Path):
     with Workers(folder, "--step-timeout", "1.5") as server:
         hung, other = server.pids()[0], server.pids()[1]

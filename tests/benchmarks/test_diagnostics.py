@@ -78,6 +78,7 @@ def closing(*sides: Side) -> None:
         side.runtime.close()
 
 
+@pytest.mark.slow
 def test_kernels_and_plain_torch_say_the_same_and_store_the_same(capsys):
     left, right = plain(), kernels()
     request, report = request_for(left), Report("none")
@@ -93,6 +94,7 @@ def test_kernels_and_plain_torch_say_the_same_and_store_the_same(capsys):
     closing(left, right)
 
 
+@pytest.mark.slow
 def test_caches_in_fp8_are_compared_by_what_they_stand_for():
     scales = [(0.02, 0.01)] * 2
     left, right, exact = plain(kv_scales=scales), kernels(scales), plain()

@@ -71,6 +71,7 @@ def test_trace_sampled_and_cut_short(tmp_path: Path) -> None:
     assert report["tables"]["Trace through the engine (times in ms)"][0]["requests"] == 1
 
 
+@pytest.mark.slow
 def test_trace_saturated(tmp_path: Path) -> None:
     report = run(trace, tmp_path, *MODEL, "--saturate", "--in-flight", "3")
     ((row,),) = report["tables"].values()
@@ -92,6 +93,7 @@ def test_floors(tmp_path: Path) -> None:
     assert {"cpu: copy rate", "float32 GEMM, large", "preprocessing, 1 thread"} <= names
 
 
+@pytest.mark.slow
 def test_vision(tmp_path: Path) -> None:
     report = run(vision, tmp_path, *MODEL)
     tower, step = report["tables"].values()

@@ -7,6 +7,7 @@ import pytest
 from benchmarks import grpc_overhead
 
 
+@pytest.mark.slow
 def test_it_tells_service_engine_and_echo_apart(tmp_path):
     path = tmp_path / "report.json"
     grpc_overhead.main(["--quick", "--json", str(path)])

@@ -10,6 +10,7 @@ import pytest
 sampling = pytest.importorskip("benchmarks.kernels.sampling")
 
 
+@pytest.mark.slow
 def test_it_checks_before_it_times(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     sampling.main(["--quick", "--json", str(path)])

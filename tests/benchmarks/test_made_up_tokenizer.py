@@ -35,6 +35,7 @@ def test_words_are_tokens_and_text_comes_back(tmp_path: Path):
     assert codec.decode(codec.encode(text)) == text
 
 
+@pytest.mark.slow
 def test_questions_have_their_length_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("benchmarks.traffic.chart_trace.draw_pictures", lambda n, **_: [b""] * n)
     codec = Tokenizer.from_file(tokenizer_file(51200, tmp_path), vocab_size=51200)

@@ -12,6 +12,7 @@ TINY = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

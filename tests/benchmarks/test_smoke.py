@@ -55,6 +55,7 @@ def test_serving_cpu(tmp_path: Path) -> None:
     assert len(report["bars"]) == 3
 
 
+@pytest.mark.slow
 def test_serving_cpu_through_a_server(tmp_path: Path) -> None:
     report = run(serving_cpu, tmp_path, "--threads", "1", "--grpc")
     fresh, repeated, _mixed = report["tables"].values()
@@ -71,6 +72,7 @@ def test_help(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None
     assert "--quick" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="SO_REUSEPORT spreads on Linux")
 def test_workers(tmp_path: Path) -> None:
     report = run(workers, tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 
 from benchmarks import startup
@@ -18,6 +19,7 @@ def test_a_written_checkpoint_is_complete_and_keeps_its_eight_bits(tmp_path):
     assert (tmp_path / "model.safetensors").stat().st_mtime_ns == stamp, "the next run reuses it"
 
 
+@pytest.mark.slow
 def test_a_server_starts_on_it(tmp_path):
     path = tmp_path / "report.json"
     flags = ("--folder", str(tmp_path), "--json", str(path), "--fp8", "--max-seq-length", "640")

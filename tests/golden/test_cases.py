@@ -47,6 +47,7 @@ def test_blocks(golden: Golden, case_id: str) -> None:
     check_blocks(golden, golden.case(case_id))
 
 
+@pytest.mark.slow
 @ALL
 def test_generation(goldens: Goldens, model: str, case_id: str) -> None:
     case = goldens(model).case(case_id)
@@ -55,6 +56,7 @@ def test_generation(goldens: Goldens, model: str, case_id: str) -> None:
     check_job(case, job)
 
 
+@pytest.mark.slow
 def test_cases_of_all_skills_in_one_batch_give_what_each_gives_alone(golden: Golden) -> None:
     """Cases join one another step by step, with scattered pages; each must still give exactly what is stored."""
     cases = golden.expected["cases"]

@@ -173,6 +173,7 @@ for up, fp8, tile in (True, False, 128), (False, False, 64), (False, True, 128):
 """
 
 
+@pytest.mark.slow
 def test_it_compiles_for_hopper_without_one():
     """In a process of its own: interpreted kernels leave Triton's language patched."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -78,6 +78,7 @@ def test_any_number_of_splits_is_merged_at_a_time(merge, splits):
     check(case, splits=splits, config=DecodeConfig(4, 16, 4, merge=merge))
 
 
+@pytest.mark.slow
 def test_a_tile_read_ahead_gives_the_same_bits():
     case = Case.make([0, 15, 16, 17, 63], page_size=5, tau=True, device=DEVICE)
     for splits in (1, 3):

@@ -153,6 +153,7 @@ def test_a_full_list_leaves_its_neighbours_alone():
         check(logits, specs, tiles._replace(short=256))
 
 
+@pytest.mark.slow
 def test_a_flat_row_is_not_searched_whole():
     vocab = 51200
     # Near the cut of top-p, where both stretches are widest.

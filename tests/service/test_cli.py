@@ -1,13 +1,11 @@
 """The command line, as users run it: subprocesses, a served checkpoint, exit statuses, nothing left behind."""
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -15,31 +13,12 @@ import pytest
 from PIL import Image
 
 from kestrel_grpc import __version__
+from tests.service.command_line import PROGRAM, ROOT, environment, here, kestrel
 
-ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "kestrel_grpc/cli/demo.jpg"
-PROGRAM = [sys.executable, "-m", "kestrel_grpc"]
 READY = re.compile(
     r"^kestrel-grpc ready: (\S+) on cpu \(float32\), listening on (.+), loaded in [\d.]+ s$"
 )
-
-
-def environment(**variables):
-    """Ours, less the variables that would change defaults; torch on one thread."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("KESTREL_")}
-    return {**inherited, "KESTREL_THREADS": "1", **variables}
-
-
-def kestrel(*arguments, stdin=None, **variables):
-    return subprocess.run(
-        [*PROGRAM, *map(str, arguments)],
-        input=stdin,
-        capture_output=True,
-        text=not isinstance(stdin, bytes),
-        timeout=120,
-        cwd=ROOT,
-        env=environment(**variables),
-    )
 
 
 class Process:
@@ -102,13 +81,13 @@ CRESCENTS = [(0.440, 0.588, 0.642, 0.869), (0.812, 0.156, 0.989, 0.303)]
 """Where the picture's two green crescents are, as fractions."""
 
 
-def ask(server, *arguments, **options):
-    return kestrel(*arguments, "--server", server[0], **options)
+def ask(server, *arguments, run=here, **options):
+    return run(*arguments, "--server", server[0], **options)
 
 
 def test_a_question_is_answered(server):
     question = ["query", PICTURE, "How many green crescents are there?", "--temperature", 0]
-    done = ask(server, *question)
+    done = ask(server, *question, run=kestrel)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "2\n"
     assert ask(server, *question, "--stream").stdout == "2\n"
@@ -123,16 +102,16 @@ def test_a_question_is_answered(server):
 
 
 def test_a_question_without_a_picture_over_a_unix_socket(server):
-    done = kestrel("query", "what?", "--max-tokens", 3, "--server", server[1])
+    done = here("query", "what?", "--max-tokens", 3, "--server", server[1])
     assert done.returncode == 0, done.stderr
 
 
 def test_a_picture_may_come_from_standard_input(server):
     flags = ["--length", "short", "--temperature", 0]
     named = ask(server, "caption", PICTURE, *flags)
-    piped = ask(server, "caption", "-", *flags, stdin=PICTURE.read_bytes())
+    piped = ask(server, "caption", "-", *flags, run=kestrel, stdin=PICTURE.read_bytes())
     assert piped.returncode == 0, piped.stderr
-    assert piped.stdout.decode() == named.stdout
+    assert piped.stdout == named.stdout
     assert "two green crescents" in named.stdout
 
 
@@ -240,7 +219,7 @@ def test_without_a_server_the_address_is_named():
     assert "127.0.0.1:1" in done.stderr
     assert "serve" in done.stderr
     assert done.stderr.count("\n") == 1
-    done = kestrel("health", "--wait", "0.2", KESTREL_SERVER="127.0.0.1:1")
+    done = here("health", "--wait", "0.2", KESTREL_SERVER="127.0.0.1:1")
     assert (done.returncode, done.stdout) == (1, "NOT_SERVING\n")
 
 
@@ -250,7 +229,7 @@ def test_why_there_is_no_connection_is_told(server):
     # gRPC may log before it.
     error = done.stderr.splitlines()[-1]
     assert "do both sides talk TLS" in error and "handshake failed" in error
-    done = kestrel("models", "--server", "unix:/absent/x.sock", "--timeout", "10")
+    done = here("models", "--server", "unix:/absent/x.sock", "--timeout", "10")
     assert "No such file" in done.stderr
 
 
@@ -298,9 +277,9 @@ def test_a_server_needs_no_standard_streams(tmp_path):
 def test_help_and_version():
     done = kestrel("--version")
     assert done.stdout == f"kestrel-grpc {__version__}\n"
-    done = kestrel("serve", "--version")
+    done = here("serve", "--version")
     assert done.stdout == f"kestrel-grpc {__version__}\n"
-    done = kestrel("serve", "--help")
+    done = here("serve", "--help")
     assert "KESTREL_MAX_BATCH_SIZE" in done.stdout
     assert done.returncode == 0
 
@@ -316,7 +295,7 @@ def test_client_commands_load_neither_torch_nor_the_engine():
 
 
 def test_schedule_answers_in_this_process():
-    done = kestrel(
+    done = here(
         "schedule", "How many green crescents are there?", "What colour is the star?",
         "--image", PICTURE, "--temperature", 0,
     )  # fmt: skip
@@ -332,8 +311,7 @@ def test_schedule_answers_in_this_process():
 
 def test_schedule_streams_and_prints_json():
     asked = ["schedule", "What do you see?", "--image", PICTURE, "--temperature", 0]
-    with ThreadPoolExecutor() as pool:
-        streamed, whole = pool.map(lambda flag: kestrel(*asked, flag), ("--stream", "--json"))
+    streamed, whole = kestrel(*asked, "--stream"), here(*asked, "--json")
     assert streamed.returncode == 0, streamed.stderr
     (line,) = whole.stdout.splitlines()
     result = json.loads(line)
@@ -343,7 +321,7 @@ def test_schedule_streams_and_prints_json():
 
 def test_schedule_fails_on_an_empty_answer(golden_folder):
     # With this seed the golden model ends at once.
-    done = kestrel(
+    done = here(
         "schedule", "hi", "--weights", golden_folder("md3"), "--seed", 505, "--temperature", 100, "--top-p", 1,
     )  # fmt: skip
     assert done.returncode == 1
@@ -351,10 +329,10 @@ def test_schedule_fails_on_an_empty_answer(golden_folder):
 
 
 def test_schedule_names_what_it_cannot_take():
-    done = kestrel("schedule", "hi", "--image", "nowhere.jpg")
+    done = here("schedule", "hi", "--image", "nowhere.jpg")
     assert done.returncode == 1
     assert "prompt 1: image" in done.stderr
-    done = kestrel("schedule", "a", "b", "c", "--image", "x", "--image", "y")
+    done = here("schedule", "a", "b", "c", "--image", "x", "--image", "y")
     assert done.returncode == 2
     assert "2 pictures for 3 prompts" in done.stderr
 

@@ -1,40 +1,27 @@
 """``download`` and ``verify`` as users run them."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
-
-def kestrel(*arguments, **environ):
-    return subprocess.run(
-        [sys.executable, "-m", "kestrel_grpc", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", "KESTREL_THREADS": "1", **environ},
-    )
+from tests.service.command_line import here, kestrel
 
 
 def test_a_model_goes_into_a_folder_and_is_verified_there(tmp_path):
-    done = kestrel("download", "kestrel-tiny", "--to", tmp_path / "model")
+    done = here("download", "kestrel-tiny", "--to", tmp_path / "model")
     assert done.returncode == 0, done.stderr
     *files, last = done.stdout.splitlines()
     assert [Path(file).name for file in files] == ["model.safetensors", "config.json", "tokenizer.json"]  # fmt: skip
     assert last == "kestrel-tiny: 3 files, 21.7 MB"
     weights = {"KESTREL_MODEL_PATH": str(tmp_path / "model"), "KESTREL_OFFLINE": "on"}
-    done = kestrel("verify", "--json", "--no-answer", **weights)
+    done = here("verify", "--json", "--no-answer", **weights)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert [f["check"] for f in told] == ["files", "checksums", "tensors", "values"]
     assert {f["status"] for f in told} == {"ok"}
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    done = kestrel("verify", **weights)
+    done = here("verify", **weights)
     assert done.returncode == 1
     assert "FAIL  checksums: tokenizer.json: not what SHA256SUMS recorded\n      -> " in done.stdout
     assert "warn  answer: not asked: something else is wrong already" in done.stdout
@@ -51,12 +38,12 @@ def test_the_bundled_model_verifies():
 def test_the_file_says_which_model(command, tmp_path):
     file = tmp_path / "kestrel.toml"
     file.write_text('[model]\nmodel = "moondream2"\noffline = true\n[server]\ngrace = 1\n')
-    done = kestrel(command, "--config", file, HF_HOME=str(tmp_path / "empty"))
+    done = here(command, "--config", file, HF_HOME=str(tmp_path / "empty"))
     assert done.returncode == 1
     assert "vikhyatk/moondream2" in done.stdout + done.stderr
     assert "not in the cache" in done.stdout + done.stderr
     file.write_text('[model]\nmodle = "moondream2"\n')
-    done = kestrel(command, "--config", file)
+    done = here(command, "--config", file)
     assert done.returncode == 2
     assert "model.modle: there is no such key; did you mean model?" in done.stderr
 
@@ -71,6 +58,6 @@ def test_the_file_says_which_model(command, tmp_path):
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(arguments, words):
-    done = kestrel(*arguments)
+    done = here(*arguments)
     assert done.returncode == 2
     assert words in done.stderr and done.stderr.count("\n") == 1

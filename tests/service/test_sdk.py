@@ -66,6 +66,7 @@ def check(case, result):
             assert result.usage.output_tokens == len(case["ids"])
 
 
+@pytest.mark.slow_with("md2")
 @pytest.mark.golden
 @pytest.mark.parametrize("model", ["md2", "md3"])
 async def test_golden_cases_over_the_wire(model, golden_folder, golden_images):

@@ -13,6 +13,8 @@ import pytest
 
 from kestrel_grpc.process.systemd import Notifier
 
+pytestmark = pytest.mark.xdist_group("processes")
+
 ROOT = Path(__file__).parents[2]
 
 

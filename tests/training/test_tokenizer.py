@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import pytest
 from tokenizers import Tokenizer
 
 from training.captions import LENGTHS, caption
@@ -40,6 +41,7 @@ def test_texts_survive_and_words_are_whole(writer: PromptWriter) -> None:
     assert len(writer.encode(" red circles")) == 2
 
 
+@pytest.mark.slow
 def test_the_committed_file_is_what_the_code_builds(bundled: Path) -> None:
     committed = Tokenizer.from_file(str(bundled / "tokenizer.json"))
     assert build().to_str() == committed.to_str()

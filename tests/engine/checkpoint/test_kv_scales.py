@@ -11,7 +11,7 @@ from kestrel_engine.checkpoint.loader import load_checkpoint
 from kestrel_engine.checkpoint.open import open_model
 from kestrel_engine.config import RuntimeConfig
 from kestrel_engine.errors import CheckpointError
-from kestrel_engine.maintenance.verify import verify
+from kestrel_engine.maintenance.model_verification import verify
 from kestrel_engine.model_config import parse_model_config
 from tests.engine.checkpoint.conftest import random_tensors, raw_config
 

@@ -103,6 +103,7 @@ print(json.dumps({"peak": peak - before, "weights": sum(t.nbytes for t in loaded
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc/self/status")
 def test_anonymous_memory_stays_below_the_weights_and_a_fifth(tmp_path):
     def run(dtype: str) -> str:

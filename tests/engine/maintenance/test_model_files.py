@@ -15,8 +15,8 @@ from kestrel_engine.checkpoint.hub import Hub
 from kestrel_engine.checkpoint.loader import load_checkpoint
 from kestrel_engine.errors import CheckpointError, DownloadError
 from kestrel_engine.maintenance import known_answers
-from kestrel_engine.maintenance.download import download
-from kestrel_engine.maintenance.verify import verify
+from kestrel_engine.maintenance.model_download import download
+from kestrel_engine.maintenance.model_verification import verify
 from kestrel_engine.model_config import parse_model_config
 from tests.engine.checkpoint.conftest import random_tensors, raw_config
 from tests.hub_stand import COMMIT, REPO, Stand, stand

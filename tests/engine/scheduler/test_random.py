@@ -73,7 +73,7 @@ def check_end(simulation, disturbed):
             assert have == want, f"request {number} of {spec}"
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
 def test_random_histories(seed):
     check_end(*run(random.Random(seed), 80))

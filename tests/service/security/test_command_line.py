@@ -1,36 +1,14 @@
 """The whole of it as users run it: ``serve`` with TLS and tokens, client commands that know how to talk to it."""
 
-import os
 import re
 import signal
 import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from kestrel_grpc.security.principal import Scope
 from kestrel_grpc.security.tokens import line_of, new_token
-
-ROOT = Path(__file__).parents[3]
-PROGRAM = [sys.executable, "-m", "kestrel_grpc"]
-
-
-def environment(**variables):
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("KESTREL_")}
-    return {**inherited, "KESTREL_THREADS": "1", **variables}
-
-
-def kestrel(*arguments, **variables):
-    return subprocess.run(
-        [*PROGRAM, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        env=environment(**variables),
-    )
+from tests.service.command_line import PROGRAM, ROOT, environment, here, kestrel
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +53,12 @@ def test_a_question_over_tls_with_a_token(served, authority, token):
     flags = ("--server", served, "--ca", authority.ca.cert)
     question = ("query", "what?", "--max-tokens", 2)
     assert kestrel(*question, *flags, KESTREL_TOKEN=token).returncode == 0
-    assert kestrel("health", *flags).stdout == "SERVING\n"
-    refused = kestrel(*question, *flags)
+    assert here("health", *flags).stdout == "SERVING\n"
+    refused = here(*question, *flags)
     assert refused.returncode == 1
     assert "needs a token" in refused.stderr
     assert "[UNAUTHENTICATED]" in refused.stderr
-    urgent = kestrel(*question, *flags, "--priority", "high", KESTREL_API_KEY=token)
+    urgent = here(*question, *flags, "--priority", "high", KESTREL_API_KEY=token)
     assert "camera lacks the scope high [PERMISSION_DENIED]" in urgent.stderr
 
 
@@ -88,9 +66,9 @@ def test_a_server_is_managed_by_who_may(served, authority, token, admin_token):
     flags = ("--server", served, "--ca", authority.ca.cert)
 
     def admin(*words, using=admin_token):
-        return kestrel("admin", *flags, *words, KESTREL_TOKEN=using)
+        return here("admin", *flags, *words, KESTREL_TOKEN=using)
 
-    kestrel("query", "what?", "--max-tokens", 2, *flags, KESTREL_TOKEN=token)
+    here("query", "what?", "--max-tokens", 2, *flags, KESTREL_TOKEN=token)
     told = admin("statistics").stdout.splitlines()
     assert any(re.fullmatch("calls: [1-9][0-9]*", line) for line in told)
     assert any(line.startswith("uptime_seconds: ") for line in told)
@@ -109,13 +87,13 @@ def test_a_server_is_managed_by_who_may(served, authority, token, admin_token):
         ("profile", "--steps", 2**40),
         ("capture", "start", "--requests", 0),
     )
-    with ThreadPoolExecutor() as pool:
-        for refused in pool.map(lambda words: admin(*words), bad):
-            assert refused.returncode == 2 and "must be a whole number from 1 to" in refused.stderr
+    for words in bad:
+        refused = admin(*words)
+        assert refused.returncode == 2 and "must be a whole number from 1 to" in refused.stderr
     assert "no valid UTF-8" in admin("cancel", "\udcff").stderr
     assert "lacks the scope admin [PERMISSION_DENIED]" in admin("drain", using=token).stderr
     assert admin("drain").stdout == "draining: 0 requests still run or wait\n"
-    health = kestrel("health", "--server", served, "--ca", authority.ca.cert, "--wait", 0.5)
+    health = here("health", "--server", served, "--ca", authority.ca.cert, "--wait", 0.5)
     assert health.stdout == "NOT_SERVING\n"
 
 

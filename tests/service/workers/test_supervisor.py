@@ -18,7 +18,10 @@ from kestrel_grpc.workers import child, restarts, supervisor
 from kestrel_grpc.workers.supervisor import WorkersError, supervise
 from tests.service.workers import puppet
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="SO_REUSEPORT spreads on Linux")
+pytestmark = [
+    pytest.mark.xdist_group("processes"),
+    pytest.mark.skipif(sys.platform != "linux", reason="SO_REUSEPORT spreads on Linux"),
+]
 
 
 @pytest.fixture

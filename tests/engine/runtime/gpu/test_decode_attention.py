@@ -134,8 +134,15 @@ def test_names_and_who_computes_then(monkeypatch):
     assert choose_attention("auto", cuda, torch.float32).library is None
 
 
-@pytest.mark.parametrize("family", ["moondream2", "moondream3"])
-@pytest.mark.parametrize("name", ["flashinfer", "torch"])
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("flashinfer", "moondream3"),
+        ("torch", "moondream2"),
+        pytest.param("flashinfer", "moondream2", marks=pytest.mark.slow),
+        pytest.param("torch", "moondream3", marks=pytest.mark.slow),
+    ],
+)
 def test_the_runtime_answers_as_the_reference_without_our_text_kernel(monkeypatch, family, name):
     def never(*_, **__):
         raise AssertionError("a captured pass's kernel")

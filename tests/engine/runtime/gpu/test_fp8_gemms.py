@@ -143,6 +143,7 @@ class Prompt:
         return x, pool
 
 
+@pytest.mark.slow
 @pytest.mark.golden
 @pytest.mark.parametrize("model", ["md2", "md3"])
 def test_prefill_of_golden_weights(golden_folder, model, monkeypatch):

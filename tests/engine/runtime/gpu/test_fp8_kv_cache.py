@@ -85,6 +85,7 @@ def test_answers_and_what_is_stored_are_the_references(both):
         assert (left != right).float().mean() < 0.01
 
 
+@pytest.mark.slow_with("moondream3")
 def test_chunks_and_neighbours_change_nothing(both):
     config, _, tested = both
     together = answers(tested, talks(config))
@@ -96,6 +97,7 @@ def test_chunks_and_neighbours_change_nothing(both):
     same(alone, together, logprobs=1e-4)
 
 
+@pytest.mark.slow_with("moondream3")
 def test_what_a_picture_left_in_the_cache_is_as_good_as_new(both):
     config, _, tested = both
     first, again = talks(config)[0], talks(config)[0]

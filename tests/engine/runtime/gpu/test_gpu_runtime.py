@@ -56,6 +56,7 @@ def both(request):
     reference.close()
 
 
+@pytest.mark.slow_with("moondream3")
 def test_crops_alone_go_through_the_passes_of_steps(both, monkeypatch):
     config, _, tested = both
     side = config.vision.crop_size
@@ -159,6 +160,7 @@ def test_text_and_pictures_of_all_kinds_in_one_batch(both):
     )
 
 
+@pytest.mark.slow_with("moondream2")
 def test_sampled_rows_draw_what_the_reference_draws(both):
     def make(config):
         hot = [
@@ -172,6 +174,7 @@ def test_sampled_rows_draw_what_the_reference_draws(both):
     compare(both, make)
 
 
+@pytest.mark.slow_with("moondream2")
 def test_rules_with_long_lists_are_drawn_by_the_reference_sampler(both):
     def make(config):
         hot = SamplingParams(temperature=1.0, seed=9)
@@ -184,6 +187,7 @@ def test_rules_with_long_lists_are_drawn_by_the_reference_sampler(both):
     compare(both, make)
 
 
+@pytest.mark.slow_with("moondream3")
 def test_a_sequence_alone_and_in_a_batch_says_the_same(both):
     config, _, tested = both
     prompts = [[*image(config, "wide"), 11], [0, 12, 13], [0, 14]]

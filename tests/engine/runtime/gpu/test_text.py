@@ -218,6 +218,7 @@ def test_experts_may_stay_in_fp8():
     torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.slow_with("md3")
 @pytest.mark.golden
 @pytest.mark.parametrize("model", ["md2", "md3"])
 def test_golden_weights(golden_folder, model):

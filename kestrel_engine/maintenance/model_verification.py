@@ -15,8 +15,8 @@ from ..checkpoint.plan import SHOWN, checkpoint_error
 from ..checkpoint.tokenizer_file import NAME as TOKENIZER_NAME
 from ..config import RuntimeConfig
 from ..errors import CheckpointError, ConfigError, KestrelError
-from .download import named_files
 from .finding import Finding
+from .model_download import named_files
 
 if TYPE_CHECKING:
     from ..checkpoint.progress import Progress

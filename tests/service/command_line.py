@@ -1,0 +1,56 @@
+"""Commands of ``kestrel-grpc``: ``here``, in this process, takes milliseconds; ``kestrel`` runs one as users do."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from pathlib import Path
+from unittest import mock
+
+from kestrel_grpc.cli.parser import main
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = [sys.executable, "-m", "kestrel_grpc"]
+Done = subprocess.CompletedProcess
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's variables, less those that would change defaults. Torch computes with one thread."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("KESTREL_")}
+    return {**inherited, "KESTREL_THREADS": "1", **variables}
+
+
+def kestrel(*arguments: object, stdin: bytes | None = None, **variables: str) -> Done[str]:
+    """The command in a process of its own."""
+    done = subprocess.run(
+        [*PROGRAM, *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        timeout=120,
+        cwd=ROOT,
+        env=environment(**variables),
+    )
+    return Done(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def here(*arguments: object, stdin: bytes = b"", **variables: str) -> Done[str]:
+    """The command in this process, its standard streams and environment replaced meanwhile."""
+    streams = [io.TextIOWrapper(io.BytesIO(data), "utf-8") for data in (stdin, b"", b"")]
+    words = [*map(str, arguments)]
+    with (
+        chdir(ROOT),
+        mock.patch.dict(os.environ, environment(**variables), clear=True),
+        mock.patch("sys.stdin", streams[0]),
+        redirect_stdout(streams[1]),
+        redirect_stderr(streams[2]),
+    ):
+        try:
+            status = main(words)
+        except SystemExit as ended:
+            status = ended.code if isinstance(ended.code, int) else 1
+    for stream in streams[1:]:
+        stream.seek(0)
+    return Done(words, status, streams[1].read(), streams[2].read())
