@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="counts spans")
 
 from benchmarks import soak
-from benchmarks.report import Bar
+from benchmarks.reports.report import Bar
 
 pytestmark = pytest.mark.xdist_group("processes")
 
