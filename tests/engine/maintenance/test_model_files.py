@@ -256,3 +256,10 @@ def test_answers_may_differ_as_far_as_rounding_goes() -> None:
     width, height = (2 ** (10 * b / 1023 - 10) for b in (780, 838))
     assert told["x_max"] == pytest.approx(269 / 1024 + width / 2, abs=1e-6)
     assert told["y_min"] == pytest.approx(284 / 1024 - height / 2, abs=1e-6)
+
+
+def test_the_public_functions_stay_functions_once_they_were_called(tmp_path):
+    """Importing a submodule binds its name in the package: it must not be a function's."""
+    for _ in range(2):
+        maintenance.download(RuntimeConfig(), tmp_path)
+        assert list(maintenance.verify(RuntimeConfig(model_path=tmp_path)))
