@@ -245,8 +245,8 @@ async def measure_score(
 ) -> None:
     """Share of kestrel-tiny's tasks that are right."""
     from training.evaluate import ask
-    from training.evaluation_set import encode, example
-    from training.scoring import Record, score
+    from training.scoring.evaluation_set import encode, example
+    from training.scoring.scoring import Record, score
 
     examples = [example("seen", index) for index in range(scenes)]
     with ThreadPoolExecutor(thread_name_prefix="render") as pool:

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from training.evaluation_set import Example, Task, encode, example
-from training.scoring import Record, score, tabulate
+from training.scoring.evaluation_set import Example, Task, encode, example
+from training.scoring.scoring import Record, score, tabulate
 
 BUNDLED = Path(__file__).parents[1] / "kestrel_engine" / "bundled" / "kestrel_tiny"
 GREEDY = {"temperature": 0.0}

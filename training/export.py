@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from training import checkpoints
-from training.model import TinyConfig, TinyModel
-from training.prompts import TOKENIZER_FILE, PromptWriter
+from training.learning import checkpoints
+from training.learning.model import TinyConfig, TinyModel
+from training.texts.prompts import TOKENIZER_FILE, PromptWriter
 
 
 def config_json(config: TinyConfig, writer: PromptWriter) -> dict[str, object]:

@@ -15,11 +15,9 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from training.captions import LENGTHS, caption
-from training.paths import COMMANDS, GRID_VALUES
-from training.questions import draw_question
-from training.scenes import draw_scene, draw_size
-from training.vocabulary import (
+from training.scenes.paths import COMMANDS, GRID_VALUES
+from training.scenes.scenes import draw_scene, draw_size
+from training.scenes.vocabulary import (
     ANY_NOUNS,
     COLOURS,
     MEASURED_COLOURS,
@@ -28,6 +26,8 @@ from training.vocabulary import (
     STYLE_WORDS,
     SYNONYMS,
 )
+from training.texts.captions import LENGTHS, caption
+from training.texts.questions import draw_question
 
 SPECIAL: tuple[str, ...] = (
     "<|endoftext|>",

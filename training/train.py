@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from training import checkpoints
-from training.batches import Batch, StepData
 from training.export import export, load_exported
-from training.losses import JITTER, HelperHead, loss_of, run
-from training.model import TinyModel
-from training.muon import Muon
-from training.pictures import PictureMaker
-from training.validation import Validation
+from training.images.batch_images import PictureMaker
+from training.learning import checkpoints
+from training.learning.batches import Batch, StepData
+from training.learning.losses import JITTER, HelperHead, loss_of, run
+from training.learning.model import TinyModel
+from training.learning.muon import Muon
+from training.learning.validation import Validation
 
 
 def parse_arguments() -> argparse.Namespace:

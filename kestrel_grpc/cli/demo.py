@@ -1,7 +1,7 @@
 """``demo``: a server of its own, every method called once, the answers printed and painted. Owns that server's process.
 
-The picture beside this file is scene 0 of the evaluation set (training/evaluation_set.py): the model never saw it in
-training.
+The image beside this file is scene 0 of the evaluation set (training/scoring/evaluation_set.py). The model never saw it
+in training.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.evaluation_set import encode, example
-from training.prompts import PromptWriter
+from training.scoring.evaluation_set import encode, example
+from training.texts.prompts import PromptWriter
 
 BUNDLED = Path(__file__).parents[2] / "kestrel_engine" / "bundled" / "kestrel_tiny"
 

@@ -11,15 +11,15 @@ import torch
 from safetensors import safe_open
 
 from training.evaluate import GREEDY, ask
-from training.evaluation_set import encode, example
 from training.export import config_json, load_exported
-from training.losses import run
-from training.model import TinyConfig, TinyModel
-from training.prompts import COORD, SIZE, Prompt, PromptWriter
-from training.questions import Question
-from training.resize import normalise
-from training.scoring import score
-from training.tiling import CROP, PREFIX, WINDOW, View
+from training.images.resize import normalise
+from training.images.tiling import CROP, PREFIX, WINDOW, View
+from training.learning.losses import run
+from training.learning.model import TinyConfig, TinyModel
+from training.scoring.evaluation_set import encode, example
+from training.scoring.scoring import score
+from training.texts.prompts import COORD, SIZE, Prompt, PromptWriter
+from training.texts.questions import Question
 
 
 def test_files_fit_the_package(bundled: Path) -> None:
@@ -64,7 +64,7 @@ def _follow(
     model: TinyModel, image: torch.Tensor, prompt: Prompt
 ) -> tuple[list[int], list[int], list[list[int]]]:
     """What the reference would say at each generated position of a finished prompt: ids, coordinates, sizes."""
-    from training.model import prompt_mask
+    from training.learning.model import prompt_mask
 
     ids, values = torch.tensor([prompt.ids]), torch.tensor([prompt.values])
     position = torch.arange(PREFIX, PREFIX + ids.shape[1])[None]
@@ -141,8 +141,8 @@ def test_run_and_decode_agree(bundled: Path, writer: PromptWriter) -> None:
     """The packed training path and the single-prompt path are the same function."""
     import random
 
-    from training.batches import draw_batch
-    from training.pictures import PictureMaker
+    from training.images.batch_images import PictureMaker
+    from training.learning.batches import draw_batch
 
     model = load_exported(bundled)
     batch = draw_batch(random.Random(12), writer, 1, 200, 180)

@@ -4,8 +4,8 @@ import hashlib
 
 import pytest
 
-from training.evaluation_set import Example, encode, example
-from training.vocabulary import HELD_OUT
+from training.scenes.vocabulary import HELD_OUT
+from training.scoring.evaluation_set import Example, encode, example
 
 FROZEN = {
     "seen": "52f11742435f16b3",

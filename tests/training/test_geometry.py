@@ -8,12 +8,12 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from training.paths import GRID_VALUES, outline, path_polygon, path_tokens, polygon_iou
-from training.render import distances, render_scene, render_scenes
-from training.scenes import draw_scene, draw_size
-from training.scoring import inside
-from training.shapes import geometry, place
-from training.vocabulary import SHAPES
+from training.scenes.paths import GRID_VALUES, outline, path_polygon, path_tokens, polygon_iou
+from training.scenes.render import distances, render_scene, render_scenes
+from training.scenes.scenes import draw_scene, draw_size
+from training.scenes.shapes import geometry, place
+from training.scenes.vocabulary import SHAPES
+from training.scoring.scoring import inside
 
 
 @pytest.mark.parametrize("kind", range(len(SHAPES)), ids=SHAPES)

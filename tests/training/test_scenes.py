@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from training.scenes import (
+from training.images.tiling import MAX_CROPS, choose_tiling
+from training.scenes.scenes import (
     CENTRE_GAP,
     MAX_FRACTION,
     MAX_OVERLAP,
@@ -16,8 +17,7 @@ from training.scenes import (
     draw_size,
     overlap_share,
 )
-from training.tiling import MAX_CROPS, choose_tiling
-from training.vocabulary import COLOURS, HELD_OUT, MAX_OBJECTS, MEASURED_COLOURS, SHAPES
+from training.scenes.vocabulary import COLOURS, HELD_OUT, MAX_OBJECTS, MEASURED_COLOURS, SHAPES
 
 
 @pytest.fixture(scope="module")

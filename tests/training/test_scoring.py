@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from training.evaluation_set import Task, example
-from training.paths import path_tokens
-from training.scenes import Scene
-from training.scoring import box_iou, score, tabulate
+from training.scenes.paths import path_tokens
+from training.scenes.scenes import Scene
+from training.scoring.evaluation_set import Task, example
+from training.scoring.scoring import box_iou, score, tabulate
 
 
 def _box(scene: Scene, index: int) -> dict[str, float]:
@@ -21,7 +21,7 @@ def _point(scene: Scene, index: int) -> tuple[float, float]:
 
 
 def _perfect(scene: Scene, task: Task) -> dict[str, Any]:
-    from training.captions import caption
+    from training.texts.captions import caption
 
     points = [_point(scene, i) for i in dict.fromkeys(task.targets)]
     match task.skill:

@@ -5,11 +5,11 @@ from collections import Counter
 
 import pytest
 
-from training.captions import LENGTHS, caption, named_objects, objects_of
-from training.phrases import Phrase, draw_absent
-from training.questions import MAKERS, draw_question
-from training.scenes import Scene, draw_scene, draw_size
-from training.vocabulary import COLOURS, HELD_OUT, SHAPES
+from training.scenes.scenes import Scene, draw_scene, draw_size
+from training.scenes.vocabulary import COLOURS, HELD_OUT, SHAPES
+from training.texts.captions import LENGTHS, caption, named_objects, objects_of
+from training.texts.phrases import Phrase, draw_absent
+from training.texts.questions import MAKERS, draw_question
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from training.captions import LENGTHS
-from training.prompts import (
+from training.images.tiling import PREFIX, View, choose_tiling
+from training.scenes.render import pack_scene
+from training.scenes.scenes import Scene, draw_scene, draw_size
+from training.scenes.vocabulary import COLOURS, MAX_OBJECTS, MEASURED_COLOURS
+from training.texts.captions import LENGTHS
+from training.texts.prompts import (
     COORD,
     SIZE,
     Prompt,
@@ -28,11 +32,7 @@ from training.prompts import (
     draw_target,
     size_bin,
 )
-from training.questions import draw_question
-from training.render import pack_scene
-from training.scenes import Scene, draw_scene, draw_size
-from training.tiling import PREFIX, View, choose_tiling
-from training.vocabulary import COLOURS, MAX_OBJECTS, MEASURED_COLOURS
+from training.texts.questions import draw_question
 
 TEXT_LENGTH = 395  # packed prompt positions a picture; with the prefix a multiple of 16
 SKILLS: tuple[str, ...] = ("query", "reasoning", "point", "detect", "segment", "caption")

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from training.captions import LENGTHS
-from training.phrases import Phrase, draw_absent, draw_present, refer
-from training.prompts import object_words
-from training.questions import Question, colour, draw_question, shape
-from training.render import render_scene
-from training.scenes import Scene, draw_scene, draw_size
-from training.vocabulary import HELD_OUT
+from training.scenes.render import render_scene
+from training.scenes.scenes import Scene, draw_scene, draw_size
+from training.scenes.vocabulary import HELD_OUT
+from training.texts.captions import LENGTHS
+from training.texts.phrases import Phrase, draw_absent, draw_present, refer
+from training.texts.prompts import object_words
+from training.texts.questions import Question, colour, draw_question, shape
 
 SLICES: tuple[str, ...] = ("seen", "unseen-pairs")
 

@@ -9,10 +9,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from training.captions import place_of, short_caption
-from training.phrases import Phrase, draw_absent, draw_present, name_of, refer
-from training.scenes import MIN_SIZE_RATIO, Scene
-from training.vocabulary import COLOURS, FOREIGN_NOUNS, SHAPES, STYLE_WORDS, STYLES
+from training.scenes.scenes import MIN_SIZE_RATIO, Scene
+from training.scenes.vocabulary import COLOURS, FOREIGN_NOUNS, SHAPES, STYLE_WORDS, STYLES
+from training.texts.captions import place_of, short_caption
+from training.texts.phrases import Phrase, draw_absent, draw_present, name_of, refer
 
 RELATION_GAP = 0.05  # least difference of two centres, as a share of the side
 EDGE_GAP = 0.03  # least lead of the outermost centre

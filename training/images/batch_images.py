@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.batches import Batch, Spoiling
-from training.jpeg import Stages, jpeg_round_trip
-from training.render import paint_background, paint_shape, render
-from training.resize import crops, normalise, resize
+from training.images.jpeg import Stages, jpeg_round_trip
+from training.images.resize import crops, normalise, resize
+from training.learning.batches import Batch, Spoiling
+from training.scenes.render import paint_background, paint_shape, render
 
 CHUNK_PIXELS = 24_000_000  # pictures are drawn in chunks of about this many pixels
 

@@ -1,6 +1,6 @@
 """Scenes as plain data, and the rules by which they are drawn at random.
 
-Sizes are in pixels of the picture.  "The view" is what the model sees (``training.tiling.View``): the tiled
+Sizes are in pixels of the picture.  "The view" is what the model sees (``training.images.tiling.View``): the tiled
 stretch and the global crop.  Every rule that keeps questions fair is stated in terms of the view.
 """
 
@@ -12,9 +12,9 @@ import random
 from dataclasses import dataclass
 from functools import cached_property
 
-from training.shapes import DEFAULT_TILT, LIMB, QUARTERS, TILT, geometry, unit_bounds
-from training.tiling import View
-from training.vocabulary import (
+from training.images.tiling import View
+from training.scenes.shapes import DEFAULT_TILT, LIMB, QUARTERS, TILT, geometry, unit_bounds
+from training.scenes.vocabulary import (
     COLOUR_RANGES,
     COLOURS,
     HELD_OUT,

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from training.tiling import CROP, WINDOW, View
+from training.images.tiling import CROP, WINDOW, View
 
 Matrix = NDArray[np.float32]
 _GAP = 2.0  # libvips' default: how much of a reduction the kernel must be left to do

@@ -13,18 +13,18 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from training.captions import LENGTHS, caption
-from training.paths import path_tokens
-from training.phrases import Phrase, draw_absent, draw_present, refer, with_article
-from training.questions import Question
-from training.scenes import Scene, Shape
+from training.scenes.paths import path_tokens
+from training.scenes.scenes import Scene, Shape
+from training.scenes.vocabulary import FOREIGN_NOUNS
+from training.texts.captions import LENGTHS, caption
+from training.texts.phrases import Phrase, draw_absent, draw_present, refer, with_article
+from training.texts.questions import Question
 from training.tokenizer import path_token_text
-from training.vocabulary import FOREIGN_NOUNS
 
 EOS, ANSWER, THINK, COORD, SIZE, GROUND_START, GROUND_END = 0, 3, 4, 5, 6, 7, 9
 COORD_BINS = SIZE_BINS = 1024
 TOKENIZER_FILE = (
-    Path(__file__).parents[1] / "kestrel_engine" / "bundled" / "kestrel_tiny" / "tokenizer.json"
+    Path(__file__).parents[2] / "kestrel_engine" / "bundled" / "kestrel_tiny" / "tokenizer.json"
 )
 
 Value = tuple[float, float]

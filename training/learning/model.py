@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.tiling import CROP, GRID, MARGIN, MAX_CROPS, PATCH, PREFIX, View
+from training.images.tiling import CROP, GRID, MARGIN, MAX_CROPS, PATCH, PREFIX, View
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Vision(nn.Module):
         return torch.einsum("xj,byjd->byxd", across, pooled).reshape(b, GRID * GRID, dim)
 
     def forward(self, crops: Tensor, view: View) -> Tensor:
-        """Normalised crops [B, n, 3, 252, 252] (see training.resize.crops) -> image embeddings [B, 324, dim]."""
+        """Normalised crops [B, n, 3, 252, 252] (see training.images.resize.crops) -> image embeddings [B, 324, dim]."""
         b, n = crops.shape[:2]
         features = self.encode(crops.flatten(0, 1)).view(b, n, GRID * GRID, -1)
         whole = features[:, 0]

@@ -10,12 +10,12 @@ import random
 
 import torch
 
-from training.batches import SKILLS, Batch, draw_batch
-from training.losses import run
-from training.model import TinyModel
-from training.pictures import PictureMaker
-from training.prompts import PromptWriter
-from training.scenes import draw_size
+from training.images.batch_images import PictureMaker
+from training.learning.batches import SKILLS, Batch, draw_batch
+from training.learning.losses import run
+from training.learning.model import TinyModel
+from training.scenes.scenes import draw_size
+from training.texts.prompts import PromptWriter
 
 
 class Validation:

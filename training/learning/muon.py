@@ -8,7 +8,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
-from training.model import TinyModel
+from training.learning.model import TinyModel
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from training.scenes import Scene, Shape
-from training.vocabulary import (
+from training.scenes.scenes import Scene, Shape
+from training.scenes.vocabulary import (
     ANY_NOUNS,
     COLOURS,
     HELD_OUT,

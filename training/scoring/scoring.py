@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from training.captions import named_objects, objects_of
-from training.evaluation_set import Task
-from training.paths import outline, path_polygon, polygon_iou
-from training.scenes import Box, Scene
+from training.scenes.paths import outline, path_polygon, polygon_iou
+from training.scenes.scenes import Box, Scene
+from training.scoring.evaluation_set import Task
+from training.texts.captions import named_objects, objects_of
 
 Record = dict[str, Any]
 

@@ -1,0 +1,1 @@
+"""From drawn scenes to the crops that the model sees."""

@@ -1,0 +1,1 @@
+"""The model in training: batches, losses, optimiser, checkpoints, validation."""

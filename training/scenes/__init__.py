@@ -1,0 +1,1 @@
+"""The closed world of kestrel-tiny: shapes, scenes and their drawing."""

@@ -1,0 +1,1 @@
+"""The frozen evaluation set, and the scores on it."""
