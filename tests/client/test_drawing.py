@@ -99,7 +99,18 @@ def test_a_label_stays_inside_the_picture() -> None:
     boxes = (Box(0.9, 0, 1, 0.5),)
     image = made(DetectResult, object="a rather long description", objects=boxes).draw()
     ground = (np.asarray(image) == COLOURS[0]).all(-1)
-    assert ground[2:12, 150:360].any()
+    assert ground[102:112, 150:360].any()  # below the box, as there is no room above
+
+
+def test_labels_hide_no_small_object() -> None:
+    """Ten small boxes in a column: each stays visible."""
+    boxes = tuple(Box(0.4, n / 10 + 0.02, 0.44, n / 10 + 0.06) for n in range(10))
+    image = made(DetectResult, object="button", objects=boxes).draw()
+    pixels = np.asarray(image)
+    for i, box in enumerate(boxes):
+        left, top, _, bottom = box.to_pixels((400, 200))
+        edge = pixels[top:bottom, left]
+        assert (edge == COLOURS[i % len(COLOURS)]).all(-1).mean() > 0.7, i
 
 
 def test_a_box_without_extent() -> None:
@@ -175,8 +186,13 @@ def test_grounding_is_painted_and_text_is_not() -> None:
     span = GroundingSpan(0, 3, (Point(0.5, 0.5),))
     query = made(QueryResult, answer="a", reasoning=Reasoning("abc", (span,)))
     assert query.draw().getpixel((200, 100)) == COLOURS[0]
-    assert not changed(made(QueryResult, answer="a").draw()).any()
-    assert not changed(made(CaptionResult, caption="a").draw()).any()
+    answered = made(QueryResult, question="What is this?", answer="A very long answer. " * 9)
+    for result in (answered, made(CaptionResult, caption="a circle")):
+        image = result.draw()
+        assert not changed(image)[:200].any()
+        below = np.asarray(image)[200:]
+        assert (below == 255).all(-1).mean() > 0.5 and (below == 0).all(-1).any()
+        assert (below[:, -4:] == 255).all()  # nothing is cut off
 
 
 def test_save_and_another_picture(tmp_path: Path) -> None:

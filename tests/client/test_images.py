@@ -114,7 +114,10 @@ def test_noise_that_fits_nowhere_is_refused() -> None:
 @pytest.mark.parametrize(
     ("image", "words"),
     [
-        (None, "a path, bytes, a uint8 array, a Pillow image or an ImageHandle, not NoneType"),
+        (
+            None,
+            "a path, .*bytes, an open file, a uint8 array, a Pillow image or an ImageHandle, not NoneType",
+        ),
         (7, "not int"),
         (b"", "no bytes"),
         (RGB.astype(np.float32), r"not float32 of shape \[2, 3, 3\]"),

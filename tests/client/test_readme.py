@@ -14,7 +14,7 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```", README.read_text("utf-8"), re.DO
 
 
 @pytest.mark.parametrize(
-    "example", EXAMPLES, ids=["ask", "tasks", "stream", "async", "admin", "errors"]
+    "example", EXAMPLES, ids=["ask", "map", "tasks", "stream", "async", "admin", "errors"]
 )
 def test_example(
     example: str,
@@ -29,6 +29,8 @@ def test_example(
     printed = capsys.readouterr().out
     if "save(" in example:
         assert "Two red circles" in printed and (tmp_path / "found.png").exists()
+    elif ".map(" in example:
+        assert printed.endswith("picture.jpg 2\nmissing.jpg failed\npicture.jpg 2\n")
     elif "analyze" in example:
         answer = "Two red circles — één is größer. 👍\n"
         assert printed == f"{answer.strip()} 2\n{answer}{answer}"

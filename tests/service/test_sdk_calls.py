@@ -108,7 +108,7 @@ async def test_a_picture_put_goes_wherever_a_picture_goes(client, picture, serve
     assert comparable(named) == comparable(sent)
     assert named.image_id == sent.image_id == handle.image_id
     assert named.to_dict()["image_id"] == handle.image_id
-    assert named.draw().size == (60, 40)
+    assert named.draw().width == 60
     by_id = ImageHandle(sent.image_id)
     assert (await client.caption(by_id, "short", **GREEDY)).caption
     assert await client.put_image(by_id) == handle

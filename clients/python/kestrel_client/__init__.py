@@ -37,14 +37,13 @@ from .errors import (
 from .events import Event, PathPiece, ReasoningDelta, TextDelta
 from .geometry import Box, ImageSize, Point, SpatialRef
 from .images import ImageHandle, ImageInput
+from .marks import Marks, Mask, MaskFormat
 from .requests import CallOptions, CaptionLength, HandlingOptions, Priority
 from .results import (
     CaptionResult,
     DetectResult,
     FinishReason,
     GroundingSpan,
-    Mask,
-    MaskFormat,
     PointResult,
     QueryResult,
     Reasoning,
@@ -66,6 +65,7 @@ from .tasks import (
     Task,
     TaskDone,
     TaskEvent,
+    TaskOf,
     Tasks,
 )
 from .version import __version__
@@ -101,6 +101,7 @@ __all__ = [
     "KestrelClient",
     "KestrelError",
     "LogLevel",
+    "Marks",
     "Mask",
     "MaskFormat",
     "Metadata",
@@ -139,6 +140,7 @@ __all__ = [
     "Task",
     "TaskDone",
     "TaskEvent",
+    "TaskOf",
     "Tasks",
     "TextDelta",
     "Timings",

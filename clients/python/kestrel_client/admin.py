@@ -52,9 +52,9 @@ class KestrelAdmin:
         )
         credentials, options = self._connection.credentials(), self._connection.options
         self._channel = (
-            grpc.insecure_channel(target, options)
+            grpc.insecure_channel(self._connection.address, options)
             if credentials is None
-            else grpc.secure_channel(target, credentials, options)
+            else grpc.secure_channel(self._connection.address, credentials, options)
         )
         self._stub = admin_service_pb2_grpc.AdminServiceStub(self._channel)
 

@@ -137,7 +137,7 @@ class AsyncKestrelAdmin:
 
     def _open(self) -> grpc.aio.Channel:
         if self._channel is None:
-            target, options = self._connection.target, self._connection.options
+            target, options = self._connection.address, self._connection.options
             self._channel = (
                 grpc.aio.insecure_channel(target, options)
                 if self._credentials is None

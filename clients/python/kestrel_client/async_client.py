@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar, Unpack
+from typing import Any, NamedTuple, TypeVar, Unpack, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -20,6 +20,7 @@ from ._pb.kestrel.v1 import (
     vision_service_pb2_grpc,
 )
 from ._pb.kestrel.v1 import vision_service_pb2 as pb
+from .batches import Progress, gather_bounded
 from .connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
     DEFAULT_TARGET,
@@ -38,25 +39,27 @@ from .description import (
     read_model,
     read_server_info,
 )
-from .errors import DeadlineExceededError, from_rpc_error
+from .errors import DeadlineExceededError, KestrelError, from_rpc_error
 from .events import Event, PathPiece, ReasoningDelta, TextDelta
 from .geometry import Box, Point, SpatialRef
 from .images import ImageHandle, ImageInput
+from .marks import MaskFormat
 from .requests import CallOptions, CaptionLength, HandlingOptions, Prepared, Preparer
 from .results import (
     CaptionResult,
     DetectResult,
-    MaskFormat,
     PointResult,
     QueryResult,
+    Result,
     SegmentResult,
     SkillResult,
 )
 from .stored import image_id_of, prepare_put, read_handle
 from .streams import AsyncStream, Reading
-from .tasks import AnalyzeResult, TaskDone, TaskEvent, Tasks
+from .tasks import AnalyzeResult, Task, TaskDone, TaskEvent, TaskOf, Tasks
 
 R = TypeVar("R")
+T = TypeVar("T", bound=Result)
 
 
 class _Opened(NamedTuple):
@@ -262,7 +265,7 @@ class AsyncKestrelClient:
                 reply = await images.UploadImage(put.pieces(), **options)
             else:
                 reply = await images.PutImage(put.request, **options)
-            return read_handle(reply.image, image)
+            return read_handle(reply.image, put.source)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
@@ -300,6 +303,28 @@ class AsyncKestrelClient:
             pb.StreamAnalyzeRequest,
             lambda: self._prepare.analyze(image, tasks, options),
         )
+
+    async def map(
+        self,
+        images: Iterable[ImageInput],
+        task: TaskOf[T],
+        *,
+        concurrency: int = 8,
+        progress: Progress | None = None,
+        **options: Unpack[HandlingOptions],
+    ) -> list[T | KestrelError]:
+        """Does one task, like ``DetectTask("circle")``, on each of many images; results in the order of the images.
+
+        At most ``concurrency`` requests run at once, and an iterator is read only as fast. What fails leaves its
+        KestrelError in place of its result. ``progress(done, total)`` is called after each image, ``total`` is None for
+        an iterator.
+        """
+
+        async def work(image: ImageInput) -> Any:
+            prepared = await asyncio.to_thread(self._prepare.task, image, cast(Task, task), options)
+            return await self._call(prepared[0], lambda: prepared[1])
+
+        return await gather_bounded(images, work, concurrency, progress)
 
     async def run_skill(
         self,
@@ -407,7 +432,7 @@ class AsyncKestrelClient:
 
     def _open(self) -> _Opened:
         if self._opened is None:
-            target, options = self._connection.target, self._connection.options
+            target, options = self._connection.address, self._connection.options
             channel = (
                 grpc.aio.insecure_channel(target, options)
                 if self._credentials is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -19,6 +19,7 @@ from ._pb.kestrel.v1 import (
     vision_service_pb2_grpc,
 )
 from ._pb.kestrel.v1 import vision_service_pb2 as pb
+from .batches import Progress, run_bounded
 from .connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
     DEFAULT_TARGET,
@@ -37,26 +38,28 @@ from .description import (
     read_model,
     read_server_info,
 )
-from .errors import DeadlineExceededError, from_rpc_error
+from .errors import DeadlineExceededError, KestrelError, from_rpc_error
 from .events import Event, PathPiece, ReasoningDelta, TextDelta
 from .geometry import Box, Point, SpatialRef
 from .images import ImageHandle, ImageInput
+from .marks import MaskFormat
 from .requests import CallOptions, CaptionLength, HandlingOptions, Prepared, Preparer
 from .results import (
     CaptionResult,
     DetectResult,
-    MaskFormat,
     PointResult,
     QueryResult,
+    Result,
     SegmentResult,
     SkillResult,
 )
 from .stored import image_id_of, prepare_put, read_handle
 from .streams import Stream
-from .tasks import AnalyzeResult, TaskDone, TaskEvent, Tasks
+from .tasks import AnalyzeResult, Task, TaskDone, TaskEvent, TaskOf, Tasks
 
 R = TypeVar("R")
 M = TypeVar("M", bound=Message)
+T = TypeVar("T", bound=Result)
 
 
 class KestrelClient:
@@ -93,9 +96,9 @@ class KestrelClient:
         self._prepare = Preparer(self._connection)
         credentials, options = self._connection.credentials(), self._connection.options
         self._channel = (
-            grpc.insecure_channel(target, options)
+            grpc.insecure_channel(self._connection.address, options)
             if credentials is None
-            else grpc.secure_channel(target, credentials, options)
+            else grpc.secure_channel(self._connection.address, credentials, options)
         )
         self._vision = vision_service_pb2_grpc.VisionServiceStub(self._channel)
         self._images = image_service_pb2_grpc.ImageServiceStub(self._channel)
@@ -238,8 +241,10 @@ class KestrelClient:
         options: dict[str, Any] = self._handling(timeout, metadata)
         try:
             if put.data:
-                return read_handle(self._images.UploadImage(put.pieces(), **options).image, image)
-            return read_handle(self._images.PutImage(put.request, **options).image, image)
+                return read_handle(
+                    self._images.UploadImage(put.pieces(), **options).image, put.source
+                )
+            return read_handle(self._images.PutImage(put.request, **options).image, put.source)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
@@ -273,6 +278,28 @@ class KestrelClient:
         """``analyze`` with the events of all tasks as they happen."""
         sent = self._prepare.analyze(image, tasks, options)
         return self._stream(self._vision.StreamAnalyze, pb.StreamAnalyzeRequest, sent)
+
+    def map(
+        self,
+        images: Iterable[ImageInput],
+        task: TaskOf[T],
+        *,
+        concurrency: int = 8,
+        progress: Progress | None = None,
+        **options: Unpack[HandlingOptions],
+    ) -> list[T | KestrelError]:
+        """Does one task, like ``DetectTask("circle")``, on each of many images; results in the order of the images.
+
+        At most ``concurrency`` requests run at once, and an iterator is read only as fast. What fails leaves its
+        KestrelError in place of its result. ``progress(done, total)`` is called after each image, ``total`` is None for
+        an iterator.
+        """
+
+        def work(image: ImageInput) -> Any:
+            method, sent = self._prepare.task(image, cast(Task, task), options)
+            return self._call(getattr(self._vision, method), sent)
+
+        return run_bounded(images, work, concurrency, progress)
 
     def run_skill(
         self,

@@ -16,9 +16,12 @@ import grpc
 from .errors import InvalidRequestError
 from .version import __version__
 
-DEFAULT_TARGET = "127.0.0.1:50051"
+DEFAULT_PORT = 50051
+DEFAULT_TARGET = f"127.0.0.1:{DEFAULT_PORT}"
 DEFAULT_TIMEOUT_S = 300.0
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+_URL = re.compile(r"(https?)://([^/]*)", re.IGNORECASE)
+_SCHEME = re.compile(r"(dns|ipv4|ipv6|passthrough):")
 _FOREVER_S = 1e9
 """Thirty years: gRPC's clock overflows some way beyond, and such a call would expire at once."""
 HEALTH_CHECK_METHOD = "/grpc.health.v1.Health/Check"
@@ -82,6 +85,11 @@ class Connection:
     def __post_init__(self) -> None:
         if not self.target:
             raise InvalidRequestError("target: must not be empty")
+        if (scheme := _URL.match(self.target)) is not None:
+            tls = ", with TLS" if scheme[1].lower() == "https" else ""
+            raise InvalidRequestError(
+                f"target: {self.target} is a web address; gRPC takes HOST:PORT{tls}: {scheme[2]}"
+            )
         if self.max_message_bytes < 1:
             raise InvalidRequestError(
                 f"max_message_bytes={self.max_message_bytes}: must be at least 1"
@@ -94,6 +102,24 @@ class Connection:
             raise InvalidRequestError(
                 f"token: would travel to {self.target} in the clear; pass tls=True or a Tls"
             )
+
+    @property
+    def address(self) -> str:
+        """``target`` as gRPC takes it: a host alone gets the server's default port, where gRPC would take 443."""
+        if self.target.startswith(("unix:", "unix-abstract:", "vsock:")) or "," in self.target:
+            return self.target
+        scheme, slashes, host = self.target.rpartition("/")
+        if not slashes and (known := _SCHEME.match(host)) is not None:
+            scheme, host = known[0], host[known.end() :]
+        else:
+            scheme += slashes
+        if host.startswith("["):
+            bare = host.endswith("]")
+        elif host.count(":") > 1:  # an IPv6 address without brackets has no port
+            return f"{scheme}[{host}]:{DEFAULT_PORT}"
+        else:
+            bare = ":" not in host
+        return f"{self.target}:{DEFAULT_PORT}" if bare and host else self.target
 
     @property
     def options(self) -> list[tuple[str, str | int]]:

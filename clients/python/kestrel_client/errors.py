@@ -197,7 +197,11 @@ def from_rpc_error(error: grpc.RpcError) -> RpcError:
     """The error of a failed call, synchronous or asynchronous."""
     assert isinstance(error, (grpc.Call, grpc.aio.AioRpcError)), type(error)
     trailers: Any = error.trailing_metadata() or ()  # pairs, though the type stubs don't say so
-    return from_status(error.code(), error.details() or "", trailers)
+    code, message = error.code(), error.details() or ""
+    if code is grpc.StatusCode.UNKNOWN and message == "Stream removed":
+        # gRPC's words for a call whose connection ended before it could be sent.
+        code, message = grpc.StatusCode.UNAVAILABLE, "the connection ended before an answer came"
+    return from_status(code, message, trailers)
 
 
 def from_task_error(error: vision_service_pb2.TaskError) -> RpcError:

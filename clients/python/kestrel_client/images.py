@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, runtime_c
 
 from ._pb.kestrel.v1 import common_pb2
 from .errors import InvalidImageError, MissingDependencyError, RequestTooLargeError
+from .fetching import fetch, is_url
 from .geometry import ImageSize
 
 if TYPE_CHECKING:
@@ -34,11 +35,18 @@ class PixelArray(Protocol):
     def tobytes(self) -> bytes: ...
 
 
+class Readable(Protocol):
+    """A file that is open for reading in binary mode, such as io.BytesIO; read once, from where it stands."""
+
+    def read(self, size: int = ..., /) -> bytes: ...
+
+
 ImageInput: TypeAlias = (
     "str | os.PathLike[str] | bytes | bytearray | memoryview | PixelArray | PIL.Image.Image "
-    "| ImageHandle"
+    "| Readable | ImageHandle"
 )
-"""A picture: path of a file, contents of a file, array of pixels, Pillow image, or one that the server has."""
+"""A picture: path of a file, http(s) address (fetched here, not by the server), contents of a file, open file, array of
+pixels, Pillow image, or one that the server has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,33 @@ _PILLOW_FORMATS = {
 }
 _ENVELOPE_BYTES = 64 * 1024
 """Room kept for what a message holds beside the picture."""
+_LARGEST_DRAWN_BYTES = 64 * 1024 * 1024
+"""Of what is fetched or read to be drawn on."""
+
+
+def loaded(image: ImageInput, limit: int) -> ImageInput:
+    """Bytes in place of an address or an open file, which can't be read twice; anything else as it is.
+
+    Raises InvalidImageError for what can't be fetched or read, or has more than ``limit`` bytes.
+    """
+    if is_url(image):
+        return fetch(str(image), limit)
+    if isinstance(image, (str, os.PathLike, bytes, ImageHandle)) or is_pillow(image):
+        return image
+    read = getattr(image, "read", None)
+    if not callable(read):
+        return image
+    try:
+        data = read(limit + 1)
+    except (OSError, ValueError) as error:
+        raise InvalidImageError(f"can't read the file: {error}") from error
+    if not isinstance(data, bytes):
+        raise InvalidImageError("the file is open in text mode: open it with mode 'rb'")
+    if len(data) > limit:
+        raise RequestTooLargeError(len(data), limit)
+    if not data:
+        raise InvalidImageError("the file is empty, or was read to its end before")
+    return data
 
 
 def to_image(image: ImageInput, max_message_bytes: int) -> common_pb2.Image:
@@ -76,6 +111,7 @@ def to_image(image: ImageInput, max_message_bytes: int) -> common_pb2.Image:
     Raises InvalidImageError for what is no picture, RequestTooLargeError for what would not fit into
     ``max_message_bytes`` (files are measured before they are read).
     """
+    image = loaded(image, max_message_bytes)
     if isinstance(image, (str, os.PathLike)):
         return common_pb2.Image(encoded=_read(Path(image), max_message_bytes))
     if isinstance(image, (bytes, bytearray, memoryview)):
@@ -94,7 +130,8 @@ def to_image(image: ImageInput, max_message_bytes: int) -> common_pb2.Image:
     if isinstance(image, PixelArray):
         return _from_array(image, max_message_bytes)
     raise InvalidImageError(
-        f"a picture must be a path, bytes, a uint8 array, a Pillow image or an ImageHandle, not {type(image).__name__}"
+        f"a picture must be a path, an http(s) address, bytes, an open file, a uint8 array, a Pillow image or an "
+        f"ImageHandle, not {type(image).__name__}"
     )
 
 
@@ -105,6 +142,7 @@ def to_pillow(image: ImageInput) -> PIL.Image.Image:
             raise InvalidImageError("the picture is on the server only: pass it")
         return to_pillow(image.source)
     pillow, ops = _pillow()
+    image = loaded(image, _LARGEST_DRAWN_BYTES)
     try:
         if isinstance(image, (str, os.PathLike)):
             with pillow.open(image) as opened:

@@ -13,11 +13,11 @@ from ._pb.kestrel.v1 import vision_service_pb2 as pb
 from .connection import Connection, Metadata
 from .errors import InvalidRequestError, RequestTooLargeError
 from .geometry import SpatialRef, to_spatial_refs
-from .images import ImageInput, to_image
+from .images import ImageInput, loaded, to_image
+from .marks import MaskFormat
 from .results import (
     CaptionResult,
     DetectResult,
-    MaskFormat,
     PointResult,
     QueryResult,
     SegmentResult,
@@ -37,6 +37,7 @@ from .tasks import (
     DetectTask,
     PointTask,
     QueryTask,
+    SegmentTask,
     Task,
     Tasks,
     analyze_result,
@@ -134,6 +135,7 @@ class Preparer:
         spatial_refs: Iterable[SpatialRef],
         options: CallOptions,
     ) -> Prepared[pb.QueryRequest, QueryResult]:
+        image = None if image is None else self._loaded(image)
         request = _build(
             pb.QueryRequest,
             image=None if image is None else self._image(image),
@@ -142,11 +144,12 @@ class Preparer:
             spatial_refs=to_spatial_refs(spatial_refs),
             **_shared(options),
         )
-        return self._prepared(request, lambda reply: query_result(reply, image), options)
+        return self._prepared(request, lambda reply: query_result(reply, image, question), options)
 
     def caption(
         self, image: ImageInput, length: CaptionLength, options: CallOptions
     ) -> Prepared[pb.CaptionRequest, CaptionResult]:
+        image = self._loaded(image)
         request = _build(
             pb.CaptionRequest,
             image=self._image(image),
@@ -163,6 +166,7 @@ class Preparer:
         spatial_refs: Iterable[SpatialRef],
         options: CallOptions,
     ) -> Prepared[pb.PointRequest, PointResult]:
+        image = self._loaded(image)
         request = _build(
             pb.PointRequest,
             image=self._image(image),
@@ -176,6 +180,7 @@ class Preparer:
     def detect(
         self, image: ImageInput, object: str, max_objects: int | None, options: CallOptions
     ) -> Prepared[pb.DetectRequest, DetectResult]:
+        image = self._loaded(image)
         request = _build(
             pb.DetectRequest,
             image=self._image(image),
@@ -193,6 +198,7 @@ class Preparer:
         mask: MaskFormat,
         options: CallOptions,
     ) -> Prepared[pb.SegmentRequest, SegmentResult]:
+        image = self._loaded(image)
         request = _build(
             pb.SegmentRequest,
             image=self._image(image),
@@ -206,6 +212,7 @@ class Preparer:
     def analyze(
         self, image: ImageInput, tasks: Tasks, options: HandlingOptions
     ) -> Prepared[pb.AnalyzeRequest, AnalyzeResult]:
+        image = self._loaded(image)
         asked = keyed(tasks)
         request = _build(
             pb.AnalyzeRequest,
@@ -227,6 +234,7 @@ class Preparer:
         settings: Mapping[str, Any] | None,
         options: CallOptions,
     ) -> Prepared[pb.RunSkillRequest, SkillResult]:
+        image = None if image is None else self._loaded(image)
         request = _build(
             pb.RunSkillRequest,
             skill=skill,
@@ -237,8 +245,33 @@ class Preparer:
         )
         return self._prepared(request, lambda reply: skill_result(reply, image, skill), options)
 
+    def _loaded(self, image: ImageInput) -> ImageInput:
+        return loaded(image, self._connection.max_message_bytes)
+
     def _image(self, image: ImageInput) -> common_pb2.Image:
         return to_image(image, self._connection.max_message_bytes)
+
+    def task(
+        self, image: ImageInput, task: Task, options: HandlingOptions
+    ) -> tuple[str, Prepared[Any, Any]]:
+        """A task as a call of its own: the method's name, and what to send. The task's sampling is its own."""
+        sampling = {name: getattr(task, name) for name in _SAMPLING}
+        both: CallOptions = {**options, **sampling}  # type: ignore[typeddict-item]
+        match task:
+            case QueryTask():
+                question = (task.question, task.reasoning, task.spatial_refs)
+                return "Query", self.query(image, *question, both)
+            case CaptionTask():
+                return "Caption", self.caption(image, task.length, both)
+            case PointTask():
+                wanted = (task.object, task.max_objects, task.spatial_refs)
+                return "Point", self.point(image, *wanted, both)
+            case DetectTask():
+                return "Detect", self.detect(image, task.object, task.max_objects, both)
+            case SegmentTask():
+                outline = (task.object, task.spatial_refs, task.mask)
+                return "Segment", self.segment(image, *outline, both)
+        raise InvalidRequestError(f"task: {task!r} is no task, like QueryTask")
 
     def _prepared(
         self,

@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import base64
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ._pb.kestrel.v1 import common_pb2, vision_service_pb2
-from .errors import InvalidImageError
+from .errors import InvalidImageError, KestrelError
 from .geometry import Box, ImageSize, Point, from_box, from_point
 from .images import ImageInput
+from .marks import Marks, Mask, Outline, labelled
 from .struct_values import from_struct
 
 if TYPE_CHECKING:
+    import pandas
     import PIL.Image
+    import supervision
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "unknown"]
 """Why generation ended: by itself, at a limit, given up; "unknown" from a server newer than this client."""
 
-MaskFormat: TypeAlias = Literal["none", "svg", "png", "rle"]
+_NOTEBOOK_PIXELS = 800
+"""The longer side of an image that a notebook shows."""
+_SHOWN_CHARACTERS = 120
 
 _FINISH_REASONS: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
@@ -88,22 +94,29 @@ class Result:
         shared = {f.name: getattr(self, f.name) for f in fields(Result) if f.name != "source"}
         return {name: plain_value(value) for name, value in {**own, **shared}.items()}
 
+    @property
+    def marks(self) -> Marks:
+        """What ``draw()`` paints."""
+        return Marks()
+
     def draw(self, image: ImageInput | None = None) -> PIL.Image.Image:
-        """The picture with the result painted on it, as a new Pillow image.
+        """The picture with the result painted on it, as a new Pillow image; texts stand below it.
 
         ``image``: the picture to paint on; default: the one that was sent. Raises MissingDependencyError without
         Pillow, InvalidImageError if there is no picture or Pillow can't read it.
         """
-        from . import drawing  # needs Pillow, which sending does not
-
-        picture = self.source if image is None else image
-        if picture is None:
-            raise InvalidImageError("there is no picture to draw on: pass one")
-        return drawing.draw(self, picture)
+        return draw_marks(self.marks, image, self.source)
 
     def save(self, path: str | os.PathLike[str], image: ImageInput | None = None) -> None:
         """Writes ``draw(image)`` to a file, in the format that its name ends with."""
         self.draw(image).save(path)
+
+    def _repr_png_(self) -> bytes | None:
+        """How a notebook shows the result: ``draw()``; as text where there is no picture, or no Pillow."""
+        return notebook_png(self.marks, self.source)
+
+    def _short(self, shown: str) -> str:
+        return f"{type(self).__name__}({shown}, {self.model}, {self.finish_reason})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +136,12 @@ class Reasoning:
     grounding: tuple[GroundingSpan, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class QueryResult(Result):
     """The answer to a question."""
 
+    question: str = ""
+    """What was asked."""
     answer: str
     reasoning: Reasoning | None = None
     """None unless it was asked for."""
@@ -136,54 +151,136 @@ class QueryResult(Result):
         """Spans of the reasoning that refer to places; empty without reasoning."""
         return () if self.reasoning is None else self.reasoning.grounding
 
+    @property
+    def marks(self) -> Marks:
+        """The points that ground the reasoning; below, question and answer."""
+        points = tuple(point for span in self.grounding for point in span.points)
+        return Marks(points=points, text=tuple(filter(None, (self.question, self.answer))))
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+    def __str__(self) -> str:
+        return self.answer
+
+    def __repr__(self) -> str:
+        return self._short(_clipped(self.answer))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CaptionResult(Result):
     """A description."""
 
     caption: str
 
+    @property
+    def marks(self) -> Marks:
+        """The description, below."""
+        return Marks(text=(self.caption,))
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+    def __str__(self) -> str:
+        return self.caption
+
+    def __repr__(self) -> str:
+        return self._short(_clipped(self.caption))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PointResult(Result):
-    """The centres of objects. ``object``: what was asked for."""
+    """The centres of objects: iterates over them. ``object``: what was asked for."""
 
     object: str
     points: tuple[Point, ...]
 
+    @property
+    def marks(self) -> Marks:
+        return Marks(points=self.points)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+    def __iter__(self) -> Iterator[Point]:
+        return iter(self.points)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __repr__(self) -> str:
+        return self._short(f"{len(self.points)} x {self.object!r}")
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A pandas DataFrame, a row a point: object, x, y, and x_px, y_px where the picture's size is known.
+
+        Raises MissingDependencyError without pandas.
+        """
+        from . import exports
+
+        return exports.points_frame(self.object, self.points, self.image_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class DetectResult(Result):
-    """The bounding boxes of objects. ``object``: what was asked for."""
+    """The bounding boxes of objects: iterates over them. ``object``: what was asked for."""
 
     object: str
     objects: tuple[Box, ...]
 
+    @property
+    def marks(self) -> Marks:
+        return Marks(boxes=labelled(self.objects, self.object))
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+    def __iter__(self) -> Iterator[Box]:
+        return iter(self.objects)
+
+    def __len__(self) -> int:
+        return len(self.objects)
+
+    def __repr__(self) -> str:
+        return self._short(f"{len(self.objects)} x {self.object!r}")
+
+    def to_supervision(self) -> supervision.Detections:
+        """The boxes in pixels for the package ``supervision``, named in ``data["class_name"]``.
+
+        Raises MissingDependencyError without supervision.
+        """
+        from . import exports
+
+        return exports.to_supervision(self.object, self.objects, exports.size_of(self.image_size))
+
+    def to_coco(self, image_id: int = 1, category_id: int = 1) -> list[dict[str, Any]]:
+        """An annotation of the COCO format for each box, ids from 1 on; pixels as ``bbox`` [x, y, width, height]."""
+        from . import exports
+
+        size = exports.size_of(self.image_size)
+        return exports.to_coco(self.objects, size, image_id, category_id)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A pandas DataFrame, a row a box: object, its edges, and the same in pixels where the size is known.
+
+        Raises MissingDependencyError without pandas.
+        """
+        from . import exports
+
+        return exports.boxes_frame(self.object, self.objects, self.image_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SkillResult(Result):
     """What a skill gave that was run by its name. ``output``: plain values, as the skill defines them."""
 
     skill: str
     output: dict[str, Any]
 
+    @property
+    def marks(self) -> Marks:
+        """Points and boxes, where the output holds ``points`` or ``objects`` as the model's own skills do."""
+        places = [place for name in ("points", "objects") for place in _listed(self.output, name)]
+        points = tuple(Point(p["x"], p["y"]) for p in places if _has(p, "x", "y"))
+        edges = ("x_min", "y_min", "x_max", "y_max")
+        boxes = tuple(Box(*(p[edge] for edge in edges)) for p in places if _has(p, *edges))
+        texts = (self.output.get(name) for name in ("answer", "caption"))
+        text = tuple(each for each in texts if isinstance(each, str))
+        return Marks(points=points, boxes=labelled(boxes, self.skill), text=text)
 
-@dataclass(frozen=True, slots=True)
-class Mask:
-    """A drawn mask of the picture's size, in the encoding that was asked for."""
-
-    format: MaskFormat
-    width: int
-    height: int
-    svg: str = ""
-    """For "svg": a document whose viewBox is the picture in pixels, the object white on nothing."""
-    png: bytes = field(default=b"", repr=False)
-    """For "png": a file of one channel, 255 inside and 0 outside."""
-    rle: tuple[int, ...] = field(default=(), repr=False)
-    """For "rle": run lengths as COCO counts them: column by column, outside first."""
+    def __repr__(self) -> str:
+        return self._short(f"{self.skill!r}, {_clipped(self.output)}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SegmentResult(Result):
     """The outline of an object. ``object``: what was asked for."""
 
@@ -196,6 +293,37 @@ class SegmentResult(Result):
     parse_error: str | None = None
     """Why the model's path can't be read; None if it can."""
 
+    @property
+    def outline(self) -> Outline:
+        """Path, box and mask together."""
+        return Outline(self.svg_path, self.box, self.mask)
+
+    @property
+    def marks(self) -> Marks:
+        boxes = () if self.box is None else labelled((self.box,), self.object)
+        return Marks(outline=self.outline, boxes=boxes)
+
+    def __repr__(self) -> str:
+        return self._short(repr(self.object) if self.svg_path else f"no {self.object!r}")
+
+    def to_supervision(self) -> supervision.Detections:
+        """Box and mask for the package ``supervision``. Raises MissingDependencyError without supervision or Pillow."""
+        from . import exports
+
+        size = exports.size_of(self.image_size)
+        boxes = () if self.box is None else (self.box,)
+        return exports.to_supervision(self.object, boxes, size, self.to_mask(size))
+
+    def to_coco(self, image_id: int = 1, category_id: int = 1) -> list[dict[str, Any]]:
+        """The outline as an annotation of the COCO format, with polygons in pixels; none if nothing was found.
+
+        Raises MissingDependencyError without Pillow.
+        """
+        from . import exports
+
+        size = exports.size_of(self.image_size)
+        return exports.outline_to_coco(self.outline, size, image_id, category_id)
+
     def to_mask(self, size: tuple[int, int] | None = None) -> PIL.Image.Image:
         """The outline as a Pillow image of mode "L": 255 inside, 0 outside.
 
@@ -203,7 +331,47 @@ class SegmentResult(Result):
         """
         from . import drawing
 
-        return drawing.mask_image(self, size or self.image_size or (0, 0))
+        return drawing.mask_image(self.outline, size or self.image_size or (0, 0))
+
+
+def draw_marks(
+    marks: Marks, image: ImageInput | None, source: ImageInput | None
+) -> PIL.Image.Image:
+    """The marks on ``image``, else on ``source``. Raises InvalidImageError, MissingDependencyError."""
+    from . import drawing  # needs Pillow, which sending does not
+
+    picture = source if image is None else image
+    if picture is None:
+        raise InvalidImageError("there is no picture to draw on: pass one")
+    return drawing.draw(marks, picture)
+
+
+def notebook_png(marks: Marks, source: ImageInput | None) -> bytes | None:
+    """None where there is nothing to draw, no picture to draw on, or no Pillow."""
+    if marks == Marks() or source is None:
+        return None
+    try:
+        from . import drawing
+
+        return drawing.png(draw_marks(marks, None, source), _NOTEBOOK_PIXELS)
+    except KestrelError:
+        return None
+
+
+def _clipped(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
+def _listed(output: dict[str, Any], name: str) -> list[Any]:
+    found = output.get(name)
+    return found if isinstance(found, list) else []
+
+
+def _has(place: Any, *names: str) -> bool:
+    return isinstance(place, dict) and all(
+        isinstance(place.get(name), (int, float)) for name in names
+    )
 
 
 def plain_value(value: Any) -> Any:
@@ -264,7 +432,7 @@ def _common(response: _Response, source: ImageInput | None) -> dict[str, Any]:
 
 
 def query_result(
-    response: vision_service_pb2.QueryResponse, source: ImageInput | None
+    response: vision_service_pb2.QueryResponse, source: ImageInput | None, question: str
 ) -> QueryResult:
     reasoning = None
     if response.HasField("reasoning"):
@@ -275,7 +443,12 @@ def query_result(
                 for span in response.reasoning.grounding
             ),
         )
-    return QueryResult(answer=response.answer, reasoning=reasoning, **_common(response, source))
+    return QueryResult(
+        question=question,
+        answer=response.answer,
+        reasoning=reasoning,
+        **_common(response, source),
+    )
 
 
 def caption_result(

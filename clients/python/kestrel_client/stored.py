@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 from ._pb.kestrel.v1 import image_service_pb2 as pb
 from .errors import InvalidImageError
 from .geometry import ImageSize
-from .images import ImageHandle, ImageInput, to_image
+from .images import ImageHandle, ImageInput, loaded, to_image
 
 UPLOAD_THRESHOLD_BYTES = 4 * 1024 * 1024
 """Files above this size go in pieces."""
 CHUNK_BYTES = 1024 * 1024
 
 _NO_LIMIT = 2**63
+_LARGEST_FETCHED_BYTES = 256 * 1024 * 1024
+"""More than any server takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class Put:
     """A picture ready to be put: in one message, or in pieces if ``data`` is set."""
 
     request: pb.PutImageRequest
+    source: ImageInput
+    """What was put, in a form that can be read again."""
     data: bytes = field(default=b"", repr=False)
     sha256: bytes = b""
 
@@ -37,13 +41,14 @@ class Put:
 
 def prepare_put(image: ImageInput, max_message_bytes: int) -> Put:
     """Waits for the file system if the picture is a path. Raises InvalidImageError, RequestTooLargeError."""
+    image = loaded(image, _LARGEST_FETCHED_BYTES)
     # A file is never too large here, as it may go in pieces; pixels become a PNG first if they don't fit a message.
     is_file = isinstance(image, (str, os.PathLike, bytes, bytearray, memoryview))
     message = to_image(image, _NO_LIMIT if is_file else max_message_bytes)
     if len(message.encoded) > min(UPLOAD_THRESHOLD_BYTES, max_message_bytes // 2):
         data = message.encoded
-        return Put(pb.PutImageRequest(), data, hashlib.sha256(data).digest())
-    return Put(pb.PutImageRequest(image=message))
+        return Put(pb.PutImageRequest(), image, data, hashlib.sha256(data).digest())
+    return Put(pb.PutImageRequest(image=message), image)
 
 
 def read_handle(stored: pb.StoredImage, source: ImageInput) -> ImageHandle:

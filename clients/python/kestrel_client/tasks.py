@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, overload
 
 from ._pb.kestrel.v1 import vision_service_pb2 as pb
 from .errors import InvalidRequestError, RpcError, from_task_error
 from .events import Event, read_event
 from .geometry import ImageSize, SpatialRef
 from .images import ImageInput
+from .marks import Marks, MaskFormat
 from .results import (
-    MaskFormat,
+    CaptionResult,
+    DetectResult,
+    PointResult,
+    QueryResult,
     Result,
+    SegmentResult,
     Usage,
     caption_result,
     detect_result,
+    draw_marks,
+    notebook_png,
     plain_value,
     point_result,
     query_result,
@@ -25,12 +33,16 @@ from .results import (
     segment_result,
 )
 
+if TYPE_CHECKING:
+    import PIL.Image
+
 R = TypeVar("R", bound=Result)
+R_co = TypeVar("R_co", bound=Result, covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskSampling:
-    """How a task's tokens are chosen; None is the server's to decide. See CallOptions."""
+class TaskOf(Generic[R_co]):
+    """A task that gives an R_co, and how its tokens are chosen; None is the server's to decide. See CallOptions."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -40,7 +52,7 @@ class TaskSampling:
 
 
 @dataclass(frozen=True, slots=True)
-class QueryTask(TaskSampling):
+class QueryTask(TaskOf[QueryResult]):
     """As ``query``."""
 
     question: str
@@ -49,14 +61,14 @@ class QueryTask(TaskSampling):
 
 
 @dataclass(frozen=True, slots=True)
-class CaptionTask(TaskSampling):
+class CaptionTask(TaskOf[CaptionResult]):
     """As ``caption``."""
 
-    length: str = "normal"
+    length: Literal["short", "normal", "long"] = "normal"
 
 
 @dataclass(frozen=True, slots=True)
-class PointTask(TaskSampling):
+class PointTask(TaskOf[PointResult]):
     """As ``point``."""
 
     object: str
@@ -65,7 +77,7 @@ class PointTask(TaskSampling):
 
 
 @dataclass(frozen=True, slots=True)
-class DetectTask(TaskSampling):
+class DetectTask(TaskOf[DetectResult]):
     """As ``detect``."""
 
     object: str
@@ -73,7 +85,7 @@ class DetectTask(TaskSampling):
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentTask(TaskSampling):
+class SegmentTask(TaskOf[SegmentResult]):
     """As ``segment``."""
 
     object: str
@@ -104,9 +116,13 @@ class TaskDone:
     outcome: Outcome
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class AnalyzeResult:
-    """What became of all tasks. ``result["name"]`` is a task's result; if it failed, its error is raised."""
+    """What became of all tasks: iterates over their keys.
+
+    ``analysis[task]``, with one of the tasks that were asked for, is its result, of the task's own type for type
+    checkers; ``analysis["name"]`` and ``analysis[0]`` find it by key. If the task failed, its error is raised.
+    """
 
     outcomes: Mapping[str, Outcome]
     """By key, in the order of the tasks."""
@@ -119,13 +135,49 @@ class AnalyzeResult:
     image_id: str
     """Id by which later calls may name the picture; empty if the server doesn't keep it."""
     source: ImageInput | None = field(default=None, repr=False, compare=False)
+    tasks: Mapping[str, Task] = field(default_factory=dict, repr=False, compare=False)
+    """What was asked for, by key."""
 
-    def __getitem__(self, key: str | int) -> Any:
-        """A task's result, by key, or by position: a QueryResult for a QueryTask, and so on.
+    @overload
+    def __getitem__(self, key: TaskOf[R]) -> R: ...
+    @overload
+    def __getitem__(self, key: str | int) -> Any: ...
+    def __getitem__(self, key: TaskOf[Any] | str | int) -> Any:
+        """A task's result, by the task, by key, or by position: a QueryResult for a QueryTask, and so on.
 
         Raises the task's RpcError, or KeyError.
         """
+        if isinstance(key, TaskOf):
+            return self.result(
+                next((k for k, task in self.tasks.items() if task is key), repr(key))
+            )
         return self.result(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.outcomes)
+
+    def __len__(self) -> int:
+        return len(self.outcomes)
+
+    def __repr__(self) -> str:
+        return f"AnalyzeResult({', '.join(f'{k}: {o!r}' for k, o in self.outcomes.items())})"
+
+    @property
+    def marks(self) -> Marks:
+        """Those of all tasks that succeeded."""
+        results = (o for o in self.outcomes.values() if isinstance(o, Result))
+        return sum((result.marks for result in results), Marks())
+
+    def draw(self, image: ImageInput | None = None) -> PIL.Image.Image:
+        """As Result.draw, with the marks of all tasks."""
+        return draw_marks(self.marks, image, self.source)
+
+    def save(self, path: str | os.PathLike[str], image: ImageInput | None = None) -> None:
+        """As Result.save."""
+        self.draw(image).save(path)
+
+    def _repr_png_(self) -> bytes | None:
+        return notebook_png(self.marks, self.source)
 
     def result(self, key: str | int, kind: type[R] = Result) -> R:  # type: ignore[assignment]
         """As ``[key]``, for type checkers: ``result("about", CaptionResult)``. Raises TypeError for another kind."""
@@ -144,7 +196,7 @@ class AnalyzeResult:
     def to_dict(self) -> dict[str, Any]:
         """Plain values that ``json.dumps`` takes. A failed task is {"error": {"code", "message", "reason"}}."""
         shared = {f.name: getattr(self, f.name) for f in fields(self)}
-        del shared["outcomes"], shared["source"]
+        del shared["outcomes"], shared["source"], shared["tasks"]
         tasks = {key: outcome_dict(outcome) for key, outcome in self.outcomes.items()}
         return {"tasks": tasks, **{name: plain_value(value) for name, value in shared.items()}}
 
@@ -177,7 +229,7 @@ def read_outcome(message: pb.TaskResult, tasks: Mapping[str, Task], source: Imag
     found = getattr(task, "object", "")
     match message.WhichOneof("outcome"):
         case "query":
-            return query_result(message.query, source)
+            return query_result(message.query, source, getattr(task, "question", ""))
         case "caption":
             return caption_result(message.caption, source)
         case "point":
@@ -201,6 +253,7 @@ def analyze_result(
         image_size=read_image_size(response),
         image_id=response.image_id,
         source=source,
+        tasks=tasks,
     )
 
 
