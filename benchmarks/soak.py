@@ -51,6 +51,7 @@ FLAGS = (
     "--listen", "127.0.0.1:0", "--threads", "1", "--access-log", "json", "--log-format", "json",
     "--write-timeout", "1", "--image-store-bytes", "1MiB", "--image-cache-bytes", "8MiB",
     "--max-batch-size", "8", "--max-seq-length", "1024", "--kv-cache-pages", "320", "--grace", "10",
+    "--drain-delay", "0",
 )  # fmt: skip
 """Caches are small, so that they are full soon."""
 

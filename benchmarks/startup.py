@@ -86,7 +86,8 @@ def forget_pages(folder: Path) -> None:
 
 def start_server(flags: Sequence[str]) -> Start:
     """Starts a server, waits for its ready line and ends it. Raises RuntimeError with its log if it fails."""
-    command = [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0", *flags]
+    command = [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0"]
+    command += ["--drain-delay", "0", *flags]
     began = time.perf_counter()
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -69,7 +69,7 @@ class Served:
 def server(flags: Sequence[str]) -> Iterator[Served]:
     """``kestrel-grpc serve`` on a port of its own, with the skills that are needed; ended at the end."""
     command = [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0"]
-    command += ["--log-level", "warning", "--max-deadline", "600"]
+    command += ["--log-level", "warning", "--max-deadline", "600", "--drain-delay", "0"]
     for skill in SKILLS:
         command += ["--skill", skill]
     began = time.perf_counter()

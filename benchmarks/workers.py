@@ -112,7 +112,7 @@ def served(folder: Path, flags: Sequence[str]) -> Iterator[str]:
     """The shared address of a server. Raises RuntimeError with its log if it fails."""
     log = folder / "log"
     command = [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0"]
-    command += ["--worker-listen", f"unix:{folder}/{{index}}", *flags]
+    command += ["--drain-delay", "0", "--worker-listen", f"unix:{folder}/{{index}}", *flags]
     with (
         log.open("w") as errors,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as server,

@@ -351,16 +351,23 @@ def _pool(plan: _Plan, reserve_bytes: int) -> Pool:
     )
 
 
-def _device(config: RuntimeConfig) -> torch.device:
+def check_device(config: RuntimeConfig) -> None:
+    """Raises ConfigError for a CUDA device that isn't there."""
     import torch
 
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.device.startswith("cuda"):
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         index = int(config.device.partition(":")[2] or 0)
         if index >= count:
             raise ConfigError("device", config.device, f"torch sees {count} CUDA devices here")
+
+
+def _device(config: RuntimeConfig) -> torch.device:
+    import torch
+
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(config)
     return torch.device(config.device)
 
 

@@ -161,6 +161,7 @@ async def served_target(config: RuntimeConfig) -> AsyncIterator[ServedTarget]:
             "--model": config.model,
             "--listen": address,
             "--log-level": "warning",
+            "--drain-delay": 0,
             "--max-batch-size": config.max_batch_size,
             "--max-seq-length": config.max_seq_length,
             "--threads": config.cpu_threads,

@@ -16,7 +16,23 @@ if TYPE_CHECKING:
     from ..checkpoint.progress import Progress
     from .model_download import Download
 
-__all__ = ["Finding", "answer", "diagnose", "download", "verify"]
+__all__ = ["Finding", "answer", "check_names", "diagnose", "download", "verify"]
+
+
+def check_names(config: RuntimeConfig) -> None:
+    """Raises ConfigError if there is no such model, path or device, as creating an engine would.
+
+    Reads no weights and asks no hub. Loads torch only for a CUDA device that is named.
+    """
+    from ..checkpoint.catalog import architecture, resolve
+    from ..factory import check_device
+
+    if config.random_weights:
+        architecture(config.model, config.model_path)
+    else:
+        resolve(config.model, config.model_path, config.tokenizer_path)
+    if config.device.startswith("cuda"):
+        check_device(config)
 
 
 def diagnose(config: RuntimeConfig) -> Iterator[Finding]:

@@ -89,6 +89,7 @@ def _server(model: str) -> Iterator[str]:
         command = [
             *(sys.executable, "-m", "kestrel_grpc", "serve"),
             *("--model", model, "--listen", f"unix:{folder}/demo.sock", "--log-level", "warning"),
+            *("--drain-delay", "0"),
         ]
         print(f"$ kestrel-grpc serve --model {model}", flush=True)
         # Its own server asks nobody, whatever is set up for another.

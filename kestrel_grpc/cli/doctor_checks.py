@@ -22,6 +22,7 @@ from kestrel_engine import RuntimeConfig, maintenance
 from .. import __version__
 from ..process.skill_plugins import skill_registry
 from ..security.callers import Callers
+from ..security.file_modes import exposures
 from ..security.listening import check_exposure
 from ..security.metrics_door import MetricsDoor
 from ..security.tls import TlsError, server_credentials
@@ -137,7 +138,7 @@ def check_addresses(config: ServerConfig) -> Iterator[Finding]:
             except (AddressError, TlsError) as error:
                 yield Finding("metrics", "fail", str(error), "docs/telemetry.md, Metrics")
     workers = range(config.workers.count)
-    own = [address for i in workers if (address := config.workers.own_address(i)) is not None]
+    own = config.workers.own_addresses
     try:
         check_exposure((*config.listen, *own), config.security)
     except AddressError as error:
@@ -193,6 +194,8 @@ def check_security(security: SecurityConfig) -> Iterator[Finding]:
         yield Finding("callers", "fail", str(error), "docs/service.md, Certificates taken back")
     else:
         yield Finding("callers", "ok", "must show a token or a certificate")
+    for exposure in exposures(security):
+        yield Finding("file modes", "warn", exposure, "docs/security.md, Files")
 
 
 def check_skills(names: Sequence[str]) -> Finding:

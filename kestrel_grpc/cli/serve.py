@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import os
 
-from kestrel_engine import ConfigError, RuntimeConfig, SkillRegistry
+from kestrel_engine import ConfigError, RuntimeConfig, SkillRegistry, maintenance
 
 from .. import __version__
 from ..logs.records import flush_log, set_up_logging
@@ -21,6 +21,7 @@ from ..settings.flags import Parser
 from ..settings.model import config_error
 from ..settings.server import ServerConfig
 from ..settings.sources import name_of
+from ..workers.plan import plan_workers, shared_addresses
 from ..workers.supervisor import WorkersError, supervise
 from .parser import CommandError
 
@@ -29,13 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
         "Each setting is taken from its flag, else from the environment variable named with it, else from the file of\n"
         "--config (a key named like the flag, in the section named with its group), else it has its default.\n"
-        "The first SIGTERM or Ctrl-C lets running requests end, the second does not."
+        "The first SIGTERM or Ctrl-C lets running requests end, the second does not. Ctrl-C leaves out --drain-delay."
     )
     add_flags(parser)
     parser.add_argument(
         "--print-config",
         action="store_true",
-        help="print the settings as TOML, with each one's source and without secrets, and exit",
+        help="check the settings as serving does, print them as TOML with their sources, without secrets, and exit",
     )
     assert isinstance(parser, Parser)
     parser.set_defaults(settings=parser.sources.settings)
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     settled = configuration(args)
     config, runtime = settled.server, settled.runtime
     if args.print_config:
+        _check(config, runtime, args)
         print(print_configuration(args.settings, args, os.environ))
         return 0
     # What a plug-in loads, and does, is for the processes that serve.
@@ -65,6 +67,25 @@ def run(args: argparse.Namespace) -> int:
         raise config_error(error, args) from None
     finally:
         flush_log()  # What failed is told in the last line.
+
+
+def _check(config: ServerConfig, runtime: RuntimeConfig, args: argparse.Namespace) -> None:
+    """Refuses what serving would refuse before it reads the model's files or opens a port. Raises SettingsError,
+    CommandError."""
+    from ..process.serving import FAILURES
+    from ..security.start_check import check_files_and_addresses
+
+    try:
+        skill_registry(config.skills, name_of(args, "--skill"))
+        if config.workers.count > 1:
+            plan_workers(config, runtime, shared_addresses(config), os.environ)
+        addresses = (*config.listen, *config.workers.own_addresses)
+        check_files_and_addresses(config.security, addresses, config.telemetry.prometheus)
+        maintenance.check_names(runtime)
+    except ConfigError as error:
+        raise config_error(error, args) from None
+    except FAILURES as error:
+        raise CommandError(str(error)) from None
 
 
 def _serve_alone(config: ServerConfig, runtime: RuntimeConfig, skills: SkillRegistry) -> int:

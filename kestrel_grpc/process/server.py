@@ -48,6 +48,7 @@ from ..monitoring.capture import Capture
 from ..monitoring.load import LoadMeter
 from ..monitoring.orca import LoadTrailer
 from ..monitoring.profiles import Profiles
+from ..security.file_modes import exposures
 from ..security.guard import Guard
 from ..security.listening import add_port, check_exposure
 from ..security.tls import server_credentials
@@ -128,6 +129,8 @@ class KestrelServer:
     async def start(self) -> None:
         """Listens; requests get UNAVAILABLE until ``load`` is done. Raises AddressError, TlsError."""
         security = self._config.security
+        for exposure in exposures(security):
+            logger.warning("%s", exposure)
         check_exposure((*self._config.listen, *self._config.shared_listen), security)
         if security.tls is not None:
             self._credentials = server_credentials(security.tls)

@@ -33,6 +33,7 @@ async def serve_alone(config: ServerConfig, runtime: RuntimeConfig, skills: Skil
     FAILURES."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
+    delay_s = config.leaving_s
     systemd = Notifier(os.environ)
 
     with LoadingProgress() as progress:
@@ -45,8 +46,11 @@ async def serve_alone(config: ServerConfig, runtime: RuntimeConfig, skills: Skil
         )
 
         def on_signal(number: signal.Signals) -> None:
+            nonlocal delay_s
             if not stopping.is_set():
                 logger.info("%s: stopping; once more ends it at once", number.name)
+                if number == signal.SIGINT:
+                    delay_s = 0.0  # A person at a terminal waits.
                 stopping.set()
                 return
             logger.warning("%s again: ended at once", number.name)
@@ -66,7 +70,7 @@ async def serve_alone(config: ServerConfig, runtime: RuntimeConfig, skills: Skil
     alive = asyncio.create_task(systemd.keep_alive(lambda: server.served.state is State.FAILED))
     await stopping.wait()
     systemd.tell("STOPPING=1", "STATUS=requests that run may end")
-    await server.stop(config.grace_s, config.drain_delay_s)
+    await server.stop(config.grace_s, delay_s)
     alive.cancel()
 
 

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from .file_modes import writable_by_all
 from .principal import Principal, Scope
 
 TOKEN_PREFIX = "kst_"
@@ -96,6 +97,10 @@ def read_credentials(path: str) -> Credentials:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "is not UTF-8"
         raise TokenFileError(f"can't read the tokens {path}: {why}") from None
+    if writable_by_all(path):
+        raise TokenFileError(
+            f"every user of this machine may write the tokens {path}: chmod o-w, and check its lines"
+        )
     credentials = Credentials()
     for number, line in enumerate(lines, 1):
         text = line.strip()

@@ -27,6 +27,9 @@ COMPRESSIONS = ("off", "low", "medium", "high")
 
 MIB = 1024 * 1024
 _PLUGIN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_DRAIN_DELAY_S = 5.0
+_IN_KUBERNETES = "KUBERNETES_SERVICE_HOST"
+"""Kubernetes sets it in every container."""
 _LARGEST_MESSAGE = 2**31 - 1
 """gRPC counts a message's bytes in 32 bits."""
 
@@ -124,14 +127,15 @@ class ServerConfig:
         low=0,
     )
     """The default is Kubernetes' own."""
-    drain_delay_s: float = setting(
-        0.0,
+    drain_delay_s: float | None = setting(
+        None,
         SERVER,
-        "how long new requests are still accepted after SIGTERM or Ctrl-C, before --grace, while health reports "
-        "NOT_SERVING",
+        "how long new requests are still accepted after SIGTERM, before --grace, while health reports NOT_SERVING, so "
+        "that load balancers notice",
         kind="seconds",
         metavar="SECONDS",
         low=0,
+        shown="5, or --grace if that is less; 0 in Kubernetes",
     )
     orca: bool = setting(False, TELEMETRY, "load reports in trailers, for balancers")
     access_log: Literal["off", "text", "json"] = setting(
@@ -170,6 +174,14 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+    @property
+    def leaving_s(self) -> float:
+        """``drain_delay_s``, or its default: seconds within which a load balancer that asks every 2 s has noticed. In
+        Kubernetes a preStop hook waits instead, before the signal comes (deploy/kubernetes)."""
+        if self.drain_delay_s is not None:
+            return self.drain_delay_s
+        return 0.0 if os.environ.get(_IN_KUBERNETES) else min(_DRAIN_DELAY_S, self.grace_s)
 
 
 def server_config(args: argparse.Namespace, security: SecurityConfig | None = None) -> ServerConfig:

@@ -104,6 +104,12 @@ class WorkersConfig:
         """Where worker ``index`` alone listens."""
         return None if self.listen is None else address_of(self.listen, index)
 
+    @property
+    def own_addresses(self) -> tuple[str, ...]:
+        """Of all workers; empty where they have none."""
+        found = (self.own_address(index) for index in range(self.count))
+        return tuple(address for address in found if address is not None)
+
 
 def address_of(pattern: str, index: int) -> str:
     """``pattern`` for one worker. Port 0 stays: each is given one."""

@@ -19,13 +19,15 @@ from ..security.metrics_door import UNAUTHORIZED, MetricsDoor, shown_by
 TIMEOUT_S = 10.0
 """For the handshake, and for each read of a request."""
 MOST_CONNECTIONS = 16
+PATH = "/metrics"
+_METHODS = "GET, HEAD"
 _SHOWN = "kestrel.connection"
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class MetricsPort:
-    """Serves ``app`` to those whom ``door`` lets in. Raises OSError where it can't listen."""
+    """Serves ``app`` at PATH to those whom ``door`` lets in. Raises OSError where it can't listen."""
 
     def __init__(self, host: str, port: int, app: App, door: MetricsDoor) -> None:
         self._server = _Server(host, port, door)
@@ -97,12 +99,23 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 def _behind(door: MetricsDoor, app: App) -> App:
     def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        def answer(status: str, why: str, *headers: tuple[str, str]) -> Iterable[bytes]:
+            start_response(status, [("Content-Type", "text/plain; charset=utf-8"), *headers])
+            return [] if method == "HEAD" else [f"{why}\n".encode()]
+
+        method = environ["REQUEST_METHOD"]
         refusal = door.refusal(environ.get("HTTP_AUTHORIZATION"), environ[_SHOWN])
-        if refusal is None:
+        if refusal is not None:
+            status, why = refusal
+            challenge = [("WWW-Authenticate", "Bearer")] if status == UNAUTHORIZED else []
+            return answer(status, why, *challenge)
+        if environ["PATH_INFO"] != PATH:
+            return answer("404 Not Found", f"only {PATH} is here")
+        if method not in ("GET", "HEAD"):
+            return answer("405 Method Not Allowed", f"only {_METHODS}", ("Allow", _METHODS))
+        if method == "GET":
             return app(environ, start_response)
-        status, why = refusal
-        challenge = [("WWW-Authenticate", "Bearer")] if status == UNAUTHORIZED else []
-        start_response(status, [("Content-Type", "text/plain; charset=utf-8"), *challenge])
-        return [f"{why}\n".encode()]
+        list(app({**environ, "REQUEST_METHOD": "GET"}, start_response))
+        return []
 
     return guarded

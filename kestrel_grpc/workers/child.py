@@ -62,9 +62,9 @@ class Child:
     def name(self) -> str:
         return f"worker {self.task.index}"
 
-    def drain(self) -> None:
-        """Lets it end its requests and itself."""
-        self._send(signal.SIGTERM)
+    def drain(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Lets it end its requests and itself. ``number``: SIGINT leaves out the delay before."""
+        self._send(number)
 
     def kill(self) -> None:
         self._send(signal.SIGKILL)

@@ -38,8 +38,8 @@ PATIENCE_S = 60.0
 START_GRACE_S = 5.0
 """For workers that still load when one of them can't."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_DRAINED = (0, -signal.SIGTERM)
-"""How a worker ends that was told to, the second if it had hardly begun."""
+_DRAINED = (0, -signal.SIGTERM, -signal.SIGINT)
+"""How a worker ends that was told to, the last two if it had hardly begun."""
 
 
 class WorkersError(Exception):
@@ -185,7 +185,7 @@ class Supervisor:
         if not self._stopping.is_set():
             logger.info("%s: stopping; once more ends it at once", number.name)
             self._systemd.tell("STOPPING=1", "STATUS=requests that run may end")
-            self._stop(self._config.grace_s)
+            self._stop(self._config.grace_s, number)
             return
         logger.warning("%s again: ended at once", number.name)
         self._kill()
@@ -193,13 +193,14 @@ class Supervisor:
         logging.shutdown()
         os._exit(128 + number)
 
-    def _stop(self, grace_s: float) -> None:
-        """Lets the workers end their requests for up to ``grace_s``, which they know; then kills what is left."""
+    def _stop(self, grace_s: float, number: signal.Signals = signal.SIGTERM) -> None:
+        """Passes the signal on, so that workers end their requests within ``grace_s``, which they know; then kills what
+        is left."""
         self._stopping.set()
         for child in self._children.values():
-            child.drain()
+            child.drain(number)
         if self._all_ready.is_set():
-            grace_s += self._config.drain_delay_s + PATIENCE_S
+            grace_s += self._config.leaving_s + PATIENCE_S
         asyncio.get_running_loop().call_later(grace_s, self._kill)
 
     def _kill(self) -> None:

@@ -70,7 +70,7 @@ async def _serve(task: WorkerTask, skills: SkillRegistry, line: WorkerEnd) -> in
     """Until it is told to stop, or its engine fails."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
-    delay_s = task.server.drain_delay_s
+    delay_s = task.server.leaving_s
 
     def on_line() -> None:
         nonlocal delay_s
@@ -81,9 +81,15 @@ async def _serve(task: WorkerTask, skills: SkillRegistry, line: WorkerEnd) -> in
                 logger.warning("the supervisor has gone: stopping")
             stopping.set()
 
+    def on_signal(number: signal.Signals) -> None:
+        nonlocal delay_s
+        if number == signal.SIGINT:
+            delay_s = 0.0  # A person at a terminal waits.
+        stopping.set()
+
     loop.add_reader(line.fileno(), on_line)
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, on_signal, number)
     alive = asyncio.create_task(_keep_alive(line))
     with LoadingProgress(draws=False) as progress:
         server = KestrelServer(

@@ -36,7 +36,12 @@ class ServerProcess:
                 stdout=stdout or subprocess.PIPE,
                 stderr=stderr or log,
                 cwd=ROOT,
-                env={**inherited, HANG_FILE: str(self.hang), **variables},
+                env={
+                    **inherited,
+                    "KESTREL_DRAIN_DELAY": "0",
+                    HANG_FILE: str(self.hang),
+                    **variables,
+                },
             )
         self.address = listen
         if stdout is None:

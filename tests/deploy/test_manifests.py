@@ -1,5 +1,6 @@
 """Kubernetes' manifests and the compose file: they parse, name what there is, and agree with each other and with us."""
 
+import ipaddress
 import re
 import shutil
 import subprocess
@@ -11,11 +12,15 @@ import yaml
 
 from kestrel_grpc.settings.configuration import add_flags, configuration
 from kestrel_grpc.settings.flags import Parser
-from kestrel_grpc.settings.server import ServerConfig
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FOLDERS = ("base", "cuda", "tls")
 ALL = sorted(DEPLOY.rglob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def outside_kubernetes(monkeypatch):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
 
 
 def settled(environ, *flags):
@@ -85,9 +90,7 @@ def check_pod(spec, container):
 
 def check_times(spec, container, config):
     pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert (
-        pause + config.drain_delay_s + config.grace_s + 10 < spec["terminationGracePeriodSeconds"]
-    )
+    assert pause + config.leaving_s + config.grace_s + 10 < spec["terminationGracePeriodSeconds"]
 
 
 def check_config(container, config):
@@ -105,7 +108,8 @@ def check_config(container, config):
         assert str(Path(file).parent) in folders, file
 
 
-def test_the_base_holds_together():
+def test_the_base_holds_together(monkeypatch):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     spec, container = pod_of(one("kubernetes/base/deployment.yaml"))
     check_pod(spec, container)
     config = settled({}, "--config", str(DEPLOY / "kubernetes/base/kestrel.toml"))
@@ -133,7 +137,8 @@ def test_what_a_kustomization_names_is_there(folder):
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_each_variant_renders_to_something_that_holds_together(folder, tmp_path):
+def test_each_variant_renders_to_something_that_holds_together(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     objects = rendered(folder)
     spec, container = pod_of(objects["Deployment"])
     check_pod(spec, container)
@@ -150,6 +155,25 @@ def test_each_variant_renders_to_something_that_holds_together(folder, tmp_path)
     assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (folder == "cuda")
     volumes = {v["name"]: v for v in spec["volumes"]}
     assert volumes["config"]["configMap"]["name"] == objects["ConfigMap"]["metadata"]["name"]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_only_a_variant_that_fetches_its_model_may_leave_the_cluster(folder):
+    rules = rendered(folder)["NetworkPolicy"]["spec"]["egress"]
+    names, *rest = rules
+    cluster_dns = {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}
+    assert names["to"] == [{"namespaceSelector": cluster_dns}]
+    assert {port["port"] for port in names["ports"]} == {53}
+    assert all(rule["to"] for rule in rules), "a rule without an address allows all of them"
+    if folder != "cuda":
+        assert rest == []
+        return
+    [hub] = rest
+    [block] = (each["ipBlock"] for each in hub["to"])
+    closed = [ipaddress.ip_network(net) for net in block["except"]]
+    for address in ("169.254.169.254", "10.1.2.3", "172.31.0.1", "192.168.1.1", "100.100.100.200"):
+        assert any(ipaddress.ip_address(address) in net for net in closed), address
+    assert hub["ports"] == [{"protocol": "TCP", "port": 443}]
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.31", "1.34", "1.37"])
@@ -182,7 +206,7 @@ def test_the_compose_file_wires_what_there_is():
     environ = {k: re.sub(r"\$\{\w+:-(.*?)\}", r"\1", v) for k, v in kestrel["environment"].items()}
     config = settled({**environ, "KESTREL_LISTEN": "0.0.0.0:50051"})
     assert config.security.insecure_listen
-    assert int(kestrel["stop_grace_period"].removesuffix("s")) > ServerConfig().grace_s
+    assert int(kestrel["stop_grace_period"].removesuffix("s")) > config.leaving_s + config.grace_s
     endpoint = re.fullmatch(r"http://(\w+):(\d+)", environ["OTEL_EXPORTER_OTLP_ENDPOINT"])
     assert endpoint and endpoint[1] in services
     collector = one("compose/collector.yaml")
@@ -210,7 +234,9 @@ def test_both_prometheus_files_scrape_the_job_that_the_alerts_ask_for():
 def test_a_unit_of_systemd_waits_longer_than_the_grace():
     unit = (DEPLOY / "systemd/kestrel-grpc.service").read_text()
     stop = re.search(r"^TimeoutStopSec=(\d+)", unit, re.MULTILINE)
-    assert stop and int(stop[1]) > ServerConfig().grace_s
+    config = settled({})
+    assert config.leaving_s == 5.0
+    assert stop and int(stop[1]) > config.leaving_s + config.grace_s
     assert "Type=notify" in unit and "WatchdogSec=" in unit and "DynamicUser=yes" in unit
 
 

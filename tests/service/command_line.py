@@ -20,7 +20,7 @@ Done = subprocess.CompletedProcess
 def environment(**variables: str) -> dict[str, str]:
     """This process's variables, less those that would change defaults. Torch computes with one thread."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("KESTREL_")}
-    return {**inherited, "KESTREL_THREADS": "1", **variables}
+    return {**inherited, "KESTREL_THREADS": "1", "KESTREL_DRAIN_DELAY": "0", **variables}
 
 
 def kestrel(*arguments: object, stdin: bytes | None = None, **variables: str) -> Done[str]:

@@ -375,6 +375,19 @@ def test_a_signal_while_the_model_loads_ends_the_server(tmp_path, number):
     assert not (tmp_path / "k.sock").exists()
 
 
+def test_ctrl_c_leaves_out_the_delay_before_draining(tmp_path):
+    process = Process(
+        tmp_path / "log", "--listen", f"unix:{tmp_path}/k.sock", "--drain-delay", "60"
+    ).started()
+    try:
+        process.signal(signal.SIGINT)
+        assert process.wait() == 0
+    finally:
+        process.kill()
+    log = process.log.read_text()
+    assert "draining" in log and "leaving" not in log
+
+
 def test_a_second_signal_ends_the_server_at_once(golden_folder, tmp_path):
     socket = f"unix:{tmp_path}/k.sock"
     process = Process(

@@ -158,7 +158,16 @@ def test_serve_takes_the_guides_skill(tmp_path):
     variables = {name: value for name, value in os.environ.items() if "KESTREL" not in name}
     where = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     options = {"cwd": tmp_path, "text": True, "env": variables | {"PYTHONPATH": where}}
-    flags = ["--skill", "yes_no:YesNoSkill", "--listen", "127.0.0.1:0", "--threads", "1"]
+    flags = [
+        "--skill",
+        "yes_no:YesNoSkill",
+        "--listen",
+        "127.0.0.1:0",
+        "--threads",
+        "1",
+        "--drain-delay",
+        "0",
+    ]
     with subprocess.Popen([*program, "serve", *flags], stdout=subprocess.PIPE, **options) as server:
         try:
             (target,) = re.findall(r"listening on (\S+),", server.stdout.readline())

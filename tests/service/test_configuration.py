@@ -235,7 +235,7 @@ def serve(*flags, **environ):
 
 def test_the_command_prints_and_ends(file):
     name = file("[requests]\nmax-queue = 3\n")
-    done = serve("--print-config", KESTREL_CONFIG=name, KESTREL_API_KEY="s3cret")
+    done = serve("--print-config", KESTREL_CONFIG=name, KESTREL_API_KEY="a-s3cret-of-16-characters")
     assert done.returncode == 0, done.stderr
     assert tomllib.loads(done.stdout)["requests"]["max-queue"] == 3
     assert "s3cret" not in done.stdout + done.stderr
@@ -290,3 +290,22 @@ def test_a_field_is_all_that_a_knob_needs(file):
     )
     with pytest.raises(SettingsError, match=r"^KESTREL_BATCH=10.0: must be a finite number of sec"):
         knobs(KESTREL_BATCH="10")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--skill", "no.module:Skill"),
+        ("--device", "cuda:99"),
+        ("--weights", "/nonexistent"),
+        ("--model", "nosuch"),
+        ("--random-weights", "--model", "nosuch"),
+        ("--workers", "2", "--listen", "unix:/tmp/kestrel-test.sock"),
+    ],
+    ids=" ".join,
+)
+def test_printing_refuses_what_serving_would(flags):
+    address = {"KESTREL_LISTEN": "127.0.0.1:0"}
+    printed, served = serve("--print-config", *flags, **address), serve(*flags, **address)
+    assert (printed.returncode, served.returncode, printed.stdout) == (2, 2, "")
+    assert printed.stderr.splitlines() == served.stderr.splitlines()[-1:]

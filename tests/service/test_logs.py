@@ -189,6 +189,7 @@ def test_a_session_logs_no_secret_and_writes_no_file(tmp_path):
         "TMPDIR": str(folder),
         "KESTREL_API_KEY": SECRETS["key"],
         "KESTREL_THREADS": "1",
+        "KESTREL_DRAIN_DELAY": "0",
     }
     environment |= {"OTEL_TRACES_EXPORTER": "console", "HOME": str(tmp_path)}
     # A file that comes and goes leaves its mark on the folder.

@@ -17,14 +17,24 @@ def configs(*flags, **environ):
     return server_config(args), runtime_config(args)
 
 
-def test_without_flags_the_defaults_hold():
+def test_without_flags_the_defaults_hold(monkeypatch):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     server, runtime = configs()
-    assert server == ServerConfig()
+    assert server == ServerConfig() and server.leaving_s == 5.0
     assert server.listen == ("127.0.0.1:50051",)
     assert server.max_message_bytes == 64 * MIB
     assert runtime.model == "kestrel-tiny"
     assert runtime.max_batch_size is None, "the device decides"
     assert runtime.compile and runtime.cuda_graphs and not runtime.random_weights
+
+
+def test_the_delay_before_draining_fits_the_grace_and_is_left_to_kubernetes(monkeypatch):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert configs("--grace", "1")[0].leaving_s == 1.0
+    assert configs("--grace", "1", "--drain-delay", "7")[0].leaving_s == 7.0
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert configs()[0].leaving_s == 0.0
+    assert configs("--drain-delay", "2")[0].leaving_s == 2.0
 
 
 def test_flags_of_the_gpu_reach_their_fields():

@@ -76,6 +76,7 @@ def test_a_server_tells_that_it_is_ready_alive_and_stopping(listener, tmp_path):
     environ = {
         "PATH": "/usr/bin:/bin",
         "KESTREL_THREADS": "1",
+        "KESTREL_DRAIN_DELAY": "0",
         "NOTIFY_SOCKET": listener.getsockname(),
         "WATCHDOG_USEC": "200000",
     }

@@ -11,6 +11,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_grpc.cli.parser import main
 from kestrel_grpc.security import callers
+from kestrel_grpc.security.file_modes import exposures
 from kestrel_grpc.security.principal import ALL_SCOPES, Principal, Scope, needed_scopes
 from kestrel_grpc.security.tokens import (
     TokenFileError,
@@ -331,3 +332,26 @@ def test_looking_a_token_up_takes_the_same_time_for_all(tokens):
 
     times = [best(t) for t in (known_ones[0], known_ones[-1], new_token())]
     assert max(times) < 2 * min(times)
+
+
+def test_a_file_that_everyone_may_write_is_refused(tokens):
+    tokens.add("a")
+    tokens.path.chmod(0o602)
+    with pytest.raises(TokenFileError, match="every user of this machine may write"):
+        read_credentials(str(tokens.path))
+
+
+async def test_a_file_that_everyone_may_read_is_warned_of(serve, tokens, tmp_path, caplog):
+    tokens.add("a")
+    tokens.path.chmod(0o604)
+    await serve(server_config=tokens.config())
+    assert f"may read {tokens.path} and learn who has which access: chmod o-r" in caplog.text
+    caplog.clear()
+    tokens.path.chmod(0o640)
+    await serve(server_config=tokens.config())
+    assert "chmod o-r" not in caplog.text
+    (key := tmp_path / "key.pem").write_text("")
+    key.chmod(0o644)
+    files = TlsFiles(certificate=str(tmp_path / "cert.pem"), private_key=str(key))
+    (warning,) = exposures(SecurityConfig(auth_tokens=str(tokens.path), tls=files))
+    assert f"may read the private key {key}" in warning

@@ -72,6 +72,33 @@ async def test_they_need_none_where_callers_have_none_or_they_may_do_without(ser
         assert status == 200
 
 
+def ask(url, method):
+    """(status, body, Allow)"""
+    request = urllib.request.Request(url, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=5) as response:
+            return response.status, response.read(), response.headers.get("Allow", "")
+    except urllib.error.HTTPError as error:
+        return error.code, error.read(), error.headers.get("Allow", "")
+
+
+async def test_it_answers_its_path_and_two_methods_only(served, tokens):
+    base = f"http://{await served()}"
+    for path in ("", "/", "/favicon.ico", "/metrics/", "/metrics/x", "/Metrics", "/.%2e/metrics"):
+        status, body, _ = await asyncio.to_thread(ask, base + path, "GET")
+        assert (status, body) == (404, b"only /metrics is here\n"), path
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "BREW"):
+        status, body, allow = await asyncio.to_thread(ask, f"{base}/metrics", method)
+        assert (status, allow) == (405, "GET, HEAD"), method
+    assert await asyncio.to_thread(ask, f"{base}/metrics", "HEAD") == (200, b"", "")
+    status, body, _ = await asyncio.to_thread(ask, f"{base}/metrics?debug=1", "GET")
+    assert status == 200 and b"kestrel_ready 1.0" in body
+    closed = f"http://{await served(auth_tokens=tokens)}"
+    for path, method in (("/", "GET"), ("/metrics", "POST"), ("/metrics", "HEAD")):
+        status, _, _ = await asyncio.to_thread(ask, closed + path, method)
+        assert status == 401, "strangers learn no more"
+
+
 async def test_tls_with_the_servers_certificate_and_its_renewal(served, tmp_path):
     authority = make_authority(tmp_path)
     pair, renewed = authority.issue("localhost"), authority.issue("localhost")

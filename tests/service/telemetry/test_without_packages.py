@@ -149,6 +149,7 @@ def test_what_there_is_not_is_refused_by_name(variable, value):
 def test_what_the_sdk_refuses_ends_the_start_with_one_line(variable, value, told):
     environ = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", variable: value}
     command = [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0"]
+    command += ["--drain-delay", "0"]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, timeout=60, env=environ
     )

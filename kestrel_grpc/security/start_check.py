@@ -1,0 +1,22 @@
+"""What would keep a server from protecting itself, found without starting one. For ``serve --print-config``."""
+
+from __future__ import annotations
+
+from ..settings.security import SecurityConfig
+from .callers import Callers
+from .listening import check_exposure
+from .metrics_door import MetricsDoor
+from .tls import server_credentials
+
+
+def check_files_and_addresses(
+    security: SecurityConfig, addresses: tuple[str, ...], metrics: str | None
+) -> None:
+    """Reads the files of tokens, certificates and revocation lists as a starting server does. ``metrics`` is the
+    address for scrapers. Opens no port. Raises TokenFileError, AddressError, TlsError."""
+    Callers(security, security.client_ca)
+    check_exposure(addresses, security)
+    if security.tls is not None:
+        server_credentials(security.tls)
+    if metrics is not None:
+        MetricsDoor(metrics, security)
