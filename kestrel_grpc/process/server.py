@@ -59,10 +59,12 @@ from ..services.image import ImageService
 from ..services.model import ModelService
 from ..services.reflection import add_reflection
 from ..services.vision import VisionService
-from ..settings.addresses import check_free, close_address, with_port
+from ..settings.addresses import check_free, close_address, unix_path, with_port
 from ..settings.security import SecurityConfig
 from ..settings.server import COMPRESSIONS, ServerConfig
+from ..telemetry.open_files import open_connections
 from ..telemetry.opening import Telemetry, open_telemetry
+from .file_watch import INTERVAL_S, FileWatch
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +115,11 @@ class KestrelServer:
         self.profiles = Profiles(config.debug)
         """What step thread and device do, where that is wanted."""
         self._in_flight = InFlight()
+        self._files = FileWatch()
+        self._watching: asyncio.Task[None] | None = None
         self._health = health.Health(
             self.served,
+            lambda: self._files.is_crowded,
             following=(VISION_SERVICE, IMAGE_SERVICE),
             others=(MODEL_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME),
         )
@@ -139,6 +144,7 @@ class KestrelServer:
             security,
             num_calls=lambda: self._in_flight.count,
             is_ready=lambda: self.served.state is State.READY,
+            num_connections=self._num_connections,
         )
         log = AccessLog(self._config.access_log)
 
@@ -158,6 +164,7 @@ class KestrelServer:
         await self._health.start()
         if self._config.listen:
             await self._open(self._config.listen)
+        self._watching = asyncio.create_task(self._watch_files())
         self._started_at = time.monotonic()
 
     async def _open(self, addresses: tuple[str, ...], *, shared: bool = False) -> None:
@@ -208,6 +215,17 @@ class KestrelServer:
         self.addresses += tuple(bound)
         tell_lifecycle("listening", addresses=bound)
 
+    async def _watch_files(self) -> None:
+        while True:
+            if self._files.look():
+                await self._health.update()
+            await asyncio.sleep(INTERVAL_S)
+
+    def _num_connections(self) -> int | None:
+        """Any thread."""
+        tcp = (address for address in self.addresses if unix_path(address) is None)
+        return open_connections([int(address.rpartition(":")[2]) for address in tcp])
+
     async def load(self) -> InferenceEngine:
         """Loads the model and takes requests. Raises ConfigError, ModelLoadError, AddressError."""
         started = time.monotonic()
@@ -251,8 +269,9 @@ class KestrelServer:
             await self._health.leave()
             await asyncio.wait({self._following}, timeout=delay_s)  # It ends if the engine fails.
         await self.drain()
-        if self._following is not None:
-            self._following.cancel()
+        for task in (self._following, self._watching):
+            if task is not None:
+                task.cancel()
         engine = self.served.loaded
         if engine is not None:
             await self.profiles.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -49,10 +50,16 @@ class Health:
     loads, and says so."""
 
     def __init__(
-        self, served: ServedModel, *, following: tuple[str, ...], others: tuple[str, ...]
+        self,
+        served: ServedModel,
+        is_crowded: Callable[[], bool],
+        *,
+        following: tuple[str, ...],
+        others: tuple[str, ...],
     ) -> None:
-        """Those ``following`` are ready when the model is; ``others`` are from the start, until the server drains."""
-        self._served = served
+        """Those ``following`` are ready when the model is, unless ``is_crowded``: new connections are about to fail.
+        ``others`` are ready from the start, until the server drains."""
+        self._served, self._is_crowded = served, is_crowded
         self._following = {"", *following}
         self._others = others
         self._servicer = _Servicer()
@@ -71,7 +78,8 @@ class Health:
         if self._served.state is State.DRAINING:
             await self.leave()
             return
-        status = _SERVING if self._served.state is State.READY else _NOT_SERVING
+        ready = self._served.state is State.READY and not self._is_crowded()
+        status = _SERVING if ready else _NOT_SERVING
         # A path's name is known once it is loaded; who asked by the path goes on.
         self._following.add(self._served.name)
         for name in self._following:

@@ -18,6 +18,7 @@ from . import names
 from .attributes import SERVER_ERRORS
 from .dense import DenseHistogram
 from .names import Metric
+from .open_files import file_limit, open_files
 
 Read = Callable[[], Iterable[Observation]]
 
@@ -33,10 +34,15 @@ class _Usage:
 
 
 class ServiceMetrics:
-    """``num_calls``: calls being handled; ``is_ready``: whether requests are taken. Both are asked from any thread."""
+    """``num_calls``: calls being handled; ``is_ready``: whether requests are taken; ``num_connections``: None
+    where the system doesn't tell. All are asked from any thread."""
 
     def __init__(
-        self, meter: Meter, num_calls: Callable[[], int], is_ready: Callable[[], bool]
+        self,
+        meter: Meter,
+        num_calls: Callable[[], int],
+        is_ready: Callable[[], bool],
+        num_connections: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._meter = meter
         self._engine: InferenceEngine | None = None
@@ -61,6 +67,9 @@ class ServiceMetrics:
         self._observe(names.CALLS, lambda: [Observation(num_calls())])
         self._observe(names.READY, lambda: [Observation(int(is_ready()))])
         self._observe(names.LOST_RECORDS, lambda: [Observation(lost_records())])
+        self._observe(names.CONNECTIONS, lambda: _known(num_connections()))
+        self._observe(names.FILES, lambda: _known(open_files()))
+        self._observe(names.FILES_LIMIT, lambda: _known(file_limit()))
         self._observe(names.REQUESTS, self._read_requests)
         self._observe(
             names.TOKENS,
@@ -213,6 +222,11 @@ class ServiceMetrics:
 
 _NO_SKILL = {names.SKILL: ""}
 _VISION, _PREFILL, _DECODE = ({names.PHASE: phase} for phase in ("vision", "prefill", "decode"))
+
+
+def _known(number: int | None) -> list[Observation]:
+    """Nothing for None."""
+    return [] if number is None else [Observation(number)]
 
 
 def _waiting(engine: InferenceEngine) -> int:

@@ -245,6 +245,24 @@ WAITING = Metric(
     "kestrel.requests.waiting", "gauge", "{request}", "Requests accepted and not in the batch"
 )
 CALLS = Metric("kestrel.calls.active", "gauge", "{call}", "Calls that are being handled")
+CONNECTIONS = Metric(
+    "kestrel.connections.open",
+    "gauge",
+    "{connection}",
+    "TCP connections to --listen; on Linux only",
+)
+FILES = Metric(
+    "kestrel.files.open",
+    "gauge",
+    "{file}",
+    "Files that this process has open: connections, and some dozens of its own",
+)
+FILES_LIMIT = Metric(
+    "kestrel.files.limit",
+    "gauge",
+    "{file}",
+    "Files that it may have open (RLIMIT_NOFILE); absent without a limit",
+)
 KV_PAGES = Metric(
     "kestrel.kv.pages",
     "gauge",

@@ -150,6 +150,7 @@ def open_telemetry(
     security: SecurityConfig,
     num_calls: Callable[[], int],
     is_ready: Callable[[], bool],
+    num_connections: Callable[[], int | None] = lambda: None,
 ) -> Telemetry | None:
     """None if nothing is to be exported, or its packages are missing, which is logged. To be called in the process that
     serves: exporters have threads. Raises AddressError where the Prometheus endpoint can't or won't listen, TlsError,
@@ -194,7 +195,9 @@ def open_telemetry(
 
         with _named_variables():
             meter_provider, readers = providers.meters(config, reader)
-        metrics = ServiceMetrics(meter_provider.get_meter(names.SCOPE), num_calls, is_ready)
+        metrics = ServiceMetrics(
+            meter_provider.get_meter(names.SCOPE), num_calls, is_ready, num_connections
+        )
         for each in readers:
             each.dense = metrics.token_gap
         shutdowns.append(meter_provider.shutdown)
