@@ -71,7 +71,7 @@ class ProbedServer(KestrelServer):
             descriptors=len(list(Path("/proc/self/fd").iterdir())) - 1,
             calls=self._in_flight.count,
             admitted=admission.calls,
-            held_bytes=admission.held_bytes,
+            held_bytes=self.guard.held_bytes,
             requests=engine.num_requests,
             lost_pages=stats.pages_total - stats.pages_free - stats.pages_cached,
             open_traces=0 if self.telemetry is None else self.telemetry.num_open_traces,

@@ -6,7 +6,7 @@ import contextvars
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .interceptors import Call
+    from .call import Call
 
 current: contextvars.ContextVar[Call] = contextvars.ContextVar("kestrel_call")
 """Set by the interceptor alone."""

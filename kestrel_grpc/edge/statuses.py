@@ -19,7 +19,8 @@ from grpc_status import rpc_status
 import kestrel_engine as engine
 
 from ..images.store import ImageNotFound, ImagesFull, ImagesNotKept
-from ..security.admission import MessagesFull, MessageTooLarge, RateExceeded, TooManyCalls
+from ..security.admission import MessageTooLarge, RateExceeded, TooManyCalls
+from ..security.message_room import MessagesFull
 from ..security.principal import (
     CertificateRevoked,
     CredentialsInvalid,
@@ -59,6 +60,18 @@ class UploadsFull(engine.EngineOverloaded):
 
 class SlowReader(engine.KestrelError):
     """The caller took too long to read what its stream was sent."""
+
+
+class SlowSender(engine.KestrelError):
+    """The caller took too long to send a message that was asked for."""
+
+
+class NoMessage(engine.KestrelError):
+    """The call ended without the message that its method takes."""
+
+
+class MethodNotFound(engine.KestrelError):
+    """No service here has the method."""
 
 
 class CaptureError(engine.KestrelError):
@@ -107,6 +120,9 @@ TABLE: dict[type[Exception], _Row] = {
     MessagesFull: _Row(_Code.RESOURCE_EXHAUSTED, "MESSAGES_FULL"),
     MessageTooLarge: _Row(_Code.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE"),
     SlowReader: _Row(_Code.RESOURCE_EXHAUSTED, "SLOW_READER"),
+    SlowSender: _Row(_Code.RESOURCE_EXHAUSTED, "SLOW_SENDER"),
+    NoMessage: _Row(_Code.UNIMPLEMENTED, "NO_MESSAGE"),
+    MethodNotFound: _Row(_Code.UNIMPLEMENTED, "METHOD_NOT_FOUND"),
     CredentialsMissing: _Row(_Code.UNAUTHENTICATED, "CREDENTIALS_MISSING"),
     CredentialsInvalid: _Row(_Code.UNAUTHENTICATED, "CREDENTIALS_INVALID"),
     CertificateRevoked: _Row(_Code.UNAUTHENTICATED, "CERTIFICATE_REVOKED"),
@@ -203,7 +219,7 @@ def status_of(
     if isinstance(error, engine.EngineOverloaded):
         details.append(_retry_after(error.retry_after_s))
         trailers = ((PUSHBACK_KEY, str(round(1000 * error.retry_after_s))),)
-    elif isinstance(error, (MessageTooLarge, SlowReader)):
+    elif isinstance(error, (MessageTooLarge, SlowReader, SlowSender)):
         trailers = ((PUSHBACK_KEY, DONT_RETRY),)
     elif isinstance(error, (ModelNotReady, engine.EngineClosed)):
         details.append(_retry_after(1.0))

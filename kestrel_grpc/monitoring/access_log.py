@@ -6,7 +6,7 @@ import json
 import logging
 from typing import Any, Literal
 
-from ..edge.interceptors import Call
+from ..edge.call import Call
 from ..logs.records import structured
 
 Format = Literal["off", "text", "json"]
@@ -53,7 +53,9 @@ def _word(value: Any) -> str:
 def _fields(call: Call) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "method": call.method.removeprefix("/"),
+        **({"asked": call.asked} if call.asked else {}),
         "code": call.code.name,
+        **({"reason": call.reason} if call.reason else {}),
         "request_id": call.request_id,
         **({"trace_id": call.trace_id} if call.trace_id else {}),
         "ms": round(call.duration_ms, 1),

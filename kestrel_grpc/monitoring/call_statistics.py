@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from ..edge.interceptors import Call
+from ..edge.call import Call
 from ..telemetry.attributes import SERVER_ERRORS
 
 _COUNTED = "/kestrel.v1.VisionService/"

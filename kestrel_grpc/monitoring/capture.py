@@ -29,7 +29,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2
 from kestrel_engine import EngineInfo
 
 from .. import __version__
-from ..edge.interceptors import Call
+from ..edge.call import Call
 from ..edge.statuses import CaptureError
 from ..images.upload import Taken
 from ..served_model import ServedModel

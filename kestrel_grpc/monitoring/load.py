@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..edge.interceptors import Call
+from ..edge.call import Call
 from ..served_model import ServedModel, State
 
 WINDOW_S = 10

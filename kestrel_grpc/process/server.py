@@ -36,8 +36,9 @@ from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import (
 )
 from kestrel_engine import InferenceEngine, RuntimeConfig
 
+from ..edge.call import Call
 from ..edge.generic_methods import GenericMethods
-from ..edge.interceptors import Call, CallInterceptor, InFlight
+from ..edge.interceptors import CallInterceptor, InFlight
 from ..images.pictures import Pictures
 from ..images.store import ImageStore
 from ..images.upload import UploadRoom
@@ -161,7 +162,7 @@ class KestrelServer:
             self.telemetry,
             LoadTrailer(self.load_meter.read, VISION_SERVICE) if self._config.orca else None,
         )
-        await self._health.start()
+        self._health.start()
         if self._config.listen:
             await self._open(self._config.listen)
         self._watching = asyncio.create_task(self._watch_files())
@@ -171,7 +172,8 @@ class KestrelServer:
         """Listens on ``addresses``, all services behind each. Raises AddressError."""
         assert self._interceptor is not None, "started"
         security = self._config.security
-        options = _channel_options(self._config.max_message_bytes, security, shared=shared)
+        received = self.guard.messages.received
+        options = _channel_options(received, self._config.max_message_bytes, security, shared)
         options.append(
             ("grpc.default_compression_level", COMPRESSIONS.index(self._config.compression))
         )
@@ -192,7 +194,7 @@ class KestrelServer:
         admin = AdminService(
             self.served,
             self.images,
-            self.guard.admission,
+            self.guard,
             self.drain,
             self.profiles,
             self.capture,
@@ -218,7 +220,7 @@ class KestrelServer:
     async def _watch_files(self) -> None:
         while True:
             if self._files.look():
-                await self._health.update()
+                self._health.update()
             await asyncio.sleep(INTERVAL_S)
 
     def _num_connections(self) -> int | None:
@@ -238,7 +240,7 @@ class KestrelServer:
         if self.telemetry is not None:
             self.telemetry.ready(engine, self.load_seconds)
         self.served.ready(engine)
-        await self._health.update()
+        self._health.update()
         if self._config.shared_listen and self.served.state is State.READY:
             await self._open(self._config.shared_listen, shared=True)
         self._following = asyncio.create_task(self._health.follow())
@@ -255,7 +257,7 @@ class KestrelServer:
             engine = self.served.loaded
             tell_lifecycle("draining", requests=0 if engine is None else engine.num_requests)
         self.served.drain()
-        await self._health.update()
+        self._health.update()
         if self._shared is not None and self._leaving is None:
             # Callers are told to connect anew, which leads them to another process.
             longest_s = self._config.security.age_grace_s or _FOREVER_MS / 1000
@@ -266,7 +268,7 @@ class KestrelServer:
         ``grace_s`` seconds, fails the rest, closes everything. Idempotent."""
         if delay_s and self.served.state is State.READY and self._following is not None:
             tell_lifecycle("leaving", delay_s=delay_s)
-            await self._health.leave()
+            self._health.leave()
             await asyncio.wait({self._following}, timeout=delay_s)  # It ends if the engine fails.
         await self.drain()
         for task in (self._following, self._watching):
@@ -296,14 +298,17 @@ class KestrelServer:
 
 
 def _channel_options(
-    max_message_bytes: int, security: SecurityConfig, *, shared: bool
+    received_bytes: int, sent_bytes: int, security: SecurityConfig, shared: bool
 ) -> list[tuple[str, int]]:
     limits = security.connections
     return [
-        # What is somewhat larger is received, to be refused with a reason and told not to be tried again (Admission);
-        # gRPC itself refuses without one.
-        ("grpc.max_receive_message_length", min(2 * max_message_bytes, _FOREVER_MS)),
-        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", min(received_bytes, _FOREVER_MS)),
+        ("grpc.max_send_message_length", sent_bytes),
+        # gRPC's core would unpack a message before anyone can say that there is no room for it (edge/inflating.py).
+        ("grpc.per_message_decompression", 0),
+        # A stream that waits to be read holds a window's worth, 64 KiB. The probe would let windows grow to megabytes.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.max_allowed_incoming_connections", limits.connections or _FOREVER_MS),
         ("grpc.max_metadata_size", limits.metadata_bytes),
         # Between the two limits gRPC refuses at random.
         ("grpc.absolute_max_metadata_size", limits.metadata_bytes),

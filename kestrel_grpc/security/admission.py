@@ -1,4 +1,4 @@
-"""Admission: whether a call is taken up, before its message is decoded. Owns what is counted for each principal.
+"""Admission: whether a call is taken up, before its message is asked for. Owns what is counted for each principal.
 
 A data structure without I/O, for one event loop.
 """
@@ -27,10 +27,6 @@ class TooManyCalls(EngineOverloaded):
     """The principal has as many calls in progress as it may."""
 
 
-class MessagesFull(EngineOverloaded):
-    """The messages of all calls in progress hold as much memory as they may."""
-
-
 class MessageTooLarge(RequestError):
     """One message is larger than the server takes: it would be the next time too."""
 
@@ -45,63 +41,39 @@ class _Account:
 class Admission:
     """``admit`` around every call."""
 
-    def __init__(
-        self,
-        limits: CallLimits,
-        max_message_bytes: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._limits, self._max_message_bytes, self._clock = limits, max_message_bytes, clock
+    def __init__(self, limits: CallLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits, self._clock = limits, clock
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
         """Least recently seen first."""
-        self.held_bytes = 0
         self.calls = 0
         self.refused = 0
         """How many calls were told to come back later, since the start."""
 
-    def admit(self, principal: str, num_bytes: int) -> AbstractContextManager[None]:
-        """Entering raises RateExceeded, TooManyCalls, MessagesFull, MessageTooLarge; ``num_bytes``: the message's."""
-        return _Admitted(self, principal, num_bytes)
+    def admit(self, principal: str) -> AbstractContextManager[None]:
+        """Entering raises RateExceeded, TooManyCalls."""
+        return _Admitted(self, principal)
 
-    def enter(self, principal: str, num_bytes: int) -> _Account:
+    def enter(self, principal: str) -> _Account:
         """One more call; ``leave`` at its end. Raises as ``admit``."""
-        self.check_size(num_bytes)
         account = self._account(principal)
         try:
-            self._check(principal, account, num_bytes)
+            self._check(principal, account)
         except EngineOverloaded:
             self.refused += 1
             raise
-        self.held_bytes += num_bytes
         self.calls += 1
         account.calls += 1
         return account
 
-    def leave(self, account: _Account, num_bytes: int) -> None:
+    def leave(self, account: _Account) -> None:
         account.calls -= 1
         self.calls -= 1
-        self.held_bytes -= num_bytes
 
-    def check_size(self, num_bytes: int) -> None:
-        """Raises MessageTooLarge. gRPC counts a compressed message by what came; this is what it became."""
-        if num_bytes > self._max_message_bytes:
-            raise MessageTooLarge(
-                "", f"the message has {num_bytes} bytes, the limit is {self._max_message_bytes}"
-            )
-
-    def _check(self, principal: str, account: _Account, num_bytes: int) -> None:
+    def _check(self, principal: str, account: _Account) -> None:
         limits = self._limits
         if limits.calls is not None and account.calls >= limits.calls:
             raise TooManyCalls(
                 f"{_of(principal)}{account.calls} calls are in progress, the limit is {limits.calls}"
-            )
-        if limits.held_bytes is not None and num_bytes > limits.held_bytes:
-            raise MessageTooLarge(
-                "", f"the message has {num_bytes} bytes, all together may have {limits.held_bytes}"
-            )
-        if limits.held_bytes is not None and self.held_bytes + num_bytes > limits.held_bytes:
-            raise MessagesFull(
-                f"the messages of {self.calls} calls hold {self.held_bytes} of {limits.held_bytes} bytes"
             )
         self._take_token(principal, account)
 
@@ -137,16 +109,16 @@ class Admission:
 class _Admitted(AbstractContextManager[None]):
     """One call's admission. A generator would do the same for three times the CPU, once a call."""
 
-    __slots__ = ("_account", "_admission", "_num_bytes", "_principal")
+    __slots__ = ("_account", "_admission", "_principal")
 
-    def __init__(self, admission: Admission, principal: str, num_bytes: int) -> None:
-        self._admission, self._principal, self._num_bytes = admission, principal, num_bytes
+    def __init__(self, admission: Admission, principal: str) -> None:
+        self._admission, self._principal = admission, principal
 
     def __enter__(self) -> None:
-        self._account = self._admission.enter(self._principal, self._num_bytes)
+        self._account = self._admission.enter(self._principal)
 
     def __exit__(self, *exc_info: object) -> None:
-        self._admission.leave(self._account, self._num_bytes)
+        self._admission.leave(self._account)
 
 
 def _of(principal: str) -> str:

@@ -12,8 +12,8 @@ from kestrel_client._pb.kestrel.v1 import admin_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceServicer
 from kestrel_engine import InvalidRequest
 
+from ..edge.call import Context
 from ..edge.current_call import current_call
-from ..edge.interceptors import Context
 from ..edge.statuses import LocatedError
 from ..images.store import ImageStore
 from ..monitoring.call_statistics import CallStatistics, MethodCounts
@@ -26,7 +26,7 @@ from ..monitoring.profiles import (
     MIN_SECONDS,
     Profiles,
 )
-from ..security.admission import Admission
+from ..security.guard import Guard
 from ..served_model import ServedModel
 from . import convert
 
@@ -48,13 +48,13 @@ class AdminService(AdminServiceServicer):
         self,
         served: ServedModel,
         images: ImageStore,
-        admission: Admission,
+        guard: Guard,
         drain: Callable[[], Awaitable[None]],
         profiles: Profiles,
         capture: Capture,
         calls: CallStatistics,
     ) -> None:
-        self._served, self._images, self._admission = served, images, admission
+        self._served, self._images, self._guard = served, images, guard
         self._drain = drain
         self._profiles, self._capture, self._calls = profiles, capture, calls
         self._started_at = time.monotonic()
@@ -157,9 +157,9 @@ class AdminService(AdminServiceServicer):
     ) -> pb.GetStatisticsResponse:
         response = pb.GetStatisticsResponse(
             uptime_seconds=convert.seconds(time.monotonic() - self._started_at),
-            calls=self._admission.calls,
-            held_bytes=self._admission.held_bytes,
-            refused_calls=self._admission.refused,
+            calls=self._guard.admission.calls,
+            held_bytes=self._guard.held_bytes,
+            refused_calls=self._guard.refused,
             stored_images=len(self._images),
             stored_image_bytes=self._images.size_bytes,
             methods=[_of(name, counts) for name, counts in sorted(self._calls.methods.items())],

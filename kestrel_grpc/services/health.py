@@ -15,28 +15,60 @@ from ..served_model import ServedModel, State
 SERVICE_NAME: str = health.SERVICE_NAME
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 POLL_INTERVAL_S = 1.0
 """How often the engine's life is looked at: a dead step thread shows this much later."""
 
 
-class _Servicer(health.aio.HealthServicer):  # type: ignore[misc, name-defined]
-    """The library's, whose List raises (grpcio-health-checking 1.85)."""
+class _Servicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """The library's holds a lock while it writes to a watcher (grpcio-health-checking 1.85): one who doesn't read would
+    keep the statuses from changing, and the server from stopping."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._told: dict[str, int] = {}
+        self._told: dict[str, int] = {"": _SERVING}
+        self._changed = asyncio.Event()
+        """Set when a status changes, and then replaced."""
+        self._left = False
 
-    async def set(self, service: str, status: int) -> None:
-        self._told[service] = status
-        await super().set(service, status)
+    def set(self, service: str, status: int) -> None:
+        if not self._left:
+            self._told[service] = status
+            self._tell()
 
-    async def enter_graceful_shutdown(self) -> None:
-        self._told = dict.fromkeys(self._told, _NOT_SERVING)
-        await super().enter_graceful_shutdown()
+    def leave(self) -> None:
+        """All are NOT_SERVING from now on."""
+        if not self._left:
+            self._left = True
+            self._told = dict.fromkeys(self._told, _NOT_SERVING)
+            self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: _Context
+    ) -> health_pb2.HealthCheckResponse:
+        status = self._told.get(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: _Context) -> None:
+        last = None
+        while True:
+            changed = self._changed
+            status = self._told.get(request.service, _SERVICE_UNKNOWN)
+            if status != last:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                last = status
+            await changed.wait()
 
     async def List(
-        self, request: health_pb2.HealthListRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: health_pb2.HealthListRequest, context: _Context
     ) -> health_pb2.HealthListResponse:
         statuses = {
             name: health_pb2.HealthCheckResponse(status=status)
@@ -67,31 +99,31 @@ class Health:
     def add_to(self, server: grpc.aio.Server) -> None:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """To be called before the server starts."""
         for name in self._others:
-            await self._servicer.set(name, _SERVING)
-        await self.update()
+            self._servicer.set(name, _SERVING)
+        self.update()
 
-    async def update(self) -> None:
+    def update(self) -> None:
         """Brings the statuses in line with the model's state."""
         if self._served.state is State.DRAINING:
-            await self.leave()
+            self.leave()
             return
         ready = self._served.state is State.READY and not self._is_crowded()
         status = _SERVING if ready else _NOT_SERVING
         # A path's name is known once it is loaded; who asked by the path goes on.
         self._following.add(self._served.name)
         for name in self._following:
-            await self._servicer.set(name, status)
+            self._servicer.set(name, status)
 
-    async def leave(self) -> None:
+    def leave(self) -> None:
         """All are NOT_SERVING from now on, whatever the model's state."""
-        await self._servicer.enter_graceful_shutdown()
+        self._servicer.leave()
 
     async def follow(self) -> None:
         """Watches over the engine until it fails or this task is cancelled."""
         while self._served.state is not State.FAILED:
             await asyncio.sleep(POLL_INTERVAL_S)
         tell_lifecycle("failed", error="the engine has died; a restart is needed")
-        await self.update()
+        self.update()

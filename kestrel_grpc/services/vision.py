@@ -14,8 +14,8 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceServicer
 from kestrel_engine import InvalidRequest, StreamUpdate
 
+from ..edge.call import Context
 from ..edge.current_call import current_call
-from ..edge.interceptors import Context
 from ..images.pictures import Pictures
 from ..served_model import ServedModel
 from . import convert

@@ -78,9 +78,9 @@ class CallLimits:
         zero_is_none=True,
     )
     held_bytes: int | None = setting(
-        4 * GIB,
+        GIB,
         CALLS,
-        "messages of requests in memory, of all callers",
+        "messages of requests in memory, of all callers, each counted twice; reserved before one is read",
         kind="bytes",
         flag="--max-held-bytes",
         metavar="SIZE",
@@ -117,6 +117,17 @@ class CallLimits:
         high=_MOST,
         zero_is_none=True,
     )
+    read_s: float | None = setting(
+        30.0,
+        CALLS,
+        "how long a message of a request may take to arrive",
+        kind="number",
+        flag="--read-timeout",
+        metavar="SECONDS",
+        low=0,
+        high=_MOST,
+        zero_is_none=True,
+    )
     write_s: float | None = setting(
         60.0,
         CALLS,
@@ -135,8 +146,19 @@ class CallLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Limits of one connection. None: no limit. Raises ConfigError."""
+    """Limits of one connection, and of their number. None: no limit. Raises ConfigError."""
 
+    connections: int | None = setting(
+        1000,
+        CALLS,
+        "connections to the addresses of --listen; one beyond is closed at once",
+        kind="whole",
+        flag="--max-connections",
+        metavar="N",
+        low=0,
+        high=_MOST,
+        zero_is_none=True,
+    )
     metadata_bytes: int = setting(
         16 * KIB,
         CALLS,
@@ -148,7 +170,7 @@ class ConnectionLimits:
         high=1024 * 1024,
     )
     streams: int = setting(
-        1024,
+        100,
         CALLS,
         "calls in progress on one connection",
         kind="whole",

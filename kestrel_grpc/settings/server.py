@@ -76,7 +76,7 @@ class ServerConfig:
     answered. Not a setting: a supervisor gives them to its workers."""
     security: SecurityConfig = field(default_factory=SecurityConfig)
     max_message_bytes: int = setting(
-        64 * MIB,
+        33 * MIB,
         SERVER,
         "largest message, either way",
         kind="bytes",
@@ -84,7 +84,7 @@ class ServerConfig:
         low=1,
         high=_LARGEST_MESSAGE,
     )
-    """The largest image allowed (32 MiB), and raw pixels of a 20 megapixel one."""
+    """The largest image allowed (32 MiB), or raw pixels of an 11 megapixel one, and 1 MiB for the rest."""
     compression: Literal["off", "low", "medium", "high"] = setting(
         "off",
         SERVER,

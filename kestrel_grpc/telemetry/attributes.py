@@ -13,7 +13,7 @@ import grpc
 
 from kestrel_engine import ImageEvent, RequestEvent, StepEvent
 
-from ..edge.interceptors import Call
+from ..edge.call import Call
 from . import names
 
 Value: TypeAlias = str | int | float | bool | tuple[str, ...]

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
 from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, StepEvent
 
-from ..edge.interceptors import Call
+from ..edge.call import Call
 from ..logs.records import lost_records
 from . import names
 from .attributes import SERVER_ERRORS
@@ -55,6 +56,7 @@ class ServiceMetrics:
         self._tokens = {"input": 0, "output": 0}
         self._requests: Counter[tuple[str, str, str]] = Counter()
         self._principals: dict[str, _Usage] = {}
+        self._refused: Counter[str] = Counter()
         self._call_duration = self._histogram(names.CALL_DURATION)
         self._request_duration = self._histogram(names.REQUEST_DURATION)
         self._first_token = self._histogram(names.FIRST_TOKEN)
@@ -74,6 +76,10 @@ class ServiceMetrics:
         self._observe(
             names.TOKENS,
             lambda: [Observation(n, {names.TOKEN_TYPE: k}) for k, n in self._tokens.items()],
+        )
+        self._observe(
+            names.REFUSED_CALLS,
+            lambda: [Observation(n, {names.REASON: k}) for k, n in self._refused.copy().items()],
         )
         self._observe(names.PRINCIPAL_CALLS, self._read_principals)
         self._observe(names.PRINCIPAL_TOKENS, self._read_principal_tokens)
@@ -167,6 +173,8 @@ class ServiceMetrics:
         if call.code in SERVER_ERRORS:
             attributes[names.ERROR_TYPE] = call.code.name
         self._call_duration.record(call.duration_ms / 1e3, attributes)
+        if call.code in _REFUSALS:
+            self._refused[call.reason] += 1
         usage = self._usage(call.principal.name)
         usage.calls += 1
         if call.result is not None:
@@ -220,6 +228,7 @@ class ServiceMetrics:
         return observations
 
 
+_REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 _NO_SKILL = {names.SKILL: ""}
 _VISION, _PREFILL, _DECODE = ({names.PHASE: phase} for phase in ("vision", "prefill", "decode"))
 

@@ -82,6 +82,7 @@ PHASE = "kestrel.phase"
 PAGE_STATE = "kestrel.kv.state"
 FAILED = "kestrel.failed"
 CACHED = "kestrel.cached"
+REASON = "kestrel.reason"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ CALL_DURATION = Metric(
     "rpc.server.call.duration",
     "histogram",
     "s",
-    "Calls of kestrel.v1 from their first byte to their status",
+    "Calls of kestrel.v1 from first byte to status, and refused ones of other services; _OTHER: no such method",
     (RPC_SYSTEM, RPC_METHOD, RPC_STATUS, ERROR_TYPE),
     _LONG,
 )
@@ -216,6 +217,13 @@ PRINCIPAL_TOKENS = Metric(
     "{token}",
     "Tokens of the calls that ended well, by who made them",
     (PRINCIPAL, TOKEN_TYPE),
+)
+REFUSED_CALLS = Metric(
+    "kestrel.calls.refused",
+    "counter",
+    "{call}",
+    "Calls that ended with UNAUTHENTICATED or PERMISSION_DENIED, by the reason that their callers were told",
+    (REASON,),
 )
 STEP_TOKENS = Metric(
     "kestrel.step.tokens",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, StepEvent
 
-from ..edge.interceptors import Call
+from ..edge.call import Call
 from ..settings.sources import SettingsError
 from ..settings.telemetry import TelemetryConfig, missing_packages
 from . import names

@@ -32,7 +32,7 @@ from opentelemetry.trace.status import Status, StatusCode
 
 from kestrel_engine import EngineInfo, ImageEvent, RequestEvent, StepEvent
 
-from ..edge.interceptors import Call
+from ..edge.call import Call
 from . import attributes, names
 from .steps import KEPT_STEPS, MOST_STEPS, StepRecord, StepSpans
 

@@ -91,7 +91,7 @@ class ServedInThread:
             left = {
                 "calls": server._in_flight.count,
                 "admitted": admission.calls,
-                "held bytes": admission.held_bytes,
+                "held bytes": server.guard.held_bytes,
                 "requests": engine.num_requests,
                 "running": stats.running,
                 "waiting": stats.waiting,

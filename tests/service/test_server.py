@@ -227,7 +227,7 @@ async def test_the_model_service_answers_before_and_after_loading(serve):
     info = await served.models.GetServerInfo(model_service_pb2.GetServerInfoRequest())
     assert info.api_version == "kestrel.v1"
     assert info.default_model == model.name
-    assert info.limits.max_message_bytes == 64 * 1024 * 1024
+    assert info.limits.max_message_bytes == 33 * 1024 * 1024
     assert info.limits.max_image_bytes == 32 * 1024 * 1024
     assert info.limits.default_temperature == 0.2
     assert info.limits.max_context_positions == 300

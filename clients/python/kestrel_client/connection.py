@@ -19,7 +19,7 @@ from .version import __version__
 DEFAULT_PORT = 50051
 DEFAULT_TARGET = f"127.0.0.1:{DEFAULT_PORT}"
 DEFAULT_TIMEOUT_S = 300.0
-DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+DEFAULT_MAX_MESSAGE_BYTES = 33 * 1024 * 1024
 _URL = re.compile(r"(https?)://([^/]*)", re.IGNORECASE)
 _SCHEME = re.compile(r"(dns|ipv4|ipv6|passthrough):")
 _FOREVER_S = 1e9

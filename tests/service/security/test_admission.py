@@ -1,19 +1,18 @@
 """What is asked before a message is decoded: size, calls in progress, memory, rate; and the server's own deadline."""
 
 import asyncio
+import secrets
 import time
 
 import grpc
 import pytest
 
 from kestrel_client import AsyncKestrelClient, OverloadedError
-from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2
+from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.security.admission import (
     Admission,
-    MessagesFull,
-    MessageTooLarge,
     RateExceeded,
     TooManyCalls,
 )
@@ -37,6 +36,14 @@ def query(text="what?", max_tokens=2):
     return pb.QueryRequest(question=text, sampling=sampling)
 
 
+def large(max_tokens=2, width=25):
+    """A request with an image of 60 bytes a column, no other like it."""
+    request = query(max_tokens=max_tokens)
+    data = secrets.token_bytes(60 * width)
+    request.image.raw.CopyFrom(common_pb2.RawImage(data=data, width=width, height=20))
+    return request
+
+
 def limited(**limits):
     return {"security": SecurityConfig(calls=CallLimits(**limits))}
 
@@ -48,12 +55,12 @@ def slow(step_s=0.005):
 
 def test_a_bucket_fills_at_its_rate_up_to_its_burst():
     clock = Clock()
-    admission = Admission(CallLimits(rate=2, burst=3), 100, clock)
+    admission = Admission(CallLimits(rate=2, burst=3), clock)
 
     def calls():
         for count in range(10):
             try:
-                with admission.admit("a", 1):
+                with admission.admit("a"):
                     pass
             except RateExceeded as error:
                 return count, error.retry_after_s
@@ -66,44 +73,33 @@ def test_a_bucket_fills_at_its_rate_up_to_its_burst():
     assert calls() == (1, 0.5)
     clock.now += 1000
     assert calls() == (3, 0.5)
-    with admission.admit("b", 1):
+    with admission.admit("b"):
         pass
     assert admission.refused == 4
 
 
-def test_calls_are_counted_for_each_principal_and_bytes_for_all():
-    admission = Admission(CallLimits(calls=2, held_bytes=100), 60)
-    with admission.admit("a", 10), admission.admit("a", 10):
+def test_calls_are_counted_for_each_principal():
+    admission = Admission(CallLimits(calls=2))
+    with admission.admit("a"), admission.admit("a"):
         with pytest.raises(TooManyCalls, match="a: 2 calls are in progress, the limit is 2"):
-            with admission.admit("a", 10):
+            with admission.admit("a"):
                 pass
-        with admission.admit("b", 60):
-            assert (admission.calls, admission.held_bytes) == (3, 80)
-            with pytest.raises(MessagesFull):
-                with admission.admit("b", 21):
-                    pass
-            with admission.admit("b", 20):
-                pass
-    with pytest.raises(MessageTooLarge), admission.admit("a", 61):
-        pass
-    small = Admission(CallLimits(held_bytes=50), 60)
-    with pytest.raises(MessageTooLarge, match="51 bytes, all together may have 50"):
-        with small.admit("a", 51):  # To come back later would not help.
-            pass
-    with pytest.raises(ZeroDivisionError), admission.admit("a", 1):
+        with admission.admit("b"):
+            assert admission.calls == 3
+    with pytest.raises(ZeroDivisionError), admission.admit("a"):
         raise ZeroDivisionError
-    assert (admission.calls, admission.held_bytes) == (0, 0)
+    assert (admission.calls, admission.refused) == (0, 1)
 
 
 def test_principals_that_came_once_are_forgotten(monkeypatch):
     monkeypatch.setattr("kestrel_grpc.security.admission._MAX_REMEMBERED", 5)
-    admission = Admission(CallLimits(rate=1, burst=1), 100)
-    with admission.admit("busy", 1):
+    admission = Admission(CallLimits(rate=1, burst=1))
+    with admission.admit("busy"):
         for number in range(100):
-            with admission.admit(f"p{number}", 1):
+            with admission.admit(f"p{number}"):
                 pass
         assert len(admission._accounts) <= 6
-        with pytest.raises(RateExceeded), admission.admit("busy", 1):
+        with pytest.raises(RateExceeded), admission.admit("busy"):
             pass
 
 
@@ -142,21 +138,43 @@ async def test_calls_in_progress_are_bounded(serve):
     assert (await served.vision.Query(query())).usage.output_tokens == 2
 
 
-async def test_messages_in_memory_are_bounded(serve):
-    served = await serve(slow(0.03), server_config=limited(held_bytes=10_000))
-    running = asyncio.ensure_future(served.vision.Query(query("a" * 40, max_tokens=200)))
-    while served.server.guard.admission.calls < 1:
+async def test_messages_in_memory_are_bounded(serve, monkeypatch):
+    """A call waits for room before its message is read, and then is told to come back."""
+    monkeypatch.setattr("kestrel_grpc.security.guard._ROOM_WAIT_S", 0.3)
+    served = await serve(
+        slow(0.03), server_config={**limited(held_bytes=10_000), "max_message_bytes": 4000}
+    )
+    running = asyncio.ensure_future(served.vision.Query(large(200)))
+    while served.engine.num_requests < 1:
         await asyncio.sleep(0.005)
-    told = await failure(served.vision.Query(query("a" * 9_980)))
-    assert told.reason == "MESSAGES_FULL"
+    assert 3000 < served.server.guard.held_bytes < 3200
+    began = time.monotonic()
+    told = await failure(served.vision.Query(query("a" * 40)))
+    assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGES_FULL")
     assert told.retry_after_s == 1
+    assert 0.25 < time.monotonic() - began < 2
+    assert served.server.guard.refused == 1
     running.cancel()
+    while served.server.guard.held_bytes:
+        await asyncio.sleep(0.005)
+    assert (await served.vision.Query(query())).usage.output_tokens == 2
+
+
+async def test_a_call_waits_for_room_and_gets_it(serve):
+    served = await serve(
+        slow(), server_config={**limited(held_bytes=10_000), "max_message_bytes": 4000}
+    )
+    calls = [served.vision.Query(large(20)) for _ in range(5)]
+    for call in calls:
+        assert (await call).usage.output_tokens == 20
+    assert (served.server.guard.held_bytes, served.server.guard.refused) == (0, 0)
 
 
 async def test_too_large_is_told_apart_and_not_tried_again(serve):
     served = await serve(server_config={"max_message_bytes": MIB})
+    size = MIB + MIB // 8
     for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
-        too_large = query("a" * (3 * MIB // 2))
+        too_large = query(secrets.token_hex(size // 2))
         told = await failure(served.vision.Query(too_large, compression=compression))
         assert (told.code, told.reason) == (
             grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -164,33 +182,74 @@ async def test_too_large_is_told_apart_and_not_tried_again(serve):
         )
         assert told.retry_after_s is None
         assert told.trailers["grpc-retry-pushback-ms"] == "-1"
-    refused = served.server.guard.admission.refused
+    refused = served.server.guard.refused
     address = served.server.addresses[0]
     async with AsyncKestrelClient(address, timeout=10) as client:
         began = time.monotonic()
         with pytest.raises(OverloadedError, match="the limit is 1048576"):
-            await client.query(None, "a" * (3 * MIB // 2))
+            await client.query(None, "a" * size)
         assert time.monotonic() - began < 2
-    assert served.server.guard.admission.refused == refused == 0
+    assert served.server.guard.refused == refused == 0
+
+
+async def test_far_too_large_is_refused_by_grpc(serve):
+    served = await serve(server_config={"max_message_bytes": MIB})
+    told = await failure(served.vision.Query(query("a" * (2 * MIB))))
+    assert told.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "larger than max" in told.message
 
 
 async def test_a_message_that_grows_beyond_bounds_is_not_unpacked(serve):
-    """200 MiB that travel as 200 KiB; gRPC itself stops at twice the limit."""
-    served = await serve(server_config={"max_message_bytes": MIB})
+    """200 MiB that travel as 200 KiB."""
+    served = await serve(server_config={"max_message_bytes": 32 * MIB})
     bomb = query("a" * (200 * MIB))
     told = await failure(served.vision.Query(bomb, compression=grpc.Compression.Gzip))
-    assert told.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "larger than max" in told.message
+    assert (told.code, told.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+    assert "send it without compression" in told.message
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+@pytest.mark.parametrize("width", [1, 300])
+async def test_compressed_requests_are_taken(serve, compression, width):
+    """Small ones are unpacked at once, larger ones in a thread."""
+    served = await serve()
+    answer = await served.vision.Query(large(width=width), compression=compression)
+    assert answer.usage.output_tokens == 2
+    request = pb.StreamQueryRequest(request=large(width=width))
+    stream = served.vision.StreamQuery(request, compression=compression)
+    assert [event async for event in stream][-1].final.usage.output_tokens == 2
 
 
 async def test_a_piece_of_an_upload_is_bounded_too(serve):
     served = await serve(server_config={"max_message_bytes": MIB})
     parts = [
         image_service_pb2.UploadImageRequest(info=image_service_pb2.UploadInfo()),
-        image_service_pb2.UploadImageRequest(chunk=bytes(3 * MIB // 2)),
+        image_service_pb2.UploadImageRequest(chunk=bytes(MIB + MIB // 8)),
     ]
     told = await failure(served.images.UploadImage(iter(parts)))
     assert told.reason == "MESSAGE_TOO_LARGE"
+
+
+async def test_a_call_without_its_message_is_told_so(serve):
+    served = await serve()
+    call = served.channel.stream_unary("/kestrel.v1.VisionService/Query")
+    told = await failure(call(iter(())))
+    assert (told.code, told.reason) == (grpc.StatusCode.UNIMPLEMENTED, "NO_MESSAGE")
+
+
+async def test_of_two_messages_the_first_counts(serve):
+    """As plain grpc.aio has it: what comes after the one message of a method is never read."""
+    served = await serve()
+    call = served.channel.stream_unary("/kestrel.v1.VisionService/Query")
+    first, second = query(max_tokens=2), query(max_tokens=5)
+    answer = await call(iter([first.SerializeToString(), second.SerializeToString()]))
+    assert pb.QueryResponse.FromString(answer).usage.output_tokens == 2
+
+
+async def test_a_message_without_fields_is_not_read(serve):
+    served = await serve()
+    load = served.channel.unary_unary("/kestrel.v1.ModelService/GetLoad")
+    assert model_service_pb2.GetLoadResponse.FromString(await load(b"\xff" * 1000)).ready
 
 
 @pytest.mark.parametrize("timeout", [None, 60])

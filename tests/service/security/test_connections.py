@@ -210,7 +210,7 @@ async def test_a_storm_of_cancellations_leaves_nothing_behind(serve):
     while admission.calls or served.engine.num_requests or served.server._in_flight.count:
         assert time.monotonic() < until
         await asyncio.sleep(0.01)
-    assert (admission.held_bytes, admission.refused) == (0, 0)
+    assert (served.server.guard.held_bytes, admission.refused) == (0, 0)
 
 
 async def test_a_connection_that_goes_while_a_stream_is_written_is_no_fault_of_ours(

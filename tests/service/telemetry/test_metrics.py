@@ -19,7 +19,7 @@ from kestrel_client._pb.kestrel.v1 import image_service_pb2 as image_pb
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.step import StepResult
-from kestrel_grpc.edge.interceptors import Call
+from kestrel_grpc.edge.call import Call
 from kestrel_grpc.security.principal import Principal
 from kestrel_grpc.settings.addresses import AddressError
 from kestrel_grpc.settings.telemetry import TelemetryConfig
@@ -102,7 +102,8 @@ async def test_each_series_of_a_worker_names_it(serve):
 
 
 async def all_kinds_of_calls(served):
-    """One each that fails, is refused, is cancelled; two that end well. Returns a scrape after all of them."""
+    """One each that fails, is invalid, is cancelled, is refused, names no method; two that end well. Returns a scrape
+    after all of them."""
     served.runtime.fail_next = RuntimeError("x")
     await failure(served.vision.Query(QUERY))
     for _ in range(2):
@@ -112,6 +113,8 @@ async def all_kinds_of_calls(served):
     for _ in range(3):
         await call.read()
     call.cancel()
+    await failure(served.channel.unary_unary("/kestrel.v1.AdminService/Drain")(b""))
+    await failure(served.channel.unary_unary("/kestrel.v1.AdminService/Nope")(b""))
     while (found := await scrape(served)).value("kestrel_calls_active"):
         await asyncio.sleep(0.01)
     return found
@@ -132,7 +135,9 @@ async def test_what_is_counted(measured):
     assert ended == {"length": 2, "cancelled": 1, "error": 1}
     assert found.value("kestrel_requests_total", error_type="RuntimeFailure") == 1
     assert found.value("kestrel_tokens_total", gen_ai_token_type="output") >= 8
-    assert found.value("kestrel_principal_calls_total", kestrel_principal="") == 5
+    assert found.value("kestrel_principal_calls_total", kestrel_principal="") == 7
+    assert found.value("kestrel_calls_refused_total", kestrel_reason="SCOPE_MISSING") == 1
+    assert found.value(calls, rpc_method="_OTHER", rpc_response_status_code="UNIMPLEMENTED") == 1
     assert found.value("kestrel_principal_tokens_total", gen_ai_token_type="output") == 8
     assert found.value("gen_ai_server_time_to_first_token_seconds_count") == 3
     assert found.value("gen_ai_server_time_per_output_token_seconds_count") >= 2

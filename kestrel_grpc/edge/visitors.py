@@ -1,0 +1,132 @@
+"""The edge of calls to health, reflection and methods that don't exist: they may be strangers'.
+
+Such a call is no request: it has a line in the access log only if it is refused, and is not counted among the calls in
+flight, because a watched stream never ends by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
+
+import grpc
+
+from kestrel_engine import KestrelError
+
+from ..security.guard import Guard
+from ..security.peers import address_of
+from .bounded_context import BoundedContext
+from .call import UNKNOWN_METHOD, Call, Context, id_from_metadata, new_id
+from .call_limit import CallLimit
+from .endings import Endings, forget_frames
+from .incoming import Incoming
+from .statuses import MethodNotFound, SlowSender
+
+_READ_S = 5.0
+"""How long a message may take to arrive: they are small, and room for them is scarce."""
+_LOGGED_CHARS = 100
+
+
+class Visitors:
+    """``end_call`` is called with every call that was refused."""
+
+    def __init__(self, guard: Guard, endings: Endings, end_call: Callable[[Call], None]) -> None:
+        self._guard, self._endings, self._end_call = guard, endings, end_call
+        self._pulls = CallLimit(
+            _READ_S, lambda limit_s: SlowSender(f"no message came within {limit_s:g} s")
+        )
+
+    def edge(self, method: str, handler: Any) -> Any:
+        """What is called in the place of ``handler``."""
+        behaviour = (
+            handler.unary_unary
+            or handler.unary_stream
+            or handler.stream_unary
+            or handler.stream_stream
+        )
+        streaming = handler.response_streaming
+
+        async def answer(call: Call, context: Context) -> Any:
+            guard = self._guard
+            call.principal = guard.visitor(method, call.metadata, context)
+            who = call.principal.name or address_of(call.peer)
+            with (
+                guard.visits.admit(who, stream=streaming),
+                contextlib.closing(guard.hold_visit(who)) as hold,
+            ):
+                incoming = Incoming(
+                    context, handler.request_deserializer, hold, guard.messages, self._pulls
+                )
+                request: Any
+                if handler.request_streaming:
+                    request = _until_idle(incoming)
+                else:
+                    request = await incoming.only()
+                if not streaming:
+                    return await behaviour(request, context)
+                with contextlib.closing(BoundedContext(context, _READ_S)) as writer:
+                    answered = behaviour(request, cast(Context, writer))
+                    if not isinstance(answered, AsyncIterator):
+                        return await answered
+                    async for message in answered:
+                        await writer.write(message)
+
+        wrap = (
+            grpc.stream_stream_rpc_method_handler
+            if streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        return wrap(
+            self._answering(method, "", answer), response_serializer=handler.response_serializer
+        )
+
+    def unknown(self, method: str) -> Any:
+        """A handler for a method that no service has: who may know so is told."""
+
+        async def refuse(call: Call, context: Context) -> None:
+            call.principal = self._guard.visitor(method, call.metadata, context)
+            raise MethodNotFound("Method not found!")
+
+        return grpc.stream_unary_rpc_method_handler(
+            self._answering(UNKNOWN_METHOD, method[:_LOGGED_CHARS], refuse)
+        )
+
+    def _answering(
+        self, method: str, asked: str, answer: Callable[[Call, Context], Any]
+    ) -> Callable[[Any, Context], Any]:
+        async def handle(_messages: Any, context: Context) -> Any:
+            metadata = tuple(context.invocation_metadata() or ())
+            call = Call(
+                method=method,
+                peer=context.peer(),
+                context=context,
+                metadata=metadata,
+                request_id=id_from_metadata(metadata) or new_id(),
+                asked=asked,
+            )
+            failed: KestrelError | None = None
+            try:
+                return await answer(call, context)
+            except grpc.aio.InternalError:
+                # What was written can't be sent: the connection went. Of any other exception gRPC logs a traceback.
+                raise asyncio.CancelledError from None
+            except KestrelError as error:
+                failed = error
+                await self._endings.fail(call, error)
+            finally:
+                if failed is not None:
+                    self._end_call(call)
+                    forget_frames(failed)
+                    failed = None
+                call.release()
+
+        return handle
+
+
+async def _until_idle(incoming: Incoming) -> AsyncIterator[Any]:
+    """The messages, until none comes for a while: a stream that waits for the next keeps room for it."""
+    with contextlib.suppress(SlowSender):
+        async for message in incoming.all():
+            yield message
