@@ -331,7 +331,7 @@ class RuntimeConfig:
     kept_embeddings: int = 16
     """Image embeddings kept for images whose pages were evicted."""
     priority_aging_s: float = 10.0
-    """Waiting this many seconds is worth one step of priority, so that low priority never starves."""
+    """A priority that was not served for so many seconds counts as one better, so that low priority never starves."""
     image_cache_bytes: int = setting(
         256 * 1024 * 1024,
         SCHEDULER,

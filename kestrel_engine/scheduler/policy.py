@@ -16,7 +16,7 @@ class SchedulerPolicy:
     kept_embeddings: int = 16
     """Embeddings of pictures kept although nobody needs them now."""
     aging_s: float = 10.0
-    """Waiting this long is worth one step of priority."""
+    """A priority that was not served for so many seconds counts as one better."""
     yield_s_per_position: float = 1e-3
     """For each position left of its prompt a text is computed after shorter ones that came so much later: a question
     of five words need not wait for documents."""

@@ -1,4 +1,4 @@
-"""PrefillOrder: in which order a step takes on prompts and images of the batch, and which of them it leaves out.
+"""PrefillOrder: in which order a step takes on prompts and images of the batch.
 
 Images and text take turns at the head, so that neither holds the other up for longer than a step. Text goes by the
 time of its admission, but a long one counts as having come later. Principals take turns. Urgent requests go first:
@@ -13,23 +13,17 @@ from .policy import SchedulerPolicy
 from .sequence import Sequence
 from .shares import Shares
 
-_STEPS_FOR_URGENT = 2
-"""After a step's worth of other new work beside an urgent request so many steps take on urgent work only. An urgent
-answer would else take 2.5 times as long beside a backlog, as any other."""
-
 
 class PrefillOrder:
-    """One a scheduler. ``order`` once a step, ``took`` for each piece of work that the step takes on."""
+    """One a scheduler; ``order`` once a step."""
 
     def __init__(self, policy: SchedulerPolicy, shares: Shares) -> None:
         self._policy, self._shares = policy, shares
         self._images_first = True
-        self._debt = 0.0
 
     def order(self, running: Iterable[Sequence], now: float) -> list[Sequence]:
-        """Those with prompt left to compute that may do so in this step."""
-        batch = list(running)
-        waiting = [s for s in batch if s.needs_prefill]
+        """Those of ``running`` with prompt left to compute."""
+        waiting = [s for s in running if s.needs_prefill]
         images = [s for s in waiting if s.uses_picture]
         text = [s for s in waiting if not s.uses_picture]
         text.sort(key=self._text_rank)
@@ -38,20 +32,8 @@ class PrefillOrder:
         ordered = images + text if self._images_first else text + images
         if self._shares.num_principals > 1:
             ordered = self._in_turns(ordered)
-        urgent = [s for s in batch if s.priority == 0 and self._is_urgent(s, now)]
-        if not urgent or len(urgent) == len(batch):
-            self._debt = 0.0
-            return ordered
         ordered.sort(key=lambda s: not self._is_urgent(s, now))
-        if self._debt >= 1:
-            self._debt -= 1
-            return [s for s in ordered if self._is_urgent(s, now)]
         return ordered
-
-    def took(self, sequence: Sequence, share: float, now: float) -> None:
-        """The step took on ``share`` of its allowance for ``sequence``."""
-        if not self._is_urgent(sequence, now):
-            self._debt += _STEPS_FOR_URGENT * share
 
     def _is_urgent(self, sequence: Sequence, now: float) -> bool:
         assert sequence.account is not None

@@ -42,6 +42,7 @@ from .prefixes_underway import PrefixesUnderway
 from .scheduled import Scheduled
 from .sequence import Phase, Sequence
 from .shares import Shares
+from .turns import Turns
 from .waiting import WaitingQueue
 
 
@@ -57,11 +58,13 @@ class Scheduler:
         self._shares = Shares(limits.max_batch_size)
         self._queue = WaitingQueue(self._policy.aging_s, self._shares)
         self._places = PlaceTaker(limits.max_batch_size, self._shares)
+        self._turns = Turns(self._shares)
         self._order = PrefillOrder(self._policy, self._shares)
         self._running: dict[int, Sequence] = {}
         self._sequences: dict[int, Sequence] = {}
         self._underway = PrefixesUnderway(shared=self._policy.prefix_cache)
-        self._out: deque[tuple[StepPlan, list[Scheduled]]] = deque()
+        self._out: deque[tuple[StepPlan, list[Scheduled], bool]] = deque()
+        """Plans, their rows, and whether favoured sequences have them for themselves."""
         self._ended: list[int] = []
         self._next_step_id = 0
         self._pacer = Pacer(self._policy.budget)
@@ -119,17 +122,27 @@ class Scheduler:
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next step, or None if nothing can be computed now. commit() or fail_step() must follow, in order."""
+        self._take_place(now)
+        self._turns.begin(self._running.values(), now, idle=not self._out)
+        plan = self._plan(now)
+        if plan is None and self._turns.alone and not self._out:
+            # The favoured have nothing to compute, and wait for no step that is out.
+            self._turns.for_all()
+            plan = self._plan(now)
+        return plan
+
+    def _plan(self, now: float) -> StepPlan | None:
+        """The step for those that have their turn; None if it would be empty."""
         dropped, ended = self._pictures.take_dropped(), tuple(self._ended)
         self._ended = []
         scheduled: list[Scheduled] = []
-        self._take_place(now)
         decode = self._decode_rows(scheduled)
         while (admitted := self._admit(now)) is not None:
-            if admitted.can_decode:
+            if admitted.can_decode and self._turns.has_turn(admitted):
                 decode.append(self._row(admitted, 1, scheduled, is_prefill=False))
         encode: list[EncodeSlice] = []
         prefill: list[Row] = []
-        if not self._pacer.pauses(len(decode)):
+        if self._turns.alone or not self._pacer.pauses(len(decode)):
             self._take_on(encode, prefill, scheduled, now, num_decode=len(decode))
         plan = StepPlan(
             step_id=self._next_step_id,
@@ -142,7 +155,8 @@ class Scheduler:
         if plan.is_empty:
             return None
         self._next_step_id += 1
-        self._out.append((plan, scheduled))
+        self._out.append((plan, scheduled, self._turns.alone))
+        self._turns.launched()
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, StepToken]]:
@@ -193,7 +207,7 @@ class Scheduler:
         # Later steps that are out may compute prefixes of pictures that this one should have encoded.
         involved += [
             item.sequence
-            for _, scheduled in self._out
+            for _, scheduled, _ in self._out
             for item in scheduled
             if item.reads_picture and item.sequence.image and item.sequence.image.key in pictures
         ]
@@ -227,7 +241,7 @@ class Scheduler:
         return -(-positions // self._limits.page_size)
 
     def _decode_rows(self, scheduled: list[Scheduled]) -> list[Row]:
-        ready = [s for s in self._running.values() if s.can_decode]
+        ready = [s for s in self._turns.of(self._running.values()) if s.can_decode]
         if self._pool.num_free < len(ready):
             # Pages may run out: those who would be preempted last are served first.
             ready.sort(key=lambda s: (s.priority, s.arrived_at, s.sequence_id))
@@ -282,7 +296,7 @@ class Scheduler:
     ) -> None:
         """Schedules pictures and prompts as far as the allowance goes."""
         allowance = Allowance(self._policy.budget, decoding=num_decode > 0)
-        order = self._order.order(self._running.values(), now)
+        order = self._order.order(self._turns.of(self._running.values()), now)
         for sequence in order:
             if allowance.is_spent:
                 break
@@ -291,7 +305,8 @@ class Scheduler:
             work = allowance.work - before
             assert sequence.account is not None
             self._shares.charge(sequence.account, work)
-            self._order.took(sequence, work, now)
+        if self._turns.alone:
+            return
         waiting = len(self._queue) + sum(1 for sequence in order if sequence.needs_prefill)
         self._pacer.took(allowance.used, num_decode, waiting)
 
@@ -440,7 +455,8 @@ class Scheduler:
         return Row(sequence.sequence_id, tokens, start, page_table, sample)
 
     def _take_out(self, plan: StepPlan) -> list[Scheduled]:
-        oldest, scheduled = self._out.popleft()
+        oldest, scheduled, alone = self._out.popleft()
+        self._turns.ended(alone=alone)
         assert oldest is plan, f"step {plan.step_id} came back before step {oldest.step_id}"
         return scheduled
 
