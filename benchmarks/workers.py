@@ -112,7 +112,7 @@ def served(folder: Path, flags: Sequence[str]) -> Iterator[str]:
     """The shared address of a server. Raises RuntimeError with its log if it fails."""
     log = folder / "log"
     command = [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0"]
-    command += ["--drain-delay", "0", "--worker-listen", f"unix:{folder}/{{index}}", *flags]
+    command += ["--drain-delay", "0", *flags]
     with (
         log.open("w") as errors,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as server,
@@ -206,7 +206,10 @@ def main(arguments: Sequence[str] | None = None) -> Report:
         vocabulary = open_model(config).config.text.vocab_size
         flags += ["--random-weights", "--seed", "1", "--tokenizer", str(tokenizer_file(vocabulary))]
     report = Report("workers", vars(args))
-    with tempfile.TemporaryDirectory() as name, served(Path(name), flags) as shared:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        served(Path(name), [*flags, "--worker-listen", f"unix:{name}/{{index}}"]) as shared,
+    ):
         measure(report, args, Path(name), shared)
     report.finish(args.json)
     return report

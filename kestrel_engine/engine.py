@@ -32,7 +32,7 @@ from .errors import (
 )
 from .events import EngineMetrics, EngineResult, StreamUpdate
 from .factory import Built, Progress, build
-from .info import CompileCounts, EngineInfo
+from .info import CompileCounts, EngineInfo, PlaceCounts
 from .loop import EngineLoop, Work
 from .observer import ImageEvent, Observer
 from .open_requests import OpenRequest, OpenRequests
@@ -170,6 +170,11 @@ class InferenceEngine(SkillCalls):
     def stats(self) -> SchedulerStats:
         """Who runs and waits on the device, and its pages, now. From any thread."""
         return self._loop.stats
+
+    @property
+    def places(self) -> PlaceCounts:
+        """How the places of accepted requests are shared, now."""
+        return self._places.counts
 
     @property
     def compiled(self) -> CompileCounts:

@@ -32,6 +32,21 @@ class CompileCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceCounts:
+    """Places are held by requests that are prepared, wait or run."""
+
+    bound: int
+    """Without those that only the best priority may take."""
+    held: int
+    principals: int
+    """Principals that hold some."""
+    largest_held: int
+    """Of the principal that holds most."""
+    displaced: int
+    """Requests that gave theirs up to others, since the start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """Fixed for the engine's life. Positions are KV positions; sizes are bytes."""
 

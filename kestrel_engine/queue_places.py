@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from .errors import Displaced, EngineOverloaded, Quota
+from .info import PlaceCounts
 
 _Result = TypeVar("_Result")
 
@@ -83,14 +84,14 @@ class QueuePlaces:
         self._weights = 0
 
     @property
-    def num_principals(self) -> int:
-        """Principals that hold places."""
-        return len(self._holders)
-
-    @property
-    def largest_held(self) -> int:
-        """Places of the principal that holds most."""
-        return max((holder.held for holder in self._holders.values()), default=0)
+    def counts(self) -> PlaceCounts:
+        return PlaceCounts(
+            bound=self.bound,
+            held=self.held,
+            principals=len(self._holders),
+            largest_held=max((holder.held for holder in self._holders.values()), default=0),
+            displaced=self.displaced,
+        )
 
     def check(self, principal: str, weight: float, priority: int) -> None:
         """Raises EngineOverloaded if ``take`` would."""

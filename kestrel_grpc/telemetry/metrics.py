@@ -105,6 +105,12 @@ class ServiceMetrics:
         self._observe(names.COMPILE_TIME, lambda: [Observation(engine.compiled.seconds)])
         self._observe(names.RUNNING, lambda: [Observation(engine.stats.running)])
         self._observe(names.WAITING, lambda: [Observation(_waiting(engine))])
+        self._observe(names.PRINCIPALS, lambda: [Observation(engine.places.principals)])
+        self._observe(names.DISPLACED, lambda: [Observation(engine.places.displaced)])
+        self._observe(
+            names.LARGEST_SHARE,
+            lambda: [Observation(engine.places.largest_held / engine.places.bound)],
+        )
         self._observe(names.KV_PAGES, lambda: _pages(engine))
         at_start = engine.stats  # What the warm-up did is nobody's.
         self._observe(

@@ -252,6 +252,21 @@ RUNNING = Metric("kestrel.requests.running", "gauge", "{request}", "Requests in 
 WAITING = Metric(
     "kestrel.requests.waiting", "gauge", "{request}", "Requests accepted and not in the batch"
 )
+PRINCIPALS = Metric(
+    "kestrel.principals.active", "gauge", "{principal}", "Principals that have requests accepted"
+)
+LARGEST_SHARE = Metric(
+    "kestrel.places.largest",
+    "gauge",
+    "1",
+    "Share of all places for requests that one principal holds, of the one that holds most",
+)
+DISPLACED = Metric(
+    "kestrel.requests.displaced",
+    "counter",
+    "{request}",
+    "Requests that waited and gave their place to another",
+)
 CALLS = Metric("kestrel.calls.active", "gauge", "{call}", "Calls that are being handled")
 CONNECTIONS = Metric(
     "kestrel.connections.open",

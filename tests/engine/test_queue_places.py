@@ -130,7 +130,7 @@ def test_a_place_that_was_given_back_twice_counts_once():
     held.take("a")
     for _ in range(2):
         held.places.give_back(held.taken[0])
-    assert (held.places.held, held.places.num_principals) == (0, 0)
+    assert (held.places.held, held.places.counts.principals) == (0, 0)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -154,7 +154,7 @@ def test_random_histories_keep_the_bound_and_lose_no_place(seed):
         assert not held.lost.keys() & alive
         assert not held.lost.keys() & held.running
         assert held.places.held == len(alive) <= held.places.bound + held.places.reserved
-        assert held.places.num_principals == len({held.taken[n].principal for n in alive})
+        assert held.places.counts.principals == len({held.taken[n].principal for n in alive})
 
 
 async def ask(engine, principal, **options):

@@ -1,0 +1,131 @@
+"""What one principal's flood costs others: kestrel-tiny on a CPU, through a server process, callers by token.
+
+python -m benchmarks.shares [--quick] [--in-flight N] [--json FILE]
+
+One principal keeps many questions in flight, about images that come up again and again, and asks again when it is
+refused. Beside it another principal, one that asks with the best priority, and the flooding principal itself with the
+best priority make one call after the other, each about an image never seen before. The callers share the processors
+with the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+from kestrel_grpc.security.principal import Scope
+from kestrel_grpc.security.tokens import line_of, new_token
+
+from .reports.report import Report, add_arguments, median, quantile
+from .traffic.flood import Flood
+from .traffic.images import jpeg
+from .workers import served
+
+NORMAL, HIGH = common_pb2.PRIORITY_NORMAL, common_pb2.PRIORITY_HIGH
+SIZE = (640, 480)
+"""Of the images, in pixels."""
+QUESTIONS = ("What is this?", "How many red circles are there?", "Is there a star?")
+MOST = {"other": 3.0, "urgent": 2.0, "flood itself, urgent": 2.0}
+"""p95 over that of an idle server."""
+
+
+def query(image: bytes, question: str, priority: Any) -> pb.QueryRequest:
+    return pb.QueryRequest(
+        image=common_pb2.Image(encoded=image),
+        question=question,
+        sampling=common_pb2.Sampling(max_tokens=32, temperature=0),
+        options=common_pb2.RequestOptions(priority=priority),
+    )
+
+
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),)
+
+
+def measure(report: Report, address: str, tokens: dict[str, str], args: argparse.Namespace) -> None:
+    count = 3 if args.quick else 40
+    seeds = itertools.count(10_000)
+    known = [jpeg(seed, *SIZE) for seed in range(16)]
+
+    def ask(stub: VisionServiceStub, rng: random.Random) -> Any:
+        request = query(rng.choice(known), rng.choice(QUESTIONS), NORMAL)
+        return stub.Query(request, metadata=bearer(tokens["flood"]), timeout=100)
+
+    with grpc.insecure_channel(address) as channel:
+        stub = VisionServiceStub(channel)
+
+        def seconds(name: str, priority: Any) -> list[float]:
+            taken = []
+            for _ in range(count):
+                request = query(jpeg(next(seeds), *SIZE), QUESTIONS[0], priority)
+                began = time.perf_counter()
+                stub.Query(request, metadata=bearer(tokens[name]), timeout=100)
+                taken.append(time.perf_counter() - began)
+            return taken
+
+        def row(who: str, taken: list[float], idle: float) -> None:
+            report.add(
+                f"Seconds from call to answer, {count} calls, all answered",
+                {
+                    "caller": who,
+                    "p50": median(taken),
+                    "p95": quantile(taken, 0.95),
+                    "over idle": quantile(taken, 0.95) / idle,
+                },
+            )
+
+        seconds("other", NORMAL)
+        alone = seconds("other", NORMAL)
+        idle = quantile(alone, 0.95)
+        row("idle server", alone, idle)
+        with Flood(address, args.in_flight, ask) as flood:
+            time.sleep(2 if args.quick else 10)
+            for who, name, priority in (
+                ("other", "other", NORMAL),
+                ("urgent", "urgent", HIGH),
+                ("flood itself, urgent", "flood", HIGH),
+            ):
+                taken = seconds(name, priority)
+                row(who, taken, idle)
+                report.bar(
+                    f"p95 of {who!r} over an idle server's",
+                    quantile(taken, 0.95) / idle,
+                    MOST[who],
+                )
+            ended: dict[str, float | int | str] = dict(flood.ended)
+        report.add("The flood's calls by how they ended", ended)
+
+
+def main(arguments: list[str] | None = None) -> Report:
+    parser = argparse.ArgumentParser(prog="benchmarks.shares", description=__doc__)
+    add_arguments(parser)
+    parser.add_argument("--in-flight", type=int, default=700, help="calls of the flood [700]")
+    parser.add_argument("--max-batch-size", type=int, default=16, help="sequences a step [16]")
+    args = parser.parse_args(arguments)
+    report = Report("shares", vars(args))
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = {name: new_token() for name in ("flood", "other", "urgent")}
+        path = Path(folder) / "tokens"
+        scopes = (Scope.INFER, Scope.HIGH)
+        path.touch(mode=0o600)
+        path.write_text("".join(f"{line_of(n, scopes, t)}\n" for n, t in tokens.items()))
+        batch = ("--max-batch-size", str(args.max_batch_size))
+        flags = ("--auth-tokens", str(path), *batch)
+        with served(Path(folder), flags) as address:
+            measure(report, address, tokens, args)
+    report.finish(args.json)
+    return report
+
+
+if __name__ == "__main__":
+    main()

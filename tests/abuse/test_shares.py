@@ -1,0 +1,88 @@
+"""A principal that keeps 700 calls in flight keeps no other caller from being answered, nor makes it wait for long."""
+
+import math
+import time
+
+import grpc
+import pytest
+
+from benchmarks.traffic.flood import Flood
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+from kestrel_grpc.security.principal import Scope
+from kestrel_grpc.security.tokens import line_of, new_token
+from tests.abuse.process import ServerProcess
+
+IN_FLIGHT = 700
+NUM_CALLS = 20
+NORMAL, HIGH = common_pb2.PRIORITY_NORMAL, common_pb2.PRIORITY_HIGH
+
+
+def query(max_tokens, priority=NORMAL, question="what?"):
+    return pb.QueryRequest(
+        question=question,
+        sampling=common_pb2.Sampling(max_tokens=max_tokens, temperature=0),
+        options=common_pb2.RequestOptions(priority=priority),
+    )
+
+
+def bearer(token):
+    return (("authorization", f"Bearer {token}"),)
+
+
+def seconds(stub, token, priority=NORMAL):
+    """Of ``NUM_CALLS`` calls, one after the other, each of which must be answered; sorted."""
+    taken = []
+    for number in range(NUM_CALLS):
+        began = time.monotonic()
+        asked = query(15, priority, f"what {number}?")
+        stub.Query(asked, metadata=bearer(token), timeout=20)
+        taken.append(time.monotonic() - began)
+    return sorted(taken)
+
+
+def p95(taken):
+    return taken[math.ceil(0.95 * len(taken)) - 1]
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """By principal; "urgent" may ask for the best priority."""
+    made = {"flood": new_token(), "other": new_token(), "urgent": new_token()}
+    path = tmp_path / "tokens"
+    path.write_text(
+        "".join(
+            line_of(name, [Scope.INFER, Scope.HIGH], token) + "\n" for name, token in made.items()
+        )
+    )
+    path.chmod(0o600)
+    return made
+
+
+def test_beside_700_calls_of_one_principal_others_are_answered_in_time(tokens, tmp_path):
+    def ask(stub, rng):
+        asked = query(rng.randint(20, 200), question=f"{rng.random()}?")
+        return stub.Query(asked, metadata=bearer(tokens["flood"]), timeout=60)
+
+    flags = ("--auth-tokens", str(tmp_path / "tokens"))
+    with (
+        ServerProcess(tmp_path, *flags) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        stub = VisionServiceStub(channel)
+        seconds(stub, tokens["other"])
+        idle = p95(seconds(stub, tokens["other"]))
+        with Flood(server.address, IN_FLIGHT, ask) as flood:
+            until = time.monotonic() + 20
+            while not flood.ended["RESOURCE_EXHAUSTED"] and time.monotonic() < until:
+                time.sleep(0.05)
+            assert flood.ended["RESOURCE_EXHAUSTED"], "the queue is full"
+            other = p95(seconds(stub, tokens["other"]))
+            urgent = p95(seconds(stub, tokens["urgent"], HIGH))
+            own = p95(seconds(stub, tokens["flood"], HIGH))
+        assert other <= 3 * idle
+        assert urgent <= 2 * idle
+        assert own <= 2 * idle
+        assert set(flood.ended) <= {"OK", "RESOURCE_EXHAUSTED"}
+        assert flood.ended["OK"] > 0
