@@ -11,7 +11,7 @@ import time
 from kestrel_engine import InferenceEngine, ModelNotFoundError, RuntimeConfig
 
 from .edge.current_call import find_call
-from .edge.statuses import ModelNotReady, ShuttingDown
+from .edge.errors import ModelNotReady, ShuttingDown
 from .security.principal import ANONYMOUS, Scope
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from .statuses import SlowReader
+from .errors import SlowReader
 
 
 class BoundedContext:

@@ -14,7 +14,7 @@ import numpy as np
 from kestrel_engine import EngineResult
 
 from ..security.principal import ANONYMOUS, Principal
-from ..services import convert
+from .request_ids import valid_request_id
 
 REQUEST_ID_KEY = "x-request-id"
 TRACE_ID_KEY = "x-trace-id"
@@ -109,6 +109,6 @@ os.register_at_fork(after_in_child=_random.clear)
 def id_from_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
     """An unusable id is passed over: proxies set this header, not the caller."""
     for key, value in metadata:
-        if key == REQUEST_ID_KEY and isinstance(value, str) and convert.valid_request_id(value):
+        if key == REQUEST_ID_KEY and isinstance(value, str) and valid_request_id(value):
             return value
     return None

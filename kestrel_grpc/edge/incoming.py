@@ -20,8 +20,8 @@ from ..security.admission import MessageTooLarge
 from ..security.message_limits import COPIES, MessageLimits
 from ..security.message_room import Hold
 from .call_limit import CallLimit
+from .errors import NoMessage
 from .inflating import inflated, is_compressed
-from .statuses import NoMessage
 
 _EOF: Any = cast(Any, grpc.aio).EOF
 _A_MOMENT_S = 0.05

@@ -22,14 +22,14 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from ..security.guard import Guard
 from ..security.peers import address_of
 from ..security.principal import Principal, Scope
-from ..services import convert
 from .bounded_context import BoundedContext
 from .call import Call, Context, id_from_metadata, new_id
 from .call_limit import CallLimit
 from .current_call import current
 from .endings import Endings, Trailers, forget_frames
+from .errors import SlowSender
 from .incoming import Incoming
-from .statuses import SlowSender
+from .request_ids import id_from_options
 from .visitors import Visitors
 
 _INTERCEPTED = "/kestrel.v1."
@@ -162,7 +162,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                             prefix = "request." if streaming else ""
                             options = _options(request)
                             if options is not None:
-                                call.request_id = convert.request_id(options) or call.request_id
+                                call.request_id = id_from_options(options) or call.request_id
                             if watcher is not None:
                                 watcher.take(call, request)
                             if options is not None:

@@ -18,7 +18,6 @@ from grpc_status import rpc_status
 
 import kestrel_engine as engine
 
-from ..images.store import ImageNotFound, ImagesFull, ImagesNotKept
 from ..security.admission import MessageTooLarge, RateExceeded, TooManyCalls
 from ..security.message_room import MessagesFull
 from ..security.principal import (
@@ -27,6 +26,21 @@ from ..security.principal import (
     CredentialsMissing,
     NotAuthenticated,
     ScopeMissing,
+)
+from .errors import (
+    CaptureError,
+    ImageNotFound,
+    ImagesFull,
+    ImagesNotKept,
+    LocatedError,
+    MethodNotFound,
+    ModelNotReady,
+    NoMessage,
+    ShuttingDown,
+    SkillNotFound,
+    SlowReader,
+    SlowSender,
+    UploadsFull,
 )
 
 DOMAIN = "kestrel.v1"
@@ -40,50 +54,6 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 DONT_RETRY = "-1"
 """Pushback that forbids a retry: the same call would fail again."""
-
-
-class ModelNotReady(engine.KestrelError):
-    """The model is still loading, or could not be loaded."""
-
-
-class ShuttingDown(ModelNotReady):
-    """The server takes no more requests."""
-
-
-class SkillNotFound(engine.RequestError):
-    """The request names a skill that the model doesn't have."""
-
-
-class UploadsFull(engine.EngineOverloaded):
-    """Unfinished uploads hold as much memory as they may."""
-
-
-class SlowReader(engine.KestrelError):
-    """The caller took too long to read what its stream was sent."""
-
-
-class SlowSender(engine.KestrelError):
-    """The caller took too long to send a message that was asked for."""
-
-
-class NoMessage(engine.KestrelError):
-    """The call ended without the message that its method takes."""
-
-
-class MethodNotFound(engine.KestrelError):
-    """No service here has the method."""
-
-
-class CaptureError(engine.KestrelError):
-    """Requests can't be captured as asked."""
-
-
-class LocatedError(Exception):
-    """``error``, whose field has ``path`` in the request, where the engine's own name of it doesn't tell."""
-
-    def __init__(self, error: engine.RequestError, path: str) -> None:
-        super().__init__(f"{path}: {error.message}")
-        self.error, self.path = error, path
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from .bounded_context import BoundedContext
 from .call import UNKNOWN_METHOD, Call, Context, id_from_metadata, new_id
 from .call_limit import CallLimit
 from .endings import Endings, forget_frames
+from .errors import MethodNotFound, SlowSender
 from .incoming import Incoming
-from .statuses import MethodNotFound, SlowSender
 
 _READ_S = 5.0
 """How long a message may take to arrive: they are small, and room for them is scarce."""

@@ -13,8 +13,8 @@ import numpy as np
 from kestrel_engine import ImageTooLargeError
 
 from ..edge.current_call import find_call
-from ..services.convert import ImageId
-from .store import ImagesFull, ImagesNotKept, ImageStore, KeptImage, digest_of, size_of
+from ..edge.errors import ImagesFull, ImagesNotKept
+from .store import ImageId, ImageStore, KeptImage, digest_of, size_of
 
 _INLINE_BYTES = 1024 * 1024
 """Up to this size a picture is hashed on the event loop: it takes half a millisecond."""

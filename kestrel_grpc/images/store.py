@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kestrel_engine import EngineOverloaded, KestrelError, Quota, RequestError
+from kestrel_engine import Quota
+
+from ..edge.errors import ImageNotFound, ImagesFull
 
 _PREFIX = "img_"
 _ID_BYTES = 16
@@ -23,16 +25,11 @@ _MAX_SHOWN = 64
 """Characters of an unknown id that an error repeats."""
 
 
-class ImageNotFound(RequestError):
-    """No picture of this owner has the id, or no longer."""
+@dataclass(frozen=True, slots=True)
+class ImageId:
+    """Names an image that was sent before."""
 
-
-class ImagesFull(EngineOverloaded):
-    """The image is larger than the owner's share, and the other owners keep within theirs."""
-
-
-class ImagesNotKept(KestrelError):
-    """The server was told to keep no pictures."""
+    value: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)

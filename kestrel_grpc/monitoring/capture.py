@@ -30,7 +30,7 @@ from kestrel_engine import EngineInfo
 
 from .. import __version__
 from ..edge.call import Call
-from ..edge.statuses import CaptureError
+from ..edge.errors import CaptureError
 from ..images.upload import Taken
 from ..served_model import ServedModel
 from ..settings.debug import DebugConfig

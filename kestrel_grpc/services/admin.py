@@ -14,7 +14,8 @@ from kestrel_engine import InvalidRequest
 
 from ..edge.call import Context
 from ..edge.current_call import current_call
-from ..edge.statuses import LocatedError
+from ..edge.errors import LocatedError
+from ..edge.request_ids import valid_request_id
 from ..images.store import ImageStore
 from ..monitoring.call_statistics import CallStatistics, MethodCounts
 from ..monitoring.capture import DEFAULT_REQUESTS, MAX_REQUESTS, Capture
@@ -68,7 +69,7 @@ class AdminService(AdminServiceServicer):
     async def CancelRequest(
         self, request: pb.CancelRequestRequest, context: Context
     ) -> pb.CancelRequestResponse:
-        if not convert.valid_request_id(request.request_id):
+        if not valid_request_id(request.request_id):
             error = InvalidRequest(
                 "request_id", "must be 1 to 128 visible ASCII characters (! to ~)"
             )

@@ -6,7 +6,6 @@ it, so that a rule stands in one place. Results become messages, with coordinate
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -16,7 +15,8 @@ import numpy as np
 from kestrel_client._pb.kestrel.v1 import common_pb2, vision_service_pb2
 from kestrel_engine import EngineMetrics, EngineResult, InvalidRequest, StreamUpdate
 
-_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+from ..images.store import ImageId
+
 _MAX_MODEL_NAME = 512
 _MAX_SALT_BYTES = 128
 
@@ -44,13 +44,6 @@ _FINISH_REASONS = {
     "length": common_pb2.FINISH_REASON_LENGTH,
     "cancelled": common_pb2.FINISH_REASON_CANCELLED,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ImageId:
-    """Names a picture that was sent before."""
-
-    value: str
 
 
 ImageSource: TypeAlias = bytes | np.ndarray | ImageId
@@ -227,19 +220,6 @@ def spatial_refs(refs: Sequence[common_pb2.SpatialRef]) -> list[tuple[float, ...
         else:
             raise InvalidRequest(f"spatial_refs[{index}]", "is empty: set point or box")
     return values
-
-
-def request_id(options: common_pb2.RequestOptions) -> str | None:
-    """The caller's id, None if it names none. Raises InvalidRequest."""
-    if not options.HasField("request_id"):
-        return None
-    if not valid_request_id(options.request_id):
-        raise InvalidRequest("request_id", "must be 1 to 128 visible ASCII characters (! to ~)")
-    return options.request_id
-
-
-def valid_request_id(text: str) -> bool:
-    return _REQUEST_ID.fullmatch(text) is not None
 
 
 def call_options(options: common_pb2.RequestOptions) -> CallOptions:

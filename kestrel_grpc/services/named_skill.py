@@ -20,7 +20,8 @@ from kestrel_engine import (
     StreamUpdate,
 )
 
-from ..edge.statuses import LocatedError, SkillNotFound, field_path
+from ..edge.errors import LocatedError, SkillNotFound
+from ..edge.statuses import field_path
 from . import convert
 from .convert import SkillCall
 

@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kestrel_grpc.images.store import ImageNotFound, ImagesFull, ImageStore, digest_of
+from kestrel_grpc.edge.errors import ImageNotFound, ImagesFull
+from kestrel_grpc.images.store import ImageStore, digest_of
 
 SIZE = (4, 3)
 

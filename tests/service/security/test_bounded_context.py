@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kestrel_grpc.edge.bounded_context import BoundedContext
-from kestrel_grpc.edge.statuses import SlowReader
+from kestrel_grpc.edge.errors import SlowReader
 
 
 class Reader:

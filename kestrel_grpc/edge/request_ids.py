@@ -1,0 +1,23 @@
+"""The id of a request, as its caller may give it."""
+
+from __future__ import annotations
+
+import re
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_engine import InvalidRequest
+
+_VALID = re.compile(r"[!-~]{1,128}")
+
+
+def id_from_options(options: common_pb2.RequestOptions) -> str | None:
+    """The caller's id, None if it names none. Raises InvalidRequest."""
+    if not options.HasField("request_id"):
+        return None
+    if not valid_request_id(options.request_id):
+        raise InvalidRequest("request_id", "must be 1 to 128 visible ASCII characters (! to ~)")
+    return options.request_id
+
+
+def valid_request_id(text: str) -> bool:
+    return _VALID.fullmatch(text) is not None
