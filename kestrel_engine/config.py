@@ -74,6 +74,47 @@ class ImageLimits:
         low=1,
     )
     """Beyond it the resize to crops leaves nothing to see."""
+    max_progressive_pixels: int = setting(
+        64_000_000,
+        REQUESTS,
+        "most pixels of a progressive JPEG, all of whose coefficients are kept until its end",
+        kind="whole",
+        metavar="N",
+        low=1,
+    )
+    max_interlaced_pixels: int = setting(
+        64_000_000,
+        REQUESTS,
+        "most pixels of an interlaced PNG, which is decoded as a whole",
+        kind="whole",
+        metavar="N",
+        low=1,
+    )
+    max_webp_pixels: int = setting(
+        50_000_000,
+        REQUESTS,
+        "most pixels of a WebP, which is decoded as a whole",
+        kind="whole",
+        metavar="N",
+        low=1,
+    )
+    max_avif_pixels: int = setting(
+        24_000_000,
+        REQUESTS,
+        "most pixels of an AVIF, the dearest format in time and memory",
+        kind="whole",
+        metavar="N",
+        low=1,
+    )
+    max_heic_pixels: int = setting(
+        24_000_000,
+        REQUESTS,
+        "most pixels of a HEIC, as dear as AVIF",
+        kind="whole",
+        metavar="N",
+        low=1,
+    )
+    """The limits by format are lower than ``max_pixels`` where a pixel costs more (preprocess/costs.py)."""
 
     def __post_init__(self) -> None:
         check_settings(self, "image_limits.")
@@ -255,6 +296,23 @@ class RuntimeConfig:
         low=1,
     )
     """A decoder makes some 100 million pixels a second."""
+    decode_bytes: int = setting(
+        1024 * 1024 * 1024,
+        REQUESTS,
+        "memory for the images that are being decoded, all together",
+        kind="bytes",
+        metavar="SIZE",
+        low=64 * 1024 * 1024,
+    )
+    """Half at most is for cheap images, one in each decoder; a dear one waits until it fits into the rest."""
+    decode_timeout_s: float = setting(
+        20.0,
+        REQUESTS,
+        "longest time that one image may be decoded; more gets INVALID_ARGUMENT",
+        kind="seconds",
+        metavar="SECONDS",
+        above=0,
+    )
     max_queue_wait_s: float | None = setting(
         None,
         REQUESTS,

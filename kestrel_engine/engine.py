@@ -92,6 +92,8 @@ class InferenceEngine(SkillCalls):
             self._sizes.preprocess_threads,
             config.image_limits,
             built.model.vision,
+            decode_bytes=config.decode_bytes,
+            timeout_s=config.decode_timeout_s,
             cache_bytes=config.image_cache_bytes,
             max_waiting_pixels=config.max_queued_pixels,
             allocate=built.allocate,
@@ -351,7 +353,7 @@ class InferenceEngine(SkillCalls):
             await asyncio.to_thread(self._delivery.stop)
         await asyncio.sleep(0)  # Lets the last deliveries reach their streams.
         self._open.fail_all(EngineClosed("the engine was shut down"))
-        await asyncio.to_thread(self._pool.close)
+        self._pool.close()
 
     async def __aenter__(self) -> InferenceEngine:
         return self

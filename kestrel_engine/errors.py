@@ -8,7 +8,8 @@
     │   ├── ImageError
     │   │   ├── ImageDecodeError        broken or truncated picture
     │   │   ├── UnsupportedImageError   a format that is not on the allow-list
-    │   │   └── ImageTooLargeError      bytes, pixels or aspect ratio over the limit
+    │   │   ├── ImageTooLargeError      bytes, pixels or aspect ratio over the limit
+    │   │   └── ImageTooSlowError       decoding took longer than the limit
     │   ├── ModelNotFoundError   the request names a model that is not served
     │   └── SkillUnavailable     the served model cannot do this skill
     ├── ModelLoadError           a model can't be made ready
@@ -78,6 +79,10 @@ class UnsupportedImageError(ImageError):
 
 class ImageTooLargeError(ImageError):
     """The picture exceeds a limit on bytes, pixels or aspect ratio."""
+
+
+class ImageTooSlowError(ImageError):
+    """Decoding the image took longer than it may."""
 
 
 class ModelNotFoundError(RequestError):

@@ -23,6 +23,9 @@ from .decoded_image import DecodedImage
 PREPROCESS_VERSION = 1
 """Part of every key: raise it whenever equal pixels may give other crops than before."""
 
+KEY_LENGTH = 32
+"""Characters of a content key, hexadecimal digits."""
+
 STRIP_ROWS = 16
 """Rows resized at once. libvips' own writer takes as many (its FATSTRIP), and Lanczos 3 adds positions up from the
 first row of each: other strips may round other pixels."""
@@ -203,4 +206,4 @@ def _content_key(image: DecodedImage, vision: VisionConfig) -> str:
         part = pixels[top : top + HASHED_ROWS]
         image.wait_for(top + len(part))
         digest.update(part.data)
-    return digest.hexdigest()[:32]
+    return digest.hexdigest()[:KEY_LENGTH]

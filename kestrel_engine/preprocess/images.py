@@ -1,4 +1,4 @@
-"""Any accepted picture to upright 8-bit RGB pixels. Owns formats, colours, limits, libvips settings.
+"""Any accepted image to upright 8-bit RGB pixels. Owns formats, colours, limits, libvips settings.
 
 Knows no model, crop or cache. Importing this module changes libvips for the whole process:
 
@@ -8,6 +8,7 @@ Knows no model, crop or cache. Importing this module changes libvips for the who
 - pyvips logs errors only, unless its logger has a level: its warnings are about callers' pictures, a line or more each.
 - libvips' own concurrency is 1: the pool decodes several pictures side by side, and decoding one JPEG or PNG does not
   split. Resizing does, and has a hint of its own (crops.py).
+- It leaves no thread of libvips behind, so that a process may fork after it (template.py).
 
 Pictures are read in one sequential pass into memory. libvips writes temporary files only for random access to large
 pictures, which never happens here: no picture reaches the disk.
@@ -28,12 +29,12 @@ from pyvips import ffi, vips_lib
 from ..config import ImageLimits
 from ..errors import (
     ImageDecodeError,
-    ImageError,
     ImageTooLargeError,
     InvalidRequest,
     UnsupportedImageError,
 )
 from . import amplifiers
+from .costs import FIELD, KINDS, PIXELS, Cost, Kind, check_pixels, cost_of
 from .decoded_image import DecodedImage
 from .heif_probes import HEIF_PROBES
 
@@ -41,9 +42,6 @@ ImageSource: TypeAlias = (
     "bytes | bytearray | memoryview | str | os.PathLike[str] | pyvips.Image | np.ndarray"
 )
 """Encoded bytes, a path, a pyvips.Image, or uint8 pixels: [height, width, 3 or 4 or 1] or [height, width]."""
-
-FIELD = "image"
-"""The request's field that errors name."""
 
 _LOADERS = {
     "JPEG": "VipsForeignLoadJpeg",
@@ -76,6 +74,9 @@ are taken as stored, whatever profile is embedded: the reference does so."""
 _ROWS_AT_ONCE = 64
 """Decoded at once; a multiple of the height of JPEG's blocks."""
 
+_BYTES_OF_FORMAT = {"uchar": 1, "char": 1, "ushort": 2, "short": 2, "uint": 4, "int": 4, "float": 4}
+"""Bytes of a channel by libvips' name of its type; those of others are 8, or 16 and refused."""
+
 _MAX_BANDS = 5
 """CMYK with alpha. More are no photograph, and each costs time to decompress."""
 
@@ -100,7 +101,8 @@ def _configure_libvips() -> tuple[str, ...]:
 
 def _decodes(data: bytes) -> bool:
     try:
-        pyvips.Image.new_from_buffer(data, "", access="sequential", fail_on="error").avg()
+        image = pyvips.Image.new_from_buffer(data, "", access="sequential", fail_on="error")
+        pyvips.Region.new(image).fetch(0, 0, 1, 1)
     except pyvips.Error:
         return False
     return True
@@ -118,46 +120,43 @@ def open_image(source: ImageSource, limits: ImageLimits) -> DecodedImage:
 
 
 def begin_image(source: ImageSource, limits: ImageLimits) -> DecodedImage:
-    """Reads and checks one picture; blocks, so call it in a worker thread. Its ``decode`` decodes it.
+    """Reads and checks one image; blocks. Its ``decode`` decodes it.
 
     Of several frames or pages the first is taken. EXIF orientation is applied; alpha is dropped, not composited; grey
     is replicated; 16 bits keep their upper 8. Limits are checked on the header, before a pixel is decoded. An array is
     not copied if it is [height, width, 3] and contiguous: don't change it while the request runs.
 
-    Raises InvalidRequest (not a picture at all: wrong type, dtype or shape, unreadable path), UnsupportedImageError,
+    Raises InvalidRequest (not an image at all: wrong type, dtype or shape, unreadable path), UnsupportedImageError,
     ImageTooLargeError, ImageDecodeError (empty or broken); ``decode`` raises ImageDecodeError (broken or truncated).
     """
+    payload = read_source(source, limits)
+    if isinstance(payload, np.ndarray):
+        return DecodedImage(payload)
+    return EncodedImage(payload, limits).begin()
+
+
+def read_source(source: ImageSource, limits: ImageLimits) -> bytes | np.ndarray:
+    """The encoded bytes of ``source``, of which nothing is known but that they are not too many; or its pixels,
+    [height, width, 3] uint8, where it is an array or a pyvips.Image. Blocks. Raises as ``begin_image``."""
     if isinstance(source, np.ndarray):
-        return DecodedImage(_array_pixels(source, limits))
+        return _array_pixels(source, limits)
     if isinstance(source, pyvips.Image):
-        return _vips_image(source, limits, "pyvips.Image")
+        image = _checked(source, limits)
+        try:
+            decoded = _decoded(_upright(image), "pyvips.Image")
+        except (pyvips.Error, UnicodeDecodeError):
+            raise _broken("pyvips.Image") from None
+        decoded.decode()
+        return decoded.pixels
     if isinstance(source, (str, os.PathLike)):
-        source = _read_file(source, limits)
+        return _read_file(source, limits)
     if isinstance(source, (bytes, bytearray, memoryview)):
-        return _encoded_image(source, limits)
+        _check_bytes(memoryview(source).nbytes, limits)
+        return source if isinstance(source, bytes) else bytes(source)
     raise InvalidRequest(
         FIELD,
         f"must be encoded bytes, a path, a pyvips.Image or a uint8 array, not {type(source).__name__}",
     )
-
-
-def num_pixels(source: ImageSource) -> int:
-    """Width times height by the header; blocks for some 0.2 ms. 0 for what ``open_image`` will refuse, and for a path,
-    which holds no memory while it waits. Raises nothing."""
-    if isinstance(source, np.ndarray):
-        return int(source.shape[0] * source.shape[1]) if source.ndim >= 2 else 0
-    if isinstance(source, pyvips.Image):
-        return int(source.width * source.height)
-    if not isinstance(source, (bytes, bytearray, memoryview)):
-        return 0
-    data = bytes(source)
-    try:
-        if amplifiers.excess(data, _sniff(data)) is not None:
-            return 0
-        image = pyvips.Image.new_from_buffer(data, "", access="sequential")
-    except (pyvips.Error, UnicodeDecodeError, ImageError):
-        return 0
-    return int(image.width * image.height)
 
 
 def _read_file(path: str | os.PathLike[str], limits: ImageLimits) -> bytes:
@@ -178,28 +177,56 @@ def _read_file(path: str | os.PathLike[str], limits: ImageLimits) -> bytes:
         ) from error
 
 
-def _encoded_image(source: bytes | bytearray | memoryview, limits: ImageLimits) -> DecodedImage:
-    _check_bytes(memoryview(source).nbytes, limits)
-    data = source if isinstance(source, bytes) else bytes(source)
-    if not data:
-        raise ImageDecodeError(FIELD, "is empty: 0 bytes")
-    name = _sniff(data)
-    if (too_much := amplifiers.excess(data, name)) is not None:
-        raise ImageTooLargeError(FIELD, f"is a {name} that has {too_much}")
-    try:
-        # fail_on="error" refuses truncated and damaged data, but not harmless oddities such as unknown TIFF tags. The
-        # WebP loader can't read in sequence; without memory=True it would put large pictures into a temporary file.
-        image = pyvips.Image.new_from_buffer(
-            data, "", access="sequential", fail_on="error", memory=name == "WebP"
+class EncodedImage:
+    """An image in one of FORMATS, of which the header is read and checked; ``cost``: what the rest may take."""
+
+    def __init__(self, data: bytes, limits: ImageLimits) -> None:
+        """Raises UnsupportedImageError, ImageTooLargeError, ImageDecodeError."""
+        if not data:
+            raise ImageDecodeError(FIELD, "is empty: 0 bytes")
+        name = _sniff(data)
+        if (too_much := amplifiers.excess(data, name)) is not None:
+            raise ImageTooLargeError(FIELD, f"is a {name} that has {too_much}")
+        try:
+            # fail_on="error" refuses truncated and damaged data, but not harmless oddities such as unknown TIFF tags.
+            # The WebP loader can't read in sequence; without memory=True it would put large images into a temporary
+            # file.
+            image = pyvips.Image.new_from_buffer(
+                data, "", access="sequential", fail_on="error", memory=name == "WebP"
+            )
+            if name == "HEIF":
+                codec = str(_metadata(image, "heif-compression"))
+                name = _HEIF_CODECS.get(codec, f"HEIF with {codec} inside")
+                if name not in FORMATS:
+                    raise _unsupported(f"is {name}, which this installation can't decode")
+            kind = _kind(image, name)
+            self._image = _checked(image, limits, kind)
+        except (pyvips.Error, UnicodeDecodeError):
+            raise _broken(name) from None
+        self._name = name
+        self.cost: Cost = cost_of(
+            kind,
+            self._image.width,
+            self._image.height,
+            len(data),
+            scans=amplifiers.num_scans(data) if kind.ns_per_scan else 1,
+            pixel_bytes=self._image.bands * _BYTES_OF_FORMAT.get(self._image.format, 8),
+            turned=_is_turned(self._image),
         )
-    except (pyvips.Error, UnicodeDecodeError):
-        raise _broken(name) from None
-    if name == "HEIF":
-        codec = str(_metadata(image, "heif-compression"))
-        name = _HEIF_CODECS.get(codec, f"HEIF with {codec} inside")
-        if name not in FORMATS:
-            raise _unsupported(f"is {name}, which this installation can't decode")
-    return _vips_image(image, limits, name)
+
+    def begin(self) -> DecodedImage:
+        """The pixels, still to be decoded; those of an image that is to be turned are decoded here. Raises
+        UnsupportedImageError, ImageDecodeError."""
+        try:
+            return _decoded(_upright(self._image), self._name)
+        except (pyvips.Error, UnicodeDecodeError):
+            raise _broken(self._name) from None
+
+
+def _kind(image: pyvips.Image, name: str) -> Kind:
+    if _metadata(image, "interlaced"):
+        name = {"JPEG": "progressive JPEG", "PNG": "interlaced PNG"}.get(name, name)
+    return KINDS[name]
 
 
 def _sniff(data: bytes) -> str:
@@ -217,21 +244,32 @@ def _sniff(data: bytes) -> str:
     raise _unsupported("is not in a supported format")
 
 
-def _vips_image(image: pyvips.Image, limits: ImageLimits, name: str) -> DecodedImage:
-    """The pixels of a libvips image, [height, width, 3] uint8, still to be computed."""
-    try:
-        # All frames loaded at once stand below one another.
-        height = image.get_page_height()
-        if height != image.height:
-            image = image.crop(0, 0, image.width, height)
-        _check_size(image.width, image.height, limits)
-        image = _rgb8(image)
-        if _metadata(image, "orientation") in range(2, 9):
-            # Turning needs random access, which a sequential source does not give: decode first.
-            image = image.copy_memory().autorot()
-        pixels = np.empty((image.height, image.width, 3), np.uint8)
-    except (pyvips.Error, UnicodeDecodeError):
-        raise _broken(name) from None
+def _checked(image: pyvips.Image, limits: ImageLimits, kind: Kind = PIXELS) -> pyvips.Image:
+    """The first frame of ``image``, whose size is within the limits. Raises pyvips.Error, ImageDecodeError,
+    ImageTooLargeError."""
+    # All frames loaded at once stand below one another.
+    height = image.get_page_height()
+    if height != image.height:
+        image = image.crop(0, 0, image.width, height)
+    _check_size(image.width, image.height, limits, kind)
+    return image
+
+
+def _upright(image: pyvips.Image) -> pyvips.Image:
+    """``image`` as upright 3 bands of uint8 sRGB. Raises pyvips.Error, UnsupportedImageError."""
+    turned = _is_turned(image)
+    image = _rgb8(image)
+    # Turning needs random access, which a sequential source does not give: decode first.
+    return image.copy_memory().autorot() if turned else image
+
+
+def _is_turned(image: pyvips.Image) -> bool:
+    return _metadata(image, "orientation") in range(2, 9)
+
+
+def _decoded(image: pyvips.Image, name: str) -> DecodedImage:
+    """The pixels of an upright image, [height, width, 3] uint8, still to be computed."""
+    pixels = np.empty((image.height, image.width, 3), np.uint8)
     return DecodedImage(pixels, _decoding(image, pixels, name))
 
 
@@ -280,7 +318,7 @@ def _array_pixels(array: np.ndarray, limits: ImageLimits) -> np.ndarray:
             f"it has {list(array.shape)}",
         )
     height, width, channels = array.shape
-    _check_size(width, height, limits)
+    _check_size(width, height, limits, PIXELS)
     if channels == 1:
         return np.repeat(array, 3, axis=2)
     return np.ascontiguousarray(array[:, :, :3])
@@ -291,15 +329,11 @@ def _check_bytes(size: int, limits: ImageLimits) -> None:
         raise ImageTooLargeError(FIELD, f"has {size} bytes, the limit is {limits.max_bytes}")
 
 
-def _check_size(width: int, height: int, limits: ImageLimits) -> None:
+def _check_size(width: int, height: int, limits: ImageLimits, kind: Kind) -> None:
     """Raises ImageDecodeError for an empty picture, ImageTooLargeError beyond the limits."""
     if width < 1 or height < 1:
         raise ImageDecodeError(FIELD, f"is empty: {width}x{height} pixels")
-    if width * height > limits.max_pixels:
-        raise ImageTooLargeError(
-            FIELD,
-            f"has {width}x{height} = {width * height} pixels, the limit is {limits.max_pixels}",
-        )
+    check_pixels(kind, width, height, limits)
     ratio = max(width, height) / min(width, height)
     if ratio > limits.max_aspect_ratio:
         raise ImageTooLargeError(

@@ -1,193 +1,424 @@
-"""Bounded threads that prepare pictures beside the event loop. Owns the threads and the jobs between loop and thread.
+"""From an image to crops, beside the event loop: which image is decoded next, by which process. Owns all decoders.
 
-How many jobs may wait is the engine's decision (``max_queue``); the pool bounds only how many run. All methods but
-``close`` belong to one event loop.
+An image goes to one of ``processes`` decoders as it comes. A decoder that finds in the header that the image is dear,
+in time or memory, answers with its cost instead, and it waits for one of few decoders of dear images, which are forked
+for it alone, yield to others (nice), and are given no more images than the budget of memory has room for. So small
+images never wait for huge ones, which get on as well. While all decoders are busy, those that wait are asked for their
+cost first, then go by turns of their principals, cheap before dear; who waits long enough is overtaken no more.
+
+How many images may wait is the engine's decision (``max_queue``), and how many pixels the pool's. All methods belong to
+one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import time
-from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+
+from .. import errors
 from ..config import ImageLimits
-from ..errors import EngineClosed, PixelsWaiting
+from ..errors import (
+    EngineClosed,
+    EngineOverloaded,
+    ImageDecodeError,
+    ImageTooLargeError,
+    ImageTooSlowError,
+    PixelsWaiting,
+    RequestError,
+    RuntimeFailure,
+)
 from ..model_config import VisionConfig
 from ..requests import PreparedImage
-from .crops import Allocate, Piece, new_bytes, prepare
-from .images import ImageSource, begin_image, num_pixels
+from .costs import FIELD, Cost
+from .crops import KEY_LENGTH, Allocate, new_bytes, select_tiling
+from .decoder_process import DecoderProcess, template
+from .fair_queue import FairQueue
+from .images import ImageSource, read_source
 from .prepared_cache import PreparedCache, in_namespace, source_key
+from .segments import new_segment, read_segment, write_segment
 
 HASHED_AT_ONCE_BYTES = 1024 * 1024
-"""Up to this size encoded bytes are looked up on the event loop, half a millisecond at most: a repeat then doesn't wait
-for a thread."""
+"""Up to this size encoded bytes are looked up on the event loop, half a millisecond at most: a repeat then waits for no
+thread."""
 
-MOST_THREADS_A_PICTURE = 16
-"""Resizing to the crops takes three quarters of a picture's time, and splits into some thirty bands; decoding does not
+MOST_THREADS_AN_IMAGE = 16
+"""Resizing to the crops takes three quarters of an image's time, and splits into some thirty bands; decoding does not
 split, but goes on beside it."""
+
+CHEAP_SECONDS = 0.5
+"""An image that may take longer is dear: a photograph of 12 megapixels takes less."""
+
+CHEAP_BYTES = 96 * 2**20
+"""An image that may take more memory is dear too; less where half of the budget does not have it for each decoder."""
+
+DEAR_NICE = 10
+"""Decoders of dear images get a tenth of a processor that others want as well."""
+
+OVERTAKEN_PER_SECOND = 10.0
+"""An image that costs a second may be overtaken by cheaper ones of its principal that come up to so many seconds later.
+"""
+
+_NOTHING = Cost(0, 0, 0.0)
+_ERRORS = {
+    name: each
+    for name, each in vars(errors).items()
+    if isinstance(each, type) and issubclass(each, RequestError)
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Preprocessed:
-    """``seconds``: the work alone, without waiting for a thread."""
+    """``seconds``: the work alone, without waiting for a decoder."""
 
     image: PreparedImage
     seconds: float
 
 
+@dataclass(slots=True, eq=False)
+class _Job:
+    """An image on its way; ``waiters`` callers want it. ``cost`` is None until a decoder has read the header."""
+
+    payload: bytes | np.ndarray | None
+    """None once nobody needs it."""
+    principal: str
+    key: bytes | None
+    result: asyncio.Future[Preprocessed]
+    namespace: str
+    arrived: float = field(default_factory=time.monotonic)
+    cost: Cost | None = None
+    dear: bool = False
+    waiters: int = 0
+    waits: bool = False
+    """Whether its pixels are counted among those that wait."""
+
+    @property
+    def rank(self) -> float:
+        return self.arrived + OVERTAKEN_PER_SECOND * (self.cost.seconds if self.cost else 0.0)
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """What a decoder works on. ``failure``: what the job fails with once the decoder is dead."""
+
+    job: _Job
+    crops: int
+    """The descriptor of the segment that they come in."""
+    segments: contextlib.ExitStack
+    timer: asyncio.TimerHandle
+    dear: bool
+    failure: Exception | None = None
+
+
 class PreprocessPool:
-    """``threads`` pictures at once, so pixels in memory are bounded by ``threads`` times ``limits.max_pixels``, besides
-    ``cache_bytes`` of prepared ones that are kept for repeats. ``max_waiting_pixels`` may wait for a thread. A picture
-    that has the pool to itself is resized by its idle threads too, one of many by its own only."""
+    """``processes`` cheap images at once, and a quarter as many dear ones, at least one. Memory is bounded by
+    ``decode_bytes`` and what processes take by themselves, besides ``cache_bytes`` of prepared images that are kept for
+    repeats. An image that has the pool to itself is resized by as many threads as there are processes."""
 
     def __init__(
         self,
-        threads: int,
+        processes: int,
         limits: ImageLimits,
         vision: VisionConfig,
         *,
+        decode_bytes: int = 2**30,
+        timeout_s: float = 20.0,
         cache_bytes: int = 0,
         max_waiting_pixels: int | None = None,
         allocate: Allocate | None = None,
     ) -> None:
-        """``allocate``: memory for crops, such as a device reads without the host."""
+        """``allocate``: memory for crops, such as a device reads without the host. ``timeout_s``: the longest that one
+        image may be decoded."""
         self._allocate = allocate or new_bytes
-        self._max_waiting, self._waiting_pixels = max_waiting_pixels, 0
         self._limits, self._vision = limits, vision
-        self._threads, self._running = threads, 0
+        self._processes, self._timeout_s = processes, timeout_s
+        self._cheap = Cost(
+            limits.max_pixels, min(CHEAP_BYTES, decode_bytes // 2 // processes), CHEAP_SECONDS
+        )
+        self._most_dear, self._running_dear = max(1, processes // 4), 0
+        self._dear_bytes = self._free_bytes = decode_bytes - processes * self._cheap.num_bytes
+        self._max_waiting, self._waiting_pixels = max_waiting_pixels, 0
         self._cache = PreparedCache(cache_bytes)
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="kestrel-preprocess")
-        # Jobs wait here, not in the executor's queue, so that a cancelled one lets its picture go at once.
-        self._free = asyncio.Semaphore(threads)
+        self._making: dict[bytes, _Job] = {}
+        self._unknown, self._known, self._dear = (FairQueue[_Job]() for _ in range(3))
+        self._idle: list[DecoderProcess] = []
+        self._runs: dict[DecoderProcess, _Run] = {}
         self._closed = False
+        template.start()
 
     async def prepare(
         self, source: ImageSource, namespace: str = "", *, principal: str = ""
     ) -> Preprocessed:
-        """Opens and tiles one picture; first come, first served. Repeats are shared within a namespace.
+        """Decodes and tiles one image. Repeats are shared within a namespace.
 
-        ``principal``: who asks. It does not change the order yet.
-
-        A job cancelled while it waits never starts. One cancelled while it runs ends on its own (a thread can't be
-        stopped; its length is bounded by the limits) and counts against ``threads`` until then. Raises what
-        ``open_image`` raises, PixelsWaiting, and EngineClosed after ``close``.
+        A job whose callers have all been cancelled is given up: one that waits never starts, and the process of a dear
+        one is killed. Raises what ``begin_image`` raises, ImageTooSlowError, PixelsWaiting, EngineOverloaded (no
+        process can be had), RuntimeFailure, and EngineClosed after ``close``.
         """
-        key = None
-        if isinstance(source, bytes) and len(source) <= HASHED_AT_ONCE_BYTES:
-            began = time.perf_counter()
-            self._check_open()
-            key = source_key(source, namespace)
-            kept = self._cache.find(key) if key is not None else None
-            if kept is not None:
-                return Preprocessed(kept, time.perf_counter() - began)
-        await self._turn(source)
+        self._check_open()
+        began = time.perf_counter()
+        at_once = isinstance(source, bytes) and len(source) <= HASHED_AT_ONCE_BYTES
+        key = (
+            source_key(source, namespace)
+            if at_once
+            else await asyncio.to_thread(source_key, source, namespace)
+        )
+        if key is not None and (kept := self._cache.find(key)) is not None:
+            return Preprocessed(kept, time.perf_counter() - began)
+        if at_once:
+            payload = read_source(source, self._limits)
+        else:
+            payload = await asyncio.to_thread(read_source, source, self._limits)
+        self._check_open()
+        job = self._making.get(key) if key is not None else None
+        if job is None:
+            result = asyncio.get_running_loop().create_future()
+            job = _Job(payload, principal, key, result, namespace)
+            if key is not None:
+                self._making[key] = job
+            self._unknown.push(job, principal, job.rank)
+            self._dispatch()
+        del payload, source
+        job.waiters += 1
         try:
-            self._check_open()
-            # Only a picture that is alone: pieces of several would keep the interpreter from the step thread.
-            share = 1 if self._running else min(MOST_THREADS_A_PICTURE, self._threads)
-            future = self._executor.submit(self._run, source, namespace, key, max(1, share))
-        except BaseException:
-            self._free.release()
-            raise
-        self._running += 1
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[Preprocessed] = loop.create_future()
-
-        def tell(job: Future[Preprocessed]) -> None:
-            # No loop any more: nobody waits.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._job_done, job, result)
-
-        future.add_done_callback(tell)
-        # A caller that is cancelled cancels this, not the job.
-        return await result
-
-    async def _turn(self, source: ImageSource) -> None:
-        """Waits for a thread. Only a picture that must wait is looked at for its size, and a single one always may."""
-        if self._max_waiting is None or not self._free.locked():
-            await self._free.acquire()
-            return
-        pixels = await asyncio.to_thread(num_pixels, source)
-        if self._waiting_pixels and self._waiting_pixels + pixels > self._max_waiting:
-            raise PixelsWaiting(
-                f"pictures of {self._waiting_pixels} pixels wait to be decoded; with these {pixels} it would be more "
-                f"than {self._max_waiting} (max_queued_pixels)"
-            )
-        self._waiting_pixels += pixels
-        try:
-            await self._free.acquire()
+            return await asyncio.shield(job.result)
         finally:
-            self._waiting_pixels -= pixels
+            job.waiters -= 1
+            if not job.waiters:
+                self._give_up(job)
 
     def flush(self) -> None:
-        """Forgets the prepared pictures that are kept for repeats."""
+        """Forgets the prepared images that are kept for repeats."""
         self._cache.flush()
 
     def close(self) -> None:
-        """Takes no more jobs and waits for the running ones. Blocks: an event loop calls it in a thread. Idempotent."""
+        """Takes no more jobs, fails those that there are with EngineClosed and ends all decoders. Idempotent."""
         self._closed = True
-        self._executor.shutdown(wait=True)
+        for queue in (self._unknown, self._known, self._dear):
+            while queue.peek() is not None:
+                self._fail(queue.pop(), EngineClosed("preprocessing is shut down"))
+        for decoder, run in list(self._runs.items()):
+            decoder.kill()
+            decoder.close()
+            self._end_run(decoder)
+            self._fail(run.job, EngineClosed("preprocessing is shut down"))
+        for decoder in self._idle:
+            decoder.close()
+        self._idle.clear()
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosed("preprocessing is shut down")
 
-    def _run(
-        self, source: ImageSource, namespace: str, key: bytes | None, threads: int
-    ) -> Preprocessed:
-        started = time.perf_counter()
+    def _dispatch(self) -> None:
+        """Gives decoders what they can be given now."""
+        while not self._closed and self._next_dear():
+            self._start(self._dear.pop(), None)
+        while not self._closed and self._num_cheap < self._processes:
+            if self._next(self._unknown) is not None:
+                # One of several that wait tells its cost only: the cheapest is to go first.
+                crowded = self._next(self._known) is not None or len(self._unknown) > 1
+                self._start(self._unknown.pop(), _NOTHING if crowded else self._cheap)
+            elif self._next(self._known) is not None:
+                self._start(self._known.pop(), self._cheap)
+            else:
+                return
 
-        def make() -> PreparedImage:
-            begun = begin_image(source, self._limits)
-            split = partial(self._split, threads=threads) if threads > 1 else None
-            image = prepare(begun, self._vision, run=split, allocate=self._allocate)
-            return in_namespace(image, namespace)
+    @property
+    def _num_cheap(self) -> int:
+        return sum(not run.dear for run in self._runs.values())
 
-        image = self._cache.get(source, make, namespace, key)
-        return Preprocessed(image, time.perf_counter() - started)
+    def _next(self, queue: FairQueue[_Job]) -> _Job | None:
+        """The first job of ``queue`` that somebody still wants."""
+        while (job := queue.peek()) is not None and job.result.done():
+            queue.pop()
+        return job
 
-    def _split(self, pieces: Sequence[Piece], threads: int) -> None:
-        """Calls all ``pieces``: the calling thread does, and of the others up to ``threads`` in all, if they are idle.
+    def _next_dear(self) -> bool:
+        """Whether the first dear image may begin. Others do not overtake it for being smaller: it would starve."""
+        job = self._next(self._dear)
+        return (
+            job is not None
+            and job.cost is not None
+            and self._running_dear < self._most_dear
+            and job.cost.num_bytes <= self._free_bytes
+        )
 
-        Waits for nobody who has not begun, so it can't wait for itself. Raises what a piece raised.
-        """
-        left = deque(pieces)
+    def _start(self, job: _Job, granted: Cost | None) -> None:
+        """Gives ``job`` to an idle decoder or a new one; a dear one, where nothing is granted, to a decoder of its own
+        within the budget."""
+        dear = granted is None
+        granted = granted or job.cost
+        assert granted is not None and job.payload is not None
+        alone = not self._runs and not len(self._known) and not dear
+        message = {
+            "shape": job.payload.shape if isinstance(job.payload, np.ndarray) else None,
+            "granted": granted._asdict(),
+            "threads": min(MOST_THREADS_AN_IMAGE, self._processes) if alone else 1,
+        }
+        self._begin_run(job)
+        with contextlib.ExitStack() as segments:
+            try:
+                source, crops = (segments.enter_context(new_segment()) for _ in range(2))
+                write_segment(source, job.payload)
+                decoder = self._idle.pop() if self._idle and not dear else self._new_decoder(dear)
+            except OSError as error:
+                text = f"no process can be had to decode images: {error.strerror}"
+                self._fail(job, EngineOverloaded(text))
+                return
+            timer = asyncio.get_running_loop().call_later(self._timeout_s, self._too_slow, decoder)
+            self._runs[decoder] = _Run(job, crops, segments.pop_all(), timer, dear)
+        if dear and job.cost is not None:
+            self._running_dear += 1
+            self._free_bytes -= job.cost.num_bytes
+        with contextlib.suppress(OSError):  # It has just ended, which is told in a moment.
+            decoder.send(message, (source, crops))
 
-        def work() -> None:
-            while True:
-                try:
-                    piece = left.popleft()
-                except IndexError:
-                    return
-                piece()
+    def _new_decoder(self, dear: bool) -> DecoderProcess:
+        return DecoderProcess(
+            self._limits, self._vision, self._answered, nice=DEAR_NICE if dear else 0
+        )
 
-        helpers = []
+    def _answered(self, decoder: DecoderProcess, message: dict[str, Any]) -> None:
+        """Takes a decoder's answer to its job, or the news that it has ended."""
+        run = self._runs.get(decoder)
+        if run is None:
+            if decoder in self._idle:  # It ended while it was idle.
+                self._idle.remove(decoder)
+            return
         try:
-            for _ in range(min(threads, len(pieces)) - 1):
-                helpers.append(self._executor.submit(work))
-        except RuntimeError:
-            pass  # closed meanwhile: alone then
-        try:
-            work()
-        finally:
-            left.clear()
-            running = [helper for helper in helpers if not helper.cancel()]
-            wait(running)
-        for helper in running:
-            helper.result()
-
-    def _job_done(self, job: Future[Preprocessed], result: asyncio.Future[Preprocessed]) -> None:
-        self._running -= 1
-        self._free.release()
-        if result.done():
-            return  # The caller is gone.
-        error = job.exception()
-        if error is not None:
-            result.set_exception(error)
+            outcome = self._outcome(run, message)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            decoder.kill()
+            decoder.close()
+            outcome = RuntimeFailure(f"a decoder answered nonsense: {error!r}")
+        self._end_run(decoder)
+        if run.dear:
+            decoder.close()
+        elif decoder.is_open:
+            self._idle.append(decoder)
+        if isinstance(outcome, Cost):
+            self._learn_cost(run.job, outcome)
+        elif isinstance(outcome, Preprocessed):
+            self._finish(run.job, outcome)
         else:
-            result.set_result(job.result())
+            self._fail(run.job, outcome)
+        self._dispatch()
+
+    def _outcome(self, run: _Run, message: dict[str, Any]) -> Preprocessed | Cost | Exception:
+        """Raises KeyError, TypeError or ValueError for what our decoder never says: an image may have taken it over."""
+        if "done" in message:
+            return Preprocessed(self._prepared(run, message["done"]), message["done"]["seconds"])
+        if "cost" in message and run.job.cost is None:
+            pixels, num_bytes = int(message["cost"]["pixels"]), int(message["cost"]["num_bytes"])
+            return Cost(pixels, num_bytes, float(message["cost"]["seconds"]))
+        if "error" in message:
+            name, at, text = message["error"]
+            return _ERRORS[name](str(at), str(text))
+        if "ended" in message:
+            return run.failure or _lost(message["ended"])
+        return RuntimeFailure(f"decoding failed: {message['fault']}")
+
+    def _prepared(self, run: _Run, done: dict[str, Any]) -> PreparedImage:
+        """The image that a decoder has prepared, its crops in memory of this process. Raises as `_outcome`."""
+        width, height, key = int(done["width"]), int(done["height"]), str(done["key"])
+        tiling = select_tiling(width, height, self._vision)
+        side = self._vision.crop_size
+        if width * height > self._limits.max_pixels or len(key) != KEY_LENGTH:
+            raise ValueError(f"{width}x{height} pixels, key {key!r}")
+        crops = self._allocate((1 + tiling[0] * tiling[1], side, side, 3))
+        if not read_segment(run.crops, crops):
+            raise ValueError("too few crops")
+        image = PreparedImage(key=key, crops=crops, tiling=tiling, width=width, height=height)
+        return in_namespace(image, run.job.namespace)
+
+    def _learn_cost(self, job: _Job, cost: Cost) -> None:
+        """Queues ``job`` by what its decoder found in the header, if there is room."""
+        job.cost = cost
+        job.dear = cost.num_bytes > self._cheap.num_bytes or cost.seconds > self._cheap.seconds
+        if job.result.done():
+            return
+        if job.dear and cost.num_bytes > self._dear_bytes:
+            text = f"takes {cost.num_bytes} bytes to decode, the limit is {self._dear_bytes} (--decode-bytes)"
+            self._fail(job, ImageTooLargeError(FIELD, text))
+        elif (
+            self._max_waiting is not None
+            and self._waiting_pixels
+            and self._waiting_pixels + cost.pixels > self._max_waiting
+        ):
+            text = (
+                f"images of {self._waiting_pixels} pixels wait to be decoded; with these {cost.pixels} it would be "
+                f"more than {self._max_waiting} (max_queued_pixels)"
+            )
+            self._fail(job, PixelsWaiting(text))
+        else:
+            job.waits = True
+            self._waiting_pixels += cost.pixels
+            (self._dear if job.dear else self._known).push(job, job.principal, job.rank)
+
+    def _begin_run(self, job: _Job) -> None:
+        """Notes that ``job`` has left its queue."""
+        self._waiting_pixels -= job.cost.pixels if job.waits and job.cost else 0
+        job.waits = False
+
+    def _end_run(self, decoder: DecoderProcess) -> None:
+        """Frees what a run held."""
+        run = self._runs.pop(decoder)
+        run.timer.cancel()
+        run.segments.close()
+        if run.dear and run.job.cost is not None:
+            self._running_dear -= 1
+            self._free_bytes += run.job.cost.num_bytes
+
+    def _too_slow(self, decoder: DecoderProcess) -> None:
+        run = self._runs.get(decoder)
+        if run is not None:
+            text = f"took more than {self._timeout_s:g} s to decode (--decode-timeout)"
+            run.failure = ImageTooSlowError(FIELD, text)
+            decoder.kill()
+
+    def _give_up(self, job: _Job) -> None:
+        """Nobody wants ``job`` any more, or it is done."""
+        if job.result.done():
+            return
+        for decoder, run in self._runs.items():
+            if run.job is job:
+                if run.dear:
+                    run.failure = EngineClosed("nobody waits for it")
+                    decoder.kill()
+                return  # Of a cheap image the crops will be kept for a repeat.
+        self._begin_run(job)
+        job.result.cancel()
+        self._forget(job)
+
+    def _finish(self, job: _Job, done: Preprocessed) -> None:
+        if job.key is not None:
+            self._cache.keep(job.key, done.image)
+        self._forget(job)
+        if not job.result.done():
+            job.result.set_result(done)
+
+    def _fail(self, job: _Job, error: Exception) -> None:
+        self._forget(job)
+        if not job.result.done():
+            job.result.set_exception(error)
+            job.result.exception()  # Looked at, if all callers are gone.
+
+    def _forget(self, job: _Job) -> None:
+        """A later caller begins anew."""
+        job.payload = None
+        if job.key is not None and self._making.get(job.key) is job:
+            del self._making[job.key]
+
+
+def _lost(status: int | None) -> Exception:
+    """What a job fails with whose decoder ended by itself."""
+    if status is None or -status in (signal.SIGKILL, signal.SIGTERM):
+        return EngineOverloaded("the process that decoded the image was killed from outside")
+    how = signal.Signals(-status).name if status < 0 else f"status {status}"
+    return ImageDecodeError(FIELD, f"ended the process that decoded it ({how})")

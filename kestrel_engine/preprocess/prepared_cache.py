@@ -1,7 +1,6 @@
 """PreparedCache: pictures that were decoded and tiled before, by the bytes they came from.
 
-A byte-identical repeat skips decoding and resizing. Threads that ask for one picture at the same time make it once.
-Bounded by the size of the crops, least recently used out first.
+A byte-identical repeat skips decoding and resizing. Bounded by the size of the crops, least recently used out first.
 """
 
 from __future__ import annotations
@@ -9,10 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -21,14 +17,12 @@ from ..requests import PreparedImage
 
 
 class PreparedCache:
-    """Thread-safe. ``max_bytes`` 0 keeps nothing, but still makes a picture once for those who wait together."""
+    """``max_bytes`` 0 keeps nothing. Belongs to one thread."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._size = 0
         self._kept: OrderedDict[bytes, PreparedImage] = OrderedDict()
-        self._making: dict[bytes, Future[PreparedImage]] = {}
-        self._lock = threading.Lock()
 
     @property
     def size_bytes(self) -> int:
@@ -36,66 +30,25 @@ class PreparedCache:
 
     def find(self, key: bytes) -> PreparedImage | None:
         """What is kept under a ``source_key``; counts as a use."""
-        with self._lock:
-            kept = self._kept.get(key)
-            if kept is not None:
-                self._kept.move_to_end(key)
-            return kept
+        kept = self._kept.get(key)
+        if kept is not None:
+            self._kept.move_to_end(key)
+        return kept
 
-    def get(
-        self,
-        source: Any,
-        make: Callable[[], PreparedImage],
-        namespace: str = "",
-        key: bytes | None = None,
-    ) -> PreparedImage:
-        """The prepared picture of ``source``, made by ``make`` if it isn't there; waits if another thread makes it.
-
-        Nothing is shared between namespaces. ``key``: its ``source_key`` in the namespace, if that is known.
-
-        Raises what ``make`` raises, to all who wait for it; a failure is not kept.
-        """
-        key = key or source_key(source, namespace)
-        if key is None:
-            return make()
-        with self._lock:
-            kept = self._kept.get(key)
-            if kept is not None:
-                self._kept.move_to_end(key)
-                return kept
-            waiting = self._making.get(key)
-            if waiting is None:
-                mine: Future[PreparedImage] = Future()
-                self._making[key] = mine
-        if waiting is not None:
-            return waiting.result()
-        try:
-            image = make()
-        except BaseException as error:
-            with self._lock:
-                del self._making[key]
-            mine.set_exception(error)
-            raise
-        with self._lock:
-            del self._making[key]
-            self._keep(key, image)
-        mine.set_result(image)
-        return image
-
-    def flush(self) -> None:
-        """Forgets all that is kept."""
-        with self._lock:
-            self._kept.clear()
-            self._size = 0
-
-    def _keep(self, key: bytes, image: PreparedImage) -> None:
-        if image.crops.nbytes > self._max_bytes:
+    def keep(self, key: bytes, image: PreparedImage) -> None:
+        """Keeps an image under its ``source_key``, and lets go of the least recently used ones beyond the bound."""
+        if image.crops.nbytes > self._max_bytes or key in self._kept:
             return
         self._kept[key] = image
         self._size += image.crops.nbytes
         while self._size > self._max_bytes:
             _, dropped = self._kept.popitem(last=False)
             self._size -= dropped.crops.nbytes
+
+    def flush(self) -> None:
+        """Forgets all that is kept."""
+        self._kept.clear()
+        self._size = 0
 
 
 def in_namespace(image: PreparedImage, namespace: str) -> PreparedImage:

@@ -72,6 +72,7 @@ TABLE: dict[type[Exception], _Row] = {
     engine.ImageDecodeError: _Row(_Code.INVALID_ARGUMENT, "IMAGE_BROKEN"),
     engine.UnsupportedImageError: _Row(_Code.INVALID_ARGUMENT, "IMAGE_FORMAT_UNSUPPORTED"),
     engine.ImageTooLargeError: _Row(_Code.INVALID_ARGUMENT, "IMAGE_TOO_LARGE"),
+    engine.ImageTooSlowError: _Row(_Code.INVALID_ARGUMENT, "IMAGE_TOO_SLOW"),
     engine.ImageError: _Row(_Code.INVALID_ARGUMENT, "IMAGE_INVALID"),
     engine.ModelNotFoundError: _Row(_Code.NOT_FOUND, "MODEL_NOT_FOUND"),
     engine.SkillUnavailable: _Row(_Code.FAILED_PRECONDITION, "SKILL_UNAVAILABLE"),

@@ -5,9 +5,12 @@ Beside it scripts for the runtime, an observer, and a picture and settings to as
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from kestrel_engine import EngineInfo, ImageEvent, RequestEvent, RuntimeConfig, StepEvent
 from kestrel_engine.factory import Built
@@ -94,3 +97,17 @@ class Listener:
 
     def on_image(self, event: ImageEvent) -> None:
         self.images.append(event)
+
+
+class SlowImage(os.PathLike[str]):
+    """An image in a file whose name isn't told before ``open`` is set: preparing it takes as long as a test wants."""
+
+    def __init__(self, folder: Path) -> None:
+        self.entered, self.open = threading.Event(), threading.Event()
+        self._path = folder / "slow.png"
+        Image.fromarray(PICTURE).save(self._path)
+
+    def __fspath__(self) -> str:
+        self.entered.set()
+        assert self.open.wait(20)
+        return str(self._path)

@@ -1,7 +1,6 @@
 """What fails, and whom: steps, skills, devices, threads, observers."""
 
 import asyncio
-import threading
 
 import pytest
 
@@ -12,11 +11,9 @@ from kestrel_engine import (
     RuntimeFailure,
     SkillRegistry,
 )
-from kestrel_engine.preprocess import pool
-from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.skills import QuerySkill
-from tests.engine.fakes import GREEDY, PICTURE, Gate, Listener, fake_build
+from tests.engine.fakes import GREEDY, PICTURE, Gate, Listener, SlowImage, fake_build
 
 
 async def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(make_engine, fake_limits):
@@ -125,26 +122,19 @@ async def test_a_dead_step_thread_is_noticed(make_engine, fake_limits):
 
 
 async def test_a_picture_prepared_while_the_engine_died_is_not_waited_for(
-    make_engine, fake_limits, monkeypatch
+    make_engine, fake_limits, tmp_path
 ):
-    preparing, go = threading.Event(), threading.Event()
-
-    def slowly(decoded, vision, *, run, allocate):
-        preparing.set()
-        assert go.wait(20)
-        return prepare(decoded, vision, run=run)
-
-    monkeypatch.setattr(pool, "prepare", slowly)
+    slow = SlowImage(tmp_path)
     runtime = FakeRuntime(fake_limits)
     engine = make_engine(runtime)
-    late = asyncio.create_task(engine.query(PICTURE, "what?", settings=GREEDY))
-    await asyncio.to_thread(preparing.wait, 20)
+    late = asyncio.create_task(engine.query(slow, "what?", settings=GREEDY))
+    await asyncio.to_thread(slow.entered.wait, 20)
     runtime.fail_next = KeyboardInterrupt()  # type: ignore[assignment]
     with pytest.raises(RuntimeFailure):
         await engine.query(question="a")
     while engine.is_ready:
         await asyncio.sleep(0.01)
-    go.set()
+    slow.open.set()
     with pytest.raises(EngineClosed):
         await asyncio.wait_for(late, 10)
     assert engine.num_requests == 0

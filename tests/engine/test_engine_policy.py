@@ -3,7 +3,6 @@
 import asyncio
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -17,10 +16,8 @@ from kestrel_engine import (
     QueueTimeout,
     RuntimeConfig,
 )
-from kestrel_engine.preprocess import pool
-from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.runtime.fake import FakeRuntime
-from tests.engine.fakes import GREEDY, PICTURE, Gate, fake_build, never_ends
+from tests.engine.fakes import GREEDY, Gate, SlowImage, fake_build, never_ends
 
 
 async def test_aclose_cancels_and_frees(make_engine, fake_limits):
@@ -133,23 +130,16 @@ async def test_shutdown_lets_running_requests_end_then_refuses(make_engine, fake
     await engine.shutdown()
 
 
-async def test_shutdown_lets_a_picture_be_prepared_and_asked_about(make_engine, monkeypatch):
-    preparing, go = threading.Event(), threading.Event()
-
-    def slowly(decoded, vision, *, run, allocate):
-        preparing.set()
-        assert go.wait(20)
-        return prepare(decoded, vision, run=run)
-
-    monkeypatch.setattr(pool, "prepare", slowly)
+async def test_shutdown_lets_a_picture_be_prepared_and_asked_about(make_engine, tmp_path):
+    slow = SlowImage(tmp_path)
     engine = make_engine()
-    accepted = asyncio.create_task(engine.query(PICTURE, "what?", settings=GREEDY))
-    await asyncio.to_thread(preparing.wait, 20)
+    accepted = asyncio.create_task(engine.query(slow, "what?", settings=GREEDY))
+    await asyncio.to_thread(slow.entered.wait, 20)
     stopping = asyncio.create_task(engine.shutdown(grace_s=20))
     await asyncio.sleep(0)
     with pytest.raises(EngineClosed):
         await engine.query(question="a")
-    go.set()
+    slow.open.set()
     assert (await accepted).output["answer"]
     await stopping
 

@@ -11,7 +11,7 @@ from PIL import Image
 from kestrel_engine.config import ImageLimits
 from kestrel_engine.errors import ImageError, ImageTooLargeError
 from kestrel_engine.preprocess.amplifiers import MOST_PAGES, MOST_SCANS, num_pages, num_scans
-from kestrel_engine.preprocess.images import num_pixels, open_image
+from kestrel_engine.preprocess.images import open_image
 
 LIMITS = ImageLimits()
 PICTURE = Image.fromarray(np.random.default_rng(1).integers(0, 256, (48, 64, 3), dtype=np.uint8))
@@ -75,7 +75,6 @@ def test_a_jpeg_of_many_scans_is_refused_at_once():
     began = time.process_time()
     with pytest.raises(ImageTooLargeError, match="a JPEG that has more than 100 scans"):
         open_image(data, LIMITS)
-    assert num_pixels(data) == 0
     assert time.process_time() - began < 0.5
 
 
@@ -90,7 +89,6 @@ def test_pages_are_counted(order, big):
     assert num_pages(data) == MOST_PAGES + 1
     with pytest.raises(ImageTooLargeError, match="a TIFF that has more than 10000 pages"):
         open_image(data, LIMITS)
-    assert num_pixels(data) == 0
 
 
 @pytest.mark.parametrize("big", [False, True])

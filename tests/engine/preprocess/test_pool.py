@@ -1,203 +1,165 @@
-"""The pool: off the event loop, bounded, cancellable, closable."""
+"""The pool: its processes, who is served first, what is bounded, and what is left when something ends."""
 
 import asyncio
+import contextlib
 import gc
 import io
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
+import pyvips
 from PIL import Image
 
 from kestrel_engine.config import ImageLimits
 from kestrel_engine.errors import (
     EngineClosed,
+    EngineOverloaded,
+    ImageDecodeError,
     ImageTooLargeError,
+    ImageTooSlowError,
     PixelsWaiting,
     UnsupportedImageError,
 )
 from kestrel_engine.model_config import VisionConfig
 from kestrel_engine.preprocess.crops import prepare
-from kestrel_engine.preprocess.images import num_pixels, open_image
+from kestrel_engine.preprocess.decoder_process import template
+from kestrel_engine.preprocess.fair_queue import FairQueue
+from kestrel_engine.preprocess.images import open_image
 from kestrel_engine.preprocess.pool import PreprocessPool
+from tests.engine.preprocess.decoders import decoders, held_up, nice_of, state, until
+
+LIMITS, VISION = ImageLimits(), VisionConfig()
+ROOT = Path(__file__).parents[3]
 
 
 def pixels(seed: int = 0, height: int = 90, width: int = 120) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-class Gated(os.PathLike):
-    """A path whose use waits for ``gate``: a picture that takes as long as the test wants."""
+def png(width: int = 120, height: int = 90, seed: int = 0) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels(seed, height, width)).save(file, "PNG")
+    return file.getvalue()
 
-    def __init__(self, path):
-        self.path, self.gate, self.started = path, threading.Event(), threading.Event()
 
-    def __fspath__(self):
-        self.started.set()
-        assert self.gate.wait(10)
-        return str(self.path)
+def huge(seed: int = 0) -> bytes:
+    """A dear image: 20 megapixels of one colour in some 60 kB."""
+    image = pyvips.Image.black(5000, 4000, bands=3) + seed
+    return image.cast("uchar").copy(interpretation="srgb").pngsave_buffer(compression=1)
 
 
 @pytest.fixture
-def gated(tmp_path):
-    """Makes gated pictures, and opens the gates that the test left shut."""
-    path = tmp_path / "picture.png"
-    Image.fromarray(pixels()).save(path)
-    gates = []
+def make_pool():
+    pools = []
 
-    def make() -> Gated:
-        picture = Gated(path)
-        gates.append(picture.gate)
-        return picture
+    def make(processes: int = 1, limits: ImageLimits = LIMITS, **options) -> PreprocessPool:
+        pools.append(PreprocessPool(processes, limits, VISION, **options))
+        return pools[-1]
 
     yield make
-    for gate in gates:
-        gate.set()
+    for pool in pools:
+        pool.close()
 
 
-async def started(picture: Gated) -> None:
-    assert await asyncio.to_thread(picture.started.wait, 10)
+def dear_decoders() -> set[int]:
+    return {pid for pid in decoders() if nice_of(pid) == 10}
 
 
-@pytest.fixture
-def pool():
-    pool = PreprocessPool(1, ImageLimits(), VisionConfig())
-    yield pool
-    pool.close()
+async def decoders_of(pool: PreprocessPool) -> set[int]:
+    """The decoders that a pool has once it has been used."""
+    before = decoders()
+    await pool.prepare(pixels(99))
+    return decoders() - before
 
 
-async def test_gives_what_the_functions_give(pool):
-    buffer = io.BytesIO()
-    Image.fromarray(pixels()).save(buffer, "PNG")
-    before = time.perf_counter()
-    prepared = await pool.prepare(buffer.getvalue())
-    took = time.perf_counter() - before
-    expected = prepare(open_image(pixels(), ImageLimits()), VisionConfig())
-    assert prepared.image.key == expected.key
-    assert np.array_equal(prepared.image.crops, expected.crops)
-    assert 0 < prepared.seconds <= took
+async def test_gives_what_the_functions_give(make_pool, tmp_path):
+    pool = make_pool()
+    array, data = pixels(), png()
+    path = tmp_path / "image.png"
+    path.write_bytes(data)
+    image = pyvips.Image.new_from_memory(array.data, 120, 90, 3, "uchar")
+    expected = prepare(open_image(array, LIMITS), VISION)
+    for source in (data, bytearray(data), array, path, image):
+        began = time.perf_counter()
+        found = await pool.prepare(source)
+        assert 0 < found.seconds <= time.perf_counter() - began
+        assert found.image.key == expected.key
+        assert np.array_equal(found.image.crops, expected.crops)
+        assert found.image.tiling == expected.tiling
+        assert (found.image.width, found.image.height) == (120, 90)
 
 
-async def test_errors_come_through_and_the_pool_goes_on(pool):
-    with pytest.raises(UnsupportedImageError):
+async def test_a_split_image_has_the_same_crops(make_pool):
+    pool = make_pool(3)
+    data = png(850, 600)
+    found, expected = await pool.prepare(data), prepare(open_image(data, LIMITS), VISION)
+    assert found.image.key == expected.key
+    assert np.array_equal(found.image.crops, expected.crops)
+
+
+async def test_crops_lie_where_the_device_wants_them(make_pool):
+    made = []
+
+    def allocate(shape):
+        made.append(np.empty(shape, np.uint8))
+        return made[-1]
+
+    found = await make_pool(allocate=allocate).prepare(png())
+    assert found.image.crops is made[0]
+
+
+async def test_errors_come_through_and_the_pool_goes_on(make_pool):
+    pool = make_pool()
+    [before] = await decoders_of(pool)
+    with pytest.raises(UnsupportedImageError, match="supported are JPEG"):
         await pool.prepare(b"no picture")
+    with pytest.raises(ImageDecodeError, match="0 bytes"):
+        await pool.prepare(b"")
+    with pytest.raises(ImageDecodeError, match="broken or truncated PNG"):
+        await pool.prepare(png()[:200])
     with pytest.raises(ImageTooLargeError):
         await pool.prepare(pixels(width=10, height=300))
     assert (await pool.prepare(pixels())).image.num_crops == 2
+    assert before in decoders(), "an image that is refused costs no process"
 
 
-async def test_the_event_loop_runs_on_meanwhile(pool, gated):
-    slow = gated()
-    job = asyncio.create_task(pool.prepare(slow))
-    await started(slow)
-    assert not job.done()
-    slow.gate.set()
-    await job
+async def test_the_event_loop_runs_on_meanwhile_and_no_more_images_than_processes(make_pool):
+    pool = make_pool(2)
+    before = decoders()
+    await asyncio.gather(pool.prepare(pixels(0)), pool.prepare(pixels(1)))
+    pids = decoders() - before
+    assert len(pids) == 2
+    with held_up(pids):
+        jobs = [asyncio.create_task(pool.prepare(pixels(seed))) for seed in range(4)]
+        await asyncio.sleep(0.1)
+        assert not any(job.done() for job in jobs)
+        assert decoders() - before == pids
+    for job in jobs:
+        await job
 
 
-async def test_runs_no_more_than_its_threads(gated):
-    pool = PreprocessPool(2, ImageLimits(), VisionConfig())
-    pictures = [gated() for _ in range(3)]
-    jobs = [asyncio.create_task(pool.prepare(picture)) for picture in pictures]
-    await started(pictures[0])
-    await started(pictures[1])
-    assert not pictures[2].started.is_set()
-    pictures[1].gate.set()
-    await jobs[1]
-    await started(pictures[2])
-    for picture in pictures:
-        picture.gate.set()
-    await asyncio.gather(*jobs)
-    pool.close()
-
-
-async def test_a_picture_alone_is_split_and_one_of_many_is_not(gated, monkeypatch):
-    """Three pieces that meet in a barrier need three threads; with five pictures about, one thread does them all."""
-    barriers, names = [threading.Barrier(3), None, threading.Barrier(3)], [set(), set(), set()]
-
-    def split(decoded, vision, *, run, allocate):
-        barrier, by = barriers.pop(0), names[2 - len(barriers)]
-
-        def piece() -> None:
-            by.add(threading.current_thread().name)
-            if barrier is not None:
-                barrier.wait(10)
-
-        if run is None:
-            piece()
-        else:
-            run([piece] * 3)
-        return prepare(decoded, vision, run=run, allocate=allocate)
-
-    pool = PreprocessPool(6, ImageLimits(), VisionConfig())
-    pictures = [gated() for _ in range(4)]
-    with monkeypatch.context() as patched:
-        patched.setattr("kestrel_engine.preprocess.pool.prepare", split)
-        await pool.prepare(pixels(0))
-        jobs = [asyncio.create_task(pool.prepare(picture)) for picture in pictures]
-        for picture in pictures:
-            await started(picture)
-        await pool.prepare(pixels(2))
-    for picture in pictures:
-        picture.gate.set()
-    await asyncio.gather(*jobs)
-    with monkeypatch.context() as patched:
-        patched.setattr("kestrel_engine.preprocess.pool.prepare", split)
-        await pool.prepare(pixels(3))
-    pool.close()
-    assert [len(by) for by in names] == [3, 1, 3]
-
-
-async def test_a_piece_that_fails_fails_its_picture_only(monkeypatch):
-    """Whichever thread came upon it; the other pieces are done or left."""
-
-    def fails() -> None:
-        raise ImageTooLargeError("image", "in a piece")
-
-    def broken(decoded, vision, *, run, allocate):
-        run([lambda: time.sleep(0.01), fails, lambda: time.sleep(0.01)] * 2)
-        raise AssertionError("went on")
-
-    pool = PreprocessPool(3, ImageLimits(), VisionConfig())
-    with monkeypatch.context() as patched:
-        patched.setattr("kestrel_engine.preprocess.pool.prepare", broken)
-        for seed in range(5):
-            with pytest.raises(ImageTooLargeError, match="in a piece"):
-                await pool.prepare(pixels(seed))
-    assert (await pool.prepare(pixels())).image.num_crops == 2
-    pool.close()
-
-
-async def test_a_picture_is_finished_alone_when_the_pool_closes_meanwhile(gated):
-    pool = PreprocessPool(4, ImageLimits(), VisionConfig())
-    running = gated()
-    job = asyncio.create_task(pool.prepare(running))
-    await started(running)
-    closing = asyncio.create_task(asyncio.to_thread(pool.close))
-    while not pool._executor._shutdown:
-        await asyncio.sleep(0.001)
-    running.gate.set()
-    assert (await job).image.num_crops == 2
-    await closing
-
-
-async def test_a_repeat_waits_for_no_thread(gated):
-    pool = PreprocessPool(1, ImageLimits(), VisionConfig(), cache_bytes=2**24)
+async def test_a_repeat_waits_for_no_decoder(make_pool):
+    pool = make_pool(cache_bytes=2**24)
     data = png(60, 40)
     first = await pool.prepare(data)
-    slow = gated()
-    busy = asyncio.create_task(pool.prepare(slow))
-    await started(slow)
-    again = await asyncio.wait_for(pool.prepare(data), 5)
-    assert again.image is first.image
-    assert not busy.done()
-    tenants = asyncio.create_task(pool.prepare(data, "tenant"))
-    await asyncio.sleep(0.05)
-    assert not tenants.done(), "nothing is shared between namespaces"
-    slow.gate.set()
+    pids = await decoders_of(pool) or decoders()
+    with held_up(pids):
+        busy = asyncio.create_task(pool.prepare(pixels(3)))
+        await asyncio.sleep(0.05)
+        again = await asyncio.wait_for(pool.prepare(data), 5)
+        assert again.image is first.image
+        assert not busy.done()
+        tenants = asyncio.create_task(pool.prepare(data, "tenant"))
+        await asyncio.sleep(0.05)
+        assert not tenants.done(), "nothing is shared between namespaces"
     await busy
     assert (await tenants).image.key != first.image.key
     pool.close()
@@ -205,122 +167,312 @@ async def test_a_repeat_waits_for_no_thread(gated):
         await pool.prepare(data)
 
 
-async def test_seconds_leave_waiting_out(pool, gated):
-    slow = gated()
-    first = asyncio.create_task(pool.prepare(slow))
-    await started(slow)
-    second = asyncio.create_task(pool.prepare(pixels()))
-    await asyncio.sleep(0.3)
-    slow.gate.set()
-    assert (await first).seconds >= 0.3
-    assert (await second).seconds < 0.3
+async def test_those_who_ask_together_share_one_image_and_its_error(make_pool):
+    pool = make_pool()
+    pids = await decoders_of(pool)
+    with held_up(pids):
+        good = [asyncio.create_task(pool.prepare(png())) for _ in range(3)]
+        bad = [asyncio.create_task(pool.prepare(b"none")) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        assert len(pool._making) == 2
+        good[0].cancel()
+    first, *others = await asyncio.gather(*good, return_exceptions=True)
+    assert isinstance(first, asyncio.CancelledError)
+    assert others[0].image is others[1].image
+    errors = await asyncio.gather(*bad, return_exceptions=True)
+    assert all(isinstance(error, UnsupportedImageError) for error in errors)
+    assert not pool._making
 
 
-async def test_a_cancelled_waiting_job_never_starts_and_frees_its_picture(pool, gated):
-    running, waiting = gated(), gated()
-    gone = weakref.ref(waiting)
-    waiting_started = waiting.started
-    first = asyncio.create_task(pool.prepare(running))
-    await started(running)
-    second = asyncio.create_task(pool.prepare(waiting))
-    third = asyncio.create_task(pool.prepare(pixels()))
-    await asyncio.sleep(0)
-    second.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await second
-    del waiting, second
-    await asyncio.sleep(0)  # the loop itself holds the finished task until we yield
-    gc.collect()
-    assert gone() is None  # while the first still runs
-    running.gate.set()
-    await asyncio.gather(first, third)
-    assert not waiting_started.is_set()
+async def test_seconds_leave_waiting_out(make_pool):
+    pool = make_pool()
+    with held_up(await decoders_of(pool)):
+        waiting = [asyncio.create_task(pool.prepare(pixels(seed))) for seed in range(2)]
+        await asyncio.sleep(0.3)
+    found = [await job for job in waiting]
+    assert all(each.seconds < 0.3 for each in found)
 
 
-async def test_a_cancelled_running_job_holds_its_thread_until_it_ends(pool, gated):
-    running, waiting = gated(), gated()
-    first = asyncio.create_task(pool.prepare(running))
-    await started(running)
-    second = asyncio.create_task(pool.prepare(waiting))
-    first.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await first
-    await asyncio.sleep(0.05)
-    assert not waiting.started.is_set()
-    waiting.gate.set()
-    running.gate.set()
-    assert (await second).image.num_crops == 2
+async def test_a_dear_image_has_a_process_of_its_own_and_small_ones_overtake_it(make_pool):
+    pool = make_pool()
+    cheap = await decoders_of(pool)
+    dear = asyncio.create_task(pool.prepare(huge()))
+    await until(lambda: decoders() - cheap)
+    [own] = decoders() - cheap
+    await until(lambda: nice_of(own) == 10)
+    with held_up({own}):
+        for seed in range(3):
+            await asyncio.wait_for(pool.prepare(pixels(seed)), 10)
+        second = asyncio.create_task(pool.prepare(huge(1)))
+        await asyncio.sleep(0.1)
+        assert decoders() == cheap | {own}, "one dear image at a time"
+    assert (await dear).image.width == 5000
+    await until(lambda: not state(own))
+    await second
 
 
-async def test_close_waits_for_running_jobs_and_refuses_new_ones(gated):
-    pool = PreprocessPool(1, ImageLimits(), VisionConfig())
-    running = gated()
-    first = asyncio.create_task(pool.prepare(running))
-    await started(running)
-    second = asyncio.create_task(pool.prepare(pixels()))
-    await asyncio.sleep(0)
-    closing = asyncio.create_task(asyncio.to_thread(pool.close))
-    await asyncio.sleep(0.05)
-    assert not closing.done()
-    running.gate.set()
-    assert (await first).image.num_crops == 2
-    with pytest.raises(EngineClosed):
-        await second
-    await closing
-    with pytest.raises(EngineClosed):
-        await pool.prepare(pixels())
-    pool.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("kestrel-preprocess")]
+@pytest.mark.parametrize(("decode_bytes", "together"), [(2**29, 2), (2**28, 1)])
+async def test_dear_images_run_within_the_budget_only(make_pool, decode_bytes, together):
+    """Eight processes may run two dear images, if there is memory for both."""
+    pool = make_pool(8, decode_bytes=decode_bytes)
+    jobs = [asyncio.create_task(pool.prepare(huge(seed))) for seed in range(2)]
+    await until(dear_decoders)
+    with held_up(dear_decoders()):
+        await until(lambda: pool._running_dear + len(pool._dear) == 2)
+        assert pool._running_dear == together
+    await asyncio.gather(*jobs)
+    assert pool._free_bytes == pool._dear_bytes
 
 
-def png(width: int, height: int) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels(0, height, width)).save(file, "PNG")
-    return file.getvalue()
+async def test_an_image_beyond_the_whole_budget_is_refused(make_pool):
+    pool = make_pool(decode_bytes=64 * 2**20)
+    with pytest.raises(ImageTooLargeError, match=r"takes \d+ bytes .* \(--decode-bytes\)"):
+        await pool.prepare(huge())
 
 
-async def test_pixels_that_wait_are_bounded(gated):
-    """A picture that need not wait is not counted, and one alone always may."""
-    limits = ImageLimits(max_aspect_ratio=100)
-    pool = PreprocessPool(1, limits, VisionConfig(), max_waiting_pixels=5000)
-    busy = gated()
-    running = asyncio.create_task(pool.prepare(busy))
-    await started(busy)
-    first = asyncio.create_task(pool.prepare(png(100, 100)))
-    while pool._waiting_pixels == 0:
-        await asyncio.sleep(0.001)
-    assert pool._waiting_pixels == 10_000, "more than the limit, but alone"
-    for source in (png(1, 1), pixels(0, 1, 1)):
-        with pytest.raises(PixelsWaiting, match="max_queued_pixels"):
-            await pool.prepare(source)
-    first.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await first
-    assert pool._waiting_pixels == 0
-    waiting = [asyncio.create_task(pool.prepare(source)) for source in (png(50, 50), png(50, 50))]
-    broken = asyncio.create_task(pool.prepare(b"no picture"))
-    while pool._waiting_pixels < 5000:
-        await asyncio.sleep(0.001)
-    with pytest.raises(PixelsWaiting):
-        await pool.prepare(png(50, 50))
-    busy.gate.set()
-    await asyncio.gather(running, *waiting)
-    with pytest.raises(UnsupportedImageError):
-        await broken
-    assert pool._waiting_pixels == 0
-    pool.close()
+def test_principals_take_turns_and_cheap_comes_first():
+    queue: FairQueue[str] = FairQueue()
+    for name, principal, rank in (
+        ("a3", "a", 3),
+        ("a1", "a", 1),
+        ("a2", "a", 2),
+        ("b9", "b", 9),
+        ("c5", "c", 5),
+        ("b8", "b", 8),
+    ):
+        queue.push(name, principal, rank)
+    assert (len(queue), queue.peek()) == (6, "a1")
+    assert [queue.pop() for _ in range(3)] == ["a1", "b8", "c5"]
+    queue.push("d", "d", 0)
+    assert [queue.pop() for _ in range(4)] == ["a2", "b9", "d", "a3"]
+    assert queue.peek() is None
+    with pytest.raises(KeyError):
+        queue.pop()
 
 
-@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "TIFF", "GIF", "AVIF"])
-def test_the_pixels_are_told_by_the_header(format):
-    file = io.BytesIO()
-    Image.fromarray(pixels(0, 30, 40)).save(file, format)
-    assert num_pixels(file.getvalue()) == 1200
-    assert num_pixels(memoryview(file.getvalue())) == 1200
+async def test_a_principal_with_one_image_does_not_wait_for_another_with_many(make_pool):
+    pool = make_pool()
+    order = []
+
+    async def ask(principal: str, seed: int) -> None:
+        await pool.prepare(png(seed=seed), principal=principal)
+        order.append(principal)
+
+    with held_up(await decoders_of(pool)):
+        jobs = [asyncio.create_task(ask("many", seed)) for seed in range(8)]
+        await asyncio.sleep(0.05)
+        jobs.append(asyncio.create_task(ask("one", 50)))
+        await asyncio.sleep(0.05)
+    await asyncio.gather(*jobs)
+    assert order.index("one") <= 2
+
+
+async def test_of_those_that_wait_the_cheap_go_first(make_pool):
+    pool = make_pool()
+    order = []
+
+    async def ask(width: int) -> None:
+        await pool.prepare(png(width, 200))
+        order.append(width)
+
+    with held_up(await decoders_of(pool)):
+        jobs = [asyncio.create_task(ask(100))]
+        await asyncio.sleep(0.05)
+        jobs += [asyncio.create_task(ask(width)) for width in (3000, 1000, 200)]
+        await asyncio.sleep(0.05)
+    await asyncio.gather(*jobs)
+    assert order == [100, 200, 1000, 3000]
+
+
+async def test_an_image_that_takes_too_long_is_given_up_with_its_process(make_pool):
+    pool = make_pool(timeout_s=1.0)
+    pids = await decoders_of(pool)
+    with held_up(pids):
+        with pytest.raises(ImageTooSlowError, match=r"more than 1 s .* \(--decode-timeout\)"):
+            await pool.prepare(png())
+    await until(lambda: not decoders() & pids)
+    assert (await pool.prepare(png())).image.num_crops == 2
 
 
 @pytest.mark.parametrize(
-    "source", [b"", b"rubbish", b"\xff\xd8\xff", "no-such-file", np.zeros(3), object()]
+    ("number", "error", "words"),
+    [
+        (signal.SIGSEGV, ImageDecodeError, "ended the process that decoded it .SIGSEGV"),
+        (signal.SIGABRT, ImageDecodeError, "SIGABRT"),
+        (signal.SIGKILL, EngineOverloaded, "killed from outside"),
+    ],
 )
-def test_what_is_no_picture_has_no_pixels(source):
-    assert num_pixels(source) == 0
+async def test_a_process_that_dies_fails_its_image_alone(make_pool, number, error, words):
+    pool = make_pool(2)
+    before = decoders()
+    await asyncio.gather(pool.prepare(pixels(0)), pool.prepare(pixels(1)))
+    pids = decoders() - before
+    with held_up(pids):
+        jobs = [asyncio.create_task(pool.prepare(png(seed=seed))) for seed in range(3)]
+        await asyncio.sleep(0.05)
+        os.kill(min(pids), number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(min(pids), signal.SIGCONT)
+        await until(lambda: not state(min(pids)))
+    found = await asyncio.gather(*jobs, return_exceptions=True)
+    failed = [each for each in found if isinstance(each, BaseException)]
+    assert len(failed) == 1
+    assert isinstance(failed[0], error)
+    assert words.partition(" .")[0] in str(failed[0])
+
+
+async def test_an_idle_decoder_that_dies_is_replaced(make_pool):
+    pool = make_pool()
+    [pid] = await decoders_of(pool)
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: not state(pid))
+    await asyncio.sleep(0.05)
+    assert (await pool.prepare(png())).image.num_crops == 2
+
+
+async def test_the_template_is_started_again(make_pool):
+    pool = make_pool()
+    [pid] = await decoders_of(pool)
+    assert template._process is not None
+    template._process.kill()
+    await until(lambda: not state(pid))
+    await asyncio.sleep(0.05)
+    assert (await pool.prepare(png())).image.num_crops == 2
+
+
+async def test_a_cancelled_waiting_job_never_starts_and_frees_its_image(make_pool):
+    pool = make_pool()
+
+    class Source(np.ndarray):
+        """An array that can be watched."""
+
+    waiting = pixels(5).view(Source)
+    gone = weakref.ref(waiting)
+    with held_up(await decoders_of(pool)):
+        first = asyncio.create_task(pool.prepare(pixels(0)))
+        await asyncio.sleep(0.05)
+        second = asyncio.create_task(pool.prepare(waiting))
+        await asyncio.sleep(0.05)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        del waiting, second
+        await asyncio.sleep(0)
+        gc.collect()
+        assert gone() is None
+        assert not first.done()
+    await first
+
+
+async def test_a_dear_image_that_nobody_waits_for_is_given_up(make_pool):
+    pool = make_pool()
+    cheap = await decoders_of(pool)
+    job = asyncio.create_task(pool.prepare(huge()))
+    await until(lambda: decoders() - cheap)
+    own = decoders() - cheap
+    with held_up(own):
+        job.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await job
+        await until(lambda: not decoders() & own)
+    await until(lambda: pool._free_bytes == pool._dear_bytes)
+
+
+async def test_close_ends_running_images_at_once(make_pool):
+    pool = make_pool()
+    cheap = await decoders_of(pool)
+    dear = asyncio.create_task(pool.prepare(huge()))
+    await until(lambda: decoders() - cheap)
+    pids = decoders()
+    with held_up(pids):
+        jobs = [dear, *(asyncio.create_task(pool.prepare(pixels(seed))) for seed in range(3))]
+        await asyncio.sleep(0.05)
+        began = time.monotonic()
+        pool.close()
+        found = await asyncio.gather(*jobs, return_exceptions=True)
+        assert time.monotonic() - began < 1
+    assert all(isinstance(each, EngineClosed) for each in found)
+    with pytest.raises(EngineClosed):
+        await pool.prepare(pixels())
+    await until(lambda: not decoders() & pids)
+    pool.close()
+
+
+async def test_pixels_that_wait_are_bounded(make_pool):
+    """An image that need not wait is not counted, and one alone always may."""
+    pool = make_pool(limits=ImageLimits(max_aspect_ratio=100), max_waiting_pixels=5000)
+    cheap = await decoders_of(pool)
+    running = asyncio.create_task(pool.prepare(huge()))
+    await until(lambda: decoders() - cheap)
+    with held_up(decoders() - cheap):
+        first = asyncio.create_task(pool.prepare(huge(1)))
+        await until(lambda: pool._waiting_pixels)
+        assert pool._waiting_pixels == 20_000_000, "more than the limit, but alone"
+        with pytest.raises(PixelsWaiting, match="max_queued_pixels"):
+            await pool.prepare(huge(2))
+        await pool.prepare(png(1, 1))
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert pool._waiting_pixels == 0
+    await running
+
+
+_KILLED = """
+import asyncio, sys
+import numpy as np
+from kestrel_engine.config import ImageLimits
+from kestrel_engine.model_config import VisionConfig
+from kestrel_engine.preprocess.decoder_process import template
+from kestrel_engine.preprocess.pool import PreprocessPool
+
+async def main():
+    pool = PreprocessPool(1, ImageLimits(), VisionConfig())
+    await pool.prepare(np.zeros((60, 60, 3), np.uint8))
+    children = open(f"/proc/{template._process.pid}/task/{template._process.pid}/children").read()
+    print(template._process.pid, children, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("busy", [False, True])
+async def test_nothing_is_left_of_a_process_that_is_killed(busy):
+    with subprocess.Popen(
+        [sys.executable, "-c", _KILLED], stdout=subprocess.PIPE, cwd=ROOT, text=True
+    ) as process:
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 2
+        if busy:  # It looks at no link meanwhile.
+            os.kill(pids[1], signal.SIGSTOP)
+        process.kill()
+        process.wait()
+        await until(lambda: not any(state(pid) not in ("", "Z") for pid in pids))
+
+
+def test_a_decoder_has_neither_torch_nor_the_engine(make_pool):
+    """What the template loads, all decoders have."""
+    code = (
+        "import sys, types; package = types.ModuleType('kestrel_engine'); package.__path__ = [sys.argv[1]];"
+        "sys.modules['kestrel_engine'] = package; import kestrel_engine.preprocess.template, os;"
+        "print(*sys.modules); print(len(os.listdir('/proc/self/task')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT / "kestrel_engine")],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+    )
+    modules, threads = done.stdout.splitlines()
+    assert not {"torch", "grpc", "asyncio", "kestrel_engine.engine"} & set(modules.split())
+    assert threads == "1", "a process of several threads can't be forked safely"
+
+
+async def test_threads_of_this_process_do_no_decoding(make_pool):
+    pool = make_pool()
+    before = {thread.name for thread in threading.enumerate()}
+    await pool.prepare(png(400, 300))
+    assert {thread.name for thread in threading.enumerate()} == before

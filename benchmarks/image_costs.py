@@ -1,0 +1,177 @@
+"""What decoding an image costs, by format: memory and processor time, beside what preprocess/costs.py reserves for it.
+
+python -m benchmarks.image_costs [--quick] [--megapixels N] [--json FILE]
+
+Each image is prepared in a process of its own, as a decoder does. Noise is the dearest content, one colour the smallest
+file. What is measured must not exceed what is reserved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyvips
+
+from kestrel_engine.config import ImageLimits
+from kestrel_engine.model_config import VisionConfig
+from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.images import EncodedImage
+
+from .report import Report, add_arguments
+
+LIMITS, VISION = ImageLimits(), VisionConfig()
+
+Save = Callable[[pyvips.Image], bytes]
+
+
+def turned(image: pyvips.Image) -> pyvips.Image:
+    """Its EXIF orientation turns it by a quarter."""
+    image = image.copy()
+    image.set_type(pyvips.GValue.gint_type, "orientation", 6)
+    return image
+
+
+def deep(image: pyvips.Image) -> pyvips.Image:
+    """16 bits a channel, and alpha."""
+    image = image.cast("ushort", shift=True).copy(interpretation="rgb16")
+    return image.bandjoin(65535)
+
+
+def jpeg_of_many_scans(image: pyvips.Image) -> bytes:
+    """A progressive JPEG with an empty scan repeated until there are 99."""
+    data: bytes = image.jpegsave_buffer(interlace=True)
+    at = data.rindex(b"\xff\xda")
+    components = data[at + 4]
+    # The last scan's tables and numbers, for one component, without data: all blocks end at once.
+    scan = bytearray(b"\xff\xda\x00\x08\x01" + data[at + 5 : at + 7] + b"\x01\x3f\x00")
+    if components != 1:
+        scan[5:7] = b"\x01\x00"
+    scans = data.count(b"\xff\xda")
+    return data[:-2] + bytes(scan) * (99 - scans) + b"\xff\xd9"
+
+
+FORMS: dict[str, Save] = {
+    "JPEG": lambda image: image.jpegsave_buffer(Q=90),
+    "JPEG, turned": lambda image: turned(image).jpegsave_buffer(Q=90),
+    "JPEG, progressive": lambda image: image.jpegsave_buffer(Q=90, interlace=True),
+    "JPEG, progressive, 4:4:4": lambda image: image.jpegsave_buffer(
+        Q=100, interlace=True, subsample_mode="off"
+    ),
+    "JPEG, 99 scans": jpeg_of_many_scans,
+    "PNG": lambda image: image.pngsave_buffer(compression=1),
+    "PNG, 16 bits, alpha": lambda image: deep(image).pngsave_buffer(compression=1),
+    "PNG, interlaced": lambda image: image.pngsave_buffer(compression=1, interlace=True),
+    "PNG, interlaced, 16 bits, alpha": lambda image: deep(image).pngsave_buffer(
+        compression=1, interlace=True
+    ),
+    "WebP": lambda image: image.webpsave_buffer(effort=0, Q=90),
+    "WebP, lossless": lambda image: image.webpsave_buffer(effort=0, lossless=True),
+    "WebP, alpha": lambda image: image.bandjoin(128).webpsave_buffer(effort=0),
+    "AVIF": lambda image: image.heifsave_buffer(compression="av1", effort=0, Q=90),
+    "AVIF, 4:4:4": lambda image: image.heifsave_buffer(
+        compression="av1", effort=0, Q=90, subsample_mode="off"
+    ),
+    "AVIF, 12 bits, alpha": lambda image: deep(image).heifsave_buffer(
+        compression="av1", effort=0, Q=90, bitdepth=12
+    ),
+    "GIF": lambda image: image.gifsave_buffer(effort=1),
+    "TIFF": lambda image: image.tiffsave_buffer(),
+    "TIFF, tiles, deflate": lambda image: image.tiffsave_buffer(
+        compression="deflate", tile=True, tile_width=256, tile_height=256
+    ),
+    "TIFF, 16 bits, alpha": lambda image: deep(image).tiffsave_buffer(compression="lzw"),
+}
+
+
+def contents(side: int) -> dict[str, pyvips.Image]:
+    """Images of ``side`` x ``side`` pixels."""
+    noise = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    image = pyvips.Image.new_from_memory(noise.data, side, side, 3, "uchar")
+    flat = pyvips.Image.black(side, side, bands=3)
+    return {
+        "noise": image.copy(interpretation="srgb").copy_memory(),
+        "one colour": flat.copy(interpretation="srgb").copy_memory(),
+    }
+
+
+def _status(name: str) -> int:
+    """Bytes of a field of /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise KeyError(name)
+
+
+def measure(path: Path) -> dict[str, float]:
+    """Prepares the image of a file in this process: what it took and what is reserved for it."""
+    data = path.read_bytes()
+    Path("/proc/self/clear_refs").write_text("5")  # The peak is counted from now on.
+    before = _status("VmRSS:") - len(data)
+    began, spent = time.perf_counter(), time.process_time()
+    image = EncodedImage(data, LIMITS)
+    prepare(image.begin(), VISION)
+    return {
+        "pixels": image.cost.pixels,
+        "bytes": _status("VmHWM:") - before,
+        "seconds": time.process_time() - spent,
+        "wall": time.perf_counter() - began,
+        "reserved bytes": image.cost.num_bytes,
+        "reserved seconds": image.cost.seconds,
+    }
+
+
+def main(arguments: list[str] | None = None) -> Report:
+    parser = argparse.ArgumentParser(prog="benchmarks.image_costs", description=__doc__)
+    add_arguments(parser)
+    parser.add_argument("--megapixels", type=float, default=9.0)
+    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    report = Report("image_costs", vars(args))
+    if args.one is not None:
+        print(json.dumps(measure(args.one)))
+        return report
+    side = 300 if args.quick else round((args.megapixels * 1e6) ** 0.5)
+    worst_bytes = worst_seconds = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        for content, image in contents(side).items():
+            for form, save in FORMS.items():
+                path = Path(folder) / "image"
+                path.write_bytes(save(image))
+                done = subprocess.run(
+                    [sys.executable, "-m", "benchmarks.image_costs", "--one", str(path)],
+                    capture_output=True,
+                    text=True,
+                )
+                if done.returncode:
+                    raise SystemExit(f"{form}, {content}: {done.stderr}")
+                found = json.loads(done.stdout)
+                pixels = found["pixels"]
+                report.add(
+                    f"Images of {side} x {side}",
+                    {
+                        "bytes/pixel": found["bytes"] / pixels,
+                        "reserved": found["reserved bytes"] / pixels,
+                        "ns/pixel": 1e9 * found["seconds"] / pixels,
+                        "expected": 1e9 * found["reserved seconds"] / pixels,
+                        "encoded": path.stat().st_size / pixels,
+                        "of": f"{form}, {content}",
+                    },
+                )
+                worst_bytes = max(worst_bytes, found["bytes"] / found["reserved bytes"])
+                worst_seconds = max(worst_seconds, found["seconds"] / found["reserved seconds"])
+    report.bar("most bytes over what is reserved", worst_bytes, 1.0)
+    report.bar("most seconds over what is expected", worst_seconds, 2.0)
+    report.finish(args.json)
+    return report
+
+
+if __name__ == "__main__":
+    main()

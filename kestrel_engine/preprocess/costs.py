@@ -1,0 +1,105 @@
+"""What decoding costs: bytes and processor time by format. Owns the table, and which limit of pixels holds for what.
+
+``python -m benchmarks.image_costs`` measures the figures anew: the table takes the dearest of several images for each
+format (noise and one colour, turned and not), rounded up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..config import ImageLimits
+from ..errors import ImageTooLargeError
+from ..settings import settings_of
+
+FIELD = "image"
+"""The request's field that errors name."""
+
+
+class Cost(NamedTuple):
+    """What one image may take: ``pixels``, ``num_bytes`` of memory, ``seconds`` of one processor."""
+
+    pixels: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A format, as far as it costs the same to decode.
+
+    ``bytes_per_pixel``: memory at the peak, with 3 for the decoded pixels. ``ns_per_pixel`` and ``ns_per_byte`` (of the
+    encoded image): time of one processor until the crops are made; ``ns_per_scan``: for a pixel in each scan.
+    ``limit``: the field of ImageLimits that bounds its pixels.
+    """
+
+    name: str
+    bytes_per_pixel: float
+    ns_per_pixel: float
+    ns_per_byte: float
+    ns_per_scan: float = 0.0
+    limit: str = "max_pixels"
+
+
+PIXELS = Kind("pixels", 6, 40, 0)
+"""Decoded pixels of a caller in this process."""
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("JPEG", 4.5, 35, 40),
+        Kind("progressive JPEG", 10.5, 60, 40, 0.5, "max_progressive_pixels"),
+        Kind("PNG", 4, 45, 10),
+        Kind("interlaced PNG", 7, 80, 10, 0, "max_interlaced_pixels"),
+        Kind("WebP", 11.5, 90, 40, 0, "max_webp_pixels"),
+        Kind("AVIF", 23, 90, 120, 0, "max_avif_pixels"),
+        Kind("HEIC", 23, 90, 120, 0, "max_heic_pixels"),
+        Kind("GIF", 9, 50, 40),
+        Kind("TIFF", 8, 50, 20),
+    )
+}
+
+_BASE_BYTES = 16 * 2**20
+"""Of any image: the crops, and what libraries keep."""
+
+_BASE_SECONDS = 0.02
+"""Of any image: the crops are resized to the same size whatever it has."""
+
+TURNED_BYTES_PER_PIXEL = 3
+"""More for an image whose EXIF orientation turns it: it is decoded first, and then turned."""
+
+
+def cost_of(
+    kind: Kind,
+    width: int,
+    height: int,
+    encoded_bytes: int,
+    *,
+    scans: int = 1,
+    pixel_bytes: int = 3,
+    turned: bool = False,
+) -> Cost:
+    """``pixel_bytes``: of a stored pixel, all channels; the table is for 3. ``scans``: of a JPEG."""
+    pixels = width * height
+    each = kind.bytes_per_pixel * max(1.0, pixel_bytes / 3) + TURNED_BYTES_PER_PIXEL * turned
+    time_ns = pixels * (kind.ns_per_pixel * max(1.0, pixel_bytes / 3) + kind.ns_per_scan * scans)
+    return Cost(
+        pixels=pixels,
+        num_bytes=_BASE_BYTES + 2 * encoded_bytes + int(pixels * each),
+        seconds=_BASE_SECONDS + 1e-9 * (time_ns + encoded_bytes * kind.ns_per_byte),
+    )
+
+
+def check_pixels(kind: Kind, width: int, height: int, limits: ImageLimits) -> None:
+    """Raises ImageTooLargeError if an image of ``width`` x ``height`` has more pixels than its kind may."""
+    pixels = width * height
+    for field in dict.fromkeys((kind.limit, "max_pixels")):
+        limit: int = getattr(limits, field)
+        if pixels > limit:
+            whose = "" if field == "max_pixels" else f" for {kind.name}"
+            flag = settings_of(ImageLimits)[field].flag
+            raise ImageTooLargeError(
+                FIELD,
+                f"has {width}x{height} = {pixels} pixels, the limit{whose} is {limit} ({flag})",
+            )

@@ -1,0 +1,168 @@
+"""What a decoder process does: headers, limits, decoding, crops and key of one image after the other.
+
+It runs in a process forked from the template (template.py), which may be killed at any time. It reads no environment
+and opens no file; images and crops come and go in segments, and it ends when its link is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import resource
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..config import ImageLimits
+from ..errors import RequestError
+from ..model_config import VisionConfig
+from .costs import PIXELS, Cost, cost_of
+from .crops import Piece, prepare
+from .decoded_image import DecodedImage
+from .images import EncodedImage
+from .segments import send_message, take_message
+
+_SLACK_BYTES = 64 * 2**20
+"""Memory that an image may take beyond its cost before it fails: the table is of measured peaks, and allocators round.
+"""
+
+
+def serve(link: socket.socket) -> None:
+    """Answers jobs until ``link`` is closed. Its first message has the limits and the geometry."""
+    received, descriptors = bytearray(), list[int]()
+
+    def next_message() -> dict[str, Any] | None:
+        while (message := take_message(received)) is None:
+            data, found, _, _ = socket.recv_fds(link, 64 * 1024, 2)
+            descriptors.extend(found)
+            if not data:
+                return None
+            received.extend(data)
+        return message
+
+    setup = next_message()
+    if setup is None:
+        return
+    work = _Work(ImageLimits(**setup["limits"]), VisionConfig(**setup["vision"]))
+    while (job := next_message()) is not None:
+        reply = work.answer(job, *descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        descriptors.clear()
+        send_message(link, reply, ())
+
+
+class _Work:
+    def __init__(self, limits: ImageLimits, vision: VisionConfig) -> None:
+        self._limits, self._vision = limits, vision
+        self._threads: ThreadPoolExecutor | None = None
+
+    def answer(self, job: dict[str, Any], source: int, crops: int) -> dict[str, Any]:
+        """``source`` has the encoded bytes, or the pixels of ``job["shape"]``; the crops go to ``crops``.
+
+        One of: "done", the prepared image; "cost", if it is beyond what the job grants; "error", the name of a
+        RequestError, with its field and message; "fault", what went wrong in our own code.
+        """
+        began = time.perf_counter()
+        try:
+            size = os.fstat(source).st_size
+            image: DecodedImage | EncodedImage
+            if job["shape"] is None:
+                image = EncodedImage(os.pread(source, size, 0), self._limits)
+                cost = image.cost
+            else:
+                height, width, _ = shape = tuple(job["shape"])
+                pixels = np.frombuffer(mmap.mmap(source, size, access=mmap.ACCESS_READ), np.uint8)
+                image = DecodedImage(pixels.reshape(shape))
+                cost = cost_of(PIXELS, width, height, 0)
+            if (
+                cost.num_bytes > job["granted"]["num_bytes"]
+                or cost.seconds > job["granted"]["seconds"]
+            ):
+                return {"cost": cost._asdict()}
+            done = self._prepare(image, cost, crops, job["threads"])
+            return {"done": {**done, "seconds": time.perf_counter() - began}}
+        except RequestError as error:
+            return {"error": [type(error).__name__, error.field, error.message]}
+        except MemoryError:
+            return {"fault": "MemoryError"}
+        except Exception as error:
+            return {"fault": f"{type(error).__name__}: {error}"[:2000]}
+
+    def _prepare(
+        self, image: DecodedImage | EncodedImage, cost: Cost, crops: int, threads: int
+    ) -> dict[str, Any]:
+        with _memory_bound(cost.num_bytes + _SLACK_BYTES):
+            decoded = image.begin() if isinstance(image, EncodedImage) else image
+
+            def allocate(shape: tuple[int, ...]) -> np.ndarray:
+                size = int(np.prod(shape))
+                os.ftruncate(crops, size)
+                return np.frombuffer(mmap.mmap(crops, size), np.uint8).reshape(shape)
+
+            run = partial(self._split, threads=threads) if threads > 1 else None
+            prepared = prepare(decoded, self._vision, run=run, allocate=allocate)
+        return {
+            "key": prepared.key,
+            "shape": prepared.crops.shape,
+            "tiling": prepared.tiling,
+            "width": prepared.width,
+            "height": prepared.height,
+        }
+
+    def _split(self, pieces: Sequence[Piece], threads: int) -> None:
+        """Calls all ``pieces`` in ``threads`` threads, this one among them. Raises what a piece raised."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(threads - 1)
+        left = deque(pieces)
+        lock = threading.Lock()
+
+        def work() -> None:
+            while True:
+                with lock:
+                    if not left:
+                        return
+                    piece = left.popleft()
+                piece()
+
+        helpers = [self._threads.submit(work) for _ in range(threads - 1)]
+        try:
+            work()
+        finally:
+            with lock:
+                left.clear()
+            wait(helpers)
+        for helper in helpers:
+            helper.result()
+
+
+@contextlib.contextmanager
+def _memory_bound(num_bytes: int) -> Any:
+    """While it lasts, this process gets no more than ``num_bytes`` of private memory beside what it has."""
+    used = _data_bytes()
+    if used is None:  # Such a limit bounds nothing there.
+        yield
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def _data_bytes() -> int | None:
+    """Private memory of this process, as RLIMIT_DATA counts it; None where there is no /proc."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[5]) * mmap.PAGESIZE
+    except OSError:
+        return None

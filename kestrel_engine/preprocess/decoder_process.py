@@ -1,0 +1,183 @@
+"""DecoderProcess: one decoder, seen from the event loop that feeds it. Owns its link, and the template of this process.
+
+The template is started once for all pools and stays until the process ends, as the one that forks costs a third of a
+second to start and a decoder 3 ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..config import ImageLimits
+from ..model_config import VisionConfig
+from .segments import send_message, take_message
+from .template import FORK, KILL, REQUEST
+
+_START = """
+import sys, types
+sys.path[:] = sys.argv[2:]
+package = types.ModuleType("kestrel_engine")
+package.__path__ = [sys.argv[1]]
+sys.modules["kestrel_engine"] = package
+from kestrel_engine.preprocess.template import main
+main(0)
+"""
+"""The package's own __init__ would import the whole engine, for which a decoder has no use. Nothing is taken from the
+environment or the working directory: modules come from where this process has them."""
+
+
+class _Template:
+    """The process that forks; started when it is first needed, and again if it has been killed. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._link: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._numbers = itertools.count(1)
+
+    def fork(self, link: socket.socket, nice: int) -> int:
+        """Gives ``link`` to a new decoder; returns its number. Raises OSError."""
+        with self._lock:
+            number = next(self._numbers)
+            request = REQUEST.pack(FORK, nice, number)
+            if self._link is not None:
+                with contextlib.suppress(OSError):
+                    socket.send_fds(self._link, [request], [link.fileno()])
+                    return number
+            self._start()
+            assert self._link is not None
+            socket.send_fds(self._link, [request], [link.fileno()])
+            return number
+
+    def kill(self, number: int) -> None:
+        """Kills a decoder that may have ended already."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._link is not None:
+                self._link.sendall(REQUEST.pack(KILL, 0, number))
+
+    def start(self) -> None:
+        """Starts it if it doesn't run, without waiting for it to be ready. Raises OSError."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+
+    def forget(self) -> None:
+        """In a process forked from this one, which shares the template with it: it will start its own."""
+        self._lock = threading.Lock()
+        if self._link is not None:
+            self._link.close()
+        self._link = self._process = None
+
+    def stop(self) -> None:
+        """Ends it and all of its decoders."""
+        with self._lock:
+            if self._link is not None:
+                self._link.close()
+            if self._process is not None:
+                self._process.wait()
+            self._link = self._process = None
+
+    def _start(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        ours, theirs = socket.socketpair()
+        package = Path(__file__).parents[1]
+        # One thread: OpenBLAS would start more, and a process of several can't be forked safely.
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _START, str(package), *filter(None, sys.path)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+            )
+        self._link = ours
+
+
+template = _Template()
+os.register_at_fork(after_in_child=template.forget)
+atexit.register(template.stop)
+
+
+class DecoderProcess:
+    """Belongs to one event loop. ``on_message`` gets each message of the decoder, and {"ended": status} or
+    {"ended": None} as the last one."""
+
+    def __init__(
+        self,
+        limits: ImageLimits,
+        vision: VisionConfig,
+        on_message: Callable[[DecoderProcess, dict[str, Any]], None],
+        *,
+        nice: int = 0,
+    ) -> None:
+        """Raises OSError: no process can be had."""
+        self._on_message = on_message
+        self._received = bytearray()
+        self._loop = asyncio.get_running_loop()
+        self._link, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._number = template.fork(theirs, nice)
+            self._link.setblocking(False)
+            send_message(self._link, {"limits": asdict(limits), "vision": asdict(vision)}, ())
+        except OSError:
+            self._link.close()
+            raise
+        self._loop.add_reader(self._link, self._read)
+
+    def send(self, message: dict[str, Any], segments: Sequence[int]) -> None:
+        """One at a time: the next after its answer. Raises OSError if the decoder has ended."""
+        send_message(self._link, message, segments)
+
+    def kill(self) -> None:
+        """Ends it now, whatever it does. From any thread; its end is told as usual."""
+        template.kill(self._number)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes messages, as far as is known."""
+        return self._link.fileno() >= 0
+
+    def close(self) -> None:
+        """Lets it go: it ends by itself once it is idle, and nothing more is told of it. Idempotent."""
+        if self.is_open:
+            self._loop.remove_reader(self._link)
+            self._link.close()
+
+    def _read(self) -> None:
+        try:
+            data = self._link.recv(64 * 1024)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        self._received.extend(data)
+        try:
+            while (message := take_message(self._received)) is not None:
+                if "ended" in message:
+                    self.close()
+                self._on_message(self, message)
+                if not self.is_open:
+                    return
+        except ValueError:  # Half a message before it was killed.
+            data = b""
+        if not data:
+            self.close()
+            self._on_message(self, {"ended": None})

@@ -1,0 +1,56 @@
+"""Decoder processes as tests see them: which there are, held up, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from kestrel_engine.preprocess.decoder_process import template
+
+
+def decoders() -> set[int]:
+    """Processes that the template of this process has forked and that live."""
+    process = template._process
+    if process is None:
+        return set()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    found = {int(pid) for pid in children.read_text().split()} if children.exists() else set()
+    return {pid for pid in found if state(pid) not in ("Z", "")}
+
+
+def state(pid: int) -> str:
+    """The letter of proc(5), "" if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def nice_of(pid: int) -> int:
+    return os.getpriority(os.PRIO_PROCESS, pid)
+
+
+@contextlib.contextmanager
+def held_up(pids: set[int]) -> Iterator[None]:
+    """Stops processes, which then take as long as the test wants."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+async def until(condition, within_s: float = 20.0) -> None:
+    """Waits until ``condition()`` is true."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        await asyncio.sleep(0.002)
