@@ -25,7 +25,7 @@ from kestrel_engine.model_config import VisionConfig
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.images import EncodedImage
 
-from .report import Report, add_arguments
+from .reports.report import Report, add_arguments
 
 LIMITS, VISION = ImageLimits(), VisionConfig()
 

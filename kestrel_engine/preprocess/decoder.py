@@ -51,7 +51,7 @@ def serve(link: socket.socket) -> None:
     setup = next_message()
     if setup is None:
         return
-    work = _Work(ImageLimits(**setup["limits"]), VisionConfig(**setup["vision"]))
+    work = Work(ImageLimits(**setup["limits"]), VisionConfig(**setup["vision"]))
     while (job := next_message()) is not None:
         reply = work.answer(job, *descriptors)
         for descriptor in descriptors:
@@ -60,7 +60,9 @@ def serve(link: socket.socket) -> None:
         send_message(link, reply, ())
 
 
-class _Work:
+class Work:
+    """The work on one image after the other."""
+
     def __init__(self, limits: ImageLimits, vision: VisionConfig) -> None:
         self._limits, self._vision = limits, vision
         self._threads: ThreadPoolExecutor | None = None
@@ -108,7 +110,7 @@ class _Work:
                 os.ftruncate(crops, size)
                 return np.frombuffer(mmap.mmap(crops, size), np.uint8).reshape(shape)
 
-            run = partial(self._split, threads=threads) if threads > 1 else None
+            run = partial(self.split, threads=threads) if threads > 1 else None
             prepared = prepare(decoded, self._vision, run=run, allocate=allocate)
         return {
             "key": prepared.key,
@@ -118,7 +120,7 @@ class _Work:
             "height": prepared.height,
         }
 
-    def _split(self, pieces: Sequence[Piece], threads: int) -> None:
+    def split(self, pieces: Sequence[Piece], threads: int) -> None:
         """Calls all ``pieces`` in ``threads`` threads, this one among them. Raises what a piece raised."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(threads - 1)

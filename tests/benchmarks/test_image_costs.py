@@ -1,0 +1,14 @@
+"""The benchmark of costs runs on small images; what it measures there is mostly what any image takes."""
+
+import json
+
+from benchmarks import image_costs
+
+
+def test_no_image_takes_more_memory_than_is_reserved_for_it(tmp_path):
+    path = tmp_path / "report.json"
+    image_costs.main(["--quick", "--json", str(path)])
+    report = json.loads(path.read_text())
+    [rows] = report["tables"].values()
+    assert len(rows) == 2 * len(image_costs.FORMS)
+    assert all(row["bytes/pixel"] <= row["reserved"] for row in rows), rows
