@@ -1,8 +1,9 @@
 """Which exception becomes which gRPC status. Owns that one table, and the details that go with a status.
 
 A status carries google.rpc details: BadRequest names the field at fault by its path in the request, ErrorInfo gives a
-machine-readable reason, RetryInfo says when to come back, RequestInfo repeats the request's id. Only errors raised on
-purpose are told in their own words; of any other the caller learns the request's id and nothing more.
+machine-readable reason, RetryInfo says when to come back, QuotaFailure whose limit was reached, RequestInfo repeats the
+request's id. Only errors raised on purpose are told in their own words; of any other the caller learns the request's id
+and nothing more.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
+
+SERVER, ANONYMOUS = "server", "anonymous"
+"""Subjects of a QuotaFailure besides principals: a limit of the whole server, and callers without a name."""
 
 DONT_RETRY = "-1"
 """Pushback that forbids a retry: the same call would fail again."""
@@ -189,6 +193,7 @@ def status_of(
         details.append(_bad_request(path, description, told.reason))
     if isinstance(error, engine.EngineOverloaded):
         details.append(_retry_after(error.retry_after_s))
+        details.append(_quota_failure(error.quota, told.message))
         trailers = ((PUSHBACK_KEY, str(round(1000 * error.retry_after_s))),)
     elif isinstance(error, (MessageTooLarge, SlowReader, SlowSender)):
         trailers = ((PUSHBACK_KEY, DONT_RETRY),)
@@ -212,6 +217,13 @@ def _bad_request(path: str, description: str, reason: str) -> error_details_pb2.
         field=path, description=description, reason=reason
     )
     return error_details_pb2.BadRequest(field_violations=[violation])
+
+
+def _quota_failure(quota: engine.Quota | None, message: str) -> error_details_pb2.QuotaFailure:
+    """Whose limit it is: the principal's, or the whole server's where ``quota`` is None."""
+    subject = SERVER if quota is None else quota.principal or ANONYMOUS
+    violation = error_details_pb2.QuotaFailure.Violation(subject=subject, description=message)
+    return error_details_pb2.QuotaFailure(violations=[violation])
 
 
 def _retry_after(seconds: float) -> error_details_pb2.RetryInfo:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from kestrel_engine import EngineOverloaded, RequestError
+from kestrel_engine import EngineOverloaded, Quota, RequestError
 
 from ..settings.security import CallLimits
 
@@ -73,7 +73,8 @@ class Admission:
         limits = self._limits
         if limits.calls is not None and account.calls >= limits.calls:
             raise TooManyCalls(
-                f"{_of(principal)}{account.calls} calls are in progress, the limit is {limits.calls}"
+                f"{_of(principal)}{account.calls} calls are in progress, the limit is {limits.calls}",
+                quota=Quota(principal, "calls in progress", account.calls, limits.calls),
             )
         self._take_token(principal, account)
 
@@ -87,6 +88,7 @@ class Admission:
             raise RateExceeded(
                 f"{_of(principal)}the limit is {limits.rate:g} calls a second, {limits.burst} at once",
                 retry_after_s=(1 - account.tokens) / limits.rate,
+                quota=Quota(principal, "calls at once", limits.burst, limits.burst),
             )
         account.tokens -= 1
 

@@ -304,7 +304,10 @@ def _overload(context: Any, pushback_ms: int) -> None:
         retry_delay=duration_pb2.Duration(seconds=1, nanos=500_000_000)
     )
     info = error_details_pb2.ErrorInfo(reason="QUEUE_FULL", domain="kestrel")
-    status = _status(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full", [retry, info])
+    quota = error_details_pb2.QuotaFailure(
+        violations=[{"subject": "camera", "description": "9 places in the queue, the share is 8"}]
+    )
+    status = _status(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full", [retry, info, quota])
     trailing = [*status.trailing_metadata, ("grpc-retry-pushback-ms", str(pushback_ms))]
     context.set_trailing_metadata(trailing)
     context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")

@@ -26,6 +26,7 @@ from kestrel_client import (
     KestrelError,
     NotFoundError,
     OverloadedError,
+    QuotaViolation,
     RequestCancelledError,
     RequestTooLargeError,
     RpcError,
@@ -136,6 +137,8 @@ def test_four_attempts_are_enough(client: KestrelClient, peer: Any) -> None:
         client.query(None, "busy 9")
     assert peer.vision.attempts == 4
     assert caught.value.reason == "QUEUE_FULL" and caught.value.retry_after_s == 1.5
+    (violation,) = caught.value.quota_violations
+    assert violation == QuotaViolation("camera", "9 places in the queue, the share is 8")
 
 
 def test_negative_pushback_forbids_a_retry(client: KestrelClient, peer: Any) -> None:

@@ -17,6 +17,7 @@ class Failure:
     reason: str
     domain: str
     retry_after_s: float | None
+    quota_subject: str | None
     request_id: str
     trailers: dict[str, Any]
 
@@ -43,15 +44,20 @@ def read(error: grpc.aio.AioRpcError) -> Failure:
     fields: list[str] = []
     info = error_details_pb2.ErrorInfo()
     request = error_details_pb2.RequestInfo()
-    retry = None
+    retry, subject = None, None
     for detail in status.details:
         violations = error_details_pb2.BadRequest()
         delay = error_details_pb2.RetryInfo()
+        quota = error_details_pb2.QuotaFailure()
         if detail.Unpack(violations):
             fields += [violation.field for violation in violations.field_violations]
             assert all(violation.description for violation in violations.field_violations)
         elif detail.Unpack(delay):
             retry = delay.retry_delay.ToNanoseconds() / 1e9
+        elif detail.Unpack(quota):
+            [violation] = quota.violations
+            assert violation.description == error.details()
+            subject = violation.subject
         else:
             assert detail.Unpack(info) or detail.Unpack(request)
     return Failure(
@@ -61,6 +67,7 @@ def read(error: grpc.aio.AioRpcError) -> Failure:
         reason=info.reason,
         domain=info.domain,
         retry_after_s=retry,
+        quota_subject=subject,
         request_id=request.request_id,
         trailers=trailers,
     )

@@ -7,12 +7,15 @@ import threading
 import grpc
 import pytest
 import pyvips
+from google.rpc import error_details_pb2, status_pb2
 
 import kestrel_engine.errors
 from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.edge import statuses as errors
+from kestrel_grpc.edge.statuses import status_of
+from kestrel_grpc.security.admission import MessagesFull, RateExceeded, TooManyCalls
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
 
@@ -276,6 +279,7 @@ async def test_a_full_queue_says_when_to_come_back(serve):
     assert told.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert told.reason == "QUEUE_FULL"
     assert told.retry_after_s == 1.0
+    assert told.quota_subject == "anonymous", "whoever has no name"
     assert told.trailers["grpc-retry-pushback-ms"] == "1000"
     assert all(response.answer for response in await asyncio.gather(*held))
 
@@ -362,3 +366,24 @@ async def test_a_retrying_client_obeys_the_pushback(serve):
         assert (await stub.Query(query(sampling=sampling(max_tokens=2)))).usage.output_tokens == 2
         assert asyncio.get_running_loop().time() - started >= 0.2
     assert calls == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "subject"),
+    [
+        (kestrel_engine.QueueTimeout("the request waited 2 s"), "server"),
+        (MessagesFull("the messages hold 9 of 9 bytes"), "server"),
+        (
+            RateExceeded("often", quota=kestrel_engine.Quota("camera", "calls at once", 9, 9)),
+            "camera",
+        ),
+        (TooManyCalls("many", quota=kestrel_engine.Quota("", "calls", 9, 9)), "anonymous"),
+    ],
+)
+def test_a_refusal_names_whose_limit_was_reached(error, subject):
+    _, message, trailers = status_of(error, "r-1")
+    status = status_pb2.Status.FromString(dict(trailers)["grpc-status-details-bin"])
+    quota = error_details_pb2.QuotaFailure()
+    assert [quota.violations[:] for detail in status.details if detail.Unpack(quota)]
+    [violation] = quota.violations
+    assert (violation.subject, violation.description) == (subject, message)

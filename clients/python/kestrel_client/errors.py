@@ -77,12 +77,21 @@ class FieldViolation:
     description: str
 
 
+@dataclass(frozen=True, slots=True)
+class QuotaViolation:
+    """A limit that refused the call. ``subject``: whose it is: a principal, "anonymous" for callers without a name, or
+    "server" for a limit of the whole server."""
+
+    subject: str
+    description: str
+
+
 class RpcError(KestrelError):
     """A call ended with a status other than OK.
 
     Attributes: ``code`` (grpc.StatusCode), ``message`` (the server's words), ``field_violations``, ``reason`` (a
-    machine-readable word like QUEUE_FULL, empty if the server named none) and ``retry_after_s`` (seconds to wait
-    before another try, None if the server gave no hint).
+    machine-readable word like QUEUE_FULL, empty if the server named none), ``retry_after_s`` (seconds to wait before
+    another try, None if the server gave no hint) and ``quota_violations`` (limits that refused the call).
     """
 
     def __init__(
@@ -93,6 +102,7 @@ class RpcError(KestrelError):
         field_violations: Sequence[FieldViolation] = (),
         reason: str = "",
         retry_after_s: float | None = None,
+        quota_violations: Sequence[QuotaViolation] = (),
     ) -> None:
         told = "".join(
             f"\n  {v.field}: {v.description}"
@@ -103,6 +113,7 @@ class RpcError(KestrelError):
         self.code, self.message = code, message
         self.field_violations = tuple(field_violations)
         self.reason, self.retry_after_s = reason, retry_after_s
+        self.quota_violations = tuple(quota_violations)
 
 
 class InvalidArgumentError(RpcError):
@@ -172,6 +183,7 @@ def from_status(
 ) -> RpcError:
     """The error of a status; ``trailers`` may hold google.rpc details, of which unreadable ones are passed over."""
     violations: list[FieldViolation] = []
+    quotas: list[QuotaViolation] = []
     reason, retry_after_s = "", None
     for detail in _details(trailers):
         kind = detail.type_url.rpartition("/")[2]
@@ -186,10 +198,18 @@ def from_status(
             elif kind == "google.rpc.RetryInfo":
                 delay = wire_pb2.RetryInfo.FromString(detail.value).retry_delay
                 retry_after_s = delay.seconds + delay.nanos / 1e9
+            elif kind == "google.rpc.QuotaFailure":
+                failure = wire_pb2.QuotaFailure.FromString(detail.value)
+                quotas += [QuotaViolation(v.subject, v.description) for v in failure.violations]
         except DecodeError:
             continue
     return _BY_CODE.get(code, ServerError)(
-        code, message, field_violations=violations, reason=reason, retry_after_s=retry_after_s
+        code,
+        message,
+        field_violations=violations,
+        reason=reason,
+        retry_after_s=retry_after_s,
+        quota_violations=quotas,
     )
 
 

@@ -5,7 +5,7 @@ import logging
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kestrel_client._pb.kestrel.v1 import admin_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1 import common_pb2, vision_service_pb2
@@ -90,11 +90,18 @@ async def test_who_may(serve, tmp_path):
 
 
 async def test_nobody_is_an_administrator_where_nobody_is_asked(serve):
+    """docs/service.md: the service is listed all the same, and GetStatistics answers."""
     served = await serve()
-    told = await failure(Admin(served, ()).Drain())
-    assert told.code is grpc.StatusCode.PERMISSION_DENIED
-    assert told.message == "callers without credentials lack the scope admin"
+    for name, fields in METHODS:
+        if name == "GetStatistics":
+            continue
+        told = await failure(getattr(Admin(served, ()), name)(**fields))
+        assert (told.code, told.reason) == (grpc.StatusCode.PERMISSION_DENIED, "SCOPE_MISSING")
+        assert told.message == "callers without credentials lack the scope admin"
     assert (await Admin(served, ()).GetStatistics()).pages == LIMITS.num_pages
+    health = health_pb2_grpc.HealthStub(served.channel)
+    asked = health_pb2.HealthCheckRequest(service="kestrel.v1.AdminService")
+    assert (await health.Check(asked)).status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_drain_lets_running_requests_end_and_takes_no_more(serve):

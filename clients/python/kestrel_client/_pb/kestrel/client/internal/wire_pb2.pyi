@@ -218,6 +218,50 @@ class RetryInfo(_message.Message):
 Global___RetryInfo: _TypeAlias = RetryInfo  # noqa: Y015
 
 @_typing.final
+class QuotaFailure(_message.Message):
+    """google.rpc.QuotaFailure"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Violation(_message.Message):
+        """google.rpc.QuotaFailure.Violation"""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        SUBJECT_FIELD_NUMBER: _builtins.int
+        DESCRIPTION_FIELD_NUMBER: _builtins.int
+        subject: _builtins.str
+        description: _builtins.str
+        def __init__(
+            self,
+            *,
+            subject: _builtins.str = ...,
+            description: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "subject", b"subject"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    VIOLATIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def violations(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuotaFailure.Violation]: ...
+    def __init__(
+        self,
+        *,
+        violations: _abc.Iterable[Global___QuotaFailure.Violation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["violations", b"violations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuotaFailure: _TypeAlias = QuotaFailure  # noqa: Y015
+
+@_typing.final
 class HealthCheckRequest(_message.Message):
     """grpc.health.v1.HealthCheckRequest"""
 
