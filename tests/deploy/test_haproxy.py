@@ -1,0 +1,301 @@
+"""deploy/haproxy/haproxy.cfg as it is, run by a real HAProxy before a real server: what passes, and what doesn't."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kestrel_client import AsyncKestrelClient, DeadlineExceededError, Tls, UnauthenticatedError
+from kestrel_client._pb.kestrel.v1 import admin_service_pb2, common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStub
+from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+from kestrel_grpc.security.principal import Scope
+from kestrel_grpc.security.tokens import line_of, new_token
+from tests.abuse.process import ServerProcess
+from tests.service.security.conftest import make_authority
+
+CONFIGURATION = Path(__file__).parents[2] / "deploy/haproxy/haproxy.cfg"
+HAPROXY = shutil.which("haproxy") or "/usr/sbin/haproxy"
+pytestmark = pytest.mark.skipif(
+    not os.access(HAPROXY, os.X_OK), reason="needs haproxy (Debian: apt-get install haproxy)"
+)
+
+
+class Front:
+    """A context: Kestrel on a unix socket, HAProxy with TLS before it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        authority = make_authority(folder)
+        pair = authority.issue("localhost")
+        (pem := folder / "front.pem").write_bytes(pair.cert.read_bytes() + pair.key.read_bytes())
+        self.ca = authority.ca.cert
+        self.token = new_token()
+        (tokens := folder / "tokens").write_text(line_of("camera", [Scope.INFER], self.token))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.address = f"localhost:{self.port}"
+        back = f"unix:{folder}/kestrel.sock"
+        self._flags = ("--auth-tokens", str(tokens), "--max-message-bytes", "1MiB")
+        self._flags += ("--access-log", "json")
+        self._back = back
+        self._environ = {
+            **os.environ,
+            "KESTREL_FRONT": f"127.0.0.1:{self.port}",
+            "KESTREL_PEM": str(pem),
+            "KESTREL_BACK": f"unix@{folder}/kestrel.sock",
+            "KESTREL_STATS": f"{folder}/stats.sock",
+        }
+
+    def start_server(self):
+        self.server = ServerProcess(self.folder, *self._flags, listen=self._back)
+
+    def __enter__(self):
+        self.start_server()
+        self.log = (self.folder / "haproxy.log").open("wb")
+        self.haproxy = subprocess.Popen(
+            [HAPROXY, "-db", "-f", str(CONFIGURATION)], stderr=self.log, env=self._environ
+        )
+        end = time.monotonic() + 10
+        while "UP" not in self.told("show stat"):
+            assert self.haproxy.poll() is None, (self.folder / "haproxy.log").read_text()
+            assert time.monotonic() < end, self.told("show stat")
+            time.sleep(0.05)
+        return self
+
+    def __exit__(self, *exc_info):
+        self.haproxy.kill()
+        self.haproxy.wait()
+        self.log.close()
+        self.server.__exit__(None, None, None)
+
+    def told(self, command):
+        """What HAProxy's socket says; of ``show stat`` the server's state alone. "" before it listens."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asked:
+            try:
+                asked.connect(f"{self.folder}/stats.sock")
+            except OSError:
+                return ""
+            asked.sendall(f"{command}\n".encode())
+            text = b"".join(iter(lambda: asked.recv(65536), b"")).decode()
+        rows = [line.split(",") for line in text.splitlines()]
+        return next((row[17] for row in rows if row[:2] == ["kestrel", "one"]), text)
+
+    def forget_callers(self):
+        """Counts by address start anew."""
+        self.told("clear table strangers")
+
+    def until(self, state):
+        end = time.monotonic() + 15
+        while self.told("show stat") != state:
+            assert time.monotonic() < end, self.told("show stat")
+            time.sleep(0.05)
+
+    def client(self, token=True, **options):
+        return AsyncKestrelClient(
+            self.address,
+            tls=Tls(root_certificates=self.ca),
+            token=self.token if token else None,
+            **options,
+        )
+
+    def channel(self):
+        credentials = grpc.ssl_channel_credentials(self.ca.read_bytes())
+        return grpc.aio.secure_channel(
+            self.address, credentials, options=[("grpc.use_local_subchannel_pool", 1)]
+        )
+
+    def connection(self):
+        """TLS with ALPN, and no byte sent yet."""
+        context = ssl.create_default_context(cafile=str(self.ca))
+        context.set_alpn_protocols(["h2"])
+        plain = socket.create_connection(("127.0.0.1", self.port), 10)
+        try:
+            return context.wrap_socket(plain, server_hostname="localhost")
+        except BaseException:
+            plain.close()
+            raise
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory):
+    with Front(tmp_path_factory.mktemp("front")) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def from_the_start(front):
+    front.forget_callers()
+
+
+async def test_answers_streams_and_deadlines_pass(front):
+    async with front.client() as client:
+        assert (await client.query(None, "what?", max_tokens=3)).usage.output_tokens <= 3
+        async with client.stream_query(None, "what?", max_tokens=5) as stream:
+            events = [event async for event in stream]
+        assert events
+        with pytest.raises(DeadlineExceededError):
+            await client.query(None, "what?", max_tokens=300, timeout=0.005)
+
+
+async def test_a_stream_is_not_held_back(front):
+    """Messages come one by one: more than one time of arrival."""
+    metadata = (("authorization", f"Bearer {front.token}"),)
+    async with front.channel() as channel:
+        sampling = common_pb2.Sampling(max_tokens=60)
+        request = pb.StreamQueryRequest(
+            request=pb.QueryRequest(question="what?", sampling=sampling)
+        )
+        times = []
+        async for _ in VisionServiceStub(channel).StreamQuery(request, metadata=metadata):
+            times.append(time.monotonic())
+    assert len(times) >= 2
+
+
+async def test_statuses_of_the_server_pass_with_their_details(front):
+    metadata = (("authorization", f"Bearer {front.token}"),)
+    async with front.channel() as channel:
+        vision = VisionServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await vision.Query(pb.QueryRequest(question=""), metadata=metadata)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "grpc-status-details-bin" in dict(caught.value.trailing_metadata())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await vision.Query(pb.QueryRequest(question="a" * 3 * 2**20), metadata=metadata)
+        # The server refuses it while it is on its way, and HAProxy 2.6 tells the end of the stream before the status.
+        assert caught.value.code() in (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            grpc.StatusCode.CANCELLED,
+        )
+        wrong = (("authorization", "Bearer wrong"),)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await vision.Query(pb.QueryRequest(question="?"), metadata=wrong)
+        assert caught.value.details() == "the token is not known here"
+
+
+async def test_who_has_no_token_or_asks_for_another_service_stays_outside(front):
+    async with front.client(token=False) as client:
+        with pytest.raises(UnauthenticatedError, match="a token is needed"):
+            await client.query(None, "what?")
+    metadata = (("authorization", f"Bearer {front.token}"),)
+    async with front.channel() as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await AdminServiceStub(channel).Drain(
+                admin_service_pb2.DrainRequest(), metadata=metadata
+            )
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    log = front.server.log.read_text()
+    assert "AdminService" not in log and "CREDENTIALS_MISSING" not in log
+
+
+async def test_connections_of_one_address_are_bounded(front):
+    opened = []
+    try:
+        with pytest.raises((OSError, ssl.SSLError)):
+            for _ in range(21):
+                opened.append(await asyncio.to_thread(front.connection))
+        assert len(opened) >= 15, "some of the 20 may be of tests before"
+    finally:
+        for each in opened:
+            each.close()
+    end = time.monotonic() + 5
+    while True:
+        with contextlib.suppress(OSError, ssl.SSLError):
+            (await asyncio.to_thread(front.connection)).close()
+            break
+        assert time.monotonic() < end
+        await asyncio.sleep(0.1)
+
+
+def test_a_handshake_or_headers_that_take_long_are_cut_off(front):
+    silent = socket.create_connection(("127.0.0.1", front.port), 10)
+    slow = front.connection()
+    slow.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000"))
+    # HEADERS of 100 bytes, of which 10 come.
+    slow.sendall(bytes.fromhex("000064010400000001") + bytes(10))
+    began = time.monotonic()
+    for each in (silent, slow):
+        each.settimeout(30)
+        with contextlib.suppress(ConnectionError):
+            while each.recv(4096):
+                pass
+        each.close()
+    assert time.monotonic() - began < 15
+
+
+@pytest.mark.slow
+async def test_who_waits_for_an_answer_is_not_cut_off(front):
+    """Longer than "timeout client"."""
+    front.server.hang.touch()
+    try:
+        async with front.client() as client:
+            waiting = asyncio.create_task(client.query(None, "what?", max_tokens=2, timeout=60))
+            await asyncio.sleep(13)
+            assert not waiting.done()
+            front.server.hang.unlink()
+            assert (await waiting).usage
+    finally:
+        front.server.hang.unlink(missing_ok=True)
+
+
+def test_headers_that_are_large_are_refused(front):
+    credentials = grpc.ssl_channel_credentials(front.ca.read_bytes())
+    metadata = (("authorization", f"Bearer {front.token}"), ("x-large", "a" * 60_000))
+    with grpc.secure_channel(front.address, credentials) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            VisionServiceStub(channel).Query(
+                pb.QueryRequest(question="?"), metadata=metadata, timeout=10
+            )
+    assert caught.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_calls_of_one_address_are_bounded_in_time(front):
+    codes = []
+    async with front.channel() as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+
+        async def ask():
+            try:
+                await health.Check(health_pb2.HealthCheckRequest(), timeout=10)
+                codes.append("OK")
+            except grpc.aio.AioRpcError as error:
+                codes.append(f"{error.code().name}: {error.details()}")
+
+        for _ in range(12):
+            await asyncio.gather(*(ask() for _ in range(100)))
+    refused = "RESOURCE_EXHAUSTED: too many calls from this address"
+    assert set(codes) == {"OK", refused}
+    assert 900 <= codes.count("OK") <= 1010
+
+
+async def test_health_decides_whether_calls_are_sent(front):
+    """Last: it restarts the server."""
+    assert front.told("show stat") == "UP"
+    front.server.popen.kill()
+    front.server.popen.wait()
+    front.until("DOWN")
+    async with front.channel() as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await VisionServiceStub(channel).Query(
+                pb.QueryRequest(question="?"),
+                metadata=(("authorization", f"Bearer {front.token}"),),
+                timeout=10,
+            )
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    front.server.__exit__(None, None, None)
+    front.start_server()
+    front.until("UP")
+    async with front.client() as client:
+        assert (await client.query(None, "what?", max_tokens=2)).usage
+    front.server.popen.terminate()
+    assert front.server.popen.wait(20) == 0
