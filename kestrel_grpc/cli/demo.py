@@ -84,17 +84,19 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _server(model: str) -> Iterator[str]:
-    """The address of a server that runs as long as the context."""
-    with tempfile.TemporaryDirectory(prefix="kestrel-demo-") as folder:
+    """The address of a server that runs as long as the context, and no longer than this process."""
+    with tempfile.TemporaryDirectory(prefix="kestrel-demo-") as folder, _pipe() as watched:
         command = [
-            *(sys.executable, "-m", "kestrel_grpc", "serve"),
+            *(sys.executable, "-m", "kestrel_grpc.cli.demo_server", str(watched)),
             *("--model", model, "--listen", f"unix:{folder}/demo.sock", "--log-level", "warning"),
             *("--drain-delay", "0"),
         ]
         print(f"$ kestrel-grpc serve --model {model}", flush=True)
         # Its own server asks nobody, whatever is set up for another.
         environ = {k: v for k, v in os.environ.items() if k not in _CREDENTIALS}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=environ, pass_fds=(watched,)
+        )
         try:
             assert process.stdout is not None
             ready = process.stdout.readline().strip()
@@ -109,6 +111,17 @@ def _server(model: str) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.communicate()
+
+
+@contextmanager
+def _pipe() -> Iterator[int]:
+    """The read end of a pipe whose other end closes with this process."""
+    ours, theirs = os.pipe()
+    try:
+        yield ours
+    finally:
+        os.close(ours)
+        os.close(theirs)
 
 
 def _call_everything(client: KestrelClient, args: argparse.Namespace, folder: Path) -> list[str]:

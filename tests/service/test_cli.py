@@ -433,6 +433,28 @@ def test_a_demo_that_is_told_to_stop_takes_its_server_along(tmp_path):
     assert not list(tmp_path.glob("kestrel-demo-*"))
 
 
+def test_a_demo_that_is_killed_leaves_no_server(tmp_path):
+    popen = subprocess.Popen(
+        [*PROGRAM, "demo", "--output", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
+        env=environment(TMPDIR=str(tmp_path)),
+    )
+    with popen:
+        popen.stdout.readline()
+        assert READY.match(popen.stdout.readline().strip())
+        (server,) = psutil.Process(popen.pid).children()
+        assert "demo.sock" in _command_line(server)
+        popen.send_signal(signal.SIGKILL)
+        assert popen.wait(10) == -signal.SIGKILL
+    try:
+        server.wait(10)
+    except psutil.TimeoutExpired:  # Its new parent may not wait for it; then it is a zombie.
+        assert _command_line(server) == ""
+
+
 def test_the_demo_calls_everything_and_leaves_no_process(tmp_path):
     done = kestrel("demo", "--output", tmp_path / "out")
     assert done.returncode == 0, done.stderr
