@@ -325,7 +325,7 @@ class RuntimeConfig:
     max_new_tokens: int | None = setting(
         None,
         REQUESTS,
-        "most tokens that one request may ask for",
+        "most tokens of one answer, its reasoning included; a request that names more as max_tokens is refused",
         kind="whole",
         metavar="N",
         low=1,

@@ -11,10 +11,7 @@ from .settings import read_settings, reject_unknown
 
 
 class DetectSkill:
-    """Arguments: object. Output: {"objects": [{"x_min", "y_min", "x_max", "y_max"}]}, normalised, not clipped.
-
-    ``max_tokens`` is accepted and ignored, as by the vendor's engine; ``max_objects`` is the bound.
-    """
+    """Arguments: object. Output: {"objects": [{"x_min", "y_min", "x_max", "y_max"}]}, normalised, not clipped."""
 
     name = "detect"
 
@@ -37,7 +34,8 @@ class DetectSkill:
             ),
             sampling=read.sampling,
             seed=read.seed,
-            token_budget=3 * max_objects,
+            max_tokens=read.max_tokens,
+            token_budget=min(read.max_tokens or 3 * max_objects, 3 * max_objects),
             options={"max_objects": max_objects},
         )
 

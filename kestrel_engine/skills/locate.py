@@ -16,7 +16,8 @@ from ..step import StepToken, TokenRule
 
 
 class LocateControl:
-    """Ends on the end token ("stop") or at ``max_objects`` ("length")."""
+    """Ends on the end token ("stop") or at ``max_objects`` ("length"). The engine ends it at ``max_tokens``; an object
+    that is not complete by then is left out."""
 
     def __init__(self, *, boxes: bool, max_objects: int, model: ModelConfig) -> None:
         ids = model.ids

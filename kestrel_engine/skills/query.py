@@ -72,7 +72,7 @@ class QuerySkill:
 
 
 class ReasoningControl:
-    """Reasoning up to the answer id, then the answer.
+    """Reasoning up to the answer id, then the answer. It ends by "length" if either was cut.
 
     Any token may be the answer id, so a rule is known only once the token before it was seen. End-of-text is no stop
     here: as the first token it is fed, later it is suppressed. When reasoning runs out of tokens the answer id is
@@ -89,6 +89,8 @@ class ReasoningControl:
         self._num_accepted = 0
         self._answer_from: int | None = None
         """Index of the answer's first token."""
+        self._was_cut = False
+        """The reasoning had no end of its own."""
 
     def rule(self, index: int) -> TokenRule | None:
         if self._answer_from is not None and index >= self._answer_from:
@@ -104,11 +106,12 @@ class ReasoningControl:
         if self._answer_from is None:
             if token.id == self._answer_id:
                 self._answer_from = self._num_accepted
+                self._was_cut = self._num_accepted > self._max_reasoning
             return None
         finish = self._answer.accept(token)
         if finish is None and self._num_accepted - self._answer_from == self._max_answer:
             return "length"
-        return finish
+        return "length" if finish and self._was_cut else finish
 
 
 class ReasoningOutput:
@@ -127,7 +130,8 @@ class ReasoningOutput:
 
     def push(self, token: StepToken) -> list[StreamUpdate]:
         if self._answer is not None:
-            return self._answer.push(token)
+            # After reasoning that was cut the end token comes here: the request ends by "length".
+            return [] if token.id == self._ids.eos_id else self._answer.push(token)
         if token.id == self._ids.answer_id:
             self._answer = AnswerOutput("answer", self._context)
             return self._reasoning(self._chunks[-1].finish())

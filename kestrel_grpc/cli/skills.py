@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "--top-p", type=float, help="draw among the likeliest tokens of this total"
     )
     sampling.add_argument("--top-k", type=int, help="draw among this many tokens; 0: all")
-    sampling.add_argument("--max-tokens", type=int, help="most tokens to generate")
+    sampling.add_argument(
+        "--max-tokens", type=int, help="most tokens to generate; a point takes 2, a box 3"
+    )
     sampling.add_argument("--seed", type=int, help="makes the draw repeatable")
     output = parser.add_argument_group("output")
     output.add_argument("--stream", action="store_true", help="print the answer while it comes")

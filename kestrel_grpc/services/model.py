@@ -154,7 +154,9 @@ class ModelService(ModelServiceServicer):
             if engine is not None
             else config.max_batch_size or 0,
             max_queue=config.max_queue,
-            default_max_tokens=config.default_max_tokens,
+            default_max_tokens=min(
+                config.default_max_tokens, config.max_new_tokens or config.default_max_tokens
+            ),
             default_max_objects=config.default_max_objects,
             default_temperature=config.default_temperature,
             default_top_p=config.default_top_p,

@@ -165,6 +165,30 @@ async def test_a_request_may_not_ask_for_more_tokens_than_the_engine_gives(make_
 
 
 @pytest.mark.parametrize(
+    ("skill", "key", "each"), [("detect", "objects", 3), ("point", "points", 2)]
+)
+async def test_objects_end_at_max_tokens_and_at_the_engines_limit(
+    make_engine, fake_limits, skill, key, each
+):
+    async def ask(engine, **settings):
+        return await getattr(engine, skill)(PICTURE, "cat", settings=settings)
+
+    runtime = FakeRuntime(fake_limits, lambda fed: 5)
+    engine = make_engine(runtime, max_new_tokens=10)
+    cut = await ask(engine, max_tokens=7)
+    assert (len(cut.output[key]), cut.finish_reason) == (7 // each, "length")
+    assert cut.metrics.output_tokens == 7
+    # Defaults and max_objects shrink, a number of tokens that the caller names is refused.
+    for settings in ({}, {"max_objects": 2000}):
+        result = await ask(engine, **settings)
+        assert (len(result.output[key]), result.finish_reason) == (10 // each, "length")
+    with pytest.raises(InvalidRequest, match="11 exceeds this engine's limit of 10"):
+        await ask(engine, max_tokens=11)
+    result = await ask(engine, max_tokens=10, max_objects=2)
+    assert (len(result.output[key]), result.finish_reason) == (2, "length")
+
+
+@pytest.mark.parametrize(
     ("call", "error", "field"),
     [
         (lambda e: e.caption(None), InvalidRequest, "image"),

@@ -49,6 +49,8 @@ def check_text(case: dict[str, Any], result: EngineResult) -> None:
 
 def check_reasoning(case: dict[str, Any], result: EngineResult) -> None:
     assert list(result.token_ids) == case["reasoning_ids"] + case["answer"]["ids"]
+    was_cut = case["reasoning_stop"] == "max_tokens" or case["answer"]["stop"] == "max_tokens"
+    assert result.finish_reason == ("length" if was_cut else "stop")
     reasoning = result.output["reasoning"]
     assert reasoning["text"] == case["reasoning_text"]
     grounding = [{**g, "points": [list(p) for p in g["points"]]} for g in reasoning["grounding"]]

@@ -167,6 +167,40 @@ def test_reasoning_out_of_tokens_forces_the_answer(moondream3, codec):
     assert "".join(u.text for u in updates) == "abcde"
 
 
+def test_reasoning_that_was_cut_ends_by_length_though_the_answer_has_an_end(moondream3, codec):
+    _, state = start(QuerySkill(), moondream3, 11, {"max_tokens": 5}, question="q", reasoning=True)
+    feed(state, text(codec, "think"))
+    assert state.consume(StepToken(3))[1] is None
+    feed(state, text(codec, "yes"))
+    assert state.consume(StepToken(0)) == ([], "length")
+    assert state.out.output()["answer"] == "yes"
+    assert 0 not in state.out.token_ids, "the end is no part of the answer"
+
+
+def test_reasoning_that_ends_at_its_last_token_was_not_cut(moondream3, codec):
+    _, state = start(QuerySkill(), moondream3, 11, {"max_tokens": 5}, question="q", reasoning=True)
+    feed(state, text(codec, "thin"))
+    state.consume(StepToken(3))
+    assert state.consume(StepToken(0))[1] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("skill", "max_tokens", "budget"),
+    [
+        (DetectSkill(), None, 60),
+        (DetectSkill(), 7, 7),
+        (DetectSkill(), 600, 60),
+        (PointSkill(), None, 40),
+        (PointSkill(), 7, 7),
+        (PointSkill(), 600, 40),
+    ],
+)
+def test_objects_are_bounded_by_max_tokens_too(moondream3, skill, max_tokens, budget):
+    settings = {"max_objects": 20, "max_tokens": max_tokens}
+    request, _ = start(skill, moondream3, settings=settings, object="cat")
+    assert (request.max_tokens, request.token_budget) == (max_tokens, budget)
+
+
 def test_point_cycles_x_and_y(moondream3):
     _, state = start(PointSkill(), moondream3, object="cat")
     first = state.rule()
