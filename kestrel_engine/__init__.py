@@ -34,6 +34,7 @@ from .errors import (
     Quota,
     RequestError,
     RuntimeFailure,
+    SkillFault,
     SkillUnavailable,
     UnsupportedImageError,
 )
@@ -92,6 +93,7 @@ __all__ = [
     "RuntimeFailure",
     "Setting",
     "SettingGroup",
+    "SkillFault",
     "SkillRegistry",
     "SkillSpec",
     "SkillUnavailable",

@@ -48,6 +48,7 @@ from .scheduler.policy import SchedulerPolicy, SchedulerStats
 from .scheduler.sequence import Sequence
 from .skills.base import SkillContext, SkillDefaults, SkillRequest
 from .skills.registry import SkillRegistry
+from .skills.rule_check import RuleCheck, check_prompt
 from .stream import EngineStream
 from .timings import RequestTimings
 from .watchdog import watch
@@ -55,6 +56,9 @@ from .watchdog import watch
 __all__ = ["EngineMetrics", "EngineResult", "EngineStream", "InferenceEngine", "StreamUpdate"]
 
 logger = logging.getLogger(__name__)
+
+STOP_PATIENCE_S = 5.0
+"""Seconds that shutdown waits for the step that runs."""
 
 
 class InferenceEngine(SkillCalls):
@@ -110,6 +114,7 @@ class InferenceEngine(SkillCalls):
             policy=_policy(config, self._sizes),
             observer=observer,
             depth=self._sizes.steps_out,
+            check_rule=RuleCheck(built.model),
         )
         self._delivery.start()
         self._loop.start()
@@ -119,6 +124,8 @@ class InferenceEngine(SkillCalls):
         self._preparing = 0
         self._profiling = False
         self._closing = self._closed = False
+        self.is_stuck = False
+        """After shutdown: a step did not end, and its thread was left behind. The process can only end by os._exit."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._seeds = itertools.count(config.seed) if config.seed is not None else None
@@ -242,6 +249,7 @@ class InferenceEngine(SkillCalls):
         self._check_alive()
         prompt = self._prompt(request, prepared)
         max_tokens = self._token_limit(request, num_positions(prompt))
+        check_prompt(request.prompt_suffix, self._built.model)
         control = spec.new_control(request, max_tokens, self._context)
         output = spec.new_output(request, self._context)
         sequence_id = next(self._ids)
@@ -336,7 +344,7 @@ class InferenceEngine(SkillCalls):
 
     async def shutdown(self, *, grace_s: float = 10.0) -> None:
         """Takes no more requests, lets the running ones end for up to ``grace_s`` seconds, fails the rest with
-        EngineClosed, and frees the model. Idempotent."""
+        EngineClosed, and frees the model, unless a step hangs (``is_stuck``). Idempotent."""
         self._closing = True
         if self.num_requests and grace_s > 0:
             try:
@@ -347,9 +355,8 @@ class InferenceEngine(SkillCalls):
                 )
         self._closed = True
         self._watchdog.cancel()
-        # A hung device is left behind: its thread is a daemon, and nobody waits for it.
-        patience_s = 5.0 if self._failure else self._config.step_timeout_s
-        if await asyncio.to_thread(self._loop.stop, patience_s):
+        self.is_stuck = not await asyncio.to_thread(self._loop.stop, STOP_PATIENCE_S)
+        if not self.is_stuck:
             await asyncio.to_thread(self._delivery.stop)
         await asyncio.sleep(0)  # Lets the last deliveries reach their streams.
         self._open.fail_all(EngineClosed("the engine was shut down"))

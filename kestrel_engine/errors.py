@@ -24,6 +24,7 @@
     ├── EngineClosed             the engine is shut down, or shutting down
     ├── ProfileError             a profile can't be taken, or not be written
     └── RuntimeFailure           our fault: a step failed
+        └── SkillFault           a skill gave a rule or a prompt that the model can't follow
 
 Nobody decides by the text of an error. What is impossible unless we made a mistake is an ``assert``.
 """
@@ -179,3 +180,7 @@ class RuntimeFailure(KestrelError):
     def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
         super().__init__(message)
         self.out_of_memory = out_of_memory
+
+
+class SkillFault(RuntimeFailure):
+    """A skill gave a rule or a prompt that the model can't follow; the message tells its author what is wrong."""

@@ -17,7 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .delivery import DeliveryThread, Progress
-from .errors import DeadlineExceeded, EngineClosed, KestrelError, QueueTimeout, RuntimeFailure
+from .errors import (
+    DeadlineExceeded,
+    EngineClosed,
+    KestrelError,
+    QueueTimeout,
+    RuntimeFailure,
+    SkillFault,
+)
 from .events import FinishReason
 from .observer import Observer, StepEvent
 from .requests import num_positions
@@ -27,7 +34,7 @@ from .scheduler.policy import SchedulerPolicy, SchedulerStats
 from .scheduler.scheduler import Scheduler
 from .scheduler.sequence import Sequence
 from .skills.base import SkillControl, SkillOutput
-from .step import PREVIOUS, StepPlan, StepResult, StepToken
+from .step import PREVIOUS, StepPlan, StepResult, StepToken, TokenRule
 from .timings import RequestTimings
 
 logger = logging.getLogger(__name__)
@@ -71,12 +78,15 @@ class EngineLoop:
         observer: Observer | None = None,
         depth: int = PIPELINE_DEPTH,
         clock: Callable[[], float] = time.monotonic,
+        check_rule: Callable[[TokenRule | None], None] | None = None,
     ) -> None:
+        """``check_rule`` raises SkillFault for a rule that may not reach the runtime; None trusts all skills."""
         self._runtime = runtime
         self._delivery = delivery
         self._observer = observer
         self._depth = depth
         self._clock = clock
+        self._check_rule = check_rule
         self._scheduler = Scheduler(runtime.limits, policy)
         self._active: dict[int, Work] = {}
         # Unbounded here because the engine admits a bounded number of requests, each of which sends two commands.
@@ -201,8 +211,8 @@ class EngineLoop:
             if row.sample is not None:
                 try:
                     self._resume(self._active[row.sequence_id])
-                except Exception:
-                    self._skill_failed(row.sequence_id)
+                except Exception as error:
+                    self._skill_failed(row.sequence_id, error)
 
     def _resume(self, work: Work) -> None:
         """Tells the scheduler the next rule as soon as it is known."""
@@ -210,6 +220,8 @@ class EngineLoop:
         if sequence.rule is None and sequence.num_planned < sequence.max_tokens:
             rule = work.control.rule(sequence.num_planned)
             if rule is not None:
+                if self._check_rule is not None:
+                    self._check_rule(rule)
                 self._scheduler.resume(sequence.sequence_id, rule)
 
     def _collect(self) -> None:
@@ -229,6 +241,8 @@ class EngineLoop:
             if self._profile.ended.done():
                 self._profile = None
         self._observe(out, result, failed=False)
+        for sequence_id in result.non_finite & self._active.keys():
+            self._not_finite(sequence_id)
         for sequence, token in self._scheduler.commit(out.plan, result):
             self._consume(self._active[sequence.sequence_id], token)
 
@@ -242,6 +256,20 @@ class EngineLoop:
                 f"the step that computed this request failed{why}", out_of_memory=memory
             )
             self._end(sequence_id, failure)
+
+    def _not_finite(self, sequence_id: int) -> None:
+        """Ends a request whose row gave NaN or infinity."""
+        work = self._active[sequence_id]
+        logger.error(
+            "request %s: the model gave numbers that are not finite, after %d tokens",
+            work.request_id,
+            work.sequence.num_sampled,
+        )
+        self._scheduler.discard(sequence_id)
+        self._end(
+            sequence_id,
+            RuntimeFailure("the model gave numbers that are not finite for this request"),
+        )
 
     def _consume(self, work: Work, token: StepToken) -> None:
         sequence = work.sequence
@@ -259,8 +287,8 @@ class EngineLoop:
                     or sequence.in_flight
                     or sequence.num_planned == sequence.max_tokens
                 )
-        except Exception:
-            self._skill_failed(sequence.sequence_id)
+        except Exception as error:
+            self._skill_failed(sequence.sequence_id, error)
             return
         if finish is None:
             self._outbox.append(
@@ -269,10 +297,11 @@ class EngineLoop:
         else:
             self._end(sequence.sequence_id, finish, None if finish == "stop" else token)
 
-    def _skill_failed(self, sequence_id: int) -> None:
-        """Called where a skill raised: its fault ends its own request only."""
-        logger.exception("the skill of sequence %d failed", sequence_id)
-        self._end(sequence_id, RuntimeFailure("the skill failed on a sampled token"))
+    def _skill_failed(self, sequence_id: int, error: Exception) -> None:
+        """Called where a skill raised, or asked for what can't be: its fault ends its own request only."""
+        logger.error("the skill of sequence %d failed", sequence_id, exc_info=error)
+        failure = RuntimeFailure("the skill failed on a sampled token")
+        self._end(sequence_id, error if isinstance(error, SkillFault) else failure)
 
     def _begin_profile(self, profile: StepProfile) -> None:
         self._end_profile()
@@ -288,8 +317,15 @@ class EngineLoop:
             self._profile = None
 
     def _add(self, work: Work) -> None:
-        self._active[work.sequence.sequence_id] = work
-        self._scheduler.add(work.sequence)
+        sequence = work.sequence
+        self._active[sequence.sequence_id] = work
+        try:
+            if self._check_rule is not None:
+                self._check_rule(sequence.rule)
+        except SkillFault as error:
+            self._skill_failed(sequence.sequence_id, error)
+            return
+        self._scheduler.add(sequence)
 
     def _abort(self, sequence_id: int) -> None:
         if sequence_id in self._active:

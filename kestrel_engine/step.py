@@ -115,6 +115,9 @@ class StepResult:
     """What a step gave: one StepToken for each row that asked, by sequence id; seconds spent, by phase."""
 
     tokens: dict[int, StepToken] = field(default_factory=dict)
+    non_finite: frozenset[int] = frozenset()
+    """Sequences whose row gave NaN or infinity, as hidden values at its last position, as logits or from a region head.
+    They have no token, and what their rows wrote to their pages is worthless. Other rows are not affected."""
     vision_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0

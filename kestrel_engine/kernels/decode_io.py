@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .sample_logits import LARGEST
+
 PREVIOUS, TEXT, COORD, SIZE = -1, 0, 1, 2
 
 RESULT_WIDTH = 8
@@ -96,7 +98,32 @@ class Bins:
     num_bins: int
 
 
+def flag_rows(hidden: Tensor, flags: Tensor) -> None:
+    """Writes to ``flags`` [M, 1] int32 whether a row of ``hidden`` [M, dim] has a number that is not finite."""
+    assert hidden.stride(1) == 1 and flags.is_contiguous(), (hidden.stride(), flags.stride())
+    dim = hidden.shape[1]
+    _flag_kernel[(len(hidden),)](
+        hidden, hidden.stride(0), flags, dim, triton.next_power_of_2(dim)
+    )  # fmt: skip
+
+
+@triton.jit
+def _is_bad(hidden, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """1 if one of DIM numbers is not finite, else 0."""
+    columns = tl.arange(0, BLOCK)
+    x = tl.load(hidden + columns, mask=columns < DIM, other=0.0).to(tl.float32)
+    # Written so that NaN fails.
+    return tl.max(((tl.abs(x) <= LARGEST) == 0).to(tl.int32))
+
+
+@triton.jit
+def _flag_kernel(hidden, stride, flags, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(flags + row, _is_bad(hidden + row * stride, DIM, BLOCK))
+
+
 def keep_rows(
+    hidden: Tensor,
     seqs: Tensor,
     flags: Tensor,
     ids: Tensor,
@@ -114,6 +141,9 @@ def keep_rows(
 ) -> None:
     """Writes what M rows sampled to ``sampled`` at ``seqs`` and to ``results`` [M, RESULT_WIDTH] int32.
 
+    A result is bad if ``bad`` [M] int32 says so of its logits, if its row of ``hidden`` [M, dim] has a number that is
+    not finite, or if the value that it takes has NaN as its log-probability.
+
     ``flags`` [M] int32, any stride: bits ``reads_coord`` and ``reads_size`` say that a row with that id takes a value
     from ``coords`` [M, 1] or ``sizes`` [M, 2]. With None for both no row may ask for one.
     """
@@ -121,21 +151,25 @@ def keep_rows(
     spatial = coords is not None
     nothing = Bins(ids, logprobs, 2)
     of_coords, of_sizes = coords or nothing, sizes or nothing
+    assert hidden.stride(1) == 1, hidden.stride()
+    dim = hidden.shape[1]
     _keep_kernel[(len(ids),)](
-        seqs, flags, flags.stride(0), ids, logprobs, bad,
+        hidden, hidden.stride(0), seqs, flags, flags.stride(0), ids, logprobs, bad,
         of_coords.bins, of_coords.logprobs, of_sizes.bins, of_sizes.logprobs,
         sampled.ids, sampled.kinds, sampled.values, results, results.stride(0),
         of_coords.num_bins, of_sizes.num_bins, coord_id, size_id, reads_coord, reads_size, spatial,
+        dim, triton.next_power_of_2(dim),
     )  # fmt: skip
 
 
 @triton.jit
 def _keep_kernel(
-    seqs, flags, flag_stride, ids, logprobs, bad,
+    hidden, hidden_stride, seqs, flags, flag_stride, ids, logprobs, bad,
     coord_bins, coord_logprobs, size_bins, size_logprobs,
     last_ids, last_kinds, last_values, results, result_stride,
     NUM_COORD: tl.constexpr, NUM_SIZE: tl.constexpr, COORD_ID: tl.constexpr, SIZE_ID: tl.constexpr,
     READS_COORD: tl.constexpr, READS_SIZE: tl.constexpr, SPATIAL: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     seq = tl.load(seqs + row)
@@ -143,7 +177,7 @@ def _keep_kernel(
     out = results + row * result_stride
     tl.store(last_ids + seq, token)
     tl.store(out, token)
-    tl.store(out + 1, tl.load(bad + row))
+    is_bad = tl.load(bad + row) | _is_bad(hidden + row * hidden_stride, DIM, BLOCK)
     tl.store(out + 2, tl.load(logprobs + row).to(tl.int32, bitcast=True))
     kind = token * 0
     if SPATIAL:
@@ -156,9 +190,12 @@ def _keep_kernel(
         tl.store(out + 3, place)
         tl.store(out + 4, width)
         tl.store(out + 5, height)
-        tl.store(out + 6, tl.load(coord_logprobs + row).to(tl.int32, bitcast=True))
+        of_coord = tl.load(coord_logprobs + row)
+        tl.store(out + 6, of_coord.to(tl.int32, bitcast=True))
         of_size = tl.load(size_logprobs + 2 * row) + tl.load(size_logprobs + 2 * row + 1)
         tl.store(out + 7, of_size.to(tl.int32, bitcast=True))
+        value_logprob = tl.where(kind == 1, of_coord, tl.where(kind == 2, of_size, 0.0))
+        is_bad = is_bad | (value_logprob != value_logprob).to(tl.int32)
         # In float64, as models.region computes them on the host (moondream.md section 7).
         coord = (place.to(tl.float64) / NUM_COORD).to(tl.float32)
         w = tl.exp2(10.0 * width.to(tl.float64) / (NUM_SIZE - 1) - 10.0).to(tl.float32)
@@ -166,3 +203,4 @@ def _keep_kernel(
         tl.store(last_values + 2 * seq, tl.where(kind == 1, coord, w))
         tl.store(last_values + 2 * seq + 1, h)
     tl.store(last_kinds + seq, kind)
+    tl.store(out + 1, is_bad)

@@ -15,6 +15,9 @@ from ..requests import Coord, ImageBlock, Size, Token, num_positions
 from ..step import PREVIOUS, Row, RuntimeLimits, StepPlan, StepResult, StepToken
 from .lost_work import LostWork
 
+NOT_FINITE = ImageBlock("not finite", 1)
+"""Stands in a slot for keys and values that are not finite."""
+
 Script = Callable[[tuple[Token, ...]], int]
 """From the tokens at all positions of a sequence to the id that the model would like next."""
 
@@ -49,6 +52,12 @@ class FakeRuntime:
         self.plans: list[StepPlan] = []
         self.fail_next: Exception | None = None
         self.fail_launch: Exception | None = None
+        self._spoiled: set[str] = set()
+        self._writes_bad = False
+        self.bad_sequences: set[int] = set()
+        """What they write is not finite from now on."""
+        self.bad_images: set[str] = set()
+        """Keys of images whose next embedding is not finite."""
         self.closed = False
 
     @property
@@ -73,14 +82,17 @@ class FakeRuntime:
             error, self.fail_next = self.fail_next, None
             self._lost.note(plan)
             raise error
-        return StepResult(tokens=self._execute(plan))
+        result = self._execute(plan)
+        self._lost.note_sequences(result.non_finite)
+        return result
 
     def close(self) -> None:
         self.closed = True
 
-    def _execute(self, plan: StepPlan) -> dict[int, StepToken]:
+    def _execute(self, plan: StepPlan) -> StepResult:
         for key in plan.drop_images:
             self._crops.pop(key, None)
+            self._spoiled.discard(key)
         for sequence_id in plan.ended:
             self._sampled.pop(sequence_id, None)
         for piece in plan.encode:
@@ -91,15 +103,21 @@ class FakeRuntime:
             self._crops[piece.image.key] = piece.last
             if piece.last == piece.image.num_crops:
                 self._crops[piece.image.key] = 10**9
+                if piece.image.key in self.bad_images:
+                    self.bad_images.discard(piece.image.key)
+                    self._spoiled.add(piece.image.key)
         rows = (*plan.prefill, *plan.decode)
         self._check_writers(rows)
         tokens: dict[int, StepToken] = {}
         for row in rows:
             self._write(row)
+        bad: set[int] = set()
         for row in rows:
-            if row.sample is not None:
+            if self._writes_bad and NOT_FINITE in self._fed(row):
+                bad.add(row.sequence_id)
+            elif row.sample is not None:
                 tokens[row.sequence_id] = self._sampled[row.sequence_id] = self._sample(row)
-        return tokens
+        return StepResult(tokens=tokens, non_finite=frozenset(bad))
 
     def _check_writers(self, rows: tuple[Row, ...]) -> None:
         """What one row writes no other row of the step may read or write."""
@@ -122,8 +140,12 @@ class FakeRuntime:
             token = self._sampled[row.sequence_id].as_input() if each is PREVIOUS else each
             if isinstance(token, ImageBlock):
                 assert self._crops.get(token.key) == 10**9, f"picture {token.key} was not encoded"
+            is_bad = row.sequence_id in self.bad_sequences or (
+                isinstance(token, ImageBlock) and token.key in self._spoiled
+            )
+            self._writes_bad |= is_bad
             for _ in range(num_positions((token,))):
-                self._slots[self._slot(row, position)] = token
+                self._slots[self._slot(row, position)] = NOT_FINITE if is_bad else token
                 position += 1
         assert position <= len(row.page_table) * self._limits.page_size, (
             "the page table is too short"
@@ -133,13 +155,16 @@ class FakeRuntime:
         page, offset = divmod(position, self._limits.page_size)
         return row.page_table[page] * self._limits.page_size + offset
 
-    def _sample(self, row: Row) -> StepToken:
-        assert row.sample is not None
-        rule = row.sample.rule
+    def _fed(self, row: Row) -> tuple[Token, ...]:
+        """What the pages of the row's sequence hold, up to its end."""
         length = row.start + sum(
             t.num_positions if isinstance(t, ImageBlock) else 1 for t in row.tokens
         )
-        fed = tuple(self._slots[self._slot(row, p)] for p in range(length))
+        return tuple(self._slots[self._slot(row, p)] for p in range(length))
+
+    def _sample(self, row: Row) -> StepToken:
+        assert row.sample is not None
+        rule, fed = row.sample.rule, self._fed(row)
         wanted = self._script(fed)
         if rule.forced is not None:
             wanted = rule.forced

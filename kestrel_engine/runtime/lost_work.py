@@ -6,6 +6,7 @@ not compute. Their requests are ended by the scheduler as soon as it hears; unti
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ..requests import ImageBlock
@@ -13,7 +14,8 @@ from ..step import Row, StepPlan
 
 
 class LostWork:
-    """note() a plan that raised; without() cuts what builds on it from the plans that follow."""
+    """note() a plan that raised, note_sequences() those whose rows are lost; without() cuts what builds on either from
+    the plans that follow."""
 
     def __init__(self) -> None:
         self._sequences: set[int] = set()
@@ -22,6 +24,10 @@ class LostWork:
     def note(self, plan: StepPlan) -> None:
         self._sequences |= {row.sequence_id for row in plan.prefill + plan.decode}
         self._pictures |= {piece.image.key for piece in plan.encode}
+
+    def note_sequences(self, sequence_ids: Iterable[int]) -> None:
+        """Of a step that did not raise: rows of its own that are lost."""
+        self._sequences.update(sequence_ids)
 
     def without(self, plan: StepPlan) -> StepPlan:
         """The plan without lost rows and crops. A picture that begins again is no longer lost, a sequence never

@@ -24,7 +24,8 @@ class Runtime(Protocol):
         ...
 
     def collect(self, handle: StepHandle) -> StepResult:
-        """Waits for this step only. Raises what the step raised; the pages it touched then hold garbage."""
+        """Waits for this step only. A row whose numbers are not finite is named in the result, the other rows are good.
+        Raises what the step raised; the pages it touched then hold garbage."""
         ...
 
     def close(self) -> None:

@@ -12,22 +12,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..errors import RuntimeFailure
 from ..step import SampleSpec, TokenRule, uniform
 
 
-def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int, float]]:
-    """One (id, logprob) per row of ``logits`` [rows, vocab] float32, which is overwritten; waits for the device.
+def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int, float] | None]:
+    """One (id, logprob) per row of ``logits`` [rows, vocab] float32, which is overwritten; waits for the device. None
+    for a row with logits that are not finite.
 
     The logprob is that of the id under the rule, before temperature and truncation; an id that stands for all but the
-    stop id (``otherwise``) has their joint probability. Raises RuntimeFailure for non-finite logits.
+    stop id (``otherwise``) has their joint probability.
     """
     assert len(logits) == len(specs), (len(logits), len(specs))
     if not specs:
         return []
-    if not bool(torch.isfinite(logits).all()):
-        bad = (~torch.isfinite(logits)).any(dim=-1).nonzero().flatten().tolist()
-        raise RuntimeFailure(f"non-finite logits in rows {bad} of {len(specs)}")
+    finite = torch.isfinite(logits).all(dim=-1).tolist()
+    if not all(finite):
+        good = [row for row, is_finite in enumerate(finite) if is_finite]
+        drawn = iter(_sample(logits[good], [specs[row] for row in good]) if good else ())
+        return [next(drawn) if is_finite else None for is_finite in finite]
+    return [*_sample(logits, specs)]
+
+
+def _sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int, float]]:
+    """As sample(), for finite logits."""
     for row, spec in zip(logits, specs, strict=True):
         _mask_(row, spec.rule)
     ids = logits.argmax(dim=-1)

@@ -6,6 +6,7 @@ computed, where it is stored and what may be sampled stands in the plan.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -113,7 +114,7 @@ class TorchRuntime:
         return handle
 
     def collect(self, handle: StepHandle) -> StepResult:
-        """Raises RuntimeFailure for non-finite logits, AssertionError for a wrong plan, and torch's own errors."""
+        """Raises AssertionError for a wrong plan, and torch's own errors."""
         assert isinstance(handle, PendingStep), handle
         assert self._pending and self._pending[0] is handle, "steps are collected as launched"
         self._pending.popleft()
@@ -142,19 +143,23 @@ class TorchRuntime:
             self._images.pop(key, None)
         for sequence_id in plan.ended:
             self._sampled.pop(sequence_id, None)
-        tokens: dict[int, StepToken] = {}
         began = time.perf_counter()
         self._encode(plan.encode)
         encoded = self._now()
-        tokens.update(self._run(plan.prefill))
+        tokens, non_finite = self._run(plan.prefill)
         prefilled = self._now()
         for row in plan.decode:
             assert len(row.tokens) == 1, f"{len(row.tokens)} tokens in a decode row"
         assert len(plan.decode) <= self._limits.max_batch_size, len(plan.decode)
-        tokens.update(self._run(plan.decode))
+        decoded, also = self._run(plan.decode)
+        tokens |= decoded
+        non_finite |= also
         self._sampled.update(tokens)
+        # Steps launched meanwhile may feed what these rows did not sample.
+        self._lost.note_sequences(non_finite)
         return StepResult(
             tokens=tokens,
+            non_finite=frozenset(non_finite),
             vision_s=encoded - began,
             prefill_s=prefilled - encoded,
             decode_s=self._now() - prefilled,
@@ -190,16 +195,25 @@ class TorchRuntime:
                 whole = torch.cat(self._features.pop(key))
                 self._images[key] = self.model.vision.embed(whole, piece.image.tiling)
 
-    def _run(self, rows: Sequence[Row]) -> dict[int, StepToken]:
+    def _run(self, rows: Sequence[Row]) -> tuple[dict[int, StepToken], set[int]]:
+        """What was sampled, and the sequences whose row is not finite. NaN or infinity at any position shows at the
+        row's last one, which attends to all positions before it."""
         if not rows:
-            return {}
+            return {}, set()
         rows = [self._resolved(row) for row in rows]
-        wanted = [i for i, row in enumerate(rows) if row.sample is not None]
-        specs = [row.sample for row in rows if row.sample is not None]
+        tokens: dict[int, StepToken] = {}
         with self._threads(sum(num_positions(known(row)) for row in rows)):
             hidden = self.hidden(rows)
+            finite = torch.isfinite(hidden).all(dim=-1).tolist()
+            wanted = [i for i, row in enumerate(rows) if row.sample is not None and finite[i]]
+            specs = [spec for i in wanted if (spec := rows[i].sample) is not None]
             sampled = self._sample(hidden[wanted], specs) if specs else []
-        return {rows[i].sequence_id: token for i, token in zip(wanted, sampled, strict=True)}
+        for i, token in zip(wanted, sampled, strict=True):
+            if token is None:
+                finite[i] = False
+            else:
+                tokens[rows[i].sequence_id] = token
+        return tokens, {r.sequence_id for r, good in zip(rows, finite, strict=True) if not good}
 
     @contextmanager
     def _threads(self, count: int) -> Iterator[None]:
@@ -246,34 +260,38 @@ class TorchRuntime:
             row.page_table and 0 <= min(row.page_table) <= max(row.page_table) < limits.num_pages
         ), f"sequence {row.sequence_id}: pages outside 0..{limits.num_pages - 1}"
 
-    def _sample(self, hidden: Tensor, specs: Sequence[SampleSpec]) -> list[StepToken]:
-        """Ids from the vocabulary head, or forced, and values from the region heads where the rule reads them."""
+    def _sample(self, hidden: Tensor, specs: Sequence[SampleSpec]) -> list[StepToken | None]:
+        """Ids from the vocabulary head, or forced, and values from the region heads where the rule reads them. None
+        where logits are not finite."""
         free = [i for i, spec in enumerate(specs) if spec.rule.forced is None]
-        ids = [(spec.rule.forced or 0, 0.0) for spec in specs]
+        ids: list[tuple[int, float] | None] = [(spec.rule.forced or 0, 0.0) for spec in specs]
         if free:
             logits = self.model.text.logits(hidden[free])
             for i, drawn in zip(free, sample(logits, [specs[i] for i in free]), strict=True):
                 ids[i] = drawn
         special = self._config.ids
+        kinds = [-1 if drawn is None else drawn[0] for drawn in ids]
         coords = [
-            i for i, s in enumerate(specs) if s.rule.read_coord and ids[i][0] == special.coord_id
+            i for i, s in enumerate(specs) if s.rule.read_coord and kinds[i] == special.coord_id
         ]
-        sizes = [
-            i for i, s in enumerate(specs) if s.rule.read_size and ids[i][0] == special.size_id
-        ]
+        sizes = [i for i, s in enumerate(specs) if s.rule.read_size and kinds[i] == special.size_id]
         values: dict[int, tuple[Coord | Size, float]] = {}
         if coords:
             values.update(zip(coords, self._read_coords(hidden[coords]), strict=True))
         if sizes:
             values.update(zip(sizes, self._read_sizes(hidden[sizes]), strict=True))
-        tokens = []
-        for i, (token, logprob) in enumerate(ids):
+        tokens: list[StepToken | None] = []
+        for i, drawn in enumerate(ids):
             value, value_logprob = values.get(i, (None, 0.0))
-            tokens.append(StepToken(token, value, logprob + value_logprob))
+            if drawn is None or math.isnan(value_logprob):
+                tokens.append(None)
+            else:
+                tokens.append(StepToken(drawn[0], value, drawn[1] + value_logprob))
         return tokens
 
     def _read_coords(self, hidden: Tensor) -> list[tuple[Coord, float]]:
-        logits = self.model.region.coord_logits(hidden)
+        """Values and their log-probabilities, NaN where a logit is not finite."""
+        logits = _finite_or_nan(self.model.region.coord_logits(hidden))
         best = logits.log_softmax(dim=-1).max(dim=-1)
         return [
             (coord_of_bin(index, logits.shape[-1]), logprob)
@@ -281,9 +299,15 @@ class TorchRuntime:
         ]
 
     def _read_sizes(self, hidden: Tensor) -> list[tuple[Size, float]]:
-        logits = self.model.region.size_logits(hidden)
+        """As _read_coords."""
+        logits = _finite_or_nan(self.model.region.size_logits(hidden))
         best = logits.log_softmax(dim=-1).max(dim=-1)
         return [
             (size_of_bins(w, h, logits.shape[-1]), sum(logprobs))
             for (w, h), logprobs in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
+
+
+def _finite_or_nan(logits: Tensor) -> Tensor:
+    """Infinite logits as NaN, which shows in every log-probability of the row; minus infinity would not."""
+    return logits.masked_fill(~torch.isfinite(logits), math.nan)

@@ -89,6 +89,18 @@ class Pictures:
             self._dropped[key] = False
         self._dropped = dict.fromkeys(self._dropped, False)
 
+    def spoil(self, key: str) -> None:
+        """The picture's embedding can't be trusted: it goes, and is computed anew for those who need it."""
+        picture = self._held.get(key)
+        if picture is None:
+            if key in self._dropped:
+                self._dropped[key] = False
+            return
+        picture.num_scheduled = 0
+        if picture.users == 0:
+            del self._held[key]
+        self._dropped[key] = False
+
     def flush(self) -> None:
         """Forgets the pictures that nobody uses."""
         for key in [key for key, picture in self._held.items() if not picture.users]:

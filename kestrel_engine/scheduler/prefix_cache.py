@@ -28,13 +28,15 @@ class Node:
     """The end of an edge. ``pages`` are the edge's own; the way up gives the rest. A root's ``atom`` has the namespace
     as its key."""
 
-    __slots__ = ("atom", "children", "last_used", "locks", "pages", "parent")
+    __slots__ = ("atom", "children", "is_forgotten", "last_used", "locks", "pages", "parent")
 
     def __init__(self, atom: Atom, pages: list[int], parent: Node | None) -> None:
         self.atom, self.pages, self.parent = atom, pages, parent
         self.children: dict[Hashable, Node] = {}
         self.locks = 0
         self.last_used = 0
+        self.is_forgotten = False
+        """Out of the tree; some sequence may still lock it."""
 
     def path(self) -> Iterator[Node]:
         """This node and those above it, the root left out."""
@@ -146,12 +148,33 @@ class PrefixCache:
         self.lock(node)
         return node
 
+    def forget(self, node: Node, pages: set[int]) -> None:
+        """Takes the nodes on the way to ``node`` that hold any of ``pages`` out of the tree, and all below them. Those
+        who have locked such nodes keep their pages, and unlock as ever."""
+        tainted = [each for each in node.path() if pages.intersection(each.pages)]
+        if tainted and not tainted[-1].is_forgotten:
+            self._detach(tainted[-1])
+
+    def _detach(self, top: Node) -> None:
+        """``top`` keeps its parent: those who lock it have locked the nodes above it, too."""
+        assert top.parent is not None, "a root holds no pages"
+        del top.parent.children[top.atom.key]
+        stack = [top]
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
+            self._num_pages -= len(node.pages)
+            self._num_evictable -= len(node.pages) if node.locks == 0 else 0
+            self._pool.release(node.pages)
+            node.pages, node.is_forgotten = [], True
+        self._tidy(top.parent)
+
     def evict(self, num_pages: int) -> int:
         """Frees at least ``num_pages`` pages if that many are evictable; returns how many it freed."""
         freed = 0
         while freed < num_pages and self._heap:
             last_used, _, node = heapq.heappop(self._heap)
-            if node.parent is None or node.children or node.locks or node.last_used != last_used:
+            if not _may_go(node) or node.last_used != last_used:
                 continue
             freed += len(node.pages)
             self._remove(node)
@@ -188,18 +211,14 @@ class PrefixCache:
             each.last_used = tick
 
     def _offer(self, node: Node) -> None:
-        if node.parent is not None and not node.children and node.locks == 0:
+        if _may_go(node):
             heapq.heappush(self._heap, (node.last_used, next(self._ties), node))
             if len(self._heap) > 64 + 4 * self._num_pages:
                 self._rebuild_heap()
 
     def _rebuild_heap(self) -> None:
         """Drops entries that have become void, so that the heap stays as large as the tree."""
-        alive = {
-            id(n): n
-            for _, _, n in self._heap
-            if n.parent is not None and not n.children and n.locks == 0
-        }
+        alive = {id(n): n for _, _, n in self._heap if _may_go(n)}
         self._heap = [(n.last_used, next(self._ties), n) for n in alive.values()]
         heapq.heapify(self._heap)
 
@@ -211,7 +230,18 @@ class PrefixCache:
         self._pool.release(node.pages)
         self._num_pages -= len(node.pages)
         self._num_evictable -= len(node.pages)
+        self._tidy(parent)
+
+    def _tidy(self, parent: Node) -> None:
+        """After a child of ``parent`` has gone."""
         if parent.parent is not None:
             self._offer(parent)
         elif not parent.children:
             del self._roots[parent.atom.key]
+
+
+def _may_go(node: Node) -> bool:
+    """Whether a node is in the tree, a leaf of it, and not locked."""
+    return (
+        node.parent is not None and not node.children and node.locks == 0 and not node.is_forgotten
+    )

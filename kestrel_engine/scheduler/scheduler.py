@@ -47,7 +47,7 @@ from .waiting import WaitingQueue
 
 
 class Scheduler:
-    """add / abort / schedule / commit / resume / finish; every sequence ends by finish, abort or fail_step."""
+    """add / schedule / commit / resume; every sequence ends by abort, discard or fail_step."""
 
     def __init__(self, limits: RuntimeLimits, policy: SchedulerPolicy | None = None) -> None:
         self._limits = limits
@@ -69,11 +69,6 @@ class Scheduler:
         self._next_step_id = 0
         self._pacer = Pacer(self._policy.budget)
         self._preemptions = self._cached_positions = self._prompt_positions = 0
-
-    @property
-    def num_out(self) -> int:
-        """Steps scheduled that have not come back."""
-        return len(self._out)
 
     @property
     def has_work(self) -> bool:
@@ -111,7 +106,8 @@ class Scheduler:
         self._queue.add(sequence)
 
     def abort(self, sequence_id: int) -> None:
-        """Ends a sequence in any phase, also while a step that computes it is out; unknown ids are ignored."""
+        """Ends a sequence in any phase, also while a step that computes it is out, and frees its pages. What it
+        computed stays in the prefix cache as long as there is room. Unknown ids are ignored."""
         sequence = self._sequences.get(sequence_id)
         if sequence is not None:
             self._end(sequence, keep=True)
@@ -160,9 +156,10 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, StepToken]]:
-        """Takes the result of the oldest step that is out. Returns what was sampled for sequences that have not ended.
+        """Takes the result of the oldest step that is out. Returns what was sampled for sequences that have not ended;
+        those whose row was not finite must have: discard() comes first.
 
-        After that, a sequence whose ``rule`` is None and that has no token in flight waits for resume() or finish().
+        After that, a sequence whose ``rule`` is None and that has no token in flight waits for resume() or abort().
         """
         sampled: list[tuple[Sequence, StepToken]] = []
         for item in self._take_out(plan):
@@ -187,9 +184,16 @@ class Scheduler:
         )
         sequence.rule = rule
 
-    def finish(self, sequence_id: int) -> None:
-        """Ends a sequence and frees its pages; what it computed stays in the prefix cache as long as there is room."""
-        self._end(self._sequences[sequence_id], keep=True)
+    def discard(self, sequence_id: int) -> None:
+        """Ends a sequence whose row was not finite. The pages that it wrote leave the prefix cache with all that builds
+        on them, and its image's embedding goes if it computed from that; pages of others stay."""
+        sequence = self._sequences[sequence_id]
+        shared = sequence.num_shared_pages
+        if sequence.node is not None:
+            self._cache.forget(sequence.node, set(sequence.pages[shared:]))
+        if sequence.image and shared * self._limits.page_size < sequence.image_prefix:
+            self._pictures.spoil(sequence.image.key)
+        self._end(sequence, keep=False)
 
     def fail_step(self, plan: StepPlan) -> list[int]:
         """Rolls back the oldest step that is out: ends the sequences it computed, or encoded crops for, and returns
@@ -200,16 +204,14 @@ class Scheduler:
         pictures = {piece.image.key for piece in plan.encode}
         involved = [item.sequence for item in self._take_out(plan)]
         involved += [
-            s
-            for s in self._running.values()
-            if s.uses_picture and s.image and s.image.key in pictures
+            s for s in self._running.values() if s.uses_picture and s.image_key in pictures
         ]
         # Later steps that are out may compute prefixes of pictures that this one should have encoded.
         involved += [
             item.sequence
             for _, scheduled, _ in self._out
             for item in scheduled
-            if item.reads_picture and item.sequence.image and item.sequence.image.key in pictures
+            if item.reads_picture and item.sequence.image_key in pictures
         ]
         failed = []
         for sequence in involved:
@@ -416,6 +418,7 @@ class Scheduler:
         assert fresh is not None, "evictable pages were counted wrongly"
         sequence.node = match.node
         sequence.replace_pages(match.pages + fresh)
+        sequence.num_shared_pages = len(match.pages)
         sequence.num_scheduled = sequence.num_committed = len(match.pages) * size
         skipped = max(0, sequence.image_prefix - 2)
         sequence.cursor = sequence.num_scheduled - skipped if match.num_atoms else 0

@@ -67,6 +67,8 @@ class Sequence:
     num_committed: int = 0
     """Positions whose step has come back."""
     pages: list[int] = field(default_factory=list)
+    num_shared_pages: int = 0
+    """Of them, the first ones that came from the prefix cache when it was last admitted; it writes to the others."""
     node: Node | None = None
     """The cached prefix that this sequence locks."""
     epoch: int = 0
@@ -89,6 +91,10 @@ class Sequence:
     @property
     def is_waiting(self) -> bool:
         return self.phase is Phase.WAITING
+
+    @property
+    def image_key(self) -> str | None:
+        return None if self.image is None else self.image.key
 
     @property
     def num_prompt_positions(self) -> int:

@@ -110,6 +110,7 @@ TABLE: dict[type[Exception], _Row] = {
     engine.ProfileError: _Row(_Code.FAILED_PRECONDITION, "PROFILE_UNAVAILABLE"),
     CaptureError: _Row(_Code.FAILED_PRECONDITION, "CAPTURE_UNAVAILABLE"),
     engine.RuntimeFailure: _Row(_Code.INTERNAL, "COMPUTATION_FAILED", public=False),
+    engine.SkillFault: _Row(_Code.INTERNAL, "SKILL_FAILED"),
     # The rest happens while the server starts, never within a call.
     engine.ConfigError: _Row(_Code.INTERNAL, "INTERNAL", public=False),
     engine.CheckpointError: _Row(_Code.INTERNAL, "INTERNAL", public=False),

@@ -9,7 +9,20 @@ import os
 import sys
 from typing import NoReturn
 
+from ..served_model import State
+from ..settings.addresses import close_address
 from .server import KestrelServer
+
+logger = logging.getLogger(__name__)
+
+EXIT_ENGINE_FAILED = 70
+"""Exit status of a process whose engine failed while it served: the device hung, or the step thread died. sysexits.h
+calls it EX_SOFTWARE."""
+
+_LOOK_S = 1.0
+_STOP_S = 20.0
+"""Seconds that an orderly end may take beyond grace and delay: a hung step is left behind after 5 s, callers have 2 s
+to take their status."""
 
 
 async def load_unless_stopped(server: KestrelServer, stopping: asyncio.Event) -> bool:
@@ -32,6 +45,29 @@ async def load_unless_stopped(server: KestrelServer, stopping: asyncio.Event) ->
     with contextlib.suppress(asyncio.CancelledError):
         await loading
     return False
+
+
+async def until_failed(server: KestrelServer) -> None:
+    """Returns once the engine has failed: its step thread died, or no step ended within the step timeout."""
+    while server.served.state is not State.FAILED:
+        await asyncio.sleep(_LOOK_S)
+
+
+async def stop(server: KestrelServer, grace_s: float, delay_s: float = 0.0) -> None:
+    """Stops the server, as ``KestrelServer.stop`` does. Ends the process here if a step or the end itself hangs, as a
+    return from ``main`` would wait for that thread: by EXIT_ENGINE_FAILED if the engine had failed, else by 0."""
+    failed = server.served.state is State.FAILED
+    is_stuck = False
+    try:
+        await asyncio.wait_for(server.stop(grace_s, delay_s), grace_s + delay_s + _STOP_S)
+    except TimeoutError:
+        is_stuck = True
+        for address in server.addresses:
+            close_address(address)
+    engine = server.served.loaded
+    if failed or is_stuck or (engine is not None and engine.is_stuck):
+        logger.error("the process ends without waiting for its threads")
+        leave_now(EXIT_ENGINE_FAILED if failed else 0)
 
 
 def leave_now(status: int) -> NoReturn:

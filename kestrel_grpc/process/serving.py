@@ -16,7 +16,7 @@ from ..served_model import State
 from ..settings.addresses import AddressError, close_address
 from ..settings.server import ServerConfig
 from .ready_line import say_ready
-from .running import leave_now, load_unless_stopped
+from .running import leave_now, load_unless_stopped, stop, until_failed
 from .server import KestrelServer
 from .startup_progress import LoadingProgress
 from .systemd import Notifier
@@ -29,8 +29,8 @@ FAILURES = (AddressError, TlsError, TokenFileError, KestrelError)
 
 
 async def serve_alone(config: ServerConfig, runtime: RuntimeConfig, skills: SkillRegistry) -> None:
-    """Runs until a signal. Leaves the process at once if that comes while a thread still loads the model. Raises
-    FAILURES."""
+    """Runs until a signal or until the engine has failed. Leaves the process at once if the signal comes while a thread
+    still loads the model, or if a step hangs. Raises FAILURES."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     delay_s = config.leaving_s
@@ -68,9 +68,18 @@ async def serve_alone(config: ServerConfig, runtime: RuntimeConfig, skills: Skil
     gc.freeze()  # What was loaded stays: no collection need walk it.
     systemd.tell("READY=1", f"STATUS={_announce(server)}")
     alive = asyncio.create_task(systemd.keep_alive(lambda: server.served.state is State.FAILED))
-    await stopping.wait()
+    failed = asyncio.create_task(until_failed(server))
+    told = asyncio.create_task(stopping.wait())
+    await asyncio.wait({failed, told}, return_when=asyncio.FIRST_COMPLETED)
+    if failed.done() and not stopping.is_set():
+        # Callers have their status. Health says NOT_SERVING for a while, so that balancers turn to others.
+        logger.error("the engine has failed: the server ends in %g s", config.grace_s)
+        systemd.tell("STATUS=the engine has failed")
+        await asyncio.wait({told}, timeout=config.grace_s)
     systemd.tell("STOPPING=1", "STATUS=requests that run may end")
-    await server.stop(config.grace_s, delay_s)
+    await stop(server, config.grace_s, delay_s)
+    failed.cancel()
+    told.cancel()
     alive.cancel()
 
 

@@ -16,13 +16,12 @@ from kestrel_engine import ConfigError, InferenceEngine, KestrelError, SkillRegi
 
 from ..logs.records import set_up_logging
 from ..process.interpreter import set_up_interpreter
-from ..process.running import leave_now, load_unless_stopped
+from ..process.running import leave_now, load_unless_stopped, stop, until_failed
 from ..process.server import KestrelServer
 from ..process.skill_plugins import skill_registry
 from ..process.startup_progress import LoadingProgress
 from ..security.tls import TlsError
 from ..security.tokens import TokenFileError
-from ..served_model import State
 from ..settings.addresses import AddressError
 from ..settings.sources import SettingsError
 from .line import ALIVE_INTERVAL_S, Alive, Failed, Ready, WorkerEnd
@@ -31,8 +30,6 @@ from .plan import WorkerTask
 logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
-_LEAVE_S = 12.0
-"""How long an engine that has failed may take to tell its callers; a hung device is left behind after 5 s."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -104,18 +101,14 @@ async def _serve(task: WorkerTask, skills: SkillRegistry, line: WorkerEnd) -> in
             leave_now(0)
     gc.freeze()  # What was loaded stays: no collection need walk it.
     line.tell(_ready(server))
-    failed = asyncio.create_task(_until_failed(server))
+    failed = asyncio.create_task(until_failed(server))
     told = asyncio.create_task(stopping.wait())
     await asyncio.wait({failed, told}, return_when=asyncio.FIRST_COMPLETED)
     if not stopping.is_set():
         line.tell(Failed("the engine has died"))
-        try:
-            await asyncio.wait_for(server.stop(0), _LEAVE_S)
-        except TimeoutError:
-            logger.error("left without an orderly end")
-        leave_now(EXIT_FAILED)
+        await stop(server, 0)
     failed.cancel()
-    await server.stop(task.server.grace_s, delay_s)
+    await stop(server, task.server.grace_s, delay_s)
     alive.cancel()
     return 0
 
@@ -136,9 +129,4 @@ def _ready(server: KestrelServer) -> Ready:
 async def _keep_alive(line: WorkerEnd) -> None:
     while True:
         line.tell(Alive())
-        await asyncio.sleep(ALIVE_INTERVAL_S)
-
-
-async def _until_failed(server: KestrelServer) -> None:
-    while server.served.state is not State.FAILED:
         await asyncio.sleep(ALIVE_INTERVAL_S)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,13 @@ def main() -> int:
     hang = Path(os.environ.get(HANG_FILE, "/nonexistent"))
     ours = Path(f"{hang}.{os.getpid()}")
 
+    for_ever = hang.with_suffix(".forever")
+    device_thread, (never, _) = ThreadPoolExecutor(1), os.pipe()
+
     def cost(plan: StepPlan) -> float:
+        if for_ever.exists():
+            # In a system call that never returns, in a thread for which the interpreter waits at its end, as torch's.
+            device_thread.submit(os.read, never, 1).result()
         while hang.exists() or ours.exists():
             time.sleep(0.02)
         return STEP_S

@@ -24,6 +24,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+from kestrel_grpc.process.running import EXIT_ENGINE_FAILED
 from tests.abuse.process import ROOT, ServerProcess
 from tests.service.statuses import failure
 
@@ -107,11 +108,43 @@ async def test_a_hung_step_ends_all_requests_with_a_status_and_the_process_still
             assert (refused.code, refused.reason) == (Code.UNAVAILABLE, "MODEL_NOT_READY")
             load = await ModelServiceStub(channel).GetLoad(model_service_pb2.GetLoadRequest())
             assert load.state == model_service_pb2.MODEL_STATE_FAILED
-        # It still hangs: nobody waits for its thread for ever.
-        assert server.stop(within_s=20) < 3 + 5 + 3
+        # It still hangs: nobody waits for its thread for ever, and a signal isn't needed.
+        assert server.popen.wait(20) == EXIT_ENGINE_FAILED
+        assert 3 < time.monotonic() - began < 1.5 + 1 + 3 + 5 + 5
     log = server.log.read_text()
     assert "no step ended for" in log
     assert "stack of thread kestrel-steps" in log and "fake_server.py" in log
+
+
+async def test_a_device_that_hangs_for_ever_ends_the_process_once_callers_have_their_status(
+    tmp_path,
+):
+    with ServerProcess(tmp_path, "--step-timeout", "1", "--grace", "1") as server:
+        async with channel_to(server.address) as channel:
+            calls = await streams(VisionServiceStub(channel), 3)
+            server.hang.with_suffix(".forever").touch()
+            told = await asyncio.gather(*map(failure, calls))
+            assert {(each.code, each.reason) for each in told} == {
+                (Code.INTERNAL, "COMPUTATION_FAILED")
+            }
+            assert server.popen.poll() is None, "the status came first"
+        assert await asyncio.to_thread(server.popen.wait, 20) == EXIT_ENGINE_FAILED
+    assert "the engine has failed: the server ends in 1 s" in server.log.read_text()
+
+
+async def test_sigterm_during_a_step_that_hangs_ends_calls_and_process(tmp_path):
+    with ServerProcess(tmp_path, "--step-timeout", "60", "--grace", "1") as server:
+        async with channel_to(server.address) as channel:
+            calls = await streams(VisionServiceStub(channel), 3)
+            server.hang.with_suffix(".forever").touch()
+            await asyncio.sleep(0.5)
+            stopping = asyncio.create_task(asyncio.to_thread(server.stop, 20))
+            told = await asyncio.gather(*map(failure, calls))
+            assert {(each.code, each.reason) for each in told} == {
+                (Code.UNAVAILABLE, "SHUTTING_DOWN")
+            }
+            assert await stopping < 1 + 5 + 2 + 4
+    assert "the process ends without waiting for its threads" in server.log.read_text()
 
 
 async def test_a_step_that_hangs_for_less_than_the_limit_costs_nobody_anything(tmp_path):

@@ -23,7 +23,6 @@ GREEDY = {"temperature": 0.0, "max_tokens": 6}
 
 SMALL = {
     "config": {
-        "text": {"vocab_size": 400},
         "vision": {"crop_size": 126, "overlap_margin": 1, "max_crops": 4},
     }
 }

@@ -1,6 +1,7 @@
 """What fails, and whom: steps, skills, devices, threads, observers."""
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -9,11 +10,21 @@ from kestrel_engine import (
     EngineClosed,
     RuntimeConfig,
     RuntimeFailure,
+    SkillFault,
     SkillRegistry,
 )
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.skills import QuerySkill
-from tests.engine.fakes import GREEDY, PICTURE, Gate, Listener, SlowImage, fake_build
+from kestrel_engine.step import TokenRule
+from tests.engine.fakes import (
+    GREEDY,
+    PICTURE,
+    Gate,
+    Listener,
+    SlowImage,
+    fake_build,
+    never_ends,
+)
 
 
 async def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(make_engine, fake_limits):
@@ -68,6 +79,103 @@ async def test_a_broken_skill_fails_its_own_request_only(fake_limits, broken):
             await bad.result()
         assert (await good.result()).output["answer"]
         assert engine.num_requests == 0
+
+
+def asking_for(rule, index):
+    """A skill that gives ``rule`` for its token ``index``."""
+
+    class Asking(QuerySkill):
+        name = "asking"
+
+        def new_control(self, request, max_tokens, context):
+            control = super().new_control(request, max_tokens, context)
+            usual = control.rule
+            control.rule = lambda i: rule if i == index else usual(i)  # type: ignore[method-assign]
+            return control
+
+    return Asking()
+
+
+@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (TokenRule(allowed=()), "leaves no id to sample"),
+        (TokenRule(suppressed=tuple(range(51200))), "leaves no id to sample"),
+        (TokenRule(allowed=(51200,)), "ids are 0 to 51199"),
+        (TokenRule(forced=6, read_coord=True), "can only give id 6"),
+        ("any", "a rule is a TokenRule"),
+    ],
+)
+async def test_a_rule_that_can_not_be_followed_fails_its_own_request_only(
+    fake_limits, rule, words, index
+):
+    config = RuntimeConfig(max_batch_size=3)
+    skills = SkillRegistry([QuerySkill(), asking_for(rule, index)])
+    runtime = FakeRuntime(fake_limits, never_ends)
+    async with kestrel_engine.InferenceEngine(
+        config, fake_build(config, runtime), skills
+    ) as engine:
+        good = await engine.submit("query", None, {"question": "a"}, GREEDY)
+        bad = await engine.submit("asking", None, {"question": "a"}, GREEDY)
+        with pytest.raises(SkillFault) as caught:
+            await bad.result()
+        assert words in str(caught.value)
+        assert (await good.result()).output["answer"] == "aaaaaa"
+        assert engine.num_requests == 0
+
+
+async def test_a_prompt_beyond_the_vocabulary_is_refused(fake_limits):
+    class Beyond(QuerySkill):
+        name = "beyond"
+
+        def build(self, arguments, settings, context):
+            return dataclasses.replace(
+                super().build(arguments, settings, context), prompt_suffix=(51, 51200)
+            )
+
+    config = RuntimeConfig(max_batch_size=3)
+    built = fake_build(config, FakeRuntime(fake_limits))
+    async with kestrel_engine.InferenceEngine(config, built, SkillRegistry([Beyond()])) as engine:
+        with pytest.raises(SkillFault, match="prompt holds 51200"):
+            await engine.submit("beyond", None, {"question": "a"}, GREEDY)
+        assert engine.num_requests == 0
+
+
+async def test_a_row_that_is_not_finite_fails_its_request_only(make_engine, fake_limits, caplog):
+    runtime = FakeRuntime(fake_limits, never_ends, cost=lambda plan: 0.005)
+    engine = make_engine(runtime)
+    settings = {"temperature": 0.0, "max_tokens": 40}
+    streams = [
+        await engine.query(question=f"{n}?", stream=True, settings=settings) for n in range(3)
+    ]
+    await anext(streams[1])
+    (bad,) = engine._open.named(streams[1].request_id)
+    runtime.bad_sequences.add(bad)
+    with pytest.raises(RuntimeFailure, match="numbers that are not finite"):
+        await streams[1].result()
+    for stream in (streams[0], streams[2]):
+        assert (await stream.result()).output["answer"] == 40 * "a"
+    assert f"request {streams[1].request_id}: the model gave numbers" in caplog.text
+    assert (await engine.query(question="1?", settings=settings)).output["answer"] == 40 * "a"
+
+
+async def test_an_image_that_is_not_finite_fails_the_requests_about_it_and_is_encoded_anew(
+    make_engine, fake_limits
+):
+    runtime = FakeRuntime(fake_limits, never_ends)
+    engine = make_engine(runtime)
+    good = await engine.query(PICTURE, "what?", settings=GREEDY)
+    engine.flush_caches()
+    (key,) = {piece.image.key for plan in runtime.plans for piece in plan.encode}
+    runtime.bad_images.add(key)
+    other = engine.query(PICTURE // 2, "what?", settings=GREEDY)
+    bad = engine.query(PICTURE, "what?", settings=GREEDY)
+    failed, answered = await asyncio.gather(bad, other, return_exceptions=True)
+    assert isinstance(failed, RuntimeFailure)
+    assert answered.output["answer"]
+    again = await engine.query(PICTURE, "what?", settings=GREEDY)
+    assert again.token_ids == good.token_ids and again.metrics.cached_tokens == 0
 
 
 async def test_a_skill_that_fails_to_begin_holds_nothing(fake_limits):

@@ -12,6 +12,7 @@ from kestrel_engine.kernels.decode_io import (
     Bins,
     SampledTokens,
     feed_rows,
+    flag_rows,
     keep_rows,
 )
 from kestrel_engine.models.region import coord_of_bin, size_of_bins
@@ -58,6 +59,7 @@ def test_what_was_sampled_is_kept_and_reported():
         ints(1, 2, 3, 4, 1023, 512).view(3, 2), torch.full((3, 2), -0.2, device=DEVICE), 1024
     )
     keep_rows(
+        torch.ones(3, 70, device=DEVICE),
         ints(3, 0, 2), ints(0, 1, 2), ints(5, 5, 6), logprobs, ints(0, 0, 1), coords, sizes, sampled, results,
         coord_id=5, size_id=6, reads_coord=1, reads_size=2,
     )  # fmt: skip
@@ -77,7 +79,40 @@ def test_without_heads_a_row_is_text():
     sampled.kinds.fill_(SIZE)
     results = torch.zeros(1, RESULT_WIDTH, dtype=torch.int32, device=DEVICE)
     keep_rows(
+        torch.ones(1, 64, device=DEVICE),
         ints(1), ints(3), ints(5), torch.zeros(1, device=DEVICE), ints(0), None, None, sampled, results,
         coord_id=5, size_id=6, reads_coord=1, reads_size=2,
     )  # fmt: skip
     assert sampled.kinds.tolist() == [SIZE, TEXT] and sampled.ids.tolist() == [0, 5]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dim", [64, 100])
+def test_a_row_with_a_number_that_is_not_finite_is_bad(dim, value):
+    hidden = torch.randn(4, dim, device=DEVICE)
+    hidden[1, dim - 1] = value
+    flags = torch.full((4, 1), 9, dtype=torch.int32, device=DEVICE)
+    flag_rows(hidden, flags)
+    assert flags.tolist() == [[0], [1], [0], [0]]
+    results = torch.zeros(4, RESULT_WIDTH, dtype=torch.int32, device=DEVICE)
+    sampled = SampledTokens.empty(4, DEVICE)
+    ids, none = ints(1, 2, 3, 4), torch.zeros(4, device=DEVICE)
+    keep_rows(
+        hidden, ints(0, 1, 2, 3), ints(0, 0, 0, 0), ids, none, ints(0, 0, 0, 1), None, None, sampled, results,
+        coord_id=5, size_id=6, reads_coord=1, reads_size=2,
+    )  # fmt: skip
+    assert results[:, 1].tolist() == [0, 1, 0, 1]
+
+
+def test_a_value_is_bad_only_for_those_who_read_it():
+    logprobs = torch.tensor([[-0.1], [torch.nan], [torch.nan]], device=DEVICE)
+    coords = Bins(ints(1, 2, 3).view(3, 1), logprobs, 1024)
+    sizes = Bins(ints(*range(6)).view(3, 2), torch.full((3, 2), -0.2, device=DEVICE), 1024)
+    results = torch.zeros(3, RESULT_WIDTH, dtype=torch.int32, device=DEVICE)
+    keep_rows(
+        torch.ones(3, 64, device=DEVICE), ints(0, 1, 2), ints(1, 1, 3), ints(5, 5, 6),
+        torch.zeros(3, device=DEVICE), ints(0, 0, 0), coords, sizes,
+        SampledTokens.empty(3, DEVICE), results,
+        coord_id=5, size_id=6, reads_coord=1, reads_size=2,
+    )  # fmt: skip
+    assert results[:, 1].tolist() == [0, 1, 0]

@@ -27,3 +27,14 @@ def test_the_first_of_equal_bins_wins():
 def test_rows_of_a_wider_matrix():
     logits = torch.randn(6, 128, device=DEVICE)[:, :64]
     assert torch.equal(kernel.read_bins(logits)[0].long(), logits.argmax(dim=-1))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_with_a_logit_that_is_not_finite_has_no_probability(value):
+    logits = torch.randn(3, 40, device=DEVICE)
+    logits[1, 17] = value
+    bins, logprobs = kernel.read_bins(logits)
+    assert logprobs.isnan().tolist() == [False, True, False]
+    assert 0 <= int(bins[1]) < 40
+    logits[1] = value
+    assert 0 <= int(kernel.read_bins(logits)[0][1]) < 40

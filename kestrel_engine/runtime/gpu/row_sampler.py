@@ -76,8 +76,9 @@ class RowSampler:
         logits = self._text.logits(hidden)
         self.head.sample(logits, self.rows.device, variant)
         drawn = sample(logits[self._odd].float(), [self._rules.odd[row] for row in self._odd])
-        for row, (token, logprob) in zip(self._odd, drawn, strict=True):
-            self.head.replace(row, token, logprob)
+        for row, found in zip(self._odd, drawn, strict=True):
+            if found is not None:  # The kernel has flagged the others, too.
+                self.head.replace(row, *found)
         self.head.keep(hidden, self.rows.device, variant)
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import RuntimeFailure
 from ...kernels import sample_logits as kernel
 from ...model_config import ModelConfig
 from ...models.region import coord_of_bin, size_of_bins
@@ -140,16 +139,12 @@ class RuleEncoder:
 
 def decode_results(
     results: Tensor, specs: Sequence[SampleSpec], config: ModelConfig
-) -> list[StepToken]:
-    """``results`` [len(specs), RESULT_WIDTH] int32 on the host, as `kernels.decode_io.keep_rows` writes them.
-
-    The log-probability of a value is added to its id's. Raises RuntimeFailure for non-finite logits.
+) -> list[StepToken | None]:
+    """``results`` [len(specs), RESULT_WIDTH] int32 on the host, as `kernels.decode_io.keep_rows` writes them. None
+    stands for a bad one. The log-probability of a value is added to its id's.
     """
     assert len(results) == len(specs), (len(results), len(specs))
     numbers = results.numpy()
-    if numbers[:, 1].any():
-        bad = numbers[:, 1].nonzero()[0].tolist()
-        raise RuntimeFailure(f"non-finite logits in rows {bad} of {len(specs)}")
     logprobs = results.view(torch.float32).numpy()[:, 2].tolist()
     tokens = [
         StepToken(token, None, logprob)
@@ -157,7 +152,9 @@ def decode_results(
     ]
     if any(spec.rule.read_coord or spec.rule.read_size for spec in specs):
         _add_values(tokens, results, specs, config)
-    return tokens
+    if not numbers[:, 1].any():
+        return [*tokens]
+    return [None if bad else t for t, bad in zip(tokens, numbers[:, 1].tolist(), strict=True)]
 
 
 def _add_values(

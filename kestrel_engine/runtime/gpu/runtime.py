@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.decode_io import RESULT_WIDTH
+from ...kernels.decode_io import RESULT_WIDTH, flag_rows
 from ...model_config import ModelConfig
 from ...models.kv_format import Scales
 from ...models.moondream import Moondream
@@ -47,10 +47,12 @@ from .weights import pack_weights
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingStep:
-    """A step that was enqueued. ``outputs``: sampled rows with their results, good once ``marks`` have passed."""
+    """A step that was enqueued. ``outputs``: sampled rows with their results; ``flags``: prompt rows of passes in which
+    some row sampled nothing, with 1 for each bad one, [rows, 1] int32. Both are good once ``marks`` have passed."""
 
     plan: StepPlan
     outputs: list[tuple[list[Row], Tensor]]
+    flags: list[tuple[Sequence[Row], Tensor]]
     marks: list[torch.cuda.Event | float]
 
 
@@ -149,6 +151,7 @@ class GpuRuntime:
             stream=self._stream,
         )
         self._results = Results(max_batch_size, RESULT_WIDTH, device)
+        self._flags = Results(max_batch_size, 1, device)
         self._lost = LostWork()
         self._pending: deque[PendingStep] = deque()
         self._closed = self._warm = False
@@ -198,11 +201,12 @@ class GpuRuntime:
         return handle
 
     def collect(self, handle: StepHandle) -> StepResult:
-        """Raises RuntimeFailure for non-finite logits, and torch's own errors."""
+        """Raises torch's own errors."""
         assert isinstance(handle, PendingStep), handle
         assert self._pending and self._pending[0] is handle, "steps are collected as launched"
         self._pending.popleft()
         tokens = {}
+        non_finite: set[int] = set()
         try:
             last = handle.marks[-1]
             if isinstance(last, torch.cuda.Event):
@@ -211,12 +215,25 @@ class GpuRuntime:
                 found = decode_results(results, [spec_of(row) for row in rows], self._config)
                 self._results.release(results)
                 for row, token in zip(rows, found, strict=True):
-                    tokens[row.sequence_id] = token
+                    if token is None:
+                        non_finite.add(row.sequence_id)
+                    else:
+                        tokens[row.sequence_id] = token
+            for prompts, flags in handle.flags:
+                bad = flags[:, 0].tolist()
+                self._flags.release(flags)
+                non_finite |= {r.sequence_id for r, b in zip(prompts, bad, strict=True) if b}
         except BaseException:
             self._lost.note(handle.plan)
             raise
         decode_s, vision_s, prefill_s = _seconds(handle.marks)
-        return StepResult(tokens=tokens, vision_s=vision_s, prefill_s=prefill_s, decode_s=decode_s)
+        return StepResult(
+            tokens=tokens,
+            non_finite=frozenset(non_finite),
+            vision_s=vision_s,
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+        )
 
     def close(self) -> None:
         if self._closed:
@@ -267,6 +284,7 @@ class GpuRuntime:
         for sequence_id in plan.ended:
             self._state.release(sequence_id)
         outputs: list[tuple[list[Row], Tensor]] = []
+        flags: list[tuple[Sequence[Row], Tensor]] = []
         marks = [self._mark()]
         # Decode goes first: rows of a step don't depend on one another, and while it runs the host gets pictures ready.
         if plan.decode:
@@ -276,22 +294,31 @@ class GpuRuntime:
         self._pictures.encode(plan.encode)
         marks.append(self._mark())
         for rows in self._prompts.passes(plan.prefill):
-            output = self._prefill(rows, plan.step_id)
-            if output is not None:
-                outputs.append(output)
+            self._prefill(rows, plan.step_id, outputs, flags)
         marks.append(self._mark())
-        return PendingStep(plan, outputs, marks)
+        return PendingStep(plan, outputs, flags, marks)
 
     # Prompts.
 
-    def _prefill(self, rows: Sequence[Row], step_id: int) -> tuple[list[Row], Tensor] | None:
+    def _prefill(
+        self,
+        rows: Sequence[Row],
+        step_id: int,
+        outputs: list[tuple[list[Row], Tensor]],
+        flags: list[tuple[Sequence[Row], Tensor]],
+    ) -> None:
+        """One pass; adds what comes back of it to ``outputs`` and ``flags``."""
         for row in rows:
             self._state.check(row)
         seqs = self._state.place(rows, step_id)
         hidden = self._prompts.run(rows, seqs)
         wanted = [i for i, row in enumerate(rows) if row.sample is not None]
+        if len(wanted) < len(rows):
+            bad = torch.empty(len(rows), 1, dtype=torch.int32, device=hidden.device)
+            flag_rows(hidden, bad)
+            flags.append((rows, self._flags.fetch(bad)))
         if not wanted:
-            return None
+            return
         sampled = [rows[i] for i in wanted]
         if len(wanted) < len(rows):
             hidden = hidden[self._upload({"wanted": np.array(wanted)})["wanted"]]
@@ -301,7 +328,7 @@ class GpuRuntime:
         variant = sampler.encode(sampled, host, len(sampled), spatial=False)
         sampler.rows.send()
         sampler(hidden, variant)
-        return sampled, self._results.fetch(sampler.head.results[: len(sampled)])
+        outputs.append((sampled, self._results.fetch(sampler.head.results[: len(sampled)])))
 
     def _warm_up(self) -> None:
         """Runs passes of the kinds that are compiled or planned apart, in the thread that launches: some libraries

@@ -101,6 +101,7 @@ class SampleHead:
             coords = _bins(self._region.coord_logits(hidden)[:, None])
             sizes = _bins(self._region.size_logits(hidden))
         keep_rows(
+            hidden,
             rows["seqs"][:n],
             rows["rules"][:n, FLAGS_COLUMN],
             self._ids[:n],

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from kestrel_engine.errors import RuntimeFailure
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.requests import Coord, ImageBlock, PreparedImage, SamplingParams, Size
 from kestrel_engine.runtime import torch_runtime
@@ -227,12 +226,17 @@ def test_a_wrong_plan_is_an_assertion_with_numbers_and_the_runtime_goes_on(runti
     assert step(runtime, prefill=(good,)).tokens == before.tokens
 
 
-def test_non_finite_numbers_end_a_step_and_not_the_runtime(runtime):
+def test_a_row_that_is_not_finite_is_named_and_the_others_are_as_without_it(runtime):
     good = row([0, 30, 31], sample=spec(), sequence_id=1)
     expected = step(runtime, prefill=(good,)).tokens
     runtime.model.text.wte[44] = float("nan")
-    with pytest.raises(RuntimeFailure, match="non-finite"):
-        step(runtime, prefill=(row([0, 44], first_page=20, sample=spec()),))
+    bad = row([0, 44], first_page=20, sample=spec(), sequence_id=2)
+    result = step(runtime, prefill=(good, bad))
+    assert (result.tokens.keys(), result.non_finite) == ({1}, {2})
+    assert result.tokens[1].id == expected[1].id
+    # What was launched meanwhile of the bad one is left out.
+    after = row([PREVIOUS], start=2, first_page=20, sample=spec(draw=1), sequence_id=2)
+    assert step(runtime, decode=(after,)).tokens == {}
     assert step(runtime, prefill=(good,)).tokens == expected
 
 

@@ -1,4 +1,6 @@
-"""Drives a scheduler against the fake runtime as the loop does, several steps out, checking after every move."""
+"""Drives a scheduler against the fake runtime as the loop does, several steps out, checking after every move.
+
+The fake runtime remembers which slots hold numbers that are not finite: who reads one comes back as not finite."""
 
 from __future__ import annotations
 
@@ -73,6 +75,8 @@ class Simulation:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
+    not_finite: set[int] = field(default_factory=set)
+    spoiled_images: set[str] = field(default_factory=set)
     now: float = 0.0
     checked: bool = True
 
@@ -94,6 +98,11 @@ class Simulation:
         self.live.pop(number, None)
         self.ended.add(number)
         self.check()
+
+    def spoil_image(self, key: str) -> None:
+        """Its next embedding is not finite."""
+        self.runtime.bad_images.add(key)
+        self.spoiled_images.add(key)
 
     def turn(self, *, fail: bool = False) -> bool:
         """Launches a step if the pipeline has room, else or besides reads the oldest; False if there was neither."""
@@ -124,12 +133,17 @@ class Simulation:
                 self.live.pop(number)
             self.check()
             return
+        for number in result.non_finite & self.live.keys():
+            self.not_finite.add(number)
+            self.live.pop(number)
+            self.scheduler.discard(number)
+            self.check()
         for sequence, token in self.scheduler.commit(plan, result):
             number = sequence.sequence_id
             self.tokens.setdefault(number, []).append(token.id)
             stop = self.specs[number].stops_at
             if sequence.num_sampled in (sequence.max_tokens, stop):
-                self.scheduler.finish(number)
+                self.scheduler.abort(number)
                 del self.live[number]
                 self.ended.add(number)
             else:

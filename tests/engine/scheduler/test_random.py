@@ -50,6 +50,10 @@ def run(rng, operations, *, failures=True, checked=True):
         if choice < 0.25 and len(simulation.live) < 12:
             number += 1
             simulation.add(random_spec(rng, number, simulation.now))
+        elif failures and choice < 0.265 and simulation.live:
+            simulation.runtime.bad_sequences.add(rng.choice(sorted(simulation.live)))
+        elif failures and choice < 0.275:
+            simulation.spoil_image(rng.choice("abc"))
         elif choice < 0.3 and simulation.live:
             victim = rng.choice(sorted(simulation.live))
             disturbed.add(victim)
@@ -65,9 +69,13 @@ def check_end(simulation, disturbed):
     stats = simulation.scheduler.stats
     assert (stats.running, stats.waiting) == (0, 0)
     assert stats.pages_free + stats.pages_cached == stats.pages_total
+    for number in simulation.not_finite:
+        image = simulation.specs[number].image
+        assert number in simulation.runtime.bad_sequences or image in simulation.spoiled_images
     for number, spec in simulation.specs.items():
         have, want = simulation.tokens.get(number, []), expected(spec)
-        if number in disturbed | simulation.failed or (spec.deadline_at and not have):
+        failed = simulation.failed | simulation.not_finite
+        if number in disturbed | failed or (spec.deadline_at and not have):
             assert have == want[: len(have)]
         else:
             assert have == want, f"request {number} of {spec}"
@@ -91,10 +99,12 @@ def test_no_page_is_lost_in_100_000_operations():
 
 def test_random_histories_preempt_and_hit_the_cache():
     """The histories above are of use only if they reach what they are about."""
-    preemptions = hits = 0
+    preemptions = hits = spoiled = 0
     for seed in range(40):
         simulation, _ = run(random.Random(seed), 200, checked=False)
+        spoiled += len(simulation.not_finite - simulation.runtime.bad_sequences)
         preemptions += simulation.scheduler.stats.preemptions
         hits += simulation.scheduler.stats.cached_positions
     assert preemptions > 20
     assert hits > 500
+    assert spoiled > 10

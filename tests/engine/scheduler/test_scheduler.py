@@ -306,6 +306,86 @@ def test_a_failed_step_ends_its_sequences_and_no_others():
         assert simulation.tokens[number] == alone(simulation.specs[number])
 
 
+def test_a_row_that_is_not_finite_ends_its_sequence_and_no_others():
+    simulation = Simulation(depth=2)
+    specs = [text(i, 7, max_tokens=6) for i in (1, 2, 3)]
+    for spec in specs:
+        simulation.add(spec)
+    while len(simulation.tokens.get(2, [])) < 3:
+        simulation.turn()
+    simulation.runtime.bad_sequences.add(2)
+    tokens = simulation.drain()
+    assert simulation.not_finite == {2}
+    assert {1: tokens[1], 3: tokens[3]} == {spec.number: alone(spec) for spec in specs[::2]}
+    assert tokens[2] == alone(specs[1])[: len(tokens[2])]
+
+
+def test_the_pages_that_a_bad_row_wrote_leave_the_prefix_cache_and_those_of_others_stay():
+    shared, own = tuple(range(100, 114)), tuple(range(200, 210))
+    simulation = Simulation(depth=1)
+    simulation.add(Spec(1, shared))
+    simulation.drain()
+    cached = simulation.scheduler.stats.pages_cached
+    assert cached == 3
+    # Its first chunk is good and cached at once; it is bad only when it decodes.
+    bad = Spec(2, shared + own, max_tokens=9)
+    simulation.add(bad)
+    while len(simulation.tokens.get(2, [])) < 3:
+        simulation.turn()
+    assert simulation.scheduler.stats.pages_cached == 5
+    simulation.runtime.bad_sequences.add(2)
+    simulation.drain()
+    assert simulation.not_finite == {2}
+    assert simulation.scheduler.stats.pages_cached == cached
+    before = simulation.scheduler.stats.cached_positions
+    again = Spec(3, shared + own, max_tokens=9)
+    simulation.add(again)
+    assert simulation.drain()[3] == alone(again)
+    assert simulation.scheduler.stats.cached_positions - before == 15, "what 1 wrote"
+
+
+def test_one_who_has_taken_over_pages_that_leave_the_cache_keeps_them():
+    simulation = Simulation(depth=1)
+    first, second = (Spec(i, tuple(range(100, 112)), max_tokens=12) for i in (1, 2))
+    simulation.add(first)
+    while not simulation.tokens.get(1):
+        simulation.turn()
+    simulation.add(second)
+    while not simulation.tokens.get(2):
+        simulation.turn()
+    assert simulation.scheduler.stats.cached_positions == 10
+    simulation.runtime.bad_sequences.add(1)
+    simulation.turn()
+    assert simulation.not_finite == {1}
+    assert simulation.drain()[2] == alone(second)
+
+
+def test_an_image_whose_embedding_is_not_finite_fails_those_who_ask_about_it_and_is_encoded_anew():
+    simulation = Simulation(replace(LIMITS, max_batch_size=6, num_pages=80))
+    simulation.spoil_image("p")
+    for i, image in enumerate(["p", "q", None, "p"], start=1):
+        simulation.add(text(i, 4, image=image))
+    tokens = simulation.drain()
+    # The second one about it waited for the first one's prefix, and gets an embedding of its own.
+    assert simulation.not_finite == {1}
+    assert tokens[2] == alone(simulation.specs[2]) and tokens[3] == alone(simulation.specs[3])
+    assert tokens[4] == alone(simulation.specs[4])
+    encoded = [p.image.key for plan in simulation.runtime.plans for p in plan.encode if not p.first]
+    assert sorted(encoded) == ["p", "p", "q"]
+
+
+def test_a_prefix_that_is_not_finite_ends_its_sequence_before_it_samples():
+    policy = SchedulerPolicy(budget=StepBudget(prefill_positions=4, crops=4, idle_scale=1))
+    simulation = Simulation(policy=policy)
+    simulation.runtime.bad_sequences.add(1)
+    simulation.add(text(1, 20))
+    simulation.add(text(2, 5))
+    assert simulation.drain().keys() == {2}
+    assert simulation.not_finite == {1}
+    fed = [row for row in rows(simulation) if row.sequence_id == 1]
+    assert len(fed) <= 2, "the first chunk, and what was launched before it came back"
+
+
 def test_importing_the_scheduler_loads_no_torch():
     code = "import sys, kestrel_engine.scheduler.scheduler; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

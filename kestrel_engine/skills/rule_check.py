@@ -1,0 +1,114 @@
+"""RuleCheck: refuses what a skill may not ask of the runtime, before it shares a step with other requests.
+
+A runtime trusts its plan: a rule that allows no id, or an id beyond the vocabulary, would fail the whole step. Skills
+come from plug-ins too, so the engine checks every prompt and rule.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ..errors import SkillFault
+from ..model_config import ModelConfig
+from ..requests import Coord, Prompt, Size
+from ..step import TokenRule
+
+_MAX_REMEMBERED = 4096
+
+
+class RuleCheck:
+    """Checks rules against one model. Remembers by identity what it has seen: skills give the same few objects again
+    and again, and a step asks for a rule a row. For one thread."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._vocab_size = model.text.vocab_size
+        self._coord_id, self._size_id = model.ids.coord_id, model.ids.size_id
+        self._seen: dict[int, TokenRule] = {}
+
+    def __call__(self, rule: TokenRule | None) -> None:
+        """Raises SkillFault."""
+        if rule is not None and self._seen.get(id(rule)) is rule:
+            return
+        if not isinstance(rule, TokenRule):
+            raise SkillFault(f"the skill gave {rule!r} as a rule; a rule is a TokenRule")
+        self._check(rule)
+        if len(self._seen) == _MAX_REMEMBERED:
+            self._seen.clear()
+        self._seen[id(rule)] = rule  # Kept, so that no other rule gets its identity.
+
+    def _check(self, rule: TokenRule) -> None:
+        lists = {"allowed": rule.allowed or (), "suppressed": rule.suppressed}
+        for name, ids in lists.items():
+            if not isinstance(ids, tuple):
+                raise SkillFault(f"{name} of the skill's rule is {ids!r}, not a tuple of ids")
+            self._check_ids(name, ids)
+        single = {"forced": rule.forced, "otherwise": rule.otherwise, "stop": rule.stop}
+        for name, token in single.items():
+            if token is not None:
+                self._check_ids(name, (token,))
+        possible = self._possible(rule)
+        if possible is not None and not possible:
+            raise SkillFault(f"the skill's rule leaves no id to sample: {rule}")
+        values = {
+            token
+            for token, reads in (
+                (self._coord_id, rule.read_coord),
+                (self._size_id, rule.read_size),
+            )
+            if reads
+        }
+        if values and possible is not None and not values & possible:
+            raise SkillFault(
+                f"the skill's rule reads a value with id {_listed(values)}, but can only give id "
+                f"{_listed(possible)}: {rule}"
+            )
+
+    def _possible(self, rule: TokenRule) -> set[int] | None:
+        """The ids that may come of a rule; None for most of the vocabulary."""
+        if rule.forced is not None:
+            return {rule.forced}
+        suppressed = set(rule.suppressed)
+        if rule.allowed is not None:
+            drawn = set(rule.allowed) - suppressed
+        elif len(suppressed) == self._vocab_size:
+            drawn = set()
+        elif rule.otherwise is None:
+            return None
+        else:
+            return {rule.stop, rule.otherwise}
+        if rule.otherwise is None:
+            return drawn
+        return {token if token == rule.stop else rule.otherwise for token in drawn}
+
+    def _check_ids(self, name: str, ids: tuple[object, ...]) -> None:
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise SkillFault(f"{name} of the skill's rule has {token!r}, which is no id")
+            if not 0 <= token < self._vocab_size:
+                raise SkillFault(
+                    f"{name} of the skill's rule has id {token}; the model's ids are 0 to "
+                    f"{self._vocab_size - 1}"
+                )
+
+
+def check_prompt(tokens: Prompt, model: ModelConfig) -> None:
+    """Raises SkillFault for a token of a skill's prompt that the model can't embed."""
+    vocab_size = model.text.vocab_size
+    for token in tokens:
+        match token:
+            case Coord(value):
+                good = math.isfinite(value)
+            case Size(width, height):
+                good = math.isfinite(width) and math.isfinite(height)
+            case int() if not isinstance(token, bool):
+                good = 0 <= token < vocab_size
+            case _:
+                good = False
+        if not good:
+            raise SkillFault(
+                f"the skill's prompt holds {token!r}; a token is an id from 0 to {vocab_size - 1}, a Coord or a Size"
+            )
+
+
+def _listed(ids: set[int]) -> str:
+    return ", ".join(str(token) for token in sorted(ids)[:8])

@@ -1,0 +1,249 @@
+"""NaN planted in one row of a batch: GpuRuntime and TorchRuntime name that row, and the others are as without it.
+
+On a machine with a CUDA device the passes are captured graphs.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kestrel_engine.models.layers import Mlp
+from kestrel_engine.models.moondream import Moondream
+from kestrel_engine.requests import SamplingParams
+from kestrel_engine.runtime.gpu.runtime import GpuRuntime
+from kestrel_engine.runtime.torch_runtime import TorchRuntime
+from kestrel_engine.step import EncodeSlice, Row, SampleSpec, StepPlan, TokenRule
+from tests.engine.runtime.gpu.small_models import picture, small_model
+from tests.engine.runtime.gpu.test_gpu_runtime import (
+    DEVICE,
+    POINT_X,
+    POINT_Y,
+    SIDES,
+    SIZES,
+    TEXT,
+    WIDE,
+    Talk,
+    image,
+)
+
+# What numpy, as the interpreter, says of numbers that are not finite.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+BAD = 77
+"""The id whose embedding is NaN."""
+HOT = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
+
+
+@pytest.fixture(
+    params=["gpu moondream2", "gpu moondream3", "torch moondream2", "torch moondream3"],
+    scope="module",
+)
+def runtime(request):
+    kind, family = request.param.split()
+    config, tensors = small_model(family)
+    made: GpuRuntime | TorchRuntime
+    if kind == "gpu":
+        made = GpuRuntime(config, {k: t.to(DEVICE, copy=True) for k, t in tensors.items()}, **SIZES)
+    else:
+        model = Moondream(config, tensors)
+        made = TorchRuntime(model, config, device="cpu", dtype=torch.float32, **SIZES)
+    made.test_config = config
+    made.model.text.wte[BAD] = torch.nan
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def images(runtime):
+    config = runtime.test_config
+    wide, single = (
+        picture("wide", (1, 3), config, seed=1),
+        picture("single", (1, 1), config, seed=2),
+    )
+    plan = StepPlan(
+        0,
+        drop_images=("wide", "single"),
+        encode=(EncodeSlice(wide, 0, 4), EncodeSlice(single, 0, 2)),
+    )
+    runtime.collect(runtime.launch(plan))
+
+
+def embedding(runtime, key):
+    """What the runtime keeps of an image."""
+    if isinstance(runtime, GpuRuntime):
+        return runtime._pictures.prefix(key)
+    return runtime._images[key]
+
+
+def ask(runtime, talks):
+    """({sequence: tokens}, sequences that were named), two steps being out at a time."""
+    out = {talk.number: [] for talk in talks}
+    named: set[int] = set()
+    pending = []
+
+    def collect():
+        result = runtime.collect(pending.pop(0))
+        named.update(result.non_finite)
+        assert not result.non_finite & result.tokens.keys()
+        for number, token in result.tokens.items():
+            out[number].append(token)
+
+    step = 10
+    while True:
+        rows = [talk.rows() for talk in talks if talk.number not in named]
+        prefill = tuple(p for p, _ in rows if p is not None)
+        decode = tuple(d for _, d in rows if d is not None)
+        if not (prefill or decode):
+            break
+        pending.append(runtime.launch(StepPlan(step, prefill=prefill, decode=decode)))
+        step += 1
+        if len(pending) == 2:
+            collect()
+    while pending:
+        collect()
+    runtime.collect(runtime.launch(StepPlan(step, ended=tuple(out))))
+    return out, named
+
+
+def fine():
+    """Neighbours of all kinds; a long list is drawn by the reference sampler."""
+    return [
+        Talk(0, [0, 11, 12, 13], [TEXT] * 4),
+        Talk(1, [0, 21, 22, 23, 24], [TEXT] * 3, HOT, chunk=3),
+        Talk(2, [0, 31], [POINT_X, POINT_Y, SIDES, POINT_X]),
+        Talk(3, [0, 20], [WIDE] * 2),
+    ]
+
+
+def check(runtime, *bad):
+    """``bad`` are named, and nothing else changes."""
+    if not hasattr(runtime, "test_alone"):
+        wanted, none = ask(runtime, fine())
+        assert none == set()
+        runtime.test_alone = wanted
+    got, named = ask(runtime, [*fine(), *bad])
+    assert named == {talk.number for talk in bad}
+    for number, tokens in runtime.test_alone.items():
+        assert [(t.id, t.value) for t in got[number]] == [(t.id, t.value) for t in tokens], number
+    return got
+
+
+GREEDY = SamplingParams()
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [((TEXT, GREEDY), (WIDE, HOT)), ((POINT_X, HOT), (SIDES, GREEDY))],
+    ids=["text and wide", "value and forced"],
+)
+def test_prompts(runtime, kinds):
+    bad = [
+        Talk(4 + n, [0, 9, BAD, 9, 9], [rule] * 3, sampling)
+        for n, (rule, sampling) in enumerate(kinds)
+    ]
+    got = check(runtime, *bad)
+    assert got[4] == got[5] == []
+
+
+def test_a_chunk_of_a_prompt_that_samples_nothing(runtime):
+    bad = Talk(4, [0, BAD, *range(20, 60)], [TEXT], chunk=6)
+    check(runtime, bad)
+    assert bad.fed <= 18, "two steps were out when the first came back"
+
+
+@pytest.mark.parametrize(("after", "other"), [(TEXT, SIDES), (WIDE, POINT_X)])
+def test_a_token_while_decoding(runtime, after, other):
+    talks = [
+        Talk(4 + n, [0, 40 + n], [TEXT, TokenRule(forced=BAD), rule, TEXT], sampling)
+        for n, (rule, sampling) in enumerate([(after, GREEDY), (other, HOT)])
+    ]
+    got = check(runtime, *talks)
+    for number in (4, 5):
+        assert [t.id for t in got[number]][1:] == [BAD], "the last one before it was fed"
+
+
+def test_an_image(runtime, images):
+    config = runtime.test_config
+    with torch.inference_mode():
+        embedding(runtime, "wide")[5, 3] = torch.nan
+    about = [
+        Talk(4, [*image(config, "wide"), 11], [TEXT] * 3),
+        Talk(5, image(config, "wide"), [POINT_X, POINT_Y]),
+    ]
+    check(runtime, *about)
+    single = Talk(6, [*image(config, "single"), 11], [TEXT] * 3)
+    wanted, _ = ask(runtime, [Talk(6, single.prompt, single.rules)])
+    got, named = ask(runtime, [Talk(4, [*image(config, "wide"), 11], [TEXT] * 3), single])
+    assert named == {4}
+    assert [t.id for t in got[6]] == [t.id for t in wanted[6]]
+    # Encoded anew, it is as good as any.
+    again = picture("wide", (1, 3), config, seed=1)
+    plan = StepPlan(1, drop_images=("wide",), encode=(EncodeSlice(again, 0, 4),))
+    runtime.collect(runtime.launch(plan))
+    assert ask(runtime, [Talk(4, [*image(config, "wide"), 11], [TEXT] * 3)])[1] == set()
+
+
+@pytest.mark.parametrize(
+    ("head", "value"), [("coord", torch.nan), ("coord", -torch.inf), ("size", torch.inf)]
+)
+def test_a_region_head(runtime, head, value):
+    """It fails those who read it, and no others."""
+    decoder = getattr(runtime.model.region, f"{head}_decoder")
+    bias = decoder.fc2.bias if isinstance(decoder, Mlp) else decoder.bias
+    kept = bias[7].clone()
+    bias[7] = value
+    try:
+        talks = [
+            Talk(0, [0, 11, 12], [TEXT] * 3),
+            Talk(1, [0, 21], [POINT_Y if head == "size" else SIDES] * 3),
+            Talk(2, [0, 31], [TEXT, SIDES if head == "size" else POINT_Y]),
+        ]
+        tokens, named = ask(runtime, talks)
+    finally:
+        bias[7] = kept
+    assert named == {2}
+    assert (len(tokens[0]), len(tokens[1]), len(tokens[2])) == (3, 3, 1)
+
+
+def test_pages_that_hold_nan_go_from_hand_to_hand(runtime):
+    """The next owner reads what it wrote itself, whatever lies beside it in its pages."""
+    check(runtime)
+    numbers = tuple(range(50, 56))
+    pages = [tuple(range(8 * n, 8 * n + 8)) for n in range(6)]
+    plan = StepPlan(
+        5,
+        prefill=tuple(
+            Row(number, (0, *[BAD] * 130), 0, table, SampleSpec(TEXT, HOT, 0))
+            for number, table in zip(numbers, pages, strict=True)
+        ),
+    )
+    assert runtime.collect(runtime.launch(plan)).non_finite == set(numbers)
+    runtime.collect(runtime.launch(StepPlan(6, ended=numbers)))
+    check(runtime)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("attention", ["triton", "torch", "flashinfer"])
+@pytest.mark.parametrize("family", ["moondream2", "moondream3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_captured_graphs_of_every_kind_of_attention(family, attention, dtype):
+    if attention == "flashinfer":
+        pytest.importorskip("flashinfer")
+        if dtype == torch.float32:
+            pytest.skip("FlashInfer computes in half types")
+    config, tensors = small_model(family)
+    tensors = {name: t.to(DEVICE, dtype) for name, t in tensors.items()}
+    made = GpuRuntime(config, tensors, attention=attention, **SIZES)
+    made.model.text.wte[BAD] = torch.nan
+    assert made._decode._graphs._graphs, "captured"
+    try:
+        rules = [TEXT, TokenRule(forced=BAD), TEXT, TEXT]
+        check(
+            made,
+            Talk(4, [0, 9, BAD, 9], [TEXT] * 3),
+            Talk(5, [0, 41], rules),
+        )
+    finally:
+        made.close()
