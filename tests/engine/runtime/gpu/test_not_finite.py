@@ -13,7 +13,7 @@ from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.requests import SamplingParams
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
-from kestrel_engine.step import EncodeSlice, Row, SampleSpec, StepPlan, TokenRule
+from kestrel_engine.step import EncodeSlice, StepPlan, TokenRule
 from tests.engine.runtime.gpu.small_models import picture, small_model
 from tests.engine.runtime.gpu.test_gpu_runtime import (
     DEVICE,
@@ -208,18 +208,9 @@ def test_a_region_head(runtime, head, value):
 
 def test_pages_that_hold_nan_go_from_hand_to_hand(runtime):
     """The next owner reads what it wrote itself, whatever lies beside it in its pages."""
-    check(runtime)
-    numbers = tuple(range(50, 56))
-    pages = [tuple(range(8 * n, 8 * n + 8)) for n in range(6)]
-    plan = StepPlan(
-        5,
-        prefill=tuple(
-            Row(number, (0, *[BAD] * 130), 0, table, SampleSpec(TEXT, HOT, 0))
-            for number, table in zip(numbers, pages, strict=True)
-        ),
-    )
-    assert runtime.collect(runtime.launch(plan)).non_finite == set(numbers)
-    runtime.collect(runtime.launch(StepPlan(6, ended=numbers)))
+    with torch.inference_mode():
+        runtime._cache.keys.fill_(torch.nan)
+        runtime._cache.values.fill_(torch.nan)
     check(runtime)
 
 
@@ -238,12 +229,15 @@ def test_captured_graphs_of_every_kind_of_attention(family, attention, dtype):
     made = GpuRuntime(config, tensors, attention=attention, **SIZES)
     made.model.text.wte[BAD] = torch.nan
     assert made._decode._graphs._graphs, "captured"
+    rules = [TEXT, TokenRule(forced=BAD), TEXT, TEXT]
+    bad = [Talk(4, [0, 9, BAD, 9], [TEXT] * 3), Talk(5, [0, 41], rules)]
     try:
-        rules = [TEXT, TokenRule(forced=BAD), TEXT, TEXT]
-        check(
-            made,
-            Talk(4, [0, 9, BAD, 9], [TEXT] * 3),
-            Talk(5, [0, 41], rules),
-        )
+        if dtype == torch.float32:
+            check(made, *bad)
+            return
+        # In half types the size of a batch may change a token.
+        got, named = ask(made, [*fine(), *bad])
+        assert named == {4, 5}
+        assert [len(got[talk.number]) for talk in fine()] == [len(talk.rules) for talk in fine()]
     finally:
         made.close()
