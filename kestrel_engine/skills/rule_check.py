@@ -17,24 +17,24 @@ _MAX_REMEMBERED = 4096
 
 
 class RuleCheck:
-    """Checks rules against one model. Remembers by identity what it has seen: skills give the same few objects again
-    and again, and a step asks for a rule a row. For one thread."""
+    """Checks rules against one model, each object once: skills give the same few again and again. For one thread."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._vocab_size = model.text.vocab_size
         self._coord_id, self._size_id = model.ids.coord_id, model.ids.size_id
-        self._seen: dict[int, TokenRule] = {}
+        self.passed: dict[int, TokenRule] = {}
+        """Rules that were found good, by identity."""
 
     def __call__(self, rule: TokenRule | None) -> None:
         """Raises SkillFault."""
-        if rule is not None and self._seen.get(id(rule)) is rule:
+        if rule is not None and self.passed.get(id(rule)) is rule:
             return
         if not isinstance(rule, TokenRule):
             raise SkillFault(f"the skill gave {rule!r} as a rule; a rule is a TokenRule")
         self._check(rule)
-        if len(self._seen) == _MAX_REMEMBERED:
-            self._seen.clear()
-        self._seen[id(rule)] = rule  # Kept, so that no other rule gets its identity.
+        if len(self.passed) == _MAX_REMEMBERED:
+            self.passed.clear()
+        self.passed[id(rule)] = rule  # Kept, so that no other rule gets its identity.
 
     def _check(self, rule: TokenRule) -> None:
         lists = {"allowed": rule.allowed or (), "suppressed": rule.suppressed}
