@@ -14,9 +14,19 @@ from .finding import Finding
 
 if TYPE_CHECKING:
     from ..checkpoint.progress import Progress
+    from .model_cache import Downloaded
     from .model_download import Download
 
-__all__ = ["Finding", "answer", "check_names", "diagnose", "download", "verify"]
+__all__ = [
+    "Finding",
+    "answer",
+    "check_names",
+    "diagnose",
+    "download",
+    "downloaded",
+    "remove",
+    "verify",
+]
 
 
 def check_names(config: RuntimeConfig) -> None:
@@ -55,6 +65,20 @@ def download(
     from .model_download import download
 
     return download(config, folder, progress=progress)
+
+
+def downloaded() -> tuple[Downloaded, ...]:
+    """Models in the hub's cache. Asks no hub."""
+    from .model_cache import downloaded
+
+    return downloaded()
+
+
+def remove(name: str) -> Downloaded:
+    """Deletes a model from the hub's cache. Raises ConfigError if it isn't there."""
+    from .model_cache import remove
+
+    return remove(name)
 
 
 def verify(

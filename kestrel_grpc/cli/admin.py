@@ -8,21 +8,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from kestrel_client._pb.kestrel.v1 import admin_service_pb2 as pb
-from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStub
+from kestrel_client import KestrelAdmin
 
-from .connection import CallMetadata, add_server_flags, open_channel
+from .connection import add_server_flags, connected_admin
 from .parser import CommandError
 
-_TIMEOUT_S = 10.0
-_WRITE_S = 120.0
-"""For what may have to be written first; a profiler's first start takes seconds, too."""
-_LEVELS = {
-    "debug": pb.LOG_LEVEL_DEBUG,
-    "info": pb.LOG_LEVEL_INFO,
-    "warning": pb.LOG_LEVEL_WARNING,
-    "error": pb.LOG_LEVEL_ERROR,
-}
+_LEVELS = ("debug", "info", "warning", "error")
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -35,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     flush = actions.add_parser("flush", help="forget what is kept to save work")
     flush.add_argument("--stored-images", action="store_true", help="pictures kept by id too")
     level = actions.add_parser("log-level", help="change what the server logs, until it ends")
-    level.add_argument("level", choices=tuple(_LEVELS))
+    level.add_argument("level", choices=_LEVELS)
     level.add_argument(
         "module",
         nargs="?",
@@ -96,13 +87,12 @@ def _add_capture(actions: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with open_channel(args) as (channel, metadata):
+    with connected_admin(args) as admin:
         try:
-            lines = _ACTIONS[args.action](AdminServiceStub(channel), metadata, args)
+            for line in _ACTIONS[args.action](admin, args):
+                print(line)
         except UnicodeError:  # What the shell passed on isn't text, so no message takes it.
             raise CommandError("what was given is no valid UTF-8") from None
-        for line in lines:
-            print(line)
     return 0
 
 
@@ -118,78 +108,66 @@ def _up_to(most: int) -> Callable[[str], int]:
     return parse
 
 
-def _drain(stub: AdminServiceStub, metadata: CallMetadata, args: argparse.Namespace) -> list[str]:
-    response = stub.Drain(pb.DrainRequest(), metadata=metadata, timeout=_TIMEOUT_S)
-    return [f"draining: {response.remaining_requests} requests still run or wait"]
+def _drain(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
+    return [f"draining: {admin.drain()} requests still run or wait"]
 
 
-def _cancel(stub: AdminServiceStub, metadata: CallMetadata, args: argparse.Namespace) -> list[str]:
-    request = pb.CancelRequestRequest(request_id=args.request_id)
-    response = stub.CancelRequest(request, metadata=metadata, timeout=_TIMEOUT_S)
-    return [f"{response.cancelled_requests} requests cancelled"]
+def _cancel(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
+    return [f"{admin.cancel(args.request_id)} requests cancelled"]
 
 
-def _flush(stub: AdminServiceStub, metadata: CallMetadata, args: argparse.Namespace) -> list[str]:
-    request = pb.FlushCachesRequest(stored_images=args.stored_images)
-    response = stub.FlushCaches(request, metadata=metadata, timeout=_TIMEOUT_S)
-    return [f"flushed; {response.forgotten_images} stored pictures forgotten"]
+def _flush(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
+    forgotten = admin.flush_caches(stored_images=args.stored_images)
+    return [f"flushed; {forgotten} stored pictures forgotten"]
 
 
-def _level(stub: AdminServiceStub, metadata: CallMetadata, args: argparse.Namespace) -> list[str]:
-    request = pb.SetLogLevelRequest(level=_LEVELS[args.level], module=args.module)
-    response = stub.SetLogLevel(request, metadata=metadata, timeout=_TIMEOUT_S)
-    names = {level: name for name, level in _LEVELS.items()}
-    before = names.get(response.previous_level, "none of its own" if args.module else "another")
-    return [f"log level {args.level}, before {before}"]
+def _level(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
+    before = admin.set_log_level(args.level, args.module)
+    named = before or ("none of its own" if args.module else "another")
+    return [f"log level {args.level}, before {named}"]
 
 
-def _statistics(
-    stub: AdminServiceStub, metadata: CallMetadata, args: argparse.Namespace
-) -> list[str]:
-    request = pb.GetStatisticsRequest()
-    response = stub.GetStatistics(request, metadata=metadata, timeout=_TIMEOUT_S)
-    methods = {f"{each.method} ": each for each in response.methods}
+def _statistics(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
+    told = admin.statistics().to_dict()
+    methods = told.pop("methods")
+    groups = {"": told, **{f"{each.pop('method')} ": each for each in methods}}
     return [
-        f"{prefix}{field.name}: {_told(getattr(message, field.name))}"
-        for prefix, message in {"": response, **methods}.items()
-        for field in message.DESCRIPTOR.fields
-        if field.name not in ("methods", "method")
+        f"{prefix}{name}: {_number(value)}"
+        for prefix, group in groups.items()
+        for name, value in group.items()
     ]
 
 
-def _told(number: float | int) -> str:
+def _number(number: float | int) -> str:
     return f"{number:g}" if isinstance(number, float) else f"{number}"
 
 
-def _profile(stub: AdminServiceStub, metadata: CallMetadata, args: argparse.Namespace) -> list[str]:
+def _profile(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
     """Ctrl-C ends it early; its file is written all the same."""
     if args.only != "stop":
-        request = pb.StartProfileRequest(
+        file = admin.start_profile(
             seconds=args.seconds, steps=args.steps, python_functions=args.python_functions
         )
-        started = stub.StartProfile(request, metadata=metadata, timeout=_WRITE_S)
         if args.only == "start":
-            return [f"profile {started.file} has begun"]
-        print(f"recording {started.file}, for {args.seconds:g} s or {args.steps} steps", flush=True)
+            return [f"profile {file} has begun"]
+        print(f"recording {file}, for {args.seconds:g} s or {args.steps} steps", flush=True)
         with suppress(KeyboardInterrupt):
             time.sleep(args.seconds)
-    response = stub.StopProfile(pb.StopProfileRequest(), metadata=metadata, timeout=_WRITE_S)
+    done = admin.stop_profile()
     return [
-        f"profile {response.file}: {response.size_bytes} bytes, "
-        f"{response.steps} steps in {response.seconds:.2f} s"
+        f"profile {done.file}: {done.file_bytes} bytes, {done.steps} steps in {done.seconds:.2f} s"
     ]
 
 
-def _capture(stub: AdminServiceStub, metadata: CallMetadata, args: argparse.Namespace) -> list[str]:
+def _capture(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
     if args.action_of_it == "start":
-        request = pb.StartCaptureRequest(requests=args.requests, pictures=args.pictures)
-        started = stub.StartCapture(request, metadata=metadata, timeout=_TIMEOUT_S)
-        return [f"the next {started.requests} requests that fail are captured"]
-    response = stub.StopCapture(pb.StopCaptureRequest(), metadata=metadata, timeout=_WRITE_S)
-    return [*response.files, f"{len(response.files)} captured, {response.lost} lost"]
+        requests = admin.start_capture(requests=args.requests, pictures=args.pictures)
+        return [f"the next {requests} requests that fail are captured"]
+    done = admin.stop_capture()
+    return [*done.files, f"{len(done.files)} captured, {done.lost} lost"]
 
 
-_ACTIONS: dict[str, Callable[[Any, CallMetadata, argparse.Namespace], list[str]]] = {
+_ACTIONS: dict[str, Callable[[KestrelAdmin, argparse.Namespace], list[str]]] = {
     "drain": _drain,
     "cancel": _cancel,
     "flush": _flush,

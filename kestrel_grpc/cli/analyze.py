@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from kestrel_client import (
+    AnalyzeResult,
     CaptionTask,
     DetectTask,
     KestrelClient,
@@ -22,9 +23,12 @@ from kestrel_client import (
 from kestrel_client.tasks import outcome_dict
 
 from ..settings.flags import SettingsError
-from .connection import add_connection_flags, connected
+from .connection import add_connection_flags, connected, reported_failures
+from .inputs import IMAGE_HELP, Input, open_inputs
+from .painted import Painter
 from .parser import EXIT_FAILED
-from .skills import add_request_flags, event_dict, print_result, read_image, request_options
+from .skills import add_request_flags, add_save_flags, event_dict, print_result, request_options
+from .terminal import styled
 
 _KINDS: dict[str, type[Task]] = {
     "query": QueryTask,
@@ -49,9 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
         "Each kind of task may be given several times. Exits with 1 if one of them fails."
     )
-    parser.add_argument(
-        "image", metavar="IMAGE", help="picture: a file, - for standard input, or the id of one put"
-    )
+    parser.usage = f"{parser.prog} IMAGE [IMAGE ...] TASK [TASK ...] [flags]"
+    parser.add_argument("words", metavar="IMAGE", nargs="*", help=IMAGE_HELP)
     tasks = parser.add_argument_group("tasks")
     tasks.set_defaults(tasks=None)
     for kind, metavar, help in (
@@ -74,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--stream", action="store_true", help="print what comes as it comes")
     output.add_argument("--json", action="store_true", help="print JSON; with --stream a line each")
+    add_save_flags(output)
     add_request_flags(parser)
     add_connection_flags(parser)
 
@@ -83,20 +87,48 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(
             "give at least one task: --query, --caption, --point, --detect, --segment"
         )
-    tasks = [_KINDS[kind](words, max_tokens=args.max_tokens) for kind, words in args.tasks]
-    image = read_image(args.image)
-    assert image is not None, "argparse asks for it"
-    titles = {str(n): f"{kind} {words!r}" for n, (kind, words) in enumerate(args.tasks)}
+    words = list(args.words)
+    if not words:
+        raise SettingsError("no image is given: kestrel-grpc analyze IMAGE TASK ...")
+    tasks = [_KINDS[kind](asked, max_tokens=args.max_tokens) for kind, asked in args.tasks]
+    inputs = open_inputs(words)
+    painter = None if args.save is None else Painter(args.save, inputs, args.save_on)
+    titles = {str(n): f"{kind} {asked!r}" for n, (kind, asked) in enumerate(args.tasks)}
+    failed = 0
     with connected(args) as client:
-        if args.stream:
-            return _stream(client, args, image, tasks, titles)
-        analysis = client.analyze(image, tasks, **request_options(args))
-    if args.json:
-        print(json.dumps(analysis.to_dict(), ensure_ascii=False))
+        for each in inputs:
+            with reported_failures(each.name, alone=len(inputs) == 1) as attempt:
+                analysis = _analyze(client, args, each, len(inputs) > 1, tasks, titles, painter)
+                failed += bool(analysis.errors)
+            failed += attempt.failed
+    return EXIT_FAILED if failed else 0
+
+
+def _analyze(
+    client: KestrelClient,
+    args: argparse.Namespace,
+    given: Input,
+    several: bool,
+    tasks: list[Task],
+    titles: dict[str, str],
+    painter: Painter | None,
+) -> AnalyzeResult:
+    silent = painter is not None and painter.takes_output
+    named = {"image": given.name} if several else {}
+    if several and not args.json and not silent:
+        print(styled(f"{given.name}:", "bold", sys.stdout), flush=True)
+    if args.stream and not silent:
+        analysis = _stream(client, args, given.source, tasks, titles, named)
     else:
-        for key, outcome in analysis.outcomes.items():
-            _print_outcome(titles[key], outcome)
-    return EXIT_FAILED if analysis.errors else 0
+        analysis = client.analyze(given.source, tasks, **request_options(args))
+        if args.json and not silent:
+            _print_json({**named, **analysis.to_dict()})
+        elif not silent:
+            for key, outcome in analysis.outcomes.items():
+                _print_outcome(titles[key], outcome)
+    if painter is not None:
+        painter.write(analysis, given)
+    return analysis
 
 
 def _stream(
@@ -105,21 +137,22 @@ def _stream(
     image: Any,
     tasks: list[Task],
     titles: dict[str, str],
-) -> int:
+    named: dict[str, str],
+) -> AnalyzeResult:
     """Events as JSON; else each task's result as soon as it is there, since several texts at once can't be read."""
     with client.stream_analyze(image, tasks, **request_options(args)) as stream:
         for item in stream:
             if isinstance(item, TaskEvent):
                 if args.json:
-                    _print_json({"key": item.key, **event_dict(item.event)})
+                    _print_json({**named, "key": item.key, **event_dict(item.event)})
             elif args.json:
-                _print_json({"key": item.key, "result": outcome_dict(item.outcome)})
+                _print_json({**named, "key": item.key, "result": outcome_dict(item.outcome)})
             else:
                 _print_outcome(titles[item.key], item.outcome)
         analysis = stream.result()
     if args.json:
-        _print_json({"final": analysis.to_dict()})
-    return EXIT_FAILED if analysis.errors else 0
+        _print_json({**named, "final": analysis.to_dict()})
+    return analysis
 
 
 def _print_json(line: dict[str, Any]) -> None:
@@ -127,7 +160,7 @@ def _print_json(line: dict[str, Any]) -> None:
 
 
 def _print_outcome(title: str, outcome: Outcome) -> None:
-    print(f"{title}:", flush=True)
+    print(styled(f"{title}:", "cyan", sys.stdout), flush=True)
     if isinstance(outcome, RpcError):
         print(f"failed: {outcome.message} [{outcome.code.name}]", file=sys.stderr, flush=True)
     else:

@@ -7,23 +7,40 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import grpc
 
-from kestrel_client import KestrelClient, KestrelError, RpcError, Tls, UnavailableError
+from kestrel_client import (
+    AsyncKestrelClient,
+    DeadlineExceededError,
+    InvalidRequestError,
+    KestrelAdmin,
+    KestrelClient,
+    KestrelError,
+    OverloadedError,
+    PermissionDeniedError,
+    RpcError,
+    Tls,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from kestrel_client.connection import Connection
 from kestrel_client.errors import from_rpc_error
 
 from ..settings.addresses import DEFAULT_ADDRESS
-from ..settings.flags import Flags
-from .parser import CommandError
+from ..settings.flags import Flags, SettingsError
+from .parser import CommandError, suggestion
+from .terminal import styled
 
 DEFAULT_TIMEOUT_S = 300.0
 CallMetadata = tuple[tuple[str, str | bytes], ...]
 
 
+_BUSY = ("QUEUE_FULL", "DISPLACED", "PIXELS_WAITING", "QUEUE_TIMEOUT")
+"""Reasons for which a server refuses anybody's requests; its own words are for its operator."""
 _TOKENS = ("KESTREL_TOKEN", "KESTREL_API_KEY")
 """Variables that may hold the token. It has no flag: every user of the machine sees the flags of its processes."""
 
@@ -76,6 +93,11 @@ def open_client(args: argparse.Namespace, timeout: float | None) -> KestrelClien
     return KestrelClient(args.server, tls=_tls(args), token=_token(), timeout=timeout)
 
 
+def open_async_client(args: argparse.Namespace) -> AsyncKestrelClient:
+    """As ``open_client``, with the timeout of ``args``."""
+    return AsyncKestrelClient(args.server, tls=_tls(args), token=_token(), timeout=args.timeout)
+
+
 @contextmanager
 def open_channel(args: argparse.Namespace) -> Iterator[tuple[grpc.Channel, CallMetadata]]:
     """A channel for what the SDK has no methods for, and the metadata that calls send. Errors as for ``connected``."""
@@ -83,15 +105,22 @@ def open_channel(args: argparse.Namespace) -> Iterator[tuple[grpc.Channel, CallM
         connection = Connection(target=args.server, tls=_tls(args), token=_token())
         credentials = connection.credentials()
         channel = (
-            grpc.insecure_channel(args.server, connection.options)
+            grpc.insecure_channel(connection.address, connection.options)
             if credentials is None
-            else grpc.secure_channel(args.server, credentials, connection.options)
+            else grpc.secure_channel(connection.address, credentials, connection.options)
         )
         with channel:
             try:
                 yield channel, connection.call_metadata(None)
             except grpc.RpcError as error:
                 raise from_rpc_error(error) from None
+
+
+@contextmanager
+def connected_admin(args: argparse.Namespace) -> Iterator[KestrelAdmin]:
+    """A client of the administration of ``args.server``; its errors become CommandErrors."""
+    with told_errors(args), KestrelAdmin(args.server, tls=_tls(args), token=_token()) as admin:
+        yield admin
 
 
 def _token() -> str | None:
@@ -122,14 +151,66 @@ def told_errors(args: argparse.Namespace) -> Iterator[None]:
     """The SDK's errors become CommandErrors."""
     try:
         yield
-    except UnavailableError as error:
-        # A reason comes from a server; without one there was none to answer.
-        why = error.message if error.reason else _unreached(error.message)
-        raise CommandError(f"server {args.server} is unavailable: {why}") from None
-    except RpcError as error:
-        raise CommandError(f"{error.message} [{error.code.name}]") from None
-    except KestrelError as error:
+    except InvalidRequestError as error:
+        if str(error).startswith("target: "):
+            raise SettingsError(f"--server: {str(error).removeprefix('target: ')}") from None
         raise CommandError(str(error)) from None
+    except KestrelError as error:
+        raise CommandError(
+            failure_text(error, args.server, getattr(args, "timeout", None))
+        ) from None
+
+
+def failure_text(error: KestrelError, server: str, timeout_s: float | None) -> str:
+    """What went wrong, for people, in one line."""
+    match error:
+        case UnavailableError():
+            # A reason comes from a server; without one there was none to answer.
+            why = error.message if error.reason else _unreached(error.message)
+            return f"server {server} is unavailable: {why}"
+        case DeadlineExceededError() if timeout_s is not None and not error.reason:
+            return f"no answer within {timeout_s:g} s; --timeout allows more [DEADLINE_EXCEEDED]"
+        case OverloadedError() if error.reason in _BUSY:
+            after = error.retry_after_s
+            wait = "" if after is None else f" in {max(after, 0.1):.2g} s"
+            return f"server {server} is busy; try again{wait} [RESOURCE_EXHAUSTED]"
+        case RpcError(reason=reason) if reason == "MODEL_NOT_FOUND":
+            return f"{error.message}{_near_model(error.message)} [{error.code.name}]"
+        case RpcError():
+            return f"{error.message} [{error.code.name}]"
+    return str(error)
+
+
+def _near_model(message: str) -> str:
+    """A suggestion, from the server's own words: 'x' is not served; served is y, z."""
+    asked, _, served = message.rpartition(" is not served; served is ")
+    name = asked.rpartition(": ")[2].strip("'")
+    return suggestion(name, served.split(", ")) if served else ""
+
+
+class Attempt:
+    """``failed``: whether it did, and that was reported."""
+
+    failed = False
+
+
+@contextmanager
+def reported_failures(name: str, *, alone: bool) -> Iterator[Attempt]:
+    """An error about one of several images is printed and noted. If the image is ``alone``, the error is raised.
+
+    An error that all images would have, such as a server that isn't there, is raised too.
+    """
+    attempt = Attempt()
+    try:
+        yield attempt
+    except (UnavailableError, UnauthenticatedError, PermissionDeniedError):
+        raise
+    except (KestrelError, CommandError) as error:
+        if alone:
+            raise
+        attempt.failed = True
+        text = failure_text(error, "", None) if isinstance(error, KestrelError) else str(error)
+        print(f"{styled('failed', 'red', sys.stderr)}: {name}: {text}", file=sys.stderr, flush=True)
 
 
 def _unreached(message: str) -> str:

@@ -1,6 +1,9 @@
 """The command line as a whole: which commands there are, and what becomes of their errors.
 
 Exit status: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted. Errors are one line on standard error.
+
+It stays with argparse: flags, variables, the configuration file, --print-config and the table of flags in the docs are
+made from the same argparse actions, which a library such as click would have to be taught anew.
 """
 
 from __future__ import annotations
@@ -9,13 +12,19 @@ import argparse
 import errno
 import importlib
 import os
+import re
 import sys
-from collections.abc import Sequence
-from typing import Protocol, cast
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn, Protocol, cast
 
 from .. import __version__
 from ..settings.flags import EXIT_USAGE, PROGRAM, Parser, SettingsError
+from .terminal import styled
 
+_INVALID_COMMAND = re.compile(r"argument COMMAND: invalid choice: '(.*?)'")
+_UNKNOWN_FLAG = re.compile(r"unrecognized arguments: (-\S+)")
+_INVALID_CHOICE = re.compile(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)")
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
@@ -30,7 +39,8 @@ COMMANDS = {
     "run": ("run_skill", "run any skill of the server by its name"),
     "put": ("pictures", "send a picture once, to name it by id afterwards"),
     "forget": ("pictures", "delete a picture that was put"),
-    "models": ("models", "list the models of a server, and its limits"),
+    "chat": ("chat", "ask questions about one image, as a conversation in the terminal"),
+    "models": ("models", "list the models of a server; list and remove downloaded ones"),
     "admin": (
         "admin",
         "manage a running server: drain, cancel, flush, log-level, statistics, profile, capture",
@@ -40,9 +50,11 @@ COMMANDS = {
     "verify": ("verify", "check a model's files, and that it answers as it should"),
     "token": ("token", "make a token and its line for --auth-tokens"),
     "health": ("health", "tell whether a server is ready"),
+    "bench": ("bench", "load a server for some seconds: time to first token, gaps, requests/s"),
     "schedule": ("schedule", "push prompts through an engine in this process, without a server"),
     "replay": ("replay", "do a captured request again, against a server or in this process"),
     "demo": ("demo", "serve the bundled model, call every method, paint the answers"),
+    "completion": ("completion", "print a script that completes commands and flags in a shell"),
 }
 """Command to module and one line of help."""
 
@@ -51,6 +63,8 @@ _EXAMPLES = """examples:
   kestrel-grpc serve --model moondream2 --device cuda --listen 127.0.0.1:50051 --listen unix:/run/kestrel.sock
   kestrel-grpc query photo.jpg "How many red circles are there?" --stream
   kestrel-grpc detect photo.jpg "red circle" --save boxes.png
+  kestrel-grpc caption holiday/ long --save captioned/
+  kestrel-grpc chat photo.jpg
   kestrel-grpc analyze photo.jpg --caption short --query "How many people?" --detect person
   kestrel-grpc schedule "How many squares?" "What is left of the star?" --image photo.jpg
 
@@ -68,34 +82,105 @@ class Command(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status."""
-    _open_closed_streams()
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = Parser(
+class CommandParser(Parser):
+    """Suggests what may have been meant; ``-h`` of a command with many flags shows the ``essential`` ones only."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, add_help=False, **options)
+        self.essential: tuple[str, ...] = ()
+        self.add_argument("-h", action=_ShortHelp, help="show a short help and exit")
+        self.add_argument("--help", action="help", help="show the whole help and exit")
+
+    def error(self, message: str) -> NoReturn:
+        if (wrong := _INVALID_COMMAND.match(message)) is not None:
+            hint = suggestion(wrong[1], COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
+            message = f"there is no command {wrong[1]!r}{hint}"
+        elif (wrong := _UNKNOWN_FLAG.match(message)) is not None:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            message = f"there is no flag {wrong[1]}{suggestion(wrong[1].partition('=')[0], flags)}"
+        elif (wrong := _INVALID_CHOICE.match(message)) is not None:
+            choices = re.findall(r"[^\s,']+", wrong[3])
+            hint = suggestion(wrong[2], choices) or f"; choose from {', '.join(choices)}"
+            message = f"argument {wrong[1]}: invalid choice: {wrong[2]!r}{hint}"
+        super().error(message)
+
+    def short_help(self) -> str:
+        """The whole help if there are few flags."""
+        if not self.essential:
+            return self.format_help()
+        formatter = self._get_formatter()
+        chosen = [a for a in self._actions if set(a.option_strings) & {*self.essential, "--help"}]
+        formatter.add_usage(f"{self.prog} [flags]", [], [])
+        formatter.add_text(self.description)
+        formatter.start_section("the flags that are needed most")
+        formatter.add_arguments(chosen)
+        formatter.end_section()
+        count = sum(bool(action.option_strings) for action in self._actions)
+        formatter.add_text(f"'{self.prog} --help' shows all {count} flags.")
+        return formatter.format_help()
+
+
+class _ShortHelp(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(
+            option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help
+        )
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        assert isinstance(parser, CommandParser)
+        print(parser.short_help(), end="")
+        parser.exit()
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean …?", or nothing if no known word is near."""
+    near = get_close_matches(word, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def whole_parser(
+    loaded: Iterable[str],
+) -> tuple[CommandParser, dict[str, CommandParser], dict[str, Command]]:
+    """The parser, those of the commands, and the modules of the ``loaded`` commands, whose flags are known."""
+    parser = CommandParser(
         prog=PROGRAM,
         description="A typed, streaming gRPC server for Moondream vision-language models.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    chosen = next((word for word in arguments if word in COMMANDS), None)
-    module: Command | None = None
+    adding = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands: dict[str, CommandParser] = {}
+    modules: dict[str, Command] = {}
+    for name, (module_name, summary) in COMMANDS.items():
+        commands[name] = adding.add_parser(
+            name,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if name in loaded:
+            module = cast(Command, importlib.import_module(f".{module_name}", __package__))
+            module.add_arguments(commands[name], name)
+            modules[name] = module
+    return parser, commands, modules
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status."""
+    _open_closed_streams()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # The command comes first: only its module is imported.
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
     try:
-        for name, (module_name, summary) in COMMANDS.items():
-            subparser = subparsers.add_parser(
-                name,
-                help=summary,
-                description=summary[0].upper() + summary[1:] + ".",
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-            )
-            if name == chosen:
-                module = cast(Command, importlib.import_module(f".{module_name}", __package__))
-                module.add_arguments(subparser, name)
-        args = parser.parse_args(arguments)
-        assert module is not None, "argparse took a command that is none"
-        return module.run(args)
+        parser, commands, modules = whole_parser({chosen} if chosen in COMMANDS else ())
+        args, rest = parser.parse_known_args(arguments)
+        command = commands[args.command]
+        if rest and (not hasattr(args, "words") or any(word.startswith("-") for word in rest)):
+            command.error(f"unrecognized arguments: {' '.join(rest)}")
+        if rest:  # words behind flags, which argparse leaves over
+            args.words = [*args.words, *rest]
+        return modules[args.command].run(args)
     except SettingsError as error:
         return _fail(chosen, str(error), EXIT_USAGE)
     except CommandError as error:
@@ -103,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has enough; the interpreter would complain once more on its way out.
+        # What read our output has enough; the interpreter would complain once more on its way out.
         sys.stderr.close()
         return EXIT_FAILED
     except OSError as error:
@@ -120,5 +205,5 @@ def _open_closed_streams() -> None:
 
 
 def _fail(command: str | None, message: str, status: int) -> int:
-    print(f"{PROGRAM} {command}: error: {message}", file=sys.stderr)
+    print(f"{PROGRAM} {command}: {styled('error', 'red', sys.stderr)}: {message}", file=sys.stderr)
     return status

@@ -7,13 +7,15 @@ import json
 import sys
 
 from .connection import add_connection_flags, connected
-from .skills import read_image
+from .inputs import IMAGE_HELP, open_inputs
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     if command == "put":
-        parser.epilog = "Prints the id. Commands that take a picture take it in place of a file."
-        parser.add_argument("image", metavar="IMAGE", help="a file, or - for standard input")
+        parser.epilog = (
+            "Prints an id a line. Commands that take an image take it in place of a file."
+        )
+        parser.add_argument("words", metavar="IMAGE", nargs="+", help=IMAGE_HELP)
         parser.add_argument("--json", action="store_true", help="print JSON, with the size")
     else:
         parser.add_argument("image_id", metavar="ID", help="id of a picture, as put printed it")
@@ -30,14 +32,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _put(args: argparse.Namespace) -> int:
-    image = read_image(args.image)
-    assert image is not None, "argparse asks for it"
     with connected(args) as client:
-        handle = client.put_image(image)
-    if args.json:
-        assert handle.size is not None, "the server tells it"
-        size = {"width": handle.size.width, "height": handle.size.height}
-        print(json.dumps({"image_id": handle.image_id, "image_size": size}))
-    else:
-        print(handle.image_id)
+        for image in open_inputs(args.words):
+            handle = client.put_image(image.source)
+            if args.json:
+                assert handle.size is not None, "put_image gives it"
+                size = {"width": handle.size.width, "height": handle.size.height}
+                print(json.dumps({"image_id": handle.image_id, "image_size": size}), flush=True)
+            else:
+                print(handle.image_id, flush=True)
     return 0

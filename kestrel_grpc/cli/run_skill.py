@@ -7,7 +7,9 @@ import json
 from typing import Any
 
 from .connection import add_connection_flags, connected
-from .skills import add_request_flags, event_dict, print_event, read_image, request_options
+from .inputs import IMAGE_HELP, open_input
+from .painted import Painter
+from .skills import add_request_flags, add_save_flags, event_dict, print_event, request_options
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -20,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "image",
         metavar="IMAGE",
         nargs="?",
-        help="picture: a file, - for standard input, or the id of one put",
+        help=IMAGE_HELP,
     )
     for flag, help in (("argument", "what the skill is given"), ("setting", "how it works")):
         parser.add_argument(
@@ -31,16 +33,25 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the whole result; with --stream a line each"
     )
+    add_save_flags(parser)
     add_request_flags(parser)
     add_connection_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    given = (args.skill, read_image(args.image), dict(args.argument), dict(args.setting))
+    image = None if args.image is None else open_input(args.image)
+    inputs = [] if image is None else [image]
+    painter = None if args.save is None else Painter(args.save, inputs, args.save_on)
+    silent = painter is not None and painter.takes_output
+    source = None if image is None else image.source
+    given = (args.skill, source, dict(args.argument), dict(args.setting))
     with connected(args) as client:
-        if not args.stream:
+        if silent or not args.stream:
             result = client.run_skill(*given, **request_options(args))
-            _print(result.to_dict() if args.json else result.output)
+            if not silent:
+                _print(result.to_dict() if args.json else result.output)
+            if painter is not None and image is not None:
+                painter.write(result, image)
             return 0
         with client.stream_skill(*given, **request_options(args)) as stream:
             for event in stream:
@@ -53,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
             _print({"final": result.to_dict()})
         else:
             print()
+        if painter is not None and image is not None:
+            painter.write(result, image)
     return 0
 
 

@@ -23,7 +23,26 @@ from ..settings.server import ServerConfig
 from ..settings.sources import name_of
 from ..workers.plan import plan_workers, shared_addresses
 from ..workers.supervisor import WorkersError, supervise
-from .parser import CommandError
+from .parser import CommandError, CommandParser
+
+_ESSENTIAL = (
+    "--model",
+    "--weights",
+    "--device",
+    "--dtype",
+    "--listen",
+    "--max-batch-size",
+    "--kv-cache-gib",
+    "--workers",
+    "--auth-tokens",
+    "--tls-cert",
+    "--tls-key",
+    "--metrics-listen",
+    "--log-level",
+    "--config",
+    "--print-config",
+)
+"""What a short help shows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -39,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         help="check the settings as serving does, print them as TOML with their sources, without secrets, and exit",
     )
     assert isinstance(parser, Parser)
+    if isinstance(parser, CommandParser):  # The docs' table of flags is made from a plain one.
+        parser.essential = _ESSENTIAL
     parser.set_defaults(settings=parser.sources.settings)
     parser.add_argument("--version", action="version", version=f"kestrel-grpc {__version__}")
 

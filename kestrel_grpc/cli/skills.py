@@ -1,4 +1,4 @@
-"""``query``, ``caption``, ``point``, ``detect``, ``segment``: one request to a running server."""
+"""``query``, ``caption``, ``point``, ``detect``, ``segment``: one request an image to a running server."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from kestrel_client import (
     Box,
     CaptionResult,
     DetectResult,
-    ImageHandle,
     ImageSize,
     KestrelClient,
     PathPiece,
@@ -26,32 +24,26 @@ from kestrel_client import (
     TextDelta,
 )
 
-from .connection import add_connection_flags, connected
-from .parser import CommandError
+from ..settings.flags import SettingsError
+from .connection import add_connection_flags, connected, reported_failures
+from .inputs import IMAGE_HELP, Input, Source, open_inputs, split_words
+from .painted import SAVE_HELP, Painter
+from .parser import EXIT_FAILED
+from .terminal import styled
 
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
 _OPTIONS = ("model", "request_id", "priority", "cache_salt")
-_ID_PREFIX = "img_"
+_LENGTHS = ("short", "normal", "long")
+_OWN_WORD = {"query": "QUESTION", "caption": "[short|normal|long]"}
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    parser.add_argument(
-        "image",
-        metavar="IMAGE",
-        nargs="?" if command == "query" else None,
-        help="picture: a file, - for standard input, or the id of one put",
-    )
+    images = "[IMAGE ...]" if command == "query" else "IMAGE [IMAGE ...]"
+    parser.usage = f"{parser.prog} {images} {_OWN_WORD.get(command, 'OBJECT')} [flags]"
+    parser.epilog = _EPILOGS.get(command)
+    parser.add_argument("words", metavar="IMAGE", nargs="*", help=IMAGE_HELP)
     _add_own(parser, command)
-    sampling = parser.add_argument_group("sampling (default: the server's)")
-    sampling.add_argument("--temperature", type=float, help="0 always takes the likeliest token")
-    sampling.add_argument(
-        "--top-p", type=float, help="draw among the likeliest tokens of this total"
-    )
-    sampling.add_argument("--top-k", type=int, help="draw among this many tokens; 0: all")
-    sampling.add_argument(
-        "--max-tokens", type=int, help="most tokens to generate; a point takes 2, a box 3"
-    )
-    sampling.add_argument("--seed", type=int, help="makes the draw repeatable")
+    add_sampling_flags(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--stream", action="store_true", help="print the answer while it comes")
     output.add_argument(
@@ -59,11 +51,32 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         action="store_true",
         help="print JSON, with usage and timings; with --stream a line each",
     )
-    output.add_argument(
-        "--save", metavar="FILE", help="paint the answer on the picture (needs Pillow)"
-    )
+    add_save_flags(output)
     add_request_flags(parser)
     add_connection_flags(parser)
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling (default: the server's)")
+    group.add_argument("--temperature", type=float, help="0 always takes the likeliest token")
+    group.add_argument("--top-p", type=float, help="draw among the likeliest tokens of this total")
+    group.add_argument("--top-k", type=int, help="draw among this many tokens; 0: all")
+    group.add_argument(
+        "--max-tokens", type=int, help="most tokens to generate; a point takes 2, a box 3"
+    )
+    group.add_argument("--seed", type=int, help="makes the draw repeatable")
+
+
+def sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """What ``add_sampling_flags`` added, as keywords of the client's methods."""
+    return {name: getattr(args, name) for name in _SAMPLING}
+
+
+def add_save_flags(output: Any) -> None:
+    output.add_argument("--save", metavar="FILE", help=SAVE_HELP)
+    output.add_argument(
+        "--save-on", metavar="FILE", help="with --save: the image to paint on, where an id is given"
+    )
 
 
 def add_request_flags(parser: argparse.ArgumentParser) -> None:
@@ -85,16 +98,22 @@ def request_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in _OPTIONS}
 
 
+_EPILOGS = {
+    "query": "The last word is the question. Without an image the model answers from the text alone.",
+    "caption": "The last word may be the length: short, normal (the default) or long.",
+    **dict.fromkeys(
+        ("point", "detect", "segment"), 'The last word is what to find, like "red circle".'
+    ),
+}
+
+
 def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
     if command == "query":
-        parser.add_argument("question", metavar="QUESTION")
         parser.add_argument(
             "--reasoning", action="store_true", help="let the model think aloud first"
         )
     elif command == "caption":
-        parser.add_argument("--length", choices=("short", "normal", "long"), default="normal")
-    else:
-        parser.add_argument("object", metavar="OBJECT", help='what to find, like "red circle"')
+        parser.add_argument("--length", choices=_LENGTHS, help="the same as the last word")
     if command in ("point", "detect"):
         parser.add_argument("--max-objects", type=int, metavar="N", help="most objects to find")
     if command == "segment":
@@ -105,62 +124,93 @@ def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    image = read_image(args.image)
-    if args.save is not None and (image is None or isinstance(image, ImageHandle)):
-        raise CommandError("--save paints on a picture: give its file, not an id or none")
-    arguments, options = _arguments(args)
+    names, word = _words(args)
+    inputs: list[Input | None] = [*open_inputs(names)] or [None]
+    given = [each for each in inputs if each is not None]
+    painter = None if args.save is None else Painter(args.save, given, args.save_on)
+    arguments, options = _arguments(args, word)
+    failed = 0
     with connected(args) as client:
-        if args.stream:
-            result = _stream(client, args, image, arguments, options)
+        for each in inputs:
+            # Of several images one that fails leaves the others alone.
+            with reported_failures(each.name if each else "", alone=len(inputs) == 1) as attempt:
+                _ask(client, args, each, len(inputs) > 1, arguments, options, painter)
+            failed += attempt.failed
+    return EXIT_FAILED if failed else 0
+
+
+def _words(args: argparse.Namespace) -> tuple[list[str], str]:
+    """The images, and the question, object or length. Raises SettingsError."""
+    command, words = args.command, args.words
+    usage = f"kestrel-grpc {command} IMAGE {_OWN_WORD.get(command, 'OBJECT')}"
+    if command != "caption":
+        what = "question" if command == "query" else "object"
+        images, word = split_words(words, what, usage)
+    elif words and words[-1] in _LENGTHS and not args.length:
+        images, word = words[:-1], words[-1]
+    else:
+        images, word = words, args.length or "normal"
+    if not images and command != "query":
+        raise SettingsError(f"no image is given: {usage}")
+    return images, word
+
+
+def _ask(
+    client: KestrelClient,
+    args: argparse.Namespace,
+    given: Input | None,
+    several: bool,
+    arguments: list[Any],
+    options: dict[str, Any],
+    painter: Painter | None,
+) -> None:
+    silent = painter is not None and painter.takes_output
+    source = None if given is None else given.source
+    if several and not args.json and not silent:
+        assert given is not None
+        print(styled(f"{given.name}:", "bold", sys.stdout), flush=True)
+    named = {"image": given.name} if several and given is not None else {}
+    if args.stream and not silent:
+        result = _stream(client, args, source, arguments, options, named)
+    else:
+        result = getattr(client, args.command)(source, *arguments, **options)
+        if silent:
+            print_nothing(result)
+        elif args.json:
+            print(json.dumps({**named, **result.to_dict()}, ensure_ascii=False), flush=True)
         else:
-            result = getattr(client, args.command)(image, *arguments, **options)
-            if args.json:
-                print(json.dumps(result.to_dict(), ensure_ascii=False))
-            else:
-                print_result(result)
-        if args.save is not None:
-            _save(result, args.save)
-    return 0
+            print_result(result)
+    if painter is not None and given is not None:
+        painter.write(result, given)
 
 
-def read_image(name: str | None) -> str | bytes | ImageHandle | None:
-    """A path for the SDK to read, the bytes on standard input, or a picture that the server has."""
-    if name == "-":
-        return sys.stdin.buffer.read()
-    if name is not None and not Path(name).is_file():
-        if name.startswith(_ID_PREFIX):
-            return ImageHandle(name)
-        if Path(name).is_dir():
-            raise CommandError(f"{name!r} is a folder, not a picture")
-        raise CommandError(f"there is no picture {name!r}")
-    return name
-
-
-def _arguments(args: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
+def _arguments(args: argparse.Namespace, word: str) -> tuple[list[Any], dict[str, Any]]:
     """The skill's positional arguments and all keywords, for the client's method."""
-    options = {name: getattr(args, name) for name in _SAMPLING} | request_options(args)
+    options = sampling(args) | request_options(args)
     if args.command == "query":
-        return [args.question], {**options, "reasoning": args.reasoning or None}
+        return [word], {**options, "reasoning": args.reasoning or None}
     if args.command == "caption":
-        return [args.length], options
+        return [word], options
     if args.command == "segment":
-        return [args.object], {**options, "mask": args.mask}
-    return [args.object], {**options, "max_objects": args.max_objects}
+        return [word], {**options, "mask": args.mask}
+    return [word], {**options, "max_objects": args.max_objects}
 
 
 def _stream(
     client: KestrelClient,
     args: argparse.Namespace,
-    image: str | bytes | ImageHandle | None,
+    image: Source | None,
     arguments: list[Any],
     options: dict[str, Any],
+    named: dict[str, str],
 ) -> Result:
+    """``named``: what each line of JSON begins with."""
     method: Callable[..., Any] = getattr(client, f"stream_{args.command}")
     with method(image, *arguments, **options) as stream:
         thinking = False
         for event in stream:
             if args.json:
-                print(json.dumps(event_dict(event), ensure_ascii=False), flush=True)
+                print(json.dumps({**named, **event_dict(event)}, ensure_ascii=False), flush=True)
                 continue
             if thinking and isinstance(event, TextDelta):
                 print("\n")
@@ -168,11 +218,12 @@ def _stream(
             print_event(event)
         result: Result = stream.result()
     if args.json:
-        print(json.dumps({"final": result.to_dict()}, ensure_ascii=False), flush=True)
+        final = {**named, "final": result.to_dict()}
+        print(json.dumps(final, ensure_ascii=False), flush=True)
     elif isinstance(result, (QueryResult, CaptionResult)):
         print()
     else:
-        _print_nothing(result)
+        print_nothing(result)
     return result
 
 
@@ -193,8 +244,10 @@ def event_dict(event: object) -> dict[str, Any]:
 
 def print_event(event: object) -> None:
     match event:
-        case TextDelta() | ReasoningDelta():
+        case TextDelta():
             print(event.text, end="", flush=True)
+        case ReasoningDelta():
+            print(styled(event.text, "dim", sys.stdout), end="", flush=True)
         case PathPiece():
             print(event.path, flush=True)
         case Point() | Box():
@@ -205,7 +258,7 @@ def print_result(result: Result) -> None:
     match result:
         case QueryResult():
             if result.reasoning is not None:
-                print(f"{result.reasoning.text}\n")
+                print(styled(result.reasoning.text, "dim", sys.stdout) + "\n")
             print(result.answer)
         case CaptionResult():
             print(result.caption)
@@ -220,10 +273,10 @@ def print_result(result: Result) -> None:
                 print(_place(result.box, result.image_size))
             if result.svg_path:
                 print(result.svg_path)
-    _print_nothing(result)
+    print_nothing(result)
 
 
-def _print_nothing(result: Result) -> None:
+def print_nothing(result: Result) -> None:
     """Silence would look like a failure."""
     match result:
         case PointResult(points=()) | DetectResult(objects=()) | SegmentResult(box=None):
@@ -247,10 +300,3 @@ def _place(place: Point | Box, size: ImageSize | None) -> str:
 
 def _edges(box: Box) -> dict[str, float]:
     return {name: getattr(box, name) for name in ("x_min", "y_min", "x_max", "y_max")}
-
-
-def _save(result: Result, name: str) -> None:
-    try:
-        result.save(name)
-    except (OSError, ValueError) as error:
-        raise CommandError(f"can't write {name!r}: {error}") from None

@@ -234,7 +234,9 @@ class KestrelServer:
         try:
             engine = await self._load_engine()
         except Exception as error:
-            tell_lifecycle("failed", error=str(error))
+            # Who reads text is told by the command's last line; a reader of JSON by this record.
+            as_json = self._config.log_format == "json"
+            tell_lifecycle("failed", **({"error": str(error)} if as_json else {}))
             raise
         self.load_seconds = time.monotonic() - started
         if self.telemetry is not None:

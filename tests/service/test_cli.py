@@ -189,9 +189,9 @@ def test_models_and_health(server):
         (["detect", "{picture}", " "], "object: must not be empty [INVALID_ARGUMENT]"),
         (["query", "hi", "--model", "gpt"], "'gpt' is not served"),
         (["query", "hi", "--max-tokens", "0"], "sampling.max_tokens"),
-        (["caption", "nowhere.jpg"], "there is no picture 'nowhere.jpg'"),
-        (["caption", "."], "'.' is a folder"),
-        (["caption", "img_gone", "--save", "x.png"], "give its file, not an id"),
+        (["caption", "nowhere.jpg"], "there is no image 'nowhere.jpg'"),
+        (["caption", "."], "there is no image in the folder '.'"),
+        (["caption", "img_gone", "--save", "x.png"], "give its file with --save-on FILE"),
         (["health", "--service", "x"], "has no service 'x'"),
         (["caption", "{text}"], "not in a supported format"),
         (

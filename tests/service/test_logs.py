@@ -157,12 +157,16 @@ async def test_failures_are_events(serve, logs, monkeypatch):
     async def load():
         raise ModelLoadError("no such weights")
 
-    server = KestrelServer(ServerConfig(listen=("127.0.0.1:0",)), served.server.served.config, load)
-    await server.start()
-    with pytest.raises(ModelLoadError):
-        await server.load()
-    await server.stop(grace_s=0)
-    assert " E kestrel_grpc.lifecycle: failed error=no such weights" in stream.getvalue()
+    # In text the command's last line tells the error; a reader of JSON needs it in the record.
+    for log_format in ("text", "json"):
+        config = ServerConfig(listen=("127.0.0.1:0",), log_format=log_format)
+        server = KestrelServer(config, served.server.served.config, load)
+        await server.start()
+        with pytest.raises(ModelLoadError):
+            await server.load()
+        await server.stop(grace_s=0)
+        told = " E kestrel_grpc.lifecycle: failed error=no such weights" in stream.getvalue()
+        assert told == (log_format == "json")
 
 
 def pictures(folder):
