@@ -63,6 +63,7 @@ from ..services.vision import VisionService
 from ..settings.addresses import check_free, close_address, unix_path, with_port
 from ..settings.security import SecurityConfig
 from ..settings.server import COMPRESSIONS, ServerConfig
+from ..telemetry.edge_counts import EdgeCounts
 from ..telemetry.open_files import open_connections
 from ..telemetry.opening import Telemetry, open_telemetry
 from .file_watch import INTERVAL_S, FileWatch
@@ -145,7 +146,12 @@ class KestrelServer:
             security,
             num_calls=lambda: self._in_flight.count,
             is_ready=lambda: self.served.state is State.READY,
-            num_connections=self._num_connections,
+            edge=EdgeCounts(
+                connections=self._num_connections,
+                visits=lambda: self.guard.visits.num_calls,
+                max_connections=security.connections.connections,
+                max_streams=security.connections.streams,
+            ),
         )
         log = AccessLog(self._config.access_log)
 

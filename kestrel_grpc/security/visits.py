@@ -24,6 +24,11 @@ class Visits:
         """By caller and whether the call is a stream."""
         self.streams = 0
 
+    @property
+    def num_calls(self) -> int:
+        """In progress."""
+        return self._calls.total()
+
     @contextlib.contextmanager
     def admit(self, who: str, *, stream: bool) -> Iterator[None]:
         """Around a call. Raises TooManyCalls."""

@@ -18,6 +18,7 @@ from ..logs.records import lost_records
 from . import names
 from .attributes import SERVER_ERRORS
 from .dense import DenseHistogram
+from .edge_counts import EdgeCounts
 from .names import Metric
 from .open_files import file_limit, open_files
 
@@ -35,17 +36,17 @@ class _Usage:
 
 
 class ServiceMetrics:
-    """``num_calls``: calls being handled; ``is_ready``: whether requests are taken; ``num_connections``: None
-    where the system doesn't tell. All are asked from any thread."""
+    """``num_calls``: calls being handled; ``is_ready``: whether requests are taken; all are asked from any thread."""
 
     def __init__(
         self,
         meter: Meter,
         num_calls: Callable[[], int],
         is_ready: Callable[[], bool],
-        num_connections: Callable[[], int | None] = lambda: None,
+        edge: EdgeCounts | None = None,
     ) -> None:
         self._meter = meter
+        edge = edge or EdgeCounts()
         self._engine: InferenceEngine | None = None
         self._model: dict[str, str] = {}
         self._load_s = 0.0
@@ -69,7 +70,10 @@ class ServiceMetrics:
         self._observe(names.CALLS, lambda: [Observation(num_calls())])
         self._observe(names.READY, lambda: [Observation(int(is_ready()))])
         self._observe(names.LOST_RECORDS, lambda: [Observation(lost_records())])
-        self._observe(names.CONNECTIONS, lambda: _known(num_connections()))
+        self._observe(names.CONNECTIONS, lambda: _known(edge.connections()))
+        self._observe(names.CONNECTIONS_LIMIT, lambda: _known(edge.max_connections))
+        self._observe(names.STREAMS, lambda: [Observation(num_calls() + edge.visits())])
+        self._observe(names.STREAMS_LIMIT, lambda: _known(edge.max_streams))
         self._observe(names.FILES, lambda: _known(open_files()))
         self._observe(names.FILES_LIMIT, lambda: _known(file_limit()))
         self._observe(names.REQUESTS, self._read_requests)

@@ -274,6 +274,24 @@ CONNECTIONS = Metric(
     "{connection}",
     "TCP connections to --listen; on Linux only",
 )
+CONNECTIONS_LIMIT = Metric(
+    "kestrel.connections.limit",
+    "gauge",
+    "{connection}",
+    "Connections that there may be (--max-connections); absent without a limit",
+)
+STREAMS = Metric(
+    "kestrel.streams.open",
+    "gauge",
+    "{call}",
+    "Calls in progress of all services, those that watch health or ask reflection included",
+)
+STREAMS_LIMIT = Metric(
+    "kestrel.streams.limit",
+    "gauge",
+    "{call}",
+    "Calls that may be in progress on one connection (--max-streams)",
+)
 FILES = Metric(
     "kestrel.files.open",
     "gauge",

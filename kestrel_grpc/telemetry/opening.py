@@ -18,6 +18,7 @@ from ..edge.call import Call
 from ..settings.sources import SettingsError
 from ..settings.telemetry import TelemetryConfig, missing_packages
 from . import names
+from .edge_counts import EdgeCounts
 
 if TYPE_CHECKING:
     from ..settings.security import SecurityConfig
@@ -150,7 +151,7 @@ def open_telemetry(
     security: SecurityConfig,
     num_calls: Callable[[], int],
     is_ready: Callable[[], bool],
-    num_connections: Callable[[], int | None] = lambda: None,
+    edge: EdgeCounts | None = None,
 ) -> Telemetry | None:
     """None if nothing is to be exported, or its packages are missing, which is logged. To be called in the process that
     serves: exporters have threads. Raises AddressError where the Prometheus endpoint can't or won't listen, TlsError,
@@ -195,9 +196,7 @@ def open_telemetry(
 
         with _named_variables():
             meter_provider, readers = providers.meters(config, reader)
-        metrics = ServiceMetrics(
-            meter_provider.get_meter(names.SCOPE), num_calls, is_ready, num_connections
-        )
+        metrics = ServiceMetrics(meter_provider.get_meter(names.SCOPE), num_calls, is_ready, edge)
         for each in readers:
             each.dense = metrics.token_gap
         shutdowns.append(meter_provider.shutdown)

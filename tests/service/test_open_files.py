@@ -101,6 +101,12 @@ async def test_they_are_metrics(serve):
     assert after["kestrel_connections_open"] == before["kestrel_connections_open"] + 4
     assert after["kestrel_files_open"] >= before["kestrel_files_open"] + 4
     assert after["kestrel_files_limit"] == file_limit()
+    assert after["kestrel_connections_limit"] == 1000
+    assert (before["kestrel_streams_open"], after["kestrel_streams_limit"]) == (0, 100)
+    watched = health_pb2_grpc.HealthStub(channels[0]).Watch(health_pb2.HealthCheckRequest())
+    await watched.read()
+    assert (await asyncio.to_thread(scraped))["kestrel_streams_open"] == 1
+    watched.cancel()
     for channel in channels:
         await channel.close()
 
