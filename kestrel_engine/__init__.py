@@ -7,7 +7,7 @@
 Importing this package loads no torch; creating an engine does.
 """
 
-from . import errors, maintenance, masks
+from . import errors, maintenance
 from .config import ImageLimits, RuntimeConfig
 from .engine import InferenceEngine
 from .errors import (
@@ -105,7 +105,6 @@ __all__ = [
     "end_with_parent",
     "errors",
     "maintenance",
-    "masks",
     "setting",
     "settings_of",
 ]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import InvalidRequest, masks
+from kestrel_engine import InvalidRequest
+
+from . import masks
 
 _INLINE_PIXELS = 200_000
 """A mask up to this size is drawn on the event loop: it takes about a millisecond, less than waking a thread."""
@@ -26,7 +28,7 @@ async def add_mask(response: pb.SegmentResponse, mask_format: pb.MaskFormat.Valu
     if size.width * size.height > masks.MAX_MASK_PIXELS:
         raise InvalidRequest(
             "mask_format",
-            f"PNG and RLE masks are drawn for pictures of up to {masks.MAX_MASK_PIXELS} pixels, this one has "
+            f"PNG and RLE masks are drawn for images of up to {masks.MAX_MASK_PIXELS} pixels, this one has "
             f"{size.width}x{size.height} = {size.width * size.height}; ask for SVG, or none",
         )
     if size.width * size.height <= _INLINE_PIXELS:

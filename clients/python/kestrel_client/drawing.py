@@ -10,14 +10,15 @@ from .errors import MissingDependencyError
 from .geometry import Box, Point
 from .images import ImageInput, to_pillow
 from .marks import Marks, Mask, Outline
-from .rasterise import fill
 from .svg_path import polygons
 
 try:
     from PIL import Image, ImageDraw, ImageFont
+
+    from .rasterise import fill
 except ImportError as error:
     raise MissingDependencyError(
-        "drawing needs Pillow: pip install 'kestrel-client[images]'"
+        "drawing needs Pillow and numpy: pip install 'kestrel-client[images]'"
     ) from error
 
 if TYPE_CHECKING:
@@ -69,14 +70,15 @@ def mask_image(outline: Outline, size: tuple[int, int]) -> Image.Image:
         drawn = _drawn_mask(mask)
         if drawn is not None:
             return drawn
-    return Image.frombytes("L", size, fill(corners(outline, size), *size))
+    return Image.fromarray(fill(corners(outline, size), *size).astype("uint8") * 255)
 
 
 def corners(outline: Outline, size: tuple[int, int]) -> list[list[tuple[float, float]]]:
     """The outline's polygons, in pixels of a picture of ``size`` (width, height)."""
     if outline.box is None:
         return []
-    return [_in_picture(each, outline.box, size) for each in polygons(outline.svg_path)]
+    pixels = max(outline.box.width * size[0], outline.box.height * size[1])
+    return [_in_picture(each, outline.box, size) for each in polygons(outline.svg_path, pixels)]
 
 
 def _drawn_mask(mask: Mask) -> Image.Image | None:

@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import TypeAlias
 
 Coordinate: TypeAlias = tuple[float, float]
 Polygon: TypeAlias = list[Coordinate]
 
-_CURVE_CHORDS = 24
-"""Chords a Bézier curve: at a box of 1,000 pixels they stay within half a pixel of the curve."""
-_ARC_CHORD_RADIANS = math.pi / 24
+_FLATNESS = 0.25
+"""Pixels that a chord may be off its curve."""
+_MOST_CHORDS = 256
+"""Of one curve or arc."""
 
 _SEPARATOR = re.compile(r"[\s,]*")
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _COMMAND = re.compile(r"[MmZzLlHhVvCcSsQqTtAa]")
 
 
-def polygons(path: str) -> list[Polygon]:
-    """The path's subpaths as corners in order, without repeating the first; fewer than 3 corners are left out."""
-    pen = _Pen()
+def polygons(path: str, pixels: float = 1000.0) -> list[Polygon]:
+    """The path's subpaths as corners in order, without repeating the first; fewer than 3 corners are left out.
+
+    ``pixels``: how many pixels one unit of the path is drawn over, which decides how many chords a curve becomes.
+    """
+    pen = _Pen(pixels)
     try:
         for command, arguments in _segments(path):
             pen.apply(command, arguments)
@@ -87,7 +92,8 @@ def _number(path: str, position: int, *, flag: bool) -> tuple[float, int]:
 class _Pen:
     """The state of drawing: where the pen is, and what it drew."""
 
-    def __init__(self) -> None:
+    def __init__(self, pixels: float) -> None:
+        self._pixels = pixels
         self.subpaths: list[Polygon] = []
         self.at: Coordinate = (0.0, 0.0)
         self.start: Coordinate = (0.0, 0.0)
@@ -125,11 +131,10 @@ class _Pen:
             self._line(points[0])
         elif kind in "CS":
             first = points[0] if kind == "C" else self._reflected("CS")
-            second, end = points[-2:]
-            self._curve(_cubic(self.at, first, second, end), second)
+            self._curve([self.at, first, *points[-2:]])
         else:
             control = points[0] if kind == "Q" else self._reflected("QT")
-            self._curve(_quadratic(self.at, control, points[-1]), control)
+            self._curve([self.at, control, points[-1]])
 
     def _reflected(self, kinds: str) -> Coordinate:
         """The control point before, mirrored at the pen; the pen itself after any other command."""
@@ -145,11 +150,20 @@ class _Pen:
         self.subpaths[-1].append(to)
         self.at = to
 
-    def _curve(self, position: Callable[[float], Coordinate], control: Coordinate) -> None:
-        for i in range(1, _CURVE_CHORDS + 1):
-            self._line(position(i / _CURVE_CHORDS))
+    def _curve(self, points: list[Coordinate]) -> None:
+        """A quadratic or cubic Bézier curve from its control points, the first of which is the pen. Chords of n equal
+        steps are off by at most d(d-1)/8/n^2 times the largest second difference, for degree d (Wang's formula)."""
+        degree = len(points) - 1
+        bend = max(
+            math.hypot(a[0] - 2 * b[0] + c[0], a[1] - 2 * b[1] + c[1])
+            for a, b, c in zip(points, points[1:], points[2:], strict=False)
+        )
+        wanted = math.sqrt(degree * (degree - 1) / 8 * bend * self._pixels / _FLATNESS)
+        chords = _num_chords(wanted)
+        for step in range(1, chords + 1):
+            self._line(_at(points, step / chords))
             self.previous = "C"
-        self.control = control
+        self.control = points[-2]
 
     def _arc(self, arguments: list[float], end: Coordinate) -> None:
         """SVG 1.1, appendix F.6: from endpoints to the ellipse's centre and angles."""
@@ -175,7 +189,9 @@ class _Pen:
             extent += 2 * math.pi
         elif not sweep and extent > 0:
             extent -= 2 * math.pi
-        chords = max(2, math.ceil(abs(extent) / _ARC_CHORD_RADIANS))
+        # A chord over an angle a lies within r * a^2 / 8 of its arc.
+        wanted = abs(extent) * math.sqrt(max(rx, ry) * self._pixels / (8 * _FLATNESS))
+        chords = _num_chords(wanted)
         for i in range(1, chords):
             a = begin + extent * i / chords
             p, q = rx * math.cos(a), ry * math.sin(a)
@@ -184,22 +200,15 @@ class _Pen:
         self._line(end)
 
 
-def _cubic(
-    p0: Coordinate, p1: Coordinate, p2: Coordinate, p3: Coordinate
-) -> Callable[[float], Coordinate]:
-    def position(t: float) -> Coordinate:
-        a, b, c, d = (1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t * t * (1 - t), t**3
-        return (
-            a * p0[0] + b * p1[0] + c * p2[0] + d * p3[0],
-            a * p0[1] + b * p1[1] + c * p2[1] + d * p3[1],
-        )
-
-    return position
+def _at(points: list[Coordinate], t: float) -> Coordinate:
+    """The point of a Bézier curve at ``t`` (de Casteljau)."""
+    while len(points) > 1:
+        points = [(a[0] + (b[0] - a[0]) * t, a[1] + (b[1] - a[1]) * t) for a, b in pairwise(points)]
+    return points[0]
 
 
-def _quadratic(p0: Coordinate, p1: Coordinate, p2: Coordinate) -> Callable[[float], Coordinate]:
-    def position(t: float) -> Coordinate:
-        a, b, c = (1 - t) ** 2, 2 * t * (1 - t), t * t
-        return a * p0[0] + b * p1[0] + c * p2[0], a * p0[1] + b * p1[1] + c * p2[1]
-
-    return position
+def _num_chords(wanted: float) -> int:
+    """An even number, so that the middle of a curve is a corner."""
+    if not math.isfinite(wanted):
+        return 2
+    return min(_MOST_CHORDS, 2 * max(1, math.ceil(wanted / 2)))

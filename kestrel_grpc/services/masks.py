@@ -1,0 +1,66 @@
+"""The outline of a segment as a mask of the image, and the mask as a file. Knows no message.
+
+The SDK's parser and fill draw it (kestrel_client.svg_path, kestrel_client.rasterise), so a client that draws the path
+itself gets the same pixels.
+"""
+
+from __future__ import annotations
+
+from xml.sax.saxutils import quoteattr
+
+import numpy as np
+import pyvips
+
+from kestrel_client.rasterise import fill
+from kestrel_client.svg_path import polygons
+
+MAX_MASK_PIXELS = 16_000_000
+"""Largest image that a mask is drawn for, in pixels: 16 MB as a bool array."""
+
+Box = tuple[float, float, float, float]
+"""x_min, y_min, x_max, y_max, as fractions of the image."""
+
+
+def draw_mask(svg_path: str, box: Box, width: int, height: int) -> np.ndarray:
+    """The filled outline: [height, width] bool.
+
+    ``svg_path`` is relative to ``box``: (0, 0) is its upper left corner, (1, 1) its lower right one.
+    Raises ValueError for an image of more than MAX_MASK_PIXELS, or an empty one.
+    """
+    if width < 1 or height < 1 or width * height > MAX_MASK_PIXELS:
+        raise ValueError(f"{width}x{height} pixels: a mask has 1 to {MAX_MASK_PIXELS}")
+    x, y = box[0] * width, box[1] * height
+    w, h = (box[2] - box[0]) * width, (box[3] - box[1]) * height
+    outline = [
+        [(x + u * w, y + v * h) for u, v in polygon]
+        for polygon in polygons(svg_path, max(abs(w), abs(h)))
+    ]
+    return fill(outline, width, height)
+
+
+def mask_png(mask: np.ndarray) -> bytes:
+    """A PNG file of [height, width] bool: one channel of 8 bits, 255 inside and 0 outside."""
+    height, width = mask.shape
+    pixels = np.where(mask, np.uint8(255), np.uint8(0))
+    image = pyvips.Image.new_from_memory(pixels.data, width, height, 1, "uchar")
+    return bytes(image.copy(interpretation="b-w").pngsave_buffer(compression=4))
+
+
+def run_lengths(mask: np.ndarray) -> list[int]:
+    """COCO's uncompressed counts of [height, width] bool: column by column, outside first (its first run may be 0)."""
+    flat = mask.ravel(order="F")
+    starts = np.flatnonzero(flat[1:] != flat[:-1]) + 1
+    counts = np.diff(np.concatenate(([0], starts, [flat.size]))).tolist()
+    return [0, *counts] if flat[0] else counts
+
+
+def svg_document(svg_path: str, box: Box, width: int, height: int) -> str:
+    """An SVG document of the picture's size with the outline filled white on nothing."""
+    x, y = box[0] * width, box[1] * height
+    w, h = (box[2] - box[0]) * width, (box[3] - box[1]) * height
+    transform = f"translate({x:.6g} {y:.6g}) scale({w:.6g} {h:.6g})"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}">'
+        f'<path fill="white" transform="{transform}" d={quoteattr(svg_path)}/></svg>'
+    )
