@@ -1,0 +1,198 @@
+"""Every code block of README and docs is run as written, or its commands are parsed, or EXCEPTIONS says why not.
+
+tests/service/test_documented_calls.py runs the lines of grpcurl and buf curl, tests/service/test_languages.py the
+clients in TypeScript, Go, Java and C++, tests/client/test_readme.py the blocks of the client's README.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from kestrel_grpc.cli.parser import COMMANDS, main, whole_parser
+from tests.docs.code_blocks import PAGES, ROOT, Block, code_blocks
+
+BLOCKS = [block for page in PAGES for block in code_blocks(page)]
+
+EXCEPTIONS = {
+    'import { readFileSync } from "node:fs";': "TypeScript, as clients/typescript/ask.ts, which is run",
+    "buf generate ": "generates stubs, as tests/service/test_languages.py does",
+    "npm install ": "as tests/service/test_languages.py does",
+    "pip install ": "installs packages",
+    'KestrelClient("kestrel.example.org': "names servers that don't exist",
+    "step thread ": "a drawing",
+    "card = ": "a formula",
+    "kestrel-grpc serve: error: ": "error messages",
+    "max-queue = 9  # variable": "what --print-config prints",
+    "RUN kestrel-grpc": "a Dockerfile",
+    "startupProbe:": "Kubernetes",
+    "# name   scopes": "a token file",
+    "method=kestrel.v1": "a line of the access log",
+    "kestrel.v1.VisionService/Query     SERVER": "a tree of spans",
+    "make ": "targets, see test_make_targets_exist",
+    "python -m ": "modules, see test_modules_exist",
+    "torchrun ": "modules, see test_modules_exist",
+    "openssl ": "needs an authority's files",
+    "OTEL_EXPORTER": "needs a collector; tests/service/telemetry has one",
+    '"""yes_no': "served by the fixture `address`",
+    "engine = await InferenceEngine.create(skills=SkillRegistry(": "a fragment of an async function",
+    "echo ": "grpcurl, run by tests/service/test_documented_calls.py",
+    "grpcurl ": "run by tests/service/test_documented_calls.py",
+    "buf curl ": "run by tests/service/test_documented_calls.py",
+}
+"""How a block begins, and why it is not run here."""
+
+
+def is_python(block: Block) -> bool:
+    return block.language == "python" or re.match(r"(from|import) \w+", block.text) is not None
+
+
+def is_commands(block: Block) -> bool:
+    return (
+        re.match(
+            r"(KESTREL_TOKEN=\S+ |HF_TOKEN=\S+ |cp |\.venv/bin/)*kestrel-grpc |cp ", block.text
+        )
+        is not None
+    )
+
+
+def is_toml(block: Block) -> bool:
+    return block.text.startswith("[")
+
+
+def left_out(block: Block) -> bool:
+    return block.page == "clients/python/README.md" or block.text.startswith(tuple(EXCEPTIONS))
+
+
+PYTHON = [block for block in BLOCKS if not left_out(block) and is_python(block)]
+COMMAND_BLOCKS = [block for block in BLOCKS if not left_out(block) and is_commands(block)]
+TOML = [block for block in BLOCKS if not left_out(block) and is_toml(block)]
+
+
+def test_no_block_is_forgotten():
+    known = {*PYTHON, *COMMAND_BLOCKS, *TOML}
+    assert [str(b) for b in BLOCKS if b not in known and not left_out(b)] == []
+    unused = [start for start in EXCEPTIONS if not any(b.text.startswith(start) for b in BLOCKS)]
+    assert unused == []
+    assert PYTHON and COMMAND_BLOCKS and TOML
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """picture.jpg, and what a checkout after `make` has that the README's commands name."""
+    folder = tmp_path_factory.mktemp("checkout")
+    picture = folder / "kestrel_grpc/cli/demo.jpg"
+    picture.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "kestrel_grpc/cli/demo.jpg", picture)
+    shutil.copy(picture, folder / "picture.jpg")
+    program = folder / ".venv/bin/kestrel-grpc"
+    program.parent.mkdir(parents=True)
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m kestrel_grpc "$@"\n')
+    program.chmod(0o755)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(folder):
+    """kestrel-tiny with the plug-in of docs/skills.md, as the page serves it."""
+    (plugin,) = [b for b in BLOCKS if b.text.startswith('"""yes_no')]
+    (folder / "yes_no.py").write_text(plugin.text)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0", "--skill", "yes_no:YesNoSkill"],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/clients/python:{folder}"},
+    )  # fmt: skip
+    with server:
+        yield re.search(r"listening on (\S+),", server.stdout.readline())[1]
+        server.terminate()
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_python_runs_as_written(block, request, folder, monkeypatch):
+    """As a script: a block may neither await at its top nor lean on another block."""
+    code = block.text
+    if "KestrelAdmin" in code:
+        code = code.replace(', token="the-token-of-an-administrator"', "")
+        compile(code, str(block), "exec")
+        pytest.skip("drains its server: compiled only")
+    if "127.0.0.1:50051" in code:
+        code = code.replace("127.0.0.1:50051", request.getfixturevalue("address"))
+    monkeypatch.chdir(folder)
+    exec(compile(code, str(block), "exec"), {"__name__": "__main__"})
+
+
+def commands(block):
+    """Its kestrel-grpc commands as lists of words, without variables, comments and what … stands for."""
+    joined = re.sub(r"\\\n\s*", " ", block.text)
+    for line in joined.splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            words.pop(0)
+        if words and words[0].endswith("kestrel-grpc"):
+            yield [word for word in words[1:] if word != "…"]
+
+
+@pytest.mark.parametrize("block", COMMAND_BLOCKS, ids=str)
+def test_commands_are_ones_that_there_are(block, tmp_path, monkeypatch):
+    """Flags and words are parsed. Nothing is served, as that may need a GPU, certificates or a hub."""
+    for variable in [name for name in os.environ if name.startswith("KESTREL_")]:
+        monkeypatch.delenv(variable)
+    (tmp_path / "kestrel.toml").touch()
+    for words in commands(block):
+        if words == ["--help"]:
+            continue
+        words = [word.replace("/etc/kestrel", str(tmp_path)) for word in words]
+        parser, _, _ = whole_parser({words[0]})
+        args, rest = parser.parse_known_args(words)
+        assert args.command in COMMANDS and (not rest or hasattr(args, "words")), words
+
+
+def test_the_first_commands_of_the_readme_run_as_written(address, folder):
+    (block,) = [b for b in COMMAND_BLOCKS if b.text.startswith("cp kestrel_grpc")]
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.text],
+        cwd=folder, capture_output=True, text=True, timeout=200,
+        env={**os.environ, "KESTREL_SERVER": address, "PYTHONPATH": f"{ROOT}:{ROOT}/clients/python"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "requests/s" in done.stdout and (folder / "boxes.png").exists()
+
+
+def test_a_plug_in_answers_as_its_page_says(address, folder, monkeypatch, capsys):
+    (block,) = [b for b in COMMAND_BLOCKS if "run yes_no" in b.text]
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("KESTREL_SERVER", address)
+    for words in commands(block):
+        assert main(words) == 0
+    assert "yes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("block", TOML, ids=str)
+def test_configuration_files_are_valid(block, tmp_path, monkeypatch):
+    tomllib.loads(block.text)
+    file = tmp_path / "kestrel.toml"
+    file.write_text(block.text)
+    parser, _, _ = whole_parser({"serve"})
+    args = parser.parse_args(["serve", "--config", str(file)])
+    assert any(origin.kind == "file" for origin in args.sources.values())
+
+
+def test_make_targets_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {t for b in BLOCKS for t in re.findall(r"^make ([a-z-]+)", b.text, re.MULTILINE)}
+    assert named and named <= targets
+
+
+def test_modules_exist():
+    named = {
+        m for b in BLOCKS for m in re.findall(r"-m ((?:benchmarks|training|kestrel)[\w.]+)", b.text)
+    }
+    assert named
+    for module in named:
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
