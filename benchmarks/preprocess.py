@@ -41,6 +41,10 @@ ONE_LIMIT_MS = 18.0
 """What a request of 38 ms leaves beside some 20 ms of GPU work."""
 
 
+DEVICE_PIXELS = 2**24
+"""What a runtime on a GPU makes crops of."""
+
+
 def new_pictures() -> Iterator[bytes]:
     """The same picture again and again, each time with other bytes."""
     number = next(i for i in itertools.count() if shape_of(i).width == 850)
@@ -76,6 +80,9 @@ def measure_one(report: Report, count: int) -> None:
     for threads in SHARES:
         begin = partial(begin_image, picture, LIMITS)
         stages[f"decode, tile and key, {threads} threads"] = _tiling(begin, threads)
+    stages["decode and key, crops made on a device"] = lambda: crops.prepare(
+        open_image(picture, LIMITS), VISION, device_pixels=DEVICE_PIXELS
+    )
     title = f"One picture of {len(picture)} bytes, {rows} x {columns} crops"
     for name, work in stages.items():
         wall, cpu = times(work, count)

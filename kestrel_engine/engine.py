@@ -101,6 +101,7 @@ class InferenceEngine(SkillCalls):
             cache_bytes=config.image_cache_bytes,
             max_waiting_pixels=config.max_queued_pixels,
             allocate=built.allocate,
+            device_pixels=built.device_pixels,
         )
         self._limits = built.runtime.limits
         self._places = QueuePlaces(config.max_queue, self._sizes.max_batch_size)

@@ -54,7 +54,9 @@ class Built:
     compiling: CompileMeter | None = None
     """Where kernels are compiled."""
     allocate: Callable[[tuple[int, ...]], np.ndarray] | None = None
-    """Memory for crops that the device reads without the host; None: any will do."""
+    """Memory for images that the device reads without the host; None: any will do."""
+    device_pixels: int = 0
+    """Width times height of the largest image whose crops the runtime makes of its pixels; 0: it takes crops only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +155,10 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
     )
     if not kernels:
         return Built(runtime, model, codec, info, compiling)
+    from .runtime.gpu.footprint import DEVICE_PIXELS
     from .runtime.gpu.staging import pinned_bytes
 
-    return Built(runtime, model, codec, info, compiling, pinned_bytes)
+    return Built(runtime, model, codec, info, compiling, pinned_bytes, DEVICE_PIXELS)
 
 
 def _compile_meter() -> CompileMeter:

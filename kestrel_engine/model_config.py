@@ -65,6 +65,11 @@ class VisionConfig:
         """Patches on a side of a crop, and of the pooled picture."""
         return self.crop_size // self.enc_patch_size
 
+    @property
+    def crop_window(self) -> int:
+        """Distance from one crop's edge to the next one's, pixels: neighbours overlap by a margin of each."""
+        return self.crop_size - 2 * self.overlap_margin * self.enc_patch_size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionConfig:

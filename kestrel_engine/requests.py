@@ -89,21 +89,29 @@ def _number(value: object) -> TypeGuard[float]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedImage:
-    """A decoded, tiled picture, ready for the vision tower.
+    """A decoded image whose crops are there, or will be made on the device.
 
-    ``crops``: [num_crops, crop_size, crop_size, 3] uint8 RGB; crop 0 is the whole picture, then the tiles row by row.
-    ``key``: hash of the decoded pixels and the preprocessing version. ``width``, ``height``: the upright picture's.
+    ``crops``: [num_crops, crop_size, crop_size, 3] uint8 RGB; crop 0 is the whole image, then the tiles row by row;
+    None if ``pixels`` [height, width, 3] uint8 RGB are there instead. ``tiling``: rows and columns of tiles. ``key``:
+    hash of the decoded pixels and the preprocessing version. ``width``, ``height``: the upright image's.
     """
 
     key: str
-    crops: np.ndarray
+    crops: np.ndarray | None
     tiling: tuple[int, int]
     width: int
     height: int
+    pixels: np.ndarray | None = None
 
     @property
     def num_crops(self) -> int:
-        return int(self.crops.shape[0])
+        rows, columns = self.tiling
+        return 1 + rows * columns
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of crops and pixels."""
+        return sum(array.nbytes for array in (self.crops, self.pixels) if array is not None)
 
 
 SpatialRef: TypeAlias = tuple[float, float] | tuple[float, float, float, float]

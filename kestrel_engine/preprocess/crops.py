@@ -16,6 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import pyvips
 
+from ..exact_resize import STRIP_ROWS, is_exact
 from ..model_config import VisionConfig
 from ..requests import PreparedImage
 from .decoded_image import DecodedImage
@@ -26,15 +27,11 @@ PREPROCESS_VERSION = 1
 KEY_LENGTH = 32
 """Characters of a content key, hexadecimal digits."""
 
-STRIP_ROWS = 16
-"""Rows resized at once. libvips' own writer takes as many (its FATSTRIP), and Lanczos 3 adds positions up from the
-first row of each: other strips may round other pixels."""
-
 BAND_ROWS = 2 * STRIP_ROWS
 """Rows of a piece of work, if several threads share it: each piece costs 50 us more than the same rows in one go."""
 
-HASHED_ROWS = 64
-"""Rows hashed at once, while others are being decoded."""
+ROWS_AT_ONCE = 64
+"""Rows hashed or copied at once, while others are being decoded."""
 
 Piece: TypeAlias = Callable[[], object]
 Run: TypeAlias = Callable[[Sequence[Piece]], None]
@@ -56,7 +53,8 @@ def select_tiling(width: int, height: int, vision: VisionConfig) -> tuple[int, i
 
     Usually at most ``vision.max_crops`` in all; one row or column may exceed it for extreme shapes, as the reference.
     """
-    window, margins = _window(vision), _margins(vision)
+    window = vision.crop_window
+    margins = vision.crop_size - window
     inner_height, inner_width = height - margins, width - margins
     if inner_height <= window or inner_width <= window:
         return 1, 1
@@ -75,24 +73,48 @@ def select_tiling(width: int, height: int, vision: VisionConfig) -> tuple[int, i
     return max(1, rows), max(1, columns)
 
 
+def device_makes_crops(width: int, height: int, vision: VisionConfig, device_pixels: int) -> bool:
+    """Whether an image of ``width`` x ``height`` pixels is prepared without crops, for a device that makes those of
+    images of up to ``device_pixels`` (0: of none): it can't make them exactly of all sizes."""
+    rows, columns = select_tiling(width, height, vision)
+    to_width = vision.crop_window * (columns - 1) + vision.crop_size
+    to_height = vision.crop_window * (rows - 1) + vision.crop_size
+    return width * height <= device_pixels and is_exact(width, height, to_width, to_height)
+
+
 def prepare(
     image: DecodedImage,
     vision: VisionConfig,
     *,
     run: Run | None = None,
     allocate: Allocate = new_bytes,
+    device_pixels: int = 0,
 ) -> PreparedImage:
     """Decodes what isn't yet, tiles and resizes; the crops equal the reference's byte for byte. Blocks: call it in a
     worker thread.
 
-    ``allocate``: gives the crops' memory. ``run``: does the pieces of work: the decoding, the key and bands of rows;
+    ``device_pixels``: as for `device_makes_crops`, where the image keeps its pixels instead. ``allocate``: gives the
+    memory of crops or pixels. ``run``: does the pieces of work: the decoding, the key and bands of rows;
     any gives the same crops, and so does None, the calling thread alone: as little CPU time as possible, where a run
     is for as little delay. The key depends on pixels, size, geometry and PREPROCESS_VERSION only, so the same pixels
     have one key in whatever format they came. Resizing is libvips' ``resize`` with its default kernels on the whole
     picture (bicubic to enlarge, Lanczos 3 to shrink). Raises what ``image.decode`` raises.
     """
-    side, window = vision.crop_size, _window(vision)
+    side, window = vision.crop_size, vision.crop_window
     rows, columns = select_tiling(image.width, image.height, vision)
+    key: list[str] = []
+    pieces: list[Piece] = [image.decode, lambda: key.append(_content_key(image, vision))]
+    if device_makes_crops(image.width, image.height, vision, device_pixels):
+        pixels = allocate(image.pixels.shape)
+        (run or _one_by_one)([*pieces, lambda: _copy(image, pixels)])
+        return PreparedImage(
+            key=key[0],
+            crops=None,
+            tiling=(rows, columns),
+            width=image.width,
+            height=image.height,
+            pixels=pixels,
+        )
     crops = allocate((1 + rows * columns, side, side, 3))
     if (rows, columns) == (1, 1):
         # The only tile is the whole picture again.
@@ -100,12 +122,8 @@ def prepare(
     else:
         tiles = crops[1:].reshape(rows, columns, side, side, 3)
         resized = [_Resized(image, crops[None, :1], 0), _Resized(image, tiles, window)]
-    key: list[str] = []
-    pieces: list[Piece] = [image.decode, lambda: key.append(_content_key(image, vision))]
     if run is None:
-        pieces += [whole.write_all for whole in resized]
-        for piece in pieces:
-            piece()
+        _one_by_one([*pieces, *(whole.write_all for whole in resized)])
     else:
         bands = [band for whole in resized for band in whole.bands()]
         run(pieces + [piece for _, piece in sorted(bands, key=itemgetter(0))])
@@ -116,6 +134,19 @@ def prepare(
         width=image.width,
         height=image.height,
     )
+
+
+def _one_by_one(pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        piece()
+
+
+def _copy(image: DecodedImage, pixels: np.ndarray) -> None:
+    """The image's pixels, as they are decoded, to ``pixels``."""
+    for top in range(0, image.height, ROWS_AT_ONCE):
+        part = image.pixels[top : top + ROWS_AT_ONCE]
+        image.wait_for(top + len(part))
+        pixels[top : top + len(part)] = part
 
 
 class _Resized:
@@ -187,23 +218,13 @@ class _Resized:
                 tile_row[:, first:last] = parts[:, first + above - top : last + above - top]
 
 
-def _margins(vision: VisionConfig) -> int:
-    """Overlap on both sides of a crop together, pixels."""
-    return 2 * vision.overlap_margin * vision.enc_patch_size
-
-
-def _window(vision: VisionConfig) -> int:
-    """Distance from one crop to the next, pixels."""
-    return vision.crop_size - _margins(vision)
-
-
 def _content_key(image: DecodedImage, vision: VisionConfig) -> str:
     """32 hexadecimal digits (128 bits of SHA-256, the fastest here by the processor's own instructions)."""
     geometry = (vision.crop_size, vision.enc_patch_size, vision.overlap_margin, vision.max_crops)
     pixels = image.pixels
     digest = hashlib.sha256(repr((PREPROCESS_VERSION, geometry, pixels.shape)).encode())
-    for top in range(0, image.height, HASHED_ROWS):
-        part = pixels[top : top + HASHED_ROWS]
+    for top in range(0, image.height, ROWS_AT_ONCE):
+        part = pixels[top : top + ROWS_AT_ONCE]
         image.wait_for(top + len(part))
         digest.update(part.data)
     return digest.hexdigest()[:KEY_LENGTH]

@@ -68,7 +68,8 @@ class Work:
         self._threads: ThreadPoolExecutor | None = None
 
     def answer(self, job: dict[str, Any], source: int, crops: int) -> dict[str, Any]:
-        """``source`` has the encoded bytes, or the pixels of ``job["shape"]``; the crops go to ``crops``.
+        """``source`` has the encoded bytes, or the pixels of ``job["shape"]``; the crops go to ``crops``,
+        or the decoded pixels if the device makes crops of them.
 
         One of: "done", the prepared image; "cost", if it is beyond what the job grants; "error", the name of a
         RequestError, with its field and message; "fault", what went wrong in our own code.
@@ -85,12 +86,15 @@ class Work:
                 pixels = np.frombuffer(mmap.mmap(source, size, access=mmap.ACCESS_READ), np.uint8)
                 image = DecodedImage(pixels.reshape(shape))
                 cost = cost_of(PIXELS, width, height, 0)
+            # What it may keep of its pixels for the device.
+            kept = 3 * min(cost.pixels, job["device_pixels"])
+            cost = cost._replace(num_bytes=cost.num_bytes + kept)
             if (
                 cost.num_bytes > job["granted"]["num_bytes"]
                 or cost.seconds > job["granted"]["seconds"]
             ):
                 return {"cost": cost._asdict()}
-            done = self._prepare(image, cost, crops, job["threads"])
+            done = self._prepare(image, cost, crops, job["threads"], job["device_pixels"])
             return {"done": {**done, "seconds": time.perf_counter() - began}}
         except RequestError as error:
             return {"error": [type(error).__name__, error.field, error.message]}
@@ -100,7 +104,12 @@ class Work:
             return {"fault": f"{type(error).__name__}: {error}"[:2000]}
 
     def _prepare(
-        self, image: DecodedImage | EncodedImage, cost: Cost, crops: int, threads: int
+        self,
+        image: DecodedImage | EncodedImage,
+        cost: Cost,
+        crops: int,
+        threads: int,
+        device_pixels: int,
     ) -> dict[str, Any]:
         with _memory_bound(cost.num_bytes + _SLACK_BYTES):
             decoded = image.begin() if isinstance(image, EncodedImage) else image
@@ -111,14 +120,10 @@ class Work:
                 return np.frombuffer(mmap.mmap(crops, size), np.uint8).reshape(shape)
 
             run = partial(self.split, threads=threads) if threads > 1 else None
-            prepared = prepare(decoded, self._vision, run=run, allocate=allocate)
-        return {
-            "key": prepared.key,
-            "shape": prepared.crops.shape,
-            "tiling": prepared.tiling,
-            "width": prepared.width,
-            "height": prepared.height,
-        }
+            prepared = prepare(
+                decoded, self._vision, run=run, allocate=allocate, device_pixels=device_pixels
+            )
+        return {"key": prepared.key, "width": prepared.width, "height": prepared.height}
 
     def split(self, pieces: Sequence[Piece], threads: int) -> None:
         """Calls all ``pieces`` in ``threads`` threads, this one among them. Raises what a piece raised."""

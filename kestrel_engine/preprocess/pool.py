@@ -36,7 +36,7 @@ from ..errors import (
 from ..model_config import VisionConfig
 from ..requests import PreparedImage
 from .costs import FIELD, Cost
-from .crops import KEY_LENGTH, Allocate, new_bytes, select_tiling
+from .crops import KEY_LENGTH, Allocate, device_makes_crops, new_bytes, select_tiling
 from .decoder_process import DecoderProcess, template
 from .fair_queue import FairQueue
 from .images import ImageSource, read_source
@@ -108,7 +108,7 @@ class _Run:
 
     job: _Job
     crops: int
-    """The descriptor of the segment that they come in."""
+    """The descriptor of the segment that they come in, or the pixels."""
     segments: contextlib.ExitStack
     timer: asyncio.TimerHandle
     dear: bool
@@ -131,10 +131,11 @@ class PreprocessPool:
         cache_bytes: int = 0,
         max_waiting_pixels: int | None = None,
         allocate: Allocate | None = None,
+        device_pixels: int = 0,
     ) -> None:
-        """``allocate``: memory for crops, such as a device reads without the host. ``timeout_s``: the longest that one
-        image may be decoded."""
-        self._allocate = allocate or new_bytes
+        """``allocate``: memory for crops or pixels, such as a device reads without the host. ``device_pixels``: as
+        `crops.prepare`'s. ``timeout_s``: the longest that one image may be decoded."""
+        self._allocate, self._device_pixels = allocate or new_bytes, device_pixels
         self._limits, self._vision = limits, vision
         self._processes, self._timeout_s = processes, timeout_s
         self._cheap = Cost(
@@ -260,6 +261,7 @@ class PreprocessPool:
             "shape": job.payload.shape if isinstance(job.payload, np.ndarray) else None,
             "granted": granted._asdict(),
             "threads": min(MOST_THREADS_AN_IMAGE, self._processes) if alone else 1,
+            "device_pixels": self._device_pixels,
         }
         self._begin_run(job)
         with contextlib.ExitStack() as segments:
@@ -325,16 +327,19 @@ class PreprocessPool:
         return RuntimeFailure(f"decoding failed: {message['fault']}")
 
     def _prepared(self, run: _Run, done: dict[str, Any]) -> PreparedImage:
-        """The image that a decoder has prepared, its crops in memory of this process. Raises as `_outcome`."""
+        """The image that a decoder has prepared, crops or pixels in memory of this process. Raises as `_outcome`."""
         width, height, key = int(done["width"]), int(done["height"]), str(done["key"])
         tiling = select_tiling(width, height, self._vision)
         side = self._vision.crop_size
         if width * height > self._limits.max_pixels or len(key) != KEY_LENGTH:
             raise ValueError(f"{width}x{height} pixels, key {key!r}")
-        crops = self._allocate((1 + tiling[0] * tiling[1], side, side, 3))
-        if not read_segment(run.crops, crops):
-            raise ValueError("too few crops")
-        image = PreparedImage(key=key, crops=crops, tiling=tiling, width=width, height=height)
+        on_device = device_makes_crops(width, height, self._vision, self._device_pixels)
+        shape = (height, width, 3) if on_device else (1 + tiling[0] * tiling[1], side, side, 3)
+        found = self._allocate(shape)
+        if not read_segment(run.crops, found):
+            raise ValueError(f"less than {shape}")
+        crops, pixels = (None, found) if on_device else (found, None)
+        image = PreparedImage(key, crops, tiling, width, height, pixels)
         return in_namespace(image, run.job.namespace)
 
     def _learn_cost(self, job: _Job, cost: Cost) -> None:

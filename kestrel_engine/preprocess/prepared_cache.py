@@ -1,6 +1,7 @@
 """PreparedCache: pictures that were decoded and tiled before, by the bytes they came from.
 
-A byte-identical repeat skips decoding and resizing. Bounded by the size of the crops, least recently used out first.
+A byte-identical repeat skips decoding and resizing. Bounded by the size of their crops or pixels, least recently used
+out first.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ class PreparedCache:
 
     def keep(self, key: bytes, image: PreparedImage) -> None:
         """Keeps an image under its ``source_key``, and lets go of the least recently used ones beyond the bound."""
-        if image.crops.nbytes > self._max_bytes or key in self._kept:
+        if image.num_bytes > self._max_bytes or key in self._kept:
             return
         self._kept[key] = image
-        self._size += image.crops.nbytes
+        self._size += image.num_bytes
         while self._size > self._max_bytes:
             _, dropped = self._kept.popitem(last=False)
-            self._size -= dropped.crops.nbytes
+            self._size -= dropped.num_bytes
 
     def flush(self) -> None:
         """Forgets all that is kept."""

@@ -175,6 +175,7 @@ class TorchRuntime:
         crops = []
         for piece in pieces:
             distinct = num_distinct(piece.image.num_crops, piece.image.tiling)
+            assert piece.image.crops is not None, "this runtime makes no crops"
             crops.append(
                 torch.from_numpy(piece.image.crops[piece.first : min(piece.last, distinct)])
             )

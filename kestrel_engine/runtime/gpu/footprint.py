@@ -15,6 +15,13 @@ PASS_POSITIONS = 12_288
 FP8_VISION, FP8_PREFILL = ("vision", "all"), ("prefill", "all")
 """Values of RuntimeConfig.fp8_gemms by which the tower and prefill compute in FP8."""
 
+DEVICE_PIXELS = 16_000_000
+"""Width times height of the largest image whose crops the device makes; the CPU makes those of larger ones."""
+
+ARENA_BYTES = 160 << 20
+"""Pixels, and what lies between the passes of their resizes, that are on the device at a time. The largest image's
+pixels take 48 MB; between passes there is at most twice as much again."""
+
 FIXED_BYTES = 768 << 20
 """Workspaces of cuBLAS, cuDNN and FlashInfer, captured graphs, compiled kernels and staging buffers."""
 
@@ -34,7 +41,7 @@ def reserve_bytes(
     logits = 4 * max_batch_size * config.text.vocab_size * 4
     embeddings = 64 * config.image_positions * config.text.dim * dtype.itemsize
     copies = fp8_weight_bytes(config, fp8_gemms)
-    return int((passes + logits + embeddings) * 1.1) + copies + FIXED_BYTES
+    return int((passes + logits + embeddings) * 1.1) + copies + ARENA_BYTES + FIXED_BYTES
 
 
 def fp8_weight_bytes(config: ModelConfig, fp8_gemms: str) -> int:

@@ -124,7 +124,7 @@ class GpuRuntime:
         if self._stream is not None and cuda_graphs:
             self._vision_graphs = VisionGraphs(self.vision, self._stream, max_crops=max_crops)
         bos = model.text.wte[config.ids.bos_id]
-        self._pictures = EncodedPictures(self.vision, self._vision_graphs, bos)
+        self._pictures = EncodedPictures(self.vision, self._vision_graphs, bos, self._upload)
         self._prompts = Prefill(
             config,
             model,
@@ -256,7 +256,11 @@ class GpuRuntime:
         with self._on_stream():
             for row in rows:
                 self._state.check(row)
-            return self._prompts.run(rows, None)
+            found = self._prompts.run(rows, None)
+        if self._stream is not None:
+            # The caller reads it on a stream of its own.
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        return found
 
     @torch.inference_mode()
     def encode_crops(self, crops: Tensor) -> Tensor:
@@ -338,6 +342,7 @@ class GpuRuntime:
             return
         if self._vision_graphs is None:
             self.vision.warm_up()
+        self._pictures.warm_up()
         self._prompts.warm_up()
 
     @torch.inference_mode()

@@ -6,7 +6,7 @@ reads. On a CPU device there is no pinning and copies are plain.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +15,8 @@ from torch import Tensor
 
 RING = 32
 """Sets of host buffers: several passes of each step that may be out use one, and none may wait for a step before."""
-CROP_RING = 16
-"""The same for crops: one picture uses one."""
+IMAGE_RING = 16
+"""The same for images that don't lie in pinned memory: each uses one."""
 _ALIGN = 16
 
 
@@ -75,37 +75,28 @@ class Uploader:
 
 
 def pinned_bytes(shape: tuple[int, ...]) -> np.ndarray:
-    """uint8 memory that a device copies from without the host: what `CropUploader` likes its crops in."""
+    """uint8 memory that a device copies from without the host: what `ImageUploader` likes its arrays in."""
     array: np.ndarray = torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy()
     return array
 
 
-class CropUploader:
-    """Pictures' crops, uint8: straight to the device where they lie in pinned memory (`pinned_bytes`), else through
-    some, for they are megabytes. The caller keeps them until the device has got there."""
+class ImageUploader:
+    """Images' crops or pixels, uint8: straight to the device where they lie in pinned memory (`pinned_bytes`), else
+    through some, for they are megabytes. The caller keeps them until the device has got there."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._ring = _PinnedRing(device, CROP_RING)
+        self._ring = _PinnedRing(device, IMAGE_RING)
 
-    def __call__(self, crops: Sequence[np.ndarray]) -> Tensor:
-        """[n, S, S, 3] uint8 on the device, end to end."""
-        sources = [torch.from_numpy(each) for each in crops if len(each)]
-        shape = (sum(map(len, sources)), *sources[0].shape[1:])
-        if self._device.type != "cuda":
-            return torch.cat(sources)
-        there = torch.empty(shape, dtype=torch.uint8, device=self._device)
-        begin = 0
-        for source in sources:
-            end = begin + len(source)
-            if source.is_pinned():
-                there[begin:end].copy_(source, non_blocking=True)
-            else:
-                host = self._ring.take(source.nbytes)
-                np.copyto(host.numpy().reshape(source.shape), source.numpy())
-                there[begin:end] = self._ring.copy(host).view(source.shape)
-            begin = end
-        return there
+    def __call__(self, array: np.ndarray, there: Tensor) -> None:
+        """Enqueues the copy of ``array``, C-contiguous, to ``there``, as many bytes in any shape."""
+        source, there = torch.from_numpy(array).view(-1), there.view(-1)
+        if self._device.type != "cuda" or source.is_pinned():
+            there.copy_(source, non_blocking=True)
+        else:
+            host = self._ring.take(source.nbytes)
+            np.copyto(host.numpy(), source.numpy())
+            there.copy_(self._ring.copy(host))
 
 
 @dataclass(frozen=True, slots=True)

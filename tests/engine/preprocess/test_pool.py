@@ -116,6 +116,16 @@ async def test_crops_lie_where_the_device_wants_them(make_pool):
     assert found.image.crops is made[0]
 
 
+async def test_images_up_to_a_size_keep_their_pixels_for_the_device(make_pool):
+    pool = make_pool(device_pixels=120 * 90)
+    found, expected = await pool.prepare(png()), prepare(open_image(png(), LIMITS), VISION)
+    assert found.image.crops is None and found.image.key == expected.key
+    assert np.array_equal(found.image.pixels, open_image(png(), LIMITS).pixels)
+    assert (found.image.tiling, found.image.num_crops) == (expected.tiling, expected.num_crops)
+    larger = await pool.prepare(png(121, 90))
+    assert larger.image.pixels is None and larger.image.crops is not None
+
+
 async def test_errors_come_through_and_the_pool_goes_on(make_pool):
     pool = make_pool()
     [before] = await decoders_of(pool)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from kestrel_engine.checkpoint.expected import expected_tensors
 from kestrel_engine.model_config import ModelConfig, parse_model_config
+from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.decoded_image import DecodedImage
 from kestrel_engine.requests import PreparedImage
 
 RAW = {
@@ -72,3 +76,15 @@ def picture(key: str, tiling: tuple[int, int], config: ModelConfig, *, seed: int
     if tiling == (1, 1):
         crops[1] = crops[0]
     return PreparedImage(key, crops, tiling, width=100, height=100)
+
+
+def both_ways(
+    key: str, width: int, height: int, config: ModelConfig, *, seed: int
+) -> tuple[PreparedImage, PreparedImage]:
+    """One image of noise with its crops, and with its pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    image = DecodedImage(pixels)
+    prepared = [prepare(image, config.vision, device_pixels=n) for n in (0, width * height)]
+    with_crops, with_pixels = (replace(each, key=key) for each in prepared)
+    assert with_crops.pixels is None and with_pixels.crops is None
+    return with_crops, with_pixels

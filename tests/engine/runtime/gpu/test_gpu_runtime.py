@@ -15,7 +15,7 @@ from kestrel_engine.requests import Coord, ImageBlock, SamplingParams, Size, num
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.step import PREVIOUS, EncodeSlice, Row, SampleSpec, StepPlan, TokenRule
-from tests.engine.runtime.gpu.small_models import picture, small_model
+from tests.engine.runtime.gpu.small_models import both_ways, picture, small_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE, PAGES = 17, 60
@@ -38,12 +38,11 @@ def both(request):
     )
     own = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
     tested = GpuRuntime(config, own, **SIZES)
-    wide, single = (
-        picture("wide", (1, 3), config, seed=1),
-        picture("single", (1, 1), config, seed=2),
-    )
-    for runtime in (reference, tested):
-        # The wide one's crops come over two steps.
+    with_crops, with_pixels = both_ways("wide", 140, 60, config, seed=1)
+    assert with_crops.tiling == (1, 3)
+    single = picture("single", (1, 1), config, seed=2)
+    for runtime, wide in ((reference, with_crops), (tested, with_pixels)):
+        # The wide one's crops come over two steps; the tested runtime makes them itself.
         plans = [
             StepPlan(0, encode=(EncodeSlice(wide, 0, 3), EncodeSlice(single, 0, 2))),
             StepPlan(1, encode=(EncodeSlice(wide, 3, 4),)),

@@ -1,0 +1,117 @@
+"""Crops made on the device: how long the device and the host take, by the image's size.
+
+    python -m benchmarks.kernels.crops [--quick] [--json PATH]
+
+Every size is checked, byte for byte, against what libvips makes on the CPU; exits with 1 if one differs. "device": from
+one image's end to the next one's by the device's events, with the copy of the pixels; "host": until all is enqueued;
+"first": the same for a size never seen, whose tables are computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+if not torch.cuda.is_available():
+    # Triton reads it when a kernel is defined.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from benchmarks.device_rates import seconds_of, synchronize
+from benchmarks.report import Report, add_arguments, median
+from kestrel_engine.model_config import VisionConfig
+from kestrel_engine.models.vision import num_distinct
+from kestrel_engine.preprocess.crops import new_bytes, prepare
+from kestrel_engine.preprocess.decoded_image import DecodedImage
+from kestrel_engine.requests import PreparedImage
+from kestrel_engine.runtime.gpu import device_crops
+from kestrel_engine.runtime.gpu.device_crops import DeviceCrops
+from kestrel_engine.runtime.gpu.staging import ImageUploader, Uploader, pinned_bytes
+
+SIZES = ((420, 520), (850, 600), (1920, 1080), (4000, 3000), (4600, 3450))
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+QUICK = VisionConfig(crop_size=56, max_crops=6, overlap_margin=1)
+
+
+def image_of(width: int, height: int, vision: VisionConfig) -> tuple[PreparedImage, np.ndarray]:
+    """An image of noise as pixels in pinned memory, and its distinct crops."""
+    rng = np.random.default_rng(width)
+    pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
+    kept = prepare(
+        DecodedImage(pixels),
+        vision,
+        device_pixels=width * height,
+        allocate=pinned_bytes if DEVICE.type == "cuda" else new_bytes,
+    )
+    wanted = prepare(DecodedImage(pixels), vision)
+    assert wanted.crops is not None
+    return kept, wanted.crops[: num_distinct(wanted.num_crops, wanted.tiling)]
+
+
+def measure(
+    report: Report, vision: VisionConfig, sizes: Sequence[tuple[int, int]], repeats: int
+) -> bool:
+    """False if crops differ."""
+    make = DeviceCrops(vision, Uploader(DEVICE), ImageUploader(DEVICE), DEVICE)
+    make.warm_up()
+    right = True
+    for width, height in sizes:
+        image, wanted = image_of(width, height, vision)
+        device_crops._layout.cache_clear()
+        began = time.perf_counter()
+        (found,) = make([image])
+        first = time.perf_counter() - began
+        differ = int((found.cpu().numpy() != wanted).sum())
+        right &= not differ
+        host = []
+        for _ in range(repeats):
+            synchronize(DEVICE)
+            began = time.perf_counter()
+            make([image])
+            host.append(time.perf_counter() - began)
+        device = seconds_of(lambda i=image: make([i]), DEVICE, repeats=repeats)  # type: ignore[misc]
+        report.add(
+            "One image (times in us)",
+            {
+                "size": f"{width}x{height}",
+                "crops": len(wanted),
+                "device": 1e6 * device,
+                "host": 1e6 * median(host),
+                "first": 1e6 * first,
+                "bytes that differ": differ,
+            },
+        )
+        if width * height < 2_500_000:
+            ten = seconds_of(lambda i=image: make([i] * 10), DEVICE, repeats=repeats)  # type: ignore[misc]
+            report.add(
+                "Ten images in one group (us an image)",
+                {"size": f"{width}x{height}", "device": 1e5 * ten},
+            )
+    return right
+
+
+def main(arguments: Sequence[str] | None = None) -> Report:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.kernels.crops",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    args = parser.parse_args(arguments)
+    report = Report("crops", vars(args))
+    sizes = ((100, 60),) if args.quick else SIZES
+    vision = QUICK if args.quick else VisionConfig()
+    right = measure(report, vision, sizes, 1 if args.quick else 30)
+    report.finish(args.json)
+    if not right:
+        sys.exit("WRONG: crops of the device differ from those of the CPU")
+    return report
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Crops made on the device against those of the CPU path, which libvips resizes: every byte."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kestrel_engine.config import ImageLimits
+from kestrel_engine.model_config import VisionConfig
+from kestrel_engine.models.vision import num_distinct
+from kestrel_engine.preprocess.crops import prepare, select_tiling
+from kestrel_engine.preprocess.decoded_image import DecodedImage
+from kestrel_engine.preprocess.images import open_image
+from kestrel_engine.requests import PreparedImage
+from kestrel_engine.runtime.gpu import device_crops
+from kestrel_engine.runtime.gpu.device_crops import DeviceCrops
+from kestrel_engine.runtime.gpu.staging import ImageUploader, Uploader
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BLOCK = (8, 256) if DEVICE.type == "cuda" else (64, 2048)
+"""Interpreted, a program of any size takes a millisecond."""
+GOLDENS = Path(__file__).parents[3] / "data" / "goldens"
+IMAGES = json.loads((GOLDENS / "preprocess" / "preprocess.json").read_text())["images"]
+FULL = VisionConfig()
+TINY = VisionConfig(crop_size=252, max_crops=6, overlap_margin=4)
+SMALL = VisionConfig(crop_size=56, max_crops=6, overlap_margin=1)
+
+
+def noise(width: int, height: int) -> DecodedImage:
+    rng = np.random.default_rng(width * 100_000 + height)
+    return DecodedImage(rng.integers(0, 256, (height, width, 3), np.uint8))
+
+
+def maker(vision: VisionConfig, block: tuple[int, int] = BLOCK) -> DeviceCrops:
+    return DeviceCrops(vision, Uploader(DEVICE), ImageUploader(DEVICE), DEVICE, block=block)
+
+
+def as_pixels(image: DecodedImage, vision: VisionConfig) -> PreparedImage:
+    tiling = select_tiling(image.width, image.height, vision)
+    return PreparedImage("", None, tiling, image.width, image.height, image.pixels)
+
+
+def assert_equal_crops(images: list[DecodedImage], vision: VisionConfig) -> None:
+    found = maker(vision)([as_pixels(image, vision) for image in images])
+    for image, crops in zip(images, found, strict=True):
+        wanted = prepare(image, vision)
+        assert wanted.crops is not None
+        distinct = num_distinct(wanted.num_crops, wanted.tiling)
+        assert np.array_equal(crops.cpu().numpy(), wanted.crops[:distinct]), (
+            image.width,
+            image.height,
+        )
+
+
+def golden(name: str) -> DecodedImage:
+    return open_image(GOLDENS / IMAGES[name]["file"], ImageLimits())
+
+
+@pytest.mark.golden
+def test_golden_images_of_both_kinds():
+    assert_equal_crops([golden("small_120x90"), golden("square_378")], FULL)
+
+
+@pytest.mark.golden
+@pytest.mark.slow
+def test_golden_images():
+    assert_equal_crops([golden(name) for name in IMAGES], FULL)
+
+
+SIZES = [
+    (850, 600),  # Both ways larger, for the tiles; both smaller, for the whole.
+    (378, 378),  # Nothing to do.
+    (378, 500),
+    (500, 378),
+    (644, 910),  # Tiles are cut out of the image itself.
+    (1, 1),
+    (1, 20),
+    (37, 700),  # One way larger, the other smaller.
+    (2000, 130),
+    (1600, 2300),  # Means of two, three and more pixels come first.
+    (200, 4000),
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_of_every_kind(size):
+    if DEVICE.type == "cuda":
+        assert_equal_crops([noise(*size)], FULL)
+    width, height = (max(1, round(side * SMALL.crop_size / FULL.crop_size)) for side in size)
+    assert_equal_crops([noise(width, height)], SMALL)
+
+
+@pytest.mark.parametrize(("vision", "count"), [(FULL, 1), (TINY, 2), (SMALL, 20)])
+def test_random_sizes(vision, count):
+    check_random_sizes(np.random.default_rng(count), vision, count=count)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_thousand_random_sizes():
+    """On a GPU of all shapes; interpreted, of the small one."""
+    rng = np.random.default_rng(1)
+    full, tiny = (800, 100) if DEVICE.type == "cuda" else (0, 0)
+    check_random_sizes(rng, FULL, count=full)
+    check_random_sizes(rng, TINY, count=tiny)
+    check_random_sizes(rng, SMALL, count=1000 - full - tiny)
+
+
+def check_random_sizes(rng: np.random.Generator, vision: VisionConfig, *, count: int) -> None:
+    largest = 4 * vision.crop_size
+    while count:
+        width, height = (int(side) for side in rng.integers(1, largest, 2))
+        if max(width, height) <= 20 * min(width, height):
+            assert_equal_crops([noise(width, height)], vision)
+            count -= 1
+
+
+def test_images_of_all_kinds_together(monkeypatch):
+    """In one group, and in groups of what little fits."""
+    images = [noise(*size) for size in [(100, 60), (56, 56), (30, 200), (500, 400), (98, 98)]]
+    assert_equal_crops(images, SMALL)
+    monkeypatch.setattr(device_crops, "ARENA_BYTES", 100_000)
+    groups = list(maker(SMALL)._groups([as_pixels(image, SMALL) for image in images]))
+    assert 1 < len(groups) < len(images)
+    assert_equal_crops(images, SMALL)
+
+
+def test_blocks_give_the_same_crops():
+    image = as_pixels(noise(40, 90), SMALL)
+    (wanted,) = maker(SMALL)([image])
+    (found,) = maker(SMALL, (16, 128))([image])
+    assert torch.equal(wanted, found)
+
+
+def test_no_images():
+    assert maker(SMALL)([]) == []
