@@ -231,7 +231,7 @@ class RuntimeConfig:
         "auto",
         DEVICE,
         "on CUDA, the library of prompt attention: flashinfer (which then decodes too), triton (our kernels) or torch; "
-        "auto takes the fastest that is installed",
+        "auto takes the fastest that needs no nvcc, our kernels with cuDNN",
         choices=("auto", "flashinfer", "triton", "torch"),
     )
     compile: bool = setting(

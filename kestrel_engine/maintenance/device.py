@@ -199,9 +199,8 @@ def _libraries(config: RuntimeConfig, device: torch.device) -> Iterator[Finding]
     if flashinfer is not None:
         yield Finding("flashinfer", "ok", flashinfer)
     elif config.attention == "flashinfer":
-        yield Finding("flashinfer", "fail", "can't be imported, and --attention asks for it", extra)
-    else:
-        yield Finding("flashinfer", "warn", "can't be imported: other attention kernels run", extra)
+        told = "can't be imported, and --attention asks for it"
+        yield Finding("flashinfer", "fail", told, "pip install flashinfer-python")
 
 
 def _compile_something(device: torch.device) -> None:

@@ -20,7 +20,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...errors import ConfigError
 from ...models.kv_format import EIGHT_BITS, UNSCALED, Scales, gather
-from .device import library_version
 from .flashinfer_attention import (
     DTYPES,
     FlashInfer,
@@ -29,6 +28,7 @@ from .flashinfer_attention import (
     PlannedBlocks,
 )
 from .prefill_batch import TextPart
+from .vision_attention import works
 
 MAX_GATHERED = 16384
 """Positions whose keys and values the torch path copies at a time."""
@@ -55,14 +55,13 @@ class PlannedText(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """Of what no captured pass holds: ``text`` and ``blocks`` are FlashInfer's, if there; else torch computes them, the
-    blocks by ``block_backend`` (None leaves that to torch).
+    """Of what no captured pass holds: ``text`` and ``blocks`` are FlashInfer's, if there; else torch computes them.
+    Blocks of captured passes are always torch's, by ``block_backend`` (None leaves the choice to torch).
 
     ``captures``: passes that fit may run captured, where our own kernel attends to the text whatever stands here.
     ``decode``: FlashInfer computes decode steps, if there; else our own kernel does.
     """
 
-    library: FlashInfer | None = None
     text: FlashInferText | None = None
     blocks: FlashInferBlocks | None = None
     block_backend: SDPBackend | None = None
@@ -77,28 +76,54 @@ class AttentionChoice:
 def choose_attention(
     name: str, device: torch.device, dtype: torch.dtype, pool: torch.dtype | None = None
 ) -> AttentionChoice:
-    """``name``: "auto" takes the fastest, pass by pass: our kernels for decode and the text of captured passes,
-    FlashInfer for the rest where it is there and computes with ``dtype``, else torch. "triton": our kernels where there
-    are any, else torch. "flashinfer": it alone. "torch": it alone for prompts; decode, for which it has nothing, is
-    ours. ``pool``: the type of keys and values, if it isn't ``dtype``: eight bits are read by our kernels and torch
-    alone. Raises ConfigError where FlashInfer was asked for by name and can't be had."""
+    """``name``: "auto" and "triton" take our kernels for decode and the text of captured passes, else torch: nothing
+    that needs nvcc. "flashinfer": it alone, which compiles its kernels for a minute or two when they are first used.
+    "torch": it alone for prompts; decode, for which it has nothing, is ours. ``pool``: the type of keys and values, if
+    it isn't ``dtype``: eight bits are read by our kernels and torch alone. Raises ConfigError where FlashInfer was
+    asked for by name and can't be had."""
     if name not in ("auto", "flashinfer", "triton", "torch"):
         raise ConfigError("attention", name, "must be auto, flashinfer, triton or torch")
     if name == "flashinfer" and pool == EIGHT_BITS:
         raise ConfigError(
             "attention", name, "doesn't read a KV cache in FP8: auto, triton or torch"
         )
-    fits = device.type == "cuda" and dtype in DTYPES
-    if name == "flashinfer" or (name == "auto" and fits and library_version("flashinfer")):
+    if name == "flashinfer":
         library = FlashInfer(device, dtype)
-        # 1 / 8 / 16 blocks of 730 positions, 32 heads of 64, on an H200: fa3 36 / 120 / 213 us, torch 45 / 133 / 236,
-        # and torch's result is yet to be copied; fa2 is slower than torch.
+        # fa2 is slower than torch.
         blocks = FlashInferBlocks(library) if library.backend == "fa3" else None
-        text = None if pool == EIGHT_BITS else FlashInferText(library)
-        if name == "flashinfer":
-            return AttentionChoice(library, text, blocks, captures=False, decode=library)
-        return AttentionChoice(library, text, blocks)
-    return AttentionChoice(captures=name != "torch")
+        return AttentionChoice(FlashInferText(library), blocks, captures=False, decode=library)
+    return AttentionChoice(block_backend=_block_backend(device, dtype), captures=name != "torch")
+
+
+def _block_backend(device: torch.device, dtype: torch.dtype) -> SDPBackend | None:
+    """cuDNN where it computes with ``dtype``. Microseconds a layer for 1 / 2 / 4 / 6 blocks of 730 positions, 32 heads
+    of 64, on an H100, with the copy of torch's result: cuDNN 25 / 36 / 70 / 105, flash 30 / 55 / 91 / 144; FlashInfer's
+    fa3, which nvcc compiles for 81 s, 19 / 34 / 65 / 95."""
+    if device.type != "cuda" or dtype not in DTYPES:
+        return None
+    probe = torch.zeros(1, 8, 3, 1, 64, dtype=dtype, device=device)
+    return SDPBackend.CUDNN_ATTENTION if works(SDPBackend.CUDNN_ATTENTION, probe) else None
+
+
+def attend_blocks(
+    backend: SDPBackend | None,
+    blocks: tuple[int, int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+) -> None:
+    """``blocks``: their number and length. ``q``, ``k``, ``v`` [number * length, H, D], any row stride; writes ``out``
+    [number * length, H*D], any row stride."""
+    # [n, H, length, D], views all: kernels take any strides but the last.
+    q, k, v = (x.unflatten(0, blocks).transpose(1, 2) for x in (q, k, v))
+    with (
+        nullcontext()
+        if backend is None
+        else sdpa_kernel([backend, SDPBackend.MATH], set_priority=True)
+    ):
+        attended = F.scaled_dot_product_attention(q, k, v)
+    out.unflatten(0, blocks).unflatten(2, (q.shape[1], -1)).copy_(attended.transpose(1, 2))
 
 
 class PrefillAttention:
@@ -140,19 +165,12 @@ class PrefillAttention:
         if split and self._blocks is not None:
             self._blocks(q[:split], k[:split], v[:split], out[:split])
         elif split:
-            self._attend_blocks(q[:split], k[:split], v[:split], out[:split])
+            blocks = self._num_blocks, self._length
+            attend_blocks(self._backend, blocks, q[:split], k[:split], v[:split], out[:split])
         if self._text is not None:
             scales = self._scales[layer] if self._scales is not None else UNSCALED
             self._text(q[split:], self._keys[layer], self._values[layer], out[split:], scales)
         return out
-
-    def _attend_blocks(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        blocks = self._num_blocks, self._length
-        # [n, H, length, D], views all: kernels take any strides but the last.
-        q, k, v = (x.unflatten(0, blocks).transpose(1, 2) for x in (q, k, v))
-        with nullcontext() if self._backend is None else sdpa_kernel(self._backend):
-            attended = F.scaled_dot_product_attention(q, k, v)
-        out.unflatten(0, blocks).unflatten(2, (q.shape[1], -1)).copy_(attended.transpose(1, 2))
 
 
 class GatheredText:

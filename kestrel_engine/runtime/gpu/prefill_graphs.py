@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from ...kernels.paged_text import TILE_QUERIES, TILE_WIDTH, paged_text
 from ..kv_cache import KvCache
-from .flashinfer_attention import FlashInfer, FlashInferBlocks, PlannedBlocks
 from .graphs import Progress
+from .prefill_attention import attend_blocks
 from .prefill_batch import PrefillBatch
 from .staging import Field, RowBuffers
 from .text import FusedText
@@ -66,7 +66,7 @@ class PrefillGraphs:
         block_length: int,
         max_rows: int,
         spare_slot: int,
-        flashinfer: FlashInfer | None,
+        block_backend: SDPBackend | None,
         stream: torch.cuda.Stream | None,
     ) -> None:
         self._text, self._cache, self._page_table = text, cache, page_table
@@ -84,8 +84,7 @@ class PrefillGraphs:
         self._tiles = RowBuffers(
             {"tiles": Field(np.int32, (TILE_WIDTH,))}, num_tiles(MAX_TEXT), pool.device
         )
-        self._flashinfer = flashinfer
-        self._block_plans: dict[int, PlannedBlocks] = {}
+        self._block_backend = block_backend
         self._graphs: dict[PassShape, torch.cuda.CUDAGraph] = {}
 
     def shape(self, batch: PrefillBatch, tiles: int) -> PassShape | None:
@@ -174,16 +173,7 @@ class PrefillGraphs:
 
     def attend_blocks(self, blocks: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """``q``, ``k``, ``v`` [blocks * length, H, D], ``out`` [blocks * length, H*D]."""
-        if self._flashinfer is not None and self._flashinfer.backend == "fa3":
-            if blocks not in self._block_plans:
-                # Each has a wrapper of its own: what a captured graph reads must not be planned anew.
-                own = FlashInferBlocks(self._flashinfer, depth=1)
-                self._block_plans[blocks] = own.plan(blocks, self._length, *q.shape[1:])
-            self._block_plans[blocks](q, k, v, out)
-            return
-        parts = (x.unflatten(0, (blocks, self._length)).transpose(1, 2) for x in (q, k, v))
-        attended = F.scaled_dot_product_attention(*parts).transpose(1, 2)
-        out.unflatten(0, (blocks, self._length)).copy_(attended.flatten(2))
+        attend_blocks(self._block_backend, (blocks, self._length), q, k, v, out)
 
     def attend_text(self, layer: int, q: Tensor, shape: PassShape, out: Tensor) -> None:
         paged_text(

@@ -177,7 +177,7 @@ class GpuRuntime:
             block_length=self._config.image_prefix,
             max_rows=limits.max_batch_size,
             spare_slot=limits.num_pages * limits.page_size,
-            flashinfer=self.attention.library,
+            block_backend=self.attention.block_backend,
             stream=self._stream,
         )
 

@@ -52,7 +52,7 @@ class CropAttention:
         self._backends: list[SDPBackend] = []
         if device.type == "cuda":
             probe = torch.zeros(1, 8, 3, heads, head_dim, dtype=dtype, device=device)
-            self._backends = [backend for backend in PREFERRED if _works(backend, probe)]
+            self._backends = [backend for backend in PREFERRED if works(backend, probe)]
 
     @property
     def backend(self) -> str:
@@ -81,7 +81,8 @@ class CropAttention:
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def _works(backend: SDPBackend, probe: Tensor) -> bool:
+def works(backend: SDPBackend, probe: Tensor) -> bool:
+    """Whether torch's ``backend`` attends, unmasked, to ``probe`` [n, length, 3, heads, head_dim]."""
     q, k, v = probe.permute(2, 0, 3, 1, 4)
     try:
         with warnings.catch_warnings(), sdpa_kernel(backend):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from kestrel_engine.model_config import TextConfig
 from kestrel_engine.models.moondream import Moondream
@@ -118,20 +119,23 @@ def test_names_and_who_computes_then(monkeypatch):
     library = stand_in(DEVICE)
     library.library.BatchPrefillWithPagedKVCacheWrapper = lambda *_, **__: None
     monkeypatch.setattr(prefill_attention, "FlashInfer", lambda device, dtype: library)
-    monkeypatch.setattr(prefill_attention, "library_version", lambda name: "1.0")
+    monkeypatch.setattr(prefill_attention, "works", lambda backend, probe: True)
+    monkeypatch.setattr(prefill_attention.torch, "zeros", lambda *_, **__: None)
     chosen = {
         name: choose_attention(name, cuda, torch.bfloat16)
         for name in ("auto", "flashinfer", "triton", "torch")
     }
     assert {name: choice.name for name, choice in chosen.items()} == {
-        "auto": "flashinfer",
+        "auto": "torch",
         "flashinfer": "flashinfer",
         "triton": "torch",
         "torch": "torch",
     }
     assert [name for name, choice in chosen.items() if choice.captures] == ["auto", "triton"]
     assert [name for name, choice in chosen.items() if choice.decode] == ["flashinfer"]
-    assert choose_attention("auto", cuda, torch.float32).library is None
+    cudnn = SDPBackend.CUDNN_ATTENTION
+    assert chosen["auto"].block_backend == chosen["torch"].block_backend == cudnn
+    assert choose_attention("auto", cuda, torch.float32).block_backend is None
 
 
 @pytest.mark.parametrize(
@@ -150,7 +154,7 @@ def test_the_runtime_answers_as_the_reference_without_our_text_kernel(monkeypatc
     def choose(_, device, dtype, pool):
         assert pool == dtype
         library = stand_in(device, dtype)
-        return AttentionChoice(library=library, captures=False, decode=library)
+        return AttentionChoice(captures=False, decode=library)
 
     monkeypatch.setattr(prefill_graphs, "paged_text", never)
     if name == "flashinfer":
