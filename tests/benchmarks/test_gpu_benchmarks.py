@@ -132,6 +132,7 @@ def test_score(tmp_path: Path) -> None:
     assert quality.passed(report) == (bar.value >= quality.LEAST_SCORE)
 
 
+@pytest.mark.slow
 def test_trace_through_a_server(tmp_path: Path) -> None:
     flags = ["--saturate", "--engine-tokens-per-s", "100", "--in-flight", "3", "--tokens", "3"]
     report = run(trace_grpc, tmp_path, *MODEL, "--clients", "2", *flags)

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import warnings
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ def rendered(folder):
     return {each["kind"]: each for each in documents(folder)}
 
 
+@cache
 def documents(folder):
     kubectl = shutil.which("kubectl")
     if kubectl is None:
@@ -176,6 +178,7 @@ def test_only_a_variant_that_fetches_its_model_may_leave_the_cluster(folder):
     assert hub["ports"] == [{"protocol": "TCP", "port": 443}]
 
 
+@pytest.mark.slow_with("1.31", "1.34")
 @pytest.mark.parametrize("version", ["1.29", "1.31", "1.34", "1.37"])
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_kubernetes_own_schemas_know_every_field(folder, version):

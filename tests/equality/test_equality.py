@@ -72,11 +72,13 @@ async def check_random(model: Model, images: Path, alone: Alone, seed: int, coun
     return await check(model, settings, mix, images, alone, seed)
 
 
+@pytest.mark.slow_with("md2")
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_random_mixes(model: Model, seed: int, golden_images: Path, alone: Alone) -> None:
     await check_random(model, golden_images, alone, seed, 12)
 
 
+@pytest.mark.slow_with("md2")
 async def test_everything_at_once_from_the_caches(
     model: Model, golden_images: Path, alone: Alone
 ) -> None:
@@ -90,7 +92,7 @@ async def test_everything_at_once_from_the_caches(
     assert seen.largest_batch > 4
 
 
-@pytest.mark.slow_with("md2")
+@pytest.mark.slow_with("md2", "kestrel-tiny")
 async def test_forced_preemption(model: Model, golden_images: Path, alone: Alone) -> None:
     """Pages of one position and fewer of them than two pictures' answers need: they take turns."""
     asks = [a for a in model.asks if a.image in ("square_378", None)]

@@ -21,6 +21,7 @@ def whole(golden: Golden, case_id: str) -> torch.Tensor:
     return golden.arrays[f"{case_id}.prefill_hidden"]
 
 
+@pytest.mark.slow_with("md2")
 @pytest.mark.parametrize("case_id", ["query.0", "query_noimage.0", "query_spatial.1"])
 def test_token_by_token_equals_the_whole(golden: Golden, case_id: str) -> None:
     prompt = golden.prompt(golden.case(case_id))

@@ -63,7 +63,7 @@ def check(case, **how):
     assert torch.equal(values[others].nan_to_num(7.0), case.values[others].nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("page_size", [1, 5, 10])
+@pytest.mark.parametrize("page_size", [1, 5, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("splits", "tau"), [(1, False), (3, True)])
 def test_every_page_size_and_split(page_size, splits, tau):
     # Lengths before, at and after the ends of pages, splits and blocks.

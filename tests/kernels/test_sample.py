@@ -120,7 +120,12 @@ def test_draws_are_those_of_the_reference_sampler(kind):
 
 @pytest.mark.parametrize(
     "short, listed, is_wide",
-    [(1024, 1024, False), (128, 512, True), (2, 512, True), (2, 2, True)],
+    [
+        (1024, 1024, False),
+        (128, 512, True),
+        pytest.param(2, 512, True, marks=pytest.mark.slow),
+        (2, 2, True),
+    ],
     ids=["a short list", "stretches cut again", "a long list", "the whole row"],
 )
 def test_every_way_to_a_draw(short, listed, is_wide):

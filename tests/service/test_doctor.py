@@ -17,6 +17,7 @@ from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
 from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.telemetry import TelemetryConfig
 from kestrel_grpc.settings.workers import WorkersConfig
+from tests.service.command_line import here
 
 ROOT = Path(__file__).parents[2]
 
@@ -179,7 +180,7 @@ def run(*flags, **environ):
 
 
 def test_a_machine_that_can_serve_ends_with_0(tmp_path):
-    done = run("--json", "--listen", f"unix:{tmp_path}/a", "--device", "cpu")
+    done = here("doctor", "--json", "--listen", f"unix:{tmp_path}/a", "--device", "cpu")
     assert done.returncode == 0, done.stdout
     told = json.loads(done.stdout)
     assert {"settings", "torch", "pictures", "model", "memory", "packages", "clock"} <= {
@@ -192,7 +193,13 @@ def test_a_machine_that_can_serve_ends_with_0(tmp_path):
 def test_one_that_cannot_ends_with_1_and_remedies(tmp_path):
     file = tmp_path / "kestrel.toml"
     file.write_text('[model]\nmodel = "moondream2"\noffline = true\n[device]\ndevice = "cpu"\n')
-    done = run("--config", str(file), HF_HOME=str(tmp_path / "empty"), KESTREL_API_KEY="s3cret" * 9)
+    done = here(
+        "doctor",
+        "--config",
+        str(file),
+        HF_HOME=str(tmp_path / "empty"),
+        KESTREL_API_KEY="s3cret" * 9,
+    )
     assert done.returncode == 1
     assert "FAIL  model: moondream2 isn't in the hub's cache, and --offline" in done.stdout
     assert "\n      -> kestrel-grpc download moondream2\n" in done.stdout

@@ -85,7 +85,7 @@ def test_answers_and_what_is_stored_are_the_references(both):
         assert (left != right).float().mean() < 0.01
 
 
-@pytest.mark.slow_with("moondream3")
+@pytest.mark.slow
 def test_chunks_and_neighbours_change_nothing(both):
     config, _, tested = both
     together = answers(tested, talks(config))

@@ -195,6 +195,7 @@ def test_a_sequence_alone_and_in_a_batch_says_the_same(both):
         assert [t.id for t in alone[i]] == [t.id for t in together[i]]
 
 
+@pytest.mark.slow_with("moondream2")
 def test_a_picture_that_is_not_there_fails_its_step_only(both):
     config, _, tested = both
     row = Row(42, tuple(image(config, "unknown")), 0, (51,), SampleSpec(TEXT, SamplingParams(), 0))

@@ -28,7 +28,10 @@ from tests.engine.runtime.gpu.test_gpu_runtime import (
 )
 
 # What numpy, as the interpreter, says of numbers that are not finite.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.slow_with("gpu moondream2"),
+]
 
 BAD = 77
 """The id whose embedding is NaN."""
