@@ -14,7 +14,7 @@ from .sequence import Sequence
 from .shares import Shares
 
 _URGENT, _WITHIN, _BEYOND = range(3)
-_OTHERS = {_URGENT: 0.5, _WITHIN: 1.0}
+_OTHERS = {_URGENT: 0.25, _WITHIN: 1.0}
 """Seconds of steps for all that a second of steps for the favoured alone allows, by who is favoured."""
 
 

@@ -53,7 +53,7 @@ def seconds(run, specs):
 
 
 @pytest.mark.parametrize(
-    ("principal", "priority", "most"), [("other", 1, 3.0), ("other", 0, 2.5), ("flood", 0, 2.5)]
+    ("principal", "priority", "most"), [("other", 1, 3.0), ("other", 0, 2.0), ("flood", 0, 2.0)]
 )
 def test_an_answer_beside_a_full_batch_does_not_take_as_long_as_the_batch(
     principal, priority, most
