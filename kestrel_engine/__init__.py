@@ -43,6 +43,7 @@ from .info import EngineInfo, LoadTimes
 from .observer import ImageEvent, Observer, RequestEvent, StepEvent
 from .parent_death import end_with_parent
 from .preprocess.images import FORMATS as IMAGE_FORMATS
+from .preprocess.images import OnBackground
 from .profiling import ProfileRequest
 from .requests import PreparedImage
 from .runtime.profile import Profile
@@ -80,6 +81,7 @@ __all__ = [
     "ModelLoadError",
     "ModelNotFoundError",
     "Observer",
+    "OnBackground",
     "PixelsWaiting",
     "PreparedImage",
     "Profile",

@@ -79,7 +79,8 @@ class Work:
             size = os.fstat(source).st_size
             image: DecodedImage | EncodedImage
             if job["shape"] is None:
-                image = EncodedImage(os.pread(source, size, 0), self._limits)
+                background = job["background"] and tuple(job["background"])
+                image = EncodedImage(os.pread(source, size, 0), self._limits, background)
                 cost = image.cost
             else:
                 height, width, _ = shape = tuple(job["shape"])

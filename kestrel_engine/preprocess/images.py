@@ -19,8 +19,10 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import sys
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 import numpy as np
 import pyvips
@@ -38,10 +40,27 @@ from .costs import FIELD, KINDS, PIXELS, Cost, Kind, check_pixels, cost_of
 from .decoded_image import DecodedImage
 from .heif_probes import HEIF_PROBES
 
+if TYPE_CHECKING:
+    import PIL.Image
+
+Colour: TypeAlias = tuple[int, int, int]
+"""Red, green, blue, each from 0 to 255."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OnBackground:
+    """An image whose transparent parts are laid on a colour, instead of losing their alpha."""
+
+    source: ImageSource
+    colour: Colour
+
+
 ImageSource: TypeAlias = (
-    "bytes | bytearray | memoryview | str | os.PathLike[str] | pyvips.Image | np.ndarray"
+    "bytes | bytearray | memoryview | str | os.PathLike[str] | BinaryIO | pyvips.Image | PIL.Image.Image "
+    "| np.ndarray | OnBackground"
 )
-"""Encoded bytes, a path, a pyvips.Image, or uint8 pixels: [height, width, 3 or 4 or 1] or [height, width]."""
+"""Encoded bytes, a path, a file that is open for reading in binary mode, a pyvips.Image, a Pillow image, uint8 pixels
+([height, width, 3 or 4 or 1] or [height, width]), or any of these on a background."""
 
 _LOADERS = {
     "JPEG": "VipsForeignLoadJpeg",
@@ -122,28 +141,37 @@ def open_image(source: ImageSource, limits: ImageLimits) -> DecodedImage:
 def begin_image(source: ImageSource, limits: ImageLimits) -> DecodedImage:
     """Reads and checks one image; blocks. Its ``decode`` decodes it.
 
-    Of several frames or pages the first is taken. EXIF orientation is applied; alpha is dropped, not composited; grey
-    is replicated; 16 bits keep their upper 8. Limits are checked on the header, before a pixel is decoded. An array is
-    not copied if it is [height, width, 3] and contiguous: don't change it while the request runs.
+    Of several frames or pages the first is taken. EXIF orientation is applied; alpha is dropped, and composited only
+    with OnBackground; grey is replicated; 16 bits keep their upper 8. Limits are checked on the header, before a pixel
+    is decoded. An array is not copied if it is [height, width, 3] and contiguous: don't change it while the request
+    runs.
 
     Raises InvalidRequest (not an image at all: wrong type, dtype or shape, unreadable path), UnsupportedImageError,
     ImageTooLargeError, ImageDecodeError (empty or broken); ``decode`` raises ImageDecodeError (broken or truncated).
     """
+    background = source.colour if isinstance(source, OnBackground) else None
     payload = read_source(source, limits)
     if isinstance(payload, np.ndarray):
         return DecodedImage(payload)
-    return EncodedImage(payload, limits).begin()
+    return EncodedImage(payload, limits, background).begin()
 
 
 def read_source(source: ImageSource, limits: ImageLimits) -> bytes | np.ndarray:
     """The encoded bytes of ``source``, of which nothing is known but that they are not too many; or its pixels,
-    [height, width, 3] uint8, where it is an array or a pyvips.Image. Blocks. Raises as ``begin_image``."""
+    [height, width, 3] uint8, where it is an array, a pyvips.Image or a Pillow image; the background of these is laid
+    already. Blocks. Raises as ``begin_image``."""
+    background = None
+    if isinstance(source, OnBackground):
+        background = source.colour
+        source = source.source
     if isinstance(source, np.ndarray):
-        return _array_pixels(source, limits)
+        return _array_pixels(source, limits, background)
+    if _is_pillow(source):
+        return _pillow_pixels(source, limits, background)
     if isinstance(source, pyvips.Image):
         image = _checked(source, limits)
         try:
-            decoded = _decoded(_upright(image), "pyvips.Image")
+            decoded = _decoded(_upright(image, background), "pyvips.Image")
         except (pyvips.Error, UnicodeDecodeError):
             raise _broken("pyvips.Image") from None
         decoded.decode()
@@ -153,10 +181,46 @@ def read_source(source: ImageSource, limits: ImageLimits) -> bytes | np.ndarray:
     if isinstance(source, (bytes, bytearray, memoryview)):
         _check_bytes(memoryview(source).nbytes, limits)
         return source if isinstance(source, bytes) else bytes(source)
+    if callable(getattr(source, "read", None)):
+        return _read_open_file(source, limits)
     raise InvalidRequest(
         FIELD,
-        f"must be encoded bytes, a path, a pyvips.Image or a uint8 array, not {type(source).__name__}",
+        "must be encoded bytes, a path, an open file, a pyvips.Image, a Pillow image or a uint8 array, "
+        f"not {type(source).__name__}",
     )
+
+
+def _read_open_file(file: Any, limits: ImageLimits) -> bytes:
+    try:
+        data = file.read(limits.max_bytes + 1)
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(FIELD, f"cannot read the open file: {error}") from error
+    if not isinstance(data, bytes):
+        raise InvalidRequest(FIELD, "is a file in text mode: open it with mode 'rb'")
+    _check_bytes(len(data), limits)
+    return data
+
+
+def _is_pillow(source: object) -> bool:
+    module = sys.modules.get("PIL.Image")  # If it isn't loaded, nobody has such an image.
+    return module is not None and isinstance(source, module.Image)
+
+
+def _pillow_pixels(image: Any, limits: ImageLimits, background: Colour | None) -> np.ndarray:
+    """Of its first or current frame, upright."""
+    from PIL import ImageOps
+
+    _check_size(image.width, image.height, limits, PIXELS)
+    try:
+        upright = ImageOps.exif_transpose(image)
+        if upright.mode.startswith(
+            "I;16"
+        ):  # Pillow would clip; of files, too, the upper 8 bits are kept.
+            upright = upright.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+        pixels = np.asarray(upright.convert("RGBA" if upright.has_transparency_data else "RGB"))
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ImageDecodeError(FIELD, f"is a Pillow image that can't be decoded: {error}") from None
+    return _array_pixels(pixels, limits, background)
 
 
 def _read_file(path: str | os.PathLike[str], limits: ImageLimits) -> bytes:
@@ -180,8 +244,8 @@ def _read_file(path: str | os.PathLike[str], limits: ImageLimits) -> bytes:
 class EncodedImage:
     """An image in one of FORMATS, of which the header is read and checked; ``cost``: what the rest may take."""
 
-    def __init__(self, data: bytes, limits: ImageLimits) -> None:
-        """Raises UnsupportedImageError, ImageTooLargeError, ImageDecodeError."""
+    def __init__(self, data: bytes, limits: ImageLimits, background: Colour | None = None) -> None:
+        """``background``: see OnBackground. Raises UnsupportedImageError, ImageTooLargeError, ImageDecodeError."""
         if not data:
             raise ImageDecodeError(FIELD, "is empty: 0 bytes")
         name = _sniff(data)
@@ -203,7 +267,7 @@ class EncodedImage:
             self._image = _checked(image, limits, kind)
         except (pyvips.Error, UnicodeDecodeError):
             raise _broken(name) from None
-        self._name = name
+        self._name, self._background = name, background
         self.cost: Cost = cost_of(
             kind,
             self._image.width,
@@ -218,7 +282,7 @@ class EncodedImage:
         """The pixels, still to be decoded; those of an image that is to be turned are decoded here. Raises
         UnsupportedImageError, ImageDecodeError."""
         try:
-            return _decoded(_upright(self._image), self._name)
+            return _decoded(_upright(self._image, self._background), self._name)
         except (pyvips.Error, UnicodeDecodeError):
             raise _broken(self._name) from None
 
@@ -255,10 +319,10 @@ def _checked(image: pyvips.Image, limits: ImageLimits, kind: Kind = PIXELS) -> p
     return image
 
 
-def _upright(image: pyvips.Image) -> pyvips.Image:
+def _upright(image: pyvips.Image, background: Colour | None) -> pyvips.Image:
     """``image`` as upright 3 bands of uint8 sRGB. Raises pyvips.Error, UnsupportedImageError."""
     turned = _is_turned(image)
-    image = _rgb8(image)
+    image = _rgb8(image, background)
     # Turning needs random access, which a sequential source does not give: decode first.
     return image.copy_memory().autorot() if turned else image
 
@@ -287,8 +351,9 @@ def _decoding(image: pyvips.Image, pixels: np.ndarray, name: str) -> Iterator[in
         raise _broken(name) from None
 
 
-def _rgb8(image: pyvips.Image) -> pyvips.Image:
-    """``image`` as 3 bands of uint8 sRGB. Other types than uint8 and uint16 are taken as 0..255 and clipped."""
+def _rgb8(image: pyvips.Image, background: Colour | None) -> pyvips.Image:
+    """``image`` as 3 bands of uint8 sRGB, on ``background`` if it has alpha. Types other than uint8 and uint16 are
+    taken as 0..255 and clipped."""
     if image.bands > _MAX_BANDS or image.format in ("complex", "dpcomplex"):
         raise UnsupportedImageError(
             FIELD,
@@ -300,13 +365,18 @@ def _rgb8(image: pyvips.Image) -> pyvips.Image:
         image = image.cast("uchar", shift=True)
     elif image.format != "uchar":
         image = image.cast("uchar")
+    if background is not None and image.bands in (2, 4):
+        if image.bands == 2:
+            grey = image.extract_band(0)
+            image = grey.bandjoin([grey, grey, image.extract_band(1)])
+        return image.flatten(background=list(background), max_alpha=255)
     if image.bands < 3:
         grey = image.extract_band(0) if image.bands == 2 else image
         return grey.bandjoin([grey, grey])
     return image.extract_band(0, n=3) if image.bands > 3 else image
 
 
-def _array_pixels(array: np.ndarray, limits: ImageLimits) -> np.ndarray:
+def _array_pixels(array: np.ndarray, limits: ImageLimits, background: Colour | None) -> np.ndarray:
     if array.dtype != np.uint8:
         raise InvalidRequest(FIELD, f"array must have dtype uint8, not {array.dtype}")
     if array.ndim == 2:
@@ -321,6 +391,10 @@ def _array_pixels(array: np.ndarray, limits: ImageLimits) -> np.ndarray:
     _check_size(width, height, limits, PIXELS)
     if channels == 1:
         return np.repeat(array, 3, axis=2)
+    if channels == 4 and background is not None:
+        alpha = array[:, :, 3:].astype(np.float32) / 255
+        laid = array[:, :, :3] * alpha + np.array(background, np.float32) * (1 - alpha)
+        return np.round(laid).astype(np.uint8)
     return np.ascontiguousarray(array[:, :, :3])
 
 

@@ -39,7 +39,7 @@ from .costs import FIELD, Cost
 from .crops import KEY_LENGTH, Allocate, device_makes_crops, new_bytes, select_tiling
 from .decoder_process import DecoderProcess, template
 from .fair_queue import FairQueue
-from .images import ImageSource, read_source
+from .images import Colour, ImageSource, OnBackground, read_source
 from .prepared_cache import PreparedCache, in_namespace, source_key
 from .segments import new_segment, read_segment, write_segment
 
@@ -90,6 +90,7 @@ class _Job:
     key: bytes | None
     result: asyncio.Future[Preprocessed]
     namespace: str
+    background: Colour | None = None
     arrived: float = field(default_factory=time.monotonic)
     cost: Cost | None = None
     dear: bool = False
@@ -163,6 +164,7 @@ class PreprocessPool:
         """
         self._check_open()
         began = time.perf_counter()
+        background = source.colour if isinstance(source, OnBackground) else None
         at_once = isinstance(source, bytes) and len(source) <= HASHED_AT_ONCE_BYTES
         key = (
             source_key(source, namespace)
@@ -179,7 +181,7 @@ class PreprocessPool:
         job = self._making.get(key) if key is not None else None
         if job is None:
             result = asyncio.get_running_loop().create_future()
-            job = _Job(payload, principal, key, result, namespace)
+            job = _Job(payload, principal, key, result, namespace, background)
             if key is not None:
                 self._making[key] = job
             self._unknown.push(job, principal, job.rank)
@@ -259,6 +261,7 @@ class PreprocessPool:
         alone = not self._runs and not len(self._known) and not dear
         message = {
             "shape": job.payload.shape if isinstance(job.payload, np.ndarray) else None,
+            "background": job.background,
             "granted": granted._asdict(),
             "threads": min(MOST_THREADS_AN_IMAGE, self._processes) if alone else 1,
             "device_pixels": self._device_pixels,

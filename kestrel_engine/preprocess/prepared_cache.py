@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..requests import PreparedImage
+from .images import OnBackground
 
 
 class PreparedCache:
@@ -65,6 +66,9 @@ def source_key(source: Any, namespace: str = "") -> bytes | None:
 
     SHA-256, by the processor's own instructions 2 GB/s and three times as fast as BLAKE2b: a repeat waits for it."""
     digest = hashlib.sha256(_digest(namespace) or bytes(32))
+    if isinstance(source, OnBackground):
+        digest.update(b"on" + bytes(source.colour))
+        source = source.source
     if isinstance(source, (bytes, bytearray, memoryview)):
         digest.update(b"bytes")
         view = memoryview(source)

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
     parser.add_argument("--max-tokens", type=int, default=32, help="of each answer [%(default)s]")
     parser.add_argument("--json", action="store_true", help="print JSON, times in milliseconds")
-    parser.set_defaults(request_id=None, priority="low", cache_salt=None)
+    parser.set_defaults(request_id=None, priority="low", cache_salt=None, background=None)
     parser.add_argument("--model", help="name of the model that must answer")
     add_connection_flags(parser)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,7 @@ from .parser import EXIT_FAILED
 from .terminal import styled
 
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
-_OPTIONS = ("model", "request_id", "priority", "cache_salt")
+_OPTIONS = ("model", "request_id", "priority", "cache_salt", "background")
 _LENGTHS = ("short", "normal", "long")
 _OWN_WORD = {"query": "QUESTION", "caption": "[short|normal|long]"}
 
@@ -91,6 +92,20 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="share cached computation with this salt's requests only",
     )
+    request.add_argument(
+        "--background",
+        type=_colour,
+        metavar="COLOUR",
+        help="lay a transparent image on it: white, black or RRGGBB [alpha is dropped]",
+    )
+
+
+def _colour(text: str) -> str:
+    named = {"white": "ffffff", "black": "000000"}
+    digits = named.get(text, text.removeprefix("#"))
+    if re.fullmatch(r"[0-9a-fA-F]{6}", digits) is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be white, black or RRGGBB, like ffeedd")
+    return f"#{digits}"
 
 
 def request_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -6,11 +6,11 @@ A picture enters once the engine has decoded it, so that everything in the store
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kestrel_engine import ImageTooLargeError
+from kestrel_engine import ImageTooLargeError, OnBackground
 
 from ..edge.current_call import find_call
 from ..edge.errors import ImagesFull, ImagesNotKept
@@ -27,6 +27,15 @@ class Picture:
     source: bytes | np.ndarray
     kept: KeptImage | None = None
     digest: bytes | None = None
+    background: tuple[int, int, int] | None = None
+    """What this request lays it on; the store keeps it as it came."""
+
+    @property
+    def given(self) -> bytes | np.ndarray | OnBackground:
+        """What the engine gets."""
+        return (
+            self.source if self.background is None else OnBackground(self.source, self.background)
+        )
 
 
 class Pictures:
@@ -35,8 +44,10 @@ class Pictures:
     def __init__(self, store: ImageStore) -> None:
         self.store = store
 
-    def find(self, owner: str, source: bytes | np.ndarray | ImageId) -> Picture:
+    def find(self, owner: str, source: bytes | np.ndarray | ImageId | OnBackground) -> Picture:
         """The picture to give to the engine. Raises ImageNotFound."""
+        if isinstance(source, OnBackground):
+            return replace(self.find(owner, source.source), background=source.colour)  # type: ignore[arg-type]
         if isinstance(source, ImageId):
             kept = self.store.get(owner, source.value)
             call = find_call()
@@ -50,7 +61,7 @@ class Pictures:
         num_bytes = size_of(picture.source)
         if picture.kept is not None or num_bytes > min(_INLINE_BYTES, self.store.max_bytes):
             return picture
-        return Picture(picture.source, digest=digest_of(picture.source))
+        return replace(picture, digest=digest_of(picture.source))
 
     async def keep(
         self, owner: str, picture: Picture, size: tuple[int, int], *, weight: float = 1.0

@@ -107,7 +107,7 @@ async def analyze(
     engine = starter.served.engine(options.model)
     picture = starter.pictures.find(call.owner, source)
     image = await engine.prepare_image(
-        picture.source,
+        picture.given,
         timeout_s=call.timeout_s,
         cache_salt=call.principal.namespace(options.cache_salt),
         request_id=call.request_id,

@@ -6,6 +6,7 @@ it, so that a rule stands in one place. Results become messages, with coordinate
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -13,10 +14,17 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from kestrel_client._pb.kestrel.v1 import common_pb2, vision_service_pb2
-from kestrel_engine import EngineMetrics, EngineResult, InvalidRequest, StreamUpdate
+from kestrel_engine import (
+    EngineMetrics,
+    EngineResult,
+    InvalidRequest,
+    OnBackground,
+    StreamUpdate,
+)
 
 from ..images.store import ImageId
 
+_COLOUR = re.compile(r"#[0-9a-fA-F]{6}")
 _MAX_MODEL_NAME = 512
 _MAX_SALT_BYTES = 128
 
@@ -46,8 +54,8 @@ _FINISH_REASONS = {
 }
 
 
-ImageSource: TypeAlias = bytes | np.ndarray | ImageId
-"""Encoded bytes, [height, width(, channels)] uint8 RGB(A), or the name of either."""
+ImageSource: TypeAlias = bytes | np.ndarray | ImageId | OnBackground
+"""Encoded bytes, [height, width(, channels)] uint8 RGB(A), the name of either, or one of these on a background."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +187,20 @@ def mask_format(
 
 
 def image_source(image: common_pb2.Image) -> ImageSource:
-    """Encoded bytes as they are; raw pixels as an array that shares the message's memory. Raises InvalidRequest."""
+    """Encoded bytes as they are; raw pixels as an array that shares the message's memory; either, or an id, on the
+    background that is asked for. Raises InvalidRequest."""
+    source = _source(image)
+    if not image.HasField("background"):
+        return source
+    if not _COLOUR.fullmatch(image.background):
+        raise InvalidRequest(
+            "image.background", f"{image.background!r} must be a colour like #ffffff"
+        )
+    red, green, blue = bytes.fromhex(image.background[1:])
+    return OnBackground(source, (red, green, blue))  # type: ignore[arg-type]  # an id is resolved before
+
+
+def _source(image: common_pb2.Image) -> ImageSource:
     source = image.WhichOneof("source")
     if source == "encoded":
         return image.encoded

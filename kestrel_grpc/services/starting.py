@@ -44,7 +44,7 @@ class Starter:
         engine = self.served.engine(call.options.model)
         owner = current_call().owner
         picture = None if call.image is None else self.pictures.find(owner, call.image)
-        stream = await submit(engine, call, None if picture is None else picture.source)
+        stream = await submit(engine, call, None if picture is None else picture.given)
         if picture is not None:
             picture = self.pictures.hashed(picture)
         return Started(engine, stream, call, picture)

@@ -60,6 +60,8 @@ class HandlingOptions(TypedDict, total=False):
     """How urgent the request is compared with others that wait."""
     cache_salt: str | None
     """Computation is reused among calls of the same salt only; at most 128 bytes of UTF-8."""
+    background: str | None
+    """Colour on which a transparent picture is laid, like "#ffffff"; without one its alpha is dropped."""
     timeout: float | None
     """Seconds for the whole call; default: the client's. A request that still waits by then is never computed."""
     metadata: Metadata | None
@@ -138,7 +140,7 @@ class Preparer:
         image = None if image is None else self._loaded(image)
         request = _build(
             pb.QueryRequest,
-            image=None if image is None else self._image(image),
+            image=None if image is None else self._image(image, options),
             question=question,
             reasoning=reasoning,
             spatial_refs=to_spatial_refs(spatial_refs),
@@ -152,7 +154,7 @@ class Preparer:
         image = self._loaded(image)
         request = _build(
             pb.CaptionRequest,
-            image=self._image(image),
+            image=self._image(image, options),
             length=_choice("length", length, _CAPTION_LENGTHS),
             **_shared(options),
         )
@@ -169,7 +171,7 @@ class Preparer:
         image = self._loaded(image)
         request = _build(
             pb.PointRequest,
-            image=self._image(image),
+            image=self._image(image, options),
             object=object,
             max_objects=max_objects,
             spatial_refs=to_spatial_refs(spatial_refs),
@@ -183,7 +185,7 @@ class Preparer:
         image = self._loaded(image)
         request = _build(
             pb.DetectRequest,
-            image=self._image(image),
+            image=self._image(image, options),
             object=object,
             max_objects=max_objects,
             **_shared(options),
@@ -201,7 +203,7 @@ class Preparer:
         image = self._loaded(image)
         request = _build(
             pb.SegmentRequest,
-            image=self._image(image),
+            image=self._image(image, options),
             object=object,
             spatial_refs=to_spatial_refs(spatial_refs),
             mask_format=_choice("mask", mask, _MASK_FORMATS),
@@ -216,7 +218,7 @@ class Preparer:
         asked = keyed(tasks)
         request = _build(
             pb.AnalyzeRequest,
-            image=self._image(image),
+            image=self._image(image, options),
             tasks=[_task(key, task) for key, task in asked.items()],
             options=_handling(options, HandlingOptions),
         )
@@ -238,7 +240,7 @@ class Preparer:
         request = _build(
             pb.RunSkillRequest,
             skill=skill,
-            image=None if image is None else self._image(image),
+            image=None if image is None else self._image(image, options),
             arguments=to_struct("arguments", arguments),
             settings=to_struct("settings", settings),
             **_shared(options),
@@ -248,8 +250,13 @@ class Preparer:
     def _loaded(self, image: ImageInput) -> ImageInput:
         return loaded(image, self._connection.max_message_bytes)
 
-    def _image(self, image: ImageInput) -> common_pb2.Image:
-        return to_image(image, self._connection.max_message_bytes)
+    def _image(self, image: ImageInput, options: HandlingOptions) -> common_pb2.Image:
+        message = to_image(image, self._connection.max_message_bytes)
+        if (background := options.get("background")) is not None:
+            if not isinstance(background, str):
+                raise InvalidRequestError(f"background={background!r}: must be like '#ffffff'")
+            message.background = background
+        return message
 
     def task(
         self, image: ImageInput, task: Task, options: HandlingOptions

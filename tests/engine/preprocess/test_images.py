@@ -328,7 +328,7 @@ def test_all_pages_of_a_vips_image_count_as_the_first():
     assert np.array_equal(decode(image), pages[0])
 
 
-@pytest.mark.parametrize("source", [None, 7, [1, 2], object(), Image.new("RGB", (8, 8))])
+@pytest.mark.parametrize("source", [None, 7, [1, 2], object()])
 def test_other_types_are_refused(source):
     with pytest.raises(InvalidRequest, match="must be encoded bytes, a path") as caught:
         open_image(source, LIMITS)

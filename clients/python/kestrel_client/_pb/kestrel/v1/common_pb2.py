@@ -25,37 +25,37 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kestrel/v1/common.proto\x12\nkestrel.v1\"t\n\x05Image\x12\x1a\n\x07\x65ncoded\x18\x01 \x01(\x0cH\x00R\x07\x65ncoded\x12(\n\x03raw\x18\x02 \x01(\x0b\x32\x14.kestrel.v1.RawImageH\x00R\x03raw\x12\x1b\n\x08image_id\x18\x03 \x01(\tH\x00R\x07imageIdB\x08\n\x06source\"}\n\x08RawImage\x12\x12\n\x04\x64\x61ta\x18\x01 \x01(\x0cR\x04\x64\x61ta\x12\x14\n\x05width\x18\x02 \x01(\rR\x05width\x12\x16\n\x06height\x18\x03 \x01(\rR\x06height\x12/\n\x06\x66ormat\x18\x04 \x01(\x0e\x32\x17.kestrel.v1.PixelFormatR\x06\x66ormat\"9\n\tImageSize\x12\x14\n\x05width\x18\x01 \x01(\rR\x05width\x12\x16\n\x06height\x18\x02 \x01(\rR\x06height\"0\n\x05Point\x12\x0c\n\x01x\x18\x01 \x01(\x02R\x01x\x12\x0c\n\x01y\x18\x02 \x01(\x02R\x01yJ\x04\x08\x03\x10\x04R\x05score\"f\n\x03\x42ox\x12\x13\n\x05x_min\x18\x01 \x01(\x02R\x04xMin\x12\x13\n\x05y_min\x18\x02 \x01(\x02R\x04yMin\x12\x13\n\x05x_max\x18\x03 \x01(\x02R\x04xMax\x12\x13\n\x05y_max\x18\x04 \x01(\x02R\x04yMaxJ\x04\x08\x05\x10\x06R\x05score\"c\n\nSpatialRef\x12)\n\x05point\x18\x01 \x01(\x0b\x32\x11.kestrel.v1.PointH\x00R\x05point\x12#\n\x03\x62ox\x18\x02 \x01(\x0b\x32\x0f.kestrel.v1.BoxH\x00R\x03\x62oxB\x05\n\x03ref\"\xde\x01\n\x08Sampling\x12%\n\x0btemperature\x18\x01 \x01(\x01H\x00R\x0btemperature\x88\x01\x01\x12\x18\n\x05top_p\x18\x02 \x01(\x01H\x01R\x04topP\x88\x01\x01\x12\x18\n\x05top_k\x18\x03 \x01(\rH\x02R\x04topK\x88\x01\x01\x12\"\n\nmax_tokens\x18\x04 \x01(\rH\x03R\tmaxTokens\x88\x01\x01\x12\x17\n\x04seed\x18\x05 \x01(\x04H\x04R\x04seed\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\r\n\x0b_max_tokensB\x07\n\x05_seed\"\xdc\x01\n\x0eRequestOptions\x12\"\n\nrequest_id\x18\x01 \x01(\tH\x00R\trequestId\x88\x01\x01\x12\x30\n\x08priority\x18\x02 \x01(\x0e\x32\x14.kestrel.v1.PriorityR\x08priority\x12\x19\n\x05model\x18\x03 \x01(\tH\x01R\x05model\x88\x01\x01\x12\"\n\ncache_salt\x18\x05 \x01(\tH\x02R\tcacheSalt\x88\x01\x01\x42\r\n\x0b_request_idB\x08\n\x06_modelB\r\n\x0b_cache_saltJ\x04\x08\x04\x10\x05R\x07\x61\x64\x61pter\"\x97\x01\n\x05Usage\x12!\n\x0cinput_tokens\x18\x01 \x01(\rR\x0binputTokens\x12#\n\routput_tokens\x18\x02 \x01(\rR\x0coutputTokens\x12#\n\rcached_tokens\x18\x03 \x01(\rR\x0c\x63\x61\x63hedTokens\x12!\n\x0cimage_tokens\x18\x04 \x01(\rR\x0bimageTokens\"\x94\x02\n\x07Timings\x12\"\n\rqueue_time_ms\x18\x01 \x01(\x01R\x0bqueueTimeMs\x12,\n\x12preprocess_time_ms\x18\x02 \x01(\x01R\x10preprocessTimeMs\x12&\n\x0fprefill_time_ms\x18\x03 \x01(\x01R\rprefillTimeMs\x12$\n\x0e\x64\x65\x63ode_time_ms\x18\x04 \x01(\x01R\x0c\x64\x65\x63odeTimeMs\x12\x17\n\x07ttft_ms\x18\x05 \x01(\x01R\x06ttftMs\x12,\n\x12processing_time_ms\x18\x06 \x01(\x01R\x10processingTimeMs\x12\"\n\rtotal_time_ms\x18\x07 \x01(\x01R\x0btotalTimeMs*\x89\x01\n\x0bPixelFormat\x12\x1c\n\x18PIXEL_FORMAT_UNSPECIFIED\x10\x00\x12\x15\n\x11PIXEL_FORMAT_RGB8\x10\x01\x12\x16\n\x12PIXEL_FORMAT_RGBA8\x10\x02\x12\x16\n\x12PIXEL_FORMAT_GRAY8\x10\x03\x12\x15\n\x11PIXEL_FORMAT_BGR8\x10\x04*^\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x10\n\x0cPRIORITY_LOW\x10\x01\x12\x13\n\x0fPRIORITY_NORMAL\x10\x02\x12\x11\n\rPRIORITY_HIGH\x10\x03*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kestrel/v1/common.proto\x12\nkestrel.v1\"\xa8\x01\n\x05Image\x12\x1a\n\x07\x65ncoded\x18\x01 \x01(\x0cH\x00R\x07\x65ncoded\x12(\n\x03raw\x18\x02 \x01(\x0b\x32\x14.kestrel.v1.RawImageH\x00R\x03raw\x12\x1b\n\x08image_id\x18\x03 \x01(\tH\x00R\x07imageId\x12#\n\nbackground\x18\x04 \x01(\tH\x01R\nbackground\x88\x01\x01\x42\x08\n\x06sourceB\r\n\x0b_background\"}\n\x08RawImage\x12\x12\n\x04\x64\x61ta\x18\x01 \x01(\x0cR\x04\x64\x61ta\x12\x14\n\x05width\x18\x02 \x01(\rR\x05width\x12\x16\n\x06height\x18\x03 \x01(\rR\x06height\x12/\n\x06\x66ormat\x18\x04 \x01(\x0e\x32\x17.kestrel.v1.PixelFormatR\x06\x66ormat\"9\n\tImageSize\x12\x14\n\x05width\x18\x01 \x01(\rR\x05width\x12\x16\n\x06height\x18\x02 \x01(\rR\x06height\"0\n\x05Point\x12\x0c\n\x01x\x18\x01 \x01(\x02R\x01x\x12\x0c\n\x01y\x18\x02 \x01(\x02R\x01yJ\x04\x08\x03\x10\x04R\x05score\"f\n\x03\x42ox\x12\x13\n\x05x_min\x18\x01 \x01(\x02R\x04xMin\x12\x13\n\x05y_min\x18\x02 \x01(\x02R\x04yMin\x12\x13\n\x05x_max\x18\x03 \x01(\x02R\x04xMax\x12\x13\n\x05y_max\x18\x04 \x01(\x02R\x04yMaxJ\x04\x08\x05\x10\x06R\x05score\"c\n\nSpatialRef\x12)\n\x05point\x18\x01 \x01(\x0b\x32\x11.kestrel.v1.PointH\x00R\x05point\x12#\n\x03\x62ox\x18\x02 \x01(\x0b\x32\x0f.kestrel.v1.BoxH\x00R\x03\x62oxB\x05\n\x03ref\"\xde\x01\n\x08Sampling\x12%\n\x0btemperature\x18\x01 \x01(\x01H\x00R\x0btemperature\x88\x01\x01\x12\x18\n\x05top_p\x18\x02 \x01(\x01H\x01R\x04topP\x88\x01\x01\x12\x18\n\x05top_k\x18\x03 \x01(\rH\x02R\x04topK\x88\x01\x01\x12\"\n\nmax_tokens\x18\x04 \x01(\rH\x03R\tmaxTokens\x88\x01\x01\x12\x17\n\x04seed\x18\x05 \x01(\x04H\x04R\x04seed\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\r\n\x0b_max_tokensB\x07\n\x05_seed\"\xdc\x01\n\x0eRequestOptions\x12\"\n\nrequest_id\x18\x01 \x01(\tH\x00R\trequestId\x88\x01\x01\x12\x30\n\x08priority\x18\x02 \x01(\x0e\x32\x14.kestrel.v1.PriorityR\x08priority\x12\x19\n\x05model\x18\x03 \x01(\tH\x01R\x05model\x88\x01\x01\x12\"\n\ncache_salt\x18\x05 \x01(\tH\x02R\tcacheSalt\x88\x01\x01\x42\r\n\x0b_request_idB\x08\n\x06_modelB\r\n\x0b_cache_saltJ\x04\x08\x04\x10\x05R\x07\x61\x64\x61pter\"\x97\x01\n\x05Usage\x12!\n\x0cinput_tokens\x18\x01 \x01(\rR\x0binputTokens\x12#\n\routput_tokens\x18\x02 \x01(\rR\x0coutputTokens\x12#\n\rcached_tokens\x18\x03 \x01(\rR\x0c\x63\x61\x63hedTokens\x12!\n\x0cimage_tokens\x18\x04 \x01(\rR\x0bimageTokens\"\x94\x02\n\x07Timings\x12\"\n\rqueue_time_ms\x18\x01 \x01(\x01R\x0bqueueTimeMs\x12,\n\x12preprocess_time_ms\x18\x02 \x01(\x01R\x10preprocessTimeMs\x12&\n\x0fprefill_time_ms\x18\x03 \x01(\x01R\rprefillTimeMs\x12$\n\x0e\x64\x65\x63ode_time_ms\x18\x04 \x01(\x01R\x0c\x64\x65\x63odeTimeMs\x12\x17\n\x07ttft_ms\x18\x05 \x01(\x01R\x06ttftMs\x12,\n\x12processing_time_ms\x18\x06 \x01(\x01R\x10processingTimeMs\x12\"\n\rtotal_time_ms\x18\x07 \x01(\x01R\x0btotalTimeMs*\x89\x01\n\x0bPixelFormat\x12\x1c\n\x18PIXEL_FORMAT_UNSPECIFIED\x10\x00\x12\x15\n\x11PIXEL_FORMAT_RGB8\x10\x01\x12\x16\n\x12PIXEL_FORMAT_RGBA8\x10\x02\x12\x16\n\x12PIXEL_FORMAT_GRAY8\x10\x03\x12\x15\n\x11PIXEL_FORMAT_BGR8\x10\x04*^\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x10\n\x0cPRIORITY_LOW\x10\x01\x12\x13\n\x0fPRIORITY_NORMAL\x10\x02\x12\x11\n\rPRIORITY_HIGH\x10\x03*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kestrel_client._pb.kestrel.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PIXELFORMAT']._serialized_start=1480
-  _globals['_PIXELFORMAT']._serialized_end=1617
-  _globals['_PRIORITY']._serialized_start=1619
-  _globals['_PRIORITY']._serialized_end=1713
-  _globals['_FINISHREASON']._serialized_start=1715
-  _globals['_FINISHREASON']._serialized_end=1839
-  _globals['_IMAGE']._serialized_start=39
-  _globals['_IMAGE']._serialized_end=155
-  _globals['_RAWIMAGE']._serialized_start=157
-  _globals['_RAWIMAGE']._serialized_end=282
-  _globals['_IMAGESIZE']._serialized_start=284
-  _globals['_IMAGESIZE']._serialized_end=341
-  _globals['_POINT']._serialized_start=343
-  _globals['_POINT']._serialized_end=391
-  _globals['_BOX']._serialized_start=393
-  _globals['_BOX']._serialized_end=495
-  _globals['_SPATIALREF']._serialized_start=497
-  _globals['_SPATIALREF']._serialized_end=596
-  _globals['_SAMPLING']._serialized_start=599
-  _globals['_SAMPLING']._serialized_end=821
-  _globals['_REQUESTOPTIONS']._serialized_start=824
-  _globals['_REQUESTOPTIONS']._serialized_end=1044
-  _globals['_USAGE']._serialized_start=1047
-  _globals['_USAGE']._serialized_end=1198
-  _globals['_TIMINGS']._serialized_start=1201
-  _globals['_TIMINGS']._serialized_end=1477
+  _globals['_PIXELFORMAT']._serialized_start=1533
+  _globals['_PIXELFORMAT']._serialized_end=1670
+  _globals['_PRIORITY']._serialized_start=1672
+  _globals['_PRIORITY']._serialized_end=1766
+  _globals['_FINISHREASON']._serialized_start=1768
+  _globals['_FINISHREASON']._serialized_end=1892
+  _globals['_IMAGE']._serialized_start=40
+  _globals['_IMAGE']._serialized_end=208
+  _globals['_RAWIMAGE']._serialized_start=210
+  _globals['_RAWIMAGE']._serialized_end=335
+  _globals['_IMAGESIZE']._serialized_start=337
+  _globals['_IMAGESIZE']._serialized_end=394
+  _globals['_POINT']._serialized_start=396
+  _globals['_POINT']._serialized_end=444
+  _globals['_BOX']._serialized_start=446
+  _globals['_BOX']._serialized_end=548
+  _globals['_SPATIALREF']._serialized_start=550
+  _globals['_SPATIALREF']._serialized_end=649
+  _globals['_SAMPLING']._serialized_start=652
+  _globals['_SAMPLING']._serialized_end=874
+  _globals['_REQUESTOPTIONS']._serialized_start=877
+  _globals['_REQUESTOPTIONS']._serialized_end=1097
+  _globals['_USAGE']._serialized_start=1100
+  _globals['_USAGE']._serialized_end=1251
+  _globals['_TIMINGS']._serialized_start=1254
+  _globals['_TIMINGS']._serialized_end=1530
 # @@protoc_insertion_point(module_scope)

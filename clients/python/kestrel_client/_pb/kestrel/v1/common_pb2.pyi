@@ -40,7 +40,7 @@ class _PixelFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PixelForm
     PIXEL_FORMAT_RGB8: _PixelFormat.ValueType  # 1
     """3 bytes a pixel: red, green, blue."""
     PIXEL_FORMAT_RGBA8: _PixelFormat.ValueType  # 2
-    """4 bytes a pixel: red, green, blue, alpha. Alpha is dropped."""
+    """4 bytes a pixel: red, green, blue, alpha. Alpha is dropped unless there is a background."""
     PIXEL_FORMAT_GRAY8: _PixelFormat.ValueType  # 3
     """1 byte a pixel: luminance."""
     PIXEL_FORMAT_BGR8: _PixelFormat.ValueType  # 4
@@ -54,7 +54,7 @@ PIXEL_FORMAT_UNSPECIFIED: PixelFormat.ValueType  # 0
 PIXEL_FORMAT_RGB8: PixelFormat.ValueType  # 1
 """3 bytes a pixel: red, green, blue."""
 PIXEL_FORMAT_RGBA8: PixelFormat.ValueType  # 2
-"""4 bytes a pixel: red, green, blue, alpha. Alpha is dropped."""
+"""4 bytes a pixel: red, green, blue, alpha. Alpha is dropped unless there is a background."""
 PIXEL_FORMAT_GRAY8: PixelFormat.ValueType  # 3
 """1 byte a pixel: luminance."""
 PIXEL_FORMAT_BGR8: PixelFormat.ValueType  # 4
@@ -100,7 +100,9 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
     """The model ended its answer."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
-    """A limit was reached: max_tokens, the context, or max_objects. The answer may be cut short."""
+    """A limit was reached: max_tokens, the context, the server's own limit, or max_objects. The answer or its reasoning
+    may be cut short.
+    """
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 3
     """The request was given up before its end; the result holds what there was."""
 
@@ -112,7 +114,9 @@ FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """The model ended its answer."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
-"""A limit was reached: max_tokens, the context, or max_objects. The answer may be cut short."""
+"""A limit was reached: max_tokens, the context, the server's own limit, or max_objects. The answer or its reasoning
+may be cut short.
+"""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 3
 """The request was given up before its end; the result holds what there was."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
@@ -126,14 +130,21 @@ class Image(_message.Message):
     ENCODED_FIELD_NUMBER: _builtins.int
     RAW_FIELD_NUMBER: _builtins.int
     IMAGE_ID_FIELD_NUMBER: _builtins.int
+    BACKGROUND_FIELD_NUMBER: _builtins.int
     encoded: _builtins.bytes
     """A whole encoded file: JPEG, PNG, WebP, TIFF, GIF (its first frame), and AVIF or HEIC where the server has them
-    (ServerCapabilities.image_formats). The format is told from the bytes. EXIF orientation is applied, transparency
-    dropped, 16 bit reduced to 8. Limits on bytes, pixels and aspect ratio: ServerLimits. At least 1 byte.
+    (ServerCapabilities.image_formats). The format is told from the bytes. EXIF orientation is applied, alpha
+    dropped unless there is a `background`, 16 bit reduced to 8. Limits on bytes, pixels and aspect ratio: ServerLimits. At least 1 byte.
     """
     image_id: _builtins.str
     """Id of a picture that the server has: from PutImage, UploadImage, or the `image_id` of an earlier result. One that
     is unknown, or no longer kept, gives NOT_FOUND (reason IMAGE_NOT_FOUND): send the picture again. See ImageService.
+    """
+    background: _builtins.str
+    """Colour on which a transparent picture is laid, for this request: "#" and two hexadecimal digits each for red, green and
+    blue, like "#ffffff". Default: none; alpha is dropped, as the reference does, and what is fully transparent shows
+    whatever colour the file holds there, often black. Ignored for a picture without alpha. PutImage and UploadImage keep
+    the picture as it is.
     """
     @_builtins.property
     def raw(self) -> Global___RawImage:
@@ -145,13 +156,19 @@ class Image(_message.Message):
         encoded: _builtins.bytes = ...,
         raw: Global___RawImage | None = ...,
         image_id: _builtins.str = ...,
+        background: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["encoded", b"encoded", "image_id", b"image_id", "raw", b"raw", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_background", b"_background", "background", b"background", "encoded", b"encoded", "image_id", b"image_id", "raw", b"raw", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoded", b"encoded", "image_id", b"image_id", "raw", b"raw", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_background", b"_background", "background", b"background", "encoded", b"encoded", "image_id", b"image_id", "raw", b"raw", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__background: _TypeAlias = _typing.Literal["background"]  # noqa: Y015
+    _WhichOneofArgType__background: _TypeAlias = _typing.Literal["_background", b"_background"]  # noqa: Y015
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["encoded", "raw", "image_id"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__background) -> _WhichOneofReturnType__background | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
 
 Global___Image: _TypeAlias = Image  # noqa: Y015
@@ -334,10 +351,12 @@ class Sampling(_message.Message):
     top_k: _builtins.int
     """Draws among this many of the likeliest tokens, before top_p. Any value from 0 up; 0 keeps all. Default 0."""
     max_tokens: _builtins.int
-    """Most tokens to generate, spatial ones included; with reasoning, most for the reasoning and most for the answer.
-    At least 1; prompt and max_tokens together must fit the model's context (Model.context_positions), else
-    INVALID_ARGUMENT.
-    Default: ServerLimits.default_max_tokens, or the room that the prompt leaves, if that is less. Detect ignores it.
+    """Most tokens to generate, spatial ones included; with reasoning, most for the reasoning and most for the answer. A
+    point takes 2 tokens, a box 3; an object that is not complete at the limit is left out.
+    At least 1; prompt and max_tokens together must fit the model's context (Model.context_positions), and max_tokens
+    must not exceed the server's own limit (its flag --max-new-tokens), else INVALID_ARGUMENT.
+    Default: ServerLimits.default_max_tokens, or the room that the prompt leaves, or the server's own limit, whichever
+    is least; for point and detect, what max_objects needs in place of ServerLimits.default_max_tokens.
     """
     seed: _builtins.int
     """Seed of the draw, in [0, 2^64): the same seed and request give the same result, whatever else the server does.

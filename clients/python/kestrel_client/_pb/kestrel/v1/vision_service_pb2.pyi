@@ -102,8 +102,8 @@ class QueryRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     question: _builtins.str
-    """The question, in any words: 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes), not only white space.
-    Required.
+    """The question, in any words: 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes), not only white space. White
+    space before and after it is removed. Required.
     """
     reasoning: _builtins.bool
     """Whether the model first thinks aloud, which costs time and may help. Default: false."""
@@ -389,7 +389,7 @@ class PointRequest(_message.Message):
     OPTIONS_FIELD_NUMBER: _builtins.int
     object: _builtins.str
     """What to find, in any words ("the red circle"): 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes), not
-    only white space. Required.
+    only white space. White space before and after it is removed. Required.
     """
     max_objects: _builtins.int
     """Most objects to find, at least 1. Default: ServerLimits.default_max_objects."""
@@ -506,7 +506,7 @@ class DetectRequest(_message.Message):
     OPTIONS_FIELD_NUMBER: _builtins.int
     object: _builtins.str
     """What to find, in any words ("the red circle"): 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes), not
-    only white space. Required.
+    only white space. White space before and after it is removed. Required.
     """
     max_objects: _builtins.int
     """Most objects to find, at least 1. Default: ServerLimits.default_max_objects."""
@@ -516,7 +516,7 @@ class DetectRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _common_pb2.Sampling:
-        """How tokens are chosen; max_tokens is ignored, max_objects bounds the result. Default: every field's own."""
+        """How tokens are chosen. Default: every field's own."""
 
     @_builtins.property
     def options(self) -> _common_pb2.RequestOptions:
@@ -619,7 +619,7 @@ class SegmentRequest(_message.Message):
     OPTIONS_FIELD_NUMBER: _builtins.int
     object: _builtins.str
     """What to outline, in any words ("the red circle"): 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes), not
-    only white space. Required.
+    only white space. White space before and after it is removed. Required.
     """
     mask_format: Global___MaskFormat.ValueType
     """Encoding of the drawn mask to send beside the path. Default: none, the path alone."""
@@ -1364,8 +1364,8 @@ class QueryTask(_message.Message):
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     question: _builtins.str
-    """The question, in any words: 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes), not only white space.
-    Required.
+    """The question, in any words: 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes), not only white space. White
+    space before and after it is removed. Required.
     """
     reasoning: _builtins.bool
     """Whether the model first thinks aloud, which costs time and may help. Default: false."""
@@ -1435,7 +1435,7 @@ class PointTask(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     object: _builtins.str
     """What to find, in any words ("the red circle"): 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes), not
-    only white space. Required.
+    only white space. White space before and after it is removed. Required.
     """
     max_objects: _builtins.int
     """Most objects to find, at least 1. Default: ServerLimits.default_max_objects."""
@@ -1476,13 +1476,13 @@ class DetectTask(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     object: _builtins.str
     """What to find, in any words ("the red circle"): 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes), not
-    only white space. Required.
+    only white space. White space before and after it is removed. Required.
     """
     max_objects: _builtins.int
     """Most objects to find, at least 1. Default: ServerLimits.default_max_objects."""
     @_builtins.property
     def sampling(self) -> _common_pb2.Sampling:
-        """How tokens are chosen; max_tokens is ignored, max_objects bounds the result. Default: every field's own."""
+        """How tokens are chosen. Default: every field's own."""
 
     def __init__(
         self,
@@ -1513,7 +1513,7 @@ class SegmentTask(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     object: _builtins.str
     """What to outline, in any words ("the red circle"): 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes), not
-    only white space. Required.
+    only white space. White space before and after it is removed. Required.
     """
     mask_format: Global___MaskFormat.ValueType
     """Encoding of the drawn mask to send beside the path. Default: none, the path alone."""
