@@ -202,7 +202,7 @@ def _read_open_file(file: Any, limits: ImageLimits) -> bytes:
 
 
 def _is_pillow(source: object) -> bool:
-    module = sys.modules.get("PIL.Image")  # If it isn't loaded, nobody has such an image.
+    module = sys.modules.get("PIL.Image")  # Not imported: then there is no such image.
     return module is not None and isinstance(source, module.Image)
 
 

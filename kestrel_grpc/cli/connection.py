@@ -40,7 +40,7 @@ CallMetadata = tuple[tuple[str, str | bytes], ...]
 
 
 _BUSY = ("QUEUE_FULL", "DISPLACED", "PIXELS_WAITING", "QUEUE_TIMEOUT")
-"""Reasons for which a server refuses anybody's requests; its own words are for its operator."""
+"""Reasons for which a server refuses all callers' requests; its own words are for its operator."""
 _TOKENS = ("KESTREL_TOKEN", "KESTREL_API_KEY")
 """Variables that may hold the token. It has no flag: every user of the machine sees the flags of its processes."""
 

@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # What read our output has enough; the interpreter would complain once more on its way out.
+        # The reader of our output has closed it; without this the interpreter would report that at its end.
         sys.stderr.close()
         return EXIT_FAILED
     except OSError as error:

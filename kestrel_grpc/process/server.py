@@ -240,7 +240,7 @@ class KestrelServer:
         try:
             engine = await self._load_engine()
         except Exception as error:
-            # Who reads text is told by the command's last line; a reader of JSON by this record.
+            # In text the command's last line gives the error; a log in JSON needs it in this record.
             as_json = self._config.log_format == "json"
             tell_lifecycle("failed", **({"error": str(error)} if as_json else {}))
             raise
