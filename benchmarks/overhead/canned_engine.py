@@ -113,7 +113,7 @@ class CannedEngine:
         self._new.append(request)
         return stream
 
-    def check_admission(self) -> None:
+    def check_admission(self, *args: Any, **kwargs: Any) -> None:
         """There is always room."""
 
     def window(self) -> Window:

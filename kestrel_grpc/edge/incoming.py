@@ -62,7 +62,9 @@ class Incoming:
 
     async def _pull(self) -> Any:
         await self._hold.reserve(self._limits.reserved)
-        return await self._pulls.within(self._context.read())
+        data = await self._pulls.within(self._context.read())
+        self._hold.arrived(0 if data is _EOF else len(data))
+        return data
 
     async def _message(self, data: bytes) -> Any:
         self._check_size(len(data))

@@ -29,6 +29,7 @@ from .current_call import current
 from .endings import Endings, Trailers, forget_frames
 from .errors import SlowSender
 from .incoming import Incoming
+from .lost_connections import silence_lost_connections
 from .request_ids import id_from_options
 from .visitors import Visitors
 
@@ -88,6 +89,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         watcher: CallWatcher | None = None,
         trailers: Callable[[str], Trailers] | None = None,
     ) -> None:
+        silence_lost_connections()
         self._in_flight, self._guard = in_flight, guard
         self._end_call, self._watcher = end_call, watcher
         self._trailers, self._endings = trailers, Endings(trailers)

@@ -67,6 +67,7 @@ from ..telemetry.edge_counts import EdgeCounts
 from ..telemetry.open_files import open_connections
 from ..telemetry.opening import Telemetry, open_telemetry
 from .file_watch import INTERVAL_S, FileWatch
+from .heap import follow_heap
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,7 @@ class KestrelServer:
         self._in_flight = InFlight()
         self._files = FileWatch()
         self._watching: asyncio.Task[None] | None = None
+        self._trimming: asyncio.Task[None] | None = None
         self._health = health.Health(
             self.served,
             lambda: self._files.is_crowded,
@@ -172,6 +174,7 @@ class KestrelServer:
         if self._config.listen:
             await self._open(self._config.listen)
         self._watching = asyncio.create_task(self._watch_files())
+        self._trimming = asyncio.create_task(follow_heap(self.guard.take_freed_bytes))
         self._started_at = time.monotonic()
 
     async def _open(self, addresses: tuple[str, ...], *, shared: bool = False) -> None:
@@ -279,7 +282,7 @@ class KestrelServer:
             self._health.leave()
             await asyncio.wait({self._following}, timeout=delay_s)  # It ends if the engine fails.
         await self.drain()
-        for task in (self._following, self._watching):
+        for task in (self._following, self._watching, self._trimming):
             if task is not None:
                 task.cancel()
         engine = self.served.loaded

@@ -13,7 +13,7 @@ from ..settings.security import SecurityConfig
 from .admission import Admission
 from .callers import Callers, Metadata
 from .message_limits import MessageLimits
-from .message_room import Hold, MessageRoom
+from .message_room import Hold, MessageRoom, copy_s_per_byte
 from .principal import ANONYMOUS, Principal, needed_scopes
 from .visits import Visits
 
@@ -45,6 +45,7 @@ class Guard:
         """Calls of health and reflection."""
         self._security = security
         self._callers = Callers(security, security.client_ca)
+        copy_s_per_byte()  # Measured now, not during a call.
         ours, strangers = _divided(self.messages)
         self._room = MessageRoom(ours, wait_s=_ROOM_WAIT_S)
         self._strangers_room = MessageRoom(
@@ -55,6 +56,14 @@ class Guard:
     def held_bytes(self) -> int:
         """What messages hold, or have reserved, of all calls in progress."""
         return self._room.held_bytes + self._strangers_room.held_bytes
+
+    def take_freed_bytes(self) -> int:
+        """How much more messages held at their most, since this was last asked, than they hold now."""
+        freed = 0
+        for room in (self._room, self._strangers_room):
+            freed += room.peak_bytes - room.held_bytes
+            room.peak_bytes = room.held_bytes
+        return freed
 
     @property
     def refused(self) -> int:

@@ -195,7 +195,7 @@ async def test_a_reader_who_is_only_slow_gets_everything(serve, large_events):
 
 async def test_a_storm_of_cancellations_leaves_nothing_behind(serve):
     """As by HTTP/2's rapid reset: calls that are given up as soon as they are made."""
-    served = await serve(slow(), max_queue=600)
+    served = await serve(slow(), max_queue=600, server_config=connections(streams=1000))
     for _ in range(3):
         calls = [served.vision.Query(query(200)) for _ in range(200)]
         streams = [

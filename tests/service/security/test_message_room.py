@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -93,6 +94,45 @@ async def test_a_call_that_ends_just_as_it_gets_room_gives_it_back() -> None:
     late.cancel()
     await asyncio.gather(late, return_exceptions=True)
     assert (ours.held_bytes, ours.num_waiting) == (0, 0)
+
+
+async def test_room_that_comes_free_just_as_a_wait_is_given_up_is_for_the_next() -> None:
+    ours = room()
+    hold, next_hold = ours.hold("a"), ours.hold("c")
+    await hold.reserve(100)
+    given_up = asyncio.ensure_future(ours.hold("b").reserve(100))
+    following = asyncio.ensure_future(next_hold.reserve(100))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    hold.close()
+    await asyncio.gather(given_up, return_exceptions=True)
+    await following
+    next_hold.close()
+    assert (ours.held_bytes, ours.num_waiting, len(ours._waiting)) == (0, 0, 0)
+
+
+async def test_who_sent_much_is_read_one_message_at_a_time_with_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kestrel_grpc.security.message_room.copy_s_per_byte", lambda: 0.005)
+    monkeypatch.setattr("kestrel_grpc.security.message_room._HEAVY_S", 0.3)
+    ours = room(1000)
+    holds = [ours.hold("a") for _ in range(2)]
+    for hold in holds:
+        await hold.reserve(50)
+    for hold in holds:
+        hold.arrived(20)  # Half of 0.4 s of the loop's time, 0.25 s of which may be ahead.
+        hold.close()
+    began = time.monotonic()
+    await ours.hold("b").reserve(50)
+    assert time.monotonic() - began < 0.05, "others are not concerned"
+    await holds[0].reserve(50)
+    assert 0.1 < time.monotonic() - began < 0.4, "a pause"
+    await holds[1].reserve(50)
+    assert 0.5 < time.monotonic() - began < 1.5, "one at a time, until it is no longer heavy"
+    for hold in holds:
+        hold.close()
+    assert ours._reading == {"b": 1}
 
 
 async def test_so_many_wait_and_no_more() -> None:

@@ -1,0 +1,178 @@
+"""Messages that no server has room for: resident memory stays within what the flags promise, others are answered.
+
+Each attack runs in a process of its own, by hand-made calls, against a real server with default flags but for
+--max-held-bytes, lowered so that the test is quick. One principal attacks, another one is polite.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from benchmarks.soaking.rude_sockets import Asked, RudeCaller
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+from kestrel_grpc.security.principal import Scope
+from kestrel_grpc.security.tokens import line_of
+from tests.abuse.hand_made_calls import Body, HandMadeCalls, bomb
+from tests.abuse.process import ROOT, ServerProcess
+
+MIB = 2**20
+HELD = 512 * MIB
+QUERY = "/kestrel.v1.VisionService/Query"
+CHECK = "/grpc.health.v1.Health/Check"
+RUDE, POLITE = "rude-caller-token-0123456789", "polite-caller-token-0123456789"
+CONNECTIONS, SECONDS = 4, 4.0
+ATTACKS = {
+    "bombs": (QUERY, "", bomb, 120 * MIB, 100),
+    "unfinished": (QUERY, "", None, 40 * MIB, 24),
+    "unfinished health": (CHECK, "", None, 40 * MIB, 100),
+    "bombs of a caller": (QUERY, RUDE, bomb, 120 * MIB, 100),
+    "unfinished of a caller": (QUERY, RUDE, None, 33 * MIB, 24),
+    "whole of a caller": (QUERY, RUDE, "whole", 33 * MIB, 60),
+}
+"""What is called, by whom, the kind of body, its size, how many."""
+
+
+async def attack(name: str, address: str) -> None:
+    path, token, kind, size, count = ATTACKS[name]
+    if kind is bomb:
+        body = bomb(size)
+    else:
+        body = Body(size, size if kind == "whole" else size - MIB)
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    if kind is bomb:
+        headers["grpc_encoding"] = "gzip"
+
+    async def connection() -> None:
+        async with HandMadeCalls(address) as calls:
+            each = (
+                calls.call(path, body, end=kind is not None, linger_s=SECONDS, **headers)
+                for _ in range(count // CONNECTIONS)
+            )
+            await asyncio.gather(*each)
+
+    await asyncio.gather(*(connection() for _ in range(CONNECTIONS)))
+
+
+class Watched:
+    """What became of a server's memory and of a polite caller while a block ran."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._process = psutil.Process(server.popen.pid)
+        self._address = server.address
+        self._stop = threading.Event()
+        self.rest = self.resident
+        self.peak = 0
+        self.seconds: list[float] = []
+
+    @property
+    def resident(self) -> int:
+        return int(self._process.memory_info().rss)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.02):
+            self.peak = max(self.peak, self.resident)
+
+    def _call(self) -> None:
+        request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=2))
+        with grpc.insecure_channel(self._address) as channel:
+            vision = VisionServiceStub(channel)
+            while not self._stop.wait(0.02):
+                began = time.monotonic()
+                vision.Query(request, metadata=(("authorization", f"Bearer {POLITE}"),))
+                self.seconds.append(time.monotonic() - began)
+
+    def __enter__(self) -> Watched:
+        self._threads = [threading.Thread(target=each) for each in (self._watch, self._call)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("flood")
+    tokens = folder / "tokens"
+    names = {"rude": RUDE, "polite": POLITE}
+    tokens.write_text("".join(f"{line_of(n, [Scope.INFER], t)}\n" for n, t in names.items()))
+    tokens.chmod(0o600)
+    flags = ("--auth-tokens", str(tokens), "--max-held-bytes", f"{HELD}")
+    with ServerProcess(folder, *flags) as process:
+        with Watched(process):
+            time.sleep(1)
+        yield process
+        log = process.log.read_text(errors="replace")
+        assert "Traceback" not in log, log[-3000:]
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_memory_stays_within_what_the_flags_promise(server: ServerProcess, name: str) -> None:
+    command = [sys.executable, "-m", "tests.abuse.test_flood", name, server.address]
+    with Watched(server) as seen:
+        subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    grown, slowest = seen.peak - seen.rest, sorted(seen.seconds)[int(0.99 * len(seen.seconds))]
+    told = f"{name}: {grown / MIB:.0f} MiB more, the polite caller's p99 {slowest * 1e3:.0f} ms"
+    print(told)
+    most = 1.1 * HELD if ATTACKS[name][1] or ATTACKS[name][0] == CHECK else 64 * MIB
+    assert grown < most, told
+    assert slowest < 1.0, told
+    until = time.monotonic() + 10
+    while seen.resident > seen.rest + 64 * MIB:
+        assert time.monotonic() < until, f"{seen.resident / MIB:.0f} MiB stay"
+        time.sleep(0.1)
+
+
+async def vanish(address: str) -> None:
+    """Callers of every kind of method who open no window, and go before or after the server gives them up."""
+    request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=2))
+    messages = {
+        QUERY: request.SerializeToString(),
+        "/kestrel.v1.VisionService/StreamQuery": pb.StreamQueryRequest(
+            request=request
+        ).SerializeToString(),
+        "/kestrel.v1.VisionService/Nope": b"",
+        CHECK: b"",
+        "/grpc.health.v1.Health/Watch": b"",
+        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": b"\x3a\x00",
+    }
+
+    async def one(path: str, message: bytes, token: str, hold_s: float) -> None:
+        caller = RudeCaller(address, Asked(path, message, token), random.Random(1))
+        with contextlib.suppress(OSError):
+            await caller.never_reads(hold_s)
+
+    for hold_s in (0.05, 0.5, 2.5):
+        calls = (one(*each, token, hold_s) for each in messages.items() for token in (RUDE, "no"))
+        await asyncio.gather(*calls)
+
+
+def test_callers_who_open_no_window_and_vanish_leave_no_traceback(server: ServerProcess) -> None:
+    asyncio.run(vanish(server.address))
+    with grpc.insecure_channel(server.address) as channel:
+        request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=2))
+        metadata = (("authorization", f"Bearer {POLITE}"),)
+        assert VisionServiceStub(channel).Query(request, metadata=metadata, timeout=20)
+    assert "Traceback" not in server.log.read_text(errors="replace")
+
+
+if __name__ == "__main__":
+    asyncio.run(attack(sys.argv[1], sys.argv[2]))
+    print(Path(__file__).name, "ran", sys.argv[1])
