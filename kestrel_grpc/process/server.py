@@ -80,6 +80,9 @@ SERVICES = (VISION_SERVICE, IMAGE_SERVICE, MODEL_SERVICE, ADMIN_SERVICE)
 LAST_WORDS_S = 2.0
 """How long calls whose request has ended may take to tell their caller, once the server drains."""
 
+_HANDSHAKE_S = 10.0
+"""How long a connection may say nothing at first: silent ones keep others out (--max-connections)."""
+
 _FOREVER_MS = 2**31 - 1
 """The largest number that a channel argument takes."""
 
@@ -319,6 +322,8 @@ def _channel_options(
         ("grpc.per_message_decompression", 0),
         # A stream that waits to be read holds a window's worth, 64 KiB. The probe would let windows grow to megabytes.
         ("grpc.http2.bdp_probe", 0),
+        # TLS and the first frame of HTTP/2 must have come by then; gRPC's own is two minutes.
+        ("grpc.server_handshake_timeout_ms", _milliseconds(_HANDSHAKE_S)),
         ("grpc.max_allowed_incoming_connections", limits.connections or _FOREVER_MS),
         ("grpc.max_metadata_size", limits.metadata_bytes),
         # Between the two limits gRPC refuses at random.

@@ -14,6 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from benchmarks.soaking.rude_sockets import PREFACE, frame
 from kestrel_client import AsyncKestrelClient, DeadlineExceededError, Tls, UnauthenticatedError
 from kestrel_client._pb.kestrel.v1 import admin_service_pb2, common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
@@ -21,6 +22,7 @@ from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStu
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.security.principal import Scope
 from kestrel_grpc.security.tokens import line_of, new_token
+from tests.abuse.hand_made_calls import head
 from tests.abuse.process import ServerProcess
 from tests.service.security.conftest import make_authority
 
@@ -257,6 +259,24 @@ def test_headers_that_are_large_are_refused(front):
                 pb.QueryRequest(question="?"), metadata=metadata, timeout=10
             )
     assert caught.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_headers_that_never_end_end_the_connection(front):
+    """CONTINUATION after CONTINUATION: gRPC's core would take them for ever."""
+    sent = 0
+    with front.connection() as endless, contextlib.suppress(OSError):
+        endless.settimeout(10)
+        endless.sendall(PREFACE + frame(4, 0, 0) + frame(1, 0, 1, head("/a/b")))
+        while sent < 2**22:
+            endless.sendall(frame(9, 0, 1, b"\x00\x04abcd\x40" + b"x" * 64))
+            sent += 80
+            endless.setblocking(False)
+            with contextlib.suppress(ssl.SSLWantReadError):
+                while endless.recv(4096):
+                    pass
+                break
+            endless.settimeout(10)
+    assert 1000 < sent < 2**20
 
 
 async def test_calls_of_one_address_are_bounded_in_time(front):

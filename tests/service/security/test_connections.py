@@ -14,6 +14,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_grpc.process import server
 from kestrel_grpc.services import convert
 from kestrel_grpc.services.vision import VisionService
 from kestrel_grpc.settings.security import CallLimits, ConnectionLimits, SecurityConfig
@@ -50,6 +51,18 @@ async def test_a_connection_ages_and_no_call_notices(serve, caplog):
     assert events[-1].HasField("final"), "it outlived its connection's age"
     peers = set(re.findall(r"peer=(\S+)", caplog.text))
     assert len(peers) >= 3, "connections were replaced"
+
+
+async def test_a_connection_that_says_nothing_is_closed(serve, monkeypatch):
+    monkeypatch.setattr(server, "_HANDSHAKE_S", 0.3)
+    served = await serve()
+    host, _, port = served.server.addresses[0].rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    async with asyncio.timeout(5):
+        while await reader.read(1000):  # The server's settings, then the end.
+            pass
+    writer.close()
+    assert (await served.vision.Query(query())).usage.output_tokens == 2
 
 
 async def test_a_stream_beyond_age_and_grace_is_cut_and_its_request_freed(serve):

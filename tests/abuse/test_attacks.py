@@ -1,0 +1,70 @@
+"""Attacks of attacks.py on ``kestrel-grpc serve`` with default flags: memory stays within what the flags promise, the
+polite caller is answered, and the server lives. ``python -m tests.abuse.attacks`` measures how long he waits."""
+
+import pytest
+
+from tests.abuse.attacks import ATTACKS, Target, run
+
+pytestmark = [
+    pytest.mark.xdist_group("processes"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+STRANGERS = 160
+"""MiB that strangers may move: nothing of theirs is read, but gRPC's buffers and the allocator's slack."""
+HELD = 1024
+"""MiB of --max-held-bytes."""
+DECODING = 1024 + 512
+"""MiB of --decode-bytes, and of the decoders' processes."""
+
+QUICK = {"bombs_of_strangers": STRANGERS, "header_tables": STRANGERS}
+REST = {
+    "bombs": HELD,
+    "bombs_within_the_limit": HELD,
+    "unfinished_messages": HELD,
+    "unfinished_messages_of_strangers": STRANGERS,
+    "large_messages": HELD,
+    "many_streams": 512,
+    "pings_and_settings": STRANGERS,
+    "resets": STRANGERS,
+    "large_metadata": STRANGERS,
+    "cancels": 512,
+    "one_principal_with_700_calls": 512,
+    "stored_images": HELD + 512,
+    "stalled_uploads": HELD + 512,
+    "watchers": STRANGERS,
+    "slow_readers": STRANGERS,
+    "dear": DECODING,
+}
+KEEP_OTHERS_OUT = {"many_connections", "continuations"}
+"""Documented in docs/security.md, What is left to you: a proxy bounds them."""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    with Target(tmp_path_factory.mktemp("target")) as running:
+        yield running
+
+
+async def check(target, name, most_mib):
+    outcome = await run(target, name, settle_s=0.5)
+    print(outcome)
+    assert target.popen.poll() is None, target.log.read_text()[-4000:]
+    assert outcome.peak_mib - outcome.rest_mib <= 1.1 * most_mib, str(outcome)
+    assert not outcome.polite.failed, str(outcome)
+    assert outcome.problems == [], str(outcome)
+
+
+def test_every_attack_is_tried():
+    assert {*QUICK, *REST, *KEEP_OTHERS_OUT} == set(ATTACKS)
+
+
+@pytest.mark.parametrize("name", QUICK)
+async def test_strangers_move_little(target, name):
+    await check(target, name, QUICK[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REST)
+async def test_memory_stays_within_what_the_flags_promise(target, name):
+    await check(target, name, REST[name])
