@@ -78,7 +78,8 @@ class CallOptions(HandlingOptions, total=False):
     top_k: int | None
     """At least 0; 0 keeps all tokens."""
     max_tokens: int | None
-    """Most tokens to generate, at least 1; with reasoning, for the reasoning and for the answer each."""
+    """Most tokens to generate, at least 1; with reasoning, for the reasoning and for the answer each. A point takes 2,
+    a box 3; an object that is not complete is left out."""
     seed: int | None
     """In [0, 2^64): the same seed and request give the same result."""
 
