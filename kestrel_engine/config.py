@@ -91,7 +91,7 @@ class ImageLimits:
         low=1,
     )
     max_webp_pixels: int = setting(
-        50_000_000,
+        40_000_000,
         REQUESTS,
         "most pixels of a WebP, which is decoded as a whole",
         kind="whole",
@@ -306,7 +306,7 @@ class RuntimeConfig:
     )
     """Half at most is for cheap images, one in each decoder; a dear one waits until it fits into the rest."""
     decode_timeout_s: float = setting(
-        20.0,
+        30.0,
         REQUESTS,
         "longest time that one image may be decoded; more gets INVALID_ARGUMENT",
         kind="seconds",

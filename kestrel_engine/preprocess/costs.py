@@ -29,9 +29,9 @@ class Cost(NamedTuple):
 class Kind:
     """A format, as far as it costs the same to decode.
 
-    ``bytes_per_pixel``: memory at the peak, with 3 for the decoded pixels. ``ns_per_pixel`` and ``ns_per_byte`` (of the
-    encoded image): time of one processor until the crops are made; ``ns_per_scan``: for a pixel in each scan.
-    ``limit``: the field of ImageLimits that bounds its pixels.
+    ``bytes_per_pixel``: memory at the peak, as the kernel limits it, with 3 for the decoded pixels. ``ns_per_pixel``
+    and ``ns_per_byte`` (of the encoded image): time of one processor until the crops are made; ``ns_per_scan``: for a pixel
+    in each scan. ``limit``: the field of ImageLimits that bounds its pixels.
     """
 
     name: str
@@ -52,9 +52,9 @@ KINDS = {
         Kind("progressive JPEG", 10.5, 60, 40, 0.5, "max_progressive_pixels"),
         Kind("PNG", 4, 45, 10),
         Kind("interlaced PNG", 7, 80, 10, 0, "max_interlaced_pixels"),
-        Kind("WebP", 11.5, 90, 40, 0, "max_webp_pixels"),
-        Kind("AVIF", 23, 90, 120, 0, "max_avif_pixels"),
-        Kind("HEIC", 23, 90, 120, 0, "max_heic_pixels"),
+        Kind("WebP", 20, 90, 100, 0, "max_webp_pixels"),
+        Kind("AVIF", 23, 90, 200, 0, "max_avif_pixels"),
+        Kind("HEIC", 23, 90, 200, 0, "max_heic_pixels"),
         Kind("GIF", 9, 50, 40),
         Kind("TIFF", 8, 50, 20),
     )

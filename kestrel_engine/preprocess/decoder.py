@@ -11,6 +11,7 @@ import mmap
 import os
 import resource
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -35,8 +36,13 @@ _SLACK_BYTES = 64 * 2**20
 """
 
 
+_SWITCH_INTERVAL_S = 0.5e-3
+"""Threads that share an image wait so long for the interpreter, and Python's 5 ms are longer than a band takes."""
+
+
 def serve(link: socket.socket) -> None:
     """Answers jobs until ``link`` is closed. Its first message has the limits and the geometry."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     received, descriptors = bytearray(), list[int]()
 
     def next_message() -> dict[str, Any] | None:
@@ -112,7 +118,7 @@ class Work:
         threads: int,
         device_pixels: int,
     ) -> dict[str, Any]:
-        with _memory_bound(cost.num_bytes + _SLACK_BYTES):
+        with memory_bound(cost.num_bytes + _SLACK_BYTES):
             decoded = image.begin() if isinstance(image, EncodedImage) else image
 
             def allocate(shape: tuple[int, ...]) -> np.ndarray:
@@ -153,7 +159,7 @@ class Work:
 
 
 @contextlib.contextmanager
-def _memory_bound(num_bytes: int) -> Any:
+def memory_bound(num_bytes: int) -> Any:
     """While it lasts, this process gets no more than ``num_bytes`` of private memory beside what it has."""
     used = _data_bytes()
     if used is None:  # Such a limit bounds nothing there.

@@ -128,7 +128,7 @@ class PreprocessPool:
         vision: VisionConfig,
         *,
         decode_bytes: int = 2**30,
-        timeout_s: float = 20.0,
+        timeout_s: float = 30.0,
         cache_bytes: int = 0,
         max_waiting_pixels: int | None = None,
         allocate: Allocate | None = None,
@@ -327,6 +327,11 @@ class PreprocessPool:
             return _ERRORS[name](str(at), str(text))
         if "ended" in message:
             return run.failure or _lost(message["ended"])
+        if message["fault"] == "MemoryError":
+            text = (
+                "takes more memory to decode than its format and size let expect (--decode-bytes)"
+            )
+            return ImageTooLargeError(FIELD, text)
         return RuntimeFailure(f"decoding failed: {message['fault']}")
 
     def _prepared(self, run: _Run, done: dict[str, Any]) -> PreparedImage:

@@ -33,7 +33,7 @@ from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.decoder_process import template
 from kestrel_engine.preprocess.fair_queue import FairQueue
 from kestrel_engine.preprocess.images import open_image
-from kestrel_engine.preprocess.pool import PreprocessPool
+from kestrel_engine.preprocess.pool import DEAR_NICE, PreprocessPool
 from tests.engine.preprocess.decoders import decoders, held_up, nice_of, state, until
 
 LIMITS, VISION = ImageLimits(), VisionConfig()
@@ -70,7 +70,7 @@ def make_pool():
 
 
 def dear_decoders() -> set[int]:
-    return {pid for pid in decoders() if nice_of(pid) == 10}
+    return {pid for pid in decoders() if nice_of(pid) == DEAR_NICE}
 
 
 async def decoders_of(pool: PreprocessPool) -> set[int]:
@@ -209,7 +209,7 @@ async def test_a_dear_image_has_a_process_of_its_own_and_small_ones_overtake_it(
     dear = asyncio.create_task(pool.prepare(huge()))
     await until(lambda: decoders() - cheap)
     [own] = decoders() - cheap
-    await until(lambda: nice_of(own) == 10)
+    await until(lambda: nice_of(own) == DEAR_NICE)
     with held_up({own}):
         for seed in range(3):
             await asyncio.wait_for(pool.prepare(pixels(seed)), 10)
@@ -434,7 +434,7 @@ import numpy as np
 from kestrel_engine.config import ImageLimits
 from kestrel_engine.model_config import VisionConfig
 from kestrel_engine.preprocess.decoder_process import template
-from kestrel_engine.preprocess.pool import PreprocessPool
+from kestrel_engine.preprocess.pool import DEAR_NICE, PreprocessPool
 
 async def main():
     pool = PreprocessPool(1, ImageLimits(), VisionConfig())
@@ -479,6 +479,22 @@ def test_a_decoder_has_neither_torch_nor_the_engine(make_pool):
     modules, threads = done.stdout.splitlines()
     assert not {"torch", "grpc", "asyncio", "kestrel_engine.engine"} & set(modules.split())
     assert threads == "1", "a process of several threads can't be forked safely"
+
+
+def test_a_decoder_gets_no_more_memory_than_it_has_reserved():
+    """The kernel refuses it, within the process that asks."""
+    code = (
+        "import numpy as np; from kestrel_engine.preprocess.decoder import memory_bound\n"
+        "with memory_bound(2**26): np.ones(2**25, np.uint8)\n"
+        "try:\n"
+        "    with memory_bound(2**26): np.ones(2**27, np.uint8)\n"
+        "except MemoryError: print('refused')\n"
+        "np.ones(2**27, np.uint8)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout == "refused\n"
 
 
 async def test_threads_of_this_process_do_no_decoding(make_pool):

@@ -1,0 +1,229 @@
+"""The dearest images that are taken, eight at once: others hardly notice, memory stays within docs/operations.md's
+formula, and the server ends when it is told to."""
+
+from __future__ import annotations
+
+import io
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+import pyvips
+from PIL import Image
+
+from benchmarks.image_costs import jpeg_of_many_scans
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+from kestrel_engine import ImageLimits, RuntimeConfig
+from tests.abuse.process import ServerProcess
+
+LIMITS, CONFIG = ImageLimits(), RuntimeConfig()
+PROCESSES, DEAR_PROCESSES = 2, 1
+CALLS = 40
+AT_ONCE = 8
+
+_PAGE = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+
+
+def flat(pixels: int) -> pyvips.Image:
+    side = int(pixels**0.5)
+    return pyvips.Image.black(side, side, bands=3).copy(interpretation="srgb")
+
+
+def noise(pixels: int) -> pyvips.Image:
+    side = int(pixels**0.5)
+    values = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    image = pyvips.Image.new_from_memory(values.data, side, side, 3, "uchar")
+    return image.copy(interpretation="srgb").copy_memory()
+
+
+def avif(image: pyvips.Image) -> bytes:
+    data: bytes = image.heifsave_buffer(compression="av1", effort=0)
+    return data
+
+
+DEAR: dict[str, Callable[[], bytes]] = {
+    "flat AVIF": lambda: avif(flat(LIMITS.max_avif_pixels)),
+    "noise AVIF": lambda: avif(noise(4_000_000)),
+    "JPEG of 99 scans": lambda: jpeg_of_many_scans(flat(LIMITS.max_progressive_pixels)),
+    "interlaced PNG": lambda: flat(LIMITS.max_interlaced_pixels).pngsave_buffer(
+        compression=1, interlace=True
+    ),
+    "WebP": lambda: flat(LIMITS.max_webp_pixels).webpsave_buffer(effort=0),
+}
+
+
+def small(number: int) -> bytes:
+    """A JPEG of 640 x 480, each with other pixels."""
+    ramp = np.arange(640 * 480 * 3, dtype=np.uint32) * (number + 3) % 251
+    file = io.BytesIO()
+    Image.fromarray(ramp.astype(np.uint8).reshape(480, 640, 3)).save(file, "JPEG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def smalls() -> list[bytes]:
+    return [small(number) for number in range(2 * CALLS)]
+
+
+@pytest.fixture
+def server(tmp_path) -> Iterator[ServerProcess]:
+    flags = ("--preprocess-threads", str(PROCESSES), "--grace", "1", "--image-cache-bytes", "0")
+    with ServerProcess(tmp_path, *flags, "--drain-delay", "0") as server:
+        yield server
+
+
+def ask(stub: VisionServiceStub, data: bytes, timeout_s: float = 120) -> str:
+    """The code that a call with an image of ``data`` ends with."""
+    request = pb.CaptionRequest(image=common_pb2.Image(encoded=data))
+    request.sampling.max_tokens = 1
+    try:
+        stub.Caption(request, timeout=timeout_s)
+    except grpc.RpcError as error:
+        return str(error.code().name)  # type: ignore[attr-defined]
+    return "OK"
+
+
+def p95(stub: VisionServiceStub, images: list[bytes]) -> float:
+    """Seconds, of one caller who asks about one image after the other."""
+    took = []
+    for data in images:
+        began = time.monotonic()
+        assert ask(stub, data) == "OK"
+        took.append(time.monotonic() - began)
+    return sorted(took)[int(0.95 * len(took))]
+
+
+def tree_pss(process: psutil.Process) -> int:
+    """Memory of a process and all that it has started; what they share is counted once."""
+    total = 0
+    for each in (process, *process.children(recursive=True)):
+        try:
+            total += each.memory_full_info().pss
+        except psutil.Error:  # It has just ended.
+            continue
+    return total
+
+
+def documented_bytes() -> int:
+    """What docs/operations.md says that images being decoded take."""
+    each = re.search(r"with\n?\s*(\d+) MiB for each decoder process", _PAGE)
+    assert each is not None
+    return CONFIG.decode_bytes + int(each[1]) * 2**20 * (PROCESSES + DEAR_PROCESSES + 1)
+
+
+class Peak:
+    """The most memory that a server and its decoders had while it was watched."""
+
+    def __init__(self, pid: int) -> None:
+        self._process, self._ended = psutil.Process(pid), threading.Event()
+        self.bytes = 0
+        self._thread = threading.Thread(target=self._watch)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.02):
+            self.bytes = max(self.bytes, tree_pss(self._process))
+
+    def __enter__(self) -> Peak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEAR)
+def test_small_images_do_not_wait_for_dear_ones(server, smalls, name, record_property):
+    data = DEAR[name]()
+    with grpc.insecure_channel(server.address) as channel:
+        stub = VisionServiceStub(channel)
+        p95(stub, smalls[:5])
+        alone = p95(stub, smalls[CALLS:])
+        before = tree_pss(psutil.Process(server.popen.pid))
+        codes: list[str] = []
+        ended = threading.Event()
+
+        def attack(number: int) -> None:
+            while not ended.is_set():
+                codes.append(ask(stub, data + number.to_bytes(8, "big"), timeout_s=60))
+
+        attackers = [threading.Thread(target=attack, args=(n,)) for n in range(AT_ONCE)]
+        with Peak(server.popen.pid) as peak:
+            for attacker in attackers:
+                attacker.start()
+            time.sleep(0.5)
+            beside = p95(stub, smalls[:CALLS])
+            time.sleep(1)
+        server.popen.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        ended.set()
+        assert server.popen.wait(20) == 0
+        took = time.monotonic() - began
+        for attacker in attackers:
+            attacker.join()
+    print(
+        f"{name}: {len(data)} bytes; p95 alone {1e3 * alone:.0f} ms, beside {1e3 * beside:.0f} ms; "
+    )
+    print(
+        f"memory {(peak.bytes - before) / 2**20:.0f} MiB more; ended in {took:.2f} s; {set(codes)}"
+    )
+    assert set(codes) <= {"OK", "UNAVAILABLE", "RESOURCE_EXHAUSTED"}, set(codes)
+    assert beside <= 3 * alone
+    assert peak.bytes - before <= documented_bytes()
+    assert took < 3
+
+
+@pytest.mark.parametrize(
+    ("image", "field", "flag"),
+    [
+        (lambda: avif(flat(9900 * 9900)), "max_avif_pixels", "--max-avif-pixels"),
+        (
+            lambda: flat(9900 * 9900).webpsave_buffer(effort=0),
+            "max_webp_pixels",
+            "--max-webp-pixels",
+        ),
+    ],
+    ids=["AVIF", "WebP"],
+)
+def test_a_dear_format_has_a_limit_of_its_own(server, image, field, flag):
+    """1.8 kB of AVIF that would take 1.4 GB are refused from the header."""
+    with grpc.insecure_channel(server.address) as channel:
+        request = pb.CaptionRequest(image=common_pb2.Image(encoded=image()))
+        began = time.monotonic()
+        with pytest.raises(grpc.RpcError) as caught:
+            VisionServiceStub(channel).Caption(request, timeout=60)
+        assert time.monotonic() - began < 5
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+    details = caught.value.details()  # type: ignore[attr-defined]
+    assert re.search(
+        rf"98010000 pixels, the limit for \w+ is {getattr(LIMITS, field)} \({flag}\)", details
+    )
+
+
+def test_a_killed_server_leaves_no_decoder_behind(server):
+    data = DEAR["WebP"]()
+    with grpc.insecure_channel(server.address) as channel:
+        stub = VisionServiceStub(channel)
+        asking = threading.Thread(target=ask, args=(stub, data))
+        asking.start()
+        process = psutil.Process(server.popen.pid)
+        until = time.monotonic() + 20
+        while len(process.children(recursive=True)) < 3:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        family = process.children(recursive=True)
+        server.popen.kill()
+        server.popen.wait()
+        asking.join()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
