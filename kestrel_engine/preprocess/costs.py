@@ -30,8 +30,8 @@ class Kind:
     """A format, as far as it costs the same to decode.
 
     ``bytes_per_pixel``: memory at the peak, as the kernel limits it, with 3 for the decoded pixels. ``ns_per_pixel``
-    and ``ns_per_byte`` (of the encoded image): time of one processor until the crops are made; ``ns_per_scan``: for a pixel
-    in each scan. ``limit``: the field of ImageLimits that bounds its pixels.
+    and ``ns_per_byte`` (of the encoded image): time of one processor until the crops are made; ``ns_per_scan``: for a
+    pixel in each scan. ``limit``: the field of ImageLimits that bounds its pixels.
     """
 
     name: str
