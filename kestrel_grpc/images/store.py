@@ -180,7 +180,7 @@ class ImageStore:
             if own.images and (is_above or not above):
                 self._drop(owner, next(iter(own.images)))
             else:
-                name = max(above, key=lambda n: above[n].num_bytes / above[n].weight)
+                name = max(above, key=lambda n: (above[n].num_bytes / above[n].weight, n))
                 self._drop(name, next(iter(above[name].images)))
 
     def _drop(self, owner: str, image_id: str) -> None:

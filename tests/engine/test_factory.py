@@ -112,7 +112,7 @@ def test_a_device_that_refuses_memory_says_what_to_lower(golden_folder, monkeypa
     for words in (
         "CUDA out of memory",
         "--kv-cache-gib",
-        "--max-batch-size (now 4)",
+        "--max-batch-size (now 16)",
         "--max-seq-length (now 900)",
     ):
         assert words in str(caught.value)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import subprocess
 import sys
-from contextlib import chdir, redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -36,11 +38,27 @@ def kestrel(*arguments: object, stdin: bytes | None = None, **variables: str) ->
     return Done(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
+@contextmanager
+def _kept_logging() -> Iterator[None]:
+    """Undoes what a command does to the process's loggers."""
+    root = logging.getLogger()
+    handlers = root.handlers[:]
+    loggers = [root, *map(logging.getLogger, list(logging.root.manager.loggerDict))]
+    levels = {logger: logger.level for logger in loggers}
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        for logger, level in levels.items():
+            logger.setLevel(level)
+
+
 def here(*arguments: object, stdin: bytes = b"", **variables: str) -> Done[str]:
     """The command in this process, its standard streams and environment replaced meanwhile."""
     streams = [io.TextIOWrapper(io.BytesIO(data), "utf-8") for data in (stdin, b"", b"")]
     words = [*map(str, arguments)]
     with (
+        _kept_logging(),
         chdir(ROOT),
         mock.patch.dict(os.environ, environment(**variables), clear=True),
         mock.patch("sys.stdin", streams[0]),

@@ -2,9 +2,11 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -435,13 +437,15 @@ def test_a_demo_that_is_told_to_stop_takes_its_server_along(tmp_path):
 
 
 def test_a_demo_that_is_killed_leaves_no_server(tmp_path):
+    # A socket has a path of 103 bytes at most, and this test's folder a long one.
+    short = tempfile.mkdtemp(dir="/tmp")
     popen = subprocess.Popen(
         [*PROGRAM, "demo", "--output", str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
         cwd=ROOT,
-        env=environment(TMPDIR=str(tmp_path)),
+        env=environment(TMPDIR=short),
     )
     with popen:
         popen.stdout.readline()
@@ -454,6 +458,7 @@ def test_a_demo_that_is_killed_leaves_no_server(tmp_path):
         server.wait(10)
     except psutil.TimeoutExpired:  # Its new parent may not wait for it; then it is a zombie.
         assert _command_line(server) == ""
+    shutil.rmtree(short)
 
 
 def test_the_demo_calls_everything_and_leaves_no_process(tmp_path):

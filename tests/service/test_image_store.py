@@ -176,7 +176,7 @@ class StoreMachine(RuleBasedStateMachine):
         share = 120 / len({o for o, _, _ in self.model})
         while sum(10 * c for _, _, c in self.model) > 120:
             size = {o: sum(10 * c for p, _, c in self.model if p == o) for o, _, _ in self.model}
-            loser = owner if size[owner] > share else max(size, key=lambda o: size[o])
+            loser = owner if size[owner] > share else max(size, key=lambda o: (size[o], o))
             dropped = next(e for e in self.model if e[0] == loser and e != entry)
             self.model.remove(dropped)
             self.gone.append(dropped)

@@ -22,7 +22,7 @@ def test_without_flags_the_defaults_hold(monkeypatch):
     server, runtime = configs()
     assert server == ServerConfig() and server.leaving_s == 5.0
     assert server.listen == ("127.0.0.1:50051",)
-    assert server.max_message_bytes == 64 * MIB
+    assert server.max_message_bytes == 33 * MIB
     assert runtime.model == "kestrel-tiny"
     assert runtime.max_batch_size is None, "the device decides"
     assert runtime.compile and runtime.cuda_graphs and not runtime.random_weights
