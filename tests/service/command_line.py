@@ -45,9 +45,11 @@ def _kept_logging() -> Iterator[None]:
     handlers = root.handlers[:]
     loggers = [root, *map(logging.getLogger, list(logging.root.manager.loggerDict))]
     levels = {logger: logger.level for logger in loggers}
+    disabled = logging.root.manager.disable
     try:
         yield
     finally:
+        logging.disable(disabled)
         root.handlers[:] = handlers
         for logger, level in levels.items():
             logger.setLevel(level)
