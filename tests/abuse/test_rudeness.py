@@ -33,7 +33,8 @@ async def _abuse(address: str) -> None:
     async def several(kind) -> None:
         for _ in range(EACH):
             try:
-                await kind(1.5 if kind == caller.never_reads else 0.1)
+                # A busy machine needs longer than the second of --write-timeout to notice.
+                await kind(5.0 if kind == caller.never_reads else 0.1)
             except OSError:
                 pass
 
