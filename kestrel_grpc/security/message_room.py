@@ -58,7 +58,7 @@ class MessageRoom:
         self.max_bytes = max_bytes
         self._wait_s, self._max_waiting = wait_s, max_waiting
         self._held: dict[str, int] = {}
-        """By caller; those who hold nothing are absent."""
+        """By caller; a caller that holds nothing is absent."""
         self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
         """By caller, whose turn is next first; none is empty."""
         self._reading: Counter[str] = Counter()
@@ -124,7 +124,7 @@ class MessageRoom:
             self._heavy_until = {who: at for who, at in self._heavy_until.items() if at > now}
 
     def give_back(self, who: str, num_bytes: int) -> None:
-        """Lets go of so much, and lets those in who wait for it."""
+        """Gives back ``num_bytes``, and grants them to waiting calls."""
         if num_bytes:
             self.held_bytes -= num_bytes
             left = self._held[who] - num_bytes
@@ -192,7 +192,7 @@ class MessageRoom:
         if self.held_bytes + num_bytes > self.max_bytes:
             return False
         mine = self._held.get(who, 0)
-        # Whoever holds nothing may have one message, however large.
+        # A caller that holds nothing may have one message of any size.
         return not mine or mine + num_bytes <= SHARE * self.max_bytes
 
     def _add(self, who: str, num_bytes: int) -> None:

@@ -102,7 +102,7 @@ class ServerConfig:
     upload_idle_s: float = setting(
         10.0,
         SERVER,
-        "end an upload of which nothing came for so long: what came of it holds memory",
+        "cancel an upload that receives no data for this long, because it holds memory",
         kind="seconds",
         metavar="SECONDS",
         low=0.1,
