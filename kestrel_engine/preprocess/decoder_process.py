@@ -147,7 +147,7 @@ class DecoderProcess:
         send_message(self._link, message, segments)
 
     def kill(self) -> None:
-        """Ends it now, whatever it does. From any thread; its end is told as usual."""
+        """Kills it at once. From any thread. Its end is reported as any other end is."""
         template.kill(self._number)
 
     @property
@@ -156,7 +156,7 @@ class DecoderProcess:
         return self._link.fileno() >= 0
 
     def close(self) -> None:
-        """Lets it go: it ends by itself once it is idle, and nothing more is told of it. Idempotent."""
+        """Releases it: it ends by itself once it is idle, and its end is not reported. Idempotent."""
         if self.is_open:
             self._loop.remove_reader(self._link)
             self._link.close()

@@ -157,9 +157,8 @@ def begin_image(source: ImageSource, limits: ImageLimits) -> DecodedImage:
 
 
 def read_source(source: ImageSource, limits: ImageLimits) -> bytes | np.ndarray:
-    """The encoded bytes of ``source``, of which nothing is known but that they are not too many; or its pixels,
-    [height, width, 3] uint8, where it is an array, a pyvips.Image or a Pillow image; the background of these is laid
-    already. Blocks. Raises as ``begin_image``."""
+    """The encoded bytes of ``source``, of which only the number was checked. For an array, a pyvips.Image or a Pillow
+    image: its pixels, [height, width, 3] uint8, composited on the background. Blocks. Raises as ``begin_image``."""
     background = None
     if isinstance(source, OnBackground):
         background = source.colour

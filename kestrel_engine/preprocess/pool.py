@@ -237,7 +237,7 @@ class PreprocessPool:
         return sum(not run.dear for run in self._runs.values())
 
     def _next(self, queue: FairQueue[_Job]) -> _Job | None:
-        """The first job of ``queue`` that somebody still wants."""
+        """The first job of ``queue`` that still has a waiter."""
         while (job := queue.peek()) is not None and job.result.done():
             queue.pop()
         return job
@@ -281,7 +281,7 @@ class PreprocessPool:
         if dear and job.cost is not None:
             self._running_dear += 1
             self._free_bytes -= job.cost.num_bytes
-        with contextlib.suppress(OSError):  # It has just ended, which is told in a moment.
+        with contextlib.suppress(OSError):  # It has just ended; its end is reported in a moment.
             decoder.send(message, (source, crops))
 
     def _new_decoder(self, dear: bool) -> DecoderProcess:

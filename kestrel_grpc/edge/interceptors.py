@@ -37,7 +37,7 @@ _INTERCEPTED = "/kestrel.v1."
 
 
 class CallWatcher(Protocol):
-    """Is told of every call: ``begin``, ``take`` once its request is read (None for one that comes as a stream) and
+    """Notified of every call: ``begin``, ``take`` once its request is read (None for one that comes as a stream) and
     its id known, ``end``. Must not raise."""
 
     def begin(self, call: Call) -> None: ...

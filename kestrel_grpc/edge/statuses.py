@@ -2,8 +2,8 @@
 
 A status carries google.rpc details: BadRequest names the field at fault by its path in the request, ErrorInfo gives a
 machine-readable reason, RetryInfo says when to come back, QuotaFailure whose limit was reached, RequestInfo repeats the
-request's id. Only errors raised on purpose are told in their own words; of any other the caller learns the request's id
-and nothing more.
+request's id. The caller sees the text of errors that are raised on purpose. For any other error it sees the request's
+id only.
 """
 
 from __future__ import annotations

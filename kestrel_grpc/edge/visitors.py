@@ -83,7 +83,7 @@ class Visitors:
         )
 
     def unknown(self, method: str) -> Any:
-        """A handler for a method that no service has: who may know so is told."""
+        """A handler for a method that no service has. A caller that may know gets MethodNotFound."""
 
         async def refuse(call: Call, context: Context) -> None:
             call.principal = self._guard.visitor(method, call.metadata, context)

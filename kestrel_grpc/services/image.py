@@ -29,7 +29,7 @@ class ImageService(ImageServiceServicer):
     def __init__(
         self, served: ServedModel, pictures: Pictures, uploads: UploadRoom, upload_idle_s: float
     ) -> None:
-        """``upload_idle_s``: an upload of which nothing comes for so long is given up."""
+        """``upload_idle_s``: an upload that receives no data for this many seconds is cancelled."""
         self._served, self._pictures, self._room = served, pictures, uploads
         self._upload_idle_s = upload_idle_s
         self._max_image_bytes = served.config.image_limits.max_bytes

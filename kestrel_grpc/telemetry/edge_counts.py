@@ -1,4 +1,4 @@
-"""EdgeCounts: what is open at the edge, and how much may be. Asked from any thread, when somebody collects metrics."""
+"""EdgeCounts: what is open at the edge, and the limits. Metrics read it, from any thread."""
 
 from __future__ import annotations
 
