@@ -104,9 +104,10 @@ class Supervisor:
             if self._stopping.is_set():
                 if status not in _DRAINED:
                     self._orderly = False
-                    logger.error(
-                        "%s, pid %d: %s", child.name, child.pid, child.how_it_ended(status)
-                    )
+                    # One error ends a start: what stops the other workers then is rarely news.
+                    level = logging.ERROR if self._all_ready.is_set() else logging.INFO
+                    how = child.how_it_ended(status)
+                    logger.log(level, "%s, pid %d: %s", child.name, child.pid, how)
                 return
             if not self._all_ready.is_set():
                 _raise_start_failure(child, status)
