@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kestrel_engine.step import StepToken
+from kestrel_engine.types.step import StepToken
 
 from .models.opening import parse
 from .models.sides import Request, Side, Talk, add_side_arguments, answer, make_request, open_side

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kestrel_engine.model_config import ModelConfig
-from kestrel_engine.requests import SamplingParams
 from kestrel_engine.runtime.protocol import StepHandle
-from kestrel_engine.step import StepPlan, TokenRule
+from kestrel_engine.types.model_config import ModelConfig
+from kestrel_engine.types.requests import SamplingParams
+from kestrel_engine.types.step import StepPlan, TokenRule
 
 from .device.model_work import chosen_experts, decoder_bytes, touched
 from .device.rates import copy_rate, synchronize

@@ -16,19 +16,19 @@ import time
 
 import numpy as np
 
-from kestrel_engine.delivery import Delivery, DeliveryThread
-from kestrel_engine.events import StreamUpdate
-from kestrel_engine.loop import PIPELINE_DEPTH, EngineLoop, Work
-from kestrel_engine.model_config import parse_model_config
-from kestrel_engine.requests import ImageBlock, PreparedImage, SamplingParams
 from kestrel_engine.runtime.protocol import StepHandle
 from kestrel_engine.scheduler.budget import StepBudget
 from kestrel_engine.scheduler.policy import SchedulerPolicy
 from kestrel_engine.scheduler.sequence import Sequence
 from kestrel_engine.skills.answer import AnswerControl, AnswerOutput
 from kestrel_engine.skills.base import SkillContext
-from kestrel_engine.step import RuntimeLimits, StepPlan, StepResult, StepToken
-from kestrel_engine.timings import RequestTimings
+from kestrel_engine.steps.delivery import Delivery, DeliveryThread
+from kestrel_engine.steps.loop import PIPELINE_DEPTH, EngineLoop, Work
+from kestrel_engine.types.events import StreamUpdate
+from kestrel_engine.types.model_config import parse_model_config
+from kestrel_engine.types.requests import ImageBlock, PreparedImage, SamplingParams
+from kestrel_engine.types.step import RuntimeLimits, StepPlan, StepResult, StepToken
+from kestrel_engine.types.timings import RequestTimings
 from kestrel_grpc.process.interpreter import GC_THRESHOLDS
 
 from .reports.report import Report, add_arguments, median, quantile

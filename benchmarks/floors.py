@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from kestrel_engine import ImageLimits
-from kestrel_engine.model_config import VisionConfig
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.images import open_image
+from kestrel_engine.types.model_config import VisionConfig
 
 from .device.rates import copy_rate, fp8_gemm_rate, gemm_rate, seconds_of, supports_fp8, synchronize
 from .reports.gpu_report import GpuReport, command_line

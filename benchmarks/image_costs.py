@@ -22,9 +22,9 @@ import numpy as np
 import pyvips
 
 from kestrel_engine.config import ImageLimits
-from kestrel_engine.model_config import VisionConfig
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.images import EncodedImage
+from kestrel_engine.types.model_config import VisionConfig
 
 from .reports.report import Report, add_arguments
 

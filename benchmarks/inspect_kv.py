@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kestrel_engine.requests import num_positions
+from kestrel_engine.types.requests import num_positions
 
 from .models.opening import parse
 from .models.sides import (

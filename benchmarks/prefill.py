@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kestrel_engine.models.text import Moe
-from kestrel_engine.requests import ImageBlock
+from kestrel_engine.types.requests import ImageBlock
 
 from .decode import FIRST_TEXT_ID
 from .device.model_work import moe_flop, prefix_flop
@@ -133,8 +133,8 @@ def moe_call(*, kernels: bool) -> Callable[[Moe, Tensor], Tensor]:
     """How prefill computes a layer's experts: by the kernels, or in plain torch."""
     if not kernels:
         return Moe.__call__
-    from kestrel_engine.kernels.moe_prefill import moe_prefill
-    from kestrel_engine.kernels.moe_route import route
+    from kestrel_engine.kernels.moe.prefill import moe_prefill
+    from kestrel_engine.kernels.moe.route import route
 
     def call(layer: Moe, u: Tensor) -> Tensor:
         weights, experts = route(layer.router(u), layer.experts_per_token)

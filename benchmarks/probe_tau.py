@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.models.text import Placement, Tau, TextBlock
-from kestrel_engine.step import Row
+from kestrel_engine.types.step import Row
 
 from .models.hand_made_steps import HandMadeSteps
 from .models.opening import parse
@@ -100,10 +100,10 @@ def layers(side: Side, request: Request) -> Iterator[Layer]:
 @torch.inference_mode()
 def probe(model: Moondream, layer: Layer) -> Probe:
     """Runs the kernels on one layer's qkv and measures what they scaled it by."""
-    from kestrel_engine.kernels.paged_decode import paged_decode
-    from kestrel_engine.kernels.rope_store import rope_store
-    from kestrel_engine.kernels.tau_content import TauWorkspace, tau_content
-    from kestrel_engine.runtime.gpu.text_layers import rotary_angles
+    from kestrel_engine.kernels.attention.paged_decode import paged_decode
+    from kestrel_engine.kernels.attention.rope_store import rope_store
+    from kestrel_engine.kernels.attention.tau_content import TauWorkspace, tau_content
+    from kestrel_engine.runtime.gpu.text.layers import rotary_angles
 
     config, qkv, tau = model.config.text, layer.qkv, layer.tau
     tokens, heads, size = len(qkv), config.n_heads, config.head_dim

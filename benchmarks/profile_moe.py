@@ -55,10 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     if not on_gpu:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined
     from benchmarks.kernels.random_experts import random_experts
-    from kestrel_engine.kernels.moe_decode import moe_decode
-    from kestrel_engine.kernels.moe_prefill import moe_prefill
-    from kestrel_engine.kernels.moe_route import route
-    from kestrel_engine.kernels.moe_router import RouterWorkspace, route_tokens
+    from kestrel_engine.kernels.moe.decode import moe_decode
+    from kestrel_engine.kernels.moe.prefill import moe_prefill
+    from kestrel_engine.kernels.moe.route import route
+    from kestrel_engine.kernels.moe.router import RouterWorkspace, route_tokens
 
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
     torch.manual_seed(0)

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from kestrel_engine.models.moondream import Moondream
-from kestrel_engine.requests import ImageBlock, Token
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
-from kestrel_engine.step import Row
+from kestrel_engine.types.requests import ImageBlock, Token
+from kestrel_engine.types.step import Row
 
 from .decode import FIRST_TEXT_ID
 from .device.rates import synchronize

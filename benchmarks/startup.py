@@ -51,7 +51,7 @@ def write_checkpoint(model: str, folder: Path, *, device: str, keep_fp8: bool) -
         import torch
         from safetensors.torch import save_file
 
-        from kestrel_engine.checkpoint.random_weights import random_checkpoint
+        from kestrel_engine.checkpoint.weights.random_weights import random_checkpoint
 
         config = open_model(RuntimeConfig(model=model, random_weights=True)).config
         tensors = random_checkpoint(

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from kestrel_engine import ImageLimits, PreparedImage
-from kestrel_engine.model_config import VisionConfig
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.images import open_image
+from kestrel_engine.types.model_config import VisionConfig
 
 from .device.model_work import vision_flop
 from .device.rates import gemm_rate, seconds_of

@@ -38,19 +38,19 @@ from .errors import (
     SkillUnavailable,
     UnsupportedImageError,
 )
-from .events import EngineMetrics, EngineResult, FinishReason, StreamUpdate
-from .info import EngineInfo, LoadTimes
-from .observer import ImageEvent, Observer, RequestEvent, StepEvent
+from .front.profiling import ProfileRequest
+from .front.stream import EngineStream
 from .parent_death import end_with_parent
 from .preprocess.images import FORMATS as IMAGE_FORMATS
 from .preprocess.images import OnBackground
-from .profiling import ProfileRequest
-from .requests import PreparedImage
 from .runtime.profile import Profile
 from .settings import Setting, SettingGroup, check_settings, default_of, setting, settings_of
 from .skills.base import SkillSpec
 from .skills.registry import SkillRegistry
-from .stream import EngineStream
+from .types.events import EngineMetrics, EngineResult, FinishReason, StreamUpdate
+from .types.info import EngineInfo, LoadTimes
+from .types.observer import ImageEvent, Observer, RequestEvent, StepEvent
+from .types.requests import PreparedImage
 
 __all__ = [
     "IMAGE_FORMATS",

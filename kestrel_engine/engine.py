@@ -18,9 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from .calls import SkillCalls
 from .config import RuntimeConfig, Sizes
-from .delivery import Delivery, DeliveryThread
 from .errors import (
     ContextLengthError,
     DeadlineExceeded,
@@ -30,17 +28,15 @@ from .errors import (
     ProfileError,
     RuntimeFailure,
 )
-from .events import EngineMetrics, EngineResult, StreamUpdate
 from .factory import Built, Progress, build
-from .info import CompileCounts, EngineInfo, PlaceCounts
-from .loop import EngineLoop, Work
-from .observer import ImageEvent, Observer
-from .open_requests import OpenRequest, OpenRequests
+from .front.calls import SkillCalls
+from .front.open_requests import OpenRequest, OpenRequests
+from .front.profiling import ProfileRequest, take_profile
+from .front.queue_places import Place, QueuePlaces, until_displaced
+from .front.request_options import check_timeout, check_weight, checked_priority, checked_request_id
+from .front.stream import EngineStream
+from .front.watchdog import watch
 from .preprocess.pool import PreprocessPool
-from .profiling import ProfileRequest, take_profile
-from .queue_places import Place, QueuePlaces, until_displaced
-from .request_options import check_timeout, check_weight, checked_priority, checked_request_id
-from .requests import ImageBlock, PreparedImage, Prompt, num_positions
 from .runtime.gpu.memory import out_of_memory
 from .runtime.profile import Profile
 from .scheduler.budget import StepBudget
@@ -49,9 +45,13 @@ from .scheduler.sequence import Sequence
 from .skills.base import SkillContext, SkillDefaults, SkillRequest
 from .skills.registry import SkillRegistry
 from .skills.rule_check import RuleCheck, check_prompt
-from .stream import EngineStream
-from .timings import RequestTimings
-from .watchdog import watch
+from .steps.delivery import Delivery, DeliveryThread
+from .steps.loop import EngineLoop, Work
+from .types.events import EngineMetrics, EngineResult, StreamUpdate
+from .types.info import CompileCounts, EngineInfo, PlaceCounts
+from .types.observer import ImageEvent, Observer
+from .types.requests import ImageBlock, PreparedImage, Prompt, num_positions
+from .types.timings import RequestTimings
 
 __all__ = ["EngineMetrics", "EngineResult", "EngineStream", "InferenceEngine", "StreamUpdate"]
 

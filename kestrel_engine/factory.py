@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from .config import RuntimeConfig, Sizes
 from .errors import ConfigError
-from .info import EngineInfo, LoadTimes
-from .model_config import ModelConfig
 from .runtime.protocol import Runtime
 from .skills.base import TextCodec
+from .types.info import EngineInfo, LoadTimes
+from .types.model_config import ModelConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -156,7 +156,7 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
     if not kernels:
         return Built(runtime, model, codec, info, compiling)
     from .runtime.gpu.footprint import DEVICE_PIXELS
-    from .runtime.gpu.staging import pinned_bytes
+    from .runtime.gpu.state.staging import pinned_bytes
 
     return Built(runtime, model, codec, info, compiling, pinned_bytes, DEVICE_PIXELS)
 
@@ -209,7 +209,7 @@ def kv_scales_of(
     """Each layer's for a KV cache in FP8; None: it keeps the model's type. Raises CheckpointError."""
     import torch
 
-    from .checkpoint import kv_scales
+    from .checkpoint.weights import kv_scales
     from .runtime.gpu.device import capabilities
 
     asked, layers = config.kv_cache_dtype, opened.config.text.n_layers
@@ -310,7 +310,7 @@ def _gpu_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime
 
 def _most_crops(sizes: Sizes) -> int:
     """Crops that the vision tower takes at once: those of the largest step, as far as a pass holds them."""
-    from .runtime.gpu.vision_attention import BATCHES
+    from .runtime.gpu.attention.patches import BATCHES
     from .scheduler.budget import StepBudget
 
     return min(sizes.step_crops * StepBudget(crops=sizes.step_crops).idle_scale, BATCHES[-1])
@@ -332,7 +332,7 @@ def reserve_of(
 
 
 def _pool(plan: _Plan, reserve_bytes: int) -> Pool:
-    from .checkpoint.memory import device_available
+    from .checkpoint.weights.memory import device_available
     from .runtime.gpu.memory import CACHED_CONTEXTS, CUDA_SHARE, plan_pool
 
     cuda = plan.device.type == "cuda"

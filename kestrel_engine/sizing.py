@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from .config import RuntimeConfig
 from .errors import KestrelError
-from .model_config import ModelConfig
+from .types.model_config import ModelConfig
 
 GIB = 2**30
 CONTEXT_BYTES = 600 * 2**20
@@ -50,7 +50,7 @@ def fit(
 
     from .checkpoint.catalog import KNOWN
     from .checkpoint.open import open_model
-    from .checkpoint.random_weights import weight_bytes
+    from .checkpoint.weights.random_weights import weight_bytes
     from .errors import InsufficientMemoryError
     from .factory import page_size_of, reserve_of
     from .models.kv_format import EIGHT_BITS

@@ -12,7 +12,7 @@ from kestrel_engine import InferenceEngine, ModelNotFoundError, RuntimeConfig
 
 from .edge.current_call import find_call
 from .edge.errors import ModelNotReady, ShuttingDown
-from .security.principal import ANONYMOUS, Scope
+from .security.identity.principal import ANONYMOUS, Scope
 
 
 class State(enum.Enum):

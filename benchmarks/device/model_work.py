@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kestrel_engine.model_config import ModelConfig
 from kestrel_engine.models.layers import LayerNorm, Linear, Mlp
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.models.text import Moe, TextBlock
+from kestrel_engine.types.model_config import ModelConfig
 
 SEQUENCES_A_PASS = 8
 """That are routed together: bounds the activations."""

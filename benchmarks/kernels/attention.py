@@ -29,22 +29,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernels.linear import microseconds, relative_error
 from kestrel_engine.errors import ConfigError
-from kestrel_engine.kernels.paged_decode import (
+from kestrel_engine.kernels.attention.paged_decode import (
     DecodeConfig,
     DecodeWorkspace,
     candidates,
     choose_splits,
     paged_decode,
 )
-from kestrel_engine.kernels.rope_store import rope_store
-from kestrel_engine.runtime.gpu.flashinfer_attention import (
+from kestrel_engine.kernels.attention.rope_store import rope_store
+from kestrel_engine.runtime.gpu.attention.flashinfer_paged import (
     FlashInfer,
     FlashInferBlocks,
     FlashInferDecode,
     FlashInferText,
 )
-from kestrel_engine.runtime.gpu.prefill_attention import AttentionChoice, PrefillAttention
-from kestrel_engine.runtime.gpu.prefill_batch import TextPart
+from kestrel_engine.runtime.gpu.attention.prefill import AttentionChoice, PrefillAttention
+from kestrel_engine.runtime.gpu.prefill.batch import TextPart
 
 LAYERS, HEADS, SIZE, ROTARY, PAGE = 24, 32, 64, 32, 10
 DIM = HEADS * SIZE

@@ -24,14 +24,14 @@ if not torch.cuda.is_available():
 
 from benchmarks.device_rates import seconds_of, synchronize
 from benchmarks.report import Report, add_arguments, median
-from kestrel_engine.model_config import VisionConfig
 from kestrel_engine.models.vision import num_distinct
 from kestrel_engine.preprocess.crops import new_bytes, prepare
 from kestrel_engine.preprocess.decoded_image import DecodedImage
-from kestrel_engine.requests import PreparedImage
-from kestrel_engine.runtime.gpu import device_crops
-from kestrel_engine.runtime.gpu.device_crops import DeviceCrops
-from kestrel_engine.runtime.gpu.staging import ImageUploader, Uploader, pinned_bytes
+from kestrel_engine.runtime.gpu.state.staging import ImageUploader, Uploader, pinned_bytes
+from kestrel_engine.runtime.gpu.vision import device_crops
+from kestrel_engine.runtime.gpu.vision.device_crops import DeviceCrops
+from kestrel_engine.types.model_config import VisionConfig
+from kestrel_engine.types.requests import PreparedImage
 
 SIZES = ((420, 520), (850, 600), (1920, 1080), (4000, 3000), (4600, 3450))
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -26,15 +26,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.moe import compile_some
-from kestrel_engine.checkpoint.random_weights import random_checkpoint
-from kestrel_engine.kernels import moe_decode, paged_decode
-from kestrel_engine.kernels.moe_decode import Tile, Tiles
-from kestrel_engine.kernels.paged_decode import DecodeConfig, DecodeWorkspace
-from kestrel_engine.model_config import parse_model_config
-from kestrel_engine.runtime.gpu import decode_attention, text_decode
-from kestrel_engine.runtime.gpu.text import FusedText
-from kestrel_engine.runtime.gpu.text_decode import DecodePass
+from kestrel_engine.checkpoint.weights.random_weights import random_checkpoint
+from kestrel_engine.kernels.attention import paged_decode
+from kestrel_engine.kernels.attention.paged_decode import DecodeConfig, DecodeWorkspace
+from kestrel_engine.kernels.moe import decode as moe_decode
+from kestrel_engine.kernels.moe.decode import Tile, Tiles
+from kestrel_engine.runtime.gpu.attention import decode as decode_attention
+from kestrel_engine.runtime.gpu.text import decode_step as text_decode
+from kestrel_engine.runtime.gpu.text.decode_step import DecodePass
+from kestrel_engine.runtime.gpu.text.decoder import FusedText
 from kestrel_engine.runtime.gpu.weights import pack_weights
+from kestrel_engine.types.model_config import parse_model_config
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16

@@ -19,12 +19,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kestrel_engine.kernels.fp8_rows import Fp8Rows, layer_norm_fp8, quantise_rows
 from kestrel_engine.kernels.layer_norm import layer_norm
+from kestrel_engine.kernels.linear.fp8_rows import Fp8Rows, layer_norm_fp8, quantise_rows
 from kestrel_engine.models.layers import Linear
 from kestrel_engine.runtime.gpu.gemm import Fp8Gelu, Fp8Linear, add_linear, linear, linear_gelu
-from kestrel_engine.runtime.gpu.text import FusedText
-from kestrel_engine.runtime.gpu.vision import FusedVision
+from kestrel_engine.runtime.gpu.text.decoder import FusedText
+from kestrel_engine.runtime.gpu.vision.tower import FusedVision
 from kestrel_engine.runtime.gpu.weights import pack_weights
 
 from .vision import (

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from benchmarks.device.rates import copy_rate
 from benchmarks.kernels.random_experts import random_experts
-from kestrel_engine.kernels import moe_decode as decode
-from kestrel_engine.kernels import moe_prefill as prefill
-from kestrel_engine.kernels.moe_route import route
-from kestrel_engine.kernels.moe_tile import Experts
+from kestrel_engine.kernels.moe import decode as decode
+from kestrel_engine.kernels.moe import prefill as prefill
+from kestrel_engine.kernels.moe.route import route
+from kestrel_engine.kernels.moe.tile import Experts
 
 E, K, DIM, INNER = 64, 8, 2048, 1024
 DTYPE = torch.bfloat16

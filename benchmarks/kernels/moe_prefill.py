@@ -22,11 +22,11 @@ from torch import Tensor
 
 from benchmarks.kernels.moe import DEVICE, DIM, DTYPE, INNER, E, K, median_us, tensors, wanted
 from benchmarks.kernels.random_experts import random_experts
-from kestrel_engine.kernels import moe_hopper
-from kestrel_engine.kernels.fp8_rows import quantise_rows
-from kestrel_engine.kernels.moe_prefill import Tile, Tiles, moe_prefill, tiles_for
-from kestrel_engine.kernels.moe_route import route
-from kestrel_engine.kernels.moe_tile import Experts
+from kestrel_engine.kernels.linear.fp8_rows import quantise_rows
+from kestrel_engine.kernels.moe import hopper as moe_hopper
+from kestrel_engine.kernels.moe.prefill import Tile, Tiles, moe_prefill, tiles_for
+from kestrel_engine.kernels.moe.route import route
+from kestrel_engine.kernels.moe.tile import Experts
 
 TOKENS = (256, 760, 1500, 3000, 3800, 11_700)
 # Rounding to bfloat16, and to e4m3 of both products' inputs.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_engine.kernels.moe_tile import Experts
+from kestrel_engine.kernels.moe.tile import Experts
 
 
 def random_experts(

@@ -27,15 +27,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.reports.report import Report, add_arguments
-from kestrel_engine.requests import SamplingParams
 from kestrel_engine.runtime.sampler import sample
-from kestrel_engine.step import SampleSpec, TokenRule, uniform
+from kestrel_engine.types.requests import SamplingParams
+from kestrel_engine.types.step import SampleSpec, TokenRule, uniform
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kestrel_engine.kernels.sample import Tiles, allocate, sample_rows
-from kestrel_engine.runtime.gpu.rules import RULE_WIDTH, RuleEncoder
+from kestrel_engine.kernels.sampling.sample import Tiles, allocate, sample_rows
+from kestrel_engine.runtime.gpu.sampling.rules import RULE_WIDTH, RuleEncoder
 
 VOCAB = 51200
 ROUNDING = 1e-12

@@ -31,15 +31,20 @@ if not torch.cuda.is_available():
     # Triton reads it when a kernel is defined.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kestrel_engine.checkpoint.random_weights import random_checkpoint
-from kestrel_engine.model_config import ModelConfig, TextConfig, VisionConfig, parse_model_config
+from kestrel_engine.checkpoint.weights.random_weights import random_checkpoint
 from kestrel_engine.models.attention import PagedAttention, Span
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.models.vision import VisionModel
 from kestrel_engine.runtime.gpu.gemm import add_linear, linear, linear_gelu
-from kestrel_engine.runtime.gpu.text import FusedText
-from kestrel_engine.runtime.gpu.vision import FusedVision
+from kestrel_engine.runtime.gpu.text.decoder import FusedText
+from kestrel_engine.runtime.gpu.vision.tower import FusedVision
 from kestrel_engine.runtime.gpu.weights import pack_weights
+from kestrel_engine.types.model_config import (
+    ModelConfig,
+    TextConfig,
+    VisionConfig,
+    parse_model_config,
+)
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

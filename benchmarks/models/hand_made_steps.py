@@ -10,9 +10,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kestrel_engine.requests import PreparedImage, SamplingParams, Token, num_positions
 from kestrel_engine.runtime.protocol import Runtime
-from kestrel_engine.step import (
+from kestrel_engine.types.requests import PreparedImage, SamplingParams, Token, num_positions
+from kestrel_engine.types.step import (
     PREVIOUS,
     EncodeSlice,
     Row,

@@ -19,7 +19,7 @@ from kestrel_engine import InferenceEngine, Observer, RuntimeConfig, SkillRegist
 from kestrel_engine.checkpoint.open import open_model as open_files
 from kestrel_engine.factory import Built, build
 from kestrel_engine.runtime.protocol import Runtime, StepHandle
-from kestrel_engine.step import Row, RuntimeLimits, StepPlan, StepResult
+from kestrel_engine.types.step import Row, RuntimeLimits, StepPlan, StepResult
 from kestrel_grpc.process.interpreter import GC_THRESHOLDS, SWITCH_INTERVAL_S
 from kestrel_grpc.settings.flags import Parser
 from kestrel_grpc.settings.model import add_model_flags, runtime_config

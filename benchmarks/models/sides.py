@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kestrel_engine.model_config import ModelConfig
-from kestrel_engine.requests import (
+from kestrel_engine.skills import SkillContext, SkillControl, SkillRegistry, SkillRequest
+from kestrel_engine.skills.base import TextCodec
+from kestrel_engine.types.model_config import ModelConfig
+from kestrel_engine.types.requests import (
     ImageBlock,
     PreparedImage,
     Prompt,
     SamplingParams,
     num_positions,
 )
-from kestrel_engine.skills import SkillContext, SkillControl, SkillRegistry, SkillRequest
-from kestrel_engine.skills.base import TextCodec
-from kestrel_engine.step import Row, SampleSpec, StepToken, TokenRule
+from kestrel_engine.types.step import Row, SampleSpec, StepToken, TokenRule
 
 from ..device.rates import synchronize
 from ..traffic.images import jpeg

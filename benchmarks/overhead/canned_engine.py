@@ -26,10 +26,10 @@ from kestrel_engine import (
     RequestEvent,
     StepEvent,
     StreamUpdate,
-    delivery,
 )
-from kestrel_engine.info import CompileCounts
 from kestrel_engine.scheduler.policy import SchedulerStats
+from kestrel_engine.steps import delivery
+from kestrel_engine.types.info import CompileCounts
 
 from .cpu_window import Window, WindowKeeper
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TextIO, cast
 
-from kestrel_engine import InferenceEngine, RuntimeConfig, delivery
+from kestrel_engine import InferenceEngine, RuntimeConfig
+from kestrel_engine.steps import delivery
 from kestrel_grpc.logs.records import set_up_logging
 from kestrel_grpc.process.interpreter import GC_THRESHOLDS, SWITCH_INTERVAL_S
 from kestrel_grpc.process.server import KestrelServer

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kestrel_client import AsyncKestrelClient
-from kestrel_client.streams import AsyncStream
+from kestrel_client.calls.streams import AsyncStream
 from kestrel_engine import InferenceEngine, RuntimeConfig, SkillRegistry
 
 from ..models.forced_skill import ForcedCaption, ForcedQuery

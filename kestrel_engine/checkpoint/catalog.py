@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..config import DEFAULT_MODEL
 from ..errors import ConfigError
-from ..model_config import Family
+from ..types.model_config import Family
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config import RuntimeConfig
 from ..errors import ConfigError
-from ..model_config import ModelConfig
+from ..types.model_config import ModelConfig
 
 NAME = "config.json"
 

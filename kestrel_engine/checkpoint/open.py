@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 
 from ..config import RuntimeConfig
 from ..errors import CheckpointError, DownloadError
-from ..model_config import ModelConfig, parse_model_config
+from ..types.model_config import ModelConfig, parse_model_config
 from .catalog import HubFile, ModelSource, architecture, resolve
 from .config_file import NAME as CONFIG_NAME
 from .config_file import check_fits, config_beside, read_config
 from .files import find_files, read_headers
 from .hub import Hub, sibling
-from .plan import (
+from .tokenizer_file import NAME as TOKENIZER_NAME
+from .tokenizer_file import find_tokenizer, stand_in_tokenizer
+from .weights.plan import (
     CheckpointPlan,
     Faults,
     model_config_for,
@@ -25,14 +27,12 @@ from .plan import (
     plan_checkpoint,
     states_numbers,
 )
-from .tokenizer_file import NAME as TOKENIZER_NAME
-from .tokenizer_file import find_tokenizer, stand_in_tokenizer
 
 if TYPE_CHECKING:
     import torch
 
-    from .loader import LoadedCheckpoint
     from .progress import Progress
+    from .weights.loader import LoadedCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,12 @@ def load_weights(
     ``keep_fp8``: experts stored in FP8 stay so. See `loader.LoadedCheckpoint`; raises as `loader.load_checkpoint`.
     """
     if opened.random_seed is not None:
-        from .random_weights import random_checkpoint
+        from .weights.random_weights import random_checkpoint
 
         return random_checkpoint(
             opened.config, opened.random_seed, dtype, device, keep_fp8=keep_fp8, progress=progress
         )
-    from .loader import load_planned
+    from .weights.loader import load_planned
 
     return load_planned(
         opened.plan,

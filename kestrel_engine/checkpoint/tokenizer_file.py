@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-from ..model_config import ModelConfig
+from ..types.model_config import ModelConfig
 from .catalog import BUNDLED, STARMIE, HubFile, ModelSource, tokenizer_file
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import logging
 import threading
 from typing import Any
 
-from ..info import CompileCounts
+from ..types.info import CompileCounts
 
 logger = logging.getLogger(__name__)
 

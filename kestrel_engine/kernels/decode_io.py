@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .sample_logits import LARGEST
+from .sampling.logits import LARGEST
 
 PREVIOUS, TEXT, COORD, SIZE = -1, 0, 1, 2
 

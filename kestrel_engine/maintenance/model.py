@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..config import RuntimeConfig
 from ..errors import ConfigError, DownloadError, KestrelError
-from ..model_config import ModelConfig
+from ..types.model_config import ModelConfig
 from .finding import Finding
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def check_model(config: RuntimeConfig, *, hub: Hub | None = None) -> Iterator[Fi
 def _files(config: RuntimeConfig, hub: Hub | None) -> Iterator[tuple[Finding, ModelConfig | None]]:
     from ..checkpoint.hub import Hub
     from ..checkpoint.open import open_model
-    from ..checkpoint.plan import checkpoint_error
+    from ..checkpoint.weights.plan import checkpoint_error
 
     try:
         opened = open_model(config, hub=hub or Hub(offline=True))
@@ -99,9 +99,9 @@ def _memory(config: RuntimeConfig, model: ModelConfig) -> Finding:
         return _card_memory(config, model)
     if config.device.startswith("cuda"):
         return Finding("memory", "warn", "can't be told: torch sees no card")
-    from ..checkpoint.memory import host_available
     from ..checkpoint.progress import gib
-    from ..checkpoint.random_weights import weight_bytes
+    from ..checkpoint.weights.memory import host_available
+    from ..checkpoint.weights.random_weights import weight_bytes
 
     dtype = torch.float32 if config.dtype == "auto" else _dtype(config)
     needed, available = weight_bytes(model, dtype, keep_fp8=False), host_available()

@@ -12,9 +12,9 @@ from ..checkpoint import checksums
 from ..checkpoint.config_file import NAME as CONFIG_NAME
 from ..checkpoint.files import INDEX_SUFFIX, shard_names
 from ..checkpoint.open import OpenedModel, open_model
-from ..checkpoint.plan import checkpoint_error
 from ..checkpoint.progress import log_progress
 from ..checkpoint.tokenizer_file import NAME as TOKENIZER_NAME
+from ..checkpoint.weights.plan import checkpoint_error
 from ..config import RuntimeConfig
 from ..errors import DownloadError
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checkpoint import checksums, kv_scales
+from ..checkpoint import checksums
 from ..checkpoint.catalog import HubFile, resolve
 from ..checkpoint.hub import Hub, sibling
-from ..checkpoint.loader import check_values
 from ..checkpoint.open import OpenedModel, open_model
-from ..checkpoint.plan import SHOWN, checkpoint_error
 from ..checkpoint.tokenizer_file import NAME as TOKENIZER_NAME
+from ..checkpoint.weights import kv_scales
+from ..checkpoint.weights.loader import check_values
+from ..checkpoint.weights.plan import SHOWN, checkpoint_error
 from ..config import RuntimeConfig
 from ..errors import CheckpointError, ConfigError, KestrelError
 from .finding import Finding

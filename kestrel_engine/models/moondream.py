@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..model_config import ModelConfig
+from ..types.model_config import ModelConfig
 from .layers import Tensors
 from .region import RegionModel
 from .text import TextModel

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..model_config import RegionConfig
-from ..requests import Coord, Size
+from ..types.model_config import RegionConfig
+from ..types.requests import Coord, Size
 from .layers import LayerNorm, Linear, Mlp, Tensors
 
 

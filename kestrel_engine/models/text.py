@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..model_config import TextConfig
+from ..types.model_config import TextConfig
 from .attention import Attention
 from .layers import LayerNorm, Linear, Mlp, Tensors, gelu_erf
 from .rope import RotaryTable, Rotation

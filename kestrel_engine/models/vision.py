@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..model_config import VisionConfig
+from ..types.model_config import VisionConfig
 from .layers import LayerNorm, Linear, Mlp, Tensors
 
 CROPS_PER_PASS = 8

@@ -17,8 +17,8 @@ import numpy as np
 import pyvips
 
 from ..exact_resize import STRIP_ROWS, is_exact
-from ..model_config import VisionConfig
-from ..requests import PreparedImage
+from ..types.model_config import VisionConfig
+from ..types.requests import PreparedImage
 from .decoded_image import DecodedImage
 
 PREPROCESS_VERSION = 1

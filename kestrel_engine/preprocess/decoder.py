@@ -24,7 +24,7 @@ import numpy as np
 
 from ..config import ImageLimits
 from ..errors import RequestError
-from ..model_config import VisionConfig
+from ..types.model_config import VisionConfig
 from .costs import PIXELS, Cost, cost_of
 from .crops import Piece, prepare
 from .decoded_image import DecodedImage

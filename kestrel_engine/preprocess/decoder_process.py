@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import ImageLimits
-from ..model_config import VisionConfig
+from ..types.model_config import VisionConfig
 from .segments import send_message, take_message
 from .template import FORK, KILL, REQUEST
 

@@ -33,8 +33,8 @@ from ..errors import (
     RequestError,
     RuntimeFailure,
 )
-from ..model_config import VisionConfig
-from ..requests import PreparedImage
+from ..types.model_config import VisionConfig
+from ..types.requests import PreparedImage
 from .costs import FIELD, Cost
 from .crops import KEY_LENGTH, Allocate, device_makes_crops, new_bytes, select_tiling
 from .decoder_process import DecoderProcess, template

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..requests import PreparedImage
+from ..types.requests import PreparedImage
 from .images import OnBackground
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..models.attention import Group, PagedAttention, Span
 from ..models.moondream import Moondream
-from ..requests import Coord, ImageBlock, Size, Token, num_positions
-from ..step import Previous, Row
+from ..types.requests import Coord, ImageBlock, Size, Token, num_positions
+from ..types.step import Previous, Row
 from .kv_cache import KvCache
 from .shared_beginning import SharedBeginning, find_groups
 

@@ -11,8 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from ..requests import Coord, ImageBlock, Size, Token, num_positions
-from ..step import PREVIOUS, Row, RuntimeLimits, StepPlan, StepResult, StepToken
+from ..types.requests import Coord, ImageBlock, Size, Token, num_positions
+from ..types.step import PREVIOUS, Row, RuntimeLimits, StepPlan, StepResult, StepToken
 from .lost_work import LostWork
 
 NOT_FINITE = ImageBlock("not finite", 1)

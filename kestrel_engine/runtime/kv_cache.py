@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..model_config import TextConfig
 from ..models.kv_format import EIGHT_BITS, UNSCALED, Scales, gather
+from ..types.model_config import TextConfig
 
 
 class KvCache:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ..requests import ImageBlock
-from ..step import Row, StepPlan
+from ..types.requests import ImageBlock
+from ..types.step import Row, StepPlan
 
 
 class LostWork:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..step import RuntimeLimits, StepPlan, StepResult
+from ..types.step import RuntimeLimits, StepPlan, StepResult
 
 
 class StepHandle(Protocol):

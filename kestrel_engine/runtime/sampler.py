@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..step import SampleSpec, TokenRule, uniform
+from ..types.step import SampleSpec, TokenRule, uniform
 
 
 def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int, float] | None]:

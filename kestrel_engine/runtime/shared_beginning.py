@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..step import Row
+from ..types.step import Row
 
 
 @dataclass(frozen=True, slots=True)

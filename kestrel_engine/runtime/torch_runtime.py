@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..model_config import ModelConfig
 from ..models.kv_format import Scales
 from ..models.moondream import Moondream
 from ..models.region import coord_of_bin, size_of_bins
 from ..models.vision import num_distinct
-from ..requests import Coord, Size, num_positions
-from ..step import (
+from ..types.model_config import ModelConfig
+from ..types.requests import Coord, Size, num_positions
+from ..types.step import (
     PREVIOUS,
     EncodeSlice,
     Row,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from ..requests import PreparedImage
-from ..step import EncodeSlice
+from ..types.requests import PreparedImage
+from ..types.step import EncodeSlice
 
 
 @dataclass(slots=True)

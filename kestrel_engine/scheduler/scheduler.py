@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 
-from ..requests import PreparedImage
-from ..step import (
+from ..types.requests import PreparedImage
+from ..types.step import (
     PREVIOUS,
     EncodeSlice,
     Row,

@@ -6,8 +6,8 @@ import enum
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from ..requests import ImageBlock, PreparedImage, Prompt, SamplingParams, Token, num_positions
-from ..step import PREVIOUS, Previous, StepToken, TokenRule
+from ..types.requests import ImageBlock, PreparedImage, Prompt, SamplingParams, Token, num_positions
+from ..types.step import PREVIOUS, Previous, StepToken, TokenRule
 from .prefix_cache import Atom, Node
 from .shares import Account
 

@@ -1,9 +1,9 @@
 """The five skills, and all that a further one is made of (docs/skills.md)."""
 
 from ..errors import InvalidRequest
-from ..events import FinishReason, StreamUpdate
-from ..requests import Coord, Prompt, SamplingParams, Size
-from ..step import StepToken, TokenRule
+from ..types.events import FinishReason, StreamUpdate
+from ..types.requests import Coord, Prompt, SamplingParams, Size
+from ..types.step import StepToken, TokenRule
 from .answer import AnswerControl, AnswerOutput
 from .base import (
     SkillContext,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..detokenize import StreamingText
-from ..events import FinishReason, StreamUpdate
-from ..step import StepToken, TokenRule
+from ..types.events import FinishReason, StreamUpdate
+from ..types.step import StepToken, TokenRule
 from .base import SkillContext
+from .detokenize import StreamingText
 
 
 class AnswerControl:

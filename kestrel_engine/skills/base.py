@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..errors import InvalidRequest
-from ..events import EngineMetrics, EngineResult, FinishReason, StreamUpdate
-from ..model_config import ModelConfig
-from ..requests import Prompt, SamplingParams
-from ..step import StepToken, TokenRule
-from ..stream import EngineStream
+from ..front.stream import EngineStream
+from ..types.events import EngineMetrics, EngineResult, FinishReason, StreamUpdate
+from ..types.model_config import ModelConfig
+from ..types.requests import Prompt, SamplingParams
+from ..types.step import StepToken, TokenRule
 
 __all__ = [
     "EngineMetrics",

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..events import FinishReason, StreamUpdate
-from ..model_config import ModelConfig
-from ..requests import Coord, Size
-from ..step import StepToken, TokenRule
+from ..types.events import FinishReason, StreamUpdate
+from ..types.model_config import ModelConfig
+from ..types.requests import Coord, Size
+from ..types.step import StepToken, TokenRule
 
 
 class LocateControl:

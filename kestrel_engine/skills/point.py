@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..requests import check_spatial_refs, spatial_tokens
+from ..types.requests import check_spatial_refs, spatial_tokens
 from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, checked_text
 from .locate import LocateControl, LocateOutput
 from .settings import read_settings, reject_unknown

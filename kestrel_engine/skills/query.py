@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..detokenize import StreamingText
 from ..errors import InvalidRequest
-from ..events import FinishReason, StreamUpdate
-from ..requests import Coord, Prompt, check_spatial_refs, spatial_tokens
-from ..step import StepToken, TokenRule
+from ..types.events import FinishReason, StreamUpdate
+from ..types.requests import Coord, Prompt, check_spatial_refs, spatial_tokens
+from ..types.step import StepToken, TokenRule
 from .answer import AnswerControl, AnswerOutput
 from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, checked_text
+from .detokenize import StreamingText
 from .settings import read_settings, reject_unknown
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 
 from ..errors import SkillFault
-from ..model_config import ModelConfig
-from ..requests import Coord, Prompt, Size
-from ..step import TokenRule
+from ..types.model_config import ModelConfig
+from ..types.requests import Coord, Prompt, Size
+from ..types.step import TokenRule
 
 _MAX_REMEMBERED = 4096
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import SkillUnavailable
-from ..events import FinishReason, StreamUpdate
-from ..requests import Coord, Size, check_spatial_refs, spatial_tokens
-from ..step import StepToken, TokenRule
+from ..types.events import FinishReason, StreamUpdate
+from ..types.requests import Coord, Size, check_spatial_refs, spatial_tokens
+from ..types.step import StepToken, TokenRule
 from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, checked_text
 from .settings import read_settings, reject_unknown
 from .svg_path import PathError, SvgPathDecoder

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidRequest
-from ..requests import SamplingParams
+from ..types.requests import SamplingParams
 from .base import SkillDefaults
 
 SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "seed"})

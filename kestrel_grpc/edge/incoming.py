@@ -2,7 +2,7 @@
 
 gRPC brings a message only once it is asked for: until then a caller may send as much as a stream's window holds, 64
 KiB. So every method is registered as one that takes a stream of requests, and its handler asks for the first, when the
-caller is known and there is room for the largest message (security/message_room.py).
+caller is known and there is room for the largest message (security/admission/message_room.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from google.protobuf.message import DecodeError
 
 from kestrel_engine import InvalidRequest
 
-from ..security.admission import MessageTooLarge
-from ..security.message_limits import COPIES, MessageLimits
-from ..security.message_room import Hold
+from ..security.admission.admission import MessageTooLarge
+from ..security.admission.message_limits import COPIES, MessageLimits
+from ..security.admission.message_room import Hold
 from .call_limit import CallLimit
 from .errors import NoMessage
 from .inflating import inflated, is_compressed

@@ -19,9 +19,9 @@ import grpc
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 
-from ..security.guard import Guard
-from ..security.peers import address_of
-from ..security.principal import Principal, Scope
+from ..security.admission.guard import Guard
+from ..security.identity.peers import address_of
+from ..security.identity.principal import Principal, Scope
 from .bounded_context import BoundedContext
 from .call import Call, Context, id_from_metadata, new_id
 from .call_limit import CallLimit

@@ -15,8 +15,8 @@ import grpc
 
 from kestrel_engine import KestrelError
 
-from ..security.guard import Guard
-from ..security.peers import address_of
+from ..security.admission.guard import Guard
+from ..security.identity.peers import address_of
 from .bounded_context import BoundedContext
 from .call import UNKNOWN_METHOD, Call, Context, id_from_metadata, new_id
 from .call_limit import CallLimit

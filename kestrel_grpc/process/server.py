@@ -49,10 +49,10 @@ from ..monitoring.capture import Capture
 from ..monitoring.load import LoadMeter
 from ..monitoring.orca import LoadTrailer
 from ..monitoring.profiles import Profiles
-from ..security.file_modes import exposures
-from ..security.guard import Guard
+from ..security.admission.guard import Guard
+from ..security.files.file_modes import exposures
+from ..security.identity.tls import server_credentials
 from ..security.listening import add_port, check_exposure
-from ..security.tls import server_credentials
 from ..served_model import ServedModel, State
 from ..services import health
 from ..services.admin import AdminService

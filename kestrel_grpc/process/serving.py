@@ -10,8 +10,8 @@ import signal
 
 from kestrel_engine import InferenceEngine, KestrelError, RuntimeConfig, SkillRegistry
 
-from ..security.tls import TlsError
-from ..security.tokens import TokenFileError
+from ..security.identity.tls import TlsError
+from ..security.identity.tokens import TokenFileError
 from ..served_model import State
 from ..settings.addresses import AddressError, close_address
 from ..settings.server import ServerConfig

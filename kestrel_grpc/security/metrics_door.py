@@ -15,11 +15,11 @@ from typing import Any
 
 from ..settings.addresses import AddressError
 from ..settings.security import SecurityConfig, TlsFiles
-from .callers import AUTHORIZATION, CERTIFICATE, AuthContext, Callers
+from .files.watched_files import WatchedFiles
+from .identity.callers import AUTHORIZATION, CERTIFICATE, AuthContext, Callers
+from .identity.principal import NotAuthenticated, Scope, ScopeMissing
+from .identity.tls import TlsError, server_context, watched_paths
 from .listening import is_loopback
-from .principal import NotAuthenticated, Scope, ScopeMissing
-from .tls import TlsError, server_context, watched_paths
-from .watched_files import WatchedFiles
 
 logger = logging.getLogger(__name__)
 _WAYS = "a way to know who scrapes (--auth-tokens or KESTREL_API_KEY with --open-metrics off, --metrics-client-ca)"

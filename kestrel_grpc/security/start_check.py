@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..settings.security import SecurityConfig
-from .callers import Callers
+from .identity.callers import Callers
+from .identity.tls import server_credentials
 from .listening import check_exposure
 from .metrics_door import MetricsDoor
-from .tls import server_credentials
 
 
 def check_files_and_addresses(

@@ -27,7 +27,7 @@ from ..monitoring.profiles import (
     MIN_SECONDS,
     Profiles,
 )
-from ..security.guard import Guard
+from ..security.admission.guard import Guard
 from ..served_model import ServedModel
 from . import convert
 

@@ -1,6 +1,6 @@
 """The outline of a segment as a mask of the image, and the mask as a file. Knows no message.
 
-The SDK's parser and fill draw it (kestrel_client.svg_path, kestrel_client.rasterise), so a client that draws the path
+The SDK's parser and fill draw it (svg_path and rasterise in kestrel_client.drawing), so a client that draws the path
 itself gets the same pixels.
 """
 
@@ -11,8 +11,8 @@ from xml.sax.saxutils import quoteattr
 import numpy as np
 import pyvips
 
-from kestrel_client.rasterise import fill
-from kestrel_client.svg_path import polygons
+from kestrel_client.drawing.rasterise import fill
+from kestrel_client.drawing.svg_path import polygons
 
 MAX_MASK_PIXELS = 16_000_000
 """Largest image that a mask is drawn for, in pixels: 16 MB as a bool array."""

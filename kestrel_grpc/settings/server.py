@@ -155,7 +155,7 @@ class ServerConfig:
         "info",
         LOG,
         "least urgent messages to log, on standard error: debug, info, warning or error, then other levels for "
-        "single modules, like info,kestrel_engine.loop=debug",
+        "single modules, like info,kestrel_engine.steps.loop=debug",
         parse=checked_levels,
         metavar="LEVELS",
     )

@@ -20,8 +20,8 @@ from ..process.running import leave_now, load_unless_stopped, stop, until_failed
 from ..process.server import KestrelServer
 from ..process.skill_plugins import skill_registry
 from ..process.startup_progress import LoadingProgress
-from ..security.tls import TlsError
-from ..security.tokens import TokenFileError
+from ..security.identity.tls import TlsError
+from ..security.identity.tokens import TokenFileError
 from ..settings.addresses import AddressError
 from ..settings.sources import SettingsError
 from .line import ALIVE_INTERVAL_S, Alive, Failed, Ready, WorkerEnd

@@ -38,8 +38,8 @@ from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
-from kestrel_grpc.security.principal import Scope
-from kestrel_grpc.security.tokens import line_of, new_token
+from kestrel_grpc.security.identity.principal import Scope
+from kestrel_grpc.security.identity.tokens import line_of, new_token
 from tests.abuse.hand_made_calls import Body, HandMadeCalls, bomb, head
 
 ROOT = Path(__file__).parents[2]

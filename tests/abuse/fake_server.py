@@ -17,7 +17,7 @@ from typing import Any
 
 from kestrel_engine import InferenceEngine, ModelLoadError, RuntimeConfig
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_engine.step import RuntimeLimits, StepPlan
+from kestrel_engine.types.step import RuntimeLimits, StepPlan
 from kestrel_grpc.cli import parser
 from kestrel_grpc.workers import child
 from tests.engine.fakes import fake_build, never_ends

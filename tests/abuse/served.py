@@ -12,9 +12,9 @@ import time
 from types import TracebackType
 
 from kestrel_engine import InferenceEngine, RuntimeConfig
-from kestrel_engine.requests import Token
 from kestrel_engine.runtime.fake import FakeRuntime, hashed
-from kestrel_engine.step import RuntimeLimits
+from kestrel_engine.types.requests import Token
+from kestrel_engine.types.step import RuntimeLimits
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.security import SecurityConfig
 from kestrel_grpc.settings.server import ServerConfig

@@ -24,8 +24,8 @@ from benchmarks.soaking.rude_sockets import Asked, RudeCaller
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
-from kestrel_grpc.security.principal import Scope
-from kestrel_grpc.security.tokens import line_of
+from kestrel_grpc.security.identity.principal import Scope
+from kestrel_grpc.security.identity.tokens import line_of
 from tests.abuse.hand_made_calls import Body, HandMadeCalls, bomb
 from tests.abuse.process import ROOT, ServerProcess
 

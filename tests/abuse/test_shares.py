@@ -10,8 +10,8 @@ from benchmarks.traffic.flood import Flood
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
-from kestrel_grpc.security.principal import Scope
-from kestrel_grpc.security.tokens import line_of, new_token
+from kestrel_grpc.security.identity.principal import Scope
+from kestrel_grpc.security.identity.tokens import line_of, new_token
 from tests.abuse.process import ServerProcess
 
 IN_FLIGHT = 700

@@ -16,11 +16,11 @@ from benchmarks.compare_reference import Place, verdict
 from benchmarks.models.sides import IN_FP8, Request, Side
 from benchmarks.reports.report import Report
 from kestrel_engine.models.moondream import Moondream
-from kestrel_engine.requests import Coord, ImageBlock, SamplingParams
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.skills import SkillContext, SkillRequest
-from kestrel_engine.step import StepToken
+from kestrel_engine.types.requests import Coord, ImageBlock, SamplingParams
+from kestrel_engine.types.step import StepToken
 from tests.engine.runtime.gpu.small_models import picture, small_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

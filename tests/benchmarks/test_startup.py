@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import startup
-from kestrel_engine.checkpoint.loader import load_checkpoint
+from kestrel_engine.checkpoint.weights.loader import load_checkpoint
 
 
 def test_a_written_checkpoint_is_complete_and_keeps_its_eight_bits(tmp_path):

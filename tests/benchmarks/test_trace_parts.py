@@ -14,7 +14,7 @@ from benchmarks.traffic.callers import Answer
 from benchmarks.traffic.step_log import StepLog
 from benchmarks.traffic.trace_run import steady
 from kestrel_engine.errors import InvalidRequest
-from kestrel_engine.model_config import parse_model_config
+from kestrel_engine.types.model_config import parse_model_config
 
 
 def answer(seen: list[tuple[float, int]]) -> Answer:

@@ -27,7 +27,7 @@ from kestrel_client import (
     Timings,
     Usage,
 )
-from kestrel_client.drawing import COLOURS
+from kestrel_client.drawing.paint import COLOURS
 
 GREY = (128, 128, 128)
 CIRCLE = "M 0 0.5 A 0.5 0.5 0 0 1 1 0.5 A 0.5 0.5 0 0 1 0 0.5 z"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from kestrel_client import InvalidImageError, RequestTooLargeError
-from kestrel_client.fetching import fetch
-from kestrel_client.images import loaded, to_image
+from kestrel_client.images.fetching import fetch
+from kestrel_client.images.images import loaded, to_image
 
 
 class Handler(BaseHTTPRequestHandler):

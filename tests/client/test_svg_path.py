@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kestrel_client.svg_path import Polygon, polygons
+from kestrel_client.drawing.svg_path import Polygon, polygons
 
 
 def signed_area(polygon: Polygon) -> float:

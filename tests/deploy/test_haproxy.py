@@ -20,8 +20,8 @@ from kestrel_client._pb.kestrel.v1 import admin_service_pb2, common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
-from kestrel_grpc.security.principal import Scope
-from kestrel_grpc.security.tokens import line_of, new_token
+from kestrel_grpc.security.identity.principal import Scope
+from kestrel_grpc.security.identity.tokens import line_of, new_token
 from tests.abuse.hand_made_calls import head
 from tests.abuse.process import ServerProcess
 from tests.service.security.conftest import make_authority

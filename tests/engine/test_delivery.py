@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from kestrel_engine import delivery
-from kestrel_engine.delivery import DeliveryThread, Progress
 from kestrel_engine.errors import RuntimeFailure
-from kestrel_engine.events import StreamUpdate
-from kestrel_engine.step import StepToken
-from kestrel_engine.stream import EngineStream
+from kestrel_engine.front.stream import EngineStream
+from kestrel_engine.steps import delivery
+from kestrel_engine.steps.delivery import DeliveryThread, Progress
+from kestrel_engine.types.events import StreamUpdate
+from kestrel_engine.types.step import StepToken
 
 
 class Letters:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from kestrel_engine.detokenize import StreamingText
 from kestrel_engine.preprocess.prompt import Tokenizer
+from kestrel_engine.skills.detokenize import StreamingText
 
 GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
 TOKENIZER = Tokenizer.from_file(GOLDENS / "tokenizer.json")

@@ -15,7 +15,7 @@ from kestrel_engine import (
 )
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.skills import QuerySkill
-from kestrel_engine.step import TokenRule
+from kestrel_engine.types.step import TokenRule
 from tests.engine.fakes import (
     GREEDY,
     PICTURE,

@@ -177,7 +177,7 @@ def test_a_program_that_ends_without_shutdown_leaves_no_step_running():
 import asyncio, logging
 from kestrel_engine import InferenceEngine, RuntimeConfig
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_engine.step import RuntimeLimits
+from kestrel_engine.types.step import RuntimeLimits
 from tests.engine.fakes import fake_build
 
 class Told(FakeRuntime):

@@ -5,9 +5,9 @@ import pytest
 import pyvips
 
 from kestrel_engine.exact_resize import ONE_BITS, AxisPass, is_exact, passes
-from kestrel_engine.model_config import VisionConfig
 from kestrel_engine.preprocess.crops import prepare, select_tiling
 from kestrel_engine.preprocess.decoded_image import DecodedImage
+from kestrel_engine.types.model_config import VisionConfig
 
 FULL = VisionConfig()
 TINY = VisionConfig(crop_size=252, max_crops=6, overlap_margin=4)

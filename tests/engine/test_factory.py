@@ -14,8 +14,8 @@ from kestrel_engine import (
     RuntimeConfig,
     factory,
 )
-from kestrel_engine.checkpoint import kv_scales
 from kestrel_engine.checkpoint.catalog import BUNDLED
+from kestrel_engine.checkpoint.weights import kv_scales
 from kestrel_engine.runtime.gpu import device as gpu_device
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 
@@ -76,7 +76,7 @@ def test_a_small_pool_shortens_the_longest_sequence(golden_folder):
 
 
 def test_too_little_memory_for_one_picture_says_so(golden_folder, monkeypatch):
-    from kestrel_engine.checkpoint import memory
+    from kestrel_engine.checkpoint.weights import memory
 
     config = RuntimeConfig(model_path=golden_folder("md2"), device="cpu")
     room = iter([10**9, 10**6])

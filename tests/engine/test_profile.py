@@ -10,7 +10,7 @@ import pytest
 from kestrel_engine import InferenceEngine, ProfileError, ProfileRequest, RuntimeConfig
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.runtime.profile import StepProfile
-from kestrel_engine.step import RuntimeLimits
+from kestrel_engine.types.step import RuntimeLimits
 from tests.engine.fakes import fake_build, never_ends
 
 LIMITS = RuntimeLimits(

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kestrel_engine import InsufficientMemoryError, RuntimeConfig, factory, sizing
-from kestrel_engine.checkpoint.random_weights import random_checkpoint, weight_bytes
-from kestrel_engine.model_config import parse_model_config
+from kestrel_engine.checkpoint.weights.random_weights import random_checkpoint, weight_bytes
 from kestrel_engine.sizing import GIB, fit
+from kestrel_engine.types.model_config import parse_model_config
 
 
 def config(model="moondream2", **more):

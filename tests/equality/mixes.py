@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kestrel_engine import EngineResult, InferenceEngine, RuntimeConfig
-from kestrel_engine.observer import ImageEvent, RequestEvent, StepEvent
+from kestrel_engine.types.observer import ImageEvent, RequestEvent, StepEvent
 
 SAMPLED = {"temperature": 1.0, "top_p": 0.9}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kestrel_engine.requests import PreparedImage
+from kestrel_engine.types.requests import PreparedImage
 from tests.golden.checkpoint import DATA
 from tests.golden.goldens import Golden, load_golden, load_pictures
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from kestrel_engine.requests import Prompt, SamplingParams, Token, num_positions
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.skills.base import SkillControl, SkillOutput
-from kestrel_engine.step import Row, SampleSpec, StepPlan, StepToken, TokenRule
+from kestrel_engine.types.requests import Prompt, SamplingParams, Token, num_positions
+from kestrel_engine.types.step import Row, SampleSpec, StepPlan, StepToken, TokenRule
 
 
 @dataclass

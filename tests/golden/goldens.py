@@ -11,17 +11,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kestrel_engine.checkpoint.loader import load_checkpoint
+from kestrel_engine.checkpoint.weights.loader import load_checkpoint
 from kestrel_engine.config import ImageLimits
-from kestrel_engine.model_config import ModelConfig
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.images import open_image
 from kestrel_engine.preprocess.prompt import Tokenizer
-from kestrel_engine.requests import Coord, ImageBlock, PreparedImage, Prompt, Size, Token
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.skills.base import SkillContext
-from kestrel_engine.step import EncodeSlice, StepPlan
+from kestrel_engine.types.model_config import ModelConfig
+from kestrel_engine.types.requests import Coord, ImageBlock, PreparedImage, Prompt, Size, Token
+from kestrel_engine.types.step import EncodeSlice, StepPlan
 from tests.golden.checkpoint import DATA
 
 COMPLETE = Path(__file__).parents[3] / "shared" / "goldens"
@@ -114,7 +114,7 @@ def load_pictures() -> dict[str, PreparedImage]:
 
 
 def load_config_only(name: str) -> ModelConfig:
-    from kestrel_engine.model_config import parse_model_config
+    from kestrel_engine.types.model_config import parse_model_config
 
     return parse_model_config(json.loads((DATA / name / "config.json").read_text()))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kestrel_engine.requests import Coord, PreparedImage, Size
+from kestrel_engine.types.requests import Coord, PreparedImage, Size
 from tests.golden.checks import Case, fed_tokens
 from tests.golden.driver import Feed, pages_for
 from tests.golden.goldens import Golden

@@ -10,7 +10,7 @@ import pytest
 import pyvips
 from safetensors.torch import load_file
 
-from kestrel_engine.requests import PreparedImage
+from kestrel_engine.types.requests import PreparedImage
 from tests.golden.checks import (
     BLOCK_CASES,
     check_blocks,

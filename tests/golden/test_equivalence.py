@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kestrel_engine.requests import Coord, ImageBlock, PreparedImage, Prompt, Size, num_positions
-from kestrel_engine.step import Row
+from kestrel_engine.types.requests import (
+    Coord,
+    ImageBlock,
+    PreparedImage,
+    Prompt,
+    Size,
+    num_positions,
+)
+from kestrel_engine.types.step import Row
 from tests.golden.driver import Feed, pages_for
 from tests.golden.goldens import Golden
 

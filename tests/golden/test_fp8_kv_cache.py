@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from kestrel_engine.models.moondream import Moondream
-from kestrel_engine.requests import ImageBlock, PreparedImage
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
-from kestrel_engine.step import Row
+from kestrel_engine.types.requests import ImageBlock, PreparedImage
+from kestrel_engine.types.step import Row
 from tests.engine.runtime.rounded_attention import RoundedAttention
 from tests.golden.checks import new_job
 from tests.golden.driver import Feed, pages_for, run_jobs

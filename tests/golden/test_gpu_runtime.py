@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kestrel_engine.requests import PreparedImage
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
+from kestrel_engine.types.requests import PreparedImage
 from tests.golden.checks import check_job, new_job
 from tests.golden.driver import Feed, pages_for, run_jobs
 from tests.golden.goldens import Golden

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kestrel_engine.requests import PreparedImage
+from kestrel_engine.types.requests import PreparedImage
 from tests.golden.checkpoint import DATA
 from tests.golden.checks import check_vision
 from tests.golden.goldens import Golden

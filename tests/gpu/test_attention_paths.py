@@ -10,15 +10,15 @@ import dataclasses
 import pytest
 import torch
 
-from kestrel_engine.checkpoint.loader import load_checkpoint
+from kestrel_engine.checkpoint.weights.loader import load_checkpoint
 from kestrel_engine.errors import ConfigError
-from kestrel_engine.model_config import TextConfig
-from kestrel_engine.requests import Coord, Size
-from kestrel_engine.runtime.gpu.decode_attention import FlashInferRows
+from kestrel_engine.runtime.gpu.attention.decode import FlashInferRows
+from kestrel_engine.runtime.gpu.attention.flashinfer_paged import FlashInfer
 from kestrel_engine.runtime.gpu.device import library_version
-from kestrel_engine.runtime.gpu.flashinfer_attention import FlashInfer
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
-from kestrel_engine.step import PREVIOUS, Row, RuntimeLimits, StepToken, TokenRule
+from kestrel_engine.types.model_config import TextConfig
+from kestrel_engine.types.requests import Coord, Size
+from kestrel_engine.types.step import PREVIOUS, Row, RuntimeLimits, StepToken, TokenRule
 from tests.golden.checkpoint import DATA
 from tests.golden.checks import check_job, new_job
 from tests.golden.driver import Feed, Job, pages_for, run_jobs

@@ -9,7 +9,7 @@ import torch
 
 from kestrel_engine import InferenceEngine, RuntimeConfig, factory
 from kestrel_engine.runtime.gpu import device as gpu_device
-from kestrel_engine.step import Row
+from kestrel_engine.types.step import Row
 from tests.golden.test_engine import CHECKS, cases, check_text, run
 from tests.gpu.test_torch_runtime_cuda import PICTURE
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kestrel_engine.checkpoint.device_reader import DeviceReader
 from kestrel_engine.checkpoint.files import read_headers
-from kestrel_engine.checkpoint.random_weights import random_checkpoint
-from kestrel_engine.model_config import parse_model_config
+from kestrel_engine.checkpoint.weights.device_reader import DeviceReader
+from kestrel_engine.checkpoint.weights.random_weights import random_checkpoint
+from kestrel_engine.types.model_config import parse_model_config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,7 +44,7 @@ def test_many_pieces_arrive_while_memory_is_used_again(tmp_path, name):
 
 def test_kept_experts_and_fingerprint(tmp_path):
     from benchmarks.startup import write_checkpoint
-    from kestrel_engine.checkpoint.loader import load_checkpoint
+    from kestrel_engine.checkpoint.weights.loader import load_checkpoint
 
     write_checkpoint("kestrel-tiny", tmp_path, device="cpu", keep_fp8=True)
     on_cpu, on_cuda = (

@@ -13,9 +13,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kestrel_engine.info import CompileCounts
 from kestrel_engine.kernels import compile_meter
 from kestrel_engine.kernels.compile_meter import CompileMeter, watch_compiler
+from kestrel_engine.types.info import CompileCounts
 
 
 def add_one(pointer, BLOCK: tl.constexpr):

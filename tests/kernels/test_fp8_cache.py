@@ -5,10 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kestrel_engine.kernels.attention.paged_decode import (
+    DecodeConfig,
+    DecodeWorkspace,
+    paged_decode,
+)
+from kestrel_engine.kernels.attention.paged_text import TILE_QUERIES, paged_text
+from kestrel_engine.kernels.attention.rope_store import rope_store
 from kestrel_engine.kernels.e4m3 import has_units
-from kestrel_engine.kernels.paged_decode import DecodeConfig, DecodeWorkspace, paged_decode
-from kestrel_engine.kernels.paged_text import TILE_QUERIES, paged_text
-from kestrel_engine.kernels.rope_store import rope_store
 from tests.kernels.attention_cases import Case, decode_reference, prepared, relative_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -6,8 +6,14 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from kestrel_engine.kernels.fp8_gelu import Tile, bounds, fp8_gelu, programs
-from kestrel_engine.kernels.fp8_rows import FP8, FP8_MAX, Fp8Rows, layer_norm_fp8, quantise_rows
+from kestrel_engine.kernels.linear.fp8_gelu import Tile, bounds, fp8_gelu, programs
+from kestrel_engine.kernels.linear.fp8_rows import (
+    FP8,
+    FP8_MAX,
+    Fp8Rows,
+    layer_norm_fp8,
+    quantise_rows,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16

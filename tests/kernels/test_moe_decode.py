@@ -5,8 +5,8 @@ import torch
 
 from tests.kernels.moe_layer import DEVICE, Layer, poisoned, relative_error
 
-moe_decode = pytest.importorskip("kestrel_engine.kernels.moe_decode")
-route = pytest.importorskip("kestrel_engine.kernels.moe_route").route
+moe_decode = pytest.importorskip("kestrel_engine.kernels.moe.decode")
+route = pytest.importorskip("kestrel_engine.kernels.moe.route").route
 
 F32, F16 = torch.float32, torch.float16
 

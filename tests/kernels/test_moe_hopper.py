@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 from tests.kernels.moe_layer import DEVICE, Layer, poisoned, relative_error
 
-moe_hopper = pytest.importorskip("kestrel_engine.kernels.moe_hopper")
-moe_prefill = pytest.importorskip("kestrel_engine.kernels.moe_prefill")
-route = pytest.importorskip("kestrel_engine.kernels.moe_route").route
-Experts = pytest.importorskip("kestrel_engine.kernels.moe_tile").Experts
-quantise_rows = pytest.importorskip("kestrel_engine.kernels.fp8_rows").quantise_rows
+moe_hopper = pytest.importorskip("kestrel_engine.kernels.moe.hopper")
+moe_prefill = pytest.importorskip("kestrel_engine.kernels.moe.prefill")
+route = pytest.importorskip("kestrel_engine.kernels.moe.route").route
+Experts = pytest.importorskip("kestrel_engine.kernels.moe.tile").Experts
+quantise_rows = pytest.importorskip("kestrel_engine.kernels.linear.fp8_rows").quantise_rows
 
 ON_HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
 
@@ -144,7 +144,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from kestrel_engine.kernels import moe_hopper
+from kestrel_engine.kernels.moe import hopper as moe_hopper
 
 for up, fp8, tile in (True, False, 128), (False, False, 64), (False, True, 128):
     rows, block = ("fp8e4nv", 128) if fp8 else ("fp16", 64)

@@ -5,8 +5,8 @@ import torch
 
 from tests.kernels.moe_layer import DEVICE, Layer, poisoned, relative_error
 
-moe_prefill = pytest.importorskip("kestrel_engine.kernels.moe_prefill")
-route = pytest.importorskip("kestrel_engine.kernels.moe_route").route
+moe_prefill = pytest.importorskip("kestrel_engine.kernels.moe.prefill")
+route = pytest.importorskip("kestrel_engine.kernels.moe.route").route
 
 F32, F16 = torch.float32, torch.float16
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-moe_route = pytest.importorskip("kestrel_engine.kernels.moe_route")
+moe_route = pytest.importorskip("kestrel_engine.kernels.moe.route")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from kestrel_engine.kernels.moe_route import route
-from kestrel_engine.kernels.moe_router import RouterWorkspace, route_tokens
+from kestrel_engine.kernels.moe.route import route
+from kestrel_engine.kernels.moe.router import RouterWorkspace, route_tokens
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

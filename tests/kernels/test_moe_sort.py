@@ -5,9 +5,9 @@ import torch
 
 from tests.kernels.moe_layer import DEVICE, poisoned
 
-moe_sort = pytest.importorskip("kestrel_engine.kernels.moe_sort")
-moe_hopper = pytest.importorskip("kestrel_engine.kernels.moe_hopper")
-Fp8Rows = pytest.importorskip("kestrel_engine.kernels.fp8_rows").Fp8Rows
+moe_sort = pytest.importorskip("kestrel_engine.kernels.moe.sort")
+moe_hopper = pytest.importorskip("kestrel_engine.kernels.moe.hopper")
+Fp8Rows = pytest.importorskip("kestrel_engine.kernels.linear.fp8_rows").Fp8Rows
 
 ORDER = torch.tensor([11, 0, 5, 7, 3], dtype=torch.int32, device=DEVICE)
 TOKENS = [5, 0, 2, 3, 1]

@@ -5,10 +5,10 @@ import torch
 
 from tests.kernels.moe_layer import DEVICE, Layer, relative_error
 
-tile = pytest.importorskip("kestrel_engine.kernels.moe_tile")
-moe_decode = pytest.importorskip("kestrel_engine.kernels.moe_decode").moe_decode
-moe_prefill = pytest.importorskip("kestrel_engine.kernels.moe_prefill").moe_prefill
-route = pytest.importorskip("kestrel_engine.kernels.moe_route").route
+tile = pytest.importorskip("kestrel_engine.kernels.moe.tile")
+moe_decode = pytest.importorskip("kestrel_engine.kernels.moe.decode").moe_decode
+moe_prefill = pytest.importorskip("kestrel_engine.kernels.moe.prefill").moe_prefill
+route = pytest.importorskip("kestrel_engine.kernels.moe.route").route
 random_experts = pytest.importorskip("benchmarks.kernels.random_experts").random_experts
 
 

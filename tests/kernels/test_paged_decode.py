@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kestrel_engine.kernels import paged_decode as paged_decode_module
-from kestrel_engine.kernels.paged_decode import (
+from kestrel_engine.kernels.attention import paged_decode as paged_decode_module
+from kestrel_engine.kernels.attention.paged_decode import (
     DecodeConfig,
     DecodeWorkspace,
     candidates,

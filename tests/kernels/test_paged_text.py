@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kestrel_engine.kernels.paged_text import TILE_QUERIES, TILE_WIDTH, paged_text
+from kestrel_engine.kernels.attention.paged_text import TILE_QUERIES, TILE_WIDTH, paged_text
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-kernel = pytest.importorskip("kestrel_engine.kernels.read_bins")
+kernel = pytest.importorskip("kestrel_engine.kernels.sampling.read_bins")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

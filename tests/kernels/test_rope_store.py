@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kestrel_engine.kernels.rope_store import rope_store
+from kestrel_engine.kernels.attention.rope_store import rope_store
 from tests.kernels.attention_cases import prepared, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

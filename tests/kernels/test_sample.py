@@ -8,12 +8,12 @@ import random
 import pytest
 import torch
 
-from kestrel_engine.requests import SamplingParams
 from kestrel_engine.runtime.sampler import sample
-from kestrel_engine.step import SampleSpec, TokenRule, uniform
+from kestrel_engine.types.requests import SamplingParams
+from kestrel_engine.types.step import SampleSpec, TokenRule, uniform
 
-kernel = pytest.importorskip("kestrel_engine.kernels.sample")
-layout = pytest.importorskip("kestrel_engine.kernels.sample_logits")
+kernel = pytest.importorskip("kestrel_engine.kernels.sampling.sample")
+layout = pytest.importorskip("kestrel_engine.kernels.sampling.logits")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = kernel.Tiles(chunk=64, edges=4, fine=4, short=4, listed=16, block=32, pivots=4)

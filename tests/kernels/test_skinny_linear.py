@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from kestrel_engine.kernels.skinny_linear import (
+from kestrel_engine.kernels.linear.skinny_linear import (
     Tiling,
     content_parts,
     default_splits,

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kestrel_engine.kernels.tau_content import TauWorkspace, tau_content
+from kestrel_engine.kernels.attention.tau_content import TauWorkspace, tau_content
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -16,7 +16,7 @@ from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStu
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_engine import InferenceEngine, RuntimeConfig, SkillRegistry
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_engine.step import RuntimeLimits
+from kestrel_engine.types.step import RuntimeLimits
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.server import ServerConfig
 from tests.engine.fakes import fake_build

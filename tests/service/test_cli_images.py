@@ -9,8 +9,8 @@ import sys
 import pytest
 from PIL import Image
 
-from kestrel_grpc.cli import inputs
 from kestrel_grpc.cli.parser import COMMANDS, main
+from kestrel_grpc.cli.requests import inputs
 from kestrel_grpc.cli.terminal import styled
 from tests.client.test_fetching import web as web
 from tests.service.test_cli_pictures import PICTURE
@@ -161,7 +161,7 @@ def test_save_to_standard_output_is_the_image_alone():
 
 async def test_save_to_standard_output(kestrel, monkeypatch):
     written = io.TextIOWrapper(io.BytesIO())
-    monkeypatch.setattr("kestrel_grpc.cli.painted.sys.stdout", written)
+    monkeypatch.setattr("kestrel_grpc.cli.requests.painted.sys.stdout", written)
     status, _, _ = await kestrel("detect", PICTURE, "cat", "--save", "-", "--json")
     assert status == 0
     with Image.open(io.BytesIO(written.buffer.getvalue())) as image:

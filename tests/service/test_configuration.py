@@ -76,7 +76,7 @@ def test_the_file_gives_what_flags_and_variables_do_not(file):
         [telemetry]
         orca = true
         [log]
-        log-level = "info,kestrel_engine.loop=debug"
+        log-level = "info,kestrel_engine.steps.loop=debug"
         [security]
         auth-tokens = "/etc/kestrel/tokens"
         open-health = "off"
@@ -94,7 +94,7 @@ def test_the_file_gives_what_flags_and_variables_do_not(file):
         assert runtime.kv_cache_gib == 1.5
         assert server.listen == ("127.0.0.1:1", "unix:/run/a")
         assert (server.grace_s, server.orca) == (2, True)
-        assert server.log_level == "info,kestrel_engine.loop=debug"
+        assert server.log_level == "info,kestrel_engine.steps.loop=debug"
         assert server.security.auth_tokens == "/etc/kestrel/tokens"
         assert not server.security.open_health
         assert server.security.calls.rate == 2.5

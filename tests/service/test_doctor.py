@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from kestrel_engine import RuntimeConfig
-from kestrel_grpc.cli import doctor_checks as doctor
+from kestrel_grpc.cli.operation import doctor_checks as doctor
 from kestrel_grpc.settings.configuration import known_settings
 from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
 from kestrel_grpc.settings.server import ServerConfig

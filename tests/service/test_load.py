@@ -21,8 +21,8 @@ from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.edge.call import Call
 from kestrel_grpc.monitoring.load import WINDOW_S, LoadMeter
 from kestrel_grpc.monitoring.orca import FRESH_S, LoadTrailer
-from kestrel_grpc.security.principal import Scope
-from kestrel_grpc.security.tokens import line_of, new_token
+from kestrel_grpc.security.identity.principal import Scope
+from kestrel_grpc.security.identity.tokens import line_of, new_token
 from kestrel_grpc.served_model import ServedModel
 from kestrel_grpc.settings.security import SecurityConfig
 from tests.service.conftest import LIMITS, raw_image

@@ -43,7 +43,10 @@ SECRETS = {
 @pytest.fixture
 def logs():
     """Sets logging up as the server does; what is written comes back, and all is as before in the end."""
-    root, names = logging.getLogger(), ("", "pyvips", "kestrel_engine.loop", "kestrel_grpc.access")
+    root, names = (
+        logging.getLogger(),
+        ("", "pyvips", "kestrel_engine.steps.loop", "kestrel_grpc.access"),
+    )
     before = root.handlers[:], {name: logging.getLogger(name).level for name in names}
     stream = io.StringIO()
     yield lambda levels, format: set_up_logging(levels, format, stream) or stream
@@ -66,8 +69,8 @@ def test_levels_are_read_by_module():
 
 
 def test_a_module_has_its_own_level(logs):
-    stream = logs("warning,kestrel_engine.loop=debug", "json")
-    logging.getLogger("kestrel_engine.loop").debug("heard")
+    stream = logs("warning,kestrel_engine.steps.loop=debug", "json")
+    logging.getLogger("kestrel_engine.steps.loop").debug("heard")
     logging.getLogger("kestrel_engine.engine").info("not heard")
     logging.getLogger("pyvips.voperation").info("not heard")
     assert [entry["message"] for entry in entries(stream)] == ["heard"]

@@ -22,7 +22,7 @@ from kestrel_client import (
     UnavailableError,
 )
 from kestrel_client._pb.kestrel.v1 import admin_service_pb2 as pb
-from kestrel_client.administration import Captures, MethodStatistics
+from kestrel_client.administration.messages import Captures, MethodStatistics
 from kestrel_grpc.settings.debug import DebugConfig
 from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
 from tests.service.conftest import raw_image
@@ -116,15 +116,15 @@ async def test_flush(serve, kind):
 
 
 async def test_log_levels(serve, kind):
-    root, loop = logging.getLogger(), logging.getLogger("kestrel_engine.loop")
+    root, loop = logging.getLogger(), logging.getLogger("kestrel_engine.steps.loop")
     before = root.level, loop.level
     served = await serve(server_config=CONFIG)
     try:
         async with open_admin(kind, served) as admin:
             await admin.set_log_level("error")
             assert await admin.set_log_level("info") == "error"
-            assert await admin.set_log_level("debug", "kestrel_engine.loop") is None
-            assert await admin.set_log_level("warning", "kestrel_engine.loop") == "debug"
+            assert await admin.set_log_level("debug", "kestrel_engine.steps.loop") is None
+            assert await admin.set_log_level("warning", "kestrel_engine.steps.loop") == "debug"
             assert (root.level, loop.level) == (logging.INFO, logging.WARNING)
             with pytest.raises(InvalidRequestError, match="level='loud': must be one of debug"):
                 await admin.set_log_level("loud")

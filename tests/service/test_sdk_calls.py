@@ -32,8 +32,8 @@ from kestrel_client import (
     TaskDone,
     TaskEvent,
     TextDelta,
-    stored,
 )
+from kestrel_client.images import stored
 from tests.service.conftest import LIMITS
 
 GREEDY = {"temperature": 0.0, "max_tokens": 4}

@@ -6,13 +6,15 @@ Importing it loads gRPC and protobuf, never numpy, Pillow or torch.
 
 from __future__ import annotations
 
-from .admin import KestrelAdmin
-from .administration import Captures, LogLevel, MethodStatistics, Profile, ServerStatistics
-from .async_admin import AsyncKestrelAdmin
-from .async_client import AsyncKestrelClient
-from .client import KestrelClient
+from .administration.admin import KestrelAdmin
+from .administration.async_admin import AsyncKestrelAdmin
+from .administration.messages import Captures, LogLevel, MethodStatistics, Profile, ServerStatistics
+from .calls.async_client import AsyncKestrelClient
+from .calls.client import KestrelClient
+from .calls.requests import CallOptions, CaptionLength, HandlingOptions, Priority
+from .calls.streams import AsyncStream, Stream
 from .connection import Metadata, Tls
-from .description import Model, ServerCapabilities, ServerInfo, ServerLimits, ServerLoad
+from .drawing.marks import Marks, Mask, MaskFormat
 from .errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -35,12 +37,11 @@ from .errors import (
     UnavailableError,
     UnimplementedError,
 )
-from .events import Event, PathPiece, ReasoningDelta, TextDelta
-from .geometry import Box, ImageSize, Point, SpatialRef
-from .images import ImageHandle, ImageInput
-from .marks import Marks, Mask, MaskFormat
-from .requests import CallOptions, CaptionLength, HandlingOptions, Priority
-from .results import (
+from .images.images import ImageHandle, ImageInput
+from .values.description import Model, ServerCapabilities, ServerInfo, ServerLimits, ServerLoad
+from .values.events import Event, PathPiece, ReasoningDelta, TextDelta
+from .values.geometry import Box, ImageSize, Point, SpatialRef
+from .values.results import (
     CaptionResult,
     DetectResult,
     FinishReason,
@@ -54,8 +55,7 @@ from .results import (
     Timings,
     Usage,
 )
-from .streams import AsyncStream, Stream
-from .tasks import (
+from .values.tasks import (
     AnalyzeResult,
     CaptionTask,
     DetectTask,

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ...kernels.decode_io import COORD, PREVIOUS, SIZE, TEXT, feed_rows
 from ...models.moondream import Moondream
-from ...requests import Coord, Size
-from ...step import Previous, Row
+from ...types.requests import Coord, Size
+from ...types.step import Previous, Row
 from ..kv_cache import KvCache
-from .decode_attention import FlashInferRows
+from .attention.decode import FlashInferRows
 from .graphs import DecodeGraphs, Progress, Variant, ladder
-from .row_sampler import RowSampler
-from .sequence_state import SequenceState
-from .text import FusedText
+from .sampling.rows import RowSampler
+from .state.sequence_state import SequenceState
+from .text.decoder import FusedText
 
 
 class Decode:

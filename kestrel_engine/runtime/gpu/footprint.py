@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ...model_config import ModelConfig
+from ...types.model_config import ModelConfig
 
 PASS_POSITIONS = 12_288
 """Positions of one prefill pass: bounds its activations. 16 pictures; larger passes are no faster."""

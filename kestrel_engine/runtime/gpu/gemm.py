@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...kernels.fp8_gelu import bounds, fp8_gelu, programs
-from ...kernels.fp8_rows import FP8, FP8_MAX, LEAST_PEAK, Fp8Rows, quantise_rows
+from ...kernels.linear.fp8_gelu import bounds, fp8_gelu, programs
+from ...kernels.linear.fp8_rows import FP8, FP8_MAX, LEAST_PEAK, Fp8Rows, quantise_rows
 from ...models.layers import Linear
 
 FP8_ALIGNMENT = 16

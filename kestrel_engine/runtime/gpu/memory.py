@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ...config import RuntimeConfig
 from ...errors import InsufficientMemoryError
-from ...model_config import ModelConfig
+from ...types.model_config import ModelConfig
 
 GIB = 2**30
 CUDA_SHARE = 0.9

@@ -19,29 +19,29 @@ import torch
 from torch import Tensor
 
 from ...kernels.decode_io import RESULT_WIDTH, flag_rows
-from ...model_config import ModelConfig
 from ...models.kv_format import Scales
 from ...models.moondream import Moondream
-from ...step import Row, RuntimeLimits, StepPlan, StepResult
+from ...types.model_config import ModelConfig
+from ...types.step import Row, RuntimeLimits, StepPlan, StepResult
 from ..kv_cache import KvCache
 from ..lost_work import LostWork
 from ..protocol import StepHandle
+from .attention.decode import FlashInferRows
+from .attention.prefill import choose_attention
 from .decode import Decode
-from .decode_attention import FlashInferRows
 from .device import capabilities
 from .footprint import FP8_PREFILL, FP8_VISION
 from .graphs import Progress
-from .pictures import EncodedPictures
-from .prefill import Prefill
-from .prefill_attention import choose_attention
-from .prefill_graphs import PrefillGraphs
-from .row_sampler import RowSampler, spec_of
-from .rules import decode_results
-from .sequence_state import SequenceState
-from .staging import Results, Uploader
-from .text import FusedText
-from .vision import MAX_CROPS, FusedVision
-from .vision_graphs import VisionGraphs
+from .prefill.graphs import PrefillGraphs
+from .prefill.prefill import Prefill
+from .sampling.rows import RowSampler, spec_of
+from .sampling.rules import decode_results
+from .state.sequence_state import SequenceState
+from .state.staging import Results, Uploader
+from .text.decoder import FusedText
+from .vision.graphs import VisionGraphs
+from .vision.images import EncodedPictures
+from .vision.tower import MAX_CROPS, FusedVision
 from .weights import pack_weights
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ...model_config import ModelConfig
+from ...types.model_config import ModelConfig
 
 PATCH_ALIGNMENT = 16
 """Columns of the patch embedding are padded to a multiple of it: 588 elements of two bytes are not a whole number of

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from kestrel_engine.checkpoint.expected import expected_tensors
-from kestrel_engine.model_config import Family, ModelConfig, parse_model_config
+from kestrel_engine.checkpoint.weights.expected import expected_tensors
+from kestrel_engine.types.model_config import Family, ModelConfig, parse_model_config
 
 Tensors = dict[str, torch.Tensor]
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kestrel_engine.checkpoint import device_reader
 from kestrel_engine.checkpoint.config_file import config_beside
-from kestrel_engine.checkpoint.device_reader import DeviceReader, data_places
 from kestrel_engine.checkpoint.files import find_files, read_headers
-from kestrel_engine.checkpoint.finite import FiniteCheck, is_finite
-from kestrel_engine.checkpoint.loader import load_planned
-from kestrel_engine.checkpoint.plan import model_config_for, plan_checkpoint
+from kestrel_engine.checkpoint.weights import device_reader
+from kestrel_engine.checkpoint.weights.device_reader import DeviceReader, data_places
+from kestrel_engine.checkpoint.weights.finite import FiniteCheck, is_finite
+from kestrel_engine.checkpoint.weights.loader import load_planned
+from kestrel_engine.checkpoint.weights.plan import model_config_for, plan_checkpoint
 from kestrel_engine.errors import CheckpointError
 
 CPU = torch.device("cpu")

@@ -1,7 +1,7 @@
 from math import prod
 
-from kestrel_engine.checkpoint.expected import OPTIONAL, expected_tensors, parameter_count
-from kestrel_engine.model_config import parse_model_config
+from kestrel_engine.checkpoint.weights.expected import OPTIONAL, expected_tensors, parameter_count
+from kestrel_engine.types.model_config import parse_model_config
 
 MD2 = parse_model_config({}, family="moondream2")
 MD3 = parse_model_config({}, family="moondream3")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kestrel_engine.checkpoint.fp8 import LARGEST, dequantise, quantise_rows
-from kestrel_engine.checkpoint.loader import load_checkpoint
+from kestrel_engine.checkpoint.weights.fp8 import LARGEST, dequantise, quantise_rows
+from kestrel_engine.checkpoint.weights.loader import load_checkpoint
 from kestrel_engine.errors import CheckpointError
 from kestrel_engine.models.text import Moe
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_engine.checkpoint.memory import host_available
+from kestrel_engine.checkpoint.weights.memory import host_available
 
 GIB = 2**30
 
@@ -56,9 +56,9 @@ PEAK = """
 import json, re, sys, threading, time
 import torch
 from safetensors.torch import save_file
-from kestrel_engine.checkpoint.expected import expected_tensors
-from kestrel_engine.checkpoint.loader import load_checkpoint
-from kestrel_engine.model_config import parse_model_config
+from kestrel_engine.checkpoint.weights.expected import expected_tensors
+from kestrel_engine.checkpoint.weights.loader import load_checkpoint
+from kestrel_engine.types.model_config import parse_model_config
 
 torch.set_num_threads(1)
 folder, dtype = sys.argv[1], getattr(torch, sys.argv[2])

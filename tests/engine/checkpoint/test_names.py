@@ -1,9 +1,9 @@
 import pytest
 
-from kestrel_engine.checkpoint.expected import expected_tensors
-from kestrel_engine.checkpoint.names import Part, Source, detect_family, map_names
+from kestrel_engine.checkpoint.weights.expected import expected_tensors
+from kestrel_engine.checkpoint.weights.names import Part, Source, detect_family, map_names
 from kestrel_engine.errors import CheckpointError
-from kestrel_engine.model_config import Family, parse_model_config
+from kestrel_engine.types.model_config import Family, parse_model_config
 
 BLOCK = "text_model.transformer.h.5"
 

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from kestrel_engine.checkpoint.catalog import BUNDLED
-from kestrel_engine.checkpoint.expected import expected_tensors
 from kestrel_engine.checkpoint.open import load_weights, open_model
-from kestrel_engine.checkpoint.random_weights import random_checkpoint
+from kestrel_engine.checkpoint.weights.expected import expected_tensors
+from kestrel_engine.checkpoint.weights.random_weights import random_checkpoint
 from kestrel_engine.config import RuntimeConfig
 from kestrel_engine.errors import ConfigError
-from kestrel_engine.model_config import parse_model_config
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.models.text import Moe
+from kestrel_engine.types.model_config import parse_model_config
 
 DEEP = {
     "config": {

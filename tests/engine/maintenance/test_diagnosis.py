@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kestrel_engine import RuntimeConfig, maintenance
-from kestrel_engine.checkpoint import memory
 from kestrel_engine.checkpoint.hub import Hub
+from kestrel_engine.checkpoint.weights import memory
 from kestrel_engine.maintenance import device
 from kestrel_engine.maintenance.model import check_model
 from kestrel_engine.runtime.gpu import device as card

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kestrel_engine.checkpoint.expected import expected_tensors
-from kestrel_engine.model_config import Family, ModelConfig, parse_model_config
+from kestrel_engine.checkpoint.weights.expected import expected_tensors
 from kestrel_engine.models.moondream import Moondream
+from kestrel_engine.types.model_config import Family, ModelConfig, parse_model_config
 
 NUMBERS = {
     "text": {

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel_engine.config import ImageLimits
-from kestrel_engine.model_config import VisionConfig
 from kestrel_engine.preprocess.crops import prepare, select_tiling
 from kestrel_engine.preprocess.decoded_image import DecodedImage
 from kestrel_engine.preprocess.images import open_image
+from kestrel_engine.types.model_config import VisionConfig
 
 GOLDENS = Path(__file__).parents[2] / "data" / "goldens"
 EXPECTED = json.loads((GOLDENS / "preprocess" / "preprocess.json").read_text())

@@ -303,7 +303,7 @@ import io, sys, tempfile
 import numpy as np
 from PIL import Image
 from kestrel_engine.config import ImageLimits
-from kestrel_engine.model_config import VisionConfig
+from kestrel_engine.types.model_config import VisionConfig
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.images import open_image
 import pyvips

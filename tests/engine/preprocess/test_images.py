@@ -9,10 +9,10 @@ from PIL import Image, ImageCms, ImageOps
 
 from kestrel_engine.config import ImageLimits
 from kestrel_engine.errors import ImageTooLargeError, InvalidRequest, UnsupportedImageError
-from kestrel_engine.model_config import VisionConfig
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.heif_probes import HEIF_PROBES
 from kestrel_engine.preprocess.images import FORMATS, open_image
+from kestrel_engine.types.model_config import VisionConfig
 
 LIMITS = ImageLimits()
 

@@ -28,12 +28,12 @@ from kestrel_engine.errors import (
     PixelsWaiting,
     UnsupportedImageError,
 )
-from kestrel_engine.model_config import VisionConfig
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.decoder_process import template
 from kestrel_engine.preprocess.fair_queue import FairQueue
 from kestrel_engine.preprocess.images import open_image
 from kestrel_engine.preprocess.pool import DEAR_NICE, PreprocessPool
+from kestrel_engine.types.model_config import VisionConfig
 from tests.engine.preprocess.decoders import decoders, held_up, nice_of, state, until
 
 LIMITS, VISION = ImageLimits(), VisionConfig()
@@ -432,7 +432,7 @@ _KILLED = """
 import asyncio, sys
 import numpy as np
 from kestrel_engine.config import ImageLimits
-from kestrel_engine.model_config import VisionConfig
+from kestrel_engine.types.model_config import VisionConfig
 from kestrel_engine.preprocess.decoder_process import template
 from kestrel_engine.preprocess.pool import DEAR_NICE, PreprocessPool
 

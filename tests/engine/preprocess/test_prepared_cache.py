@@ -3,7 +3,7 @@ import os
 import numpy as np
 
 from kestrel_engine.preprocess.prepared_cache import PreparedCache, in_namespace, source_key
-from kestrel_engine.requests import PreparedImage
+from kestrel_engine.types.requests import PreparedImage
 
 
 def picture(key="p", size=10):

@@ -7,10 +7,10 @@ import torch
 
 from kestrel_engine.models.kv_format import EIGHT_BITS, gather, store
 from kestrel_engine.models.moondream import Moondream
-from kestrel_engine.requests import ImageBlock
 from kestrel_engine.runtime.kv_cache import KvCache, bytes_per_page, kv_dtype
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
-from kestrel_engine.step import Row, StepPlan
+from kestrel_engine.types.requests import ImageBlock
+from kestrel_engine.types.step import Row, StepPlan
 from tests.engine.models.small import random_tensors, small_config
 from tests.engine.runtime.rounded_attention import RoundedAttention
 from tests.engine.runtime.test_torch_runtime import picture, whole

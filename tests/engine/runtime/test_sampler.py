@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kestrel_engine.requests import SamplingParams
 from kestrel_engine.runtime.sampler import sample
-from kestrel_engine.step import SampleSpec, TokenRule, uniform
+from kestrel_engine.types.requests import SamplingParams
+from kestrel_engine.types.step import SampleSpec, TokenRule, uniform
 
 PROBABILITIES = (0.05, 0.4, 0.3, 0.2, 0.05)
 

@@ -7,7 +7,7 @@ import torch
 
 from kestrel_engine.models.attention import Group, PagedAttention, Span
 from kestrel_engine.runtime.shared_beginning import find_groups
-from kestrel_engine.step import Row
+from kestrel_engine.types.step import Row
 
 PAGE = 4
 HEADS, SIZE = 3, 8

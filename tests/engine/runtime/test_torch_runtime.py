@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from kestrel_engine.models.moondream import Moondream
-from kestrel_engine.requests import Coord, ImageBlock, PreparedImage, SamplingParams, Size
 from kestrel_engine.runtime import torch_runtime
 from kestrel_engine.runtime.kv_cache import KvCache, bytes_per_page
 from kestrel_engine.runtime.protocol import Runtime
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
-from kestrel_engine.step import (
+from kestrel_engine.types.requests import Coord, ImageBlock, PreparedImage, SamplingParams, Size
+from kestrel_engine.types.step import (
     PREVIOUS,
     EncodeSlice,
     Row,

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kestrel_engine.requests import ImageBlock, PreparedImage, SamplingParams
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.scheduler.policy import SchedulerPolicy
 from kestrel_engine.scheduler.scheduler import Scheduler
 from kestrel_engine.scheduler.sequence import Sequence
-from kestrel_engine.step import RuntimeLimits, StepPlan, TokenRule
+from kestrel_engine.types.requests import ImageBlock, PreparedImage, SamplingParams
+from kestrel_engine.types.step import RuntimeLimits, StepPlan, TokenRule
 
 LIMITS = RuntimeLimits(
     num_pages=40, page_size=5, max_batch_size=3, max_seq_length=60, vocab_size=1000

@@ -23,10 +23,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from kestrel_engine.requests import ImageBlock, num_positions
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.scheduler.policy import SchedulerPolicy
-from kestrel_engine.step import PREVIOUS, RuntimeLimits, StepPlan
+from kestrel_engine.types.requests import ImageBlock, num_positions
+from kestrel_engine.types.step import PREVIOUS, RuntimeLimits, StepPlan
 from tests.engine.scheduler.simulation import Simulation, Spec
 
 DECODE_S, CROP_S, POSITION_S = 3e-3, 12e-3 / 9, 4e-3 / 730

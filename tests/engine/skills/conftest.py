@@ -2,8 +2,8 @@
 
 import pytest
 
-from kestrel_engine.model_config import ModelConfig, parse_model_config
 from kestrel_engine.skills.base import SkillContext, SkillDefaults
+from kestrel_engine.types.model_config import ModelConfig, parse_model_config
 
 
 class ByteCodec:

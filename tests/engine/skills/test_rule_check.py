@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from kestrel_engine.errors import SkillFault
-from kestrel_engine.requests import Coord, ImageBlock, Size
 from kestrel_engine.skills.rule_check import RuleCheck, check_prompt
-from kestrel_engine.step import TokenRule
+from kestrel_engine.types.requests import Coord, ImageBlock, Size
+from kestrel_engine.types.step import TokenRule
 
 GOOD = [
     TokenRule(),

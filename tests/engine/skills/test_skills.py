@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from kestrel_engine.errors import InvalidRequest, SkillUnavailable
-from kestrel_engine.requests import Coord, Size
 from kestrel_engine.skills import (
     CaptionSkill,
     DetectSkill,
@@ -13,7 +12,8 @@ from kestrel_engine.skills import (
     SegmentSkill,
     SkillRegistry,
 )
-from kestrel_engine.step import StepToken, TokenRule
+from kestrel_engine.types.requests import Coord, Size
+from kestrel_engine.types.step import StepToken, TokenRule
 
 
 class State:

@@ -11,8 +11,8 @@ from kestrel_client._pb.kestrel.v1 import admin_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1 import common_pb2, vision_service_pb2
 from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStub
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_grpc.security.principal import Scope
-from kestrel_grpc.security.tokens import line_of, new_token
+from kestrel_grpc.security.identity.principal import Scope
+from kestrel_grpc.security.identity.tokens import line_of, new_token
 from kestrel_grpc.settings.security import SecurityConfig
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
@@ -206,13 +206,17 @@ async def test_the_log_level_changes(serve, root_level):
 
 async def test_the_log_level_of_one_module_changes_alone(serve, root_level):
     served = await serve(server_config=CONFIG)
-    admin, module = Admin(served), logging.getLogger("kestrel_engine.loop")
+    admin, module = Admin(served), logging.getLogger("kestrel_engine.steps.loop")
     before = logging.getLogger().level
     try:
-        response = await admin.SetLogLevel(level=pb.LOG_LEVEL_DEBUG, module="kestrel_engine.loop")
+        response = await admin.SetLogLevel(
+            level=pb.LOG_LEVEL_DEBUG, module="kestrel_engine.steps.loop"
+        )
         assert response.previous_level == pb.LOG_LEVEL_UNSPECIFIED
         assert (module.level, logging.getLogger().level) == (logging.DEBUG, before)
-        response = await admin.SetLogLevel(level=pb.LOG_LEVEL_ERROR, module="kestrel_engine.loop")
+        response = await admin.SetLogLevel(
+            level=pb.LOG_LEVEL_ERROR, module="kestrel_engine.steps.loop"
+        )
         assert response.previous_level == pb.LOG_LEVEL_DEBUG
         # A package has no logger of its own until it is given a level.
         await admin.SetLogLevel(level=pb.LOG_LEVEL_WARNING, module="kestrel_engine")

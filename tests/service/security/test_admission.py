@@ -11,13 +11,13 @@ from kestrel_client import AsyncKestrelClient, OverloadedError
 from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_grpc.security.admission import (
+from kestrel_grpc.security.admission.admission import (
     Admission,
     RateExceeded,
     TooManyCalls,
 )
-from kestrel_grpc.security.principal import Scope
-from kestrel_grpc.security.tokens import line_of, new_token
+from kestrel_grpc.security.identity.principal import Scope
+from kestrel_grpc.security.identity.tokens import line_of, new_token
 from kestrel_grpc.settings.security import CallLimits, SecurityConfig
 from kestrel_grpc.settings.server import MIB
 from tests.service.conftest import LIMITS
@@ -92,7 +92,7 @@ def test_calls_are_counted_for_each_principal():
 
 
 def test_principals_that_came_once_are_forgotten(monkeypatch):
-    monkeypatch.setattr("kestrel_grpc.security.admission._MAX_REMEMBERED", 5)
+    monkeypatch.setattr("kestrel_grpc.security.admission.admission._MAX_REMEMBERED", 5)
     admission = Admission(CallLimits(rate=1, burst=1))
     with admission.admit("busy"):
         for number in range(100):
@@ -140,7 +140,7 @@ async def test_calls_in_progress_are_bounded(serve):
 
 async def test_messages_in_memory_are_bounded(serve, monkeypatch):
     """A call waits for room before its message is read, and then is told to come back."""
-    monkeypatch.setattr("kestrel_grpc.security.guard._ROOM_WAIT_S", 0.3)
+    monkeypatch.setattr("kestrel_grpc.security.admission.guard._ROOM_WAIT_S", 0.3)
     served = await serve(
         slow(0.03), server_config={**limited(held_bytes=10_000), "max_message_bytes": 4000}
     )

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from kestrel_grpc.security.principal import Scope
-from kestrel_grpc.security.tokens import line_of, new_token
+from kestrel_grpc.security.identity.principal import Scope
+from kestrel_grpc.security.identity.tokens import line_of, new_token
 from tests.service.command_line import PROGRAM, ROOT, environment, here, kestrel
 
 
@@ -76,7 +76,7 @@ def test_a_server_is_managed_by_who_may(served, authority, token, admin_token):
     assert admin("cancel", "nobody").stdout == "0 requests cancelled\n"
     assert admin("flush", "--stored-images").stdout == "flushed; 0 stored pictures forgotten\n"
     assert admin("log-level", "debug").stdout == "log level debug, before info\n"
-    told = admin("log-level", "error", "kestrel_engine.loop")
+    told = admin("log-level", "error", "kestrel_engine.steps.loop")
     assert told.stdout == "log level error, before none of its own\n"
     assert "module: nothing of this name logs here" in admin("log-level", "error", "no").stderr
     assert "without --profile-dir [FAILED_PRECONDITION]" in admin("profile").stderr

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from kestrel_grpc.security.guard import _divided
-from kestrel_grpc.security.message_limits import MessageLimits
-from kestrel_grpc.security.message_room import MessageRoom, MessagesFull
-from kestrel_grpc.security.peers import address_of
+from kestrel_grpc.security.admission.guard import _divided
+from kestrel_grpc.security.admission.message_limits import MessageLimits
+from kestrel_grpc.security.admission.message_room import MessageRoom, MessagesFull
+from kestrel_grpc.security.identity.peers import address_of
 
 
 def room(max_bytes: int | None = 100, wait_s: float = 5.0, **options: int) -> MessageRoom:
@@ -114,8 +114,10 @@ async def test_room_that_comes_free_just_as_a_wait_is_given_up_is_for_the_next()
 async def test_who_sent_much_is_read_one_message_at_a_time_with_pauses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kestrel_grpc.security.message_room.copy_s_per_byte", lambda: 0.005)
-    monkeypatch.setattr("kestrel_grpc.security.message_room._HEAVY_S", 0.3)
+    monkeypatch.setattr(
+        "kestrel_grpc.security.admission.message_room.copy_s_per_byte", lambda: 0.005
+    )
+    monkeypatch.setattr("kestrel_grpc.security.admission.message_room._HEAVY_S", 0.3)
     ours = room(1000)
     holds = [ours.hold("a") for _ in range(2)]
     for hold in holds:

@@ -11,11 +11,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kestrel_client import AsyncKestrelClient, Tls, UnauthenticatedError
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
-from kestrel_grpc.security import callers, revocation
-from kestrel_grpc.security.guard import Guard
-from kestrel_grpc.security.principal import CertificateRevoked
-from kestrel_grpc.security.revocation import RevocationLists
-from kestrel_grpc.security.tls import TlsError
+from kestrel_grpc.security.admission.guard import Guard
+from kestrel_grpc.security.identity import callers, revocation
+from kestrel_grpc.security.identity.principal import CertificateRevoked
+from kestrel_grpc.security.identity.revocation import RevocationLists
+from kestrel_grpc.security.identity.tls import TlsError
 from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
 from tests.service.security.conftest import make_authority
 from tests.service.statuses import failure
@@ -77,7 +77,7 @@ def channel_of(address, authority, pair):
 async def test_it_is_refused_by_a_connection_that_exists_as_soon_as_it_is_listed(
     serve, authority, server_pair, tmp_path, caplog
 ):
-    caplog.set_level(logging.INFO, "kestrel_grpc.security.revocation")
+    caplog.set_level(logging.INFO, "kestrel_grpc.security.identity.revocation")
     good, bad = authority.issue("good", names=""), authority.issue("bad", names="")
     lists = tmp_path / "crl.pem"
     lists.write_bytes(list_of(authority))

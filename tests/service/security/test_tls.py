@@ -8,8 +8,8 @@ import ssl
 import pytest
 
 from kestrel_client import AsyncKestrelClient, Tls, UnavailableError
+from kestrel_grpc.security.identity.tls import TlsError, server_credentials
 from kestrel_grpc.security.listening import is_loopback
-from kestrel_grpc.security.tls import TlsError, server_credentials
 from kestrel_grpc.settings.addresses import AddressError
 from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
 
@@ -73,7 +73,7 @@ async def test_a_client_must_show_a_certificate_of_the_authority(serve, authorit
 async def test_new_files_serve_new_connections_and_half_a_renewal_does_not(
     serve, authority, tmp_path, caplog
 ):
-    caplog.set_level(logging.INFO, "kestrel_grpc.security.tls")
+    caplog.set_level(logging.INFO, "kestrel_grpc.security.identity.tls")
     old, new = authority.issue("old"), authority.issue("new")
     files = type(old)(tmp_path / "cert.pem", tmp_path / "key.pem")
     shutil.copy(old.cert, files.cert)

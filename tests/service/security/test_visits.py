@@ -11,10 +11,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kestrel_grpc.security.admission import TooManyCalls
-from kestrel_grpc.security.principal import Scope
-from kestrel_grpc.security.tokens import line_of
-from kestrel_grpc.security.visits import Visits
+from kestrel_grpc.security.admission.admission import TooManyCalls
+from kestrel_grpc.security.admission.visits import Visits
+from kestrel_grpc.security.identity.principal import Scope
+from kestrel_grpc.security.identity.tokens import line_of
 from kestrel_grpc.settings.security import SecurityConfig
 from tests.service.statuses import failure
 

@@ -2,9 +2,9 @@
 
 from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine.loop import EngineLoop
 from kestrel_engine.preprocess.pool import PreprocessPool
-from kestrel_grpc.security.tokens import digest_of, new_token, read_credentials
+from kestrel_engine.steps.loop import EngineLoop
+from kestrel_grpc.security.identity.tokens import digest_of, new_token, read_credentials
 from kestrel_grpc.settings.security import SecurityConfig
 from tests.service.conftest import raw_image
 from tests.service.security.test_tokens import bearer, query

@@ -8,10 +8,10 @@ import urllib.request
 
 import pytest
 
-from kestrel_grpc.security import revocation
+from kestrel_grpc.security.identity import revocation
+from kestrel_grpc.security.identity.principal import Scope
+from kestrel_grpc.security.identity.tokens import line_of, new_token
 from kestrel_grpc.security.metrics_door import MetricsDoor
-from kestrel_grpc.security.principal import Scope
-from kestrel_grpc.security.tokens import line_of, new_token
 from kestrel_grpc.settings.addresses import AddressError
 from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
 from kestrel_grpc.settings.telemetry import TelemetryConfig

@@ -22,7 +22,7 @@ SERVE_ONCE = textwrap.dedent("""
     from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
     from kestrel_engine import InferenceEngine, RuntimeConfig
     from kestrel_engine.runtime.fake import FakeRuntime
-    from kestrel_engine.step import RuntimeLimits
+    from kestrel_engine.types.step import RuntimeLimits
     from kestrel_grpc.process.server import KestrelServer
     from kestrel_grpc.settings.server import ServerConfig
     from kestrel_grpc.settings.telemetry import telemetry_config

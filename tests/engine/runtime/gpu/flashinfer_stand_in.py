@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kestrel_engine.runtime.gpu.flashinfer_attention import FlashInfer
+from kestrel_engine.runtime.gpu.attention.flashinfer_paged import FlashInfer
 
 
 class Wrapper:

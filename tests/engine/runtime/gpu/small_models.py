@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kestrel_engine.checkpoint.expected import expected_tensors
-from kestrel_engine.model_config import ModelConfig, parse_model_config
+from kestrel_engine.checkpoint.weights.expected import expected_tensors
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.decoded_image import DecodedImage
-from kestrel_engine.requests import PreparedImage
+from kestrel_engine.types.model_config import ModelConfig, parse_model_config
+from kestrel_engine.types.requests import PreparedImage
 
 RAW = {
     "text": {

@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from kestrel_engine.model_config import TextConfig
 from kestrel_engine.models.moondream import Moondream
-from kestrel_engine.runtime.gpu import prefill_attention, prefill_graphs, runtime
-from kestrel_engine.runtime.gpu.decode_attention import FlashInferRows
-from kestrel_engine.runtime.gpu.prefill_attention import AttentionChoice, choose_attention
+from kestrel_engine.runtime.gpu import runtime
+from kestrel_engine.runtime.gpu.attention import prefill as prefill_attention
+from kestrel_engine.runtime.gpu.attention.decode import FlashInferRows
+from kestrel_engine.runtime.gpu.attention.prefill import AttentionChoice, choose_attention
+from kestrel_engine.runtime.gpu.prefill import graphs as prefill_graphs
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
-from kestrel_engine.step import PREVIOUS, EncodeSlice, Row, RuntimeLimits, StepPlan
+from kestrel_engine.types.model_config import TextConfig
+from kestrel_engine.types.step import PREVIOUS, EncodeSlice, Row, RuntimeLimits, StepPlan
 from tests.engine.runtime.gpu.flashinfer_stand_in import Wrapper, stand_in
 from tests.engine.runtime.gpu.small_models import picture, small_model
 from tests.engine.runtime.gpu.test_gpu_runtime import SIZES, TEXT, Talk, answers, image

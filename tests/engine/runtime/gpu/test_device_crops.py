@@ -10,15 +10,15 @@ import torch
 pytest.importorskip("triton")
 
 from kestrel_engine.config import ImageLimits
-from kestrel_engine.model_config import VisionConfig
 from kestrel_engine.models.vision import num_distinct
 from kestrel_engine.preprocess.crops import prepare, select_tiling
 from kestrel_engine.preprocess.decoded_image import DecodedImage
 from kestrel_engine.preprocess.images import open_image
-from kestrel_engine.requests import PreparedImage
-from kestrel_engine.runtime.gpu import device_crops
-from kestrel_engine.runtime.gpu.device_crops import DeviceCrops
-from kestrel_engine.runtime.gpu.staging import ImageUploader, Uploader
+from kestrel_engine.runtime.gpu.state.staging import ImageUploader, Uploader
+from kestrel_engine.runtime.gpu.vision import device_crops
+from kestrel_engine.runtime.gpu.vision.device_crops import DeviceCrops
+from kestrel_engine.types.model_config import VisionConfig
+from kestrel_engine.types.requests import PreparedImage
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK = (8, 256) if DEVICE.type == "cuda" else (64, 2048)

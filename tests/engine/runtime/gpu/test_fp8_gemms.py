@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kestrel_engine.checkpoint.loader import load_checkpoint
+from kestrel_engine.checkpoint.weights.loader import load_checkpoint
 from kestrel_engine.errors import ConfigError
-from kestrel_engine.kernels.fp8_rows import quantise_rows
-from kestrel_engine.model_config import ModelConfig
+from kestrel_engine.kernels.linear.fp8_rows import quantise_rows
 from kestrel_engine.models.vision import VisionModel
 from kestrel_engine.runtime.gpu import gemm
-from kestrel_engine.runtime.gpu import text as text_module
 from kestrel_engine.runtime.gpu.gemm import Fp8Linear, fp8_refused
-from kestrel_engine.runtime.gpu.text import FusedText
-from kestrel_engine.runtime.gpu.vision import FusedVision
+from kestrel_engine.runtime.gpu.text import decoder as text_module
+from kestrel_engine.runtime.gpu.text.decoder import FusedText
+from kestrel_engine.runtime.gpu.vision.tower import FusedVision
 from kestrel_engine.runtime.gpu.weights import pack_weights
+from kestrel_engine.types.model_config import ModelConfig
 from tests.engine.models.small import random_tensors, small_config
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,10 +10,10 @@ import torch
 
 from kestrel_engine.models.kv_format import EIGHT_BITS
 from kestrel_engine.models.moondream import Moondream
-from kestrel_engine.requests import ImageBlock
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
-from kestrel_engine.step import EncodeSlice, StepPlan
+from kestrel_engine.types.requests import ImageBlock
+from kestrel_engine.types.step import EncodeSlice, StepPlan
 from tests.engine.runtime.gpu.small_models import picture, small_model
 from tests.engine.runtime.gpu.test_gpu_runtime import SIZES, TEXT, Talk, answers
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kestrel_engine.runtime.gpu.gemm import require_exact
-from kestrel_engine.runtime.gpu.text import FusedText
-from kestrel_engine.runtime.gpu.vision import FusedVision
+from kestrel_engine.runtime.gpu.text.decoder import FusedText
+from kestrel_engine.runtime.gpu.vision.tower import FusedVision
 from kestrel_engine.runtime.gpu.weights import pack_weights
 from tests.engine.models.small import random_tensors, small_config
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kestrel_engine.models.moondream import Moondream
-from kestrel_engine.requests import Coord, ImageBlock, SamplingParams, Size, num_positions
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
-from kestrel_engine.step import PREVIOUS, EncodeSlice, Row, SampleSpec, StepPlan, TokenRule
+from kestrel_engine.types.requests import Coord, ImageBlock, SamplingParams, Size, num_positions
+from kestrel_engine.types.step import PREVIOUS, EncodeSlice, Row, SampleSpec, StepPlan, TokenRule
 from tests.engine.runtime.gpu.small_models import both_ways, picture, small_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

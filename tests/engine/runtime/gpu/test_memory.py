@@ -3,8 +3,8 @@
 import pytest
 
 from kestrel_engine import InsufficientMemoryError, RuntimeConfig
-from kestrel_engine.model_config import parse_model_config
 from kestrel_engine.runtime.gpu.memory import GIB, Pool, least_positions, plan_pool
+from kestrel_engine.types.model_config import parse_model_config
 
 MD2 = parse_model_config({}, family="moondream2")
 MD3 = parse_model_config({}, family="moondream3")

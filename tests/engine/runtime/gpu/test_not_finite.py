@@ -10,10 +10,10 @@ import torch
 
 from kestrel_engine.models.layers import Mlp
 from kestrel_engine.models.moondream import Moondream
-from kestrel_engine.requests import SamplingParams
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
-from kestrel_engine.step import EncodeSlice, StepPlan, TokenRule
+from kestrel_engine.types.requests import SamplingParams
+from kestrel_engine.types.step import EncodeSlice, StepPlan, TokenRule
 from tests.engine.runtime.gpu.small_models import picture, small_model
 from tests.engine.runtime.gpu.test_gpu_runtime import (
     DEVICE,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kestrel_engine.requests import ImageBlock
-from kestrel_engine.runtime.gpu.passes import captured_passes, plain_passes, row_size
-from kestrel_engine.step import Row
+from kestrel_engine.runtime.gpu.prefill.passes import captured_passes, plain_passes, row_size
+from kestrel_engine.types.requests import ImageBlock
+from kestrel_engine.types.step import Row
 
 BLOCK = 7
 

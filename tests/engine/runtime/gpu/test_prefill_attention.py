@@ -8,10 +8,10 @@ import torch
 
 from kestrel_engine.errors import ConfigError
 from kestrel_engine.models.kv_format import EIGHT_BITS, gather, store
-from kestrel_engine.runtime.gpu import prefill_attention
-from kestrel_engine.runtime.gpu.flashinfer_attention import FlashInfer, page_indices
-from kestrel_engine.runtime.gpu.prefill_attention import PrefillAttention, choose_attention
-from kestrel_engine.runtime.gpu.prefill_batch import TextPart
+from kestrel_engine.runtime.gpu.attention import prefill as prefill_attention
+from kestrel_engine.runtime.gpu.attention.flashinfer_paged import FlashInfer, page_indices
+from kestrel_engine.runtime.gpu.attention.prefill import PrefillAttention, choose_attention
+from kestrel_engine.runtime.gpu.prefill.batch import TextPart
 
 LAYERS, HEADS, SIZE = 2, 3, 8
 DIM = HEADS * SIZE

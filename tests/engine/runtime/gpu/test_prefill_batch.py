@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from kestrel_engine.requests import Coord, ImageBlock, Size
-from kestrel_engine.runtime.gpu.prefill_batch import prefill_batch
-from kestrel_engine.step import PREVIOUS, Row
+from kestrel_engine.runtime.gpu.prefill.batch import prefill_batch
+from kestrel_engine.types.requests import Coord, ImageBlock, Size
+from kestrel_engine.types.step import PREVIOUS, Row
 
 BLOCK = 6
 """Positions of an image prefix here: BOS and 5."""

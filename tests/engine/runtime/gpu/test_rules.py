@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from kestrel_engine.model_config import parse_model_config
 from kestrel_engine.models.region import coord_of_bin, size_of_bins
-from kestrel_engine.requests import SamplingParams
-from kestrel_engine.step import SampleSpec, StepToken, TokenRule, uniform
+from kestrel_engine.types.model_config import parse_model_config
+from kestrel_engine.types.requests import SamplingParams
+from kestrel_engine.types.step import SampleSpec, StepToken, TokenRule, uniform
 
-rules = pytest.importorskip("kestrel_engine.runtime.gpu.rules")
+rules = pytest.importorskip("kestrel_engine.runtime.gpu.sampling.rules")
 
 CONFIG = parse_model_config({}, family="moondream2")
 COORD, SIZE = CONFIG.ids.coord_id, CONFIG.ids.size_id

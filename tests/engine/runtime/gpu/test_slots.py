@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from kestrel_engine.runtime.gpu.slots import SequenceSlots, TableUpdates
-from kestrel_engine.step import Row
+from kestrel_engine.runtime.gpu.state.slots import SequenceSlots, TableUpdates
+from kestrel_engine.types.step import Row
 
 
 def row(sequence_id, *pages):

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from kestrel_engine.runtime.gpu.staging import (
+from kestrel_engine.runtime.gpu.state.staging import (
     RING,
     Field,
     ImageUploader,

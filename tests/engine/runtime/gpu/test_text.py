@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kestrel_engine.checkpoint.loader import load_checkpoint
-from kestrel_engine.model_config import ModelConfig
+from kestrel_engine.checkpoint.weights.loader import load_checkpoint
 from kestrel_engine.models.attention import PagedAttention, Span
 from kestrel_engine.models.moondream import Moondream
-from kestrel_engine.runtime.gpu import decode_attention, text_decode
-from kestrel_engine.runtime.gpu.text import FusedText
+from kestrel_engine.runtime.gpu.attention import decode as decode_attention
+from kestrel_engine.runtime.gpu.text import decode_step as text_decode
+from kestrel_engine.runtime.gpu.text.decoder import FusedText
 from kestrel_engine.runtime.gpu.weights import pack_weights
+from kestrel_engine.types.model_config import ModelConfig
 from tests.engine.models.small import random_tensors, small_config
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

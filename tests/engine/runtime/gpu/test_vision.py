@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kestrel_engine.checkpoint.loader import load_checkpoint
-from kestrel_engine.kernels.patchify import patchify
-from kestrel_engine.kernels.pool_tiles import pool_tiles
+from kestrel_engine.checkpoint.weights.loader import load_checkpoint
+from kestrel_engine.kernels.images.patchify import patchify
+from kestrel_engine.kernels.images.pool_tiles import pool_tiles
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.models.vision import VisionModel, patches
-from kestrel_engine.runtime.gpu import vision as fused_vision
-from kestrel_engine.runtime.gpu.vision import FusedVision
-from kestrel_engine.runtime.gpu.vision_attention import BATCHES
+from kestrel_engine.runtime.gpu.attention.patches import BATCHES
+from kestrel_engine.runtime.gpu.vision import tower as fused_vision
+from kestrel_engine.runtime.gpu.vision.tower import FusedVision
 from kestrel_engine.runtime.gpu.weights import pack_weights
 from tests.engine.models.small import random_tensors, small_config
 

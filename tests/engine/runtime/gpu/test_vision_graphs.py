@@ -2,8 +2,8 @@
 
 import torch
 
-from kestrel_engine.runtime.gpu.vision import FusedVision
-from kestrel_engine.runtime.gpu.vision_graphs import VisionGraphs
+from kestrel_engine.runtime.gpu.vision.graphs import VisionGraphs
+from kestrel_engine.runtime.gpu.vision.tower import FusedVision
 from kestrel_engine.runtime.gpu.weights import pack_weights
 from tests.engine.runtime.gpu.small_models import small_model
 

@@ -1,0 +1,251 @@
+"""A running stream, seen from the caller: typed events, then the result.
+
+Both classes share one reader of messages, so that they can't come to mean different things.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import grpc
+
+from .._pb.kestrel.v1 import vision_service_pb2
+from ..errors import IncompleteStreamError, KestrelError, RequestCancelledError, from_rpc_error
+from ..values.events import read_event
+
+R = TypeVar("R")
+E = TypeVar("E")
+
+
+class Reading(NamedTuple, Generic[R]):
+    """How to read a stream's messages."""
+
+    result: Callable[[Any], R]
+    """From the final payload."""
+    event: Callable[[Any, Any], Any] = lambda message, payload: read_event(payload)
+    """From a message and its payload; None shows nothing."""
+
+
+class _Reader(Generic[R, E]):
+    """Takes a stream's messages one by one; holds what is known so far."""
+
+    reading: Reading[R]
+    """Set before the first message is taken."""
+
+    def __init__(self) -> None:
+        self.started: vision_service_pb2.StreamStarted | None = None
+        self.result: R | None = None
+        self.error: KestrelError | None = None
+        self.ended = False
+        self.given_up = False
+
+    def take(self, message: Any) -> E | None:
+        """The event of a message, None if it has none to show."""
+        kind = message.WhichOneof("event")
+        if kind is None:
+            return None  # an event of a newer server
+        payload = getattr(message, kind)
+        if kind == "started":
+            self.started = payload
+        elif kind == "final":
+            self.result = self.reading.result(payload)
+        # The methods of the clients say which events their streams give; the messages can hold no others.
+        return cast("E | None", self.reading.event(message, payload))
+
+    def end(self, error: KestrelError | None = None) -> None:
+        """Called once, at the stream's end."""
+        self.ended = True
+        if error is None and self.result is None:
+            error = IncompleteStreamError("the stream ended without its result")
+        self.error = error
+
+    def outcome(self) -> R:
+        """Raises the stream's error, if it has one."""
+        if self.error is not None:
+            raise self.error
+        assert self.result is not None, "read before the stream's end"
+        return self.result
+
+    def failure(self) -> KestrelError | None:
+        """What an iteration past the end raises: the call's error, but not that the caller closed the stream."""
+        return None if self.given_up else self.error
+
+    def give_up(self) -> None:
+        """The caller closed the stream."""
+        if not self.ended:
+            self.given_up = True
+            self.end(
+                RequestCancelledError(
+                    grpc.StatusCode.CANCELLED, "the stream was closed before its end"
+                )
+            )
+
+
+class Stream(Generic[R, E]):
+    """An iterator of events with the whole result at the end. Not for several threads at once.
+
+    Use it in ``with``: leaving the block early cancels the request on the server. ``result()`` may be called at once;
+    it passes over the events that were not read.
+    """
+
+    def __init__(self, call: Any, reading: Reading[R]) -> None:
+        self._call = call
+        self._reader: _Reader[R, E] = _Reader()
+        self._reader.reading = reading
+
+    def __iter__(self) -> Stream[R, E]:
+        return self
+
+    def __next__(self) -> E:
+        """The next event. Raises the call's error (see errors.py), or StopIteration after the last."""
+        while not self._reader.ended:
+            try:
+                message = next(self._call)
+            except StopIteration:
+                self._reader.end()
+            except grpc.RpcError as error:
+                self._reader.end(from_rpc_error(error))
+            else:
+                event = self._reader.take(message)
+                if event is not None:
+                    return event
+        if (failure := self._reader.failure()) is not None:
+            raise failure
+        raise StopIteration
+
+    def result(self) -> R:
+        """The whole result, waiting for the stream's end. Raises the call's error."""
+        for _ in self:
+            pass
+        return self._reader.outcome()
+
+    @property
+    def request_id(self) -> str | None:
+        """The request's id; None until the first event came."""
+        return self._reader.started.request_id if self._reader.started else None
+
+    @property
+    def model(self) -> str | None:
+        """Name of the model that answers; None until the first event came."""
+        return self._reader.started.model if self._reader.started else None
+
+    def close(self) -> None:
+        """Cancels the request if it is unfinished. Idempotent."""
+        self._call.cancel()
+        self._reader.give_up()
+
+    def __enter__(self) -> Stream[R, E]:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # A stream that was dropped without close() would keep the server at work.
+        if not self._reader.ended:
+            self._call.cancel()
+
+
+class AsyncStream(Generic[R, E]):
+    """An async iterator of events with the whole result at the end.
+
+    Use it in ``async with``: leaving the block early cancels the request on the server. ``await result()`` may be
+    called at once; it passes over the events that were not read. The request is sent by the first of ``async with``,
+    iteration and ``result()``.
+    """
+
+    def __init__(self, start: Callable[[], Awaitable[tuple[Any, Reading[R]]]]) -> None:
+        self._start = start
+        self._call: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._reader: _Reader[R, E] = _Reader()
+
+    def __aiter__(self) -> AsyncStream[R, E]:
+        return self
+
+    async def __anext__(self) -> E:
+        """The next event. Raises the call's error (see errors.py), or StopAsyncIteration after the last."""
+        if self._call is None and not self._reader.ended:
+            await self._open()
+        while not self._reader.ended:
+            try:
+                message = await self._call.read()
+            except grpc.RpcError as error:
+                self._reader.end(from_rpc_error(error))
+                break
+            except asyncio.CancelledError:
+                if self._reader.given_up and not _task_is_cancelled():
+                    break  # another task closed the stream
+                self.cancel()
+                raise
+            if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in grpc-stubs
+                self._reader.end()
+                break
+            event = self._reader.take(message)
+            if event is not None:
+                return event
+        if (failure := self._reader.failure()) is not None:
+            raise failure
+        raise StopAsyncIteration
+
+    async def result(self) -> R:
+        """The whole result, waiting for the stream's end. Raises the call's error."""
+        async for _ in self:
+            pass
+        return self._reader.outcome()
+
+    @property
+    def request_id(self) -> str | None:
+        """The request's id; None until the first event came."""
+        return self._reader.started.request_id if self._reader.started else None
+
+    @property
+    def model(self) -> str | None:
+        """Name of the model that answers; None until the first event came."""
+        return self._reader.started.model if self._reader.started else None
+
+    def cancel(self) -> None:
+        """Cancels the request if it is unfinished. Idempotent."""
+        if self._call is not None:
+            self._call.cancel()
+        self._reader.give_up()
+
+    async def aclose(self) -> None:
+        """As ``cancel()``."""
+        self.cancel()
+
+    async def _open(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._call, self._reader.reading = await self._start()
+
+    async def __aenter__(self) -> AsyncStream[R, E]:
+        if self._call is None:
+            await self._open()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        # gRPC keeps a call alive that nobody reads any more, and the server at work; the collector may run anywhere.
+        if self._call is not None and not self._reader.ended and self._loop is not None:
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._call.cancel)
+
+
+def _task_is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

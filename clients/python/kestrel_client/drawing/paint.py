@@ -1,0 +1,223 @@
+"""Paints marks on images. The only module that needs Pillow; loaded when something is drawn."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from typing import TYPE_CHECKING
+
+from ..errors import MissingDependencyError
+from ..images.images import ImageInput, to_pillow
+from ..values.geometry import Box, Point
+from .marks import Marks, Mask, Outline
+from .svg_path import polygons
+
+try:
+    from PIL import Image, ImageDraw, ImageFont
+
+    from .rasterise import fill
+except ImportError as error:
+    raise MissingDependencyError(
+        "drawing needs Pillow and numpy: pip install 'kestrel-client[images]'"
+    ) from error
+
+if TYPE_CHECKING:
+    from PIL.ImageDraw import ImageDraw as Canvas
+    from PIL.ImageFont import FreeTypeFont
+    from PIL.ImageFont import ImageFont as BitmapFont
+
+Colour = tuple[int, int, int]
+
+# Told apart by most colour-blind people (Okabe and Ito, 2008).
+COLOURS: tuple[Colour, ...] = (
+    (213, 94, 0),
+    (0, 158, 115),
+    (204, 121, 167),
+    (240, 228, 66),
+    (0, 114, 178),
+    (230, 159, 0),
+    (86, 180, 233),
+)
+MASK_OPACITY = 0.45
+
+
+Area = tuple[int, int, int, int]
+"""Left, top, right, bottom in pixels."""
+
+
+def draw(marks: Marks, picture: ImageInput) -> Image.Image:
+    """The picture upright, in RGB, with the marks painted on it; the input is left as it is."""
+    image = to_pillow(picture)
+    if marks.outline is not None:
+        _outline(image, marks.outline)
+    _boxes(image, marks.boxes)
+    _points(image, marks.points)
+    return _with_text(image, marks.text) if marks.text else image
+
+
+def png(image: Image.Image, max_side: int) -> bytes:
+    """The image as a PNG file, reduced to ``max_side`` pixels if it is larger."""
+    image.thumbnail((max_side, max_side))
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def mask_image(outline: Outline, size: tuple[int, int]) -> Image.Image:
+    """The outline filled: mode "L", 255 inside and 0 outside, of ``size`` (width, height)."""
+    mask = outline.mask
+    if mask is not None and (mask.width, mask.height) == size:
+        drawn = _drawn_mask(mask)
+        if drawn is not None:
+            return drawn
+    return Image.fromarray(fill(corners(outline, size), *size).astype("uint8") * 255)
+
+
+def corners(outline: Outline, size: tuple[int, int]) -> list[list[tuple[float, float]]]:
+    """The outline's polygons, in pixels of a picture of ``size`` (width, height)."""
+    if outline.box is None:
+        return []
+    pixels = max(outline.box.width * size[0], outline.box.height * size[1])
+    return [_in_picture(each, outline.box, size) for each in polygons(outline.svg_path, pixels)]
+
+
+def _drawn_mask(mask: Mask) -> Image.Image | None:
+    """The server's own mask; None for SVG, which Pillow can't read."""
+    if mask.format == "png":
+        with Image.open(io.BytesIO(mask.png)) as image:
+            return image.convert("L")
+    if mask.format == "rle":
+        runs = (bytes([255 * (i % 2)]) * count for i, count in enumerate(mask.rle))
+        # Column by column is row by row of the transposed picture.
+        columns = Image.frombytes("L", (mask.height, mask.width), b"".join(runs))
+        return columns.transpose(Image.Transpose.TRANSPOSE)
+    return None
+
+
+def _points(image: Image.Image, points: tuple[Point, ...]) -> None:
+    canvas = ImageDraw.Draw(image)
+    radius = max(3, round(min(image.size) * 0.015))
+    ring = max(1, radius // 3)
+    for i, point in enumerate(points):
+        x, y = point.to_pixels(image.size)
+        # White around colour: visible on any ground.
+        canvas.ellipse(
+            (x - radius - ring, y - radius - ring, x + radius + ring, y + radius + ring),
+            fill=(255, 255, 255),
+        )
+        canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill=_colour(i))
+
+
+def _boxes(image: Image.Image, boxes: tuple[tuple[Box, str], ...]) -> None:
+    canvas = ImageDraw.Draw(image)
+    areas = [_area(box, image.size) for box, _ in boxes]
+    for i, area in enumerate(areas):
+        canvas.rectangle(area, outline=_colour(i), width=_line_width(image))
+    # Labels come last and avoid all boxes and each other, so that none hides a small object.
+    taken = list(areas)
+    for i, ((_, label), area) in enumerate(zip(boxes, areas, strict=True)):
+        if label:
+            taken.append(_label(canvas, image, area, taken, _colour(i), label))
+
+
+def _outline(image: Image.Image, outline: Outline) -> None:
+    colour = _colour(0)
+    mask = mask_image(outline, image.size)
+    tint = Image.new("RGB", image.size, colour)
+    opacity = mask.point([round(value * MASK_OPACITY) for value in range(256)])
+    image.paste(tint, mask=opacity)
+    canvas = ImageDraw.Draw(image)
+    for polygon in corners(outline, image.size):
+        canvas.line([*polygon, polygon[0]], fill=colour, width=_line_width(image))
+
+
+def _area(box: Box, size: tuple[int, int]) -> Area:
+    """Its pixels; edges lie behind the last pixel, and Pillow's rectangle includes its corner."""
+    left, top, right, bottom = box.to_pixels(size)
+    return left, top, max(left, right - 1), max(top, bottom - 1)
+
+
+def _label(
+    canvas: Canvas, image: Image.Image, area: Area, taken: list[Area], colour: Colour, label: str
+) -> Area:
+    """Writes it beside its box, where it hides the least; returns the pixels that it takes."""
+    font = _font(image)
+    _, _, right, bottom = canvas.textbbox((0, 0), label, font=font)
+    pad = max(2, round(bottom * 0.15))
+    width, height = round(right) + 2 * pad, round(bottom) + 2 * pad
+    places = [
+        (area[0], area[1] - height),  # above the box
+        (area[0], area[3] + 1),  # below
+        (area[2] + 1, area[1]),  # to the right
+        (area[0] - width, area[1]),  # to the left
+        (area[0], area[1]),  # in its upper left corner
+    ]
+    inside = [
+        (min(max(x, 0), max(image.width - width, 0)), min(max(y, 0), max(image.height - height, 0)))
+        for x, y in places
+    ]
+    areas = [(x, y, x + width, y + height) for x, y in inside]
+    best = min(areas, key=lambda place: sum(_hidden_share(place, other) for other in taken))
+    canvas.rectangle(best, fill=colour)
+    dark = 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] < 140
+    ink = (255,) * 3 if dark else (0,) * 3
+    canvas.text((best[0] + pad, best[1] + pad), label, fill=ink, font=font)
+    return best
+
+
+def _hidden_share(place: Area, other: Area) -> float:
+    """The part of ``other`` that lies under ``place``, from 0 to 1."""
+    across = min(place[2], other[2]) - max(place[0], other[0])
+    down = min(place[3], other[3]) - max(place[1], other[1])
+    if across <= 0 or down <= 0:
+        return 0.0
+    return across * down / ((other[2] - other[0] + 1) * (other[3] - other[1] + 1))
+
+
+def _with_text(image: Image.Image, text: tuple[str, ...]) -> Image.Image:
+    """The image with black lines on white below it, wrapped to its width."""
+    font = _font(image)
+    canvas = ImageDraw.Draw(image)
+    _, _, width, _ = canvas.textbbox((0, 0), "n" * 20, font=font)
+    columns = max(8, round(20 * (image.width - 16) / width))
+    lines = [line for part in text for line in textwrap.wrap(part, columns) or [""]]
+    # Wrapped by a mean width; a line of wide letters is wrapped again.
+    lines = [
+        piece
+        for line in lines
+        for piece in (
+            [line]
+            if canvas.textbbox((0, 0), line, font=font)[2] <= image.width - 16
+            else textwrap.wrap(line, max(4, columns * 2 // 3))
+        )
+    ]
+    _, top, _, bottom = canvas.multiline_textbbox((0, 0), "\n".join(lines), font=font)
+    taller = Image.new("RGB", (image.width, image.height + round(bottom - top) + 16), "white")
+    taller.paste(image)
+    ImageDraw.Draw(taller).multiline_text(
+        (8, image.height + 8 - top), "\n".join(lines), fill="black", font=font
+    )
+    return taller
+
+
+def _in_picture(
+    polygon: list[tuple[float, float]], box: Box, size: tuple[int, int]
+) -> list[tuple[float, float]]:
+    """Corners relative to the box as pixels of the picture."""
+    width, height = size
+    return [
+        ((box.x_min + x * box.width) * width, (box.y_min + y * box.height) * height)
+        for x, y in polygon
+    ]
+
+
+def _colour(index: int) -> Colour:
+    return COLOURS[index % len(COLOURS)]
+
+
+def _line_width(image: Image.Image) -> int:
+    return max(2, round(min(image.size) * 0.005))
+
+
+def _font(image: Image.Image) -> FreeTypeFont | BitmapFont:
+    return ImageFont.load_default(size=max(11, round(min(image.size) * 0.03)))

@@ -1,0 +1,1 @@
+"""What counts as an image, and its way into a message."""

@@ -1,0 +1,66 @@
+"""How a picture gets to the server, to be named afterwards by its handle (images.py)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from .._pb.kestrel.v1 import image_service_pb2 as pb
+from ..errors import InvalidImageError
+from ..values.geometry import ImageSize
+from .images import ImageHandle, ImageInput, loaded, to_image
+
+UPLOAD_THRESHOLD_BYTES = 4 * 1024 * 1024
+"""Files above this size go in pieces."""
+CHUNK_BYTES = 1024 * 1024
+
+_NO_LIMIT = 2**63
+_LARGEST_FETCHED_BYTES = 256 * 1024 * 1024
+"""More than any server takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """A picture ready to be put: in one message, or in pieces if ``data`` is set."""
+
+    request: pb.PutImageRequest
+    source: ImageInput
+    """What was put, in a form that can be read again."""
+    data: bytes = field(default=b"", repr=False)
+    sha256: bytes = b""
+
+    def pieces(self) -> Iterator[pb.UploadImageRequest]:
+        """The messages of an upload."""
+        info = pb.UploadInfo(size_bytes=len(self.data), sha256=self.sha256)
+        yield pb.UploadImageRequest(info=info)
+        for start in range(0, len(self.data), CHUNK_BYTES):
+            yield pb.UploadImageRequest(chunk=self.data[start : start + CHUNK_BYTES])
+
+
+def prepare_put(image: ImageInput, max_message_bytes: int) -> Put:
+    """Waits for the file system if the picture is a path. Raises InvalidImageError, RequestTooLargeError."""
+    image = loaded(image, _LARGEST_FETCHED_BYTES)
+    # A file is never too large here, as it may go in pieces; pixels become a PNG first if they don't fit a message.
+    is_file = isinstance(image, (str, os.PathLike, bytes, bytearray, memoryview))
+    message = to_image(image, _NO_LIMIT if is_file else max_message_bytes)
+    if len(message.encoded) > min(UPLOAD_THRESHOLD_BYTES, max_message_bytes // 2):
+        data = message.encoded
+        return Put(pb.PutImageRequest(), image, data, hashlib.sha256(data).digest())
+    return Put(pb.PutImageRequest(image=message), image)
+
+
+def read_handle(stored: pb.StoredImage, source: ImageInput) -> ImageHandle:
+    """``source``: what was put; another handle stands for the same picture."""
+    picture = source.source if isinstance(source, ImageHandle) else source
+    size = ImageSize(stored.size.width, stored.size.height)
+    return ImageHandle(stored.image_id, size, picture)
+
+
+def image_id_of(image: ImageHandle | str) -> str:
+    """The id of a handle, or an id itself."""
+    image_id = image.image_id if isinstance(image, ImageHandle) else image
+    if not isinstance(image_id, str) or not image_id:
+        raise InvalidImageError(f"not the id of a picture: {image!r}")
+    return image_id

@@ -1,0 +1,101 @@
+"""Results in the forms of other tools: supervision, COCO, pandas. Each package is imported when it is needed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from ..drawing.marks import Outline
+from ..errors import InvalidImageError, MissingDependencyError
+from .geometry import Box, ImageSize, Point
+
+if TYPE_CHECKING:
+    import PIL.Image
+
+
+def size_of(size: ImageSize | None) -> ImageSize:
+    """Raises InvalidImageError for a result without a picture, which has no pixels."""
+    if size is None:
+        raise InvalidImageError("the result has no image_size, so it can't be given in pixels")
+    return size
+
+
+def to_supervision(
+    name: str, boxes: tuple[Box, ...], size: ImageSize, mask: PIL.Image.Image | None = None
+) -> Any:
+    """A supervision.Detections; ``mask`` belongs to the one box."""
+    supervision, numpy = _package("supervision"), _package("numpy")
+    corners = numpy.array([box.to_pixels(size) for box in boxes], numpy.float32).reshape(-1, 4)
+    return supervision.Detections(
+        xyxy=corners,
+        mask=None if mask is None or not boxes else numpy.asarray(mask)[None] > 127,
+        class_id=numpy.zeros(len(boxes), int),
+        data={"class_name": numpy.array([name] * len(boxes), str)},
+    )
+
+
+def to_coco(
+    boxes: Iterable[Box], size: ImageSize, image_id: int, category_id: int
+) -> list[dict[str, Any]]:
+    annotations = []
+    for number, box in enumerate(boxes, 1):
+        left, top = box.x_min * size.width, box.y_min * size.height
+        width, height = box.width * size.width, box.height * size.height
+        annotations.append(
+            {
+                "id": number,
+                "image_id": image_id,
+                "category_id": category_id,
+                "bbox": [left, top, width, height],
+                "area": width * height,
+                "iscrowd": 0,
+            }
+        )
+    return annotations
+
+
+def outline_to_coco(
+    outline: Outline, size: ImageSize, image_id: int, category_id: int
+) -> list[dict[str, Any]]:
+    from ..drawing import paint
+
+    if outline.box is None:
+        return []
+    (annotation,) = to_coco([outline.box], size, image_id, category_id)
+    polygons = paint.corners(outline, size)
+    annotation["segmentation"] = [[edge for corner in each for edge in corner] for each in polygons]
+    # A histogram of 256 counts: the last is of the pixels inside.
+    annotation["area"] = paint.mask_image(outline, size).histogram()[255]
+    return [annotation]
+
+
+def points_frame(name: str, points: tuple[Point, ...], size: ImageSize | None) -> Any:
+    rows = []
+    for point in points:
+        row: dict[str, Any] = {"object": name, "x": point.x, "y": point.y}
+        if size is not None:
+            row["x_px"], row["y_px"] = point.to_pixels(size)
+        rows.append(row)
+    columns = ["object", "x", "y", *(["x_px", "y_px"] if size is not None else [])]
+    return _package("pandas").DataFrame(rows, columns=columns)
+
+
+def boxes_frame(name: str, boxes: tuple[Box, ...], size: ImageSize | None) -> Any:
+    edges = ("x_min", "y_min", "x_max", "y_max")
+    rows = []
+    for box in boxes:
+        row: dict[str, Any] = {"object": name, **{edge: getattr(box, edge) for edge in edges}}
+        if size is not None:
+            pixels = zip(edges, box.to_pixels(size), strict=True)
+            row.update((f"{edge}_px", pixel) for edge, pixel in pixels)
+        rows.append(row)
+    in_pixels = [f"{edge}_px" for edge in edges] if size is not None else []
+    return _package("pandas").DataFrame(rows, columns=["object", *edges, *in_pixels])
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingDependencyError(f"this needs {name}: pip install {name}") from error

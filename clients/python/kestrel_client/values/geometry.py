@@ -1,0 +1,113 @@
+"""Points and boxes, normalised to the upright picture, and their way to pixels.
+
+(0, 0) is the upper left corner, (1, 1) the lower right one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from .._pb.kestrel.v1 import common_pb2
+from ..errors import InvalidRequestError
+
+
+class ImageSize(NamedTuple):
+    """Width and height in pixels; equal to a plain pair, and to Pillow's ``Image.size``."""
+
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A point of the picture, both coordinates in [0, 1]."""
+
+    x: float
+    y: float
+
+    def to_pixels(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Column and row of the pixel that holds the point, in a picture of ``size`` (width, height)."""
+        width, height = size
+        return (
+            min(max(math.floor(self.x * width), 0), width - 1),
+            min(max(math.floor(self.y * height), 0), height - 1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """An upright rectangle of the picture, all coordinates in [0, 1]."""
+
+    x_min: float
+    y_min: float
+    x_max: float
+    y_max: float
+
+    def to_pixels(self, size: tuple[int, int]) -> tuple[int, int, int, int]:
+        """Left, upper, right and lower edge in a picture of ``size`` (width, height), rounded to whole pixels.
+
+        Right and lower edge lie behind the last pixel, as Pillow's ``crop`` and array slices want them.
+        """
+        width, height = size
+        return (
+            round(self.x_min * width),
+            round(self.y_min * height),
+            round(self.x_max * width),
+            round(self.y_max * height),
+        )
+
+    @property
+    def width(self) -> float:
+        """A fraction of the picture's width."""
+        return self.x_max - self.x_min
+
+    @property
+    def height(self) -> float:
+        """A fraction of the picture's height."""
+        return self.y_max - self.y_min
+
+    @property
+    def center(self) -> Point:
+        return Point((self.x_min + self.x_max) / 2, (self.y_min + self.y_max) / 2)
+
+
+SpatialRef: TypeAlias = Point | Box | Sequence[float]
+"""A place to refer to: a point or box, or plainly 2 or 4 numbers in their order."""
+
+
+def to_spatial_refs(refs: Iterable[SpatialRef]) -> list[common_pb2.SpatialRef]:
+    """Raises InvalidRequestError for what is neither point nor box; ranges are the server's to check."""
+    return [_spatial_ref(i, ref) for i, ref in enumerate(refs)]
+
+
+def _spatial_ref(index: int, ref: SpatialRef) -> common_pb2.SpatialRef:
+    if isinstance(ref, Point):
+        numbers: Sequence[float] = (ref.x, ref.y)
+    elif isinstance(ref, Box):
+        numbers = (ref.x_min, ref.y_min, ref.x_max, ref.y_max)
+    else:
+        numbers = ref
+    try:
+        if len(numbers) == 2:
+            x, y = numbers
+            return common_pb2.SpatialRef(point=common_pb2.Point(x=x, y=y))
+        if len(numbers) == 4:
+            x_min, y_min, x_max, y_max = numbers
+            box = common_pb2.Box(x_min=x_min, y_min=y_min, x_max=x_max, y_max=y_max)
+            return common_pb2.SpatialRef(box=box)
+    except TypeError as error:
+        raise InvalidRequestError(f"spatial_refs[{index}]: {error}") from error
+    raise InvalidRequestError(
+        f"spatial_refs[{index}]: has {len(numbers)} numbers, needs 2 (point) or 4 (box)"
+    )
+
+
+def from_point(message: common_pb2.Point) -> Point:
+    return Point(message.x, message.y)
+
+
+def from_box(message: common_pb2.Box) -> Box:
+    return Box(message.x_min, message.y_min, message.x_max, message.y_max)

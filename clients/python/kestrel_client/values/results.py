@@ -1,0 +1,505 @@
+"""What the skills give: frozen dataclasses, read from the messages.
+
+``to_dict()`` gives plain values for JSON. ``draw()`` and ``save()`` paint the result on the picture (Pillow needed).
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from .._pb.kestrel.v1 import common_pb2, vision_service_pb2
+from ..drawing.marks import Marks, Mask, Outline, labelled
+from ..errors import InvalidImageError, KestrelError
+from ..images.images import ImageInput
+from .geometry import Box, ImageSize, Point, from_box, from_point
+from .struct_values import from_struct
+
+if TYPE_CHECKING:
+    import pandas
+    import PIL.Image
+    import supervision
+
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "unknown"]
+"""Why generation ended: by itself, at a limit, given up; "unknown" from a server newer than this client."""
+
+_NOTEBOOK_PIXELS = 800
+"""The longer side of an image that a notebook shows."""
+_SHOWN_CHARACTERS = 120
+
+_FINISH_REASONS: dict[int, FinishReason] = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_CANCELLED: "cancelled",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Positions of the model's context that a request used."""
+
+    input_tokens: int = 0
+    """Positions of the prompt: text, picture and spatial references."""
+    output_tokens: int = 0
+    """Tokens generated, reasoning and spatial tokens included."""
+    cached_tokens: int = 0
+    """Of input_tokens, those reused from a cache."""
+    image_tokens: int = 0
+    """Of input_tokens, those of the picture."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Where the time of a request went on the server, in milliseconds."""
+
+    queue_time_ms: float = 0.0
+    preprocess_time_ms: float = 0.0
+    prefill_time_ms: float = 0.0
+    """Start of the computation to the first token, vision included."""
+    decode_time_ms: float = 0.0
+    """First token to the last."""
+    ttft_ms: float = 0.0
+    """Acceptance to the first token."""
+    processing_time_ms: float = 0.0
+    """Total less queue."""
+    total_time_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What all results have in common."""
+
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    model: str
+    """Name of the model that answered."""
+    request_id: str
+    image_size: ImageSize | None
+    """Width and height in pixels of the upright picture that coordinates refer to; None without a picture."""
+    seed: int
+    """Seed of the draw; sent again it gives the same result."""
+    image_id: str = ""
+    """Id by which later calls may name the picture (ImageHandle); empty without one, or if the server keeps it not."""
+    source: ImageInput | None = field(default=None, repr=False, compare=False)
+    """The picture as it was given to the call; what ``draw()`` paints on."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that ``json.dumps`` takes; the skill's own first. ``source`` is left out."""
+        common = {f.name for f in fields(Result)}
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in common}
+        shared = {f.name: getattr(self, f.name) for f in fields(Result) if f.name != "source"}
+        return {name: plain_value(value) for name, value in {**own, **shared}.items()}
+
+    @property
+    def marks(self) -> Marks:
+        """What ``draw()`` paints."""
+        return Marks()
+
+    def draw(self, image: ImageInput | None = None) -> PIL.Image.Image:
+        """The picture with the result painted on it, as a new Pillow image; texts stand below it.
+
+        ``image``: the picture to paint on; default: the one that was sent. Raises MissingDependencyError without
+        Pillow, InvalidImageError if there is no picture or Pillow can't read it.
+        """
+        return draw_marks(self.marks, image, self.source)
+
+    def save(self, path: str | os.PathLike[str], image: ImageInput | None = None) -> None:
+        """Writes ``draw(image)`` to a file, in the format that its name ends with."""
+        self.draw(image).save(path)
+
+    def _repr_png_(self) -> bytes | None:
+        """How a notebook shows the result: ``draw()``; as text where there is no picture, or no Pillow."""
+        return notebook_png(self.marks, self.source)
+
+    def _short(self, shown: str) -> str:
+        return f"{type(self).__name__}({shown}, {self.model}, {self.finish_reason})"
+
+
+@dataclass(frozen=True, slots=True)
+class GroundingSpan:
+    """A span of the reasoning that refers to places in the picture; ``text[start:end]`` is the span."""
+
+    start: int
+    end: int
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What the model thought before it answered."""
+
+    text: str
+    grounding: tuple[GroundingSpan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class QueryResult(Result):
+    """The answer to a question."""
+
+    question: str = ""
+    """What was asked."""
+    answer: str
+    reasoning: Reasoning | None = None
+    """None unless it was asked for."""
+
+    @property
+    def grounding(self) -> tuple[GroundingSpan, ...]:
+        """Spans of the reasoning that refer to places; empty without reasoning."""
+        return () if self.reasoning is None else self.reasoning.grounding
+
+    @property
+    def marks(self) -> Marks:
+        """The points that ground the reasoning; below, question and answer."""
+        points = tuple(point for span in self.grounding for point in span.points)
+        return Marks(points=points, text=tuple(filter(None, (self.question, self.answer))))
+
+    def __str__(self) -> str:
+        return self.answer
+
+    def __repr__(self) -> str:
+        return self._short(_clipped(self.answer))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CaptionResult(Result):
+    """A description."""
+
+    caption: str
+
+    @property
+    def marks(self) -> Marks:
+        """The description, below."""
+        return Marks(text=(self.caption,))
+
+    def __str__(self) -> str:
+        return self.caption
+
+    def __repr__(self) -> str:
+        return self._short(_clipped(self.caption))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PointResult(Result):
+    """The centres of objects: iterates over them. ``object``: what was asked for."""
+
+    object: str
+    points: tuple[Point, ...]
+
+    @property
+    def marks(self) -> Marks:
+        return Marks(points=self.points)
+
+    def __iter__(self) -> Iterator[Point]:
+        return iter(self.points)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __repr__(self) -> str:
+        return self._short(f"{len(self.points)} x {self.object!r}")
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A pandas DataFrame, a row a point: object, x, y, and x_px, y_px where the picture's size is known.
+
+        Raises MissingDependencyError without pandas.
+        """
+        from . import exports
+
+        return exports.points_frame(self.object, self.points, self.image_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class DetectResult(Result):
+    """The bounding boxes of objects: iterates over them. ``object``: what was asked for."""
+
+    object: str
+    objects: tuple[Box, ...]
+
+    @property
+    def marks(self) -> Marks:
+        return Marks(boxes=labelled(self.objects, self.object))
+
+    def __iter__(self) -> Iterator[Box]:
+        return iter(self.objects)
+
+    def __len__(self) -> int:
+        return len(self.objects)
+
+    def __repr__(self) -> str:
+        return self._short(f"{len(self.objects)} x {self.object!r}")
+
+    def to_supervision(self) -> supervision.Detections:
+        """The boxes in pixels for the package ``supervision``, named in ``data["class_name"]``.
+
+        Raises MissingDependencyError without supervision.
+        """
+        from . import exports
+
+        return exports.to_supervision(self.object, self.objects, exports.size_of(self.image_size))
+
+    def to_coco(self, image_id: int = 1, category_id: int = 1) -> list[dict[str, Any]]:
+        """An annotation of the COCO format for each box, ids from 1 on; pixels as ``bbox`` [x, y, width, height]."""
+        from . import exports
+
+        size = exports.size_of(self.image_size)
+        return exports.to_coco(self.objects, size, image_id, category_id)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A pandas DataFrame, a row a box: object, its edges, and the same in pixels where the size is known.
+
+        Raises MissingDependencyError without pandas.
+        """
+        from . import exports
+
+        return exports.boxes_frame(self.object, self.objects, self.image_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class SkillResult(Result):
+    """What a skill gave that was run by its name. ``output``: plain values, as the skill defines them."""
+
+    skill: str
+    output: dict[str, Any]
+
+    @property
+    def marks(self) -> Marks:
+        """Points and boxes, where the output holds ``points`` or ``objects`` as the model's own skills do."""
+        places = [place for name in ("points", "objects") for place in _listed(self.output, name)]
+        points = tuple(Point(p["x"], p["y"]) for p in places if _has(p, "x", "y"))
+        edges = ("x_min", "y_min", "x_max", "y_max")
+        boxes = tuple(Box(*(p[edge] for edge in edges)) for p in places if _has(p, *edges))
+        texts = (self.output.get(name) for name in ("answer", "caption"))
+        text = tuple(each for each in texts if isinstance(each, str))
+        return Marks(points=points, boxes=labelled(boxes, self.skill), text=text)
+
+    def __repr__(self) -> str:
+        return self._short(f"{self.skill!r}, {_clipped(self.output)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class SegmentResult(Result):
+    """The outline of an object. ``object``: what was asked for."""
+
+    object: str
+    svg_path: str
+    """SVG path data in coordinates relative to ``box``, each from 0 to 1; empty if the model found nothing."""
+    box: Box | None
+    mask: Mask | None = None
+    """Set if a mask was asked for and there is an outline."""
+    parse_error: str | None = None
+    """Why the model's path can't be read; None if it can."""
+
+    @property
+    def outline(self) -> Outline:
+        """Path, box and mask together."""
+        return Outline(self.svg_path, self.box, self.mask)
+
+    @property
+    def marks(self) -> Marks:
+        boxes = () if self.box is None else labelled((self.box,), self.object)
+        return Marks(outline=self.outline, boxes=boxes)
+
+    def __repr__(self) -> str:
+        return self._short(repr(self.object) if self.svg_path else f"no {self.object!r}")
+
+    def to_supervision(self) -> supervision.Detections:
+        """Box and mask for the package ``supervision``. Raises MissingDependencyError without supervision or Pillow."""
+        from . import exports
+
+        size = exports.size_of(self.image_size)
+        boxes = () if self.box is None else (self.box,)
+        return exports.to_supervision(self.object, boxes, size, self.to_mask(size))
+
+    def to_coco(self, image_id: int = 1, category_id: int = 1) -> list[dict[str, Any]]:
+        """The outline as an annotation of the COCO format, with polygons in pixels; none if nothing was found.
+
+        Raises MissingDependencyError without Pillow.
+        """
+        from . import exports
+
+        size = exports.size_of(self.image_size)
+        return exports.outline_to_coco(self.outline, size, image_id, category_id)
+
+    def to_mask(self, size: tuple[int, int] | None = None) -> PIL.Image.Image:
+        """The outline as a Pillow image of mode "L": 255 inside, 0 outside.
+
+        ``size``: width and height in pixels; default: the picture's. Raises MissingDependencyError without Pillow.
+        """
+        from ..drawing import paint
+
+        return paint.mask_image(self.outline, size or self.image_size or (0, 0))
+
+
+def draw_marks(
+    marks: Marks, image: ImageInput | None, source: ImageInput | None
+) -> PIL.Image.Image:
+    """The marks on ``image``, else on ``source``. Raises InvalidImageError, MissingDependencyError."""
+    from ..drawing import paint  # needs Pillow, which sending does not
+
+    picture = source if image is None else image
+    if picture is None:
+        raise InvalidImageError("there is no picture to draw on: pass one")
+    return paint.draw(marks, picture)
+
+
+def notebook_png(marks: Marks, source: ImageInput | None) -> bytes | None:
+    """None where there is nothing to draw, no picture to draw on, or no Pillow."""
+    if marks == Marks() or source is None:
+        return None
+    try:
+        from ..drawing import paint
+
+        return paint.png(draw_marks(marks, None, source), _NOTEBOOK_PIXELS)
+    except KestrelError:
+        return None
+
+
+def _clipped(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
+def _listed(output: dict[str, Any], name: str) -> list[Any]:
+    found = output.get(name)
+    return found if isinstance(found, list) else []
+
+
+def _has(place: Any, *names: str) -> bool:
+    return isinstance(place, dict) and all(
+        isinstance(place.get(name), (int, float)) for name in names
+    )
+
+
+def plain_value(value: Any) -> Any:
+    """``value`` as JSON knows it."""
+    if isinstance(value, ImageSize):
+        return {"width": value.width, "height": value.height}
+    if isinstance(value, Mask):
+        data = {"svg": value.svg, "png": _base64(value.png), "rle": list(value.rle)}
+        return {
+            "format": value.format,
+            "width": value.width,
+            "height": value.height,
+            value.format: data[value.format],
+        }
+    if isinstance(value, (tuple, list)):
+        return [plain_value(item) for item in value]
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: plain_value(getattr(value, name)) for name in value.__dataclass_fields__}
+    return value
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+_Response: TypeAlias = (
+    vision_service_pb2.QueryResponse
+    | vision_service_pb2.CaptionResponse
+    | vision_service_pb2.PointResponse
+    | vision_service_pb2.DetectResponse
+    | vision_service_pb2.SegmentResponse
+    | vision_service_pb2.RunSkillResponse
+)
+
+
+def read_usage(usage: common_pb2.Usage) -> Usage:
+    return Usage(**{f.name: getattr(usage, f.name) for f in fields(Usage)})
+
+
+def read_image_size(response: _Response | vision_service_pb2.AnalyzeResponse) -> ImageSize | None:
+    size = response.image_size
+    return ImageSize(size.width, size.height) if response.HasField("image_size") else None
+
+
+def _common(response: _Response, source: ImageInput | None) -> dict[str, Any]:
+    timings = response.timings
+    return {
+        "finish_reason": _FINISH_REASONS.get(response.finish_reason, "unknown"),
+        "usage": read_usage(response.usage),
+        "timings": Timings(**{f.name: getattr(timings, f.name) for f in fields(Timings)}),
+        "model": response.model,
+        "request_id": response.request_id,
+        "image_size": read_image_size(response),
+        "seed": response.seed,
+        "image_id": response.image_id,
+        "source": source,
+    }
+
+
+def query_result(
+    response: vision_service_pb2.QueryResponse, source: ImageInput | None, question: str
+) -> QueryResult:
+    reasoning = None
+    if response.HasField("reasoning"):
+        reasoning = Reasoning(
+            response.reasoning.text,
+            tuple(
+                GroundingSpan(span.start, span.end, tuple(map(from_point, span.points)))
+                for span in response.reasoning.grounding
+            ),
+        )
+    return QueryResult(
+        question=question,
+        answer=response.answer,
+        reasoning=reasoning,
+        **_common(response, source),
+    )
+
+
+def caption_result(
+    response: vision_service_pb2.CaptionResponse, source: ImageInput | None
+) -> CaptionResult:
+    return CaptionResult(caption=response.caption, **_common(response, source))
+
+
+def point_result(
+    response: vision_service_pb2.PointResponse, source: ImageInput | None, object: str
+) -> PointResult:
+    points = tuple(map(from_point, response.points))
+    return PointResult(object=object, points=points, **_common(response, source))
+
+
+def detect_result(
+    response: vision_service_pb2.DetectResponse, source: ImageInput | None, object: str
+) -> DetectResult:
+    boxes = tuple(map(from_box, response.objects))
+    return DetectResult(object=object, objects=boxes, **_common(response, source))
+
+
+def segment_result(
+    response: vision_service_pb2.SegmentResponse, source: ImageInput | None, object: str
+) -> SegmentResult:
+    return SegmentResult(
+        object=object,
+        svg_path=response.svg_path,
+        box=from_box(response.box) if response.HasField("box") else None,
+        mask=_mask(response.mask) if response.HasField("mask") else None,
+        parse_error=response.parse_error if response.HasField("parse_error") else None,
+        **_common(response, source),
+    )
+
+
+def skill_result(
+    response: vision_service_pb2.RunSkillResponse, source: ImageInput | None, skill: str
+) -> SkillResult:
+    output = from_struct(response.output)
+    return SkillResult(skill=skill, output=output, **_common(response, source))
+
+
+def _mask(message: vision_service_pb2.Mask) -> Mask | None:
+    encoding = message.WhichOneof("encoding")
+    if encoding is None:
+        return None
+    return Mask(
+        encoding,
+        message.width,
+        message.height,
+        svg=message.svg,
+        png=message.png,
+        rle=tuple(message.rle.counts),
+    )

@@ -1,0 +1,94 @@
+"""The tensors that an architecture needs: canonical names and shapes, from the model's numbers alone.
+
+Canonical names are the hub's (moondream.md section 2.2) without the leading ``model.``. Knows no files and no torch.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from ...types.model_config import ModelConfig, RegionConfig, TextConfig, VisionConfig
+
+OPTIONAL = frozenset({"region.ln.weight", "region.ln.bias"})
+"""Loaded if present; where absent, the region heads read the hidden state as it is (identity)."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def expected_tensors(config: ModelConfig) -> Shapes:
+    """Canonical name -> shape of every tensor, `OPTIONAL` ones included where the architecture can have them."""
+    return {**_text(config.text), **_vision(config.vision), **_region(config.region)}
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Elements of all expected tensors."""
+    return sum(prod(shape) for shape in expected_tensors(config).values())
+
+
+def _linear(name: str, rows: int, columns: int) -> Shapes:
+    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+
+
+def _norm(name: str, width: int) -> Shapes:
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def _text(text: TextConfig) -> Shapes:
+    out: Shapes = {"text.wte": (text.vocab_size, text.dim)}
+    for layer in range(text.n_layers):
+        block = f"text.blocks.{layer}"
+        out |= _norm(f"{block}.ln", text.dim)
+        out |= _linear(f"{block}.attn.qkv", 3 * text.dim, text.dim)
+        out |= _linear(f"{block}.attn.proj", text.dim, text.dim)
+        if text.tau_attn:
+            out[f"{block}.attn.tau.wq"] = (text.n_heads, 3 * text.dim)
+            out[f"{block}.attn.tau.wv"] = (text.n_heads, 3 * text.dim)
+            out[f"{block}.attn.tau.alpha"] = (text.n_heads,)
+        moe = text.moe
+        if moe is not None and layer >= moe.start_layer:
+            out |= _linear(f"{block}.mlp.router", moe.num_experts, text.dim)
+            out[f"{block}.mlp.fc1.weight"] = (moe.num_experts, 2 * moe.expert_inner_dim, text.dim)
+            out[f"{block}.mlp.fc2.weight"] = (moe.num_experts, text.dim, moe.expert_inner_dim)
+        else:
+            out |= _linear(f"{block}.mlp.fc1", text.ff_dim, text.dim)
+            out |= _linear(f"{block}.mlp.fc2", text.dim, text.ff_dim)
+    out |= _norm("text.post_ln", text.dim)
+    out |= _linear("text.lm_head", text.vocab_size, text.dim)
+    return out
+
+
+def _vision(vision: VisionConfig) -> Shapes:
+    width = vision.enc_dim
+    out = _linear("vision.patch_emb", width, vision.in_channels * vision.enc_patch_size**2)
+    out["vision.pos_emb"] = (1, vision.grid**2, width)
+    for layer in range(vision.enc_n_layers):
+        block = f"vision.blocks.{layer}"
+        out |= _norm(f"{block}.ln1", width) | _norm(f"{block}.ln2", width)
+        out |= _linear(f"{block}.attn.qkv", 3 * width, width)
+        out |= _linear(f"{block}.attn.proj", width, width)
+        out |= _linear(f"{block}.mlp.fc1", vision.enc_ff_dim, width)
+        out |= _linear(f"{block}.mlp.fc2", width, vision.enc_ff_dim)
+    out |= _norm("vision.post_ln", width)
+    # The projector sees the whole picture's features beside the stitched crops': twice the width.
+    out |= _linear("vision.proj_mlp.fc1", vision.proj_inner_dim, 2 * width)
+    out |= _linear("vision.proj_mlp.fc2", vision.proj_out_dim, vision.proj_inner_dim)
+    return out
+
+
+def _region(region: RegionConfig) -> Shapes:
+    out: Shapes = {
+        # Fourier features: a sine and a cosine for each frequency.
+        "region.coord_features": (1, region.coord_feat_dim // 2),
+        "region.size_features": (2, region.size_feat_dim // 2),
+    }
+    out |= _linear("region.coord_encoder", region.dim, region.coord_feat_dim)
+    out |= _linear("region.size_encoder", region.dim, region.size_feat_dim)
+    for name, bins in (("coord", region.coord_out_dim), ("size", region.size_out_dim)):
+        if region.decoder == "linear":
+            out |= _linear(f"region.{name}_decoder", bins, region.dim)
+        else:
+            out |= _linear(f"region.{name}_decoder.fc1", region.inner_dim, region.dim)
+            out |= _linear(f"region.{name}_decoder.fc2", bins, region.inner_dim)
+    if region.decoder == "linear":
+        out |= _norm("region.ln", region.dim)
+    return out

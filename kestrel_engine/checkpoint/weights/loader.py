@@ -1,0 +1,269 @@
+"""Weights from files into tensors of the wanted dtype and device, one at a time.
+
+For the CPU files are memory-mapped: a tensor that already has the wanted dtype stays mapped and costs no anonymous
+memory; every other one is converted alone, so the peak is the target's size plus one tensor. For other devices
+``device_reader`` reads ahead, a tensor and 256 MiB at most. Knows canonical names and shapes, not what the model does
+with them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ...errors import CheckpointError
+from ...types.model_config import ModelConfig
+from ..config_file import config_beside
+from ..files import StoredTensor, find_files, is_pickle, load_pickle, read_headers
+from ..progress import log_progress
+from .device_reader import DeviceReader
+from .fingerprint import Fingerprint
+from .finite import FiniteCheck, is_finite
+from .fp8 import dequantise
+from .memory import require_memory
+from .names import Part
+from .plan import (
+    CheckpointPlan,
+    Faults,
+    TensorPlan,
+    checkpoint_error,
+    model_config_for,
+    no_config_hint,
+    plan_checkpoint,
+)
+
+if TYPE_CHECKING:
+    from ..progress import Progress
+
+logger = logging.getLogger(__name__)
+
+KEPT_FP8 = "F8_E4M3"
+"""The stored type of experts that can stay as they are: the one that GPUs multiply weights in."""
+Read = Callable[[StoredTensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedCheckpoint:
+    """``tensors``: canonical name -> tensor of the wanted dtype and device; ``region.ln`` may be absent (identity).
+    Experts kept in FP8 are float8_e4m3fn ``….mlp.fc1.weight`` with float32 row scales ``….mlp.fc1.scale``, fc2 alike.
+
+    CPU tensors may be views of the mapped file: never write to them in place. ``fingerprint``: 64 hexadecimal digits,
+    the same for the same weights in other files, names or target dtypes. ``ignored``: stored names not needed.
+    """
+
+    config: ModelConfig
+    tensors: dict[str, torch.Tensor]
+    fingerprint: str
+    files: tuple[Path, ...]
+    ignored: tuple[str, ...]
+
+
+def load_checkpoint(
+    path: str | Path,
+    *,
+    config: ModelConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    keep_fp8: bool = False,
+    progress: Progress | None = None,
+) -> LoadedCheckpoint:
+    """Loads a folder or file; ``config`` defaults to config.json beside it, and to the released shapes without one.
+
+    Raises CheckpointError (all names that are wrong, or the broken file), ConfigError, InsufficientMemoryError.
+    """
+    files = find_files(Path(path))
+    stored = read_headers(files)
+    hint = ""
+    if config is None:
+        raw = config_beside(files[0])
+        config = model_config_for(raw, stored)
+        hint = no_config_hint(raw, config)
+    return load_planned(
+        plan_checkpoint(stored, config),
+        config,
+        files,
+        dtype,
+        device,
+        progress,
+        keep_fp8=keep_fp8,
+        hint=hint,
+    )
+
+
+def load_planned(
+    plan: CheckpointPlan,
+    config: ModelConfig,
+    files: tuple[Path, ...],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: Progress | None = None,
+    *,
+    keep_fp8: bool = False,
+    hint: str = "",
+    read_ahead: bool | None = None,
+) -> LoadedCheckpoint:
+    """Second stage of `load_checkpoint`: reads the values that ``plan`` names. Raises as it does.
+
+    ``read_ahead``: through DeviceReader instead of mapped files; by default on every device but the CPU.
+    """
+    device = torch.device(device)
+    where = str(files[0] if len(files) == 1 else files[0].parent)
+    report = progress or log_progress("loading weights")
+    if plan.faults:
+        # Still look at the values that fit, so that one error tells everything.
+        bad = [name for name, ok in _scan(plan.tensors, files, report) if not ok]
+        raise checkpoint_error(where, _with_nonfinite(plan, bad), hint=hint)
+    total = sum(_loaded_bytes(item, dtype, keep_fp8) for item in plan.tensors)
+    kind = str(dtype).removeprefix("torch.") + (" and FP8 experts" if keep_fp8 else "")
+    require_memory(total, device, what=f"{where}: weights as {kind}")
+    if config.region.decoder == "linear":
+        present = any(tensor.name.startswith("region.ln.") for tensor in plan.tensors)
+        logger.info("region.ln: %s", "loaded" if present else "absent, the identity is used")
+    if plan.ignored:
+        logger.info("not needed: %d tensors such as %s", len(plan.ignored), plan.ignored[0])
+    tensors: dict[str, torch.Tensor] = {}
+    fingerprint = Fingerprint()
+    finite = FiniteCheck()
+    done = 0
+    wanted = [s for item in plan.tensors for s in (item.stored, item.scale) if s is not None]
+    if read_ahead is None:
+        read_ahead = device.type != "cpu"
+    with DeviceReader(wanted, device) if read_ahead else _Reader(files) as read:
+        for item in plan.tensors:
+            source = _part(read(item.stored), item)
+            fingerprint.add(item.name, source)
+            if item.scale is None:
+                made = {item.name: source.to(device=device, dtype=dtype)}
+            else:
+                scale = read(item.scale)
+                fingerprint.add(f"{item.name}.scale", scale)
+                if _keeps(item, keep_fp8):
+                    row_scales = scale.to(device=device, dtype=torch.float32).contiguous()
+                    made = {item.name: source.to(device), scale_of(item.name): row_scales}
+                else:
+                    made = {item.name: dequantise(source, scale, dtype, device)}
+            finite.add(item.name, *made.values())
+            tensors |= made
+            done += sum(tensor.nbytes for tensor in made.values())
+            report(done, total, item.name)
+    if nonfinite := finite.nonfinite():
+        raise checkpoint_error(where, _with_nonfinite(plan, nonfinite), hint=hint)
+    return LoadedCheckpoint(config, tensors, fingerprint.hexdigest(), files, plan.ignored)
+
+
+def check_values(
+    plan: CheckpointPlan, files: tuple[Path, ...], progress: Progress | None = None
+) -> tuple[list[str], str]:
+    """Reads every value once and keeps none: (names of tensors that aren't finite, fingerprint as `load_planned`
+    gives it). Raises CheckpointError for a file that can't be read."""
+    report = progress or log_progress("reading weights")
+    fingerprint = Fingerprint()
+    nonfinite: list[str] = []
+    total, done = plan.num_elements, 0
+    with _Reader(files) as read:
+        for item in plan.tensors:
+            parts = [(item.name, _part(read(item.stored), item))]
+            if item.scale is not None:
+                parts.append((f"{item.name}.scale", read(item.scale)))
+            for name, part in parts:
+                fingerprint.add(name, part)
+            if not all(is_finite(part) for _, part in parts):
+                nonfinite.append(item.name)
+            done += item.num_elements
+            report(done, total, f"reading {item.name}")
+    return nonfinite, fingerprint.hexdigest()
+
+
+def read_tensors(files: tuple[Path, ...], wanted: Sequence[StoredTensor]) -> list[torch.Tensor]:
+    """As they are stored, on the CPU. Raises CheckpointError for a file that can't be read."""
+    with _Reader(files) as read:
+        return [read(tensor).clone() for tensor in wanted]
+
+
+def scale_of(expert_weight: str) -> str:
+    """The canonical name of the row scales beside an expert weight that stays in FP8."""
+    return expert_weight.removesuffix(".weight") + ".scale"
+
+
+def _keeps(item: TensorPlan, keep_fp8: bool) -> bool:
+    return keep_fp8 and item.scale is not None and item.stored.dtype == KEPT_FP8
+
+
+def _loaded_bytes(item: TensorPlan, dtype: torch.dtype, keep_fp8: bool) -> int:
+    if not _keeps(item, keep_fp8):
+        return item.num_elements * dtype.itemsize
+    return item.num_elements + 4 * prod(item.shape[:-1])
+
+
+def _part(tensor: torch.Tensor, item: TensorPlan) -> torch.Tensor:
+    if item.part is Part.TRANSPOSED:
+        return tensor.t().contiguous()
+    if item.part in (Part.FIRST_ROWS, Part.LAST_ROWS):
+        first = item.part is Part.FIRST_ROWS
+        rows = tensor[: item.shape[0]] if first else tensor[item.shape[0] :]
+        # A view would keep the other half on the device; a mapped file costs nothing.
+        return rows.contiguous() if rows.device.type == "cpu" else rows.clone()
+    return tensor.contiguous()
+
+
+def _scan(
+    tensors: Sequence[TensorPlan], files: tuple[Path, ...], report: Progress
+) -> Iterator[tuple[str, bool]]:
+    total = sum(item.num_elements for item in tensors)
+    done = 0
+    with _Reader(files) as read:
+        for item in tensors:
+            fine = is_finite(_part(read(item.stored), item))
+            yield item.name, fine and (item.scale is None or is_finite(read(item.scale)))
+            done += item.num_elements
+            report(done, total, item.name)
+
+
+def _with_nonfinite(plan: CheckpointPlan, names: list[str]) -> Faults:
+    stored = {item.name: item.stored.name for item in plan.tensors}
+    details = {**plan.faults.details, **{name: stored[name] for name in names}}
+    return replace(plan.faults, nonfinite=names, details=details)
+
+
+class _Reader:
+    """Opens every file once and hands out mapped CPU tensors by description."""
+
+    def __init__(self, files: tuple[Path, ...]) -> None:
+        self._files = files
+        self._stack = ExitStack()
+        self._open: dict[Path, Callable[[str], torch.Tensor]] = {}
+
+    def __enter__(self) -> Read:
+        return self._read
+
+    def __exit__(self, *exc: object) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def _read(self, tensor: StoredTensor) -> torch.Tensor:
+        if tensor.file not in self._open:
+            self._open[tensor.file] = self._opener(tensor.file)
+        try:
+            return self._open[tensor.file](tensor.name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{tensor.file}: {tensor.name} can't be read ({error})"
+            ) from error
+
+    def _opener(self, file: Path) -> Callable[[str], torch.Tensor]:
+        if is_pickle(file):
+            return load_pickle(file).__getitem__
+        try:
+            handle = self._stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: broken or truncated ({error})") from error
+        get: Callable[[str], torch.Tensor] = handle.get_tensor
+        return get

@@ -1,0 +1,199 @@
+"""Every released spelling of a tensor's name -> its canonical name. Knows names only: no shapes, files or torch.
+
+Scheme A is the hub's naming with or without ``model.``; scheme B the training naming (``text_model.``,
+``vision_encoder.``, ``region_model.``), which also fuses the tau projections, stores Fourier features transposed and
+carries FP8 scales (moondream.md sections 2.2 to 2.4). A file may mix them; what the model is follows from the canonical
+names, never from the scheme.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ...errors import CheckpointError
+from ...types.model_config import Family
+
+
+class Part(Enum):
+    """How a stored tensor becomes the canonical one."""
+
+    WHOLE = "whole"
+    TRANSPOSED = "transposed"
+    FIRST_ROWS = "first half of the rows"
+    LAST_ROWS = "last half of the rows"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a canonical tensor comes from: a stored name, and the part of it."""
+
+    stored: str
+    part: Part = Part.WHOLE
+
+
+@dataclass(frozen=True, slots=True)
+class NameMap:
+    """``tensors``: canonical name -> source. ``scales``: canonical expert weight -> stored name of its FP8 scale.
+    ``kv_scales``: ``text.blocks.N.attn.k_scale`` and ``….v_scale`` -> stored name, of the KV cache in FP8. ``ignored``:
+    buffers that we don't need. ``unknown``: names of no known scheme. ``prefix``: what scheme A names start with here,
+    for messages.
+    """
+
+    tensors: dict[str, Source] = field(default_factory=dict)
+    scales: dict[str, str] = field(default_factory=dict)
+    kv_scales: dict[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    prefix: str = ""
+
+
+_KV_SCALE = re.compile(
+    r"^(?:text_model\.transformer\.h|text\.blocks)\.(\d+)\.(?:\w+\.)?kv_quantizer\.([kv])_scale$"
+)
+# What else a quantiser of keys and values keeps says nothing about the weights.
+_IGNORED = re.compile(
+    r"(^|\.)(freqs_cis|inv_freq|attn_mask|k_cache|v_cache|rotary_emb\.\w+|kv_quantizer\.\w+)$"
+)
+_SCALE = re.compile(
+    r"^(?:text_model\.transformer\.h|text\.blocks)\.(\d+)\.(?:mlp\.)?moe_quant\.(up|down)_scale$"
+)
+_TAU_FUSED = re.compile(r"^text_model\.transformer\.h\.(\d+)\.tau_wqwv$")
+_BLOCK_B = re.compile(r"^text_model\.transformer\.h\.(\d+)\.(.+)$")
+_VISUAL = "vision_encoder.encoder.model.visual."
+_VISION_BLOCK_B = re.compile(re.escape(_VISUAL) + r"blocks\.(\d+)\.(.+)\.(weight|bias)$")
+
+_TEXT_LEAVES = {
+    **{f"ln.{p}": f"ln.{p}" for p in ("weight", "bias")},
+    **{f"mixer.Wqkv.{p}": f"attn.qkv.{p}" for p in ("weight", "bias")},
+    **{f"mixer.out_proj.{p}": f"attn.proj.{p}" for p in ("weight", "bias")},
+    **{f"mlp.{f}.{p}": f"mlp.{f}.{p}" for f in ("fc1", "fc2") for p in ("weight", "bias")},
+    **{f"gate.{p}": f"mlp.router.{p}" for p in ("weight", "bias")},
+    "mlp.experts.weight": "mlp.fc1.weight",
+    "mlp.output_experts.weight": "mlp.fc2.weight",
+    "tau_wq": "attn.tau.wq",
+    "tau_wv": "attn.tau.wv",
+    "tau_alpha": "attn.tau.alpha",
+}
+_VISION_LEAVES = {
+    "norm1": "ln1",
+    "norm2": "ln2",
+    "attn.qkv": "attn.qkv",
+    "attn.proj": "attn.proj",
+    "mlp.fc1": "mlp.fc1",
+    "mlp.fc2": "mlp.fc2",
+}
+# Module names outside the blocks; each has a weight and a bias.
+_MODULES_B = {
+    "text_model.lm_head.ln": "text.post_ln",
+    "text_model.lm_head.linear": "text.lm_head",
+    f"{_VISUAL}patch_embed.linear": "vision.patch_emb",
+    f"{_VISUAL}norm": "vision.post_ln",
+    "vision_encoder.projection.mlp.fc1": "vision.proj_mlp.fc1",
+    "vision_encoder.projection.mlp.fc2": "vision.proj_mlp.fc2",
+    "region_model.coordinate_encoder": "region.coord_encoder",
+    "region_model.size_encoder": "region.size_encoder",
+    "region_model.coordinate_head": "region.coord_decoder",
+    "region_model.size_head": "region.size_decoder",
+    "region_model.coordinate_decoder.fc1": "region.coord_decoder.fc1",
+    "region_model.coordinate_decoder.fc2": "region.coord_decoder.fc2",
+    "region_model.size_decoder.fc1": "region.size_decoder.fc1",
+    "region_model.size_decoder.fc2": "region.size_decoder.fc2",
+    "region_model.ln": "region.ln",
+}
+_PLAIN_B = {
+    "text_model.transformer.embd.wte.weight": ("text.wte", Part.WHOLE),
+    f"{_VISUAL}pos_embed": ("vision.pos_emb", Part.WHOLE),
+    "region_model.coordinate_features.weight": ("region.coord_features", Part.TRANSPOSED),
+    "region_model.size_features.weight": ("region.size_features", Part.TRANSPOSED),
+}
+
+
+def map_names(stored_names: Iterable[str]) -> NameMap:
+    """Sorts the names of a checkpoint. Raises CheckpointError when two stored names mean the same tensor."""
+    tensors: dict[str, Source] = {}
+    scales: dict[str, str] = {}
+    kv_scales: dict[str, str] = {}
+    ignored: list[str] = []
+    unknown: list[str] = []
+    clashes: list[str] = []
+    prefix = ""
+    for stored in stored_names:
+        # torch.compile leaves its wrapper's name inside the parameters' names.
+        name = stored.replace("._orig_mod", "").removeprefix("_orig_mod.")
+        if name.startswith("model.") and not name.startswith("model.text_model."):
+            prefix = "model."
+        name = name.removeprefix("model.")
+        if scale := _KV_SCALE.match(name):
+            target = kv_scale_name(int(scale[1]), scale[2])
+            if target in kv_scales:
+                clashes.append(f"{stored} and {kv_scales[target]}")
+            kv_scales[target] = stored
+            continue
+        if _IGNORED.search(name):
+            ignored.append(stored)
+            continue
+        if scale := _SCALE.match(name):
+            leaf = "fc1" if scale[2] == "up" else "fc2"
+            target = f"text.blocks.{scale[1]}.mlp.{leaf}.weight"
+            if target in scales:
+                clashes.append(f"{stored} and {scales[target]}")
+            scales[target] = stored
+            continue
+        found = _canonical(name)
+        if not found:
+            unknown.append(stored)
+        for canonical, part in found:
+            if canonical in tensors:
+                clashes.append(f"{stored} and {tensors[canonical].stored}")
+            tensors[canonical] = Source(stored, part)
+    if clashes:
+        raise CheckpointError(
+            f"names that mean the same tensor: {'; '.join(clashes[:10])}"
+            + (f" and {len(clashes) - 10} more" if len(clashes) > 10 else "")
+        )
+    return NameMap(tensors, scales, kv_scales, tuple(ignored), tuple(unknown), prefix)
+
+
+def kv_scale_name(layer: int, side: str) -> str:
+    """The canonical name of a layer's scale of keys ("k") or values ("v")."""
+    return f"text.blocks.{layer}.attn.{side}_scale"
+
+
+def scale_name(canonical: str) -> str:
+    """The usual stored name of the FP8 scale of an expert weight, for messages."""
+    layer = canonical.split(".")[2]
+    side = "up" if ".fc1." in canonical else "down"
+    return f"text_model.transformer.h.{layer}.moe_quant.{side}_scale"
+
+
+def detect_family(canonical: Iterable[str]) -> Family | None:
+    """Moondream 3 by experts, tau attention or linear region heads; Moondream 2 by its region MLPs; else None."""
+    names = set(canonical)
+    if "region.coord_decoder.weight" in names or any(
+        name.endswith(".mlp.router.weight") or ".attn.tau." in name for name in names
+    ):
+        return "moondream3"
+    if "region.coord_decoder.fc1.weight" in names:
+        return "moondream2"
+    return None
+
+
+def _canonical(name: str) -> list[tuple[str, Part]]:
+    if name.startswith(("text.", "vision.", "region.")):
+        return [(name, Part.WHOLE)]
+    if name in _PLAIN_B:
+        return [_PLAIN_B[name]]
+    if fused := _TAU_FUSED.match(name):
+        tau = f"text.blocks.{fused[1]}.attn.tau"
+        return [(f"{tau}.wq", Part.FIRST_ROWS), (f"{tau}.wv", Part.LAST_ROWS)]
+    if (block := _BLOCK_B.match(name)) and block[2] in _TEXT_LEAVES:
+        return [(f"text.blocks.{block[1]}.{_TEXT_LEAVES[block[2]]}", Part.WHOLE)]
+    if (block := _VISION_BLOCK_B.match(name)) and block[2] in _VISION_LEAVES:
+        return [(f"vision.blocks.{block[1]}.{_VISION_LEAVES[block[2]]}.{block[3]}", Part.WHOLE)]
+    module, _, leaf = name.rpartition(".")
+    if module in _MODULES_B and leaf in ("weight", "bias"):
+        return [(f"{_MODULES_B[module]}.{leaf}", Part.WHOLE)]
+    return []

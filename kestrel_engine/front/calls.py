@@ -1,0 +1,232 @@
+"""SkillCalls: the five skills as typed methods. Owns no state; InferenceEngine supplies ``_call``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload
+
+from ..types.events import EngineResult
+from .stream import EngineStream
+
+Settings = Mapping[str, Any]
+SpatialRefs = Sequence[Sequence[float]]
+
+
+class SkillCalls:
+    """query, caption, point, detect and segment.
+
+    Common arguments. ``image``: encoded bytes, a path, a pyvips.Image or a uint8 [H, W, C] array. ``settings``:
+    temperature, top_p, top_k, seed, max_tokens, and max_objects for point and detect; absent or None means the default.
+    ``stream``: False returns the EngineResult, True an EngineStream as soon as the request is queued. ``request_id``:
+    the caller's name for the request, at most 128 printable characters.
+
+    All raise RequestError (naming the field), EngineOverloaded and EngineClosed; results also RuntimeFailure.
+    """
+
+    @overload
+    async def query(
+        self,
+        image: Any = ...,
+        question: str | None = ...,
+        *,
+        reasoning: bool = ...,
+        spatial_refs: SpatialRefs | None = ...,
+        stream: Literal[False] = ...,
+        settings: Settings | None = ...,
+        request_id: str | None = ...,
+    ) -> EngineResult: ...
+
+    @overload
+    async def query(
+        self,
+        image: Any = ...,
+        question: str | None = ...,
+        *,
+        reasoning: bool = ...,
+        spatial_refs: SpatialRefs | None = ...,
+        stream: Literal[True],
+        settings: Settings | None = ...,
+        request_id: str | None = ...,
+    ) -> EngineStream: ...
+
+    async def query(
+        self,
+        image: Any = None,
+        question: str | None = None,
+        *,
+        reasoning: bool = False,
+        spatial_refs: SpatialRefs | None = None,
+        stream: bool = False,
+        settings: Settings | None = None,
+        request_id: str | None = None,
+    ) -> EngineResult | EngineStream:
+        """Answers ``question``, about ``image`` if there is one. Output: {"answer", "reasoning"?}.
+
+        ``reasoning``: think aloud first, with points that ground the text. ``spatial_refs``: points [x, y] or boxes
+        [x_min, y_min, x_max, y_max], normalised, that the question refers to; they need an image.
+        """
+        arguments = {"question": question, "reasoning": reasoning, "spatial_refs": spatial_refs}
+        return await self._call("query", image, arguments, settings, stream, request_id)
+
+    @overload
+    async def caption(
+        self,
+        image: Any,
+        length: str = ...,
+        *,
+        stream: Literal[False] = ...,
+        settings: Settings | None = ...,
+        request_id: str | None = ...,
+    ) -> EngineResult: ...
+
+    @overload
+    async def caption(
+        self,
+        image: Any,
+        length: str = ...,
+        *,
+        stream: Literal[True],
+        settings: Settings | None = ...,
+        request_id: str | None = ...,
+    ) -> EngineStream: ...
+
+    async def caption(
+        self,
+        image: Any,
+        length: str = "normal",
+        *,
+        stream: bool = False,
+        settings: Settings | None = None,
+        request_id: str | None = None,
+    ) -> EngineResult | EngineStream:
+        """Describes ``image``; ``length`` is "short", "normal" or "long". Output: {"caption"}."""
+        arguments = {"length": length}
+        return await self._call("caption", image, arguments, settings, stream, request_id)
+
+    @overload
+    async def point(
+        self,
+        image: Any,
+        object: str,
+        *,
+        spatial_refs: SpatialRefs | None = ...,
+        stream: Literal[False] = ...,
+        settings: Settings | None = ...,
+        request_id: str | None = ...,
+    ) -> EngineResult: ...
+
+    @overload
+    async def point(
+        self,
+        image: Any,
+        object: str,
+        *,
+        spatial_refs: SpatialRefs | None = ...,
+        stream: Literal[True],
+        settings: Settings | None = ...,
+        request_id: str | None = ...,
+    ) -> EngineStream: ...
+
+    async def point(
+        self,
+        image: Any,
+        object: str,
+        *,
+        spatial_refs: SpatialRefs | None = None,
+        stream: bool = False,
+        settings: Settings | None = None,
+        request_id: str | None = None,
+    ) -> EngineResult | EngineStream:
+        """Points at every ``object``. Output: {"points": [{"x", "y"}]}, normalised."""
+        arguments = {"object": object, "spatial_refs": spatial_refs}
+        return await self._call("point", image, arguments, settings, stream, request_id)
+
+    @overload
+    async def detect(
+        self,
+        image: Any,
+        object: str,
+        *,
+        stream: Literal[False] = ...,
+        settings: Settings | None = ...,
+        request_id: str | None = ...,
+    ) -> EngineResult: ...
+
+    @overload
+    async def detect(
+        self,
+        image: Any,
+        object: str,
+        *,
+        stream: Literal[True],
+        settings: Settings | None = ...,
+        request_id: str | None = ...,
+    ) -> EngineStream: ...
+
+    async def detect(
+        self,
+        image: Any,
+        object: str,
+        *,
+        stream: bool = False,
+        settings: Settings | None = None,
+        request_id: str | None = None,
+    ) -> EngineResult | EngineStream:
+        """Boxes every ``object``. Output: {"objects": [{"x_min", "y_min", "x_max", "y_max"}]}, normalised.
+
+        A box may reach beyond the picture.
+        """
+        arguments = {"object": object}
+        return await self._call("detect", image, arguments, settings, stream, request_id)
+
+    @overload
+    async def segment(
+        self,
+        image: Any,
+        object: str,
+        *,
+        spatial_refs: SpatialRefs | None = ...,
+        stream: Literal[False] = ...,
+        settings: Settings | None = ...,
+        request_id: str | None = ...,
+    ) -> EngineResult: ...
+
+    @overload
+    async def segment(
+        self,
+        image: Any,
+        object: str,
+        *,
+        spatial_refs: SpatialRefs | None = ...,
+        stream: Literal[True],
+        settings: Settings | None = ...,
+        request_id: str | None = ...,
+    ) -> EngineStream: ...
+
+    async def segment(
+        self,
+        image: Any,
+        object: str,
+        *,
+        spatial_refs: SpatialRefs | None = None,
+        stream: bool = False,
+        settings: Settings | None = None,
+        request_id: str | None = None,
+    ) -> EngineResult | EngineStream:
+        """Outlines one ``object``. Output: {"segments": [{"svg_path", "bbox"?, …}]}; the path is relative to the box.
+
+        Raises SkillUnavailable on a model that can't segment (Moondream 2).
+        """
+        arguments = {"object": object, "spatial_refs": spatial_refs}
+        return await self._call("segment", image, arguments, settings, stream, request_id)
+
+    async def _call(
+        self,
+        skill: str,
+        image: Any,
+        arguments: Mapping[str, Any],
+        settings: Settings | None,
+        stream: bool,
+        request_id: str | None,
+    ) -> EngineResult | EngineStream:
+        raise AssertionError("supplied by InferenceEngine")

@@ -1,0 +1,62 @@
+"""take_profile: one profile from its start on the step thread to its file. Owns the waiting; runs on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ProfileError
+from ..runtime.profile import Profile, StepProfile
+from ..steps.loop import EngineLoop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRequest:
+    """What to record: at most ``seconds`` and ``steps``, written to ``path`` (a new file) with at most ``max_bytes``.
+
+    ``python_functions``: the step thread's too, which slows it down.
+    """
+
+    path: str
+    seconds: float
+    steps: int
+    max_bytes: int
+    python_functions: bool = False
+
+
+async def take_profile(
+    loop: EngineLoop,
+    request: ProfileRequest,
+    *,
+    cuda: bool,
+    patience_s: float,
+    begun: asyncio.Event,
+    stop: asyncio.Event,
+) -> Profile:
+    """``begun`` is set once it records; ``stop`` ends it early. ``patience_s``: how long the step thread may take to
+    begin and to end it. Raises ProfileError."""
+    profile = await asyncio.to_thread(
+        StepProfile, request.steps, cuda=cuda, python_functions=request.python_functions
+    )
+    ended = asyncio.wrap_future(profile.ended)
+    loop.begin_profile(profile)
+    try:
+        await asyncio.wait_for(asyncio.wrap_future(profile.begun), patience_s)
+        begun.set()
+        stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
+        await asyncio.wait(
+            (ended, stopped), timeout=request.seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        stopped.cancel()
+        loop.end_profile()
+        await asyncio.wait_for(ended, patience_s)
+        return await asyncio.to_thread(profile.write, request.path, request.max_bytes)
+    except TimeoutError:
+        raise ProfileError("the step thread hangs") from None
+    except OSError as error:
+        raise ProfileError(f"the profile could not be written: {error}") from None
+    except RuntimeError as error:  # torch's own: another profiler, or a driver that doesn't let us.
+        raise ProfileError(f"the profiler failed: {error}") from None
+    finally:
+        loop.end_profile()

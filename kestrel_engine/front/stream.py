@@ -1,0 +1,125 @@
+"""EngineStream: the caller's end of one request. Owns the request's undelivered updates; lives on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+
+from ..types.events import EngineResult, StreamUpdate
+
+
+class EngineStream:
+    """Async iterator of StreamUpdates, with the whole result at the end.
+
+    Iteration may be skipped: ``result()`` alone works. Leaving early must be said: ``aclose()`` (or ``async with``)
+    gives the request up and frees what it held; the result then says "cancelled" and has what there was. Text that came
+    since the last update was taken is one update. Undelivered updates are bounded by the request's own max_tokens.
+    """
+
+    def __init__(self, request_id: str, abort: Callable[[], None]) -> None:
+        self.request_id = request_id
+        self._abort = abort
+        self._updates: deque[tuple[int, StreamUpdate]] = deque()
+        self._outcome: EngineResult | BaseException | None = None
+        # Made when somebody waits. One for each: a future that is shared must be shielded from its waiters, which takes
+        # another future and two more turns of the event loop.
+        self._readers: list[asyncio.Future[None]] = []
+        self._enders: list[asyncio.Future[None]] = []
+
+    def __aiter__(self) -> EngineStream:
+        return self
+
+    async def __anext__(self) -> StreamUpdate:
+        """The next update. Raises the request's error, or StopAsyncIteration after the last."""
+        while not self._updates:
+            if self._outcome is not None:
+                self._ended()
+                raise StopAsyncIteration
+            await _turn(self._readers)
+        return self._joined()
+
+    async def result(self) -> EngineResult:
+        """Waits for the end; raises the request's error. May be called often, before, while or after iterating."""
+        while self._outcome is None:
+            await _turn(self._enders)
+        return self._ended()
+
+    @property
+    def done(self) -> bool:
+        return self._outcome is not None
+
+    async def aclose(self) -> None:
+        """Gives the request up if it is unfinished, and waits until what it held is freed. Idempotent."""
+        if self._outcome is None:
+            self._abort()
+        while self._outcome is None:
+            await _turn(self._enders)
+
+    async def __aenter__(self) -> EngineStream:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def _joined(self) -> StreamUpdate:
+        """The next update, with all text or all reasoning that follows it."""
+        waiting = self._updates
+        token_index, first = waiting.popleft()
+        text, reasoning = first.text, first.reasoning
+        if text:
+            while waiting and waiting[0][1].text:
+                token_index, more = waiting.popleft()
+                text += more.text
+        elif reasoning:
+            while waiting and waiting[0][1].reasoning:
+                token_index, more = waiting.popleft()
+                reasoning += more.reasoning
+        return StreamUpdate(self.request_id, token_index, text, reasoning, first.object, first.path)
+
+    # The engine's side; all on the event loop.
+
+    def push(self, updates: list[tuple[int, StreamUpdate]]) -> None:
+        """Takes updates, each with the number of tokens generated when it was made."""
+        self._updates.extend(updates)
+        _wake(self._readers)
+
+    def finish(self, result: EngineResult) -> None:
+        self._end(result)
+
+    def fail(self, error: BaseException) -> None:
+        self._end(error)
+
+    def _end(self, outcome: EngineResult | BaseException) -> None:
+        if self._outcome is None:
+            self._outcome = outcome
+        _wake(self._readers)
+        _wake(self._enders)
+
+    def _ended(self) -> EngineResult:
+        """What came of it. Raises the request's error."""
+        outcome = self._outcome
+        if isinstance(outcome, BaseException):
+            raise outcome.with_traceback(None)
+        assert outcome is not None, "ended"
+        return outcome
+
+
+def _turn(waiters: list[asyncio.Future[None]]) -> asyncio.Future[None]:
+    """Done at the next ``_wake``."""
+    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    waiters.append(waiter)
+    return waiter
+
+
+def _wake(waiters: list[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
+    waiters.clear()

@@ -1,0 +1,1 @@
+"""Kernels of attention over pages, and of what is written there."""

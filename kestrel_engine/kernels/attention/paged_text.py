@@ -1,0 +1,136 @@
+"""Causal attention of prompt text over the pages: several queries of a sequence a program, on tensor cores.
+
+Flash attention (Dao et al. 2022, arXiv 2205.14135) with keys and values read through the page table. What belongs to
+whom stands in a list of tiles on the device, so one grid serves every mix of sequences and a CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..e4m3 import as_bytes, has_units, widened
+
+TILE_QUERIES = 16
+"""Queries of a tile at most: those of a question, and the fewest that tensor cores take."""
+
+TILE_WIDTH = 4
+"""int32 columns of a tile: sequence, place of its first query, number of queries (0: no tile), their first position."""
+
+
+def paged_text(
+    q: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    page_table: Tensor,
+    tiles: Tensor,
+    *,
+    page_size: int,
+    scales: tuple[float, float] = (1.0, 1.0),
+    out: Tensor,
+) -> Tensor:
+    """Writes to ``out`` [T, H*D] what the queries of all ``tiles`` see: positions from 0 to their own.
+
+    ``q`` [T, H, D], rotated; its keys and values are in the pools already. ``key_pool`` and ``value_pool``
+    [num_slots, H, D], one layer, contiguous; of float8_e4m3fn they hold keys and values divided by ``scales``.
+    ``page_table`` [num_seqs, max_pages] int32; ``tiles`` [N, TILE_WIDTH] int32. Rows of ``q`` and ``out`` may lie
+    apart. Rows that belong to no tile are left as they are.
+    """
+    _, num_heads, head_dim = key_pool.shape
+    assert q.shape[1:] == (num_heads, head_dim) and q.stride(2) == 1, (q.shape, q.stride())
+    assert key_pool.is_contiguous() and value_pool.is_contiguous(), "pools are contiguous"
+    assert tiles.shape[1] == TILE_WIDTH and tiles.is_contiguous() and page_table.stride(1) == 1
+    assert out.shape == (len(q), num_heads * head_dim) and out.stride(1) == 1, out.shape
+    exact = q.dtype == torch.float32
+    if len(tiles):
+        _text_kernel[(len(tiles), num_heads)](
+            q,
+            as_bytes(key_pool),
+            as_bytes(value_pool),
+            page_table,
+            tiles,
+            out,
+            q.stride(0),
+            q.stride(1),
+            out.stride(0),
+            page_table.stride(0),
+            num_heads * head_dim,
+            1.4426950408889634 * head_dim**-0.5 * scales[0],
+            scales[1],
+            HEAD_DIM=head_dim,
+            DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
+            PAGE_SIZE=page_size,
+            QUERIES=TILE_QUERIES,
+            KEYS=32 if exact else 128,
+            WIDTH=TILE_WIDTH,
+            EXACT=exact,
+            UNITS=has_units(q.device),
+            num_warps=4,
+            num_stages=1 if exact else 2,
+        )
+    return out
+
+
+@triton.jit
+def _loaded(pointers, there, dtype: tl.constexpr, UNITS: tl.constexpr):
+    """Of a pool, in ``dtype``, which every e4m3 number fits."""
+    kept = tl.load(pointers, mask=there, other=0)
+    if kept.dtype == dtype:
+        return kept
+    else:
+        return widened(kept, UNITS).to(dtype)
+
+
+@triton.jit
+def _text_kernel(
+    q, keys, values, page_table, tiles, out,
+    q_row, q_head, out_row, table_row, slot_stride, scale, value_scale,
+    HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    UNITS: tl.constexpr,
+):  # fmt: skip
+    tile = tiles + tl.program_id(0) * WIDTH
+    head = tl.program_id(1).to(tl.int64)
+    count = tl.load(tile + 2)
+    if count > 0:
+        seq = tl.load(tile).to(tl.int64)
+        first = tl.load(tile + 1).to(tl.int64)
+        start = tl.load(tile + 3)
+        query = tl.arange(0, QUERIES)
+        dim = tl.arange(0, DIM_PAD)
+        inside = (query < count)[:, None] & (dim < HEAD_DIM)[None, :]
+        rows = first + query
+        own = tl.load(
+            q + rows[:, None] * q_row + head * q_head + dim[None, :], mask=inside, other=0.0
+        )
+        best = tl.full([QUERIES], float("-inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        sums = tl.zeros([QUERIES, DIM_PAD], tl.float32)
+        precision: tl.constexpr = "ieee" if EXACT else "tf32"
+        table = page_table + seq * table_row
+        for begin in range(0, start + count, KEYS):
+            position = begin + tl.arange(0, KEYS)
+            stored = position < start + count
+            page = tl.load(table + position // PAGE_SIZE, mask=stored, other=0).to(tl.int64)
+            slot = page * PAGE_SIZE + position % PAGE_SIZE
+            place = slot[:, None] * slot_stride + head * HEAD_DIM + dim[None, :]
+            there = stored[:, None] & (dim < HEAD_DIM)[None, :]
+            k = _loaded(keys + place, there, own.dtype, UNITS)
+            scores = tl.dot(own, tl.trans(k), input_precision=precision) * scale
+            seen = position[None, :] <= start + query[:, None]
+            scores = tl.where(seen, scores, float("-inf"))
+            # Position 0 is in the first round and everybody sees it: the largest score is never -inf.
+            larger = tl.maximum(best, tl.max(scores, 1))
+            weights = tl.exp2(scores - larger[:, None])
+            shrink = tl.exp2(best - larger)
+            v = _loaded(values + place, there, own.dtype, UNITS)
+            total = total * shrink + tl.sum(weights, 1)
+            sums = sums * shrink[:, None] + tl.dot(
+                weights.to(v.dtype), v, input_precision=precision
+            )
+            best = larger
+        result = sums / total[:, None] * value_scale
+        target = out + rows[:, None] * out_row + head * HEAD_DIM + dim[None, :]
+        tl.store(target, result.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,1 @@
+"""Kernels that make crops and patches of pixels."""

@@ -1,0 +1,383 @@
+"""Experts for many tokens: a grouped matrix product over the pairs sorted by expert, then each token's sum.
+
+FP8 experts of bfloat16 models have a kernel of their own on Hopper (moe_hopper). Anywhere else, and for few tokens,
+three kernels after the grouping (moe_route): up with GeGLU, which gathers its rows of ``u``; down, which scatters its
+rows back to their pairs; and the sum over a token's pairs, in the order of their choice, so results repeat. Tiles of
+one row tile lie next to one another, and so do an expert's row tiles: the programs that run together share weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..linear.fp8_rows import Fp8Rows
+from .route import Grouping, group_by_expert
+from .tile import Experts, dot_tile, geglu, product_scale, triton_type
+
+logger = logging.getLogger(__name__)
+
+GLUON = ((3, 6), (3, 8))
+"""Triton from the first on and before the second: Gluon, which moe_hopper is written in, changes between releases."""
+
+
+class Tile(NamedTuple):
+    """Columns of outputs (up: of h, and as many of g), inputs a step, warps, stages; see moe_tile.dot_tile for
+    ``swap``. ``tma``: weights are fetched by the copy engine."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    swap: bool = False
+    tma: bool = False
+
+
+class Tiles(NamedTuple):
+    """``rows``: pairs of a tile, for both products."""
+
+    rows: int
+    up: Tile
+    down: Tile
+
+
+# By bytes of a weight and mean pairs of an expert, at most (0: any more). Measured on an H200 by
+# benchmarks/kernels/moe.py at 64, 256, 730 and 11,680 tokens: 138, 176, 305 and 2,410 us for FP8 (489 TFLOP/s), 222,
+# 253, 287 and 2,237 us for bfloat16.
+TILES: dict[tuple[int, int], Tiles] = {
+    (1, 24): Tiles(16, Tile(64, 128, 4, 4, True, True), Tile(128, 128, 4, 4, True, True)),
+    (1, 48): Tiles(32, Tile(64, 128, 4, 3, True, True), Tile(128, 128, 4, 3, True, True)),
+    (1, 144): Tiles(32, Tile(64, 128, 4, 3, True, True), Tile(128, 128, 4, 3, True, True)),
+    (1, 0): Tiles(128, Tile(128, 64, 8, 4, True, True), Tile(256, 64, 8, 4, True, True)),
+    (2, 24): Tiles(16, Tile(64, 64, 4, 4, True, True), Tile(128, 64, 4, 4, True, True)),
+    (2, 48): Tiles(64, Tile(128, 64, 4, 3, False, True), Tile(256, 64, 4, 3, False, True)),
+    (2, 144): Tiles(128, Tile(128, 64, 8, 3, False, True), Tile(256, 64, 8, 3, False, True)),
+    (2, 0): Tiles(128, Tile(128, 64, 8, 4, False, True), Tile(256, 64, 8, 4, False, True)),
+    (4, 24): Tiles(32, Tile(32, 32, 4, 2), Tile(64, 32, 4, 2)),
+    (4, 48): Tiles(64, Tile(32, 32, 4, 2), Tile(64, 32, 4, 2)),
+    (4, 144): Tiles(64, Tile(32, 32, 4, 2), Tile(64, 32, 4, 2)),
+    (4, 0): Tiles(64, Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)),
+}
+
+
+def tiles_for(element_size: int, num_pairs: int, num_experts: int) -> Tiles:
+    mean = num_pairs / num_experts
+    limit = next((limit for limit in (24, 48, 144) if mean <= limit), 0)
+    return TILES[element_size, limit]
+
+
+@functools.cache
+def _hopper(device: torch.device) -> ModuleType | None:
+    """moe_hopper where it can be imported and run."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    first, beyond = GLUON
+    if not first <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < beyond:
+        logger.warning(
+            "experts of prompts run a fifth slower: Triton %s is none that the kernel for Hopper is written for",
+            triton.__version__,
+        )
+        return None
+    from . import hopper as moe_hopper
+
+    return moe_hopper
+
+
+def moe_prefill(
+    u: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    fc1: Tensor,
+    fc2: Tensor,
+    fc1_scale: Tensor | None = None,
+    fc2_scale: Tensor | None = None,
+    *,
+    add_to: Tensor | None = None,
+    out: Tensor | None = None,
+    tiles: Tiles | None = None,
+    in_fp8: Fp8Rows | None = None,
+) -> Tensor:
+    """``u`` [T, D] through its experts (moe_route.route) -> [T, D], the weighted sum over each token's experts, plus
+    ``add_to`` [T, D] if given. ``out`` may be ``add_to``.
+
+    Experts' outputs are rounded to the model's dtype before they are weighted and summed in float32. ``in_fp8``:
+    ``u`` in FP8, which FP8 experts then multiply, their products as well, where moe_hopper runs. ``tiles``: these, by
+    the kernels below, on any machine.
+    """
+    layer = Experts(fc1, fc2, fc1_scale, fc2_scale)
+    num_tokens, k = experts.shape
+    dim, inner, num_pairs = layer.dim, layer.inner, num_tokens * k
+    if out is None:
+        out = torch.empty_like(u)
+    if not num_tokens:
+        return out
+    outputs = torch.empty((num_pairs, dim), dtype=u.dtype, device=u.device)
+    hopper = _hopper(u.device) if tiles is None else None
+    if hopper is not None and hopper.takes(u, layer, num_pairs):
+        hopper.products(u, experts, layer, outputs, in_fp8=in_fp8)
+    else:
+        tiles = tiles or tiles_for(fc1.element_size(), num_pairs, layer.num_experts)
+        grouping = group_by_expert(experts, layer.num_experts, tiles.rows)
+        product_type = layer.product_type(u.dtype)
+        product = torch.empty((num_pairs, inner), dtype=product_type, device=u.device)
+        x = u.to(product_type)
+        _launch(_up_kernel, tiles.up, grouping, x, fc1, fc1_scale, product, inner, k)
+        _launch(_down_kernel, tiles.down, grouping, product, fc2, fc2_scale, outputs, dim, k)
+    block = min(triton.next_power_of_2(dim), 2048)
+    _sum_kernel[(num_tokens, triton.cdiv(dim, block))](
+        outputs,
+        weights,
+        out if add_to is None else add_to,
+        out,
+        out.stride(0) if add_to is None else add_to.stride(0),
+        out.stride(0),
+        DIM=dim,
+        K_CHOICES=k,
+        BLOCK=block,
+        ADD=add_to is not None,
+        num_warps=4,
+    )
+    return out
+
+
+def _launch(
+    kernel: Any,
+    tile: Tile,
+    grouping: Grouping,
+    inputs: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    outputs: Tensor,
+    num_columns: int,
+    k: int,
+) -> None:
+    num_inputs = weight.shape[2]
+    product_type = outputs.dtype if kernel is _up_kernel else inputs.dtype
+    rows: Any = weight
+    tma = (
+        tile.tma and num_inputs * weight.element_size() % 16 == 0
+    )  # what the copy engine can address
+    if tma:
+        rows = TensorDescriptor.from_tensor(
+            weight.view(-1, num_inputs), [tile.block_n, tile.block_k]
+        )
+    kernel[(grouping.num_tiles * triton.cdiv(num_columns, tile.block_n),)](
+        inputs,
+        grouping.order,
+        grouping.tiles,
+        rows,
+        weight if scale is None else scale,
+        outputs,
+        grouping.num_tiles,
+        inputs.stride(0),
+        NUM_INPUTS=num_inputs,
+        NUM_COLUMNS=num_columns,
+        K_CHOICES=k,
+        BLOCK_M=grouping.tile,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        SWAP=tile.swap,
+        TMA=tma,
+        SCALED=scale is not None,
+        DOT=triton_type(product_type),
+        PRODUCT_SCALE=product_scale(product_type),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+@triton.jit
+def _weights(
+    w,
+    row,
+    k,
+    num_rows,
+    NUM_INPUTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """[BLOCK_N, BLOCK_K] of weights from ``row`` on. Beyond the expert's columns they are another's, or zero."""
+    if TMA:
+        tile = w.load([row, k])
+    else:
+        at_n = tl.arange(0, BLOCK_N)
+        at_k = k + tl.arange(0, BLOCK_K)
+        pointers = w + row.to(tl.int64) * NUM_INPUTS + at_n[:, None] * NUM_INPUTS + at_k[None, :]
+        tile = tl.load(
+            pointers, mask=(at_n < num_rows)[:, None] & (at_k < NUM_INPUTS)[None, :], other=0.0
+        )
+    return tile
+
+
+# A number of tiles that 16 divides is no other kernel.
+@triton.jit(do_not_specialize=["num_tiles"])
+def _up_kernel(
+    u_ptr,
+    order_ptr,
+    tiles_ptr,
+    fc1,
+    scale_ptr,
+    product_ptr,
+    num_tiles,
+    stride,
+    NUM_INPUTS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    K_CHOICES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    TMA: tl.constexpr,
+    SCALED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRODUCT_SCALE: tl.constexpr,
+):
+    """product[place] = gelu(h) * (g + 1), for the places of one tile and BLOCK_N columns."""
+    tile = tl.program_id(0) // tl.cdiv(NUM_COLUMNS, BLOCK_N)
+    first = (tl.program_id(0) % tl.cdiv(NUM_COLUMNS, BLOCK_N)) * BLOCK_N
+    expert = tl.load(tiles_ptr + tile)
+    if expert >= 0:
+        begin = tl.load(tiles_ptr + num_tiles + tile)
+        end = tl.load(tiles_ptr + 2 * num_tiles + tile)
+        place = begin + tl.arange(0, BLOCK_M)
+        valid = place < end
+        # Rows beyond the end are some other row: reading it costs less than masks do.
+        token = tl.load(order_ptr + place, mask=valid, other=0) // K_CHOICES
+        rows = u_ptr + token.to(tl.int64) * stride
+        row = expert * (2 * NUM_COLUMNS) + first
+        if SWAP:
+            h = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            g = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        else:
+            h = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            g = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        at_k = tl.arange(0, BLOCK_K)
+        for k in range(0, NUM_INPUTS, BLOCK_K):
+            if NUM_INPUTS % BLOCK_K == 0:
+                x = tl.load(rows[:, None] + (k + at_k)[None, :])
+            else:
+                x = tl.load(
+                    rows[:, None] + (k + at_k)[None, :],
+                    mask=(k + at_k < NUM_INPUTS)[None, :],
+                    other=0.0,
+                )
+            n = NUM_COLUMNS - first
+            wh = _weights(fc1, row, k, n, NUM_INPUTS, BLOCK_N, BLOCK_K, TMA)
+            wg = _weights(fc1, row + NUM_COLUMNS, k, n, NUM_INPUTS, BLOCK_N, BLOCK_K, TMA)
+            h = dot_tile(x, wh, h, SWAP, DOT)
+            g = dot_tile(x, wg, g, SWAP, DOT)
+        if SWAP:
+            h = tl.trans(h)
+            g = tl.trans(g)
+        column = first + tl.arange(0, BLOCK_N)
+        inside = column < NUM_COLUMNS
+        if SCALED:
+            scales = scale_ptr + expert.to(tl.int64) * (2 * NUM_COLUMNS) + column
+            h = h * tl.load(scales, mask=inside, other=0.0)[None, :]
+            g = g * tl.load(scales + NUM_COLUMNS, mask=inside, other=0.0)[None, :]
+        at = place.to(tl.int64)[:, None] * NUM_COLUMNS + column[None, :]
+        product = geglu(h, g, PRODUCT_SCALE).to(product_ptr.dtype.element_ty)
+        tl.store(product_ptr + at, product, mask=valid[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _down_kernel(
+    product_ptr,
+    order_ptr,
+    tiles_ptr,
+    fc2,
+    scale_ptr,
+    outputs_ptr,
+    num_tiles,
+    stride,
+    NUM_INPUTS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    K_CHOICES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    TMA: tl.constexpr,
+    SCALED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRODUCT_SCALE: tl.constexpr,
+):
+    """outputs[pair] = product[place] @ fc2.T, for the places of one tile and BLOCK_N columns."""
+    tile = tl.program_id(0) // tl.cdiv(NUM_COLUMNS, BLOCK_N)
+    first = (tl.program_id(0) % tl.cdiv(NUM_COLUMNS, BLOCK_N)) * BLOCK_N
+    expert = tl.load(tiles_ptr + tile)
+    if expert >= 0:
+        begin = tl.load(tiles_ptr + num_tiles + tile)
+        end = tl.load(tiles_ptr + 2 * num_tiles + tile)
+        place = begin + tl.arange(0, BLOCK_M)
+        valid = place < end
+        rows = product_ptr + tl.minimum(place, end - 1).to(tl.int64) * stride
+        row = expert * NUM_COLUMNS + first
+        if SWAP:
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        else:
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        at_k = tl.arange(0, BLOCK_K)
+        for k in range(0, NUM_INPUTS, BLOCK_K):
+            if NUM_INPUTS % BLOCK_K == 0:
+                x = tl.load(rows[:, None] + (k + at_k)[None, :])
+            else:
+                x = tl.load(
+                    rows[:, None] + (k + at_k)[None, :],
+                    mask=(k + at_k < NUM_INPUTS)[None, :],
+                    other=0.0,
+                )
+            n = NUM_COLUMNS - first
+            w = _weights(fc2, row, k, n, NUM_INPUTS, BLOCK_N, BLOCK_K, TMA)
+            acc = dot_tile(x, w, acc, SWAP, DOT)
+        if SWAP:
+            acc = tl.trans(acc)
+        column = first + tl.arange(0, BLOCK_N)
+        inside = column < NUM_COLUMNS
+        if SCALED:
+            scales = scale_ptr + expert.to(tl.int64) * NUM_COLUMNS + column
+            acc = acc * tl.load(scales, mask=inside, other=0.0)[None, :]
+        if PRODUCT_SCALE != 1.0:
+            acc = acc * (1.0 / PRODUCT_SCALE)
+        pair = tl.load(order_ptr + place, mask=valid, other=0)
+        at = pair.to(tl.int64)[:, None] * NUM_COLUMNS + column[None, :]
+        acc = acc.to(outputs_ptr.dtype.element_ty)
+        tl.store(outputs_ptr + at, acc, mask=valid[:, None] & inside[None, :])
+
+
+@triton.jit
+def _sum_kernel(
+    outputs_ptr,
+    weights_ptr,
+    add_ptr,
+    out_ptr,
+    add_stride,
+    out_stride,
+    DIM: tl.constexpr,
+    K_CHOICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """out[token] = the token's pairs, weighted, in order (+ add_to[token])."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < DIM
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(K_CHOICES):
+        pair = token * K_CHOICES + i
+        output = tl.load(outputs_ptr + pair * DIM + column, mask=inside, other=0.0)
+        total += tl.load(weights_ptr + pair) * output.to(tl.float32)
+    if ADD:
+        total += tl.load(add_ptr + token * add_stride + column, mask=inside, other=0.0).to(
+            tl.float32
+        )
+    tl.store(out_ptr + token * out_stride + column, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,126 @@
+"""The router of a few tokens in one launch: logits and each token's experts, straight from the LayerNorm's output.
+
+Needs nothing of what attention computes, so experts can begin while attention does. A program computes a few experts'
+logits for one token; the last of a token's to finish ranks them all. Every sum has one order: results repeat.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .route import rank_token
+
+MAX_TOKENS = 64
+_ROWS = 4
+"""Experts of a program."""
+
+
+class RouterWorkspace:
+    """For one launch at a time. ``logits`` [tokens, experts] in the model's type, left there for whoever wants to look;
+    ``arrived`` [tokens] int32, zero between launches (every launch leaves it so)."""
+
+    def __init__(
+        self, tokens: int, num_experts: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.logits = torch.empty(tokens, num_experts, dtype=dtype, device=device)
+        self.arrived = torch.zeros(tokens, dtype=torch.int32, device=device)
+
+
+def route_tokens(
+    u: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    k: int,
+    workspace: RouterWorkspace,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``u`` [T, D] -> weights [T, k] float32 and experts [T, k] int32, as `moe_route.route` of ``u @ weight.T + bias``.
+
+    ``weight`` [E, D] and ``bias`` [E] in u's type, to which logits are rounded, as those of prompts are. ``pdl``:
+    launched as a programmatic dependent (sm_90), and its own dependents may start at once; changes no result. Raises
+    ValueError beyond 64 tokens.
+    """
+    tokens, (num_experts, dim) = u.shape[0], weight.shape
+    if tokens > MAX_TOKENS:
+        raise ValueError(f"{tokens} tokens; this router is for {MAX_TOKENS} at most")
+    if not 1 <= k <= num_experts:
+        raise ValueError(f"{k} of {num_experts} experts")
+    if out is None:
+        weights = torch.empty((tokens, k), dtype=torch.float32, device=u.device)
+        experts = torch.empty((tokens, k), dtype=torch.int32, device=u.device)
+    else:
+        weights, experts = out
+    if not tokens:
+        return weights, experts
+    assert weight.stride(1) == u.stride(1) == 1 and len(workspace.arrived) >= tokens
+    pdl = pdl and u.is_cuda
+    launch = {"launch_pdl": True} if pdl else {}
+    _router[(triton.cdiv(num_experts, _ROWS), tokens)](
+        u,
+        weight,
+        u if bias is None else bias,
+        workspace.logits,
+        workspace.arrived,
+        weights,
+        experts,
+        u.stride(0),
+        weight.stride(0),
+        DIM=dim,
+        BLOCK=triton.next_power_of_2(dim),
+        NUM_EXPERTS=num_experts,
+        EXPERTS_PAD=triton.next_power_of_2(num_experts),
+        K=k,
+        ROWS=_ROWS,
+        HAS_BIAS=bias is not None,
+        PDL=pdl,
+        num_warps=4,
+        **launch,
+    )
+    return weights, experts
+
+
+@triton.jit
+def _router(
+    u, weight, bias, logits, arrived, weights, experts, u_stride, w_stride,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(1)
+    mine = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = column < DIM
+    known = mine < NUM_EXPERTS
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    # Weights first: no kernel writes them.
+    w = tl.load(
+        weight + mine[:, None] * w_stride + column[None, :],
+        mask=known[:, None] & inside[None, :],
+        other=0.0,
+    )
+    owed = tl.zeros([ROWS], tl.float32)
+    if HAS_BIAS:
+        owed = tl.load(bias + mine, mask=known, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    v = tl.load(u + token.to(tl.int64) * u_stride + column, mask=inside, other=0.0)
+    total = tl.sum(w.to(tl.float32) * v.to(tl.float32)[None, :], axis=1) + owed
+    tl.store(logits + token * NUM_EXPERTS + mine, total.to(logits.dtype.element_ty), mask=known)
+    # All threads' logits are out before one of them says so.
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + token, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        tl.store(arrived + token, 0)
+        expert = tl.arange(0, EXPERTS_PAD)
+        valid = expert < NUM_EXPERTS
+        # Past L1, which may be stale.
+        all_logits = tl.load(
+            logits + token * NUM_EXPERTS + expert, mask=valid, other=0.0, cache_modifier=".cg"
+        ).to(tl.float32)
+        rank_token(
+            all_logits, expert, valid, weights + token * K, experts + token * K, K, EXPERTS_PAD
+        )

@@ -1,0 +1,1 @@
+"""Kernels that sample tokens and read coordinate bins."""

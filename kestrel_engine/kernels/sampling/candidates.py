@@ -1,0 +1,318 @@
+"""The few ids among which top-k, top-p and a draw are decided, found by many programs a row and no sort.
+
+Each of the three is the first id, best first, with which a sum passes a target. The weight above a few edges says
+between which two that happens; sums in float32 with a margin are enough to say so, and cost a third of float64's. The
+last program of a row adds them up. If too many ids lie there, each stretch is cut once more, more finely. Then what
+lies above each stretch is summed in float64, and its ids are listed.
+
+Ids whose weight is below exp(-48) of the best's are left out: all of a row's together they are less than the last bit
+of its sum.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .logits import extent, load
+
+_LEAST_WEIGHT = tl.constexpr(48.0)
+"""-log of the smallest weight that counts, relative to the best's."""
+_MARGIN = tl.constexpr(2e-5)
+"""Of a float32 sum: exponents are right to 1.3e-5 of the weight, sums of 1,024 and of the chunks to 5e-6. A sum that
+is further off costs time and no result: what it puts into no list is searched for in the whole row."""
+_LN_2 = tl.constexpr(0.6931471805599453)
+_ID_MASK = tl.constexpr(2**32 - 1)
+STRETCHES = tl.constexpr(3)
+"""Where top-k cuts, where top-p cuts, where the draw is."""
+
+
+@triton.jit
+def weight(x, best, temperature):
+    """exp((x - best) / temperature) in float64, as the reference's softmax before it is normalised."""
+    # One division for all, and bounded: a tiny temperature would make 0 * inf of the best.
+    scale = tl.minimum(1.0 / temperature.to(tl.float64), 1e300)
+    return tl.exp((x.to(tl.float64) - best.to(tl.float64)) * scale)
+
+
+@triton.jit
+def ordered(x):
+    """float32 to int64, keeping the order; the two zeros are equal to a sort, so they are one here."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+
+
+@triton.jit
+def key_of(x, ids):
+    """Orders by logit descending, then id ascending, as the reference's stable sort does; best is greatest."""
+    return (ordered(x) << 32) + (ids.to(tl.int64) ^ _ID_MASK)
+
+
+@triton.jit
+def _light(x, best, temperature):
+    """weight() in float32, for ``x`` not above ``best``."""
+    # Bounded: a tiny temperature would make 0 * inf of the best.
+    scale = tl.minimum(1.0 / (temperature * _LN_2), 1e30).to(tl.float32)
+    return tl.exp2(tl.minimum(x - best, 0.0) * scale)
+
+
+@triton.jit
+def _measure(
+    x, weights, high, low, least, is_first, edges, masses, counts,
+    EDGES: tl.constexpr, PARTS: tl.constexpr, TO_LEAST: tl.constexpr,
+):  # fmt: skip
+    """Weight and number of ``x`` at or above each of EDGES logits: one, two ... PARTS-ths of the way from ``high`` down
+    to ``low``, none below ``least``, the last one there if TO_LEAST. ``is_first``: of the chunks, keeps the edges.
+    """
+    j = tl.arange(0, EDGES)
+    mass = tl.zeros([EDGES], tl.float32)
+    count = tl.zeros([EDGES], tl.float32)
+    for i in tl.static_range(EDGES):
+        edge = tl.maximum(high - (high - low) * ((i + 1) / PARTS), least)
+        if TO_LEAST and i == EDGES - 1:
+            edge = least
+        tl.store(edges + i, edge, mask=is_first)
+        # A product and no choice: with its sum it is one instruction.
+        is_above = (x >= edge).to(tl.float32)
+        mass = tl.where(j == i, tl.sum(is_above * weights), mass)
+        count = tl.where(j == i, tl.sum(is_above), count)
+    tl.store(masses + j, mass)
+    tl.store(counts + j, count)
+
+
+@triton.jit
+def _is_last(arrived, chunks):
+    """Whether all chunks of the row are through, this one last; their stores are visible then."""
+    tl.debug_barrier()
+    is_last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == chunks - 1
+    if is_last:
+        tl.store(arrived, 0)
+    return is_last
+
+
+@triton.jit
+def _summed(
+    columns, row, chunks,
+    CHUNKS: tl.constexpr, USED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK] sums of the first USED of COLUMNS columns over a row's chunks."""
+    # All loads of a pass at once, in some 32 registers of one warp's threads.
+    MOST: tl.constexpr = 1024 // BLOCK
+    PASS: tl.constexpr = MOST if MOST < CHUNKS else CHUNKS
+    j = tl.arange(0, BLOCK)[None, :]
+    sums = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, chunks, PASS):
+        c = begin + tl.arange(0, PASS)[:, None]
+        at = (row * chunks + c) * COLUMNS + j
+        sums += tl.sum(tl.load(columns + at, mask=(c < chunks) & (j < USED), other=0.0), axis=0)
+    return sums
+
+
+@triton.jit
+def _around(edge, mass, least, most):
+    """The edges next to where a sum passes a target between ``least`` and ``most``; infinite if there is none."""
+    high = tl.min(tl.where(mass * (1 + _MARGIN) <= least, edge, float("inf")))
+    low = tl.max(tl.where(mass * (1 - _MARGIN) > most, edge, float("-inf")))
+    return low, high
+
+
+@triton.jit
+def _above(edge, values, x):
+    """What ``values`` says of edge ``x``; 0 if it is infinite, the greatest value if it is minus that."""
+    return tl.max(tl.where(edge >= x, values, 0.0))
+
+
+@triton.jit
+def _bound(
+    edges, masses, counts, bounds, row, chunks, best, temperature, top_p, top_k, drawn,
+    CHUNKS: tl.constexpr, USED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Writes a row's ``bounds``: [low, high) of where top-k cuts, of where top-p cuts and of where the draw is,
+    infinite where nothing cuts; how many lie above the first; how many count. Returns how many ids lie in the three.
+    The edges may have any order.
+    """
+    j = tl.arange(0, BLOCK)
+    edge = tl.load(edges + row * COLUMNS + j, mask=j < USED, other=float("inf"))
+    mass = _summed(masses, row, chunks, CHUNKS, USED, BLOCK, COLUMNS).to(tl.float64)
+    count = _summed(counts, row, chunks, CHUNKS, USED, BLOCK, COLUMNS)
+    num_kept = tl.max(count)
+    most = tl.max(mass)
+    least = most
+    rank_low = float("inf")
+    rank_high = float("inf")
+    if (top_k > 0) & (top_k < num_kept):
+        is_before = count < top_k
+        rank_high = tl.min(tl.where(is_before, edge, float("inf")))
+        rank_low = tl.max(tl.where(is_before, float("-inf"), edge))
+        least = tl.max(tl.where(is_before, mass, 0.0))
+        most = tl.min(tl.where(is_before, most, mass))
+    # Which weight top-k leaves, and so where top-p cuts and the draw falls, is known to lie between two values only.
+    least *= 1 - _MARGIN
+    most *= 1 + _MARGIN
+    cut_low = float("inf")
+    cut_high = float("inf")
+    if top_p < 1:
+        cut_low, cut_high = _around(edge, mass, top_p * least, top_p * most)
+        least = top_p * least
+        # What is left passes that by a part of one id's weight, which lies below the upper edge.
+        heaviest = _light(tl.minimum(cut_high, best), best, temperature) * (1 + _MARGIN)
+        most = tl.minimum(top_p * most + heaviest, _above(edge, mass, cut_low) * (1 + _MARGIN))
+    low, high = _around(edge, mass, drawn * least, drawn * most)
+    num_before = _above(edge, count, rank_high)
+    number = _above(edge, count, rank_low) - num_before
+    number += _above(edge, count, cut_low) - _above(edge, count, cut_high)
+    number += _above(edge, count, low) - _above(edge, count, high)
+    bounds += row * 8
+    tl.store(bounds, rank_low)
+    tl.store(bounds + 1, rank_high)
+    tl.store(bounds + 2, cut_low)
+    tl.store(bounds + 3, cut_high)
+    tl.store(bounds + 4, low)
+    tl.store(bounds + 5, high)
+    tl.store(bounds + 6, num_before)
+    tl.store(bounds + 7, num_kept)
+    return number
+
+
+@triton.jit
+def locate_kernel(
+    logits, stride, rules, vocab, stats, chunks, temperatures, top_ps, top_ks, uniforms,
+    edges, masses, counts, bounds, listed, max_short,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EDGES: tl.constexpr, FINE: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What one chunk weighs, and how many ids it has, at or above a row's first EDGES edges; then the row's bounds."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    temperature = tl.load(temperatures + row)
+    rule = rules + row * WIDTH
+    listed += row * 3
+    if (temperature > 0) & (tl.load(rule) < 0):
+        top_p = tl.load(top_ps + row)
+        best, worst = extent(stats, row, chunks, CHUNKS)
+        least = (best.to(tl.float64) - temperature * _LEAST_WEIGHT).to(tl.float32)
+        least = tl.maximum(least, worst)
+        # Lighter ids weigh less than 1 - top_p of the best even if all others are such: top-p leaves none of them.
+        spared = tl.maximum(1 - top_p, 1e-30)
+        reach = tl.minimum(tl.log(vocab / spared), _LEAST_WEIGHT)
+        low = (best.to(tl.float64) - reach * temperature).to(tl.float32)
+        low = tl.maximum(low, least)
+        to = (row * chunks + part) * COLUMNS
+        if (part == 0) | (tl.load(stats + (row * chunks + part) * 3) >= least):
+            ids = part * CHUNK + tl.arange(0, CHUNK)
+            x, _kept = load(logits + row * stride, rule, ids, ids < vocab)
+            _measure(
+                x, _light(x, best, temperature), best, low, least, part == 0,
+                edges + row * COLUMNS, masses + to, counts + to, EDGES, EDGES - 1, True,
+            )  # fmt: skip
+        else:
+            nothing = tl.zeros([EDGES], tl.float32)
+            tl.store(masses + to + tl.arange(0, EDGES), nothing)
+            tl.store(counts + to + tl.arange(0, EDGES), nothing)
+        if _is_last(listed + 2, chunks):
+            number = _bound(
+                edges, masses, counts, bounds, row, chunks, best, temperature, top_p,
+                tl.load(top_ks + row), tl.load(uniforms + row), CHUNKS, EDGES, EDGES, COLUMNS,
+            )  # fmt: skip
+            tl.store(listed, 0)
+            tl.store(listed + 1, (number > max_short).to(tl.int32))
+
+
+@triton.jit
+def refine_kernel(
+    logits, stride, rules, vocab, stats, chunks, temperatures, top_ps, top_ks, uniforms,
+    edges, masses, counts, bounds, listed,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EDGES: tl.constexpr, FINE: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """If too many ids lie in the stretches: the same as locate_kernel for FINE edges within each stretch."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    temperature = tl.load(temperatures + row)
+    rule = rules + row * WIDTH
+    listed += row * 3
+    if (temperature > 0) & (tl.load(rule) < 0):
+        if tl.load(listed + 1) > 0:
+            best, _worst = extent(stats, row, chunks, CHUNKS)
+            least = tl.load(edges + row * COLUMNS + EDGES - 1)
+            ids = part * CHUNK + tl.arange(0, CHUNK)
+            x, _is_kept = load(logits + row * stride, rule, ids, ids < vocab)
+            weights = _light(x, best, temperature)
+            for i in range(3):
+                low = tl.load(bounds + row * 8 + 2 * i)
+                high = tl.load(bounds + row * 8 + 2 * i + 1)
+                to_edges = edges + row * COLUMNS + EDGES + i * FINE
+                to = (row * chunks + part) * COLUMNS + EDGES + i * FINE
+                if low < high:
+                    _measure(
+                        x, weights, tl.minimum(high, best), tl.maximum(low, least), least, part == 0,
+                        to_edges, masses + to, counts + to, FINE, FINE + 1, False,
+                    )  # fmt: skip
+                else:
+                    # An edge above which there is nothing.
+                    j = tl.arange(0, FINE)
+                    tl.store(masses + to + j, tl.zeros([FINE], tl.float32))
+                    tl.store(counts + to + j, tl.zeros([FINE], tl.float32))
+                    if part == 0:
+                        tl.store(to_edges + j, tl.full([FINE], float("inf"), tl.float32))
+            # All have read the bounds when the last one writes them anew.
+            if _is_last(listed + 2, chunks):
+                _bound(
+                    edges, masses, counts, bounds, row, chunks, best, temperature,
+                    tl.load(top_ps + row), tl.load(top_ks + row), tl.load(uniforms + row),
+                    CHUNKS, EDGES + 3 * FINE, COLUMNS, COLUMNS,
+                )  # fmt: skip
+
+
+@triton.jit
+def list_kernel(
+    logits, stride, rules, vocab, stats, chunks, temperatures,
+    edges, bounds, listed, max_listed, sums, candidates,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Lists the keys of one chunk's ids in the stretches, in any order; sums its weights, those above each too."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    temperature = tl.load(temperatures + row)
+    rule = rules + row * WIDTH
+    if (temperature > 0) & (tl.load(rule) < 0):
+        least = tl.load(edges + row * COLUMNS + EDGES - 1)
+        sums += (row * chunks + part) * 4
+        if tl.load(stats + (row * chunks + part) * 3) >= least:
+            bounds += row * 8
+            r_low = tl.load(bounds)
+            r_high = tl.load(bounds + 1)
+            c_low = tl.load(bounds + 2)
+            c_high = tl.load(bounds + 3)
+            low = tl.load(bounds + 4)
+            high = tl.load(bounds + 5)
+            best, _worst = extent(stats, row, chunks, CHUNKS)
+            ids = part * CHUNK + tl.arange(0, CHUNK)
+            x, is_kept = load(logits + row * stride, rule, ids, ids < vocab)
+            is_kept = is_kept & (x >= least)
+            weights = tl.where(is_kept, weight(x, best, temperature), 0.0)
+            tl.store(sums, tl.sum(weights))
+            tl.store(sums + 1, tl.sum(tl.where(x >= r_high, weights, 0.0)))
+            tl.store(sums + 2, tl.sum(tl.where(x >= c_high, weights, 0.0)))
+            tl.store(sums + 3, tl.sum(tl.where(x >= high, weights, 0.0)))
+            taken = ((x >= r_low) & (x < r_high)) | ((x >= c_low) & (x < c_high))
+            taken = is_kept & (taken | ((x >= low) & (x < high)))
+            number = tl.sum(taken.to(tl.int32))
+            if number > 0:
+                begin = tl.atomic_add(listed + row * 3, number, sem="relaxed")
+                place = begin + tl.cumsum(taken.to(tl.int32), axis=0) - 1
+                taken = taken & (place < max_listed)
+                tl.store(candidates + row * max_listed + place, key_of(x, ids), mask=taken)
+        else:
+            tl.store(sums + tl.arange(0, 4), tl.zeros([4], tl.float64))

@@ -1,0 +1,224 @@
+"""Top-k, top-p and the draw among a row's candidates (candidates.py): one program a row.
+
+The listed keys are sorted and their weights cumulated, as in `runtime.sampler`, from what lies above; short lists by
+counting for each key those before it, which takes as long as the list is. Where stretches
+have more ids than a list holds (thousands of equal logits), or a sum doesn't pass its target there after all, the whole
+row is searched instead, by splitting an interval of keys. Weights are float64 and all sums have a fixed order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .candidates import key_of, ordered, weight
+from .logits import extent, first_best, load, settle
+
+_NO_KEY = tl.constexpr(-(2**63))
+_ID_MASK = tl.constexpr(2**32 - 1)
+_BELOW_ONE = tl.constexpr(1 - 2**-52)
+_AT_ONCE = tl.constexpr(16)
+"""Keys that meet all others at once when a short list is sorted."""
+
+
+@triton.jit
+def _logit(key):
+    """The logit in a key."""
+    bits = (key >> 32).to(tl.int32)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _passes(x, weights, reached, low, high, base, target, SIZE: tl.constexpr):
+    """The first of SIZE sorted candidates in [low, high) with which more than ``target`` is reached, or SIZE; what is
+    reached. ``base``: what lies at or above ``high``, listed or not."""
+    i = tl.arange(0, SIZE)
+    sums = reached + (base - tl.sum(tl.where(x >= high, weights, 0.0)))
+    is_over = (x >= low) & (x < high) & (sums > target)
+    index = tl.where(base <= target, tl.min(tl.where(is_over, i, SIZE)), SIZE)
+    return index, tl.sum(tl.where(i == index, sums, 0.0))
+
+
+@triton.jit
+def _ranked(candidates, number, SIZE: tl.constexpr):
+    """The ``number`` candidates, best first, then _NO_KEY; their list has that order then."""
+    i = tl.arange(0, SIZE)
+    key = tl.load(candidates + i, mask=i < number, other=_NO_KEY)
+    before = tl.zeros([SIZE, _AT_ONCE], tl.int32)
+    for begin in range(0, number, _AT_ONCE):
+        j = begin + tl.arange(0, _AT_ONCE)
+        other = tl.load(candidates + j, mask=j < number, other=_NO_KEY)
+        before += (other[None, :] > key[:, None]).to(tl.int32)
+    # No two keys are equal, so each has a place of its own.
+    place = tl.sum(before, axis=1)
+    tl.debug_barrier()
+    tl.store(candidates + place, key, mask=i < number)
+    tl.debug_barrier()
+    return tl.load(candidates + i, mask=i < number, other=_NO_KEY)
+
+
+@triton.jit
+def _among(
+    candidates, number, bounds, total, base_rank, base_cut, base, best, temperature, top_p, top_k, drawn,
+    SIZE: tl.constexpr, IS_SHORT: tl.constexpr,
+):  # fmt: skip
+    """The key drawn from a list of at most SIZE; _NO_KEY if it isn't in the list."""
+    i = tl.arange(0, SIZE)
+    if IS_SHORT:
+        key = _ranked(candidates, number, SIZE)
+    else:
+        key = tl.sort(tl.load(candidates + i, mask=i < number, other=_NO_KEY), descending=True)
+    is_listed = key > _NO_KEY
+    x = tl.where(is_listed, _logit(key), float("-inf"))
+    weights = tl.where(is_listed, weight(x, best, temperature), 0.0)
+    reached = tl.cumsum(weights, axis=0)
+    left = total
+    last = SIZE - 1
+    is_found = number > 0
+    if (top_k > 0) & (top_k < tl.load(bounds + 7)):
+        high = tl.load(bounds + 1)
+        num_above = tl.sum((x >= high).to(tl.int32))
+        last = num_above + top_k - tl.load(bounds + 6).to(tl.int32) - 1
+        left = base_rank - tl.sum(tl.where(x >= high, weights, 0.0))
+        left += tl.sum(tl.where(i == last, reached, 0.0))
+    if top_p < 1:
+        cut, cut_reached = _passes(
+            x, weights, reached, tl.load(bounds + 2), tl.load(bounds + 3), base_cut, top_p * left, SIZE
+        )  # fmt: skip
+        left = cut_reached
+        is_found = is_found & (cut < SIZE)
+        last = tl.minimum(last, cut)
+    # Below the sum even where the product rounds up to it.
+    target = tl.minimum(drawn * left, left * _BELOW_ONE)
+    index, _reached = _passes(
+        x, weights, reached, tl.load(bounds + 4), tl.load(bounds + 5), base, target, SIZE
+    )
+    is_found = is_found & (index < SIZE)
+    found = tl.max(tl.where(i == tl.minimum(index, last), key, _NO_KEY))
+    return tl.where(is_found, found, _NO_KEY)
+
+
+@triton.jit
+def _element(logits, rule, vocab, least, begin, best, temperature, BLOCK: tl.constexpr):
+    """Keys and weights of BLOCK ids."""
+    ids = begin + tl.arange(0, BLOCK)
+    x, is_kept = load(logits, rule, ids, ids < vocab)
+    is_kept = is_kept & (x >= least)
+    keys = tl.where(is_kept, key_of(x, ids), _NO_KEY)
+    return keys, tl.where(is_kept, weight(x, best, temperature), 0.0)
+
+
+@triton.jit
+def _search(
+    logits, rule, vocab, least, best, temperature, target, is_rank, low,
+    BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
+):  # fmt: skip
+    """The first id of the row, best first, with which more than ``target`` is reached: its key, and the weight reached.
+
+    What is compared with ``target`` is the weight, or the number of ids if ``is_rank``. The answer lies in [low, high]
+    throughout; each pass cuts that at ``high`` itself and at PIVOTS - 1 places below, evenly by logit, or by id between
+    equal logits, and ``high`` always moves to a key that is there, so every pass ends nearer.
+    """
+    j = tl.arange(0, PIVOTS)
+    share = j.to(tl.float32) / PIVOTS
+    high = (ordered(best) << 32) + _ID_MASK
+    reached = target * 0
+    going = 1
+    while going > 0:
+        low_logit = _logit(low)
+        high_logit = _logit(high)
+        by_logit = ordered(high_logit * (1 - share) + low_logit * share) << 32
+        by_id = high - ((high - low) & _ID_MASK) * j // PIVOTS
+        pivots = tl.where(high_logit > low_logit, by_logit, by_id)
+        pivots = tl.where(j == 0, high, tl.minimum(tl.maximum(pivots, low), high))
+        over = tl.zeros([BLOCK, PIVOTS], tl.float64)
+        number = tl.zeros([BLOCK, PIVOTS], tl.int32)
+        below = tl.full([BLOCK, PIVOTS], _NO_KEY, tl.int64)
+        for begin in range(0, vocab, BLOCK):
+            keys, weights = _element(logits, rule, vocab, least, begin, best, temperature, BLOCK)
+            is_over = keys[:, None] >= pivots[None, :]
+            over += tl.where(is_over, weights[:, None], 0.0)
+            number += is_over.to(tl.int32)
+            below = tl.maximum(below, tl.where(is_over, _NO_KEY, keys[:, None]))
+        sums = tl.sum(over, axis=0)
+        compared = tl.where(is_rank, tl.sum(number, axis=0).to(tl.float64), sums)
+        first = tl.min(tl.where(compared > target, j, PIVOTS))
+        next_high = tl.max(tl.where(j == first - 1, tl.max(below, axis=0), _NO_KEY))
+        reached = tl.sum(tl.where(j == 0, sums, 0.0))
+        going = tl.where((first > 0) & (next_high >= low), 1, 0)
+        low = tl.maximum(low, tl.max(tl.where(j == first, pivots, _NO_KEY)))
+        high = tl.where(going > 0, next_high, high)
+    return high, reached
+
+
+@triton.jit
+def _among_all(
+    logits, rule, vocab, least, num_kept, total, best, temperature, top_p, top_k, drawn,
+    BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
+):  # fmt: skip
+    """The key drawn from the whole row."""
+    key = ordered(least) << 32
+    left = total
+    # Top-k, top-p, the draw: one body, as each is a long one to compile.
+    for step in range(3):
+        target = tl.where(step == 1, top_p * left, tl.minimum(drawn * left, left * _BELOW_ONE))
+        target = tl.where(step == 0, (top_k - 1).to(tl.float64), target)
+        cuts_by_rank = (step == 0) & (top_k > 0) & (top_k < num_kept)
+        if cuts_by_rank | ((step == 1) & (top_p < 1)) | (step == 2):
+            key, left = _search(
+                logits, rule, vocab, least, best, temperature, target, step == 0, key, BLOCK, PIVOTS
+            )
+    return key
+
+
+@triton.jit
+def draw_kernel(
+    logits, stride, rules, vocab, stats, places, chunks, temperatures, top_ps, top_ks, uniforms,
+    edges, listed, max_listed, bounds, sums, candidates, ids, logprobs, bad,
+    CHUNKS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr, SHORT: tl.constexpr,
+    LISTED: tl.constexpr,
+    BLOCK: tl.constexpr, PIVOTS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    rule = rules + row * WIDTH
+    temperature = tl.load(temperatures + row)
+    token = first_best(stats, places, row, chunks, vocab, CHUNKS)
+    c = tl.arange(0, CHUNKS)
+    not_finite = tl.sum(tl.load(places + (row * chunks + c) * 2 + 1, mask=c < chunks, other=0))
+    if (temperature > 0) & (tl.load(rule) < 0) & (not_finite == 0):
+        best, _worst = extent(stats, row, chunks, CHUNKS)
+        top_p = tl.load(top_ps + row)
+        top_k = tl.load(top_ks + row)
+        drawn = tl.load(uniforms + row)
+        number = tl.load(listed + row * 3)
+        candidates += row * max_listed
+        bounds += row * 8
+        at = sums + (row * chunks + c) * 4
+        total = tl.sum(tl.load(at, mask=c < chunks, other=0.0))
+        base_rank = tl.sum(tl.load(at + 1, mask=c < chunks, other=0.0))
+        base_cut = tl.sum(tl.load(at + 2, mask=c < chunks, other=0.0))
+        base = tl.sum(tl.load(at + 3, mask=c < chunks, other=0.0))
+        key = tl.full([], _NO_KEY, tl.int64)
+        if number <= SHORT:
+            key = _among(
+                candidates, number, bounds, total, base_rank, base_cut, base, best, temperature,
+                top_p, top_k, drawn, SHORT, True,
+            )  # fmt: skip
+        elif number <= LISTED:
+            key = _among(
+                candidates, number, bounds, total, base_rank, base_cut, base, best, temperature,
+                top_p, top_k, drawn, LISTED, False,
+            )  # fmt: skip
+        if key == _NO_KEY:
+            least = tl.load(edges + row * COLUMNS + EDGES - 1)
+            key = _among_all(
+                logits, rule, vocab, least, tl.load(bounds + 7), total, best, temperature, top_p,
+                top_k, drawn, BLOCK, PIVOTS,
+            )  # fmt: skip
+        token = ((key & _ID_MASK) ^ _ID_MASK).to(tl.int32)
+    settle(logits, rule, row, token, stats, places, chunks, ids, logprobs, bad, CHUNKS)

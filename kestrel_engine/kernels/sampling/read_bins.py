@@ -1,0 +1,51 @@
+"""What a region head says: the best bin of each row of logits, and its log-probability."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .logits import LARGEST
+
+
+def read_bins(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """``logits`` [R, B] (float32, bfloat16 or float16; row stride free) -> bins [R] int32, their logprobs [R] float32.
+
+    The first of equally good bins wins. The log-probability is NaN where a logit is not finite; the bin is then any of
+    them. Doesn't wait for the device.
+    """
+    rows, num_bins = logits.shape
+    assert logits.stride(1) == 1, logits.stride()
+    bins = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        _read_kernel[(rows,)](
+            logits,
+            logits.stride(0),
+            num_bins,
+            bins,
+            logprobs,
+            BLOCK=triton.next_power_of_2(num_bins),
+            num_warps=4,
+        )
+    return bins, logprobs
+
+
+@triton.jit
+def _read_kernel(logits, stride, num_bins, bins, logprobs, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < num_bins
+    x = tl.load(logits + row * stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+    # Written so that NaN fails.
+    is_bad = inside & ((tl.abs(x) <= LARGEST) == 0)
+    num_bad = tl.sum(is_bad.to(tl.int32))
+    x = tl.where(is_bad, float("-inf"), x)
+    best = tl.maximum(tl.max(x), -LARGEST)
+    index = tl.min(tl.where(x == best, column, num_bins - 1))
+    tl.store(bins + row, index)
+    # At least 1, the best's own share, unless no logit is finite.
+    logprob = -tl.log(tl.maximum(tl.sum(tl.exp(x - best)), 1.0))
+    tl.store(logprobs + row, tl.where(num_bad > 0, float("nan"), logprob))

@@ -1,0 +1,184 @@
+"""Attention of a decode step behind one seam: our own kernel, or FlashInfer's where that was asked for by name.
+
+Either does all that stands between the qkv GEMM and the output projection: tau factors, RoPE, new keys and values to
+the pool, and attention to positions 0..p. FlashInfer only attends, so a launch of `rope_store` comes before it, and its
+work is laid out on the host before each step (`FlashInferRows.plan`); ours reads page tables on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....kernels.attention.paged_decode import DecodeWorkspace, choose_splits, paged_decode
+from ....kernels.attention.rope_store import rope_store
+from ....kernels.e4m3 import has_units
+from ....models.kv_format import EIGHT_BITS, UNSCALED, Scales
+from ....types.model_config import TextConfig
+from ....types.step import Row, RuntimeLimits
+from ..state.staging import Field, RowBuffers
+from .flashinfer_paged import FlashInfer, FlashInferDecode
+
+EARLY_ROWS = 2
+"""Rows up to which attention begins before the GEMM in front of it has ended."""
+
+
+class DecodeAttention(Protocol):
+    """One layer's, for M rows of one token."""
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: tuple[Tensor, Tensor, Tensor],
+        angles: tuple[Tensor, Tensor],
+        tau: tuple[Tensor, Tensor] | None,
+        out: Tensor,
+        scales: Scales = UNSCALED,
+    ) -> object:
+        """``qkv`` [M, >= 3*H*D], neither turned nor scaled, may be changed; ``keys`` and ``values`` [num_slots, H, D],
+        of float8_e4m3fn divided by ``scales``.
+        ``rows``: positions and row_seq [M] int32, page_table [num_seqs, max_pages] int32. ``angles``: cos and sin
+        [max_positions, rotary_dim / 2] float32. ``tau``: raw content [M, 2*H] and alpha [H] float32. Fills ``out``
+        [M, H*D], which may be the columns of v."""
+        ...
+
+
+class PagedDecode:
+    """Our kernel, in one launch. ``early``: it may begin before the kernel in front of it has ended (sm_90)."""
+
+    def __init__(
+        self,
+        config: TextConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_rows: int,
+        page_size: int,
+        early: bool,
+    ) -> None:
+        self._config, self._page_size, self._early = config, page_size, early
+        self._units = has_units(device)
+        kinds = dtype, EIGHT_BITS
+        shapes = [
+            (rows, self._splits(rows, kind)) for rows in range(1, max_rows + 1) for kind in kinds
+        ]
+        self._workspace = DecodeWorkspace.allocate(shapes, config.n_heads, config.head_dim, device)
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: tuple[Tensor, Tensor, Tensor],
+        angles: tuple[Tensor, Tensor],
+        tau: tuple[Tensor, Tensor] | None,
+        out: Tensor,
+        scales: Scales = UNSCALED,
+    ) -> None:
+        positions, row_seq, page_table = rows
+        paged_decode(
+            qkv,
+            keys,
+            values,
+            page_table,
+            row_seq,
+            positions,
+            *angles,
+            page_size=self._page_size,
+            tau=tau,
+            scales=scales,
+            splits=self._splits(len(qkv), keys.dtype),
+            workspace=self._workspace,
+            out=out,
+            # More rows fill the card by themselves, and programs that wait stand in the GEMM's way: at 16 rows a layer
+            # took 84 us on an H200 where its kernels one by one take 65.
+            pdl=self._early and len(qkv) <= EARLY_ROWS,
+            # Of layers without experts as well, as it was measured.
+            beside=self._config.moe is not None,
+        )
+
+    def _splits(self, rows: int, pool: torch.dtype) -> int:
+        config = self._config
+        return choose_splits(rows, config.n_heads, config.head_dim, pool, units=self._units)
+
+
+class FlashInferRows:
+    """FlashInfer's, for steps of as many rows as were planned last: a wrapper for each number of rows that occurs, made
+    when it first does, so that a captured graph keeps the buffers it has seen.
+
+    ``max_pages``: of one row. Padding rows read and write the first position of ``spare_page``.
+    """
+
+    def __init__(
+        self,
+        flashinfer: FlashInfer,
+        config: TextConfig,
+        limits: RuntimeLimits,
+        max_pages: int,
+        *,
+        spare_page: int,
+    ) -> None:
+        self._flashinfer, self._config = flashinfer, config
+        self._max_pages, self._page_size = max_pages, limits.page_size
+        self._spare_page = spare_page
+        fields = {"positions": Field(np.int64), "slots": Field(np.int64)}
+        self._places = RowBuffers(fields, limits.max_batch_size, flashinfer.device)
+        self._by_rows: dict[int, FlashInferDecode] = {}
+
+    def plan(self, padded: int, rows: Sequence[Row]) -> None:
+        """Before each step of ``padded`` rows, on its stream. The first are ``rows``, the rest padding."""
+        count, size = len(rows), self._page_size
+        assert count <= padded, f"{count} rows in a step of {padded}"
+        positions = [row.start for row in rows]
+        host = self._places.host()
+        host["positions"][:count] = positions
+        host["positions"][count:] = 0
+        host["slots"][:count] = [
+            row.page_table[p // size] * size + p % size
+            for row, p in zip(rows, positions, strict=True)
+        ]
+        host["slots"][count:] = self._spare_page * size
+        self._places.send()
+        spare = padded - count
+        tables = [*(row.page_table for row in rows), *[(self._spare_page,)] * spare]
+        self._decoder(padded).plan(tables, [*(p + 1 for p in positions), *[1] * spare])
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: tuple[Tensor, Tensor, Tensor],
+        angles: tuple[Tensor, Tensor],
+        tau: tuple[Tensor, Tensor] | None,
+        out: Tensor,
+        scales: Scales = UNSCALED,
+    ) -> None:
+        """``rows`` is not read: positions and pages are those of the plan."""
+        assert scales == UNSCALED, "FlashInfer reads the model's type only"
+        count = len(qkv)
+        there = self._places.device
+        positions, slots = there["positions"][:count], there["slots"][:count]
+        rope_store(qkv, positions, slots, keys, values, *angles, tau=tau)
+        heads = self._config.n_heads, self._config.head_dim
+        q = qkv[:, : self._config.dim].unflatten(1, heads)
+        self._by_rows[count](q, keys, values, out)
+
+    def _decoder(self, rows: int) -> FlashInferDecode:
+        found = self._by_rows.get(rows)
+        if found is None:
+            found = self._by_rows[rows] = FlashInferDecode(
+                self._flashinfer,
+                rows=rows,
+                max_pages=rows * self._max_pages,
+                num_heads=self._config.n_heads,
+                head_dim=self._config.head_dim,
+                page_size=self._page_size,
+            )
+        return found

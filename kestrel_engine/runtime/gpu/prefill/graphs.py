@@ -1,0 +1,204 @@
+"""PrefillGraphs: prefill passes of a few pictures and questions as captured CUDA graphs.
+
+Launched one by one, the some 230 kernels of a pass cost the host more time than a question's few tokens cost the
+device. A graph holds a pass of so many image blocks and so many text rows; text that is shorter is padded. Attention
+of the text reads tiles and page tables on the device, so one graph serves every mix of sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from ....kernels.attention.paged_text import TILE_QUERIES, TILE_WIDTH, paged_text
+from ...kv_cache import KvCache
+from ..attention.prefill import attend_blocks
+from ..graphs import Progress
+from ..state.staging import Field, RowBuffers
+from ..text.decoder import FusedText
+from .batch import PrefillBatch
+
+BLOCKS = (0, 1, 2, 3, 4, 5, 6)
+"""Image blocks of a pass. Four fill the card; six are what a step's default of crops makes complete at most, and a
+lone one left over would run at half the speed (H200, Moondream 3: 240 TFLOP/s for one picture, 405 for four)."""
+TEXT_ROWS = (32, 64, 96, 128, 192, 256)
+"""Text rows of a pass."""
+MAX_BLOCKS, MAX_TEXT = BLOCKS[-1], TEXT_ROWS[-1]
+
+
+class PassShape(NamedTuple):
+    num_blocks: int
+    text_rows: int
+
+
+def tiles_of(batch: PrefillBatch, seqs: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """`paged_text`'s tiles for the batch's text, whose sequences have ``seqs`` in the page table; places count from
+    the first text row."""
+    tiles = []
+    begin = len(batch.blocks) * batch.block_length
+    for part, seq in zip(batch.text, seqs, strict=True):
+        for first in range(0, part.count, TILE_QUERIES):
+            size = min(TILE_QUERIES, part.count - first)
+            tiles.append((seq, part.begin - begin + first, size, part.start + first))
+    return tiles
+
+
+def num_tiles(text_rows: int) -> int:
+    """Room for tiles in a pass: one for every four rows, for many short texts."""
+    return text_rows // 4
+
+
+class PrefillGraphs:
+    """Owns the fixed buffers of captured passes. ``max_rows``: rows whose hidden state is wanted of a pass. Writes of
+    padding go to ``spare_slot``."""
+
+    def __init__(
+        self,
+        text: FusedText,
+        cache: KvCache,
+        page_table: Tensor,
+        *,
+        block_length: int,
+        max_rows: int,
+        spare_slot: int,
+        block_backend: SDPBackend | None,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self._text, self._cache, self._page_table = text, cache, page_table
+        self._length, self._max_rows, self._spare_slot = block_length, max_rows, spare_slot
+        self._stream = stream
+        pool = cache.keys
+        longest = MAX_BLOCKS * block_length + MAX_TEXT
+        dim = text.config.dim
+        self._x = torch.zeros(longest, dim, dtype=text.dtype, device=pool.device)
+        self._hidden = torch.zeros(max_rows, dim, dtype=text.dtype, device=pool.device)
+        self._places = RowBuffers(
+            {"positions": Field(np.int64), "slots": Field(np.int64)}, longest, pool.device
+        )
+        self._last = RowBuffers({"last": Field(np.int64)}, max_rows, pool.device)
+        self._tiles = RowBuffers(
+            {"tiles": Field(np.int32, (TILE_WIDTH,))}, num_tiles(MAX_TEXT), pool.device
+        )
+        self._block_backend = block_backend
+        self._graphs: dict[PassShape, torch.cuda.CUDAGraph] = {}
+
+    def shape(self, batch: PrefillBatch, tiles: int) -> PassShape | None:
+        """The smallest pass that holds ``batch`` with so many tiles, if there is one."""
+        blocks, text = len(batch.blocks), sum(part.count for part in batch.text)
+        if blocks > MAX_BLOCKS or len(batch.last) > self._max_rows:
+            return None
+        for rows in TEXT_ROWS:
+            if text <= rows and tiles <= num_tiles(rows):
+                return PassShape(blocks, rows)
+        return None
+
+    def room(self, num_tokens: int) -> Tensor:
+        """[num_tokens, dim], to be filled with a batch's embeddings before run()."""
+        return self._x[:num_tokens]
+
+    def run(
+        self, shape: PassShape, batch: PrefillBatch, tiles: list[tuple[int, int, int, int]]
+    ) -> Tensor:
+        """[num_rows, dim]: the residual stream at each row's last position; good until the next pass."""
+        total = shape.num_blocks * self._length + shape.text_rows
+        count, rows = batch.num_tokens, len(batch.last)
+        places = self._places.host()
+        places["positions"][:count] = batch.positions
+        places["positions"][count:total] = 0
+        places["slots"][:count] = batch.slots
+        places["slots"][count:total] = self._spare_slot
+        self._places.send()
+        last = self._last.host()["last"]
+        last[:rows] = batch.last
+        last[rows:] = 0
+        self._last.send()
+        meta = self._tiles.host()["tiles"]
+        meta[: len(tiles)] = tiles if tiles else np.empty((0, TILE_WIDTH), np.int32)
+        meta[len(tiles) :] = 0
+        self._tiles.send()
+        graph = self._graphs.get(shape)
+        if graph is None:
+            self._body(shape)
+        else:
+            graph.replay()
+        return self._hidden[:rows]
+
+    def capture(self, progress: Progress | None = None) -> None:
+        """Runs and captures every pass, the largest first. Only on a CUDA device."""
+        assert self._stream is not None, "graphs are captured on a stream of a CUDA device"
+        pool = torch.cuda.graph_pool_handle()
+        shapes = [PassShape(n, rows) for n in reversed(BLOCKS) for rows in reversed(TEXT_ROWS)]
+        with torch.cuda.stream(self._stream):
+            for buffers in (self._places, self._last, self._tiles):
+                for name, array in buffers.host().items():
+                    array[:] = self._spare_slot if name == "slots" else 0
+                buffers.send()
+        for index, shape in enumerate(shapes):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(self._stream):
+                self._x.normal_()
+                self._body(shape)
+                self._stream.synchronize()
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    self._body(shape)
+                finally:
+                    graph.capture_end()
+            self._graphs[shape] = graph
+            if progress is not None:
+                what = f"prefill graph of {shape.num_blocks} pictures, {shape.text_rows} tokens"
+                progress(index + 1, len(shapes), what)
+
+    def clear(self) -> None:
+        self._graphs.clear()
+
+    def _body(self, shape: PassShape) -> None:
+        total = shape.num_blocks * self._length + shape.text_rows
+        places = self._places.device
+        hidden = self._text.prefill(
+            self._x[:total],
+            places["positions"][:total],
+            places["slots"][:total],
+            _PassAttention(self, shape),
+            self._cache.keys,
+            self._cache.values,
+            rows=self._last.device["last"],
+        )
+        self._hidden.copy_(hidden)
+
+    def attend_blocks(self, blocks: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """``q``, ``k``, ``v`` [blocks * length, H, D], ``out`` [blocks * length, H*D]."""
+        attend_blocks(self._block_backend, (blocks, self._length), q, k, v, out)
+
+    def attend_text(self, layer: int, q: Tensor, shape: PassShape, out: Tensor) -> None:
+        paged_text(
+            q,
+            self._cache.keys[layer],
+            self._cache.values[layer],
+            self._page_table,
+            self._tiles.device["tiles"][: num_tiles(shape.text_rows)],
+            page_size=self._cache.page_size,
+            scales=self._cache.scales[layer],
+            out=out,
+        )
+
+
+class _PassAttention:
+    """Attention of one captured pass, as `text.TokenAttention`."""
+
+    def __init__(self, graphs: PrefillGraphs, shape: PassShape) -> None:
+        self._graphs, self._shape = graphs, shape
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        split = len(q) - self._shape.text_rows
+        if split:
+            self._graphs.attend_blocks(
+                self._shape.num_blocks, q[:split], k[:split], v[:split], out[:split]
+            )
+        # Rows of padding belong to no tile: they stay zero.
+        self._graphs.attend_text(layer, q[split:], self._shape, out[split:])

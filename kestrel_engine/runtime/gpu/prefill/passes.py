@@ -1,0 +1,57 @@
+"""Which prompt rows of a step go through the decoder together. Host only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from ....types.requests import ImageBlock
+from ....types.step import Row
+
+
+def row_size(row: Row) -> tuple[int, int]:
+    """Image blocks (0 or 1) and positions."""
+    block = row.tokens[1] if len(row.tokens) > 1 else None
+    if isinstance(block, ImageBlock):
+        return 1, len(row.tokens) - 1 + block.num_positions
+    return 0, len(row.tokens)
+
+
+def captured_passes(
+    rows: Sequence[Row], block_length: int, *, max_blocks: int, max_text: int
+) -> Iterator[list[Row]]:
+    """Rows in order, in as few groups as hold ``max_blocks`` image blocks (of ``block_length`` positions) and
+    ``max_text`` other positions each; a row that is larger goes alone.
+
+    Blocks are spread evenly, for a lone one left over would run at half the speed of four.
+    """
+    blocks = sum(row_size(row)[0] for row in rows)
+    even = math.ceil(blocks / max(1, math.ceil(blocks / max_blocks)))
+    group: list[Row] = []
+    held_blocks = held_text = 0
+    for row in rows:
+        own_blocks, positions = row_size(row)
+        text = positions - own_blocks * block_length
+        if group and (held_blocks + own_blocks > even or held_text + text > max_text):
+            yield group
+            group, held_blocks, held_text = [], 0, 0
+        group.append(row)
+        held_blocks += own_blocks
+        held_text += text
+    if group:
+        yield group
+
+
+def plain_passes(rows: Sequence[Row], max_positions: int) -> Iterator[list[Row]]:
+    """Rows in order, in groups of at most ``max_positions``; a row that is larger goes alone."""
+    group: list[Row] = []
+    held = 0
+    for row in rows:
+        _, positions = row_size(row)
+        if group and held + positions > max_positions:
+            yield group
+            group, held = [], 0
+        group.append(row)
+        held += positions
+    if group:
+        yield group

@@ -1,0 +1,125 @@
+"""SampleHead: from the residual stream of M rows to sampled tokens, kept on the device for the next pass.
+
+One body for captured decode passes and for the ends of prefill. Its inputs lie in the fixed arrays of a RowBuffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....kernels.decode_io import RESULT_WIDTH, Bins, SampledTokens, keep_rows
+from ....kernels.sampling.read_bins import read_bins
+from ....kernels.sampling.sample import allocate, sample_rows
+from ....models.region import RegionModel
+from ....types.model_config import ModelConfig
+from ..graphs import Variant
+from ..state.staging import Field
+from ..text.decoder import FusedText
+from .rules import FLAGS_COLUMN, READS_COORD, READS_SIZE, RULE_WIDTH
+
+ROW_FIELDS: Mapping[str, Field] = {
+    "top_p": Field(np.float64),
+    "uniforms": Field(np.float64),
+    "seqs": Field(np.int32),
+    "positions": Field(np.int32),
+    "kinds": Field(np.int32),
+    "ids": Field(np.int32),
+    "values": Field(np.float32, (2,)),
+    "rules": Field(np.int32, (RULE_WIDTH,)),
+    "top_k": Field(np.int32),
+    "new_pages": Field(np.int32, (2,)),
+    "temperature": Field(np.float64),
+}
+"""What the host tells about each row of a pass."""
+
+
+class SampleHead:
+    """Holds the outputs of up to ``max_rows`` rows; ``sampled`` is shared by all passes of a runtime."""
+
+    def __init__(
+        self,
+        text: FusedText,
+        region: RegionModel,
+        config: ModelConfig,
+        sampled: SampledTokens,
+        max_rows: int,
+        device: torch.device,
+    ) -> None:
+        self._text, self._region, self._sampled = text, region, sampled
+        self._config = config
+        self._workspace = allocate(max_rows, config.text.vocab_size, device)
+        self._ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._bad = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._logprobs = torch.zeros(max_rows, dtype=torch.float32, device=device)
+        self.results = torch.zeros(max_rows, RESULT_WIDTH, dtype=torch.int32, device=device)
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        rows: Mapping[str, Tensor],
+        variant: Variant,
+        *,
+        normed: Tensor | None = None,
+    ) -> None:
+        """``hidden`` [num_rows, dim], before ``post_ln``, and after it if that is there; ``rows``: a RowBuffers' device
+        arrays. Fills ``results``."""
+        self.sample(self._text.logits(hidden, normed=normed), rows, variant)
+        self.keep(hidden, rows, variant)
+
+    def sample(self, logits: Tensor, rows: Mapping[str, Tensor], variant: Variant) -> None:
+        """``logits`` [num_rows, vocab]."""
+        n = variant.num_rows
+        sample_rows(
+            logits,
+            rows["rules"][:n],
+            rows["temperature"][:n],
+            rows["top_p"][:n],
+            rows["top_k"][:n],
+            rows["uniforms"][:n],
+            greedy=variant.greedy,
+            ids=self._ids[:n],
+            logprobs=self._logprobs[:n],
+            bad=self._bad[:n],
+            workspace=self._workspace,
+            pdl=self._text.early,
+        )
+
+    def replace(self, row: int, token: int, logprob: float) -> None:
+        """Puts a token that was drawn elsewhere in place of a row's, between sample() and keep()."""
+        self._ids[row] = token
+        self._logprobs[row] = logprob
+
+    def keep(self, hidden: Tensor, rows: Mapping[str, Tensor], variant: Variant) -> None:
+        """Reads values where rules ask for them, and keeps all for the next pass."""
+        n = variant.num_rows
+        coords = sizes = None
+        if variant.spatial:
+            coords = _bins(self._region.coord_logits(hidden)[:, None])
+            sizes = _bins(self._region.size_logits(hidden))
+        keep_rows(
+            hidden,
+            rows["seqs"][:n],
+            rows["rules"][:n, FLAGS_COLUMN],
+            self._ids[:n],
+            self._logprobs[:n],
+            self._bad[:n],
+            coords,
+            sizes,
+            self._sampled,
+            self.results[:n],
+            coord_id=self._config.ids.coord_id,
+            size_id=self._config.ids.size_id,
+            reads_coord=READS_COORD,
+            reads_size=READS_SIZE,
+        )
+
+
+def _bins(logits: Tensor) -> Bins:
+    """``logits`` [M, heads, num_bins] float32."""
+    rows, heads, num_bins = logits.shape
+    bins, logprobs = read_bins(logits.reshape(rows * heads, num_bins))
+    return Bins(bins.view(rows, heads), logprobs.view(rows, heads), num_bins)

@@ -1,0 +1,175 @@
+"""SampleSpecs to the rows of numbers that `kernels.sample` reads, and the numbers that come back to StepTokens.
+
+Rules are few and repeat from step to step, so each is encoded once and its row copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....kernels.sampling import logits as kernel
+from ....models.region import coord_of_bin, size_of_bins
+from ....types.model_config import ModelConfig
+from ....types.requests import SamplingParams
+from ....types.step import SampleSpec, StepToken, TokenRule, uniform
+
+RULE_WIDTH = kernel.RULE_WIDTH
+FLAGS_COLUMN = 5
+"""The column of a rule that says what is read; `kernels.sample` leaves it alone."""
+READS_COORD, READS_SIZE = 1, 2
+
+_MAX_TOP_K = 2**31 - 1
+_MAX_CACHED = 4096
+"""Rules kept; a skill has a handful, but one from a plug-in may make rules as it goes."""
+
+
+def fits(rule: TokenRule) -> bool:
+    """Whether the kernel has room for the rule's lists; if not, `runtime.sampler` must draw."""
+    return len(rule.suppressed) <= kernel.MAX_SUPPRESSED and (
+        rule.allowed is None or len(rule.allowed) <= kernel.MAX_ALLOWED
+    )
+
+
+def encode_rule(rule: TokenRule) -> np.ndarray:
+    """[RULE_WIDTH] int32 of a rule that fits. Raises AssertionError if it forbids every id."""
+    row = np.zeros(RULE_WIDTH, np.int32)
+    row[kernel.FORCED] = -1 if rule.forced is None else rule.forced
+    row[kernel.OTHERWISE] = -1 if rule.otherwise is None else rule.otherwise
+    row[kernel.STOP] = rule.stop
+    row[FLAGS_COLUMN] = READS_COORD * rule.read_coord | READS_SIZE * rule.read_size
+    if rule.forced is not None:
+        return row
+    row[kernel.NUM_SUPPRESSED] = len(rule.suppressed)
+    row[kernel.SUPPRESSED : kernel.SUPPRESSED + len(rule.suppressed)] = rule.suppressed
+    if rule.allowed is not None:
+        assert set(rule.allowed) - set(rule.suppressed), f"{rule} forbids every id"
+        row[kernel.NUM_ALLOWED] = len(rule.allowed)
+        row[kernel.ALLOWED : kernel.ALLOWED + len(rule.allowed)] = rule.allowed
+    return row
+
+
+_FORCED_ZERO = encode_rule(TokenRule(forced=0))
+_PLACEHOLDER = encode_rule(TokenRule())
+_GREEDY = SamplingParams()
+
+
+class RuleEncoder:
+    """Fills the staging arrays of a pass. ``odd`` holds the specs of the last call that don't fit, by row."""
+
+    def __init__(self) -> None:
+        self.odd: dict[int, SampleSpec] = {}
+        self._table = np.zeros((64, RULE_WIDTH), np.int32)
+        self._places: dict[TokenRule, int] = {}
+        self._by_identity: dict[int, tuple[TokenRule, int]] = {}
+
+    def encode(
+        self, specs: Sequence[SampleSpec], host: Mapping[str, np.ndarray], padded: int
+    ) -> list[int]:
+        """Writes rows 0..len(specs) of ``rules`` [., RULE_WIDTH] int32, ``temperature``, ``top_p`` and ``uniforms``
+        float64 and ``top_k`` int32; rows up to ``padded`` are forced to id 0. Returns the rows that don't fit,
+        ascending: they have a greedy row without a rule, but for what they read."""
+        count = len(specs)
+        self.odd = {}
+        places = []
+        temperatures, top_ps, top_ks, uniforms = [], [], [], []
+        # Between calls only: rows of one call are copied out of the table at its end.
+        if len(self._by_identity) > _MAX_CACHED:
+            self._places.clear()
+            self._by_identity.clear()
+        known = self._by_identity
+        for index, spec in enumerate(specs):
+            rule, sampling = spec.rule, spec.sampling
+            # By identity first: hashing a rule's eight fields costs more than all the rest of its row.
+            found = known.get(id(rule))
+            place = found[1] if found is not None and found[0] is rule else self._place(rule)
+            places.append(place)
+            if place < 0:
+                self.odd[index] = spec
+                sampling = _GREEDY
+            temperature = sampling.temperature
+            temperatures.append(temperature)
+            if temperature > 0:
+                top_ps.append(sampling.top_p)
+                top_ks.append(sampling.top_k)
+                uniforms.append(uniform(sampling.seed, spec.draw))
+            else:
+                top_ps.append(1.0)
+                top_ks.append(0)
+                uniforms.append(0.0)
+        if count:
+            np.take(self._table, places, axis=0, out=host["rules"][:count], mode="wrap")
+            host["temperature"][:count] = temperatures
+            host["top_p"][:count] = top_ps
+            # Bounded here: any whole number is a valid top_k.
+            host["top_k"][:count] = [k if k <= _MAX_TOP_K else _MAX_TOP_K for k in top_ks]
+            host["uniforms"][:count] = uniforms
+        if count < padded:
+            host["rules"][count:padded] = _FORCED_ZERO
+            host["temperature"][count:padded] = 0.0
+            host["top_p"][count:padded] = 1.0
+            host["top_k"][count:padded] = 0
+            host["uniforms"][count:padded] = 0.0
+        for index, spec in self.odd.items():
+            row = host["rules"][index]
+            row[:] = _PLACEHOLDER
+            row[FLAGS_COLUMN] = (
+                READS_COORD * spec.rule.read_coord | READS_SIZE * spec.rule.read_size
+            )
+        return list(self.odd)
+
+    def _place(self, rule: TokenRule) -> int:
+        """The rule's row in the table, made if it is new; -1 if it doesn't fit."""
+        if not fits(rule) and rule.forced is None:
+            return -1
+        place = self._places.get(rule)
+        if place is None:
+            place = len(self._places)
+            if place == len(self._table):
+                self._table = np.concatenate([self._table, np.zeros_like(self._table)])
+            self._table[place] = encode_rule(rule)
+            self._places[rule] = place
+        # The rule is kept with its identity, so that no other can come to have the same.
+        self._by_identity[id(rule)] = (rule, place)
+        return place
+
+
+def decode_results(
+    results: Tensor, specs: Sequence[SampleSpec], config: ModelConfig
+) -> list[StepToken | None]:
+    """``results`` [len(specs), RESULT_WIDTH] int32 on the host, as `kernels.decode_io.keep_rows` writes them. None
+    stands for a bad one. The log-probability of a value is added to its id's.
+    """
+    assert len(results) == len(specs), (len(results), len(specs))
+    numbers = results.numpy()
+    logprobs = results.view(torch.float32).numpy()[:, 2].tolist()
+    tokens = [
+        StepToken(token, None, logprob)
+        for token, logprob in zip(numbers[:, 0].tolist(), logprobs, strict=True)
+    ]
+    if any(spec.rule.read_coord or spec.rule.read_size for spec in specs):
+        _add_values(tokens, results, specs, config)
+    if not numbers[:, 1].any():
+        return [*tokens]
+    return [None if bad else t for t, bad in zip(tokens, numbers[:, 1].tolist(), strict=True)]
+
+
+def _add_values(
+    tokens: list[StepToken], results: Tensor, specs: Sequence[SampleSpec], config: ModelConfig
+) -> None:
+    """Replaces the tokens from which a value was read."""
+    coord_id, size_id = config.ids.coord_id, config.ids.size_id
+    num_coords, num_sizes = config.region.coord_out_dim, config.region.size_out_dim // 2
+    logprobs = results.view(torch.float32)[:, 6:8].tolist()
+    for index, (spec, bins) in enumerate(zip(specs, results[:, 3:6].tolist(), strict=True)):
+        token, rule = tokens[index], spec.rule
+        assert token.logprob is not None
+        if rule.read_coord and token.id == coord_id:
+            coord = coord_of_bin(bins[0], num_coords)
+            tokens[index] = StepToken(token.id, coord, token.logprob + logprobs[index][0])
+        elif rule.read_size and token.id == size_id:
+            size = size_of_bins(bins[1], bins[2], num_sizes)
+            tokens[index] = StepToken(token.id, size, token.logprob + logprobs[index][1])

@@ -1,0 +1,1 @@
+"""The text decoder's passes, and its weights as they read them."""

@@ -1,0 +1,217 @@
+"""The text decoder in few launches: what `models.text.TextModel` computes, for prompts and for decode steps.
+
+Works on a flat batch of tokens against the paged pool; knows no requests, sampling or graphs. Both passes overwrite the
+residual stream that they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....kernels.attention.rope_store import rope_store
+from ....kernels.attention.tau_content import TauWorkspace, tau_content
+from ....kernels.layer_norm import layer_norm
+from ....kernels.linear.fp8_rows import Fp8Rows, layer_norm_fp8, quantise_rows
+from ....kernels.linear.skinny_linear import skinny_linear
+from ....kernels.moe.prefill import moe_prefill
+from ....kernels.moe.route import route
+from ....models.kv_format import Scales
+from ....models.layers import LayerNorm, Linear, Tensors
+from ....types.model_config import TextConfig
+from ..attention.decode import DecodeAttention
+from ..gemm import add_linear, linear, linear_gelu, require_exact
+from .decode_step import DecodePass
+from .layers import Fp8Products, TextLayer, load_layers, rotary_angles
+
+SKINNY_LOGITS = 32
+"""Rows up to which the vocabulary head streams its weight by our own kernel; beyond, cuBLAS is faster (H200: 53 us
+against 57 at 16 rows, 60 against 59 at 64)."""
+
+
+class TokenAttention(Protocol):
+    """Attention of one prefill pass, after keys and values were stored to the pool."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> object:
+        """``q``, ``k``, ``v`` [T, heads, head_dim], turned, rows any stride apart; fills ``out`` [T, dim]."""
+        ...
+
+
+class FusedText:
+    """``tensors``: a packed checkpoint (`weights.pack_weights`), in the type and on the device of the computation,
+    experts perhaps in FP8. ``max_rows``: of a decode step. ``pdl``: decode kernels begin while those before
+    them end (sm_90). ``attention``: of decode steps; None takes our own kernel. ``fp8``: prefill computes qkv and the
+    dense layers' fc1, proj and fc2 in FP8, of copies of their weights; ConfigError is raised for shapes that can't.
+    ``kv_scales``: each layer's, where pools are float8_e4m3fn."""
+
+    def __init__(
+        self,
+        config: TextConfig,
+        tensors: Tensors,
+        *,
+        max_rows: int,
+        page_size: int,
+        pdl: bool = False,
+        attention: DecodeAttention | None = None,
+        fp8: bool = False,
+        kv_scales: Sequence[Scales] | None = None,
+    ) -> None:
+        self.config = config
+        self._layers, self._pending = load_layers(config, tensors, kv_scales)
+        self.fp8 = fp8
+        self._fp8 = [Fp8Products.of(layer) for layer in self._layers] if fp8 else []
+        self._post_ln = LayerNorm.load(tensors, "text.post_ln")
+        self._lm_head = Linear.load(tensors, "text.lm_head")
+        require_exact(self._lm_head.weight.dtype)
+        device = self._pending.device
+        self._early = pdl and device.type == "cuda"
+        self._cos, self._sin = rotary_angles(config, device)
+        self._tau = TauWorkspace.allocate(2 * config.n_heads, device) if config.tau_attn else None
+        self._decode = DecodePass(
+            config,
+            self._layers,
+            self._post_ln,
+            (self._cos, self._sin),
+            self._tau,
+            max_rows=max_rows,
+            page_size=page_size,
+            pdl=pdl,
+            attention=attention,
+        )
+
+    @property
+    def early(self) -> bool:
+        """Whether kernels are launched while those before them end."""
+        return self._early
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the residual stream."""
+        return self._lm_head.weight.dtype
+
+    def prefill(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        attention: TokenAttention,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Residual stream after the last block, before ``post_ln``: [T, dim], or its ``rows`` [n] int64 only.
+
+        ``x`` [T, dim], overwritten. ``positions`` and ``slots`` [T] int64. ``keys`` and ``values``: the pool, [layers,
+        num_slots, heads, head_dim].
+        """
+        # Attention leaves rows of padding as they are: they must be numbers.
+        u, attended = torch.empty_like(x), torch.zeros_like(x)
+        heads = self.config.n_heads
+        # What attention and MLP of a block in FP8 gave and the stream still lacks.
+        owed: Tensor | None = None
+        for layer in self._layers:
+            u8: Fp8Rows | None = None
+            if self._fp8:
+                u8 = self._norm_fp8(layer, x, u, owed)
+                qkv = self._fp8[layer.index].qkv(u8)
+            else:
+                layer_norm(x, layer.ln.weight, layer.ln.bias, pending=layer.pending, out=u)
+                qkv = linear(u, layer.qkv)
+            pool = keys[layer.index], values[layer.index]
+            tau = self._factors(layer, qkv)
+            angles, scales = (self._cos, self._sin), layer.kv_scales
+            rope_store(qkv, positions, slots, *pool, *angles, tau=tau, scales=scales)
+            q, k, v = qkv.view(len(x), 3, heads, -1).unbind(1)
+            attention(layer.index, q, k, v, attended)
+            if rows is not None and layer is self._layers[-1]:
+                # Keys and values are stored: of the rest of the last layer nobody reads more than these rows.
+                x, u, attended = x[rows], u[rows], attended[rows]
+                u8 = None if u8 is None else u8.at(rows)
+            if layer.moe is None and u8 is not None:
+                owed = self._owed_in_fp8(layer, attended, u8)
+                continue
+            owed = None
+            add_linear(x, attended, layer.proj)
+            self._add_mlp(layer, x, u, u8)
+        if owed is not None:
+            x.add_(owed)
+        # The sum is rounded once: adding float32 to a half type in place is done in float32.
+        return x.add_(self._pending)
+
+    def _norm_fp8(self, layer: TextLayer, x: Tensor, u: Tensor, add: Tensor | None) -> Fp8Rows:
+        """LayerNorm of ``x + add`` in FP8; in front of experts, whose router reads them, the plain rows are ``u``."""
+        return layer_norm_fp8(
+            x,
+            layer.ln.weight,
+            layer.ln.bias,
+            pending=layer.pending,
+            add=add,
+            out=None if layer.moe is None else u,
+        )
+
+    def _factors(self, layer: TextLayer, qkv: Tensor) -> tuple[Tensor, Tensor] | None:
+        if layer.tau is None:
+            return None
+        assert self._tau is not None
+        return tau_content(qkv, layer.tau.weights, self._tau), layer.tau.alpha
+
+    def _owed_in_fp8(self, layer: TextLayer, attended: Tensor, u8: Fp8Rows) -> Tensor:
+        """What a dense block adds to the stream, of its attention and of its MLP."""
+        fp8 = self._fp8[layer.index]
+        assert fp8.fc1 is not None and fp8.writes is not None
+        return fp8.writes(quantise_rows(fp8.fc1(u8), gelu=True, left=attended))
+
+    def _add_mlp(self, layer: TextLayer, x: Tensor, u: Tensor, u8: Fp8Rows | None) -> None:
+        """Adds the MLP of ``u`` to ``x``. ``u8``: ``u`` in FP8, for experts that can multiply it."""
+        moe = layer.moe
+        if moe is None:
+            assert layer.fc1 is not None and layer.fc2 is not None
+            add_linear(x, linear_gelu(u, layer.fc1), layer.fc2)
+            return
+        weights, experts = route(linear(u, moe.router), moe.experts_per_token)
+        moe_prefill(
+            u,
+            weights,
+            experts,
+            moe.fc1,
+            moe.fc2,
+            moe.fc1_scale,
+            moe.fc2_scale,
+            add_to=x,
+            out=x,
+            in_fp8=u8,
+        )
+
+    def decode(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        row_seq: Tensor,
+        page_table: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        normed: Tensor | None = None,
+    ) -> Tensor:
+        """One token a row: ``x`` [M, dim] becomes the residual stream after the last block and is returned.
+
+        ``positions`` and ``row_seq`` [M] int32: where a row's token stands and whose pages it sees, ``page_table``
+        [num_seqs, max_pages] int32. ``keys`` and ``values`` as for `prefill`. ``normed`` [M, dim]: filled with
+        ``post_ln`` of the stream, which costs nothing here; `logits` takes it. A graph can capture this: the grids
+        depend on M alone and all memory is there before.
+        """
+        return self._decode(x, positions, row_seq, page_table, keys, values, normed=normed)
+
+    def logits(self, hidden: Tensor, *, normed: Tensor | None = None) -> Tensor:
+        """Residual stream [n, dim] -> [n, vocab] in the model's type. ``normed``: its ``post_ln``, if it is there."""
+        if normed is None:
+            normed = layer_norm(hidden, self._post_ln.weight, self._post_ln.bias, pending=None)
+        if len(normed) <= SKINNY_LOGITS:
+            weight, bias = self._lm_head.weight, self._lm_head.bias
+            return skinny_linear(normed, weight, bias, pdl=self._early)
+        return F.linear(normed, self._lm_head.weight, self._lm_head.bias)

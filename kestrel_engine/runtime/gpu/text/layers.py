@@ -1,0 +1,113 @@
+"""The decoder's weights as the fused passes read them: packed where one GEMM reads them, biases summed in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ....models.kv_format import UNSCALED, Scales
+from ....models.layers import LayerNorm, Linear, Tensors
+from ....models.rope import RotaryTable
+from ....models.text import Moe, Tau
+from ....types.model_config import TextConfig
+from ..gemm import Fp8Linear
+from ..weights import packed_in, packed_out, running_sums
+
+
+@dataclass(frozen=True, slots=True)
+class TextLayer:
+    """One block. A dense one has ``fc1`` and ``fc2``, any other ``moe``.
+
+    ``reads`` [3 * dim + ff, dim]: qkv above fc1; of an MoE layer above the router, [3 * dim + experts, dim].
+    ``writes`` [dim, dim + ff]: proj left of fc2; of an MoE layer proj alone. ``owed`` [dim] float32: the biases that
+    this block adds to the stream. ``pending`` [dim] float32: those of all blocks before it; None in the first.
+    ``kv_scales``: of its keys and values in the pool.
+    """
+
+    index: int
+    ln: LayerNorm
+    reads: Linear
+    writes: Tensor
+    qkv: Linear
+    proj: Tensor
+    fc1: Linear | None
+    fc2: Tensor | None
+    moe: Moe | None
+    tau: Tau | None
+    owed: Tensor
+    pending: Tensor | None
+    kv_scales: Scales
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Products:
+    """The products of a block that prefill computes in FP8; the biases of proj and fc2 are pending. Of an MoE layer qkv
+    alone. ``writes``: proj left of fc2, as one product, which costs less than proj alone in its own type."""
+
+    qkv: Fp8Linear
+    fc1: Fp8Linear | None
+    writes: Fp8Linear | None
+
+    @classmethod
+    def of(cls, layer: TextLayer) -> Fp8Products:
+        """Raises ConfigError for shapes that can't."""
+        fc1 = layer.fc1
+        return cls(
+            Fp8Linear.of(layer.qkv.weight, layer.qkv.bias),
+            None if fc1 is None else Fp8Linear.of(fc1.weight, fc1.bias),
+            None if fc1 is None else Fp8Linear.of(layer.writes),
+        )
+
+
+def load_layers(
+    config: TextConfig, tensors: Tensors, kv_scales: Sequence[Scales] | None
+) -> tuple[list[TextLayer], Tensor]:
+    """The blocks of a packed checkpoint, and [dim] float32: the biases of all of them. ``kv_scales``: each layer's of a
+    pool in eight bits."""
+    owed = [_owed(tensors, f"text.blocks.{index}") for index in range(config.n_layers)]
+    sums = running_sums(owed)
+    layers = []
+    for index in range(config.n_layers):
+        name = f"text.blocks.{index}"
+        dense = config.moe is None or index < config.moe.start_layer
+        proj = tensors[f"{name}.attn.proj.weight"]
+        layers.append(
+            TextLayer(
+                index=index,
+                ln=LayerNorm.load(tensors, f"{name}.ln"),
+                reads=Linear.load(tensors, packed_in(index)),
+                writes=tensors[f"{packed_out(index)}.weight"] if dense else proj,
+                qkv=Linear.load(tensors, f"{name}.attn.qkv"),
+                proj=proj,
+                fc1=Linear.load(tensors, f"{name}.mlp.fc1") if dense else None,
+                fc2=tensors[f"{name}.mlp.fc2.weight"] if dense else None,
+                moe=None if dense else _load_moe(config, tensors, name),
+                tau=Tau.load(tensors, f"{name}.attn.tau") if config.tau_attn else None,
+                owed=owed[index],
+                pending=sums[index - 1] if index else None,
+                kv_scales=UNSCALED if kv_scales is None else kv_scales[index],
+            )
+        )
+    return layers, sums[-1]
+
+
+def _load_moe(config: TextConfig, tensors: Tensors, block: str) -> Moe:
+    assert config.moe is not None
+    return Moe.load(tensors, f"{block}.mlp", config.moe.experts_per_token)
+
+
+def _owed(tensors: Tensors, block: str) -> Tensor:
+    bias = tensors[f"{block}.attn.proj.bias"].float()
+    # Experts have no biases.
+    of_mlp = tensors.get(f"{block}.mlp.fc2.bias")
+    return bias if of_mlp is None else bias + of_mlp.float()
+
+
+def rotary_angles(config: TextConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position, [max_context, rotary_dim / 2] float32."""
+    table = RotaryTable(config.rope_theta, config.rotary_dim, config.max_context, device)
+    all_positions = table.at(torch.arange(config.max_context, device=device))
+    return all_positions.cos.squeeze(1), all_positions.sin.squeeze(1)

@@ -1,0 +1,192 @@
+"""DeviceCrops: images' pixels to their crops on the device, byte for byte those that libvips gives the CPU path.
+
+For a group of images: a copy of each one's pixels, one of tables, and at most four launches. Nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....exact_resize import passes
+from ....kernels.images.resample import BLOCK, JOB_WIDTH, Job, resample
+from ....models.vision import num_distinct
+from ....types.model_config import VisionConfig
+from ....types.requests import PreparedImage
+from ..footprint import ARENA_BYTES
+from ..state.staging import ImageUploader, Uploader
+
+KINDS = ((True, False, False), (False, False, False), (False, False, True), (True, True, False))
+"""(vertical, wide_in, wide_out) of the passes in the order that every image has them: rows and columns that shrink,
+then columns and rows that are interpolated. All passes of a kind run in one launch."""
+
+LAYOUTS_KEPT = 256
+"""Sizes of images whose passes are remembered, some 30 kB each."""
+
+_ALIGN = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layout:
+    """All passes of images of one size. ``jobs``: kind and job, whose places in arena, crops and tables count from the
+    image's own; ``num_bytes``: pixels and what lies between passes. ``tables`` [n] int32."""
+
+    jobs: tuple[tuple[int, Job], ...]
+    tables: np.ndarray
+    num_bytes: int
+
+
+class DeviceCrops:
+    """``block``: as `resample`'s."""
+
+    def __init__(
+        self,
+        vision: VisionConfig,
+        upload: Uploader,
+        upload_pixels: ImageUploader,
+        device: torch.device,
+        *,
+        block: tuple[int, int] = BLOCK,
+    ) -> None:
+        self._vision, self._device, self._block = vision, device, block
+        self._upload, self._upload_pixels = upload, upload_pixels
+
+    def __call__(self, images: Sequence[PreparedImage]) -> list[Tensor]:
+        """Each image's distinct crops [n, S, S, 3] uint8, contiguous, made of its ``pixels``. The caller keeps these
+        until the device has got there. ARENA_BYTES bound what is on the device at a time beside the crops."""
+        found: list[Tensor] = []
+        for group in self._groups(images):
+            found += self._make(group)
+        return found
+
+    def warm_up(self) -> None:
+        """Compiles the kernels."""
+        side = self._vision.crop_size
+        for width, height in ((side - 1, side - 1), (side + 1, side + 1)):
+            pixels = np.zeros((height, width, 3), np.uint8)
+            self([PreparedImage("", None, (1, 1), width, height, pixels)])
+
+    def _groups(
+        self, images: Sequence[PreparedImage]
+    ) -> Iterator[list[tuple[PreparedImage, _Layout]]]:
+        group: list[tuple[PreparedImage, _Layout]] = []
+        size = 0
+        for image in images:
+            layout = _layout(image.width, image.height, image.tiling, self._vision)
+            if group and size + layout.num_bytes > ARENA_BYTES:
+                yield group
+                group, size = [], 0
+            group.append((image, layout))
+            size += layout.num_bytes
+        if group:
+            yield group
+
+    def _make(self, group: Sequence[tuple[PreparedImage, _Layout]]) -> list[Tensor]:
+        side = self._vision.crop_size
+        counts = [num_distinct(image.num_crops, image.tiling) for image, _ in group]
+        size = sum(layout.num_bytes for _, layout in group)
+        arena = torch.empty(size, dtype=torch.uint8, device=self._device)
+        crops = torch.empty((sum(counts), side, side, 3), dtype=torch.uint8, device=self._device)
+        by_kind: list[list[Job]] = [[] for _ in KINDS]
+        begin = first_crop = first_entry = 0
+        for (image, layout), count in zip(group, counts, strict=True):
+            assert image.pixels is not None, image
+            end = begin + image.pixels.nbytes
+            self._upload_pixels(image.pixels, arena[begin:end])
+            for kind, job in layout.jobs:
+                by_kind[kind].append(
+                    _moved(kind, job, begin, first_crop * side**2 * 3, first_entry)
+                )
+            begin += layout.num_bytes
+            first_crop += count
+            first_entry += len(layout.tables)
+        jobs = np.array([job for same in by_kind for job in same], np.int32).reshape(-1, JOB_WIDTH)
+        there = self._upload(
+            {"tables": np.concatenate([layout.tables for _, layout in group]), "jobs": jobs}
+        )
+        first = 0
+        for (vertical, wide_in, wide_out), same in zip(KINDS, by_kind, strict=True):
+            last = first + len(same)
+            if same:
+                resample(
+                    arena,
+                    crops,
+                    there["tables"],
+                    there["jobs"][first:last],
+                    same,
+                    vertical=vertical,
+                    wide_in=wide_in,
+                    wide_out=wide_out,
+                    block=self._block,
+                )
+            first = last
+        return list(crops.split(counts))
+
+
+def _moved(kind: int, job: Job, begin: int, crops: int, tables: int) -> Job:
+    """``job`` for an image at byte ``begin`` of the arena, element ``crops`` of the crops and entry ``tables``."""
+    _, wide_in, wide_out = KINDS[kind]
+    return job._replace(
+        source=job.source + begin // (2 if wide_in else 1),
+        result=job.result + (crops if job.kept else begin // (2 if wide_out else 1)),
+        positions=job.positions + tables,
+        weights=job.weights + tables,
+    )
+
+
+@lru_cache(LAYOUTS_KEPT)
+def _layout(width: int, height: int, tiling: tuple[int, int], vision: VisionConfig) -> _Layout:
+    side, window = vision.crop_size, vision.crop_window
+    targets = [(side, side, (1, 1), 0)]
+    if tiling != (1, 1):
+        rows, columns = tiling
+        to_width, to_height = window * (columns - 1) + side, window * (rows - 1) + side
+        targets.append((to_width, to_height, tiling, 1))
+    free = _aligned(width * height * 3)
+    entries = 0
+    jobs: list[tuple[int, Job]] = []
+    tables: list[np.ndarray] = []
+    for to_width, to_height, (down, across), first_crop in targets:
+        steps = passes(width, height, to_width, to_height)
+        source, now_width, now_height = 0, width, height
+        for step in steps:
+            pitch = now_width * 3
+            if step.vertical:
+                now_height = step.target
+            else:
+                now_width = step.target
+            kept = step is steps[-1]
+            result = first_crop * side**2 * 3 if kept else free
+            job = Job(
+                source=source // (2 if step.wide_in else 1),
+                result=result // (2 if step.wide_out else 1),
+                pitch=pitch,
+                size=step.size,
+                whole=step.whole,
+                groups=step.groups,
+                taps=step.taps,
+                positions=entries,
+                weights=entries + len(step.positions),
+                tiles=down * across if kept else 1,
+                across=across if kept else 1,
+                window=window if kept else 0,
+                rows=side if kept else now_height,
+                columns=side if kept else now_width,
+                kept=int(kept),
+            )
+            jobs.append((KINDS.index((step.vertical, step.wide_in, step.wide_out)), job))
+            tables += [step.positions, step.weights.ravel()]
+            entries += len(step.positions) + step.weights.size
+            if not kept:
+                source = free
+                free += _aligned(now_width * now_height * 3 * (2 if step.wide_out else 1))
+    return _Layout(tuple(jobs), np.concatenate(tables), free)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN

@@ -1,0 +1,102 @@
+"""EncodedPictures: crops in, and each picture's image prefix kept on the device until it is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ....models.vision import num_distinct
+from ....types.step import EncodeSlice
+from ..state.staging import ImageUploader, Uploader
+from .device_crops import DeviceCrops
+from .graphs import VisionGraphs
+from .tower import FusedVision
+
+
+class EncodedPictures:
+    """Owns embeddings, and features of pictures whose crops are not all there yet. ``bos`` [dim]: the embedding that
+    stands before a picture."""
+
+    def __init__(
+        self, vision: FusedVision, graphs: VisionGraphs | None, bos: Tensor, upload: Uploader
+    ) -> None:
+        self._vision, self._bos = vision, bos
+        self.encode_crops = (vision if graphs is None else graphs).encode_crops
+        """The tower's passes as steps run them: captured where there are graphs."""
+        self._upload = ImageUploader(bos.device)
+        self._make_crops = DeviceCrops(vision.config, upload, self._upload, bos.device)
+        self._crops: dict[str, Tensor] = {}
+        """Of images that came as pixels, until the last is encoded."""
+        self._features: dict[str, list[Tensor]] = {}
+        self._prefixes: dict[str, Tensor] = {}
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """A key may be unknown."""
+        for key in keys:
+            self._crops.pop(key, None)
+            self._features.pop(key, None)
+            self._prefixes.pop(key, None)
+
+    def clear(self) -> None:
+        self._crops.clear()
+        self._features.clear()
+        self._prefixes.clear()
+
+    def prefix(self, key: str) -> Tensor:
+        """[image prefix, dim]: BOS and the picture."""
+        assert key in self._prefixes, f"picture {key} was not encoded: {sorted(self._prefixes)}"
+        return self._prefixes[key]
+
+    def encode(self, pieces: Sequence[EncodeSlice]) -> None:
+        """All crops of a step together; a picture's prefix is made once its last crop is there."""
+        if not pieces:
+            return
+        wanted = self._wanted(pieces)
+        features = None
+        if sum(map(len, wanted)):
+            features = self.encode_crops(wanted[0] if len(wanted) == 1 else torch.cat(wanted))
+        begin = 0
+        complete: list[tuple[str, Tensor, tuple[int, int]]] = []
+        for piece, own in zip(pieces, wanted, strict=True):
+            key = piece.image.key
+            if piece.first == 0:
+                self._features[key] = []
+            if features is not None and len(own):
+                self._features[key].append(features[begin : begin + len(own)])
+                begin += len(own)
+            if piece.last == piece.image.num_crops:
+                self._crops.pop(key, None)
+                parts = self._features.pop(key)
+                whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+                complete.append((key, whole, piece.image.tiling))
+        if not complete:
+            return
+        embedded = self._vision.embed_many([(whole, tiling) for _, whole, tiling in complete])
+        for (key, _, _), embedding in zip(complete, embedded, strict=True):
+            self._prefixes[key] = torch.cat([self._bos[None], embedding])
+
+    def warm_up(self) -> None:
+        """Compiles the kernels that make crops."""
+        self._make_crops.warm_up()
+
+    def _wanted(self, pieces: Sequence[EncodeSlice]) -> list[Tensor]:
+        """Each piece's crops [n, S, S, 3] uint8 on the device; n may be 0."""
+        begun = [each.image for each in pieces if each.first == 0 and each.image.pixels is not None]
+        for image, crops in zip(begun, self._make_crops(begun), strict=True):
+            self._crops[image.key] = crops
+        wanted = []
+        for piece in pieces:
+            image = piece.image
+            last = min(piece.last, num_distinct(image.num_crops, image.tiling))
+            if image.pixels is not None:
+                wanted.append(self._crops[image.key][piece.first : last])
+            else:
+                assert image.crops is not None, image
+                own = image.crops[piece.first : last]
+                there = torch.empty(own.shape, dtype=torch.uint8, device=self._bos.device)
+                if len(own):
+                    self._upload(own, there)
+                wanted.append(there)
+        return wanted

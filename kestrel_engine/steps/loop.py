@@ -1,0 +1,432 @@
+"""EngineLoop: schedule, launch, collect, commit, in one thread.
+
+Owns the scheduler, the skill controls and the runtime; nobody else touches them. Up to ``depth`` steps are out at a
+time: step N + 1 is launched before step N is read, with the rules that are known ahead, and rows of sequences that turn
+out to have ended are dropped. Commands come in through one queue, tokens go out to the delivery thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..errors import (
+    DeadlineExceeded,
+    EngineClosed,
+    KestrelError,
+    QueueTimeout,
+    RuntimeFailure,
+    SkillFault,
+)
+from ..runtime.profile import StepProfile
+from ..runtime.protocol import Runtime, StepHandle
+from ..scheduler.policy import SchedulerPolicy, SchedulerStats
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.sequence import Sequence
+from ..skills.base import SkillControl, SkillOutput
+from ..skills.rule_check import RuleCheck
+from ..types.events import FinishReason
+from ..types.observer import Observer, StepEvent
+from ..types.requests import num_positions
+from ..types.step import PREVIOUS, StepPlan, StepResult, StepToken
+from ..types.timings import RequestTimings
+from .delivery import DeliveryThread, Progress
+
+logger = logging.getLogger(__name__)
+
+EXIT_PATIENCE_S = 5.0
+"""Seconds that a program which ends without shutdown() waits for the step that runs."""
+
+PIPELINE_DEPTH = 2
+"""Steps out at a time, unless told otherwise: one runs while the host works on the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A request that is ready to compute."""
+
+    request_id: str
+    sequence: Sequence
+    control: SkillControl
+    output: SkillOutput
+    timings: RequestTimings
+    queue_limited: bool = False
+    """The sequence's deadline is the engine's bound on waiting, not the caller's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Out:
+    plan: StepPlan
+    handle: StepHandle | None
+    launched_at: float
+
+
+class EngineLoop:
+    """A thread that steps while there is work and sleeps while there is none."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        delivery: DeliveryThread,
+        *,
+        policy: SchedulerPolicy | None = None,
+        observer: Observer | None = None,
+        depth: int = PIPELINE_DEPTH,
+        clock: Callable[[], float] = time.monotonic,
+        check_rule: RuleCheck | None = None,
+    ) -> None:
+        """``check_rule``: None trusts all skills."""
+        self._runtime = runtime
+        self._delivery = delivery
+        self._observer = observer
+        self._depth = depth
+        self._clock = clock
+        self._check_rule = check_rule
+        self._scheduler = Scheduler(runtime.limits, policy)
+        self._active: dict[int, Work] = {}
+        # Unbounded here because the engine admits a bounded number of requests, each of which sends two commands.
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._out: deque[_Out] = deque()
+        self._outbox: list[Progress] = []
+        self._profile: StepProfile | None = None
+        self._beat_at = clock()
+        self._thread = threading.Thread(target=self._run, name="kestrel-steps", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        # An interpreter that goes away under a thread inside torch aborts the whole process.
+        atexit.register(self.stop, EXIT_PATIENCE_S)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def thread_id(self) -> int | None:
+        return self._thread.ident
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Any thread: counts, each of them right by itself."""
+        return self._scheduler.stats
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the loop last got on, while there is work; else 0."""
+        return self._clock() - self._beat_at if self._active else 0.0
+
+    def submit(self, work: Work) -> None:
+        """Any thread. The request's outcome comes by delivery."""
+        self._commands.put(lambda: self._add(work))
+
+    def abort(self, sequence_id: int) -> None:
+        """Any thread. Ends a request as "cancelled" before the next step; without effect if it has ended."""
+        self._commands.put(lambda: self._abort(sequence_id))
+
+    def refuse(self, sequence_id: int, error: KestrelError) -> None:
+        """Any thread. Ends a request with ``error`` before the next step; without effect if it has ended."""
+        self._commands.put(lambda: self._refuse(sequence_id, error))
+
+    def flush(self) -> None:
+        """Any thread. Forgets cached prefixes and embeddings that nobody uses, before the next step."""
+        self._commands.put(self._scheduler.flush)
+
+    def begin_profile(self, profile: StepProfile) -> None:
+        """Any thread. Records steps until it has enough, or ``end_profile``. One at a time."""
+        self._commands.put(lambda: self._begin_profile(profile))
+
+    def end_profile(self) -> None:
+        """Any thread. Without effect if none runs."""
+        self._commands.put(self._end_profile)
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """Any thread but the loop's. Fails what is unfinished with EngineClosed, closes the runtime. False: it
+        hangs."""
+        atexit.unregister(self.stop)
+        self._commands.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                self._turn()
+                self._flush()
+        except BaseException as error:  # The loop's edge: nobody may wait for a dead thread.
+            logger.exception("the step loop died")
+            self._fail_all(RuntimeFailure(f"the engine failed: {type(error).__name__}"))
+        else:
+            self._fail_all(EngineClosed("the engine was shut down"))
+        finally:
+            self._end_profile()
+            self._flush()
+            self._runtime.close()
+
+    def _take_commands(self) -> bool:
+        """Runs what was asked for; waits if there is nothing else to do. False: stop."""
+        while True:
+            try:
+                command = self._commands.get(block=not self._scheduler.has_work)
+            except queue.Empty:
+                return True
+            self._beat_at = self._clock()
+            if command is None:
+                return False
+            command()
+            self._flush()
+
+    def _turn(self) -> None:
+        """Launches a step if one may be out besides, then reads the oldest if the pipeline is full or stuck."""
+        now = self._clock()
+        for sequence_id in self._scheduler.expired(now):
+            self._expire(self._active[sequence_id])
+        plan = self._scheduler.schedule(now) if len(self._out) < self._depth else None
+        if plan is not None:
+            self._launch(plan, now)
+        if self._out and (plan is None or len(self._out) == self._depth):
+            self._collect()
+        else:
+            assert plan is not None or not self._active, (
+                "there is work, but no step to be made of it"
+            )
+
+    def _launch(self, plan: StepPlan, now: float) -> None:
+        try:
+            handle = self._runtime.launch(plan)
+        except Exception as error:
+            # The loop's edge, as in _collect; steps fail in order, so those before it come first.
+            while self._out:
+                self._collect()
+            logger.exception("step %d could not be launched", plan.step_id)
+            self._fail_step(_Out(plan, None, now), error)
+            return
+        self._out.append(_Out(plan, handle, now))
+        for row in plan.prefill + plan.decode:
+            if row.sample is not None:
+                try:
+                    self._resume(self._active[row.sequence_id])
+                except Exception as error:
+                    self._skill_failed(row.sequence_id, error)
+
+    def _resume(self, work: Work) -> None:
+        """Tells the scheduler the next rule as soon as it is known."""
+        sequence = work.sequence
+        if sequence.rule is None and sequence.num_planned < sequence.max_tokens:
+            rule = work.control.rule(sequence.num_planned)
+            if rule is not None:
+                check = self._check_rule
+                # Looked up here: this runs for every token of every row.
+                if check is not None and check.passed.get(id(rule)) is not rule:
+                    check(rule)
+                self._scheduler.resume(sequence.sequence_id, rule)
+
+    def _collect(self) -> None:
+        out = self._out.popleft()
+        try:
+            assert out.handle is not None
+            result = self._runtime.collect(out.handle)
+        except (
+            Exception
+        ) as error:  # The loop's edge: a failed step ends its requests, not the engine.
+            logger.exception("step %d failed", out.plan.step_id)
+            self._fail_step(out, error)
+            return
+        self._beat_at = self._clock()
+        if self._profile is not None:
+            self._profile.step()
+            if self._profile.ended.done():
+                self._profile = None
+        self._observe(out, result, failed=False)
+        for sequence_id in result.non_finite & self._active.keys():
+            self._not_finite(sequence_id)
+        for sequence, token in self._scheduler.commit(out.plan, result):
+            self._consume(self._active[sequence.sequence_id], token)
+
+    def _fail_step(self, out: _Out, error: Exception) -> None:
+        self._observe(out, StepResult(), failed=True)
+        # torch's own class can't be named here: only runtimes load torch.
+        memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        why = ": the device is out of memory" if memory else ""
+        for sequence_id in self._scheduler.fail_step(out.plan):
+            failure = RuntimeFailure(
+                f"the step that computed this request failed{why}", out_of_memory=memory
+            )
+            self._end(sequence_id, failure)
+
+    def _not_finite(self, sequence_id: int) -> None:
+        """Ends a request whose row gave NaN or infinity."""
+        work = self._active[sequence_id]
+        logger.error(
+            "request %s: the model gave numbers that are not finite, after %d tokens",
+            work.request_id,
+            work.sequence.num_sampled,
+        )
+        self._scheduler.discard(sequence_id)
+        self._end(
+            sequence_id,
+            RuntimeFailure("the model gave numbers that are not finite for this request"),
+        )
+
+    def _consume(self, work: Work, token: StepToken) -> None:
+        sequence = work.sequence
+        work.timings.last_token_at = self._beat_at
+        if work.timings.first_token_at is None:
+            work.timings.first_token_at = self._beat_at
+        try:
+            finish = work.control.accept(token)
+            if finish is None and sequence.num_sampled == sequence.max_tokens:
+                finish = "length"
+            if finish is None:
+                self._resume(work)
+                assert (
+                    sequence.rule is not None
+                    or sequence.in_flight
+                    or sequence.num_planned == sequence.max_tokens
+                )
+        except Exception as error:
+            self._skill_failed(sequence.sequence_id, error)
+            return
+        if finish is None:
+            self._outbox.append(
+                Progress(sequence.sequence_id, work.output, sequence.num_sampled, token)
+            )
+        else:
+            self._end(sequence.sequence_id, finish, None if finish == "stop" else token)
+
+    def _skill_failed(self, sequence_id: int, error: Exception) -> None:
+        """Called where a skill raised, or asked for what can't be: its fault ends its own request only."""
+        logger.error("the skill of sequence %d failed", sequence_id, exc_info=error)
+        failure = RuntimeFailure("the skill failed on a sampled token")
+        self._end(sequence_id, error if isinstance(error, SkillFault) else failure)
+
+    def _begin_profile(self, profile: StepProfile) -> None:
+        self._end_profile()
+        self._profile = profile
+        profile.begin()
+        self._beat_at = (
+            self._clock()
+        )  # A profiler's first start takes seconds in which nothing hangs.
+
+    def _end_profile(self) -> None:
+        if self._profile is not None:
+            self._profile.end()
+            self._profile = None
+
+    def _add(self, work: Work) -> None:
+        sequence = work.sequence
+        self._active[sequence.sequence_id] = work
+        try:
+            if self._check_rule is not None:
+                self._check_rule(sequence.rule)
+        except SkillFault as error:
+            self._skill_failed(sequence.sequence_id, error)
+            return
+        self._scheduler.add(sequence)
+
+    def _abort(self, sequence_id: int) -> None:
+        if sequence_id in self._active:
+            self._end(sequence_id, "cancelled")
+
+    def _refuse(self, sequence_id: int, error: KestrelError) -> None:
+        if sequence_id in self._active:
+            self._end(sequence_id, error)
+
+    def _expire(self, work: Work) -> None:
+        waited = self._clock() - work.sequence.arrived_at
+        error: KestrelError
+        if work.queue_limited:
+            error = QueueTimeout(
+                f"the request waited {waited:.1f} s, the limit is max_queue_wait_s"
+            )
+        else:
+            error = DeadlineExceeded(f"the deadline passed after {waited:.1f} s in the queue")
+        self._end(work.sequence.sequence_id, error)
+
+    def _fail_all(self, error: KestrelError) -> None:
+        while True:  # Requests that were submitted but never seen must hear of it too.
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                break
+            if command is not None:
+                command()
+        for sequence_id in list(self._active):
+            self._end(sequence_id, error)
+
+    def _end(
+        self, sequence_id: int, end: FinishReason | KestrelError, token: StepToken | None = None
+    ) -> None:
+        work = self._active.pop(sequence_id)
+        self._scheduler.abort(sequence_id)
+        work.timings.scheduled_at = work.sequence.admitted_at
+        work.timings.finished_at = self._clock()
+        self._outbox.append(
+            Progress(sequence_id, work.output, work.sequence.num_sampled, token, end)
+        )
+
+    def _flush(self) -> None:
+        if self._outbox:
+            batch, self._outbox = self._outbox, []
+            self._delivery.put(batch)
+
+    def _observe(self, out: _Out, result: StepResult, *, failed: bool) -> None:
+        if self._observer is None:
+            return
+        plan, stats = out.plan, self._scheduler.stats
+        ids = [row.sequence_id for row in plan.prefill + plan.decode]
+        encoded = {piece.image.key for piece in plan.encode}
+        num_tokens, gaps = self._gaps(result)
+        event = StepEvent(
+            step_id=plan.step_id,
+            launched_at=out.launched_at,
+            collected_at=self._clock() if failed else self._beat_at,
+            vision_s=result.vision_s,
+            prefill_s=result.prefill_s,
+            decode_s=result.decode_s,
+            num_crops=sum(piece.last - piece.first for piece in plan.encode),
+            num_prefill_positions=sum(
+                num_positions(tuple(t for t in row.tokens if t is not PREVIOUS))
+                for row in plan.prefill
+            ),
+            num_decode=len(plan.decode),
+            request_ids=tuple(self._active[i].request_id for i in ids if i in self._active),
+            encoded_request_ids=self._about(encoded) if encoded else (),
+            failed=failed,
+            running=stats.running,
+            waiting=stats.waiting,
+            pages_free=stats.pages_free,
+            pages_cached=stats.pages_cached,
+            pages_total=stats.pages_total,
+            preemptions=stats.preemptions,
+            cached_positions=stats.cached_positions,
+            prompt_positions=stats.prompt_positions,
+            num_tokens=num_tokens,
+            token_gaps=gaps,
+        )
+        try:
+            self._observer.on_step(event)
+        except Exception:  # What measures must not disturb what it measures.
+            logger.exception("the observer failed on a step")
+
+    def _gaps(self, result: StepResult) -> tuple[int, tuple[tuple[float, int], ...]]:
+        """How many tokens go to requests, and the gaps before them. Most have the same, so they are told in groups."""
+        before: dict[float | None, int] = {}
+        for sequence_id in result.tokens:
+            work = self._active.get(sequence_id)
+            if work is not None:
+                last = work.timings.last_token_at
+                before[last] = before.get(last, 0) + 1
+        gaps = tuple((self._beat_at - last, n) for last, n in before.items() if last is not None)
+        return sum(before.values()), gaps
+
+    def _about(self, keys: set[str]) -> tuple[str, ...]:
+        """Requests about one of the pictures."""
+        images = ((work.request_id, work.sequence.image) for work in self._active.values())
+        return tuple(i for i, image in images if image is not None and image.key in keys)

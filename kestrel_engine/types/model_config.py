@@ -1,0 +1,284 @@
+"""The shape of a Moondream model, read from config.json. Torch-free: scheduler, skills and service may look at it.
+
+Released configs carry their numbers under ``config``, may leave any of them (or all) out, and spell the MoE keys in two
+ways; the defaults are the released models' (moondream.md section 1). Prompt ids of other vocabularies come from
+``config.tokenizer.templates``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
+
+from ..errors import ConfigError
+
+_Config = TypeVar("_Config")
+Family = Literal["moondream2", "moondream3"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """Mixture-of-experts MLPs from ``start_layer`` on; below it layers are dense."""
+
+    start_layer: int = 4
+    num_experts: int = 64
+    experts_per_token: int = 8
+    expert_inner_dim: int = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextConfig:
+    dim: int = 2048
+    ff_dim: int = 8192
+    n_layers: int = 24
+    n_heads: int = 32
+    n_kv_heads: int = 32
+    vocab_size: int = 51200
+    max_context: int = 2048
+    rope_theta: float = 10_000.0
+    rotary_dim: int = 32
+    tau_attn: bool = False
+    moe: MoeConfig | None = None
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    enc_dim: int = 1152
+    enc_patch_size: int = 14
+    enc_n_layers: int = 27
+    enc_ff_dim: int = 4304
+    enc_n_heads: int = 16
+    crop_size: int = 378
+    in_channels: int = 3
+    max_crops: int = 12
+    overlap_margin: int = 4
+    proj_inner_dim: int = 8192
+    proj_out_dim: int = 2048
+
+    @property
+    def grid(self) -> int:
+        """Patches on a side of a crop, and of the pooled picture."""
+        return self.crop_size // self.enc_patch_size
+
+    @property
+    def crop_window(self) -> int:
+        """Distance from one crop's edge to the next one's, pixels: neighbours overlap by a margin of each."""
+        return self.crop_size - 2 * self.overlap_margin * self.enc_patch_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionConfig:
+    dim: int = 2048
+    coord_feat_dim: int = 256
+    coord_out_dim: int = 1024
+    size_feat_dim: int = 512
+    size_out_dim: int = 2048
+    inner_dim: int = 8192
+    """Width of the MLP decoders; Moondream 2 only."""
+    decoder: Literal["mlp", "linear"] = "mlp"
+    """"mlp": two layers (Moondream 2). "linear": one, behind a shared LayerNorm (Moondream 3)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Templates:
+    """Prompt ids after BOS and picture (moondream.md section 3)."""
+
+    caption: Mapping[str, tuple[int, ...]]
+    query_prefix: tuple[int, ...]
+    query_suffix: tuple[int, ...]
+    """Direct answer."""
+    query_reasoning_suffix: tuple[int, ...]
+    point_prefix: tuple[int, ...]
+    point_suffix: tuple[int, ...]
+    detect_prefix: tuple[int, ...]
+    detect_suffix: tuple[int, ...]
+    segment_prefix: tuple[int, ...] | None
+    """None: the model can't segment."""
+    segment_suffix: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecialIds:
+    bos_id: int = 0
+    eos_id: int = 0
+    answer_id: int = 3
+    thinking_id: int = 4
+    coord_id: int = 5
+    size_id: int = 6
+    start_ground_points_id: int = 7
+    end_ground_id: int = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    family: Family
+    text: TextConfig
+    vision: VisionConfig
+    region: RegionConfig
+    ids: SpecialIds
+    templates: Templates = field(repr=False)
+
+    @property
+    def image_positions(self) -> int:
+        """KV positions of one picture (729 in the released models)."""
+        return self.vision.grid**2
+
+    @property
+    def image_prefix(self) -> int:
+        """BOS plus picture: the block that attends in both directions (730 in the released models)."""
+        return 1 + self.image_positions
+
+    @property
+    def skills(self) -> tuple[str, ...]:
+        base = ("query", "caption", "point", "detect")
+        return base if self.templates.segment_prefix is None else (*base, "segment")
+
+
+def parse_model_config(raw: Mapping[str, Any], *, family: Family | None = None) -> ModelConfig:
+    """Reads the contents of config.json; absent numbers take the family's released values.
+
+    ``family`` overrides detection (by tau attention, MoE or the declared type). Raises ConfigError for numbers that do
+    not fit together.
+    """
+    inner = raw.get("config") or {}
+    if not isinstance(inner, Mapping):
+        raise ConfigError("config", inner, "must be an object")
+    family = family or detect_family(raw)
+    md3 = family == "moondream3"
+    text_raw = dict(inner.get("text") or {})
+    moe_raw = dict(text_raw.pop("moe", None) or {})
+    moe = _moe(moe_raw) if (md3 or moe_raw) else None
+    text_defaults: dict[str, Any] = (
+        {"max_context": 32768, "rope_theta": 1_500_000.0, "tau_attn": True} if md3 else {}
+    )
+    text = _fill(TextConfig, {**text_defaults, **_present(text_raw)}, moe=moe)
+    vision = _fill(VisionConfig, _present(inner.get("vision") or {}))
+    region = _fill(
+        RegionConfig, {"decoder": "linear" if md3 else "mlp", **_present(inner.get("region") or {})}
+    )
+    tokenizer_raw = inner.get("tokenizer") or {}
+    ids = _fill(SpecialIds, _present(tokenizer_raw))
+    templates = _templates(tokenizer_raw.get("templates") or {}, family, ids)
+    config = ModelConfig(
+        family=family, text=text, vision=vision, region=region, ids=ids, templates=templates
+    )
+    _check(config, text_raw.get("prefix_attn"))
+    return config
+
+
+def detect_family(raw: Mapping[str, Any]) -> Family:
+    """moondream3 if config.json says so by type, tau attention or experts; else moondream2."""
+    inner = raw.get("config") or {}
+    text = inner.get("text") or {}
+    declared = " ".join(
+        [str(raw.get("model_type") or ""), *map(str, raw.get("architectures") or [])]
+    ).lower()
+    if text.get("tau_attn") or text.get("moe") or "moondream3" in declared:
+        return "moondream3"
+    return "moondream2"
+
+
+def _moe(raw: Mapping[str, Any]) -> MoeConfig:
+    aliases = {"n_experts": "num_experts", "n_experts_per_tok": "experts_per_token"}
+    return _fill(MoeConfig, _present({aliases.get(k, k): v for k, v in raw.items()}))
+
+
+def _present(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in raw.items() if v is not None}
+
+
+def _fill(cls: type[_Config], raw: Mapping[str, Any], **fixed: Any) -> _Config:
+    known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+    return cls(**{k: v for k, v in raw.items() if k in known and k not in fixed}, **fixed)
+
+
+def _templates(raw: Mapping[str, Any], family: Family, ids: SpecialIds) -> Templates:
+    answer, thinking = ids.answer_id, ids.thinking_id
+    caption: dict[str, tuple[int, ...]] = {
+        "short": (1, 32708, 2, 12492, 3),
+        "normal": (1, 32708, 2, 6382, 3),
+        "long": (1, 32708, 2, 4059, 3),
+    }
+    # Moondream 2's doubled answer id is the reference's own: the suffix goes on once always and once more when direct.
+    suffix, reasoning = (
+        ((answer,), (thinking,))
+        if family == "moondream3"
+        else ((answer, answer), (answer, thinking))
+    )
+
+    def ids_of(skill: str, part: str, default: tuple[int, ...]) -> tuple[int, ...]:
+        value = (raw.get(skill) or {}).get(part)
+        return default if value is None else tuple(int(i) for i in value)
+
+    if "caption" in raw:
+        caption = {k: tuple(int(i) for i in v) for k, v in raw["caption"].items()}
+    segment: tuple[int, ...] | None = (1, 17374, 2) if family == "moondream3" else None
+    if raw:
+        segment = ids_of("segment", "prefix", ()) or None
+    return Templates(
+        caption=caption,
+        query_prefix=ids_of("query", "prefix", (1, 15381, 2)),
+        query_suffix=suffix,
+        query_reasoning_suffix=reasoning,
+        point_prefix=ids_of("point", "prefix", (1, 2581, 2)),
+        point_suffix=ids_of("point", "suffix", (answer,)),
+        detect_prefix=ids_of("detect", "prefix", (1, 7235, 476, 2)),
+        detect_suffix=ids_of("detect", "suffix", (answer,)),
+        segment_prefix=segment,
+        segment_suffix=ids_of("segment", "suffix", (answer,)),
+    )
+
+
+def _check(config: ModelConfig, prefix_attn: object) -> None:
+    text, vision, region = config.text, config.vision, config.region
+    if text.dim % text.n_heads:
+        raise ConfigError(
+            "text.dim", text.dim, f"must be a multiple of text.n_heads={text.n_heads}"
+        )
+    if text.n_kv_heads != text.n_heads:
+        raise ConfigError(
+            "text.n_kv_heads", text.n_kv_heads, f"must equal text.n_heads={text.n_heads}"
+        )
+    if vision.enc_dim % vision.enc_n_heads:
+        raise ConfigError(
+            "vision.enc_dim", vision.enc_dim, f"must be a multiple of {vision.enc_n_heads} heads"
+        )
+    if vision.crop_size % vision.enc_patch_size:
+        raise ConfigError(
+            "vision.crop_size", vision.crop_size, f"must be a multiple of {vision.enc_patch_size}"
+        )
+    if vision.grid <= 2 * vision.overlap_margin:
+        raise ConfigError(
+            "vision.overlap_margin",
+            vision.overlap_margin,
+            f"must leave a window of grid {vision.grid}",
+        )
+    if vision.proj_out_dim != text.dim or region.dim != text.dim:
+        raise ConfigError(
+            "vision.proj_out_dim", vision.proj_out_dim, f"must equal text.dim={text.dim}"
+        )
+    if region.size_out_dim % 2:
+        raise ConfigError(
+            "region.size_out_dim", region.size_out_dim, "must be even: width and height bins"
+        )
+    if prefix_attn is not None and prefix_attn != config.image_prefix:
+        raise ConfigError(
+            "text.prefix_attn", prefix_attn, f"must be 1 + grid squared = {config.image_prefix}"
+        )
+    if text.moe is not None and not 1 <= text.moe.experts_per_token <= text.moe.num_experts:
+        raise ConfigError(
+            "text.moe.experts_per_token",
+            text.moe.experts_per_token,
+            f"must be 1..{text.moe.num_experts}",
+        )
+    if set(config.templates.caption) != {"short", "normal", "long"}:
+        raise ConfigError(
+            "tokenizer.templates.caption",
+            sorted(config.templates.caption),
+            "needs short, normal, long",
+        )

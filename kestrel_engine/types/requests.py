@@ -1,0 +1,158 @@
+"""What a request is once it has been checked: typed tokens, sampling, a prepared picture.
+
+A prompt is a tuple of typed tokens; prefix-cache keys, token counts and region embeddings all follow from that one
+type. Knows no tokenizer, tensor, skill or event.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
+
+from ..errors import InvalidRequest
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Coord:
+    """A coordinate fed to, or decoded by, the region model: normalised to [0, 1]."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A box size fed to, or decoded by, the region model: both sides normalised to [0, 1]."""
+
+    width: float
+    height: float
+
+
+@dataclass(frozen=True, slots=True)
+class ImageBlock:
+    """One picture in a prompt; with the BOS before it, it attends in both directions.
+
+    ``key`` is the content hash of what the model sees, ``num_positions`` its length in KV positions (grid squared).
+    """
+
+    key: str
+    num_positions: int
+
+
+Token: TypeAlias = int | Coord | Size | ImageBlock
+"""A prompt or fed-back token; a plain int is a text id."""
+
+Prompt: TypeAlias = tuple[Token, ...]
+
+
+def num_positions(tokens: tuple[Token, ...] | list[Token]) -> int:
+    """KV positions that ``tokens`` take."""
+    return sum(t.num_positions if isinstance(t, ImageBlock) else 1 for t in tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` 0 keeps all; the engine always sets ``seed``."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not _number(self.temperature) or not 0 <= self.temperature <= 100:
+            raise InvalidRequest("temperature", f"{self.temperature!r} is not in [0, 100]")
+        if not _number(self.top_p) or not 0 < self.top_p <= 1:
+            raise InvalidRequest("top_p", f"{self.top_p!r} is not in (0, 1]")
+        if not isinstance(self.top_k, int) or isinstance(self.top_k, bool) or self.top_k < 0:
+            raise InvalidRequest(
+                "top_k", f"{self.top_k!r} is not a whole number of at least 0 (0 keeps all)"
+            )
+        if (
+            not isinstance(self.seed, int)
+            or isinstance(self.seed, bool)
+            or not 0 <= self.seed < 2**64
+        ):
+            raise InvalidRequest("seed", f"{self.seed!r} is not a whole number in [0, 2^64)")
+
+
+def _number(value: object) -> TypeGuard[float]:
+    # Compared, for isfinite() raises on a whole number that is no float.
+    if not isinstance(value, Real) or isinstance(value, bool):  # numpy's numbers are registered
+        return False
+    return -math.inf < cast(float, value) < math.inf
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedImage:
+    """A decoded image whose crops are there, or will be made on the device.
+
+    ``crops``: [num_crops, crop_size, crop_size, 3] uint8 RGB; crop 0 is the whole image, then the tiles row by row;
+    None if ``pixels`` [height, width, 3] uint8 RGB are there instead. ``tiling``: rows and columns of tiles. ``key``:
+    hash of the decoded pixels and the preprocessing version. ``width``, ``height``: the upright image's.
+    """
+
+    key: str
+    crops: np.ndarray | None
+    tiling: tuple[int, int]
+    width: int
+    height: int
+    pixels: np.ndarray | None = None
+
+    @property
+    def num_crops(self) -> int:
+        rows, columns = self.tiling
+        return 1 + rows * columns
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of crops and pixels."""
+        return sum(array.nbytes for array in (self.crops, self.pixels) if array is not None)
+
+
+SpatialRef: TypeAlias = tuple[float, float] | tuple[float, float, float, float]
+"""A normalised point (x, y) or box (x_min, y_min, x_max, y_max)."""
+
+
+def check_spatial_refs(refs: object, field: str = "spatial_refs") -> tuple[SpatialRef, ...]:
+    """Validates references given as a sequence of 2- or 4-number sequences; None means none. Raises InvalidRequest.
+
+    Arrays with a ``tolist`` method, such as numpy's, count as sequences.
+    """
+    refs = _plain(refs)
+    if refs is None:
+        return ()
+    if not isinstance(refs, (list, tuple)):
+        raise InvalidRequest(field, "must be a list of [x, y] or [x_min, y_min, x_max, y_max]")
+    checked: list[SpatialRef] = []
+    for i, ref in enumerate(refs):
+        where, ref = f"{field}[{i}]", _plain(ref)
+        if not isinstance(ref, (list, tuple)) or len(ref) not in (2, 4):
+            raise InvalidRequest(where, "must have 2 numbers (point) or 4 (box)")
+        for value in ref:
+            if not _number(value) or not 0 <= value <= 1:
+                raise InvalidRequest(where, f"{value!r} is not a number in [0, 1]")
+        if len(ref) == 4 and (ref[0] > ref[2] or ref[1] > ref[3]):
+            raise InvalidRequest(where, "needs x_min <= x_max and y_min <= y_max")
+        checked.append(tuple(float(v) for v in ref))  # type: ignore[arg-type]
+    return tuple(checked)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def spatial_tokens(refs: tuple[SpatialRef, ...]) -> tuple[Token, ...]:
+    """A point becomes two coordinates; a box its centre's two and one size (moondream.md section 3)."""
+    tokens: list[Token] = []
+    for ref in refs:
+        if len(ref) == 2:
+            tokens += [Coord(ref[0]), Coord(ref[1])]
+        else:
+            x0, y0, x1, y1 = ref
+            tokens += [Coord((x0 + x1) / 2), Coord((y0 + y1) / 2), Size(x1 - x0, y1 - y0)]
+    return tuple(tokens)

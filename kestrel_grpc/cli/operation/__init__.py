@@ -1,0 +1,1 @@
+"""Commands for operators: a running server, its tokens, and the machine it runs on."""

@@ -1,0 +1,84 @@
+"""``doctor``: whether this machine can serve as configured, before anybody waits for it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ...settings.sources import CONFIG_VARIABLE
+from ..parser import CommandError
+
+if TYPE_CHECKING:
+    from kestrel_engine import RuntimeConfig, maintenance
+
+    from ...settings.configuration import Configuration
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.epilog = (
+        "Give it the flags, variables and file that 'kestrel-grpc serve' will get. Checks torch, driver and card,\n"
+        "Triton (by compiling a small kernel), FlashInfer, libvips and its formats, the model's files and whether\n"
+        "they fit the memory, installed packages and stubs, addresses, TLS and tokens, plug-in skills, telemetry,\n"
+        "misspelt variables, clock and limits. Loads no model and asks no hub; 'verify' looks into the weights.\n"
+        "Exits with 1 if a check fails; warnings are what works, but not as well as it could."
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    try:
+        from ...settings.configuration import add_flags
+    except (ImportError, OSError, RuntimeError) as error:
+        # libvips or another library is broken: nothing else could be told without it.
+        why = str(error).strip().partition("\n")[0]
+        raise CommandError(
+            f"a package can't be imported: {why}; pip install -c constraints.txt kestrel-grpc"
+        ) from None
+    add_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from ...settings.configuration import configuration
+    from ..findings import tell
+
+    logging.disable(logging.WARNING)  # What the checks find they say themselves.
+    return tell(_findings(configuration(args), args), as_json=args.json)
+
+
+def _runtimes(settled: Configuration) -> list[RuntimeConfig]:
+    """One for each device that is to be used."""
+    from ...settings.sources import SettingsError
+    from ...workers.devices import worker_devices
+
+    workers = settled.server.workers
+    if workers.count == 1 and not workers.devices:
+        return [settled.runtime]
+    try:
+        devices = worker_devices(workers, settled.runtime.device)
+    except SettingsError:  # check_workers tells of it.
+        return [settled.runtime]
+    return [
+        dataclasses.replace(settled.runtime, device=device) for device in dict.fromkeys(devices)
+    ]
+
+
+def _findings(settled: Configuration, args: argparse.Namespace) -> Iterator[maintenance.Finding]:
+    from kestrel_engine import maintenance
+
+    from ...settings.configuration import known_settings
+    from .doctor_checks import check_server, check_workers
+
+    source = args.config or f"no file (--config, {CONFIG_VARIABLE})"
+    given = sum(origin.kind != "default" for origin in args.sources.values())
+    yield maintenance.Finding(
+        "settings", "ok", f"{given} of {len(args.sources)} are given; {source}"
+    )
+    yield check_workers(settled.server, settled.runtime)
+    told: list[maintenance.Finding] = []
+    for runtime in _runtimes(settled):
+        for finding in maintenance.diagnose(runtime):
+            if finding not in told:  # What is the same for all devices is said once.
+                told.append(finding)
+                yield finding
+    yield from check_server(settled.server, known_settings(), os.environ)

@@ -1,0 +1,266 @@
+"""What can be wrong around the model: packages, addresses, TLS and tokens, variables, clock, limits of the system."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import platform
+import re
+import resource
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+from importlib import metadata
+from typing import Literal
+
+from packaging.requirements import Requirement
+
+from kestrel_engine import RuntimeConfig, maintenance
+
+from ... import __version__
+from ...process.skill_plugins import skill_registry
+from ...security.files.file_modes import exposures
+from ...security.identity.callers import Callers
+from ...security.identity.tls import TlsError, server_credentials
+from ...security.identity.tokens import TokenFileError
+from ...security.listening import check_exposure
+from ...security.metrics_door import MetricsDoor
+from ...settings.addresses import AddressError, check_free
+from ...settings.flags import SettingsError
+from ...settings.security import SecurityConfig
+from ...settings.server import ServerConfig
+from ...settings.sources import CONFIG_VARIABLE, Setting, variable_of
+from ...settings.telemetry import missing_packages
+from ...settings.workers import address_of
+from ...workers.plan import plan_workers, shared_addresses
+
+Finding = maintenance.Finding
+
+_PACKAGES = ("kestrel-grpc", "kestrel-client")
+_SHOWN = ("grpcio", "protobuf", "torch", "pyvips", "tokenizers", "huggingface-hub")
+_OTHER_VARIABLES = ("KESTREL_API_KEY", "KESTREL_TOKEN", CONFIG_VARIABLE)
+_CLIENT_FLAGS = (
+    "--server", "--timeout", "--tls", "--ca", "--client-cert", "--client-key", "--server-name",
+)  # fmt: skip
+_KUBERNETES = re.compile(
+    r"KESTREL_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP)(_\w+)?)?)"
+)
+"""What Kubernetes sets for a Service whose name begins with kestrel."""
+_ENOUGH_FILES, _TOO_FEW_FILES = 4096, 256
+_TIME_ERROR = 5
+_LEAST_TIME = 1_750_000_000
+"""Seconds since 1970, in June 2025: a clock before it was never set."""
+
+
+def check_server(
+    config: ServerConfig, settings: Sequence[Setting], environ: Mapping[str, str]
+) -> Iterator[Finding]:
+    """One finding for each check. ``settings``: those that there are, for misspelt variables."""
+    yield from check_packages()
+    yield check_stubs()
+    yield from check_addresses(config)
+    yield from check_security(config.security)
+    yield check_skills(config.skills)
+    yield check_telemetry(config)
+    yield check_variables(settings, environ)
+    yield check_clock(time.time())
+    yield check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def check_packages() -> Iterator[Finding]:
+    """Whether what is installed is what we ask for."""
+    wrong: list[str] = []
+    optional: list[str] = []
+    for package in _PACKAGES:
+        try:
+            required = metadata.requires(package) or []
+        except metadata.PackageNotFoundError:
+            optional.append(f"{package} isn't installed (run from its sources?)")
+            continue
+        for line in required:
+            requirement = Requirement(line)
+            extra = "extra ==" in str(requirement.marker or "")
+            told = _lack(requirement, extra)
+            if told is not None:
+                (optional if extra else wrong).append(told)
+    versions = ", ".join(f"{name} {found}" for name in _SHOWN if (found := _version(name)))
+    told = f"kestrel-grpc {__version__}, Python {platform.python_version()}, {versions}"
+    if wrong or optional:
+        problems = "; ".join(dict.fromkeys([*wrong, *optional]))
+        remedy = "pip install -c constraints.txt kestrel-grpc"
+        yield Finding("packages", "fail" if wrong else "warn", f"{told}: {problems}", remedy)
+    else:
+        yield Finding("packages", "ok", told)
+
+
+def _lack(requirement: Requirement, extra: bool) -> str | None:
+    """What is wrong with an installed package. One of an extra that isn't there isn't missed."""
+    if requirement.marker is not None and not extra and not requirement.marker.evaluate():
+        return None
+    found = _version(requirement.name)
+    if found is None:
+        return None if extra else f"{requirement.name} isn't installed"
+    if requirement.specifier.contains(found, prereleases=True):
+        return None
+    return f"{requirement.name} is {found}, not {requirement.specifier}"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_stubs() -> Finding:
+    """Whether the generated code works with this grpcio and protobuf: it says so itself when it is imported."""
+    try:
+        stubs = importlib.import_module("kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc")
+    except Exception as error:  # RuntimeError of grpcio's, VersionError of protobuf's, ImportError.
+        told = str(error).strip().partition("\n")[0]
+        return Finding("stubs", "fail", told, "pip install -c constraints.txt kestrel-grpc")
+    made = stubs.GRPC_GENERATED_VERSION
+    client = _version("kestrel-client")
+    if client is not None and client != __version__ and _version("kestrel-grpc") is not None:
+        told = f"kestrel-client is {client}, kestrel-grpc {__version__}"
+        return Finding("stubs", "fail", told, "install both of one version")
+    return Finding("stubs", "ok", f"made by grpcio-tools {made}, taken by what is installed")
+
+
+def check_addresses(config: ServerConfig) -> Iterator[Finding]:
+    """Whether the server could and would listen. A socket's file that a dead server left is removed, as by serve."""
+    if config.telemetry.prometheus is not None:
+        with suppress(TokenFileError):  # That is check_security's to tell.
+            try:
+                MetricsDoor(config.telemetry.prometheus, config.security)
+            except (AddressError, TlsError) as error:
+                yield Finding("metrics", "fail", str(error), "docs/telemetry.md, Metrics")
+    workers = range(config.workers.count)
+    own = config.workers.own_addresses
+    try:
+        check_exposure((*config.listen, *own), config.security)
+    except AddressError as error:
+        yield Finding("exposure", "fail", str(error), "docs/security.md tells what is at stake")
+    wanted = [(address, "--listen") for address in config.listen]
+    wanted += [(address, "--worker-listen") for address in own]
+    if config.telemetry.prometheus is not None:
+        scraped = config.telemetry.prometheus
+        wanted += [(address_of(scraped, index), "--metrics-listen") for index in workers]
+    for address, flag in wanted:
+        try:
+            check_free(address)
+        except AddressError as error:
+            remedy = f"stop what listens there, or choose another address ({flag})"
+            yield Finding("address", "fail", str(error), remedy)
+        else:
+            yield Finding("address", "ok", f"{address} is free")
+
+
+def check_workers(config: ServerConfig, runtime: RuntimeConfig) -> Finding:
+    """Whether several processes can share the addresses, and there is a device for each."""
+    count = config.workers.count
+    if count == 1:
+        return Finding("workers", "ok", "one process serves")
+    try:
+        shared = shared_addresses(config)
+        tasks = plan_workers(config, runtime, shared, os.environ)
+    except SettingsError as error:
+        return Finding("workers", "fail", str(error), "docs/service.md, Several processes")
+    devices = ", ".join(task.device for task in tasks)
+    return Finding("workers", "ok", f"{count} processes share {', '.join(shared)}, on {devices}")
+
+
+def check_security(security: SecurityConfig) -> Iterator[Finding]:
+    """Whether certificate, key and tokens can be used."""
+    if security.tls is not None:
+        try:
+            server_credentials(security.tls)
+        except TlsError as error:
+            yield Finding("tls", "fail", str(error), "docs/service.md, TLS")
+        else:
+            yield Finding("tls", "ok", f"{security.tls.certificate} fits its key")
+    if not security.knows_callers:
+        yield Finding("callers", "ok", "nobody is asked who calls")
+        return
+    try:
+        Callers(security, security.client_ca)
+    except TokenFileError as error:
+        yield Finding(
+            "callers", "fail", str(error), "'kestrel-grpc token' writes lines of the file"
+        )
+    except TlsError as error:
+        yield Finding("callers", "fail", str(error), "docs/service.md, Certificates taken back")
+    else:
+        yield Finding("callers", "ok", "must show a token or a certificate")
+    for exposure in exposures(security):
+        yield Finding("file modes", "warn", exposure, "docs/security.md, Files")
+
+
+def check_skills(names: Sequence[str]) -> Finding:
+    """Whether plug-in skills can be loaded. Runs their modules, as serve does."""
+    try:
+        skill_registry(names)
+    except SettingsError as error:
+        return Finding("skills", "fail", str(error), "docs/skills.md tells what a skill has")
+    return Finding("skills", "ok", ", ".join(names) or "the model's own")
+
+
+def check_telemetry(config: ServerConfig) -> Finding:
+    """Whether what is to be exported can be."""
+    missing = missing_packages(config.telemetry)
+    if missing:
+        told = f"{', '.join(missing)}: not installed, so nothing is measured"
+        return Finding("telemetry", "warn", told, "install kestrel-grpc[telemetry]")
+    exported = {"traces": config.telemetry.traces, "metrics": config.telemetry.metrics}
+    on = [f"{signal} by {how}" for signal, how in exported.items() if how != "none"]
+    if config.telemetry.prometheus is not None:
+        on.append("metrics for Prometheus")
+    return Finding("telemetry", "ok", ", ".join(on) or "off")
+
+
+def check_variables(settings: Sequence[Setting], environ: Mapping[str, str]) -> Finding:
+    """Variables that look like ours and are not: a misspelt one would be passed over in silence."""
+    flags = [flag for setting in settings for flag in setting.flags]
+    known = {variable_of(flag) for flag in (*flags, *_CLIENT_FLAGS)} | set(_OTHER_VARIABLES)
+    told = []
+    for name in sorted(environ):
+        if name.startswith("KESTREL_") and name not in known and not _KUBERNETES.fullmatch(name):
+            near = get_close_matches(name, known, n=1)
+            told.append(f"{name} is none of ours" + (f"; did you mean {near[0]}?" if near else ""))
+    if told:
+        return Finding("variables", "warn", "; ".join(told), "kestrel-grpc serve --help names all")
+    used = sum(name in known for name in environ)
+    return Finding("variables", "ok", f"{used} of ours are set")
+
+
+def check_clock(now: float) -> Finding:
+    """``now``: seconds since 1970. Certificates, traces and logs need the time; requests don't."""
+    told = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    remedy = "let chrony or systemd-timesyncd set it"
+    if now < _LEAST_TIME:
+        return Finding("clock", "fail", f"{told}: it was never set", remedy)
+    if _kernel_clock() == _TIME_ERROR:
+        return Finding("clock", "warn", f"{told}, and the kernel says that nothing sets it", remedy)
+    return Finding("clock", "ok", told)
+
+
+def _kernel_clock() -> int | None:
+    """adjtimex's answer to a question that changes nothing; None where it can't be asked."""
+    buffer = ctypes.create_string_buffer(512)
+    try:
+        answer = int(ctypes.CDLL(None).adjtimex(buffer))
+    except (OSError, AttributeError):
+        return None
+    return answer if answer >= 0 else None
+
+
+def check_files(limit: int) -> Finding:
+    """``limit``: files that the process may have open; each connection is one."""
+    if limit == resource.RLIM_INFINITY or limit >= _ENOUGH_FILES:
+        many = "any number of" if limit == resource.RLIM_INFINITY else str(limit)
+        return Finding("files", "ok", f"{many} files and connections may be open")
+    remedy = "raise it: ulimit -n 65536, LimitNOFILE= of systemd"
+    status: Literal["warn", "fail"] = "fail" if limit < _TOO_FEW_FILES else "warn"
+    return Finding("files", status, f"only {limit} files and connections may be open", remedy)

@@ -1,0 +1,222 @@
+"""``replay``: a captured request done again, against a server or in this process. Owns reading the captured file.
+
+A request that samples without a seed of its own may come out another. Its deadline is not captured: --timeout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from google.protobuf import json_format, message_factory
+from google.protobuf.message import Message
+
+from kestrel_client._pb.kestrel.v1 import image_service_pb2, vision_service_pb2
+from kestrel_client.errors import from_rpc_error
+
+from ..connection import CallMetadata, add_connection_flags, open_channel
+from ..parser import EXIT_FAILED, CommandError
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import MethodDescriptor
+
+_FORMAT = 1
+_CHUNK_BYTES = 1024 * 1024
+_SERVICES = (vision_service_pb2.DESCRIPTOR, image_service_pb2.DESCRIPTOR)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Captured:
+    """A file's contents. ``request`` is a list of messages where the method takes a stream. It lacks its picture if
+    ``left_out`` tells of one."""
+
+    method: MethodDescriptor
+    request: Any
+    code: str
+    model: str | None
+    left_out: dict[str, Any] | None
+
+    @property
+    def path(self) -> str:
+        """As gRPC names the method."""
+        return f"/{self.method.containing_service.full_name}/{self.method.name}"
+
+    @property
+    def inner(self) -> Any:
+        """The part that has picture and options: streaming methods take it one message deeper."""
+        return getattr(self.request, "request", self.request)
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    from ...settings.configuration import add_config_flag
+    from ...settings.model import add_model_flags
+
+    parser.epilog = (
+        "FILE was written by 'kestrel-grpc admin capture start'. Prints what the request gives now, as JSON.\n"
+        "Exits with 1 if it fails."
+    )
+    parser.add_argument("file", metavar="FILE", help="a captured request")
+    parser.add_argument("--image", metavar="FILE", help="the picture, where it was left out")
+    parser.add_argument(
+        "--in-process",
+        action="store_true",
+        help="load the model here instead of calling a server; the model's flags are those of serve",
+    )
+    add_connection_flags(parser)
+    add_config_flag(parser)
+    add_model_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    captured = read_captured(args.file)
+    if args.image is not None:
+        _set_picture(captured, args.image)
+    elif captured.left_out is not None:
+        facts = captured.left_out
+        about = (
+            f", of {facts['bytes']} bytes, SHA-256 {facts['sha256']}" if "bytes" in facts else ""
+        )
+        raise CommandError(f"the picture was left out{about}: give it with --image")
+    print(f"{captured.path.removeprefix('/')}, captured with {captured.code}", flush=True)
+    if args.in_process:
+        return asyncio.run(_in_process(args, captured))
+    with open_channel(args) as (channel, metadata):
+        return _call(channel, metadata, captured, args.timeout)
+
+
+def read_captured(path: str) -> Captured:
+    """Raises CommandError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"can't read {path!r}: {error}") from None
+    try:
+        told = json.loads(text)
+        if told["kestrel_capture"] != _FORMAT:
+            raise ValueError("made by another version")
+        service, _, name = str(told["method"]).rpartition("/")
+        method = _methods().get((service, name))
+        if method is None:
+            raise ValueError(f"there is no method {told['method']!r}")
+        make = message_factory.GetMessageClass(method.input_type)
+        request: Any
+        if method.client_streaming:
+            request = [json_format.ParseDict(message, make()) for message in told["request"]]
+        else:
+            request = json_format.ParseDict(told["request"], make())
+        left_out = told["picture_left_out"]
+        if not isinstance(left_out, dict | None):
+            raise ValueError("picture_left_out must be an object")
+        return Captured(method, request, told["code"], told["model"], left_out)
+    except KeyError as error:
+        raise CommandError(f"{path!r} is no captured request: it has no {error}") from None
+    except (TypeError, ValueError, RecursionError, json_format.ParseError) as error:
+        why = " ".join(str(error).split())
+        raise CommandError(f"{path!r} is no captured request: {why}") from None
+
+
+def _methods() -> dict[tuple[str, str], MethodDescriptor]:
+    return {
+        (service.full_name, method.name): method
+        for file in _SERVICES
+        for service in file.services_by_name.values()
+        for method in service.methods
+    }
+
+
+def _set_picture(captured: Captured, path: str) -> None:
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise CommandError(f"can't read {path!r}: {error.strerror}") from None
+    if captured.method.client_streaming:
+        # Size and hash that were announced are another picture's.
+        upload = image_service_pb2.UploadImageRequest
+        begin = upload(info=image_service_pb2.UploadInfo())
+        starts = range(0, len(data), _CHUNK_BYTES)
+        chunks = [upload(chunk=data[start : start + _CHUNK_BYTES]) for start in starts]
+        captured.request[:] = [begin, *chunks]
+        return
+    try:
+        captured.inner.image.encoded = data
+    except AttributeError:
+        raise CommandError(f"{captured.path.removeprefix('/')} takes no picture") from None
+
+
+def _call(channel: grpc.Channel, metadata: CallMetadata, captured: Captured, timeout: float) -> int:
+    response = message_factory.GetMessageClass(captured.method.output_type)
+    takes, gives = captured.method.client_streaming, captured.method.server_streaming
+    make: Callable[..., Any] = {
+        (False, False): channel.unary_unary,
+        (False, True): channel.unary_stream,
+        (True, False): channel.stream_unary,
+    }[takes, gives]
+    call = make(
+        captured.path,
+        request_serializer=message_factory.GetMessageClass(
+            captured.method.input_type
+        ).SerializeToString,
+        response_deserializer=response.FromString,
+    )
+    sent = iter(captured.request) if takes else captured.request
+    try:
+        answered: Any = call(sent, metadata=metadata, timeout=timeout)
+        for message in answered if captured.method.server_streaming else (answered,):
+            _print(message)
+    except grpc.RpcError as error:
+        told = from_rpc_error(error)
+        print(f"failed again: {told} [{error.code().name}]", flush=True)
+        return EXIT_FAILED
+    print("OK", flush=True)
+    return 0
+
+
+def _print(message: Message) -> None:
+    told = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    print(json.dumps(told, ensure_ascii=False), flush=True)
+
+
+async def _in_process(args: argparse.Namespace, captured: Captured) -> int:
+    """A server of its own on a socket that nobody else can reach."""
+    from kestrel_engine import ConfigError, InferenceEngine, KestrelError
+
+    from ...process.server import KestrelServer
+    from ...process.startup_progress import LoadingProgress
+    from ...settings.model import config_error, runtime_config
+    from ...settings.server import ServerConfig
+
+    runtime = runtime_config(args)
+    if hasattr(captured.inner, "options"):
+        captured.inner.options.ClearField("model")  # There is but one.
+    with tempfile.TemporaryDirectory(prefix="kestrel-replay-") as folder:
+        address = f"unix:{folder}/replay.sock"
+        with LoadingProgress() as progress:
+            server = KestrelServer(
+                ServerConfig(listen=(address,)),
+                runtime,
+                lambda: InferenceEngine.create(runtime, progress=progress),
+            )
+            await server.start()
+            try:
+                engine = await server.load()
+            except ConfigError as error:
+                raise config_error(error, args) from None
+            except KestrelError as error:
+                raise CommandError(str(error)) from None
+        if captured.model not in (None, engine.info.model):
+            print(f"captured from {captured.model}, done with {engine.info.model}")
+        try:
+            with grpc.insecure_channel(address, _UNBOUNDED) as channel:
+                return await asyncio.to_thread(_call, channel, (), captured, args.timeout)
+        finally:
+            await server.stop(grace_s=0)
+
+
+_UNBOUNDED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))

@@ -1,0 +1,168 @@
+"""``analyze``: several tasks on one picture in one request to a running server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from kestrel_client import (
+    AnalyzeResult,
+    CaptionTask,
+    DetectTask,
+    KestrelClient,
+    Outcome,
+    PointTask,
+    QueryTask,
+    RpcError,
+    SegmentTask,
+    Task,
+    TaskEvent,
+)
+from kestrel_client.values.tasks import outcome_dict
+
+from ...settings.flags import SettingsError
+from ..connection import add_connection_flags, connected, reported_failures
+from ..parser import EXIT_FAILED
+from ..terminal import styled
+from .inputs import IMAGE_HELP, Input, open_inputs
+from .painted import Painter
+from .skills import add_request_flags, add_save_flags, event_dict, print_result, request_options
+
+_KINDS: dict[str, type[Task]] = {
+    "query": QueryTask,
+    "caption": CaptionTask,
+    "point": PointTask,
+    "detect": DetectTask,
+    "segment": SegmentTask,
+}
+
+
+class _AddTask(argparse.Action):
+    """Gathers the tasks of all kinds in the order of the command line, as (kind, words)."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        kind = str(option).removeprefix("--")
+        namespace.tasks = [*(namespace.tasks or []), (kind, values)]
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.epilog = (
+        "Each kind of task may be given several times. Exits with 1 if one of them fails."
+    )
+    parser.usage = f"{parser.prog} IMAGE [IMAGE ...] TASK [TASK ...] [flags]"
+    parser.add_argument("words", metavar="IMAGE", nargs="*", help=IMAGE_HELP)
+    tasks = parser.add_argument_group("tasks")
+    tasks.set_defaults(tasks=None)
+    for kind, metavar, help in (
+        ("query", "QUESTION", "ask a question"),
+        ("point", "OBJECT", "find the centres of objects"),
+        ("detect", "OBJECT", "find the bounding boxes of objects"),
+        ("segment", "OBJECT", "outline an object"),
+    ):
+        tasks.add_argument(f"--{kind}", action=_AddTask, dest="tasks", metavar=metavar, help=help)
+    tasks.add_argument(
+        "--caption",
+        action=_AddTask,
+        dest="tasks",
+        nargs="?",
+        const="normal",
+        choices=("short", "normal", "long"),
+        help="describe the picture",
+    )
+    parser.add_argument("--max-tokens", type=int, help="most tokens of each task")
+    output = parser.add_argument_group("output")
+    output.add_argument("--stream", action="store_true", help="print what comes as it comes")
+    output.add_argument("--json", action="store_true", help="print JSON; with --stream a line each")
+    add_save_flags(output)
+    add_request_flags(parser)
+    add_connection_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.tasks:
+        raise SettingsError(
+            "give at least one task: --query, --caption, --point, --detect, --segment"
+        )
+    words = list(args.words)
+    if not words:
+        raise SettingsError("no image is given: kestrel-grpc analyze IMAGE TASK ...")
+    tasks = [_KINDS[kind](asked, max_tokens=args.max_tokens) for kind, asked in args.tasks]
+    inputs = open_inputs(words)
+    painter = None if args.save is None else Painter(args.save, inputs, args.save_on)
+    titles = {str(n): f"{kind} {asked!r}" for n, (kind, asked) in enumerate(args.tasks)}
+    failed = 0
+    with connected(args) as client:
+        for each in inputs:
+            with reported_failures(each.name, alone=len(inputs) == 1) as attempt:
+                analysis = _analyze(client, args, each, len(inputs) > 1, tasks, titles, painter)
+                failed += bool(analysis.errors)
+            failed += attempt.failed
+    return EXIT_FAILED if failed else 0
+
+
+def _analyze(
+    client: KestrelClient,
+    args: argparse.Namespace,
+    given: Input,
+    several: bool,
+    tasks: list[Task],
+    titles: dict[str, str],
+    painter: Painter | None,
+) -> AnalyzeResult:
+    silent = painter is not None and painter.takes_output
+    named = {"image": given.name} if several else {}
+    if several and not args.json and not silent:
+        print(styled(f"{given.name}:", "bold", sys.stdout), flush=True)
+    if args.stream and not silent:
+        analysis = _stream(client, args, given.source, tasks, titles, named)
+    else:
+        analysis = client.analyze(given.source, tasks, **request_options(args))
+        if args.json and not silent:
+            _print_json({**named, **analysis.to_dict()})
+        elif not silent:
+            for key, outcome in analysis.outcomes.items():
+                _print_outcome(titles[key], outcome)
+    if painter is not None:
+        painter.write(analysis, given)
+    return analysis
+
+
+def _stream(
+    client: KestrelClient,
+    args: argparse.Namespace,
+    image: Any,
+    tasks: list[Task],
+    titles: dict[str, str],
+    named: dict[str, str],
+) -> AnalyzeResult:
+    """Events as JSON; else each task's result as soon as it is there, since several texts at once can't be read."""
+    with client.stream_analyze(image, tasks, **request_options(args)) as stream:
+        for item in stream:
+            if isinstance(item, TaskEvent):
+                if args.json:
+                    _print_json({**named, "key": item.key, **event_dict(item.event)})
+            elif args.json:
+                _print_json({**named, "key": item.key, "result": outcome_dict(item.outcome)})
+            else:
+                _print_outcome(titles[item.key], item.outcome)
+        analysis = stream.result()
+    if args.json:
+        _print_json({**named, "final": analysis.to_dict()})
+    return analysis
+
+
+def _print_json(line: dict[str, Any]) -> None:
+    print(json.dumps(line, ensure_ascii=False), flush=True)
+
+
+def _print_outcome(title: str, outcome: Outcome) -> None:
+    print(styled(f"{title}:", "cyan", sys.stdout), flush=True)
+    if isinstance(outcome, RpcError):
+        print(f"failed: {outcome.message} [{outcome.code.name}]", file=sys.stderr, flush=True)
+    else:
+        print_result(outcome)
+    sys.stdout.flush()

@@ -1,0 +1,171 @@
+"""``bench``: a quick load test of a running server: requests/s, time to first token, gaps between tokens.
+
+Times are this client's own, from sending to receiving, so they hold the way there and back. The benchmarks of the
+repository measure more, with less noise; this answers how a server does from where you are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kestrel_client import AsyncKestrelClient, KestrelError, TextDelta
+
+from ..connection import add_connection_flags, open_async_client, told_errors
+from ..parser import CommandError
+from .inputs import IMAGE_HELP, open_inputs
+from .skills import request_options
+
+
+@dataclass
+class Measured:
+    """In seconds."""
+
+    ttft: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    """Of each answer: the time from its first text to its last, for each further token."""
+    total: list[float] = field(default_factory=list)
+    tokens: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.epilog = "Sends real requests to the server: don't point it at one that others need."
+    parser.add_argument("words", metavar="IMAGE", nargs="*", help=f"{IMAGE_HELP} [a sample image]")
+    parser.add_argument(
+        "--question",
+        default="What is in this image?",
+        help="what is asked about each [%(default)s]",
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=8, metavar="N", help="requests in flight [%(default)s]"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, metavar="S", help="how long to send [%(default)s]"
+    )
+    parser.add_argument("--max-tokens", type=int, default=32, help="of each answer [%(default)s]")
+    parser.add_argument("--json", action="store_true", help="print JSON, times in milliseconds")
+    parser.set_defaults(request_id=None, priority="low", cache_salt=None, background=None)
+    parser.add_argument("--model", help="name of the model that must answer")
+    add_connection_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if not 1 <= args.concurrency <= 1024 or not 0 < args.seconds <= 3600:
+        raise CommandError("--concurrency must be 1 to 1024, --seconds above 0 and at most 3600")
+    images = [each.source for each in open_inputs(args.words)] or [_sample()]
+    with told_errors(args):
+        measured, seconds = asyncio.run(_measure(args, images))
+    if not measured.total:
+        ((error, _),) = list(measured.errors.items())[:1] or [("no request ended in time", 0)]
+        raise CommandError(f"no request succeeded: {error}")
+    summary = _summary(measured, seconds, args.concurrency)
+    if args.json:
+        print(json.dumps(summary))
+    else:
+        _print(summary)
+    return 0
+
+
+async def _measure(args: argparse.Namespace, images: Sequence[object]) -> tuple[Measured, float]:
+    measured = Measured()
+    async with open_async_client(args) as client:
+        await client.server_info()  # the connection, and whether there is a server
+        began = time.perf_counter()
+        end = began + args.seconds
+
+        async def caller(number: int) -> None:
+            turn = number
+            while time.perf_counter() < end:
+                try:
+                    await _one(client, args, images[turn % len(images)], measured)
+                except KestrelError as error:
+                    words = str(error).splitlines()[0]
+                    measured.errors[words] = measured.errors.get(words, 0) + 1
+                    await asyncio.sleep(0.05)
+                turn += args.concurrency
+
+        await asyncio.gather(*(caller(number) for number in range(args.concurrency)))
+        return measured, time.perf_counter() - began
+
+
+async def _one(
+    client: AsyncKestrelClient, args: argparse.Namespace, image: object, measured: Measured
+) -> None:
+    sent = time.perf_counter()
+    first = last = None
+    options = {**request_options(args), "max_tokens": args.max_tokens}
+    async with client.stream_query(image, args.question, **options) as stream:  # type: ignore[arg-type]
+        async for event in stream:
+            if isinstance(event, TextDelta):
+                last = time.perf_counter()
+                first = first or last
+        result = await stream.result()
+    tokens = result.usage.output_tokens
+    if first is not None and last is not None:
+        measured.ttft.append(first - sent)
+        if tokens > 1:
+            measured.gaps.append((last - first) / (tokens - 1))
+    measured.total.append(time.perf_counter() - sent)
+    measured.tokens += tokens
+
+
+def _summary(measured: Measured, seconds: float, concurrency: int) -> dict[str, object]:
+    return {
+        "seconds": round(seconds, 3),
+        "concurrency": concurrency,
+        "requests": len(measured.total),
+        "errors": measured.errors,
+        "requests_per_second": round(len(measured.total) / seconds, 3),
+        "output_tokens_per_second": round(measured.tokens / seconds, 3),
+        "ttft_ms": _spread(measured.ttft),
+        "itl_ms": _spread(measured.gaps),
+        "total_ms": _spread(measured.total),
+    }
+
+
+def _spread(times: list[float]) -> dict[str, float] | None:
+    """Mean and percentiles, each a time that was measured; None without any."""
+    if not times:
+        return None
+    ordered = sorted(times)
+    percentiles = {
+        f"p{percent}": ordered[math.ceil(percent / 100 * len(ordered)) - 1]
+        for percent in (50, 90, 99)
+    }
+    spread = {"mean": statistics.fmean(ordered), **percentiles}
+    return {name: round(1e3 * value, 3) for name, value in spread.items()}
+
+
+def _print(summary: dict[str, object]) -> None:
+    print(
+        f"{summary['requests']} requests in {summary['seconds']} s, {summary['concurrency']} at once: "
+        f"{summary['requests_per_second']} requests/s, "
+        f"{summary['output_tokens_per_second']} tokens/s"
+    )
+    print(f"{'ms':24}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}")
+    for name, title in (
+        ("ttft_ms", "first token (TTFT)"),
+        ("itl_ms", "between tokens (ITL)"),
+        ("total_ms", "whole answer"),
+    ):
+        spread = summary[name]
+        if isinstance(spread, dict):
+            print(f"{title:24}" + "".join(f"{value:10.1f}" for value in spread.values()))
+    errors = summary["errors"]
+    assert isinstance(errors, dict)
+    for words, count in errors.items():
+        print(f"{count} failed: {words}")
+
+
+def _sample() -> bytes:
+    """The demo's image."""
+    from importlib.resources import files
+
+    return files("kestrel_grpc.cli").joinpath("demo.jpg").read_bytes()

@@ -1,0 +1,44 @@
+"""``put`` and ``forget``: pictures kept by a running server, to be named by id in later commands."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from ..connection import add_connection_flags, connected
+from .inputs import IMAGE_HELP, open_inputs
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    if command == "put":
+        parser.epilog = (
+            "Prints an id a line. Commands that take an image take it in place of a file."
+        )
+        parser.add_argument("words", metavar="IMAGE", nargs="+", help=IMAGE_HELP)
+        parser.add_argument("--json", action="store_true", help="print JSON, with the size")
+    else:
+        parser.add_argument("image_id", metavar="ID", help="id of a picture, as put printed it")
+    add_connection_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.command == "put":
+        return _put(args)
+    with connected(args) as client:
+        if not client.delete_image(args.image_id):
+            print(f"there was no picture {args.image_id!r}", file=sys.stderr)
+    return 0
+
+
+def _put(args: argparse.Namespace) -> int:
+    with connected(args) as client:
+        for image in open_inputs(args.words):
+            handle = client.put_image(image.source)
+            if args.json:
+                assert handle.size is not None, "put_image gives it"
+                size = {"width": handle.size.width, "height": handle.size.height}
+                print(json.dumps({"image_id": handle.image_id, "image_size": size}), flush=True)
+            else:
+                print(handle.image_id, flush=True)
+    return 0

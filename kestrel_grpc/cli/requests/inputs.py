@@ -1,0 +1,102 @@
+"""What a command is given: images in all their forms, and which of the words is none."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from kestrel_client import ImageHandle
+from kestrel_client.images.fetching import is_url
+
+from ...settings.flags import SettingsError
+from ..parser import CommandError
+
+Source: TypeAlias = str | bytes | ImageHandle
+
+IMAGE_SUFFIXES = frozenset(
+    (".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".gif", ".bmp", ".avif", ".heic", ".heif")
+)
+IMAGE_HELP = (
+    "image: a file, a folder of images, a pattern like '*.jpg', an http(s) address, - for standard input, "
+    "or the id of one put"
+)
+_ID_PREFIX = "img_"
+_PATTERN = frozenset("*?[")
+
+
+class Input(NamedTuple):
+    """An image as the user named it, and as the client takes it; an address is fetched by the client."""
+
+    name: str
+    source: Source
+
+    @property
+    def stem(self) -> str:
+        """A name for files that are written about it."""
+        if self.name == "-":
+            return "image"
+        return Path(self.name.partition("?")[0]).stem or "image"
+
+
+def open_inputs(names: Sequence[str]) -> list[Input]:
+    """The images that are named, in their order, those of a folder by name. Raises CommandError."""
+    if list(names).count("-") > 1:
+        raise CommandError("standard input (-) is named twice")
+    return [found for name in names for found in _open(name)]
+
+
+def open_input(name: str) -> Input:
+    """One image. Raises CommandError if there are several."""
+    first, *others = open_inputs([name])
+    if others:
+        raise CommandError(f"{name!r} names {1 + len(others)} images: this command takes one")
+    return first
+
+
+def _open(name: str) -> Iterator[Input]:
+    path = Path(name)
+    if name == "-":
+        yield Input(name, sys.stdin.buffer.read())
+    elif is_url(name) or path.is_file():
+        yield Input(name, name)
+    elif path.is_dir():
+        files = sorted(each for each in path.iterdir() if each.suffix.lower() in IMAGE_SUFFIXES)
+        if not files:
+            raise CommandError(f"there is no image in the folder {name!r}")
+        yield from (Input(str(each), str(each)) for each in files)
+    elif name.startswith(_ID_PREFIX):
+        yield Input(name, ImageHandle(name))
+    elif _PATTERN & set(name):
+        matches = sorted(each for each in glob.glob(name, recursive=True) if os.path.isfile(each))
+        if not matches:
+            raise CommandError(f"no file matches {name!r}")
+        yield from (Input(each, each) for each in matches)
+    elif path.exists():
+        yield Input(name, name)  # a pipe, for example
+    else:
+        raise CommandError(f"there is no image {name!r}")
+
+
+def is_image_name(word: str) -> bool:
+    """Whether a word can only be meant as an image."""
+    return (
+        word == "-"
+        or is_url(word)
+        or word.startswith(_ID_PREFIX)
+        or os.path.exists(word)
+        or (" " not in word and Path(word).suffix.lower() in IMAGE_SUFFIXES)
+    )
+
+
+def split_words(words: Sequence[str], what: str, usage: str) -> tuple[list[str], str]:
+    """Images, and the last word: the question or object that ``what`` names. Raises SettingsError if it is left out."""
+    if not words:
+        raise SettingsError(f"no {what} is given: {usage}")
+    *images, last = words
+    if is_image_name(last):
+        raise SettingsError(f"no {what} is given, as {last!r} is an image: {usage}")
+    return images, last

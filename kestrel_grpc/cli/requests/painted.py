@@ -1,0 +1,89 @@
+"""``--save``: where painted images go, checked before anything is asked."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from kestrel_client import AnalyzeResult, ImageHandle, KestrelError, Result
+
+from ..parser import CommandError
+from .inputs import Input
+
+SAVE_HELP = (
+    "write the image with the answer painted on it: a file, or for several images a folder; "
+    "- writes PNG to standard output (needs Pillow)"
+)
+
+
+class Painter:
+    """Writes images to ``target``: - for standard output, a folder (one that is there, or ends with /), or a file."""
+
+    def __init__(self, target: str, inputs: list[Input], base: str | None = None) -> None:
+        """``base``: the image to paint on where the input is only an id. Raises CommandError for what can't work."""
+        self._target, self._base = target, base
+        if importlib.util.find_spec("PIL") is None:
+            raise CommandError("--save needs Pillow: pip install 'kestrel-client[images]'")
+        if not inputs:
+            raise CommandError("--save paints on an image: give one")
+        for each in inputs:
+            if isinstance(each.source, ImageHandle) and base is None:
+                raise CommandError(
+                    f"--save can't paint on {each.name!r}, which only the server has: "
+                    "give its file with --save-on FILE"
+                )
+        self._folder = target.endswith(os.sep) or Path(target).is_dir()
+        if len(inputs) > 1 and not self._folder:
+            raise CommandError(
+                f"--save={target}: there are {len(inputs)} images: give a folder, like {target}/"
+            )
+        if target != "-":
+            self._check_target()
+        self._taken: set[str] = set()
+
+    @property
+    def takes_output(self) -> bool:
+        """Whether images go to standard output, so that text must not."""
+        return self._target == "-"
+
+    def write(self, result: Result | AnalyzeResult, given: Input) -> None:
+        """Says on standard error what was written. Raises CommandError."""
+        try:
+            image = result.draw(self._base)
+            if self.takes_output:
+                image.save(sys.stdout.buffer, "PNG")
+                sys.stdout.buffer.flush()
+                return
+            file = self._file(given)
+            image.save(file)
+        except (OSError, ValueError, KestrelError) as error:
+            raise CommandError(f"can't write {self._target!r}: {error}") from None
+        print(f"wrote {file}", file=sys.stderr)
+
+    def _file(self, given: Input) -> Path:
+        if not self._folder:
+            return Path(self._target)
+        name, number = given.stem, 1
+        while name in self._taken:
+            number += 1
+            name = f"{given.stem}-{number}"
+        self._taken.add(name)
+        return Path(self._target, f"{name}.png")
+
+    def _check_target(self) -> None:
+        from PIL import Image
+
+        folder = Path(self._target) if self._folder else Path(self._target).absolute().parent
+        if self._folder:
+            try:
+                folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise CommandError(f"can't write {self._target!r}: {error.strerror}") from None
+        elif Path(self._target).suffix.lower() not in Image.registered_extensions():
+            raise CommandError(f"can't write {self._target!r}: end its name with .png or .jpg")
+        if not folder.is_dir():
+            raise CommandError(f"can't write {self._target!r}: there is no folder {str(folder)!r}")
+        if not os.access(folder, os.W_OK):
+            raise CommandError(f"can't write {self._target!r}: {str(folder)!r} is read-only")

@@ -1,0 +1,317 @@
+"""``query``, ``caption``, ``point``, ``detect``, ``segment``: one request an image to a running server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from kestrel_client import (
+    Box,
+    CaptionResult,
+    DetectResult,
+    ImageSize,
+    KestrelClient,
+    PathPiece,
+    Point,
+    PointResult,
+    QueryResult,
+    ReasoningDelta,
+    Result,
+    SegmentResult,
+    TextDelta,
+)
+
+from ...settings.flags import SettingsError
+from ..connection import add_connection_flags, connected, reported_failures
+from ..parser import EXIT_FAILED
+from ..terminal import styled
+from .inputs import IMAGE_HELP, Input, Source, open_inputs, split_words
+from .painted import SAVE_HELP, Painter
+
+_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+_OPTIONS = ("model", "request_id", "priority", "cache_salt", "background")
+_LENGTHS = ("short", "normal", "long")
+_OWN_WORD = {"query": "QUESTION", "caption": "[short|normal|long]"}
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    images = "[IMAGE ...]" if command == "query" else "IMAGE [IMAGE ...]"
+    parser.usage = f"{parser.prog} {images} {_OWN_WORD.get(command, 'OBJECT')} [flags]"
+    parser.epilog = _EPILOGS.get(command)
+    parser.add_argument("words", metavar="IMAGE", nargs="*", help=IMAGE_HELP)
+    _add_own(parser, command)
+    add_sampling_flags(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--stream", action="store_true", help="print the answer while it comes")
+    output.add_argument(
+        "--json",
+        action="store_true",
+        help="print JSON, with usage and timings; with --stream a line each",
+    )
+    add_save_flags(output)
+    add_request_flags(parser)
+    add_connection_flags(parser)
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling (default: the server's)")
+    group.add_argument("--temperature", type=float, help="0 always takes the likeliest token")
+    group.add_argument("--top-p", type=float, help="draw among the likeliest tokens of this total")
+    group.add_argument("--top-k", type=int, help="draw among this many tokens; 0: all")
+    group.add_argument(
+        "--max-tokens", type=int, help="most tokens to generate; a point takes 2, a box 3"
+    )
+    group.add_argument("--seed", type=int, help="makes the draw repeatable")
+
+
+def sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """What ``add_sampling_flags`` added, as keywords of the client's methods."""
+    return {name: getattr(args, name) for name in _SAMPLING}
+
+
+def add_save_flags(output: Any) -> None:
+    output.add_argument("--save", metavar="FILE", help=SAVE_HELP)
+    output.add_argument(
+        "--save-on", metavar="FILE", help="with --save: the image to paint on, where an id is given"
+    )
+
+
+def add_request_flags(parser: argparse.ArgumentParser) -> None:
+    request = parser.add_argument_group("request")
+    request.add_argument("--model", help="name of the model that must answer")
+    request.add_argument("--request-id", help="your name for the request")
+    request.add_argument(
+        "--priority", choices=("low", "normal", "high"), help="which of those that wait goes first"
+    )
+    request.add_argument(
+        "--cache-salt",
+        metavar="TEXT",
+        help="share cached computation with this salt's requests only",
+    )
+    request.add_argument(
+        "--background",
+        type=_colour,
+        metavar="COLOUR",
+        help="lay a transparent image on it: white, black or RRGGBB [alpha is dropped]",
+    )
+
+
+def _colour(text: str) -> str:
+    named = {"white": "ffffff", "black": "000000"}
+    digits = named.get(text, text.removeprefix("#"))
+    if re.fullmatch(r"[0-9a-fA-F]{6}", digits) is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be white, black or RRGGBB, like ffeedd")
+    return f"#{digits}"
+
+
+def request_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What ``add_request_flags`` added, as keywords of the client's methods."""
+    return {name: getattr(args, name) for name in _OPTIONS}
+
+
+_EPILOGS = {
+    "query": "The last word is the question. Without an image the model answers from the text alone.",
+    "caption": "The last word may be the length: short, normal (the default) or long.",
+    **dict.fromkeys(
+        ("point", "detect", "segment"), 'The last word is what to find, like "red circle".'
+    ),
+}
+
+
+def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
+    if command == "query":
+        parser.add_argument(
+            "--reasoning", action="store_true", help="let the model think aloud first"
+        )
+    elif command == "caption":
+        parser.add_argument("--length", choices=_LENGTHS, help="the same as the last word")
+    if command in ("point", "detect"):
+        parser.add_argument("--max-objects", type=int, metavar="N", help="most objects to find")
+    if command == "segment":
+        parser.add_argument(
+            "--mask", choices=("none", "svg", "png", "rle"), default="none",
+            help="mask to ask for beside the outline; --json prints it",
+        )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    names, word = _words(args)
+    inputs: list[Input | None] = [*open_inputs(names)] or [None]
+    given = [each for each in inputs if each is not None]
+    painter = None if args.save is None else Painter(args.save, given, args.save_on)
+    arguments, options = _arguments(args, word)
+    failed = 0
+    with connected(args) as client:
+        for each in inputs:
+            # Of several images one that fails leaves the others alone.
+            with reported_failures(each.name if each else "", alone=len(inputs) == 1) as attempt:
+                _ask(client, args, each, len(inputs) > 1, arguments, options, painter)
+            failed += attempt.failed
+    return EXIT_FAILED if failed else 0
+
+
+def _words(args: argparse.Namespace) -> tuple[list[str], str]:
+    """The images, and the question, object or length. Raises SettingsError."""
+    command, words = args.command, args.words
+    usage = f"kestrel-grpc {command} IMAGE {_OWN_WORD.get(command, 'OBJECT')}"
+    if command != "caption":
+        what = "question" if command == "query" else "object"
+        images, word = split_words(words, what, usage)
+    elif words and words[-1] in _LENGTHS and not args.length:
+        images, word = words[:-1], words[-1]
+    else:
+        images, word = words, args.length or "normal"
+    if not images and command != "query":
+        raise SettingsError(f"no image is given: {usage}")
+    return images, word
+
+
+def _ask(
+    client: KestrelClient,
+    args: argparse.Namespace,
+    given: Input | None,
+    several: bool,
+    arguments: list[Any],
+    options: dict[str, Any],
+    painter: Painter | None,
+) -> None:
+    silent = painter is not None and painter.takes_output
+    source = None if given is None else given.source
+    if several and not args.json and not silent:
+        assert given is not None
+        print(styled(f"{given.name}:", "bold", sys.stdout), flush=True)
+    named = {"image": given.name} if several and given is not None else {}
+    if args.stream and not silent:
+        result = _stream(client, args, source, arguments, options, named)
+    else:
+        result = getattr(client, args.command)(source, *arguments, **options)
+        if silent:
+            print_nothing(result)
+        elif args.json:
+            print(json.dumps({**named, **result.to_dict()}, ensure_ascii=False), flush=True)
+        else:
+            print_result(result)
+    if painter is not None and given is not None:
+        painter.write(result, given)
+
+
+def _arguments(args: argparse.Namespace, word: str) -> tuple[list[Any], dict[str, Any]]:
+    """The skill's positional arguments and all keywords, for the client's method."""
+    options = sampling(args) | request_options(args)
+    if args.command == "query":
+        return [word], {**options, "reasoning": args.reasoning or None}
+    if args.command == "caption":
+        return [word], options
+    if args.command == "segment":
+        return [word], {**options, "mask": args.mask}
+    return [word], {**options, "max_objects": args.max_objects}
+
+
+def _stream(
+    client: KestrelClient,
+    args: argparse.Namespace,
+    image: Source | None,
+    arguments: list[Any],
+    options: dict[str, Any],
+    named: dict[str, str],
+) -> Result:
+    """``named``: what each line of JSON begins with."""
+    method: Callable[..., Any] = getattr(client, f"stream_{args.command}")
+    with method(image, *arguments, **options) as stream:
+        thinking = False
+        for event in stream:
+            if args.json:
+                print(json.dumps({**named, **event_dict(event)}, ensure_ascii=False), flush=True)
+                continue
+            if thinking and isinstance(event, TextDelta):
+                print("\n")
+            thinking = isinstance(event, ReasoningDelta)
+            print_event(event)
+        result: Result = stream.result()
+    if args.json:
+        final = {**named, "final": result.to_dict()}
+        print(json.dumps(final, ensure_ascii=False), flush=True)
+    elif isinstance(result, (QueryResult, CaptionResult)):
+        print()
+    else:
+        print_nothing(result)
+    return result
+
+
+def event_dict(event: object) -> dict[str, Any]:
+    match event:
+        case TextDelta():
+            return {"text": event.text, "output_tokens": event.output_tokens}
+        case ReasoningDelta():
+            return {"reasoning": event.text, "output_tokens": event.output_tokens}
+        case PathPiece():
+            return {"path": event.path, "output_tokens": event.output_tokens}
+        case Point():
+            return {"point": {"x": event.x, "y": event.y}}
+        case Box():
+            return {"box": _edges(event)}
+    raise AssertionError(f"an unknown event {event!r}")
+
+
+def print_event(event: object) -> None:
+    match event:
+        case TextDelta():
+            print(event.text, end="", flush=True)
+        case ReasoningDelta():
+            print(styled(event.text, "dim", sys.stdout), end="", flush=True)
+        case PathPiece():
+            print(event.path, flush=True)
+        case Point() | Box():
+            print(_place(event, None), flush=True)
+
+
+def print_result(result: Result) -> None:
+    match result:
+        case QueryResult():
+            if result.reasoning is not None:
+                print(styled(result.reasoning.text, "dim", sys.stdout) + "\n")
+            print(result.answer)
+        case CaptionResult():
+            print(result.caption)
+        case PointResult():
+            for point in result.points:
+                print(_place(point, result.image_size))
+        case DetectResult():
+            for box in result.objects:
+                print(_place(box, result.image_size))
+        case SegmentResult():
+            if result.box is not None:
+                print(_place(result.box, result.image_size))
+            if result.svg_path:
+                print(result.svg_path)
+    print_nothing(result)
+
+
+def print_nothing(result: Result) -> None:
+    """Silence would look like a failure."""
+    match result:
+        case PointResult(points=()) | DetectResult(objects=()) | SegmentResult(box=None):
+            print(f"no {result.object} found", file=sys.stderr)
+        case SegmentResult(parse_error=str() as why):
+            print(f"the outline can't be read: {why}", file=sys.stderr)
+    if result.finish_reason == "length":
+        print("a limit was reached; there may be more", file=sys.stderr)
+
+
+def _place(place: Point | Box, size: ImageSize | None) -> str:
+    """Fractions of the picture, and pixels where its size is known."""
+    numbers = [place.x, place.y] if isinstance(place, Point) else list(_edges(place).values())
+    text = " ".join(f"{number:.4f}" for number in numbers)
+    if size is None:
+        return text
+    sides = (size.width, size.height) * 2
+    pixels = ", ".join(str(round(n * side)) for n, side in zip(numbers, sides, strict=False))
+    return f"{text}  ({pixels} px)"
+
+
+def _edges(box: Box) -> dict[str, float]:
+    return {name: getattr(box, name) for name in ("x_min", "y_min", "x_max", "y_max")}

@@ -1,0 +1,1 @@
+"""Commands about models' files, and about the models that a server has."""

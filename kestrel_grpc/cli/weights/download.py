@@ -1,0 +1,63 @@
+"""``download``: a model's files fetched ahead, into the hub's cache or a folder that needs no hub."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from kestrel_engine import ConfigError, KestrelError, RuntimeConfig, maintenance
+
+from ...process.startup_progress import LoadingProgress
+from ...settings.configuration import add_config_flag
+from ...settings.model import SOURCE_FLAGS, add_model_flags, config_error
+from ..parser import CommandError
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.epilog = (
+        "Without --to the files are in the hub's cache (HF_HOME), and 'serve --offline' finds them there.\n"
+        "With --to they are in a folder with their checksums, to be carried to where there is no hub:\n"
+        "  kestrel-grpc download moondream2 --to /models/moondream2\n"
+        "  kestrel-grpc verify --model moondream2 --weights /models/moondream2\n"
+        "  kestrel-grpc serve --model moondream2 --weights /models/moondream2\n"
+        "Gated models need access on the hub's page, and HF_TOKEN."
+    )
+    parser.add_argument(
+        "name", nargs="?", metavar="MODEL", help="as --model; what is configured if left out"
+    )
+    parser.add_argument("--to", metavar="FOLDER", help="copy the files there, with SHA256SUMS")
+    add_config_flag(parser)
+    add_model_flags(parser, only=SOURCE_FLAGS)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = source_config(args)
+    try:
+        with LoadingProgress() as progress:
+            folder = None if args.to is None else Path(args.to).expanduser()
+            done = maintenance.download(config, folder, progress=progress)
+    except ConfigError as error:
+        raise config_error(error, args) from None
+    except KestrelError as error:
+        raise CommandError(str(error)) from None
+    for file in done.files:
+        print(file)
+    print(f"{done.name}: {len(done.files)} files, {done.size_bytes / 1e6:,.1f} MB")
+    return 0
+
+
+def source_config(args: argparse.Namespace) -> RuntimeConfig:
+    """Which model, and where it is; MODEL wins over everything. Raises SettingsError."""
+    try:
+        config = RuntimeConfig(
+            model=args.model,
+            model_path=args.weights,
+            tokenizer_path=args.tokenizer,
+            offline=args.offline,
+        )
+        if args.name is None:
+            return config
+        return dataclasses.replace(config, model=args.name, model_path=None)
+    except ConfigError as error:
+        raise config_error(error, args) from None

@@ -1,0 +1,100 @@
+"""``models``: what a server serves, and its limits; what this machine has downloaded, and its removal."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+from ...settings.flags import SettingsError
+from ..connection import add_connection_flags, connected
+from ..parser import CommandError
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.epilog = (
+        "kestrel-grpc models                     what the server serves\n"
+        "kestrel-grpc models downloaded          what is in this machine's cache (HF_HOME)\n"
+        "kestrel-grpc models remove moondream2   delete it from the cache; asks first without --yes"
+    )
+    parser.add_argument(
+        "words", nargs="*", metavar="downloaded|remove", help="about this machine, not the server"
+    )
+    parser.add_argument("--yes", action="store_true", help="remove without asking")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_connection_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    match args.words:
+        case []:
+            return _served(args)
+        case ["downloaded"]:
+            return _downloaded(args)
+        case ["remove", name]:
+            return _remove(name, args)
+        case ["remove"]:
+            raise SettingsError("name the model to remove: kestrel-grpc models remove NAME")
+    raise SettingsError(f"{args.words[0]!r}: must be downloaded, or remove NAME, or left out")
+
+
+def _downloaded(args: argparse.Namespace) -> int:
+    from kestrel_engine import maintenance
+
+    found = maintenance.downloaded()
+    if args.json:
+        print(json.dumps([dataclasses.asdict(each) for each in found]))
+        return 0
+    for each in found:
+        print(f"{each.name}: {each.size_bytes / 1e9:,.2f} GB in {each.folder}")
+    if not found:
+        print("nothing is downloaded; 'kestrel-grpc download MODEL' does so")
+    return 0
+
+
+def _remove(name: str, args: argparse.Namespace) -> int:
+    from kestrel_engine import ConfigError, maintenance
+
+    if not args.yes:
+        try:
+            reply = input(f"Delete {name} from this machine's cache? [y/N] ")
+        except EOFError:
+            reply = ""
+        if reply.strip().lower() not in ("y", "yes"):
+            raise CommandError("nothing was removed; --yes answers the question")
+    try:
+        removed = maintenance.remove(name)
+    except ConfigError as error:
+        raise CommandError(f"{name!r} {error.limit}") from None
+    print(f"removed {removed.name}: {removed.size_bytes / 1e9:,.2f} GB")
+    return 0
+
+
+def _served(args: argparse.Namespace) -> int:
+    with connected(args) as client:
+        models, server = client.list_models(), client.server_info()
+    if args.json:
+        described = {
+            "models": [dataclasses.asdict(model) for model in models],
+            "server": dataclasses.asdict(server),
+        }
+        print(json.dumps(described))
+        return 0
+    for model in models:
+        print(f"{model.name}: {model.state}")
+        if model.family:
+            print(f"  {model.family}, {model.parameter_count / 1e6:,.1f} M parameters")
+            print(f"  skills: {', '.join(model.skills)}")
+            print(
+                f"  context: {model.context_positions} positions, a picture takes {model.image_positions}"
+            )
+            print(f"  weights: {model.weights_fingerprint}")
+    where = f"{server.device} {server.dtype}".strip() or "starting"
+    print(f"server {server.server_version}: {where}")
+    limits = server.limits
+    print(
+        f"  pictures up to {limits.max_image_bytes / 2**20:g} MiB and {limits.max_image_pixels / 1e6:g} megapixels: "
+        f"{', '.join(server.capabilities.image_formats)}"
+    )
+    print(f"  {limits.max_batch_size} requests at once, {limits.max_queue} may wait")
+    return 0

@@ -1,0 +1,1 @@
+"""The files that protect the server: who may read them, and when they have changed."""

@@ -1,0 +1,128 @@
+"""Callers: from a call's metadata and connection to its principal. Owns the credentials in force and their renewal.
+
+The token counts if the call brings one, else the certificate of its connection.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+from ...settings.security import SecurityConfig
+from ..files.watched_files import WatchedFiles
+from .principal import (
+    ALL_SCOPES,
+    ANONYMOUS,
+    CredentialsInvalid,
+    CredentialsMissing,
+    Principal,
+    Scope,
+)
+from .revocation import RevocationLists
+from .tokens import Credentials, TokenFileError, add_api_key, read_credentials
+
+logger = logging.getLogger(__name__)
+
+AUTHORIZATION = "authorization"
+CERTIFICATE, CHAIN = "x509_pem_cert", "x509_pem_cert_chain"
+"""What a connection shows: its certificate, and those between it and its authority; gRPC's names, PEM."""
+_LOOK_EVERY_S = 1.0
+
+Metadata = Iterable[tuple[str, str | bytes]]
+AuthContext = Mapping[str, Iterable[bytes]]
+
+
+class Callers:
+    """For one event loop. The file of tokens is looked at once a second, when somebody calls."""
+
+    def __init__(self, security: SecurityConfig, client_ca: str | None = None) -> None:
+        """``client_ca``: of this port, None where it asks for no certificates. Raises TokenFileError, TlsError."""
+        self._security = security
+        path = security.auth_tokens
+        self._watched = WatchedFiles([path] if path else [], interval_s=_LOOK_EVERY_S)
+        self._watched.changed()
+        self._credentials = self._read()
+        self.asks_certificate = client_ca is not None
+        self.asks = security.has_tokens or self.asks_certificate
+        """Whether callers must say who they are."""
+        self.revocation = _revocation(security) if self.asks_certificate else None
+        """None where nobody's certificate is looked up."""
+
+    def of(self, metadata: Metadata, connection: AuthContext) -> Principal:
+        """Raises CredentialsMissing, CredentialsInvalid, CertificateRevoked."""
+        if not self.asks:
+            return ANONYMOUS
+        self._renew()
+        self.check_revoked(connection)
+        token = _bearer(metadata)
+        if token is not None and self._security.has_tokens:
+            principal = self._credentials.of_token(token)
+            if principal is None:
+                raise CredentialsInvalid("the token is not known here")
+            return principal
+        identity = identity_of(connection) if self.asks_certificate else ""
+        if not identity:
+            raise CredentialsMissing(
+                "the call needs a token: metadata 'authorization: Bearer TOKEN'"
+            )
+        return self._of_identity(identity)
+
+    def check_revoked(self, connection: AuthContext) -> None:
+        """Whatever else the caller shows. Raises CertificateRevoked."""
+        if self.revocation is not None:
+            shown = [pem for key in (CERTIFICATE, CHAIN) for pem in connection.get(key, ())]
+            self.revocation.check(shown)
+
+    def _of_identity(self, identity: str) -> Principal:
+        listed = self._credentials.by_identity.get(identity)
+        if listed is not None:
+            return listed
+        if self._security.has_tokens:
+            raise CredentialsInvalid(f"the certificate {identity!r} has no line among the tokens")
+        return Principal(f"cert:{identity}", ALL_SCOPES - {Scope.ADMIN})
+
+    def _renew(self) -> None:
+        if not self._watched.changed():
+            return
+        try:
+            self._credentials = self._read()
+        except TokenFileError as error:
+            logger.error("kept the old tokens: %s", error)
+        else:
+            logger.info("took the new tokens of %s", self._security.auth_tokens)
+
+    def _read(self) -> Credentials:
+        path, key = self._security.auth_tokens, self._security.api_key
+        credentials = read_credentials(path) if path else Credentials()
+        if key:
+            add_api_key(credentials, key)
+        return credentials
+
+
+def _revocation(security: SecurityConfig) -> RevocationLists | None:
+    """Raises TlsError."""
+    if security.tls is None or security.tls.client_crl is None:
+        return None
+    # One file has the lists of both ports' authorities.
+    authorities = {security.tls.client_ca, security.metrics_client_ca} - {None}
+    return RevocationLists(security.tls.client_crl, sorted(filter(None, authorities)))
+
+
+def identity_of(connection: AuthContext) -> str:
+    """Whose certificate the connection has: its SPIFFE id, else its common name, else its first alternative name."""
+    for key in ("peer_spiffe_id", "x509_common_name", "x509_subject_alternative_name"):
+        for value in connection.get(key, ()):
+            if value:
+                return value.decode(errors="replace")
+    return ""
+
+
+def _bearer(metadata: Metadata) -> str | None:
+    """The call's token; None without the header. Raises CredentialsInvalid."""
+    values = [value for key, value in metadata if key == AUTHORIZATION]
+    if not values:
+        return None
+    scheme, _, token = str(values[0]).partition(" ")
+    if len(values) > 1 or scheme.lower() != "bearer" or not token.strip():
+        raise CredentialsInvalid("metadata 'authorization' must be one 'Bearer TOKEN'")
+    return token.strip()

@@ -1,0 +1,160 @@
+"""Bearer tokens: how one is made, and the file that says whose they are. Holds hashes only.
+
+A token has 256 random bits. So a plain SHA-256 is as good as any slow hash, which would let strangers burn our time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..files.file_modes import writable_by_all
+from .principal import Principal, Scope
+
+TOKEN_PREFIX = "kst_"
+"""Lets secret scanners, and people, recognise one."""
+_TOKEN_BYTES = 32
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/:-]{0,127}")
+_SHA256 = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_MIN_KEY_LENGTH = 16
+_CERTIFICATE = "cert:"
+_WEIGHT = re.compile(r"weight=(\S+)\s+(.+)")
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
+
+
+class TokenFileError(Exception):
+    """The file of tokens, or the key, can't be used; the message says where and why, in one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """Who has which token or certificate. Looking a token up takes the same time whoever has it, and if none has."""
+
+    by_identity: dict[str, Principal] = field(default_factory=dict)
+    """By what a client's certificate says (principal.py)."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """By the principal's name: all lines of a principal agree."""
+    _by_tag: dict[bytes, tuple[bytes, Principal]] = field(default_factory=dict, repr=False)
+    """Digest and principal by the digest's own keyed hash: how long a lookup takes tells nothing about the digests."""
+    _key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+
+    def add(self, digest: bytes, principal: Principal) -> bool:
+        """Whether the digest is a new one."""
+        tag = self._tag(digest)
+        known = tag in self._by_tag
+        self._by_tag.setdefault(tag, (digest, principal))
+        return not known
+
+    def of_token(self, token: str) -> Principal | None:
+        digest = digest_of(token)
+        known, principal = self._by_tag.get(self._tag(digest), (bytes(32), None))
+        return principal if hmac.compare_digest(known, digest) else None
+
+    def _tag(self, digest: bytes) -> bytes:
+        return hashlib.blake2b(digest, key=self._key, digest_size=16).digest()
+
+
+def new_token() -> str:
+    return TOKEN_PREFIX + secrets.token_urlsafe(_TOKEN_BYTES)
+
+
+def digest_of(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
+
+
+def line_of(name: str, scopes: Iterable[Scope], token: str) -> str:
+    """The token's line in the file. Raises ValueError for a name that can't be one."""
+    check_name(name)
+    return f"{name} {','.join(scopes)} sha256:{digest_of(token).hex()}"
+
+
+def check_name(name: str) -> str:
+    if _NAME.fullmatch(name) is None:
+        raise ValueError(
+            f"{name!r}: a name has 1 to 128 letters, digits and . _ @ / : - and begins with a letter or digit"
+        )
+    return name
+
+
+def parse_scopes(text: str) -> frozenset[Scope]:
+    """From names with commas between. Raises ValueError."""
+    try:
+        return frozenset(Scope(name) for name in text.split(","))
+    except ValueError:
+        raise ValueError(f"{text!r}: scopes are {', '.join(Scope)}, with commas between") from None
+
+
+def read_credentials(path: str) -> Credentials:
+    """Lines: NAME SCOPES [weight=W] sha256:HEX, or NAME SCOPES [weight=W] cert:IDENTITY; # begins a comment. Raises
+    TokenFileError."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+        raise TokenFileError(f"can't read the tokens {path}: {why}") from None
+    if writable_by_all(path):
+        raise TokenFileError(
+            f"every user of this machine may write the tokens {path}: chmod o-w, and check its lines"
+        )
+    credentials = Credentials()
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        try:
+            _take(credentials, text)
+        except ValueError as error:
+            # The line itself is not told: somebody may have pasted the token.
+            raise TokenFileError(f"{path}, line {number}: {error}") from None
+    return credentials
+
+
+def add_api_key(credentials: Credentials, key: str) -> None:
+    """One key that may do everything, for a principal named "default". Raises TokenFileError."""
+    if re.fullmatch(r"[!-~]+", key) is None or len(key) < _MIN_KEY_LENGTH:
+        raise TokenFileError(
+            f"KESTREL_API_KEY: must have at least {_MIN_KEY_LENGTH} visible ASCII characters"
+        )
+    credentials.add(digest_of(key), Principal("default", frozenset(Scope)))
+
+
+def _take(credentials: Credentials, text: str) -> None:
+    parts = text.split(maxsplit=2)
+    if len(parts) != 3:
+        raise ValueError(
+            "a line is NAME SCOPES [weight=W] sha256:HEX or NAME SCOPES [weight=W] cert:IDENTITY"
+        )
+    name, scopes, shown = check_name(parts[0]), parse_scopes(parts[1]), parts[2]
+    weight = 1.0
+    if weighted := _WEIGHT.fullmatch(shown):
+        weight, shown = _parse_weight(weighted[1]), weighted[2]
+    if credentials.weights.setdefault(name, weight) != weight:
+        raise ValueError(f"{name} has weight={credentials.weights[name]:g} on an earlier line")
+    principal = Principal(name, scopes, weight)
+    if shown.startswith(_CERTIFICATE):
+        identity = shown.removeprefix(_CERTIFICATE)
+        if credentials.by_identity.setdefault(identity, principal) is not principal:
+            raise ValueError(f"the certificate {identity!r} has a line already")
+        return
+    match = _SHA256.fullmatch(shown)
+    if match is None:
+        raise ValueError("the third part must be sha256: and 64 hexadecimal digits, or cert:…")
+    if not credentials.add(bytes.fromhex(match[1]), principal):
+        raise ValueError("the token has a line already")
+
+
+def _parse_weight(text: str) -> float:
+    """Raises ValueError."""
+    allowed = f"a weight is a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+    try:
+        weight = float(text)
+    except ValueError:
+        raise ValueError(f"weight={text}: {allowed}") from None
+    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        raise ValueError(f"weight={text}: {allowed}")
+    return weight
