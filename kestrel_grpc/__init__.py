@@ -6,6 +6,6 @@ try:
     __version__ = metadata.version("kestrel-grpc")
 except metadata.PackageNotFoundError:
     __version__ = "0+source"
-    """Run from a source tree that was never installed."""
+    """The package runs from a source tree without installation."""
 
 __all__ = ["__version__"]

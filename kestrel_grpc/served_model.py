@@ -1,6 +1,7 @@
-"""ServedModel: the one model of this server and whether it can answer. Owns the engine's life as callers see it.
+"""ServedModel: the one model of this server, and its state as callers see it.
 
-Knows no protobuf and no gRPC. One object, on the event loop; it goes LOADING → READY → DRAINING, or to FAILED.
+This module uses neither protobuf nor gRPC. A server has one ServedModel, which only the event loop uses. Its state
+goes from LOADING to READY to DRAINING. READY becomes FAILED when the engine dies.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class State(enum.Enum):
 
 
 class ServedModel:
-    """Hands out the engine to those who may use it."""
+    """Gives the services the engine, or raises the error that says why there is none."""
 
     def __init__(self, config: RuntimeConfig) -> None:
         self.config = config
@@ -33,7 +34,7 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The name by which requests may ask for it: the engine's once there is one, else as configured."""
+        """The name that requests use for the model: the engine's, or the configured one while the engine loads."""
         if self._engine is not None:
             return self._engine.info.model
         return self.config.model if self.config.model_path is None else str(self.config.model_path)
@@ -46,22 +47,24 @@ class ServedModel:
 
     @property
     def loaded(self) -> InferenceEngine | None:
-        """The engine, whether it takes requests or not; None while it loads."""
+        """The engine, also while it drains or has failed; None until it is loaded."""
         return self._engine
 
     def ready(self, engine: InferenceEngine) -> None:
-        """The engine is warm: requests may come."""
+        """Stores the warm engine and accepts requests from now on, unless the server drains already."""
         self._engine = engine
         if self._state is State.LOADING:
             self._state = State.READY
 
     def drain(self) -> None:
-        """From now on requests are refused; those that run may end."""
+        """Refuses new requests from now on. Running requests continue."""
         self._state = State.DRAINING
 
     def check_room(self) -> None:
-        """Raises EngineOverloaded if no request of the caller would find room. The message is not read yet, so the best
-        priority counts that the caller may ask for."""
+        """Raises EngineOverloaded if the queue has no room for a request of this caller.
+
+        The call's message is not read yet, so the check assumes the highest priority that the caller may ask for.
+        """
         if self._engine is not None and self.state is State.READY:
             call = find_call()
             caller = ANONYMOUS if call is None else call.principal
@@ -69,22 +72,23 @@ class ServedModel:
             self._engine.check_admission(caller.name, caller.weight, priority=best)
 
     def check_name(self, name: str | None, field: str = "model") -> None:
-        """Raises ModelNotFoundError, naming what is served; None means the default."""
+        """Raises ModelNotFoundError if ``name`` is not the served model. None means the default model."""
         if name is None or name == self.name:
             return
         if not 1 <= len(name) <= 512:
-            raise ModelNotFoundError(field, f"must have 1 to 512 characters; served is {self.name}")
-        raise ModelNotFoundError(field, f"{name!r} is not served; served is {self.name}")
+            limit = f"must have 1 to 512 characters; this server serves {self.name}"
+            raise ModelNotFoundError(field, limit)
+        raise ModelNotFoundError(field, f"{name!r} is not served; this server serves {self.name}")
 
     def engine(self, name: str | None = None) -> InferenceEngine:
-        """The engine for a request that asks for ``name``. Raises ModelNotReady, ShuttingDown, ModelNotFoundError."""
+        """The engine for a request for the model ``name``. Raises ModelNotReady, ShuttingDown, ModelNotFoundError."""
         state = self.state
         if state is State.DRAINING:
             raise ShuttingDown("the server is shutting down")
         if state is State.FAILED:
-            raise ModelNotReady(f"{self.name} has failed; the server must be restarted")
+            raise ModelNotReady(f"{self.name} has failed; restart the server")
         if self._engine is None:
             seconds = time.monotonic() - self._started_at
-            raise ModelNotReady(f"{self.name} is still loading, for {seconds:.0f} s so far")
+            raise ModelNotReady(f"{self.name} is still loading ({seconds:.0f} s so far)")
         self.check_name(name)
         return self._engine

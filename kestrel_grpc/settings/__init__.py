@@ -1,1 +1,1 @@
-"""What an operator can set: frozen configurations, their flags, variables and file, and where each value came from."""
+"""The server's settings: frozen configuration classes, their flags, variables and file, and each value's source."""

@@ -1,4 +1,7 @@
-"""Addresses to listen on: ``host:port``, ``[ipv6]:port`` or ``unix:path``. Owns their syntax and their files."""
+"""Addresses to listen on: ``host:port``, ``[ipv6]:port`` or ``unix:path``.
+
+This module parses addresses, checks that they are free, and removes the files of unix sockets.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 _TCP = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[^\[\]:/\s]+):(?P<port>\d{1,5})")
 _MAX_UNIX_PATH = 103
-"""Bytes of a socket's path that every system takes: macOS 103, Linux 107."""
+"""Longest path of a socket in bytes that every system accepts: macOS accepts 103, Linux 107."""
 
 
 class AddressError(Exception):
-    """The server can't listen there; the message says where and why, in one line."""
+    """The server cannot listen on an address. The message names the address and the cause in one line."""
 
 
 def parse_address(text: str) -> str:
-    """The address as grpc takes it. Raises ValueError."""
+    """The address in the form that grpc expects. Raises ValueError."""
     if text.startswith("unix:"):
         path = unix_path(text)
         if not path or len(os.fsencode(path)) > _MAX_UNIX_PATH:
-            raise ValueError(f"a socket's path has 1 to {_MAX_UNIX_PATH} bytes")
+            raise ValueError(f"a socket's path must have 1 to {_MAX_UNIX_PATH} bytes")
         return f"unix:{path}"
     match = _TCP.fullmatch(text)
     if match is None or int(match["port"]) > 65535:
@@ -42,14 +45,14 @@ def unix_path(address: str) -> str | None:
 
 
 def with_port(address: str, port: int) -> str:
-    """``address`` with the port that was really given to it."""
+    """``address`` with its port replaced by ``port``, the one that the system assigned."""
     return address if unix_path(address) is not None else f"{address.rpartition(':')[0]}:{port}"
 
 
 def check_free(address: str) -> None:
-    """Raises AddressError if nobody could listen there; removes the file of a dead server's unix socket.
+    """Raises AddressError if the server cannot listen on ``address``. Removes the socket file of a dead server.
 
-    grpc itself says only that it failed.
+    grpc's own error does not name the cause.
     """
     path = unix_path(address)
     try:
@@ -65,7 +68,7 @@ def check_free(address: str) -> None:
 
 
 def close_address(address: str) -> None:
-    """Removes the file of a unix socket, if the closed server left it behind."""
+    """Removes the file of a unix socket if the closed server did not."""
     path = unix_path(address)
     if path is not None:
         with contextlib.suppress(FileNotFoundError):
@@ -89,7 +92,7 @@ def _check_unix(path: str) -> None:
     if not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
-        raise OSError(errno.EEXIST, "the file exists and is no socket")
+        raise OSError(errno.EEXIST, "the file exists and is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)

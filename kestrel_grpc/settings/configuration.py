@@ -1,4 +1,4 @@
-"""The server's whole configuration: all its flags, the file that may give them, and how it is printed."""
+"""The server's whole configuration: all flags, the configuration file, and the output of --print-config."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _USER_INFO = re.compile(r"(?<=://)[^/@\s]*@")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Configuration:
-    """What ``serve`` runs on."""
+    """The configuration of ``serve``."""
 
     server: ServerConfig
     runtime: RuntimeConfig
 
 
 def add_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None) -> None:
-    """Every flag of the server, and ``--config``."""
+    """Adds every flag of the server, and ``--config``."""
     add_config_flag(parser)
     add_model_flags(parser, environ)
     add_server_flags(parser, environ)
@@ -43,7 +43,7 @@ def add_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str] | None
 def add_server_flags(
     parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None
 ) -> None:
-    """The flags of ServerConfig and of the configurations within it, but for security."""
+    """Adds the flags of ServerConfig and of the configurations in it, except the security flags."""
     configs = (ServerConfig, WorkersConfig, TelemetryConfig, DebugConfig)
     add_settings(parser, *configs, environ=environ)
 
@@ -54,18 +54,18 @@ def configuration(args: argparse.Namespace) -> Configuration:
 
 
 def add_config_flag(parser: argparse.ArgumentParser) -> None:
-    """Lets a file give what the parser's flags and variables don't."""
+    """Adds ``--config``: the file gives the settings that neither a flag nor a variable gives."""
     assert isinstance(parser, Parser)
     parser.add_argument(
         CONFIG_FLAG,
         metavar="FILE",
-        help=f"TOML file of settings; flags and variables win over it [none; {CONFIG_VARIABLE}]",
+        help=f"TOML file of settings; flags and variables override it [none; {CONFIG_VARIABLE}]",
     )
     parser.sources.known = known_settings
 
 
 def known_settings() -> Sequence[Setting]:
-    """All settings that a file may hold: one file serves all commands."""
+    """All settings that a file may hold, because one file serves all commands."""
     parser = Parser(add_help=False)
     add_flags(parser, {})
     return parser.sources.settings
@@ -74,8 +74,11 @@ def known_settings() -> Sequence[Setting]:
 def print_configuration(
     settings: Sequence[Setting], args: argparse.Namespace, environ: Mapping[str, str]
 ) -> str:
-    """TOML that gives the same configuration, with the source of each value beside it. What is left to the device or
-    the model, and what a file can't set, are comments; secrets are hidden."""
+    """TOML that gives the same configuration, with the source of each value in a comment.
+
+    Settings that the device or the model decides, and variables that a file cannot set, are printed as comments.
+    Secrets are hidden.
+    """
     sections: dict[str, list[str]] = {}
     for setting in settings:
         if setting.section is None:
@@ -106,7 +109,7 @@ def _toml(value: Any) -> str:
         return repr(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_toml, value))}]"
-    # TOML's strings are JSON's, but for one control character that JSON leaves as it is.
+    # A JSON string is a TOML string, except for one control character that JSON does not escape.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -1,6 +1,6 @@
-"""DebugConfig: where profiles and captured requests may be written, and how much. By default nowhere.
+"""DebugConfig: the folders for profiles and captured requests, and their limits. The default writes neither.
 
-The flags only allow it; AdminService begins it.
+These settings only allow profiles and captures. AdminService starts them.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ DEBUG = SettingGroup("profiles and captures", "debug")
 def writable_folder(text: str) -> str:
     """``text``, if it names a folder that this process may write to. Raises ValueError."""
     if not os.path.isdir(text):
-        raise ValueError("there is no such folder")
+        raise ValueError("the folder does not exist")
     if not os.access(text, os.W_OK | os.X_OK):
-        raise ValueError("the folder can't be written to")
+        raise ValueError("this process may not write to the folder")
     return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebugConfig:
-    """A folder of None refuses the feature. The limits count all files of the kind in the folder, also those of earlier
-    processes. Raises ConfigError."""
+    """Without a folder (None) the feature is refused. A limit counts all profiles or captures in the folder, also those
+    of earlier processes. Raises ConfigError."""
 
     profile_dir: str | None = setting(
         None,
         DEBUG,
-        "where 'kestrel-grpc admin profile' may write what step thread and device do",
+        "folder for the profiles that 'kestrel-grpc admin profile' records of the step thread and the device",
         metavar="FOLDER",
         parse=writable_folder,
         shown="refused",
@@ -39,7 +39,7 @@ class DebugConfig:
     profile_max_bytes: int = setting(
         1024 * _MIB,
         DEBUG,
-        "most bytes of all profiles in that folder",
+        "limit on the bytes of all profiles in that folder",
         kind="bytes",
         metavar="SIZE",
         low=0,
@@ -47,19 +47,21 @@ class DebugConfig:
     capture_dir: str | None = setting(
         None,
         DEBUG,
-        "where 'kestrel-grpc admin capture' may write requests that fail, with their texts",
+        "folder to which 'kestrel-grpc admin capture' may write failing requests, with their texts",
         metavar="FOLDER",
         parse=writable_folder,
         shown="refused",
     )
-    capture_pictures: bool = setting(False, DEBUG, "let it write their images too", bare="on")
+    capture_pictures: bool = setting(
+        False, DEBUG, "allow captures to hold images of the requests", bare="on"
+    )
     capture_max_files: int = setting(
-        100, DEBUG, "most captured requests in that folder", kind="whole", metavar="N", low=0
+        100, DEBUG, "limit on captured requests in that folder", kind="whole", metavar="N", low=0
     )
     capture_max_bytes: int = setting(
         256 * _MIB,
         DEBUG,
-        "most bytes of all captured requests in that folder",
+        "limit on the bytes of all captured requests in that folder",
         kind="bytes",
         metavar="SIZE",
         low=0,

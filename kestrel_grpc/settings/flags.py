@@ -1,9 +1,9 @@
-"""Flags: a group of flags on a command line, each with a variable and, in a section, a key of the configuration file.
+"""Flags: a group of flags. Each flag has an environment variable, and maybe a key in the configuration file.
 
-``add_settings`` makes the flags of a configuration class from the settings that its fields describe; ``configured``
-makes the object from parsed flags. The flag wins over the variable, the variable over the file, the file over the
-default. An invalid value gives one line that names where it comes from. Loads no engine: the client's commands have
-flags of their own.
+``add_settings`` adds the flags of a configuration class, which its fields describe. ``configured`` makes the object
+from parsed flags. A flag overrides the variable, the variable overrides the file, and the file overrides the default.
+An invalid value gives an error of one line that names the source of the value. This module does not import the engine
+when it is imported, because the client's commands use it too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ C = TypeVar("C")
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports an error in one line and exits with EXIT_USAGE. Settles what Flags added, once flags are parsed."""
+    """Reports an error in one line and exits with EXIT_USAGE. After parsing, fills in the settings that Flags added."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Any = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse's, which calls it for a command's parser too. Raises SettingsError."""
+        """Overrides argparse's method, which argparse calls for a subcommand's parser too. Raises SettingsError."""
         parsed, rest = super().parse_known_args(args, namespace)
         if self.sources.settings:
             self.sources.settle(parsed)
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Collect(argparse.Action):
-    """Gathers the lists that a repeated flag gives; the first of them replaces the default."""
+    """Joins the lists of a repeated flag. The first list replaces the default."""
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -77,7 +77,7 @@ class Flags:
         description: str | None = None,
     ) -> None:
         """``parser`` must be a Parser."""
-        assert isinstance(parser, Parser), "only a Parser settles flags that are not given"
+        assert isinstance(parser, Parser), "only a Parser fills in flags that are not given"
         if section is not None and description is None:
             description = f"in a configuration file: [{section}]"
         self._group = parser.add_argument_group(title, description)
@@ -97,8 +97,13 @@ class Flags:
         repeated: bool = False,
         **options: Any,
     ) -> None:
-        """``aliases``: other names of the flag, its variable and key. ``shown``: the default as the help shows it, if
-        not by itself. ``repeated``: ``type`` returns lists, and the flag may be given several times."""
+        """Adds one flag.
+
+        Args:
+            aliases: Other names of the flag; variable and key have corresponding other names.
+            shown: The default as the help shows it; None shows ``default`` itself.
+            repeated: ``type`` returns lists, and the flag may be given several times.
+        """
         shown = shown if shown is not None else f"{default}"
         if repeated:
             options["action"] = _Collect
@@ -125,7 +130,7 @@ class Flags:
         )
 
     def switch(self, flag: str, *, help: str) -> None:
-        """A flag without a value; its variable takes on or off, its key true or false."""
+        """Adds a flag without a value. Its variable accepts on or off, its key true or false."""
         action = self._group.add_argument(
             flag, action="store_true", default=UNSET, help=f"{help} [off; {variable_of(flag)}]"
         )
@@ -149,11 +154,11 @@ def add_settings(
     only: Iterable[str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> None:
-    """Flags for the settings of configuration classes, grouped as they say. ``only``: the titles of the groups that
-    are wanted."""
+    """Adds flags for the settings of configuration classes, in the groups that the settings name. ``only``: the titles
+    of the groups to add; None adds all."""
     from kestrel_engine import default_of, settings_of
 
-    assert isinstance(parser, Parser), "only a Parser settles flags that are not given"
+    assert isinstance(parser, Parser), "only a Parser fills in flags that are not given"
     for config in configs:
         for field, setting in settings_of(config).items():
             group = setting.group
@@ -167,8 +172,11 @@ def add_settings(
 
 
 def configured(config: type[C], args: argparse.Namespace, **others: Any) -> C:
-    """The configuration that the flags describe. ``others``: values of fields, which win over flags. Fields whose
-    flags the command lacks have their defaults. Raises SettingsError naming flag, variable or key."""
+    """The configuration that the parsed flags give.
+
+    ``others`` are values of fields, which override flags. A field whose flag the command does not have keeps its
+    default. Raises SettingsError, which names the flag, variable or key.
+    """
     from kestrel_engine import ConfigError, settings_of
 
     values: dict[str, Any] = {}
@@ -184,7 +192,7 @@ def configured(config: type[C], args: argparse.Namespace, **others: Any) -> C:
 
 
 def settings_error(error: ConfigError, args: argparse.Namespace, *configs: type) -> SettingsError:
-    """A ConfigError in terms of the flag, variable or key that the value is from."""
+    """A ConfigError as a SettingsError that names the flag, variable or key that gave the value."""
     from kestrel_engine import settings_of
 
     field = error.field.rpartition(".")[2]
@@ -194,7 +202,7 @@ def settings_error(error: ConfigError, args: argparse.Namespace, *configs: type)
 
 
 def dest_of(flag: str) -> str:
-    """``--max-queue``: the name of its value among the parsed flags."""
+    """The attribute of a flag's value in the parsed namespace: ``max_queue`` for ``--max-queue``."""
     return flag.removeprefix("--").replace("-", "_")
 
 
@@ -229,7 +237,7 @@ def _add(flags: Flags, setting: Setting, default: Any) -> None:
 
 
 def _field_value(setting: Setting, given: Any) -> Any:
-    """What a field holds for a flag's value."""
+    """The field's value for the flag's value ``given``."""
     if setting.kind == "bool":
         on = given if isinstance(given, bool) else given == "on"
         return not on if setting.negated else on
@@ -240,7 +248,7 @@ def _field_value(setting: Setting, given: Any) -> Any:
 
 
 def size(text: str) -> int:
-    """Bytes: a number, or one with K, M, G (thousands) or KiB, MiB, GiB (1024s). Raises ValueError."""
+    """A number of bytes: K, M and G are powers of 1000; KiB, MiB and GiB powers of 1024. Raises ValueError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError("must be a number of bytes, like 1000000, 64MiB or 2G")
@@ -250,7 +258,7 @@ def size(text: str) -> int:
 
 
 def _shown_size(num_bytes: int) -> str:
-    """As ``size`` reads it."""
+    """A number of bytes in the form that ``size`` parses."""
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if num_bytes and num_bytes % (1 << power) == 0:
             return f"{num_bytes >> power}{unit}"
@@ -266,7 +274,7 @@ def whole(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """A time of at most a day. Raises ValueError."""
+    """A duration in seconds, at most one day. Raises ValueError."""
     value = float(text) if re.fullmatch(r"\d+(\.\d*)?", text.strip()) else -1.0
     if not 0 <= value <= _MOST_SECONDS:
         raise ValueError(f"must be a number of seconds from 0 to {_MOST_SECONDS}")
@@ -291,7 +299,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 
 
 def _reported(type: Callable[[str], Any]) -> Callable[[str], Any]:
-    """argparse hides a ValueError's words, not an ArgumentTypeError's."""
+    """``type`` with its ValueError raised as ArgumentTypeError, because argparse prints only that error's message."""
 
     def parse(text: str) -> Any:
         try:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 
 DEFAULT_BUFFER_BYTES = 4 * 1024 * 1024
-"""Some ten thousand lines."""
+"""About ten thousand lines."""
 LEAST_BUFFER_BYTES = 4096
 LEVELS = ("debug", "info", "warning", "error")
 _MODULE = re.compile(r"\w+(\.\w+)*")
 
 
 def log_levels(text: str) -> dict[str, str]:
-    """Level by module; "" is all others. Raises ValueError."""
+    """The level of each module; the key "" stands for all other modules. Raises ValueError."""
     levels: dict[str, str] = {}
     for part in text.split(","):
         module, named, level = part.strip().rpartition("=")
@@ -28,6 +28,6 @@ def log_levels(text: str) -> dict[str, str]:
 
 
 def checked_levels(text: str) -> str:
-    """``text``, if it holds levels. Raises ValueError."""
+    """``text``, if ``log_levels`` can parse it. Raises ValueError."""
     log_levels(text)
     return text

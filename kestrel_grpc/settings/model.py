@@ -1,4 +1,4 @@
-"""The flags of the engine: from them comes a RuntimeConfig."""
+"""The engine's flags, and the RuntimeConfig that they give."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kestrel_engine import ConfigError, ImageLimits, RuntimeConfig
 from .flags import SettingsError, add_settings, configured, settings_error
 
 SOURCE_FLAGS = ("model",)
-"""The group of flags that say which model, and where it is."""
+"""The group of flags that name the model and its files."""
 DEVICE_FLAGS = (*SOURCE_FLAGS, "device")
-"""Also where it is computed, and how exactly."""
+"""SOURCE_FLAGS, and the flags that choose device and precision."""
 
 
 def add_model_flags(
@@ -20,15 +20,15 @@ def add_model_flags(
     environ: Mapping[str, str] | None = None,
     only: Iterable[str] | None = None,
 ) -> None:
-    """``only``: SOURCE_FLAGS or DEVICE_FLAGS, for a command that needs no more."""
+    """``only``: SOURCE_FLAGS or DEVICE_FLAGS for a command that needs no other flags; None adds all."""
     add_settings(parser, RuntimeConfig, ImageLimits, only=only, environ=environ)
 
 
 def runtime_config(args: argparse.Namespace) -> RuntimeConfig:
-    """Raises SettingsError naming the flag at fault."""
+    """Raises SettingsError, which names the invalid flag."""
     return configured(RuntimeConfig, args, image_limits=configured(ImageLimits, args))
 
 
 def config_error(error: ConfigError, args: argparse.Namespace) -> SettingsError:
-    """A ConfigError of the engine in terms of the flag, variable or key that the value is from."""
+    """The engine's ConfigError as a SettingsError that names the flag, variable or key that gave the value."""
     return settings_error(error, args, RuntimeConfig, ImageLimits)

@@ -1,4 +1,4 @@
-"""SecurityConfig: what protects the server, and its flags."""
+"""SecurityConfig: TLS, credentials and limits of callers, and their flags."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ CALLS = SettingGroup("limits of calls (0: none) and connections", "calls")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """PEM files, read again whenever one of them changes."""
+    """PEM files. The server reads all of them again when one changes."""
 
     certificate: str = setting(
         MISSING,
         SECURITY,
-        "the server's certificate chain, PEM; read again when the file changes",
+        "the server's certificate chain (PEM); the server reads the file again when it changes",
         flag="--tls-cert",
         metavar="FILE",
         shown="no TLS",
@@ -37,7 +37,7 @@ class TlsFiles:
     private_key: str = setting(
         MISSING,
         SECURITY,
-        "its private key, PEM, unencrypted",
+        "the private key of --tls-cert (PEM, unencrypted)",
         flag="--tls-key",
         metavar="FILE",
         shown="none",
@@ -45,7 +45,7 @@ class TlsFiles:
     client_ca: str | None = setting(
         None,
         SECURITY,
-        "clients must show a certificate of these authorities, PEM",
+        "clients must present a certificate of one of these authorities (PEM)",
         flag="--tls-client-ca",
         metavar="FILE",
         shown="clients need no certificate",
@@ -53,23 +53,23 @@ class TlsFiles:
     client_crl: str | None = setting(
         None,
         SECURITY,
-        "certificates that these authorities have revoked, PEM; read again when the file changes; needs "
-        "kestrel-grpc[crl]",
+        "certificates that these authorities have revoked (PEM); the server reads the file again when it changes; "
+        "needs kestrel-grpc[crl]",
         flag="--tls-client-crl",
         metavar="FILE",
         shown="none",
     )
-    """Also the certificates that the scrapers' authorities have revoked (revocation.py)."""
+    """The file may also hold revocation lists of ``metrics_client_ca``'s authorities (revocation.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLimits:
-    """Limits of one principal, and of all together. None: no limit. Raises ConfigError."""
+    """Limits of one principal, and of all principals together. None means no limit. Raises ConfigError."""
 
     calls: int | None = setting(
         1024,
         CALLS,
-        "a caller's calls in progress",
+        "limit on a caller's calls in progress",
         kind="whole",
         flag="--max-calls",
         metavar="N",
@@ -80,7 +80,8 @@ class CallLimits:
     held_bytes: int | None = setting(
         GIB,
         CALLS,
-        "messages of requests in memory, of all callers, each counted twice; reserved before one is read",
+        "limit on the bytes of all callers' request messages in memory; a message counts twice, and its bytes are "
+        "reserved before it is read",
         kind="bytes",
         flag="--max-held-bytes",
         metavar="SIZE",
@@ -89,7 +90,7 @@ class CallLimits:
     rate: float | None = setting(
         None,
         CALLS,
-        "a caller's calls a second, in the long run",
+        "limit on a caller's calls per second, averaged over time",
         kind="number",
         metavar="PER_SECOND",
         low=0,
@@ -100,7 +101,7 @@ class CallLimits:
     burst: int = setting(
         10,
         CALLS,
-        "a caller's calls at once after a pause, where there is a rate",
+        "how many calls a caller may make at once after a pause, if --rate is set",
         kind="whole",
         metavar="N",
         low=1,
@@ -109,7 +110,7 @@ class CallLimits:
     deadline_s: float | None = setting(
         120.0,
         CALLS,
-        "how long a call may take, whatever its caller's deadline",
+        "limit on the duration of a call; a shorter deadline of the caller takes precedence",
         kind="number",
         flag="--max-deadline",
         metavar="SECONDS",
@@ -120,7 +121,7 @@ class CallLimits:
     read_s: float | None = setting(
         30.0,
         CALLS,
-        "how long a message of a request may take to arrive",
+        "limit on the time in which a request message must arrive",
         kind="number",
         flag="--read-timeout",
         metavar="SECONDS",
@@ -131,7 +132,7 @@ class CallLimits:
     write_s: float | None = setting(
         60.0,
         CALLS,
-        "how long a stream waits for a reader that does not read",
+        "how long a stream waits for a client that does not read",
         kind="number",
         flag="--write-timeout",
         metavar="SECONDS",
@@ -146,12 +147,12 @@ class CallLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Limits of one connection, and of their number. None: no limit. Raises ConfigError."""
+    """Limits of one connection, and of the number of connections. None means no limit. Raises ConfigError."""
 
     connections: int | None = setting(
         1000,
         CALLS,
-        "connections to the addresses of --listen; one beyond is closed at once",
+        "limit on connections to the addresses of --listen; the server closes further ones at once",
         kind="whole",
         flag="--max-connections",
         metavar="N",
@@ -162,7 +163,7 @@ class ConnectionLimits:
     metadata_bytes: int = setting(
         16 * KIB,
         CALLS,
-        "metadata of a call",
+        "limit on the metadata of a call",
         kind="bytes",
         flag="--max-metadata-bytes",
         metavar="SIZE",
@@ -172,7 +173,7 @@ class ConnectionLimits:
     streams: int = setting(
         100,
         CALLS,
-        "calls in progress on one connection",
+        "limit on calls in progress on one connection",
         kind="whole",
         flag="--max-streams",
         metavar="N",
@@ -182,7 +183,7 @@ class ConnectionLimits:
     age_s: float | None = setting(
         1800.0,
         CALLS,
-        "after how long a client is asked to connect again, a tenth more or less (0: never)",
+        "age at which the server asks a client to connect again, varied by a tenth (0: never)",
         kind="number",
         flag="--max-connection-age",
         metavar="SECONDS",
@@ -193,7 +194,7 @@ class ConnectionLimits:
     age_grace_s: float | None = setting(
         None,
         CALLS,
-        "how long its calls in progress may go on then",
+        "how long the calls of a connection may continue after --max-connection-age",
         kind="number",
         flag="--connection-grace",
         metavar="SECONDS",
@@ -204,7 +205,7 @@ class ConnectionLimits:
     keepalive_s: float | None = setting(
         60.0,
         CALLS,
-        "after how much silence a client is asked whether it is still there (0: never)",
+        "interval without data after which the server sends a ping to a client (0: never)",
         kind="number",
         flag="--keepalive",
         metavar="SECONDS",
@@ -215,7 +216,7 @@ class ConnectionLimits:
     keepalive_timeout_s: float = setting(
         20.0,
         CALLS,
-        "how long it has to answer before its connection is closed",
+        "how long the server waits for the answer to a ping before it closes the connection",
         kind="number",
         flag="--keepalive-timeout",
         metavar="SECONDS",
@@ -229,44 +230,46 @@ class ConnectionLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecurityConfig:
-    """By default callers need no credentials, which the server offers on loopback and unix sockets only."""
+    """By default callers need no credentials, and the server listens on loopback addresses and unix sockets only."""
 
     tls: TlsFiles | None = None
-    """For all TCP addresses; unix sockets are protected by their files' permissions."""
+    """For all TCP addresses. File permissions protect unix sockets."""
     auth_tokens: str | None = setting(
         None,
         SECURITY,
-        "file of tokens and their principals, made by 'kestrel-grpc token'; read again when the file changes",
+        "file of tokens and their principals, made by 'kestrel-grpc token'; the server reads it again when it changes",
         metavar="FILE",
-        shown="callers need no token; KESTREL_API_KEY alone is one token that may do everything",
+        shown="callers need no token; KESTREL_API_KEY alone sets one token with all scopes",
     )
     api_key: str | None = field(default=None, repr=False)
-    """A token of its own that may do everything."""
-    open_health: bool = setting(True, SECURITY, "answer health to callers without credentials")
+    """A token with all scopes, independent of ``auth_tokens``."""
+    open_health: bool = setting(
+        True, SECURITY, "answer health checks of callers without credentials"
+    )
     open_reflection: bool = setting(
-        True, SECURITY, "answer reflection to callers without credentials"
+        True, SECURITY, "answer reflection calls of callers without credentials"
     )
     open_metrics: bool = setting(
         False,
         SECURITY,
-        "answer --metrics-listen without a token of scope metrics, also where callers have tokens",
+        "serve metrics on --metrics-listen without a token of scope metrics, even if callers need tokens",
     )
     metrics_tls: bool = setting(
         True,
         SECURITY,
-        "serve --metrics-listen with the certificate of --tls-cert, if there is one",
+        "serve --metrics-listen with the certificate of --tls-cert, if that is set",
     )
     metrics_client_ca: str | None = setting(
         None,
         SECURITY,
-        "scrapers must show a certificate of these authorities to --metrics-listen, PEM",
+        "scrapers of --metrics-listen must present a certificate of one of these authorities (PEM)",
         metavar="FILE",
         shown="scrapers need no certificate",
     )
     insecure_listen: bool = setting(
         False,
         SECURITY,
-        "listen beyond loopback even without TLS, or without asking for credentials",
+        "allow addresses beyond loopback without TLS or without credentials",
         bare="on",
     )
     calls: CallLimits = field(default_factory=CallLimits)
@@ -277,7 +280,7 @@ class SecurityConfig:
 
     @property
     def age_grace_s(self) -> float | None:
-        """Seconds that an aged connection's calls may go on; None without an end."""
+        """Seconds that the calls of a connection may continue after its maximum age; None means no limit."""
         if self.connections.age_grace_s is not None:
             return self.connections.age_grace_s
         return None if self.calls.deadline_s is None else self.calls.deadline_s + _EXTRA_GRACE_S
@@ -288,12 +291,12 @@ class SecurityConfig:
 
     @property
     def client_ca(self) -> str | None:
-        """Authorities of callers' certificates."""
+        """File of the authorities of callers' certificates; None if callers need none."""
         return None if self.tls is None else self.tls.client_ca
 
     @property
     def knows_callers(self) -> bool:
-        """Whether a caller must show who it is."""
+        """Whether callers need credentials."""
         return self.has_tokens or self.client_ca is not None
 
 
@@ -301,7 +304,7 @@ def add_security_flags(
     parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None
 ) -> None:
     add_settings(parser, TlsFiles, SecurityConfig, CallLimits, ConnectionLimits, environ=environ)
-    # A secret has no flag: every user of the machine sees the flags of its processes.
+    # A secret has no flag, because every user of the machine can read the flags of its processes.
     key = (os.environ if environ is None else environ).get("KESTREL_API_KEY") or None
     parser.set_defaults(api_key=key)
 
@@ -340,6 +343,6 @@ def _tls(args: argparse.Namespace) -> TlsFiles | None:
         if flag not in given:
             named = " and ".join(name_of(args, other) for other in given)
             raise SettingsError(
-                f"{named}: TLS needs both --tls-cert and --tls-key, {flag} is not given"
+                f"{named}: TLS needs both --tls-cert and --tls-key; {flag} is not given"
             )
     return configured(TlsFiles, args)

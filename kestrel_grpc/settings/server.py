@@ -1,6 +1,6 @@
-"""ServerConfig: what the server itself needs to know. The engine's part is RuntimeConfig.
+"""ServerConfig: the server's own settings. RuntimeConfig holds the engine's.
 
-Each field describes its own flag, variable and key (kestrel_engine.settings): a new knob is one field.
+Each field describes its flag, variable and key (kestrel_engine.settings). A new setting is one new field.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from .telemetry import TELEMETRY, TelemetryConfig, telemetry_config
 from .workers import WorkersConfig
 
 COMPRESSIONS = ("off", "low", "medium", "high")
-"""gRPC's levels: the algorithm depends on what the caller accepts. A fixed algorithm would be sent to every caller."""
+"""gRPC's compression levels. Given a level, gRPC chooses an algorithm that the caller accepts. Given an algorithm, gRPC
+would use it for every caller."""
 
 MIB = 1024 * 1024
 _PLUGIN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -58,43 +59,44 @@ def _buffer_bytes(text: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Raises ConfigError naming field, value and limit."""
+    """The server's own settings. Raises ConfigError, which names field, value and limit."""
 
     listen: tuple[str, ...] = setting(
         (DEFAULT_ADDRESS,),
         SERVER,
-        "where to listen: HOST:PORT, [IPV6]:PORT or unix:PATH; may be given several times, or several with commas",
+        "address to listen on: HOST:PORT, [IPV6]:PORT or unix:PATH; repeat the flag or separate addresses with commas",
         parse=_addresses,
         repeated=True,
         distinct=True,
         metavar="ADDRESS",
         shown=DEFAULT_ADDRESS,
     )
-    """Loopback by default: beyond it, ``security`` must be set up."""
+    """The default is loopback. Other addresses need TLS and credentials in ``security``."""
     shared_listen: tuple[str, ...] = ()
-    """TCP addresses that other processes listen on too, each on its own socket (SO_REUSEPORT); only while requests are
-    answered. Not a setting: a supervisor gives them to its workers."""
+    """TCP addresses that several workers share, each with its own socket (SO_REUSEPORT). A worker listens on them only
+    while it answers requests. This is not a setting: the supervisor passes the addresses to its workers."""
     security: SecurityConfig = field(default_factory=SecurityConfig)
     max_message_bytes: int = setting(
         33 * MIB,
         SERVER,
-        "largest message, either way",
+        "largest message that the server receives or sends",
         kind="bytes",
         metavar="SIZE",
         low=1,
         high=_LARGEST_MESSAGE,
     )
-    """The largest image allowed (32 MiB), or raw pixels of an 11 megapixel one, and 1 MiB for the rest."""
+    """The default holds the largest image (32 MiB) or the raw pixels of 11 megapixels, and 1 MiB of other fields."""
     compression: Literal["off", "low", "medium", "high"] = setting(
         "off",
         SERVER,
-        "compress answers for callers that accept it: for slow networks, it costs CPU",
+        "compress responses to callers that accept compression; useful on slow networks, costs CPU time",
         choices=COMPRESSIONS,
     )
     image_store_bytes: int = setting(
         256 * MIB,
         SERVER,
-        "images stored for requests that name them by id, unused ones dropped first; 0 stores none",
+        "bytes of images to store for requests that name an image by its id; the least recently used are dropped "
+        "first; 0 stores none",
         kind="bytes",
         metavar="SIZE",
         low=0,
@@ -110,7 +112,7 @@ class ServerConfig:
     skills: tuple[str, ...] = setting(
         (),
         SERVER,
-        "a skill to serve besides the model's own (RunSkill); may be given several times, or several with commas",
+        "skill to serve in addition to the model's own (RunSkill); repeat the flag or separate skills with commas",
         flag="--skill",
         parse=_plugins,
         repeated=True,
@@ -121,48 +123,48 @@ class ServerConfig:
     grace_s: float = setting(
         30.0,
         SERVER,
-        "how long running requests may go on after SIGTERM or Ctrl-C; a second signal ends them",
+        "how long running requests may continue after SIGTERM or Ctrl-C; a second signal ends them",
         kind="seconds",
         metavar="SECONDS",
         low=0,
     )
-    """The default is Kubernetes' own."""
+    """The default is the same as Kubernetes' terminationGracePeriodSeconds."""
     drain_delay_s: float | None = setting(
         None,
         SERVER,
-        "how long new requests are still accepted after SIGTERM, before --grace, while health reports NOT_SERVING, so "
-        "that load balancers notice",
+        "how long the server still accepts requests after SIGTERM, before --grace, while health checks report "
+        "NOT_SERVING, so that load balancers can react",
         kind="seconds",
         metavar="SECONDS",
         low=0,
         shown="5, or --grace if that is less; 0 in Kubernetes",
     )
-    orca: bool = setting(False, TELEMETRY, "load reports in trailers, for balancers")
+    orca: bool = setting(False, TELEMETRY, "send ORCA load reports to load balancers in trailers")
     access_log: Literal["off", "text", "json"] = setting(
         "off",
         LOG,
-        "write a line for each request: text (also if no format is named) or json",
+        "log one line per call, as text (the default if the flag has no value) or json",
         choices=("off", "text", "json"),
         bare="text",
     )
     log_format: Literal["text", "json"] = setting(
         "text",
         LOG,
-        "form of all log records; json writes one object a line",
+        "format of all log records; json writes one object per line",
         choices=("text", "json"),
     )
     log_level: str = setting(
         "info",
         LOG,
-        "least urgent messages to log, on standard error: debug, info, warning or error, then other levels for "
-        "single modules, like info,kestrel_engine.steps.loop=debug",
+        "least severe level to log on standard error: debug, info, warning or error; levels of single modules may "
+        "follow, as in info,kestrel_engine.steps.loop=debug",
         parse=checked_levels,
         metavar="LEVELS",
     )
     log_buffer_bytes: int = setting(
         DEFAULT_BUFFER_BYTES,
         LOG,
-        "most bytes of log lines that may wait to be written; further lines are dropped and counted",
+        "limit on the bytes of log lines that wait to be written; the server drops and counts further lines",
         kind="bytes",
         parse=_buffer_bytes,
         metavar="SIZE",
@@ -177,19 +179,21 @@ class ServerConfig:
 
     @property
     def leaving_s(self) -> float:
-        """``drain_delay_s``, or its default: seconds within which a load balancer that asks every 2 s has noticed. In
-        Kubernetes a preStop hook waits instead, before the signal comes (deploy/kubernetes)."""
+        """``drain_delay_s``, or its default: long enough for a load balancer that checks health every 2 s to react.
+
+        In Kubernetes the default is 0, because a preStop hook waits before the signal (deploy/kubernetes).
+        """
         if self.drain_delay_s is not None:
             return self.drain_delay_s
         return 0.0 if os.environ.get(_IN_KUBERNETES) else min(_DRAIN_DELAY_S, self.grace_s)
 
 
 def server_config(args: argparse.Namespace, security: SecurityConfig | None = None) -> ServerConfig:
-    """``security``: by default none is set up. Raises SettingsError."""
+    """``security``: None stands for the defaults of SecurityConfig. Raises SettingsError."""
     workers = configured(WorkersConfig, args)
     if workers.devices and getattr(args, "device", "auto") != "auto":
         raise SettingsError(
-            f"{name_of(args, '--devices')} and {name_of(args, '--device')}: give one of the two"
+            f"{name_of(args, '--devices')} and {name_of(args, '--device')}: give only one of the two"
         )
     try:
         telemetry = telemetry_config(os.environ, args.metrics_listen)

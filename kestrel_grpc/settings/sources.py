@@ -1,7 +1,7 @@
-"""Where a setting's value comes from: its flag, else its variable, else the configuration file, else its default.
+"""The sources of a setting's value, in order of precedence: flag, environment variable, configuration file, default.
 
-Whatever it comes from, the same parser reads it, and an error names the place: ``--max-queue``, ``KESTREL_MAX_QUEUE``
-or ``kestrel.toml:requests.max-queue``. The file is TOML; its keys are the flags' names, grouped by sections.
+The same parser reads the value from every source. An error names the source: ``--max-queue``, ``KESTREL_MAX_QUEUE`` or
+``kestrel.toml:requests.max-queue``. The file is TOML. Its keys are the flags' names, grouped in sections.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ ON, OFF = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
 
 
 class SettingsError(Exception):
-    """A flag, variable or key of the file is invalid; the message is one line."""
+    """A flag, a variable or a key of the file is invalid. The message is one line."""
 
 
 class _Unset:
-    """What argparse leaves where a flag wasn't given."""
+    """The value that argparse stores for a flag that is not given."""
 
     def __repr__(self) -> str:
         return "unset"
@@ -35,7 +35,7 @@ UNSET: Final = _Unset()
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """``name``: as errors say it."""
+    """Where a value came from. ``name`` is the flag, variable or key as errors name it."""
 
     kind: Literal["flag", "variable", "file", "default"]
     name: str
@@ -43,10 +43,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One flag. ``section`` None: a client's, which no file sets. ``repeated``: its parser gives lists, joined."""
+    """One flag with its variable and key. ``section`` is None for a flag of a client, which no file can set.
+    ``repeated``: ``parse`` returns lists, which are joined."""
 
     flags: tuple[str, ...]
-    """The flag, then other names of it."""
+    """The flag, then its other names."""
     dest: str
     section: str | None
     parse: Callable[[str], Any]
@@ -63,28 +64,28 @@ class Setting:
         return self.flags[0].removeprefix("--")
 
     def from_variables(self) -> tuple[Any, Source] | None:
-        """Raises SettingsError. An empty variable is none."""
+        """The variable's value; None if the variable is empty or not set. Raises SettingsError."""
         given = [name for flag in self.flags if self.environ.get(name := variable_of(flag))]
         values = {self.environ[name] for name in given}
         if not given:
             return None
         if len(values) > 1:
-            raise SettingsError(f"{' and '.join(given)} differ: they are names of one setting")
+            raise SettingsError(f"{' and '.join(given)} differ, but both name the same setting")
         name, text = given[0], self.environ[given[0]]
         return self._read(text, f"{name}={text!r}"), Source("variable", name)
 
     def from_file(self, raw: object, name: str) -> tuple[Any, Source]:
-        """``raw``: what TOML made of it. Raises SettingsError."""
-        told = f"{name}={raw!r}"
+        """``raw``: the parsed TOML value. Raises SettingsError."""
+        where = f"{name}={raw!r}"
         if isinstance(raw, list):
             if not self.repeated:
-                raise SettingsError(f"{told}: must be one value, not a list")
-            values = [value for item in raw for value in self._read(self._text(item, told), told)]
+                raise SettingsError(f"{where}: must be one value, not a list")
+            values = [value for item in raw for value in self._read(self._text(item, where), where)]
             return values, Source("file", name)
-        return self._read(self._text(raw, told), told), Source("file", name)
+        return self._read(self._text(raw, where), where), Source("file", name)
 
-    def _text(self, raw: object, told: str) -> str:
-        """A TOML value as a flag would have it."""
+    def _text(self, raw: object, where: str) -> str:
+        """A TOML value as the text that a flag would hold. ``where``: name and value, for errors."""
         if isinstance(raw, str):
             return raw
         if isinstance(raw, bool):
@@ -93,50 +94,53 @@ class Setting:
                 return "on" if raw else "off"
         elif isinstance(raw, (int, float)) and self.parse is not str and not self.switch:
             return repr(raw)
-        raise SettingsError(f"{told}: must be {_kind(self)}")
+        raise SettingsError(f"{where}: must be {_kind(self)}")
 
-    def _read(self, text: str, told: str) -> Any:
+    def _read(self, text: str, where: str) -> Any:
         if self.switch:
             if text.strip().lower() not in (*ON, *OFF):
-                raise SettingsError(f"{told}: must be on or off")
+                raise SettingsError(f"{where}: must be on or off")
             return text.strip().lower() in ON
         try:
             value = self.parse(text)
         except (ValueError, argparse.ArgumentTypeError) as error:
-            raise SettingsError(f"{told}: {error}") from None
+            raise SettingsError(f"{where}: {error}") from None
         if self.choices is not None and value not in self.choices:
-            raise SettingsError(f"{told}: must be one of {', '.join(self.choices)}")
+            raise SettingsError(f"{where}: must be one of {', '.join(self.choices)}")
         return value
 
 
 def variable_of(flag: str) -> str:
-    """``--max-queue``: KESTREL_MAX_QUEUE."""
+    """The variable of a flag: ``KESTREL_MAX_QUEUE`` for ``--max-queue``."""
     return "KESTREL_" + flag.removeprefix("--").upper().replace("-", "_")
 
 
 def name_of(args: argparse.Namespace, flag: str) -> str:
-    """What an error about a flag's value should name: where the value came from."""
+    """The source of a flag's value (flag, variable or key), for errors about that value."""
     source = args.sources.get(flag.removeprefix("--").replace("-", "_"))
     return flag if source is None or source.kind == "default" else source.name
 
 
 @dataclass(slots=True)
 class Sources:
-    """The settings of one command, and how they are settled. ``known`` gives those of all commands, which one file
-    serves; where it is None, no file is read."""
+    """The settings of one command. ``settle`` decides their values.
+
+    ``known`` returns the settings of all commands, because one file serves them all. If it is None, no file is read.
+    """
 
     settings: list[Setting] = field(default_factory=list)
     known: Callable[[], Sequence[Setting]] | None = None
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     def settle(self, args: argparse.Namespace) -> None:
-        """Replaces what no flag gave; ``args.sources`` says by dest where each value is from. Raises SettingsError."""
+        """Fills in the settings that no flag gave. Sets ``args.sources``: the Source of each value, by dest. Raises
+        SettingsError."""
         file = self._open(args)
         args.sources = sources = {}
         for setting in self.settings:
             given = getattr(args, setting.dest)
             value, source = setting.default, Source("default", setting.flags[0])
-            # Those that don't count are read too: a mistake must not wait until a flag is left out.
+            # File and variable are checked even if a flag overrides them, so that a mistake shows at once.
             if (found := file.value(setting)) is not None:
                 value, source = found
             if (found := setting.from_variables()) is not None:
@@ -160,27 +164,27 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """A file that was read. ``tables``: what TOML made of it."""
+    """A parsed configuration file. ``tables``: its sections."""
 
     name: str
     tables: Mapping[str, Any]
 
     def value(self, setting: Setting) -> tuple[Any, Source] | None:
-        """Raises SettingsError."""
+        """The setting's value in the file; None if the file does not set it. Raises SettingsError."""
         if setting.section is None:
             return None
         table = self.tables.get(setting.section, {})
         keys = [key for flag in setting.flags if (key := flag.removeprefix("--")) in table]
         if len(keys) > 1:
             raise SettingsError(
-                f"{self.name}:{setting.section}: {' and '.join(keys)} are names of one setting"
+                f"{self.name}:{setting.section}: {' and '.join(keys)} name the same setting; give only one"
             )
         if not keys:
             return None
         return setting.from_file(table[keys[0]], f"{self.name}:{setting.section}.{keys[0]}")
 
     def check(self, known: Sequence[Setting]) -> None:
-        """Raises SettingsError for a section or key that there is not, with what it may have been meant to be."""
+        """Raises SettingsError for an unknown section or key. The message suggests the closest known name."""
         places: dict[str, str] = {}
         for setting in known:
             if setting.section is not None:
@@ -196,34 +200,34 @@ class ConfigFile:
             elif not isinstance(table, Mapping):
                 where = places.get(section)
                 hint = f"it belongs in [{where}]" if where else _unknown(section, "", places)
-                raise SettingsError(f"{self.name}:{section}: keys belong in sections; {hint}")
+                raise SettingsError(f"{self.name}:{section}: a key must stand in a section; {hint}")
             else:
                 near = get_close_matches(section, sections, n=1)
                 hint = f"; did you mean [{near[0]}]?" if near else f": {', '.join(sections)}"
-                raise SettingsError(f"{self.name}: there is no section [{section}]{hint}")
+                raise SettingsError(f"{self.name}: unknown section [{section}]{hint}")
 
 
 def read_file(name: str, source: str) -> ConfigFile:
-    """``source``: the flag or variable that named the file. Raises SettingsError."""
+    """Reads and parses a TOML file. ``source``: the flag or variable that named it. Raises SettingsError."""
     try:
         with open(name, "rb") as file:
             return ConfigFile(name, tomllib.load(file))
     except OSError as error:
-        raise SettingsError(f"{source}={name}: can't be read: {error.strerror}") from None
+        raise SettingsError(f"{source}={name}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{name}: is no TOML: {error}") from None
+        raise SettingsError(f"{name}: is not valid TOML: {error}") from None
 
 
 def _unknown(key: str, section: str, places: Mapping[str, str]) -> str:
     if key == "api-key":
-        return "a secret has no key: set the variable KESTREL_API_KEY"
+        return "a secret cannot stand in the file; set the variable KESTREL_API_KEY"
     if key in places:
         return f"it belongs in [{places[key]}]"
     near = get_close_matches(key.replace("_", "-"), places, n=1)
     if not near:
-        return "there is no such key"
+        return "unknown key"
     where = "" if places[near[0]] == section else f" in [{places[near[0]]}]"
-    return f"there is no such key; did you mean {near[0]}{where}?"
+    return f"unknown key; did you mean {near[0]}{where}?"
 
 
 def _kind(setting: Setting) -> str:

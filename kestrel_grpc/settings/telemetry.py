@@ -1,7 +1,8 @@
-"""TelemetryConfig: what to export and where. Reads the OTEL_* variables that choose; the SDK itself reads the rest.
+"""TelemetryConfig: which telemetry to export, and where.
 
-Traces go out when OTEL_TRACES_EXPORTER names an exporter, or an OTLP endpoint is set; metrics likewise, besides the
-Prometheus endpoint, which has a flag. Imports no OpenTelemetry.
+This module reads the OTEL_* variables that choose exporters. OpenTelemetry's SDK reads the other variables.
+The server exports traces if OTEL_TRACES_EXPORTER names an exporter or if an OTLP endpoint is set. The same holds for
+metrics. The Prometheus endpoint has a flag instead. This module does not import OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetryConfig:
-    """By default nothing is measured."""
+    """The default exports nothing."""
 
     traces: Exporter = "none"
     traces_protocol: Protocol = "grpc"
@@ -38,20 +39,20 @@ class TelemetryConfig:
     prometheus: str | None = setting(
         None,
         TELEMETRY,
-        "where Prometheus finds metrics: HOST:PORT; needs kestrel-grpc[telemetry]",
+        "address at which Prometheus scrapes metrics: HOST:PORT; needs kestrel-grpc[telemetry]",
         flag="--metrics-listen",
         parse=parse_address,
         metavar="ADDRESS",
         shown="off",
     )
     worker: int | None = None
-    """Which of several workers this is: a label of what Prometheus gets."""
+    """This process's index among several workers, a label of the Prometheus metrics; None without workers."""
     content: bool = False
-    """Whether questions and answers go into spans."""
+    """Whether spans hold questions and answers."""
     span_queue: int | None = 8192
-    """Spans that may wait for export; None where OTEL_BSP_MAX_QUEUE_SIZE says it."""
+    """Spans that may wait for export; None leaves the value to OTEL_BSP_MAX_QUEUE_SIZE."""
     span_delay_ms: float | None = 1000.0
-    """Longest wait before an export; None where OTEL_BSP_SCHEDULE_DELAY says it."""
+    """Milliseconds between exports; None leaves the value to OTEL_BSP_SCHEDULE_DELAY."""
 
     @property
     def measures(self) -> bool:
@@ -59,14 +60,17 @@ class TelemetryConfig:
 
 
 def telemetry_config(environ: Mapping[str, str], prometheus: str | None = None) -> TelemetryConfig:
-    """``prometheus``: what --metrics-listen says. Raises ValueError, naming flag or variable, for what there is not."""
+    """The configuration from the OTEL_* variables and the value of --metrics-listen, ``prometheus``.
+
+    Raises ValueError, which names the flag or variable, for an unknown exporter or protocol or a missing package.
+    """
     if prometheus is not None:
         _check_prometheus(prometheus)
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return TelemetryConfig(prometheus=prometheus)
     if prometheus is None and _named(environ, "METRICS") == "prometheus":
         raise ValueError(
-            "OTEL_METRICS_EXPORTER='prometheus': needs --metrics-listen, which says where"
+            "OTEL_METRICS_EXPORTER='prometheus': needs --metrics-listen, which sets the address"
         )
     return TelemetryConfig(
         traces=_exporter(environ, "TRACES"),
@@ -87,12 +91,12 @@ def _check_prometheus(address: str) -> None:
     if missing:
         raise ValueError(
             f"--metrics-listen={address}: {', '.join(missing)} is not installed; "
-            "the extra kestrel-grpc[telemetry] brings it"
+            "install the extra kestrel-grpc[telemetry]"
         )
 
 
 def missing_packages(config: TelemetryConfig) -> tuple[str, ...]:
-    """What ``config`` needs and this environment lacks."""
+    """The packages that ``config`` needs and that are not installed."""
     wanted: list[str] = []
     if config.traces != "none" or config.measures:
         wanted.append("opentelemetry.sdk")
@@ -111,7 +115,7 @@ def missing_packages(config: TelemetryConfig) -> tuple[str, ...]:
 def _installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of a parent package
+    except ModuleNotFoundError:  # A parent package is not installed.
         return False
 
 
@@ -124,7 +128,7 @@ def _exporter(environ: Mapping[str, str], signal: str) -> Exporter:
     if not name:
         endpoint = environ.get(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT") or environ.get(_ENDPOINT)
         return "otlp" if endpoint else "none"
-    if name == "prometheus" and signal == "METRICS":  # has its own flag
+    if name == "prometheus" and signal == "METRICS":  # --metrics-listen configures it.
         return "none"
     if name not in _EXPORTERS:
         raise ValueError(f"{variable}={name!r}: must be one of {', '.join(_EXPORTERS)}")

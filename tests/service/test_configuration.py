@@ -150,16 +150,16 @@ def test_weights_have_two_names():
         ("[server]\nmax-message-bytes = '4GiB'", "kestrel.toml:server.max-message-bytes=4294967296: must"),
         ("[calls]\nmax-metadata-bytes = 1", "kestrel.toml:calls.max-metadata-bytes=1: must be"),
         ("[telemetry]\nmetrics-listen = 'unix:/a'", "kestrel.toml:telemetry.metrics-listen=unix:/a: must"),
-        ("[model]\nweights='a'\nmodel-path='a'", "weights and model-path are names of one setting"),
-        ("[requests]\nmax-quue = 1", "kestrel.toml:requests.max-quue: there is no such key; did you mean max-queue?"),
+        ("[model]\nweights='a'\nmodel-path='a'", "weights and model-path name the same setting"),
+        ("[requests]\nmax-quue = 1", "kestrel.toml:requests.max-quue: unknown key; did you mean max-queue?"),
         ("[requests]\nmax_queue = 1", "did you mean max-queue?"),
         ("[server]\nmax-queu = 1", "did you mean max-queue in [requests]?"),
         ("[server]\nmax-queue = 1", "kestrel.toml:server.max-queue: it belongs in [requests]"),
-        ("max-queue = 1", "kestrel.toml:max-queue: keys belong in sections; it belongs in [requests]"),
-        ("[sever]\ngrace = 1", "kestrel.toml: there is no section [sever]; did you mean [server]?"),
-        ("[nothing]", "there is no section [nothing]: model, device"),
-        ("[security]\napi-key = 'k'", "a secret has no key: set the variable KESTREL_API_KEY"),
-        ("[server", "kestrel.toml: is no TOML: "),
+        ("max-queue = 1", "kestrel.toml:max-queue: a key must stand in a section; it belongs in [requests]"),
+        ("[sever]\ngrace = 1", "kestrel.toml: unknown section [sever]; did you mean [server]?"),
+        ("[nothing]", "unknown section [nothing]: model, device"),
+        ("[security]\napi-key = 'k'", "a secret cannot stand in the file; set the variable KESTREL_API_KEY"),
+        ("[server", "kestrel.toml: is not valid TOML: "),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_a_file_is_named(text, told, file):
@@ -178,7 +178,7 @@ def test_a_file_that_cannot_be_read(variables):
     with pytest.raises(SettingsError) as caught:
         whole_configuration(*flags, **variables)
     name = "KESTREL_CONFIG" if variables else "--config"
-    assert str(caught.value) == f"{name}=/nowhere.toml: can't be read: No such file or directory"
+    assert str(caught.value) == f"{name}=/nowhere.toml: cannot be read: No such file or directory"
 
 
 def test_an_error_found_late_names_the_variable():

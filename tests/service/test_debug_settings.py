@@ -46,16 +46,16 @@ def test_a_folder_that_is_of_no_use_is_named(flag, tmp_path, capsys):
     with pytest.raises(SystemExit):
         settled(flag, str(tmp_path / "gone"))
     told = capsys.readouterr().err
-    assert flag in told and "there is no such folder" in told
+    assert flag in told and "the folder does not exist" in told
     variable = f"KESTREL_{flag[2:].upper().replace('-', '_')}"
-    with pytest.raises(SettingsError, match=f"{variable}=.*: there is no such folder"):
+    with pytest.raises(SettingsError, match=f"{variable}=.*: the folder does not exist"):
         settled(**{variable: str(tmp_path / "gone")})
     sealed = tmp_path / "sealed"
     sealed.mkdir(mode=0o500)
     if not os.access(sealed, os.W_OK):  # root may write anywhere.
         with pytest.raises(SystemExit):
             settled(flag, str(sealed))
-        assert "can't be written to" in capsys.readouterr().err
+        assert "may not write to the folder" in capsys.readouterr().err
 
 
 async def test_the_command_records_and_waits(serve, tmp_path, monkeypatch, capsys):

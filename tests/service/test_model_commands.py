@@ -45,7 +45,7 @@ def test_the_file_says_which_model(command, tmp_path):
     file.write_text('[model]\nmodle = "moondream2"\n')
     done = here(command, "--config", file)
     assert done.returncode == 2
-    assert "model.modle: there is no such key; did you mean model?" in done.stderr
+    assert "model.modle: unknown key; did you mean model?" in done.stderr
 
 
 @pytest.mark.parametrize(
