@@ -85,8 +85,9 @@ fmt: $(INSTALLED) ## Format the code and the protos
 	$(BIN)/ruff check --fix $(wildcard $(SOURCES))
 	$(BIN)/buf format -w
 
-protos: ## Generate the Python stubs anew
+protos: $(INSTALLED) ## Generate the Python stubs and the synchronous clients
 	$(PYTHON) clients/python/generate_stubs.py
+	$(BIN)/python clients/python/generate_sync.py
 
 baseline: buf ## Take additions to the protos into the baseline, once nothing breaks against the old one
 	$(BIN)/buf build --path protos/kestrel --exclude-source-info -o protos/baseline.binpb.gz

@@ -165,7 +165,7 @@ async def test_captures(serve, kind, tmp_path):
         assert captures == Captures(files=tuple(p.name for p in tmp_path.iterdir()), lost=0)
         assert captures.to_dict() == {"files": list(captures.files), "lost": 0}
         with pytest.raises(FailedPreconditionError, match="--capture-pictures"):
-            await admin.start_capture(pictures=True)
+            await admin.start_capture(images=True)
 
 
 async def test_who_may_and_what_is_not_there(serve, kind, tmp_path):

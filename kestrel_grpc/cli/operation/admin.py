@@ -161,7 +161,7 @@ def _profile(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
 
 def _capture(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
     if args.action_of_it == "start":
-        requests = admin.start_capture(requests=args.requests, pictures=args.pictures)
+        requests = admin.start_capture(requests=args.requests, images=args.pictures)
         return [f"the next {requests} requests that fail are captured"]
     done = admin.stop_capture()
     return [*done.files, f"{len(done.files)} captured, {done.lost} lost"]

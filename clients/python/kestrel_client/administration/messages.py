@@ -1,14 +1,17 @@
-"""What an administrator may ask of a server, and what comes back: both admin clients are made of this."""
+"""The calls of AdminService and their results: the same for both clients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
 from .._pb.kestrel.v1 import admin_service_pb2 as pb
+from .._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStub
+from ..calls.prepared import Method, Prepared, prepare
+from ..connection import Connection
 from ..errors import InvalidRequestError
 
 R = TypeVar("R")
@@ -16,7 +19,7 @@ R = TypeVar("R")
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_TIMEOUT_S = 120.0
-"""Profiles and captures are written before an answer comes, and a profiler's first start takes seconds."""
+"""The server writes a profile or capture before it answers, and the first start of a profiler takes seconds."""
 
 _LEVELS: dict[LogLevel, pb.LogLevel.ValueType] = {
     "debug": pb.LOG_LEVEL_DEBUG,
@@ -29,17 +32,17 @@ _NAMES: dict[int, LogLevel] = {level: name for name, level in _LEVELS.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodStatistics:
-    """Calls of one method that have ended since the server's start. Tokens and seconds: of those that ended well, all
-    together; see MethodStatistics in admin_service.proto."""
+    """Calls of one method that have ended since the server's start. Tokens and seconds are totals of the calls that
+    succeeded; see MethodStatistics in admin_service.proto."""
 
     method: str
-    """Of VisionService: "Query"."""
+    """A method of VisionService, like "Query"."""
     ok_calls: int
     failed_calls: int
-    """By the server's fault, or too late."""
+    """Calls that failed through the server's fault, or whose deadline passed."""
     cancelled_calls: int
     refused_calls: int
-    """Invalid, not allowed, too many."""
+    """Invalid calls, calls without permission, and calls beyond a limit."""
     input_tokens: int
     output_tokens: int
     cached_tokens: int
@@ -52,29 +55,29 @@ class MethodStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerStatistics:
-    """Numbers of a moment, and counts since the server's start; see GetStatisticsResponse in admin_service.proto."""
+    """The server's present state, and counts since its start; see GetStatisticsResponse in admin_service.proto."""
 
     uptime_seconds: float
     calls: int
-    """In progress, the one that asked included."""
+    """Calls in progress, including the one that asks."""
     held_bytes: int
-    """Of their messages."""
+    """Bytes of the messages of these calls."""
     refused_calls: int
-    """Since the start, because of a limit of callers."""
+    """Calls that a limit of callers refused, since the start."""
     running_requests: int
     waiting_requests: int
     pages: int
-    """Of the KV cache."""
+    """Pages of the KV cache."""
     free_pages: int
     cached_pages: int
     preemptions: int
     prompt_positions: int
     cached_positions: int
-    """Of these, those whose computation was reused."""
+    """Those of prompt_positions whose computation was reused."""
     stored_images: int
     stored_image_bytes: int
     methods: tuple[MethodStatistics, ...]
-    """Those that were called."""
+    """The methods that were called."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that ``json.dumps`` takes."""
@@ -89,7 +92,7 @@ class Profile:
     """Its name in the server's --profile-dir: a trace for Perfetto, with gzip."""
     file_bytes: int
     seconds: float
-    """What was recorded."""
+    """Duration of the recording."""
     steps: int
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,93 +107,101 @@ class Captures:
     files: tuple[str, ...]
     """Their names in the server's --capture-dir, oldest first; for ``kestrel-grpc replay``."""
     lost: int
-    """Requests that failed and could not be written: the server's log says why."""
+    """Failed requests that could not be written; the server's log has the reasons."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that ``json.dumps`` takes."""
         return {"files": list(self.files), "lost": self.lost}
 
 
-@dataclass(frozen=True, slots=True)
-class Operation(Generic[R]):
-    """A call of AdminService. ``read``: from its response to what the caller gets."""
-
-    method: str
-    request: Message
-    read: Callable[[Any], R]
+STUBS = (AdminServiceStub,)
+"""Those that the calls of AdminRequests need."""
 
 
-def drain() -> Operation[int]:
-    return Operation("Drain", pb.DrainRequest(), lambda told: int(told.remaining_requests))
+class AdminRequests:
+    """Prepares the calls of one connection. All methods raise InvalidRequestError for arguments that can't be sent."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def drain(self, timeout: float | None) -> Prepared[int]:
+        return self._call("Drain", pb.DrainRequest(), lambda r: int(r.remaining_requests), timeout)
+
+    def cancel(self, request_id: str, timeout: float | None) -> Prepared[int]:
+        request = pb.CancelRequestRequest(request_id=request_id)
+        return self._call("CancelRequest", request, lambda r: int(r.cancelled_requests), timeout)
+
+    def flush_caches(self, stored_images: bool, timeout: float | None) -> Prepared[int]:
+        request = pb.FlushCachesRequest(stored_images=stored_images)
+        return self._call("FlushCaches", request, lambda r: int(r.forgotten_images), timeout)
+
+    def set_log_level(
+        self, level: LogLevel, module: str, timeout: float | None
+    ) -> Prepared[LogLevel | None]:
+        if level not in _LEVELS:
+            raise InvalidRequestError(f"level={level!r}: must be one of {', '.join(_LEVELS)}")
+        request = pb.SetLogLevelRequest(level=_LEVELS[level], module=module)
+        return self._call("SetLogLevel", request, lambda r: _NAMES.get(r.previous_level), timeout)
+
+    def statistics(self, timeout: float | None) -> Prepared[ServerStatistics]:
+        return self._call("GetStatistics", pb.GetStatisticsRequest(), _statistics, timeout)
+
+    def start_profile(
+        self,
+        seconds: float | None,
+        steps: int | None,
+        python_functions: bool,
+        timeout: float | None,
+    ) -> Prepared[str]:
+        request = pb.StartProfileRequest(
+            seconds=seconds, steps=_whole("steps", steps), python_functions=python_functions
+        )
+        return self._call("StartProfile", request, lambda r: str(r.file), timeout)
+
+    def stop_profile(self, timeout: float | None) -> Prepared[Profile]:
+        return self._call("StopProfile", pb.StopProfileRequest(), _profile, timeout)
+
+    def start_capture(
+        self, requests: int | None, images: bool, timeout: float | None
+    ) -> Prepared[int]:
+        request = pb.StartCaptureRequest(requests=_whole("requests", requests), pictures=images)
+        return self._call("StartCapture", request, lambda r: int(r.requests), timeout)
+
+    def stop_capture(self, timeout: float | None) -> Prepared[Captures]:
+        def read(response: pb.StopCaptureResponse) -> Captures:
+            return Captures(files=tuple(response.files), lost=response.lost)
+
+        return self._call("StopCapture", pb.StopCaptureRequest(), read, timeout)
+
+    def _call(
+        self, name: str, request: Message, read: Callable[[Any], R], timeout: float | None
+    ) -> Prepared[R]:
+        method = Method(AdminServiceStub, name)
+        return prepare(self._connection, method, request, read, timeout=timeout)
 
 
-def cancel(request_id: str) -> Operation[int]:
-    request = pb.CancelRequestRequest(request_id=request_id)
-    return Operation("CancelRequest", request, lambda told: int(told.cancelled_requests))
-
-
-def flush_caches(stored_images: bool) -> Operation[int]:
-    request = pb.FlushCachesRequest(stored_images=stored_images)
-    return Operation("FlushCaches", request, lambda told: int(told.forgotten_images))
-
-
-def set_log_level(level: LogLevel, module: str) -> Operation[LogLevel | None]:
-    """Raises InvalidRequestError."""
-    if level not in _LEVELS:
-        raise InvalidRequestError(f"level={level!r}: must be one of {', '.join(_LEVELS)}")
-    request = pb.SetLogLevelRequest(level=_LEVELS[level], module=module)
-    return Operation("SetLogLevel", request, lambda told: _NAMES.get(told.previous_level))
-
-
-def statistics() -> Operation[ServerStatistics]:
-    return Operation("GetStatistics", pb.GetStatisticsRequest(), _statistics)
-
-
-def start_profile(
-    seconds: float | None, steps: int | None, python_functions: bool
-) -> Operation[str]:
-    request = pb.StartProfileRequest(
-        seconds=seconds, steps=_whole("steps", steps), python_functions=python_functions
-    )
-    return Operation("StartProfile", request, lambda told: str(told.file))
-
-
-def stop_profile() -> Operation[Profile]:
-    return Operation("StopProfile", pb.StopProfileRequest(), _profile)
-
-
-def start_capture(requests: int | None, pictures: bool) -> Operation[int]:
-    request = pb.StartCaptureRequest(requests=_whole("requests", requests), pictures=pictures)
-    return Operation("StartCapture", request, lambda told: int(told.requests))
-
-
-def stop_capture() -> Operation[Captures]:
-    return Operation(
-        "StopCapture",
-        pb.StopCaptureRequest(),
-        lambda told: Captures(files=tuple(told.files), lost=told.lost),
-    )
-
-
-def _statistics(told: pb.GetStatisticsResponse) -> ServerStatistics:
+def _statistics(response: pb.GetStatisticsResponse) -> ServerStatistics:
     names = ServerStatistics.__dataclass_fields__.keys() - {"methods"}
     methods = tuple(
         MethodStatistics(
             **{name: getattr(each, name) for name in MethodStatistics.__dataclass_fields__}
         )
-        for each in told.methods
+        for each in response.methods
     )
-    return ServerStatistics(methods=methods, **{name: getattr(told, name) for name in names})
+    return ServerStatistics(methods=methods, **{name: getattr(response, name) for name in names})
 
 
-def _profile(told: pb.StopProfileResponse) -> Profile:
+def _profile(response: pb.StopProfileResponse) -> Profile:
     return Profile(
-        file=told.file, file_bytes=told.size_bytes, seconds=told.seconds, steps=told.steps
+        file=response.file,
+        file_bytes=response.size_bytes,
+        seconds=response.seconds,
+        steps=response.steps,
     )
 
 
 def _whole(name: str, number: int | None) -> int | None:
-    """protobuf would refuse other numbers in its own words. Raises InvalidRequestError."""
+    """Refuses numbers that the field can't hold, with a clearer message than protobuf's."""
     if number is not None and not 0 <= number < 2**32:
         raise InvalidRequestError(f"{name}={number}: must be a whole number from 1 on")
     return number

@@ -1,34 +1,34 @@
-"""From arguments to messages, the same for both clients."""
+"""From the arguments of a method to a prepared call: the same for both clients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar, cast
 
 from google.protobuf.message import Message
 
+from .._pb.kestrel.client.internal import wire_pb2
 from .._pb.kestrel.v1 import common_pb2
+from .._pb.kestrel.v1 import image_service_pb2 as image_pb
+from .._pb.kestrel.v1 import model_service_pb2 as model_pb
 from .._pb.kestrel.v1 import vision_service_pb2 as pb
-from ..connection import Connection, Metadata
-from ..drawing.marks import MaskFormat
-from ..errors import InvalidRequestError, RequestTooLargeError
-from ..images.images import ImageInput, loaded, to_image
-from ..values.geometry import SpatialRef, to_spatial_refs
-from ..values.results import (
-    CaptionResult,
-    DetectResult,
-    PointResult,
-    QueryResult,
-    SegmentResult,
-    SkillResult,
-    caption_result,
-    detect_result,
-    point_result,
-    query_result,
-    segment_result,
-    skill_result,
+from .._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStub
+from .._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
+from .._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+from ..connection import HEALTH_CHECK_METHOD, Connection, Metadata
+from ..errors import InvalidRequestError
+from ..images.images import ImageHandle, ImageInput, loaded, to_image
+from ..images.stored import image_id_of, prepare_put, read_handle
+from ..values.description import (
+    Model,
+    ServerInfo,
+    ServerLoad,
+    read_load,
+    read_model,
+    read_server_info,
 )
+from ..values.geometry import to_spatial_refs
+from ..values.results import Result, SkillResult, skill_result
 from ..values.struct_values import to_struct
 from ..values.tasks import (
     AnalyzeResult,
@@ -38,11 +38,14 @@ from ..values.tasks import (
     QueryTask,
     SegmentTask,
     Task,
+    TaskOf,
     Tasks,
     analyze_result,
     keyed,
+    read_result,
     read_task_event,
 )
+from .prepared import Method, Prepared, prepare
 from .streams import Reading
 
 CaptionLength: TypeAlias = Literal["short", "normal", "long"]
@@ -50,26 +53,26 @@ Priority: TypeAlias = Literal["low", "normal", "high"]
 
 
 class HandlingOptions(TypedDict, total=False):
-    """How a call is handled. What is left out, or None, is the server's to decide."""
+    """How a call is handled. The server has a default for each option that is omitted or None."""
 
     model: str | None
     """Name of the model that must answer."""
     request_id: str | None
     """Your name for the request: 1 to 128 visible ASCII characters."""
     priority: Priority | None
-    """How urgent the request is compared with others that wait."""
+    """Order in which waiting requests are started."""
     cache_salt: str | None
-    """Computation is reused among calls of the same salt only; at most 128 bytes of UTF-8."""
+    """The server reuses computation only among calls with the same salt; at most 128 bytes of UTF-8."""
     background: str | None
-    """Colour on which a transparent picture is laid, like "#ffffff"; without one its alpha is dropped."""
+    """Background colour for a transparent image, like "#ffffff"; without it the server drops the alpha channel."""
     timeout: float | None
-    """Seconds for the whole call; default: the client's. A request that still waits by then is never computed."""
+    """Seconds for the whole call; default: the client's. The server drops a request that still waits at its end."""
     metadata: Metadata | None
     """Sent with the call, after the client's own."""
 
 
 class CallOptions(HandlingOptions, total=False):
-    """What every skill takes beside its own arguments. What is left out, or None, is the server's to decide."""
+    """Options of every skill. The server has a default for each option that is omitted or None."""
 
     temperature: float | None
     """0 is greedy; in [0, 100]."""
@@ -78,8 +81,8 @@ class CallOptions(HandlingOptions, total=False):
     top_k: int | None
     """At least 0; 0 keeps all tokens."""
     max_tokens: int | None
-    """Most tokens to generate, at least 1; with reasoning, for the reasoning and for the answer each. A point takes 2,
-    a box 3; an object that is not complete is left out."""
+    """Largest number of tokens to generate, at least 1. Reasoning and answer each have this limit. A point takes 2
+    tokens and a box 3; an incomplete object is dropped."""
     seed: int | None
     """In [0, 2^64): the same seed and request give the same result."""
 
@@ -103,131 +106,126 @@ _MASK_FORMATS = {
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
 _HANDLING = ("model", "request_id", "priority", "cache_salt")
 
-_STREAM_WRAPPER_BYTES = 16
-"""What a stream's request adds around the request: a tag and a length."""
-
 _Q = TypeVar("_Q", bound=Message)
-_R = TypeVar("_R")
+_T = TypeVar("_T", bound=Result)
 _E = TypeVar("_E")
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared(Generic[_Q, _R]):
-    """A request ready to be sent, and how to read its answer (the response message of its method)."""
+class _HealthStub:
+    """A stub of grpc.health.v1.Health. The generated one is in a package that the client does without."""
 
-    request: _Q
-    reading: Reading[_R]
-    timeout: float | None
-    metadata: tuple[tuple[str, str | bytes], ...]
+    def __init__(self, channel: Any) -> None:
+        self.Check = channel.unary_unary(
+            HEALTH_CHECK_METHOD,
+            request_serializer=wire_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=wire_pb2.HealthCheckResponse.FromString,
+        )
 
 
-class Preparer:
-    """Makes requests for one connection. Every method waits for the file system if the picture is a path.
+STUBS = (VisionServiceStub, ImageServiceStub, ModelServiceStub, _HealthStub)
+"""Those that the calls of Requests need."""
 
-    All raise InvalidRequestError for what can't be sent.
+
+def _vision(unary: str, stream: str, request: type[Message]) -> Method:
+    return Method(VisionServiceStub, unary, stream, request)
+
+
+_ANALYZE = _vision("Analyze", "StreamAnalyze", pb.StreamAnalyzeRequest)
+_RUN_SKILL = _vision("RunSkill", "StreamSkill", pb.StreamSkillRequest)
+
+
+class _Skill(NamedTuple):
+    """A skill of the model: as a method of its own, and as one of the tasks of Analyze."""
+
+    method: Method
+    request: Callable[..., Message]
+    task: Callable[..., Message]
+    field: str
+    """The field of AnalyzeTask that holds ``task``."""
+
+
+_QUERY = _Skill(
+    _vision("Query", "StreamQuery", pb.StreamQueryRequest), pb.QueryRequest, pb.QueryTask, "query"
+)
+_CAPTION = _Skill(
+    _vision("Caption", "StreamCaption", pb.StreamCaptionRequest),
+    pb.CaptionRequest,
+    pb.CaptionTask,
+    "caption",
+)
+_POINT = _Skill(
+    _vision("Point", "StreamPoint", pb.StreamPointRequest), pb.PointRequest, pb.PointTask, "point"
+)
+_DETECT = _Skill(
+    _vision("Detect", "StreamDetect", pb.StreamDetectRequest),
+    pb.DetectRequest,
+    pb.DetectTask,
+    "detect",
+)
+_SEGMENT = _Skill(
+    _vision("Segment", "StreamSegment", pb.StreamSegmentRequest),
+    pb.SegmentRequest,
+    pb.SegmentTask,
+    "segment",
+)
+
+
+class Requests:
+    """Prepares the calls of one connection. All methods raise InvalidRequestError for arguments that can't be sent.
+
+    The methods that take an image read files and fetch http(s) addresses; the others don't block.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def query(
+    def task(
         self,
         image: ImageInput | None,
-        question: str,
-        reasoning: bool | None,
-        spatial_refs: Iterable[SpatialRef],
-        options: CallOptions,
-    ) -> Prepared[pb.QueryRequest, QueryResult]:
-        image = None if image is None else self._loaded(image)
-        request = _build(
-            pb.QueryRequest,
-            image=None if image is None else self._image(image, options),
-            question=question,
-            reasoning=reasoning,
-            spatial_refs=to_spatial_refs(spatial_refs),
-            **_shared(options),
-        )
-        return self._prepared(request, lambda reply: query_result(reply, image, question), options)
+        task: TaskOf[_T],
+        options: CallOptions | HandlingOptions,
+        known: type = CallOptions,
+    ) -> Prepared[_T]:
+        """One task as a call of its own.
 
-    def caption(
-        self, image: ImageInput, length: CaptionLength, options: CallOptions
-    ) -> Prepared[pb.CaptionRequest, CaptionResult]:
-        image = self._loaded(image)
+        The sampling of ``task`` takes precedence over that of ``options``. Raises TypeError for an option that is not
+        in ``known``. Only a QueryTask takes None as its image.
+        """
+        skill, fields = _described("task", task)
+        given = cast(CallOptions, options)
+        sampling = {n: getattr(task, n) for n in _SAMPLING if getattr(task, n) is not None}
+        if image is not None or not isinstance(task, QueryTask):
+            image = self._loaded(cast(ImageInput, image))
+            fields["image"] = self._image(image, given)
         request = _build(
-            pb.CaptionRequest,
-            image=self._image(image, options),
-            length=_choice("length", length, _CAPTION_LENGTHS),
-            **_shared(options),
+            skill.request,
+            **fields,
+            sampling=_sampling({**given, **sampling}),
+            options=_handling(given, known),
         )
-        return self._prepared(request, lambda reply: caption_result(reply, image), options)
-
-    def point(
-        self,
-        image: ImageInput,
-        object: str,
-        max_objects: int | None,
-        spatial_refs: Iterable[SpatialRef],
-        options: CallOptions,
-    ) -> Prepared[pb.PointRequest, PointResult]:
-        image = self._loaded(image)
-        request = _build(
-            pb.PointRequest,
-            image=self._image(image, options),
-            object=object,
-            max_objects=max_objects,
-            spatial_refs=to_spatial_refs(spatial_refs),
-            **_shared(options),
+        return self._prepared(
+            skill.method,
+            request,
+            lambda response: cast(_T, read_result(cast(Task, task), response, image)),
+            given,
         )
-        return self._prepared(request, lambda reply: point_result(reply, image, object), options)
-
-    def detect(
-        self, image: ImageInput, object: str, max_objects: int | None, options: CallOptions
-    ) -> Prepared[pb.DetectRequest, DetectResult]:
-        image = self._loaded(image)
-        request = _build(
-            pb.DetectRequest,
-            image=self._image(image, options),
-            object=object,
-            max_objects=max_objects,
-            **_shared(options),
-        )
-        return self._prepared(request, lambda reply: detect_result(reply, image, object), options)
-
-    def segment(
-        self,
-        image: ImageInput,
-        object: str,
-        spatial_refs: Iterable[SpatialRef],
-        mask: MaskFormat,
-        options: CallOptions,
-    ) -> Prepared[pb.SegmentRequest, SegmentResult]:
-        image = self._loaded(image)
-        request = _build(
-            pb.SegmentRequest,
-            image=self._image(image, options),
-            object=object,
-            spatial_refs=to_spatial_refs(spatial_refs),
-            mask_format=_choice("mask", mask, _MASK_FORMATS),
-            **_shared(options),
-        )
-        return self._prepared(request, lambda reply: segment_result(reply, image, object), options)
 
     def analyze(
         self, image: ImageInput, tasks: Tasks, options: HandlingOptions
-    ) -> Prepared[pb.AnalyzeRequest, AnalyzeResult]:
+    ) -> Prepared[AnalyzeResult]:
         image = self._loaded(image)
-        asked = keyed(tasks)
+        by_key = keyed(tasks)
         request = _build(
             pb.AnalyzeRequest,
             image=self._image(image, options),
-            tasks=[_task(key, task) for key, task in asked.items()],
+            tasks=[_task(key, task) for key, task in by_key.items()],
             options=_handling(options, HandlingOptions),
         )
         reading = Reading(
-            lambda reply: analyze_result(reply, asked, image),
-            lambda message, payload: read_task_event(message, payload, asked, image),
+            lambda response: analyze_result(response, by_key, image),
+            lambda message, payload: read_task_event(message, payload, by_key, image),
         )
-        return self._prepared(request, reading, options)
+        return self._prepared(_ANALYZE, request, reading, options)
 
     def run_skill(
         self,
@@ -236,7 +234,7 @@ class Preparer:
         arguments: Mapping[str, Any] | None,
         settings: Mapping[str, Any] | None,
         options: CallOptions,
-    ) -> Prepared[pb.RunSkillRequest, SkillResult]:
+    ) -> Prepared[SkillResult]:
         image = None if image is None else self._loaded(image)
         request = _build(
             pb.RunSkillRequest,
@@ -244,9 +242,81 @@ class Preparer:
             image=None if image is None else self._image(image, options),
             arguments=to_struct("arguments", arguments),
             settings=to_struct("settings", settings),
-            **_shared(options),
+            sampling=_sampling(options),
+            options=_handling(options, CallOptions),
         )
-        return self._prepared(request, lambda reply: skill_result(reply, image, skill), options)
+        return self._prepared(
+            _RUN_SKILL, request, lambda response: skill_result(response, image, skill), options
+        )
+
+    def put_image(
+        self, image: ImageInput, timeout: float | None, metadata: Metadata | None
+    ) -> Prepared[ImageHandle]:
+        put = prepare_put(image, self._connection.max_message_bytes)
+        return prepare(
+            self._connection,
+            Method(ImageServiceStub, "UploadImage" if put.data else "PutImage"),
+            put.pieces() if put.data else put.request,
+            lambda response: read_handle(response.image, put.source),
+            timeout=timeout,
+            metadata=metadata,
+        )
+
+    def delete_image(
+        self, image: ImageHandle | str, timeout: float | None, metadata: Metadata | None
+    ) -> Prepared[bool]:
+        return prepare(
+            self._connection,
+            Method(ImageServiceStub, "DeleteImage"),
+            image_pb.DeleteImageRequest(image_id=image_id_of(image)),
+            lambda response: bool(response.existed),
+            timeout=timeout,
+            metadata=metadata,
+        )
+
+    def list_models(self, timeout: float | None) -> Prepared[tuple[Model, ...]]:
+        def read(response: model_pb.ListModelsResponse) -> tuple[Model, ...]:
+            return tuple(map(read_model, response.models))
+
+        return self._model("ListModels", model_pb.ListModelsRequest(), read, timeout)
+
+    def get_model(self, name: str | None, timeout: float | None) -> Prepared[Model]:
+        request = model_pb.GetModelRequest(name=name)
+        return self._model("GetModel", request, lambda r: read_model(r.model), timeout)
+
+    def server_info(self, timeout: float | None) -> Prepared[ServerInfo]:
+        request = model_pb.GetServerInfoRequest()
+        return self._model("GetServerInfo", request, read_server_info, timeout)
+
+    def server_load(self, timeout: float | None) -> Prepared[ServerLoad]:
+        return self._model("GetLoad", model_pb.GetLoadRequest(), read_load, timeout)
+
+    def is_serving(self, service: str, timeout: float) -> Prepared[bool]:
+        """A health check, which waits for a connection. It gives False for a server that does not serve yet."""
+        return prepare(
+            self._connection,
+            Method(_HealthStub, "Check"),
+            wire_pb2.HealthCheckRequest(service=service),
+            lambda response: bool(response.status == wire_pb2.HealthCheckResponse.SERVING),
+            timeout=timeout,
+            wait_for_ready=True,
+        )
+
+    def _model(
+        self, name: str, request: Message, read: Callable[[Any], _E], timeout: float | None
+    ) -> Prepared[_E]:
+        method = Method(ModelServiceStub, name)
+        return prepare(self._connection, method, request, read, timeout=timeout)
+
+    def _prepared(
+        self,
+        method: Method,
+        request: Message,
+        read: Reading[_E] | Callable[[Any], _E],
+        options: HandlingOptions,
+    ) -> Prepared[_E]:
+        handling = {"timeout": options.get("timeout"), "metadata": options.get("metadata")}
+        return prepare(self._connection, method, request, read, **handling)  # type: ignore[arg-type]
 
     def _loaded(self, image: ImageInput) -> ImageInput:
         return loaded(image, self._connection.max_message_bytes)
@@ -259,53 +329,50 @@ class Preparer:
             message.background = background
         return message
 
-    def task(
-        self, image: ImageInput, task: Task, options: HandlingOptions
-    ) -> tuple[str, Prepared[Any, Any]]:
-        """A task as a call of its own: the method's name, and what to send. The task's sampling is its own."""
-        sampling = {name: getattr(task, name) for name in _SAMPLING}
-        both: CallOptions = {**options, **sampling}  # type: ignore[typeddict-item]
-        match task:
-            case QueryTask():
-                question = (task.question, task.reasoning, task.spatial_refs)
-                return "Query", self.query(image, *question, both)
-            case CaptionTask():
-                return "Caption", self.caption(image, task.length, both)
-            case PointTask():
-                wanted = (task.object, task.max_objects, task.spatial_refs)
-                return "Point", self.point(image, *wanted, both)
-            case DetectTask():
-                return "Detect", self.detect(image, task.object, task.max_objects, both)
-            case SegmentTask():
-                outline = (task.object, task.spatial_refs, task.mask)
-                return "Segment", self.segment(image, *outline, both)
-        raise InvalidRequestError(f"task: {task!r} is no task, like QueryTask")
 
-    def _prepared(
-        self,
-        request: _Q,
-        reading: Reading[_R] | Callable[[Any], _R],
-        options: HandlingOptions,
-    ) -> Prepared[_Q, _R]:
-        size, limit = request.ByteSize() + _STREAM_WRAPPER_BYTES, self._connection.max_message_bytes
-        if size > limit:
-            raise RequestTooLargeError(size, limit)
-        return Prepared(
-            request,
-            reading if isinstance(reading, Reading) else Reading(reading),
-            self._connection.call_timeout(options.get("timeout")),
-            self._connection.call_metadata(options.get("metadata")),
-        )
+def _described(name: str, task: TaskOf[Any]) -> tuple[_Skill, dict[str, Any]]:
+    """The skill of a task, and the fields that the task's message and the request of the skill's method share.
+
+    Raises InvalidRequestError, naming the argument ``name``, for a value that is not a task.
+    """
+    match task:
+        case QueryTask():
+            refs = to_spatial_refs(task.spatial_refs)
+            return _QUERY, {
+                "question": task.question,
+                "reasoning": task.reasoning,
+                "spatial_refs": refs,
+            }
+        case CaptionTask():
+            return _CAPTION, {"length": _choice("length", task.length, _CAPTION_LENGTHS)}
+        case PointTask():
+            refs = to_spatial_refs(task.spatial_refs)
+            return _POINT, {
+                "object": task.object,
+                "max_objects": task.max_objects,
+                "spatial_refs": refs,
+            }
+        case DetectTask():
+            return _DETECT, {"object": task.object, "max_objects": task.max_objects}
+        case SegmentTask():
+            return _SEGMENT, {
+                "object": task.object,
+                "spatial_refs": to_spatial_refs(task.spatial_refs),
+                "mask_format": _choice("mask", task.mask, _MASK_FORMATS),
+            }
+    raise InvalidRequestError(f"{name}: {task!r} is not a task, like QueryTask")
 
 
-def _shared(options: CallOptions) -> dict[str, Any]:
-    """Sampling and options as fields of a request; neither is set if nothing in it is."""
-    handling = _handling(options, CallOptions)
-    return {"sampling": _sampling(options), "options": handling}
+def _task(key: str, task: Task) -> pb.AnalyzeTask:
+    """Raises InvalidRequestError."""
+    skill, fields = _described(f"tasks[{key!r}]", task)
+    sampling = _sampling({name: getattr(task, name) for name in _SAMPLING})
+    message = _build(skill.task, **fields, sampling=sampling)
+    return _build(pb.AnalyzeTask, key=key, **{skill.field: message})
 
 
 def _handling(options: HandlingOptions, known: type) -> common_pb2.RequestOptions | None:
-    """None if nothing in it is set. Raises TypeError for an option that ``known`` doesn't have."""
+    """None if no option is set. Raises TypeError for an option that is not in ``known``."""
     unknown = options.keys() - known.__annotations__.keys()
     if unknown:
         raise TypeError(f"unexpected keyword argument {sorted(unknown)[0]!r}")
@@ -316,50 +383,9 @@ def _handling(options: HandlingOptions, known: type) -> common_pb2.RequestOption
 
 
 def _sampling(values: Mapping[str, Any]) -> common_pb2.Sampling | None:
-    """None if nothing in it is set."""
+    """None if no sampling option is set."""
     given = {name: values[name] for name in _SAMPLING if values.get(name) is not None}
     return _build(common_pb2.Sampling, **given) if given else None
-
-
-def _task(key: str, task: Task) -> pb.AnalyzeTask:
-    """Raises InvalidRequestError."""
-    sampling = _sampling({name: getattr(task, name) for name in _SAMPLING})
-    if isinstance(task, CaptionTask):
-        length = _choice("length", task.length, _CAPTION_LENGTHS)
-        caption = _build(pb.CaptionTask, length=length, sampling=sampling)
-        return _build(pb.AnalyzeTask, key=key, caption=caption)
-    if isinstance(task, DetectTask):
-        detect = _build(
-            pb.DetectTask, object=task.object, max_objects=task.max_objects, sampling=sampling
-        )
-        return _build(pb.AnalyzeTask, key=key, detect=detect)
-    refs = to_spatial_refs(task.spatial_refs)
-    if isinstance(task, QueryTask):
-        query = _build(
-            pb.QueryTask,
-            question=task.question,
-            reasoning=task.reasoning,
-            spatial_refs=refs,
-            sampling=sampling,
-        )
-        return _build(pb.AnalyzeTask, key=key, query=query)
-    if isinstance(task, PointTask):
-        point = _build(
-            pb.PointTask,
-            object=task.object,
-            max_objects=task.max_objects,
-            spatial_refs=refs,
-            sampling=sampling,
-        )
-        return _build(pb.AnalyzeTask, key=key, point=point)
-    segment = _build(
-        pb.SegmentTask,
-        object=task.object,
-        spatial_refs=refs,
-        mask_format=_choice("mask", task.mask, _MASK_FORMATS),
-        sampling=sampling,
-    )
-    return _build(pb.AnalyzeTask, key=key, segment=segment)
 
 
 def _choice(name: str, value: object, choices: Mapping[str, _E]) -> _E:
@@ -369,7 +395,7 @@ def _choice(name: str, value: object, choices: Mapping[str, _E]) -> _E:
 
 
 def _build(kind: Callable[..., _Q], **values: Any) -> _Q:
-    """Each field that protobuf refuses (a wrong type, a number out of the field's range) is named in the error."""
+    """Builds a message. Raises InvalidRequestError, naming the field whose type or range protobuf refuses."""
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:

@@ -223,22 +223,27 @@ def keyed(tasks: Tasks) -> dict[str, Task]:
     return read
 
 
+def read_result(task: Task, response: Any, source: ImageInput | None) -> Result:
+    """``response``: the response of the task's method."""
+    match task:
+        case QueryTask():
+            return query_result(response, source, task.question)
+        case CaptionTask():
+            return caption_result(response, source)
+        case PointTask():
+            return point_result(response, source, task.object)
+        case DetectTask():
+            return detect_result(response, source, task.object)
+        case SegmentTask():
+            return segment_result(response, source, task.object)
+
+
 def read_outcome(message: pb.TaskResult, tasks: Mapping[str, Task], source: ImageInput) -> Outcome:
-    """``tasks``: those that were asked for, by key."""
-    task = tasks.get(message.key)
-    found = getattr(task, "object", "")
-    match message.WhichOneof("outcome"):
-        case "query":
-            return query_result(message.query, source, getattr(task, "question", ""))
-        case "caption":
-            return caption_result(message.caption, source)
-        case "point":
-            return point_result(message.point, source, found)
-        case "detect":
-            return detect_result(message.detect, source, found)
-        case "segment":
-            return segment_result(message.segment, source, found)
-    return from_task_error(message.error)
+    """``tasks``: those of the request, by key."""
+    outcome = message.WhichOneof("outcome")
+    if outcome is None or outcome == "error":
+        return from_task_error(message.error)
+    return read_result(tasks[message.key], getattr(message, outcome), source)
 
 
 def analyze_result(

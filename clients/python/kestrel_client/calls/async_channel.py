@@ -1,0 +1,70 @@
+"""The gRPC channel of the asynchronous clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+import grpc
+
+from ..connection import Connection
+from ..errors import from_rpc_error
+from .prepared import Prepared, Stub
+from .streams import AsyncStream, Reading
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class AsyncChannel:
+    """Sends prepared calls of the ``stubs`` to one server from one event loop."""
+
+    def __init__(self, connection: Connection, stubs: Iterable[Stub]) -> None:
+        self._connection, self._kinds = connection, tuple(stubs)
+        self._credentials = connection.credentials()
+        # The channel belongs to the loop that uses it first. It is opened there, not here.
+        self._channel: grpc.aio.Channel | None = None
+        self._stubs: dict[Stub, Any] = {}
+
+    async def call(self, prepare: Callable[P, Prepared[R]], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Prepares a call with ``prepare(*args, **kwargs)`` in a thread and sends it. Raises what errors.py lists.
+
+        The thread is for calls with an image, which may be a file or an http(s) address. Other calls use ``send``.
+        """
+        return await self.send(await asyncio.to_thread(prepare, *args, **kwargs))
+
+    async def send(self, prepared: Prepared[R]) -> R:
+        """Sends a call and returns its result. Raises RpcError."""
+        try:
+            response = await prepared.send(self._stub(prepared.method.stub))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        return prepared.reading.result(response)
+
+    def stream(
+        self, prepare: Callable[P, Prepared[R]], *args: P.args, **kwargs: P.kwargs
+    ) -> AsyncStream[R, Any]:
+        """A stream that prepares its call in a thread when it is first used, and raises all errors of the call."""
+
+        async def start() -> tuple[Any, Reading[R]]:
+            prepared = await asyncio.to_thread(prepare, *args, **kwargs)
+            return prepared.open_stream(self._stub(prepared.method.stub)), prepared.reading
+
+        return AsyncStream(start)
+
+    async def aclose(self) -> None:
+        """Closes the connection and cancels the calls that still run. May be called again."""
+        if self._channel is not None:
+            await self._channel.close(None)
+
+    def _stub(self, kind: Stub) -> Any:
+        if self._channel is None:
+            address, options = self._connection.address, self._connection.options
+            self._channel = (
+                grpc.aio.insecure_channel(address, options)
+                if self._credentials is None
+                else grpc.aio.secure_channel(address, self._credentials, options)
+            )
+            self._stubs = {stub: stub(self._channel) for stub in self._kinds}
+        return self._stubs[kind]

@@ -1,0 +1,76 @@
+"""A call that is ready to be sent. The methods of all clients prepare one of these and hand it to their channel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+from google.protobuf.message import Message
+
+from ..connection import Connection, Metadata
+from ..errors import RequestTooLargeError
+from .streams import Reading
+
+R_co = TypeVar("R_co", covariant=True)
+R = TypeVar("R")
+Stub: TypeAlias = Callable[[Any], Any]
+"""A class of stubs: called with a channel, it gives an object with one callable for each method."""
+
+_STREAM_WRAPPER_BYTES = 16
+"""The request of a streaming method adds a tag and a length to the request of the unary one."""
+
+
+class Method(NamedTuple):
+    """A unary method of a service, and its streaming variant if there is one."""
+
+    stub: Stub
+    unary: str
+    stream: str = ""
+    stream_request: type[Message] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared(Generic[R_co]):
+    """A request, the method that takes it, and the function that reads its response."""
+
+    method: Method
+    request: Message | Iterator[Message]
+    reading: Reading[R_co]
+    handling: dict[str, Any]
+    """Keyword arguments for gRPC: ``timeout`` and ``metadata``, and ``wait_for_ready`` where it is wanted."""
+
+    def send(self, stub: Any) -> Any:
+        """Calls the unary method. Returns the response, or on an asyncio channel an awaitable of it."""
+        return getattr(stub, self.method.unary)(self.request, **self.handling)
+
+    def open_stream(self, stub: Any) -> Any:
+        """Calls the streaming method. Returns gRPC's call object."""
+        assert self.method.stream_request is not None, f"{self.method.unary} has no stream"
+        request = self.method.stream_request(request=self.request)
+        return getattr(stub, self.method.stream)(request, **self.handling)
+
+
+def prepare(
+    connection: Connection,
+    method: Method,
+    request: Message | Iterator[Message],
+    read: Reading[R] | Callable[[Any], R],
+    *,
+    timeout: float | None = None,
+    metadata: Metadata | None = None,
+    **handling: Any,
+) -> Prepared[R]:
+    """Completes a call with the timeout and metadata of the connection.
+
+    ``read`` makes the result from the response. Raises RequestTooLargeError, or InvalidRequestError for an invalid
+    timeout or invalid metadata.
+    """
+    limit = connection.max_message_bytes
+    if isinstance(request, Message):
+        size = request.ByteSize() + _STREAM_WRAPPER_BYTES
+        if size > limit:
+            raise RequestTooLargeError(size, limit)
+    handling["timeout"] = connection.call_timeout(timeout)
+    handling["metadata"] = connection.call_metadata(metadata)
+    return Prepared(method, request, read if isinstance(read, Reading) else Reading(read), handling)
