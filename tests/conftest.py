@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+
+# Every process keeps what it compiles, whatever the shell says: otherwise each process compiles all modules again, and
+# pytest rewrites the tests again. That took 15 s for each process that collects.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 if not torch.cuda.is_available():
     # Triton reads it when a kernel is defined: here its kernels run on CPU tensors, by interpretation.

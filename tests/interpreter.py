@@ -6,6 +6,7 @@ It works on names that Triton keeps to itself: where one is missing, that part o
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from typing import Any
 
@@ -20,6 +21,8 @@ def quicken(interpreter: Any) -> None:
     _remember_numpy_types(interpreter)
     _patch_once_a_launch(interpreter)
     _remember_shapes()
+    _combine_at_once(interpreter)
+    _pass_semantic(interpreter)
     _round_to_fp8(interpreter)
 
 
@@ -113,6 +116,147 @@ def _remember_shapes() -> None:
     core.block_type.__init__ = make_block
     core.tensor.__init__ = make_tensor
     semantic.broadcast_impl_value = make_alike
+
+
+def _combine_at_once(interpreter: Any) -> None:
+    """Operators on operands of one common element type need none of the rules of promotion, and numpy broadcasts by
+    itself. The result is that of the interpreter, which calls the same numpy functions after its rules."""
+    core = triton.language.core
+    tensor, constexpr, make_handle = core.tensor, core.constexpr, interpreter.TensorHandle
+    semantic = interpreter.interpreter_semantic
+    plain = {
+        "fp32": (np.float32, -math.inf, math.inf),
+        "int32": (np.int32, -(2**31), 2**31 - 1),
+        "int64": (np.int64, -(2**63), 2**63 - 1),
+        "int1": (np.bool_, 0, -1),  # No numbers.
+    }
+    kinds = {name: np.dtype(kind[0]) for name, kind in plain.items()}
+    blocks: dict[tuple[str, tuple[int, ...]], Any] = {}
+
+    def block(scalar: Any, shape: tuple[int, ...]) -> Any:
+        if (scalar.name, shape) not in blocks:
+            blocks[scalar.name, shape] = core.block_type(scalar, list(shape))
+        return blocks[scalar.name, shape]
+
+    def combine(left: Any, right: Any, function: Any, names: frozenset[str], makes: Any) -> Any:
+        """None where the operands need the interpreter's rules."""
+        left_type = left.type
+        scalar = left_type.scalar
+        name = scalar.name
+        if name not in names:
+            return None
+        is_block = left_type is not scalar
+        if type(right) is constexpr:
+            right = right.value
+        data = left.handle.data
+        if type(right) is tensor:
+            other_scalar = right.type.scalar
+            other = right.handle.data
+            if other_scalar.name != name or other.dtype is not kinds[name]:
+                return None
+            is_block = is_block or right.type is not other_scalar
+        else:
+            number, least, most = plain[name]
+            if type(right) is not int and not (type(right) is float and name == "fp32"):
+                return None
+            if not least <= right <= most:
+                return None
+            other = number(right)
+        if data.dtype is not kinds[name]:
+            return None
+        result = function(data, other)
+        made = makes or scalar
+        return tensor(make_handle(result, scalar), block(made, result.shape) if is_block else made)
+
+    def move(pointer: Any, offset: Any) -> Any:
+        scalar = pointer.type.scalar
+        if not scalar.is_ptr() or type(offset) is not tensor:
+            return None
+        offset_scalar, data = offset.type.scalar, offset.handle.data
+        if (
+            offset_scalar.name not in ("int32", "int64")
+            or data.dtype is not kinds[offset_scalar.name]
+        ):
+            return None
+        handle = interpreter.interpreter_builder.create_addptr(pointer.handle, offset.handle)
+        is_block = pointer.type is not scalar or offset.type is not offset_scalar
+        return tensor(handle, block(scalar, handle.data.shape) if is_block else scalar)
+
+    def replace(name: str, function: Any, types: str, makes: Any = None) -> None:
+        original, names = getattr(tensor, name), frozenset(types.split())
+
+        def operate(self: Any, other: Any, _semantic: Any = None) -> Any:
+            if _semantic is None:
+                result = combine(self, other, function, names, makes)
+                if result is None and name == "__add__":
+                    result = move(self, other)
+                if result is not None:
+                    return result
+            return original(self, other, _semantic=_semantic or semantic)
+
+        setattr(tensor, name, operate)
+
+    def index(self: Any, slices: Any, _semantic: Any = None) -> Any:
+        """``x[:, None]``"""
+        if (
+            _semantic is None
+            and type(slices) is tuple
+            and self.type.is_block()
+            and all(part is None or part == slice(None) for part in slices)
+        ):
+            data = self.handle.data[slices]
+            return tensor(
+                make_handle(data, self.handle.dtype.scalar), block(self.dtype, data.shape)
+            )
+        return original_index(self, slices, _semantic=_semantic or semantic)
+
+    original_index = tensor.__getitem__
+    tensor.__getitem__ = index
+    for name, function in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
+        replace(f"__{name}__", function, "fp32 int32 int64")
+        flipped = (lambda a, b: np.subtract(b, a)) if name == "sub" else function
+        replace(f"__r{name}__", flipped, "fp32 int32 int64")
+    replace("__truediv__", np.divide, "fp32")
+    for name, function in {
+        "__lt__": np.less,
+        "__le__": np.less_equal,
+        "__gt__": np.greater,
+        "__ge__": np.greater_equal,
+        "__eq__": np.equal,
+        "__ne__": np.not_equal,
+    }.items():
+        replace(name, function, "fp32 int32 int64", core.int1)
+    replace("__and__", np.bitwise_and, "int1 int32 int64")
+    replace("__or__", np.bitwise_or, "int1 int32 int64")
+
+
+def _pass_semantic(interpreter: Any) -> None:
+    """Each launch replaces some hundred functions, which it finds anew, and each call of one copies its arguments."""
+    if not hasattr(interpreter, "_patch_builtin"):
+        return
+    semantic, core = interpreter.interpreter_semantic, triton.language.core
+    found: dict[int, list[tuple[str, Any]]] = {}
+
+    def passing(member: Any) -> Any:
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        return call
+
+    def patch(package: Any, builder: Any, scope: Any) -> None:
+        if id(package) not in found:
+            found[id(package)] = [
+                (name, passing(member))
+                for name, member in inspect.getmembers(package)
+                if core.is_builtin(member)
+            ]
+        for name, member in found[id(package)]:
+            scope.set_attr(package, name, member)
+
+    interpreter._patch_builtin = patch
 
 
 def _round_to_fp8(interpreter: Any) -> None:

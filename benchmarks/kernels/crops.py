@@ -22,8 +22,8 @@ if not torch.cuda.is_available():
     # Triton reads it when a kernel is defined.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from benchmarks.device_rates import seconds_of, synchronize
-from benchmarks.report import Report, add_arguments, median
+from benchmarks.device.rates import seconds_of, synchronize
+from benchmarks.reports.report import Report, add_arguments, median
 from kestrel_engine.models.vision import num_distinct
 from kestrel_engine.preprocess.crops import new_bytes, prepare
 from kestrel_engine.preprocess.decoded_image import DecodedImage

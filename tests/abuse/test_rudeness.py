@@ -72,4 +72,6 @@ def test_rude_connections_cost_nothing_that_lasts_and_write_no_log(tmp_path: Pat
     codes = Counter(record["code"] for record in records if record.get("event") == "call")
     assert codes["OK"] >= 60, "the calls between"
     assert codes["RESOURCE_EXHAUSTED"] == EACH, "those who never read"
-    assert set(codes) <= {"OK", "RESOURCE_EXHAUSTED", "CANCELLED", "INVALID_ARGUMENT"}, codes
+    # Headers of garbage may make a call without a token.
+    refused = {"RESOURCE_EXHAUSTED", "CANCELLED", "INVALID_ARGUMENT", "UNAUTHENTICATED"}
+    assert set(codes) <= {"OK", *refused}, codes

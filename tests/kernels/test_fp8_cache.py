@@ -25,7 +25,9 @@ LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 def units(request, monkeypatch):
     """Both ways to widen, where the device has both."""
     for module in ("paged_decode", "paged_text"):
-        monkeypatch.setattr(f"kestrel_engine.kernels.{module}.has_units", lambda _: request.param)
+        monkeypatch.setattr(
+            f"kestrel_engine.kernels.attention.{module}.has_units", lambda _: request.param
+        )
 
 
 def quantised(x, scale):
