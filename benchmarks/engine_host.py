@@ -19,7 +19,6 @@ import numpy as np
 from kestrel_engine.runtime.protocol import StepHandle
 from kestrel_engine.scheduler.budget import StepBudget
 from kestrel_engine.scheduler.policy import SchedulerPolicy
-from kestrel_engine.scheduler.sequence import Sequence
 from kestrel_engine.skills.answer import AnswerControl, AnswerOutput
 from kestrel_engine.skills.base import SkillContext
 from kestrel_engine.steps.delivery import Delivery, DeliveryThread
@@ -28,7 +27,7 @@ from kestrel_engine.types.events import StreamUpdate
 from kestrel_engine.types.model_config import parse_model_config
 from kestrel_engine.types.requests import ImageBlock, PreparedImage, SamplingParams
 from kestrel_engine.types.step import RuntimeLimits, StepPlan, StepResult, StepToken
-from kestrel_engine.types.timings import RequestTimings
+from kestrel_engine.types.submission import Submission
 from kestrel_grpc.process.interpreter import GC_THRESHOLDS
 
 from .reports.report import Report, add_arguments, median, quantile
@@ -102,7 +101,7 @@ def work(number: int, max_tokens: int, context: SkillContext) -> Work:
     """A caption of a picture that nobody else asks about."""
     image = PreparedImage(f"p{number}", np.zeros((2, 1, 1, 3), np.uint8), (1, 1), 1, 1)
     control = AnswerControl(context)
-    sequence = Sequence(
+    submission = Submission(
         sequence_id=number,
         prompt=(0, ImageBlock(image.key, PREFIX - 1), 1, 2, 3),
         image=image,
@@ -113,7 +112,7 @@ def work(number: int, max_tokens: int, context: SkillContext) -> Work:
         deadline_at=time.monotonic() + 3600,
     )
     output = CountingOutput("caption", context)
-    return Work(str(number), sequence, control, output, RequestTimings(time.monotonic()))
+    return Work(str(number), submission, control, output)
 
 
 def measure(batch_size: int, queue_length: int, num_steps: int) -> dict[str, float | int | str]:

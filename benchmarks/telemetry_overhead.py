@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, TraceIdRatioBased
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import EngineMetrics, RequestEvent, StepEvent
+from kestrel_engine import EngineMetrics, RequestEvent, SchedulerStats, StepEvent
 from kestrel_grpc.edge.call import Call, Metadata
 from kestrel_grpc.telemetry.metrics import ServiceMetrics
 from kestrel_grpc.telemetry.opening import Telemetry
@@ -67,14 +67,7 @@ def step(now: float, step_id: int) -> StepEvent:
         request_ids=("r",),
         encoded_request_ids=("r",) if step_id == 0 else (),
         failed=False,
-        running=16,
-        waiting=0,
-        pages_free=1,
-        pages_cached=1,
-        pages_total=2,
-        preemptions=0,
-        cached_positions=0,
-        prompt_positions=0,
+        stats=SchedulerStats(running=16, pages_free=1, pages_cached=1, pages_total=2),
         num_tokens=16,
         token_gaps=((0.003, 15), (0.006, 1)),
     )

@@ -48,7 +48,7 @@ from .settings import Setting, SettingGroup, check_settings, default_of, setting
 from .skills.base import SkillSpec
 from .skills.registry import SkillRegistry
 from .types.events import EngineMetrics, EngineResult, FinishReason, StreamUpdate
-from .types.info import EngineInfo, LoadTimes
+from .types.info import EngineInfo, LoadTimes, SchedulerStats
 from .types.observer import ImageEvent, Observer, RequestEvent, StepEvent
 from .types.requests import PreparedImage
 
@@ -93,6 +93,7 @@ __all__ = [
     "RequestEvent",
     "RuntimeConfig",
     "RuntimeFailure",
+    "SchedulerStats",
     "Setting",
     "SettingGroup",
     "SkillFault",

@@ -40,18 +40,18 @@ from .preprocess.pool import PreprocessPool
 from .runtime.gpu.memory import out_of_memory
 from .runtime.profile import Profile
 from .scheduler.budget import StepBudget
-from .scheduler.policy import SchedulerPolicy, SchedulerStats
-from .scheduler.sequence import Sequence
+from .scheduler.policy import SchedulerPolicy
 from .skills.base import SkillContext, SkillDefaults, SkillRequest
 from .skills.registry import SkillRegistry
 from .skills.rule_check import RuleCheck, check_prompt
 from .steps.delivery import Delivery, DeliveryThread
 from .steps.loop import EngineLoop, Work
 from .types.events import EngineMetrics, EngineResult, StreamUpdate
-from .types.info import CompileCounts, EngineInfo, PlaceCounts
+from .types.info import CompileCounts, EngineInfo, PlaceCounts, SchedulerStats
 from .types.observer import ImageEvent, Observer
 from .types.requests import ImageBlock, PreparedImage, Prompt, num_positions
-from .types.timings import RequestTimings
+from .types.submission import Submission
+from .types.timings import FrontTimings
 
 __all__ = ["EngineMetrics", "EngineResult", "EngineStream", "InferenceEngine", "StreamUpdate"]
 
@@ -178,7 +178,7 @@ class InferenceEngine(SkillCalls):
 
     @property
     def stats(self) -> SchedulerStats:
-        """Who runs and waits on the device, and its pages, now. From any thread."""
+        """Requests in the batch, requests that wait for it, and KV pages, now. From any thread."""
         return self._loop.stats
 
     @property
@@ -237,16 +237,14 @@ class InferenceEngine(SkillCalls):
     ) -> EngineStream:
         """``submit`` for a request that has its place."""
         now = time.monotonic()
-        timings = RequestTimings(accepted_at=now)
+        timings = FrontTimings(accepted_at=now)
         spec = self._skills.get(skill)
         request = spec.build(arguments or {}, settings or {}, self._context)
         if image is None and request.needs_image:
             raise InvalidRequest("image", "is required")
-        prepared = (
-            await self._prepare(image, timings, timeout_s, cache_salt, place)
-            if image is not None
-            else None
-        )
+        prepared = None
+        if image is not None:
+            prepared, timings = await self._prepare(image, now, timeout_s, cache_salt, place)
         self._check_alive()
         prompt = self._prompt(request, prepared)
         max_tokens = self._token_limit(request, num_positions(prompt))
@@ -255,7 +253,7 @@ class InferenceEngine(SkillCalls):
         output = spec.new_output(request, self._context)
         sequence_id = next(self._ids)
         bounds = [b for b in (timeout_s, self._config.max_queue_wait_s) if b is not None]
-        sequence = Sequence(
+        submission = Submission(
             sequence_id=sequence_id,
             prompt=prompt,
             image=prepared,
@@ -271,13 +269,13 @@ class InferenceEngine(SkillCalls):
         )
         stream = EngineStream(request_id, lambda: self._loop.abort(sequence_id))
         give_back = partial(self._places.give_back, place)
-        opened = OpenRequest(skill, stream, timings, sequence, num_positions(prompt), give_back)
+        opened = OpenRequest(skill, stream, timings, submission, give_back)
         self._open.add(sequence_id, opened)
-        place.is_waiting = lambda: sequence.admitted_at is None
+        place.is_waiting = lambda: opened.admitted_at is None
         place.displace = lambda error: self._loop.refuse(sequence_id, error)
         self._idle.clear()
         queue_limited = bool(bounds) and min(bounds) != timeout_s
-        self._loop.submit(Work(request_id, sequence, control, output, timings, queue_limited))
+        self._loop.submit(Work(request_id, submission, control, output, queue_limited))
         return stream
 
     async def prepare_image(
@@ -296,10 +294,11 @@ class InferenceEngine(SkillCalls):
         ``submit``. Raises ImageError, InvalidRequest, EngineOverloaded, DeadlineExceeded, EngineClosed."""
         check_timeout(timeout_s)
         place = self._take_place(principal, weight, priority)
-        timings = RequestTimings(accepted_at=time.monotonic())
+        now = time.monotonic()
+        timings = FrontTimings(accepted_at=now)
         prepared, error = None, ""
         try:
-            prepared = await self._prepare(image, timings, timeout_s, cache_salt, place)
+            prepared, timings = await self._prepare(image, now, timeout_s, cache_salt, place)
             return prepared
         except BaseException as failed:
             error = type(failed).__name__
@@ -413,14 +412,14 @@ class InferenceEngine(SkillCalls):
     async def _prepare(
         self,
         image: Any,
-        timings: RequestTimings,
+        accepted_at: float,
         timeout_s: float | None,
         cache_salt: str,
         place: Place,
-    ) -> PreparedImage:
+    ) -> tuple[PreparedImage, FrontTimings]:
         """Raises Displaced besides, if the request loses its place meanwhile."""
         if isinstance(image, PreparedImage):
-            return image
+            return image, FrontTimings(accepted_at=accepted_at)
         self._preparing += 1
         self._idle.clear()
         try:
@@ -434,12 +433,15 @@ class InferenceEngine(SkillCalls):
         finally:
             self._preparing -= 1
             self._note_idle()
-        timings.preprocess_s = prepared.seconds
-        timings.prepared_at = time.monotonic()
-        return prepared.image
+        timings = FrontTimings(
+            accepted_at=accepted_at,
+            preprocess_s=prepared.seconds,
+            prepared_at=time.monotonic(),
+        )
+        return prepared.image, timings
 
     def _observe_image(
-        self, request_id: str, timings: RequestTimings, image: PreparedImage | None, error: str
+        self, request_id: str, timings: FrontTimings, image: PreparedImage | None, error: str
     ) -> None:
         if self._observer is None:
             return

@@ -27,9 +27,8 @@ from kestrel_engine import (
     StepEvent,
     StreamUpdate,
 )
-from kestrel_engine.scheduler.policy import SchedulerStats
 from kestrel_engine.steps import delivery
-from kestrel_engine.types.info import CompileCounts
+from kestrel_engine.types.info import CompileCounts, SchedulerStats
 
 from .cpu_window import Window, WindowKeeper
 
@@ -71,16 +70,7 @@ class CannedEngine:
     ) -> None:
         self.info = info
         self.is_ready = True
-        self.stats = SchedulerStats(
-            running=0,
-            waiting=0,
-            pages_free=1,
-            pages_cached=0,
-            pages_total=1,
-            preemptions=0,
-            cached_positions=0,
-            prompt_positions=0,
-        )
+        self.stats = SchedulerStats(pages_free=1, pages_total=1)
         self.compiled = CompileCounts()
         self.num_requests = 0
         self._step_s, self._streams, self._observer = step_s, streams, observer
@@ -248,14 +238,7 @@ def _step_event(running: list[_Request], step_id: int, now: float, step_s: float
         request_ids=tuple([request.stream.request_id for request in running]),
         encoded_request_ids=(),
         failed=False,
-        running=len(running),
-        waiting=0,
-        pages_free=1,
-        pages_cached=0,
-        pages_total=1,
-        preemptions=0,
-        cached_positions=0,
-        prompt_positions=0,
+        stats=SchedulerStats(running=len(running), pages_free=1, pages_total=1),
         num_tokens=len(running),
         token_gaps=((step_s, len(running)),),
     )

@@ -73,7 +73,7 @@ class ProbedServer(KestrelServer):
             admitted=admission.calls,
             held_bytes=self.guard.held_bytes,
             requests=engine.num_requests,
-            lost_pages=stats.pages_total - stats.pages_free - stats.pages_cached,
+            lost_pages=stats.pages_held,
             open_traces=0 if self.telemetry is None else self.telemetry.num_open_traces,
         )
 

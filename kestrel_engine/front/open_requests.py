@@ -1,6 +1,6 @@
 """OpenRequests: the requests that were accepted and whose outcome has not come back.
 
-Owns their streams, on the event loop; turns deliveries into updates and results, and tells the observer of each end.
+Owns their streams, on the event loop. Turns deliveries into updates and results, and calls the observer at each end.
 Knows no scheduler and no runtime.
 """
 
@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable
 
 from ..errors import KestrelError
-from ..scheduler.sequence import Sequence
-from ..steps.delivery import Delivery, Finished
+from ..steps.delivery import Delivery, RequestEnd
 from ..types.events import EngineMetrics, EngineResult
 from ..types.observer import Observer, RequestEvent
-from ..types.timings import RequestTimings
+from ..types.requests import num_positions
+from ..types.submission import Submission
+from ..types.timings import FrontTimings, StepTimings, metrics_of
 from .stream import EngineStream
 
 logger = logging.getLogger(__name__)
@@ -24,25 +25,19 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(slots=True)
 class OpenRequest:
-    """One of them; ``input_tokens`` counts prompt positions."""
+    """A request as the event loop sees it. ``on_end`` is called when it has ended."""
 
     skill: str
     stream: EngineStream
-    timings: RequestTimings
-    sequence: Sequence
-    input_tokens: int
+    timings: FrontTimings
+    submission: Submission
     on_end: Callable[[], None]
-
-    def metrics(self, output_tokens: int) -> EngineMetrics:
-        return self.timings.metrics(
-            input_tokens=self.input_tokens,
-            output_tokens=output_tokens,
-            cached_tokens=self.sequence.num_cached,
-        )
+    admitted_at: float | None = None
+    """When the scheduler first took the request into the batch, as far as reported."""
 
     @property
     def image_size(self) -> tuple[int, int] | None:
-        image = self.sequence.image
+        image = self.submission.image
         return None if image is None else (image.width, image.height)
 
 
@@ -66,53 +61,63 @@ class OpenRequests:
         return [i for i, r in self._open.items() if r.stream.request_id == request_id]
 
     def deliver(self, deliveries: list[Delivery]) -> None:
-        """Hands out what steps did. What is said of a request that has ended is dropped."""
+        """Passes deliveries to their requests. A delivery for a request that has ended is dropped."""
         for delivery in deliveries:
             request = self._open.get(delivery.sequence_id)
             if request is None:
                 continue
+            if delivery.admitted_at is not None:
+                request.admitted_at = delivery.admitted_at
             if delivery.updates:
                 request.stream.push(delivery.updates)
-            if delivery.outcome is not None:
+            if delivery.end is not None:
                 del self._open[delivery.sequence_id]
-                self._end(request, delivery.outcome)
+                self._end(request, delivery.end)
         self._on_end()
 
     def fail_all(self, error: KestrelError) -> None:
+        """Ends all open requests without the step thread."""
         requests, self._open = self._open, {}
+        now = time.monotonic()
         for request in requests.values():
-            self._end(request, error)
+            timings = StepTimings(scheduled_at=request.admitted_at, finished_at=now)
+            self._end(request, RequestEnd(error, timings))
         self._on_end()
 
-    def _end(self, request: OpenRequest, outcome: Finished | KestrelError) -> None:
+    def _end(self, request: OpenRequest, end: RequestEnd) -> None:
         request.on_end()
-        timings = request.timings
-        if timings.finished_at is None:  # The step thread never got to its end.
-            timings.scheduled_at = request.sequence.admitted_at
-            timings.finished_at = time.monotonic()
+        outcome = end.outcome
+        token_ids = () if isinstance(outcome, KestrelError) else outcome.token_ids
+        metrics = metrics_of(
+            request.timings,
+            end.timings,
+            input_tokens=num_positions(request.submission.prompt),
+            output_tokens=len(token_ids),
+        )
+        self._observe(request, end, metrics)
         if isinstance(outcome, KestrelError):
-            self._observe(request, request.metrics(0), error=type(outcome).__name__)
             request.stream.fail(outcome)
             return
         result = EngineResult(
             request_id=request.stream.request_id,
             output=outcome.output,
             finish_reason=outcome.reason,
-            token_ids=outcome.token_ids,
-            metrics=request.metrics(len(outcome.token_ids)),
+            token_ids=token_ids,
+            metrics=metrics,
             model=self._model,
             image_size=request.image_size,
-            seed=request.sequence.sampling.seed,
+            seed=request.submission.sampling.seed,
         )
-        self._observe(request, result.metrics, reason=result.finish_reason)
         request.stream.finish(result)
 
-    def _observe(
-        self, request: OpenRequest, metrics: EngineMetrics, *, reason: str = "", error: str = ""
-    ) -> None:
+    def _observe(self, request: OpenRequest, end: RequestEnd, metrics: EngineMetrics) -> None:
         if self._observer is None:
             return
-        timings, image = request.timings, request.sequence.image
+        image, outcome = request.submission.image, end.outcome
+        if isinstance(outcome, KestrelError):
+            reason, error = "", type(outcome).__name__
+        else:
+            reason, error = outcome.reason, ""
         event = RequestEvent(
             request_id=request.stream.request_id,
             skill=request.skill,
@@ -121,13 +126,13 @@ class OpenRequests:
             metrics=metrics,
             image_size=request.image_size,
             num_crops=0 if image is None else image.num_crops,
-            accepted_at=timings.accepted_at,
-            prepared_at=timings.prepared_at,
-            scheduled_at=timings.scheduled_at,
-            first_token_at=timings.first_token_at,
-            finished_at=timings.finished_at or time.monotonic(),
+            accepted_at=request.timings.accepted_at,
+            prepared_at=request.timings.prepared_at,
+            scheduled_at=end.timings.scheduled_at,
+            first_token_at=end.timings.first_token_at,
+            finished_at=end.timings.finished_at,
         )
         try:
             self._observer.on_request(event)
-        except Exception:  # What measures must not disturb what it measures.
+        except Exception:  # A fault of the observer must not change what it observes.
             logger.exception("the observer failed on request %s", event.request_id)

@@ -20,12 +20,13 @@ class Runtime(Protocol):
         ...
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Enqueues a step and returns without waiting for the device."""
+        """Enqueues a step and returns without waiting for the device. Raises MemoryError if the device is full."""
         ...
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Waits for this step only. A row whose numbers are not finite is named in the result, the other rows are good.
-        Raises what the step raised; the pages it touched then hold garbage."""
+        Raises what the step raised, MemoryError if the device has no memory left; the pages that the step touched then
+        hold garbage."""
         ...
 
     def close(self) -> None:

@@ -36,6 +36,7 @@ from ..types.step import (
 from .batch import Batch, build_batch, known
 from .kv_cache import KvCache
 from .lost_work import LostWork
+from .out_of_memory import raise_as_memory_error
 from .protocol import StepHandle
 from .sampler import sample
 
@@ -132,8 +133,9 @@ class TorchRuntime:
         plan = self._lost.without(plan)
         try:
             return self._step(plan)
-        except BaseException:
+        except BaseException as error:
             self._lost.note(plan)
+            raise_as_memory_error(error)
             raise
 
     @torch.inference_mode()

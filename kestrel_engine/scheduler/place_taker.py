@@ -37,7 +37,8 @@ class PlaceTaker:
         if not givers:
             return None
         return max(
-            givers, key=lambda s: (s.priority, not s.needs_prefill, s.arrived_at, s.sequence_id)
+            givers,
+            key=lambda s: (s.priority, not s.needs_prefill, s.submission.arrived_at, s.sequence_id),
         )
 
     def took(self) -> None:

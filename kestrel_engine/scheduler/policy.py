@@ -1,4 +1,4 @@
-"""The scheduler's settings, and what it tells about itself."""
+"""The scheduler's settings."""
 
 from __future__ import annotations
 
@@ -20,17 +20,3 @@ class SchedulerPolicy:
     yield_s_per_position: float = 1e-3
     """For each position left of its prompt a text is computed after shorter ones that came so much later: a question
     of five words need not wait for documents."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerStats:
-    """A snapshot, and counts since the start."""
-
-    running: int
-    waiting: int
-    pages_free: int
-    pages_cached: int
-    pages_total: int
-    preemptions: int
-    cached_positions: int
-    prompt_positions: int

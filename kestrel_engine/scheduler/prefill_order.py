@@ -39,16 +39,15 @@ class PrefillOrder:
         assert sequence.account is not None
         if self._shares.is_over(sequence.account):
             return False
-        since = sequence.arrived_at if sequence.admitted_at is None else sequence.admitted_at
-        return sequence.priority == 0 or now - since > sequence.priority * self._policy.aging_s
+        waited = now - sequence.queued_since
+        return sequence.priority == 0 or waited > sequence.priority * self._policy.aging_s
 
     def _text_rank(self, sequence: Sequence) -> float:
         """Seconds: the instant of admission, put off by priority as in the queue and by what is left to compute. None
         starves, for those that come much later rank behind whatever their length."""
         left = len(sequence.tokens) - sequence.cursor
         delay = sequence.priority * self._policy.aging_s + left * self._policy.yield_s_per_position
-        since = sequence.arrived_at if sequence.admitted_at is None else sequence.admitted_at
-        return since + delay
+        return sequence.queued_since + delay
 
     @staticmethod
     def _in_turns(ordered: list[Sequence]) -> list[Sequence]:

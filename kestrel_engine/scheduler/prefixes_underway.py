@@ -19,7 +19,7 @@ class PrefixesUnderway:
         """Names the prefix of ``sequence``; None if it has none that could be shared."""
         if sequence.image is None or not self._shared:
             return None
-        return (sequence.namespace, sequence.image.key)
+        return (sequence.submission.namespace, sequence.image.key)
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._computing

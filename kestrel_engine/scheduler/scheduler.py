@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 
+from ..types.info import SchedulerStats
 from ..types.requests import PreparedImage
 from ..types.step import (
     PREVIOUS,
@@ -30,12 +31,13 @@ from ..types.step import (
     StepToken,
     TokenRule,
 )
+from ..types.submission import Submission
 from .audit import check_holdings, check_phases
 from .budget import Allowance, Pacer
 from .pages import PagePool
 from .pictures import Pictures
 from .place_taker import PlaceTaker
-from .policy import SchedulerPolicy, SchedulerStats
+from .policy import SchedulerPolicy
 from .prefill_order import PrefillOrder
 from .prefix_cache import PrefixCache
 from .prefixes_underway import PrefixesUnderway
@@ -66,6 +68,7 @@ class Scheduler:
         self._out: deque[tuple[StepPlan, list[Scheduled], bool]] = deque()
         """Plans, their rows, and whether favoured sequences have them for themselves."""
         self._ended: list[int] = []
+        self._admitted: list[Sequence] = []
         self._next_step_id = 0
         self._pacer = Pacer(self._policy.budget)
         self._preemptions = self._cached_positions = self._prompt_positions = 0
@@ -95,15 +98,17 @@ class Scheduler:
             and self._num_pages(positions) <= self._limits.num_pages
         )
 
-    def add(self, sequence: Sequence) -> None:
-        """Queues a new sequence that ``fits``."""
-        assert sequence.phase is Phase.WAITING and sequence.sequence_id not in self._sequences
-        assert self.fits(sequence.num_prompt_positions, sequence.max_tokens), (
+    def add(self, submission: Submission) -> Sequence:
+        """Queues a new sequence, which must be one that ``fits``, and returns it."""
+        sequence = Sequence(submission)
+        assert sequence.sequence_id not in self._sequences
+        assert self.fits(sequence.num_prompt_positions, submission.max_tokens), (
             "callers check fits() first"
         )
-        sequence.account = self._shares.enter(sequence.principal, sequence.weight)
+        sequence.account = self._shares.enter(submission.principal, submission.weight)
         self._sequences[sequence.sequence_id] = sequence
         self._queue.add(sequence)
+        return sequence
 
     def abort(self, sequence_id: int) -> None:
         """Ends a sequence in any phase, also while a step that computes it is out, and frees its pages. What it
@@ -115,6 +120,11 @@ class Scheduler:
     def expired(self, now: float) -> list[int]:
         """Sequences that wait and whose deadline has passed; the caller ends them."""
         return self._queue.expired(now)
+
+    def take_admitted(self) -> list[Sequence]:
+        """Sequences that were admitted for the first time since the last call."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next step, or None if nothing can be computed now. commit() or fail_step() must follow, in order."""
@@ -179,7 +189,7 @@ class Scheduler:
     def resume(self, sequence_id: int, rule: TokenRule) -> None:
         """Sets the rule of the next token, which may be before the tokens in flight have come back."""
         sequence = self._sequences[sequence_id]
-        assert sequence.num_planned < sequence.max_tokens, (
+        assert sequence.num_planned < sequence.submission.max_tokens, (
             f"sequence {sequence_id} is at its limit of tokens"
         )
         sequence.rule = rule
@@ -246,7 +256,7 @@ class Scheduler:
         ready = [s for s in self._turns.of(self._running.values()) if s.can_decode]
         if self._pool.num_free < len(ready):
             # Pages may run out: those who would be preempted last are served first.
-            ready.sort(key=lambda s: (s.priority, s.arrived_at, s.sequence_id))
+            ready.sort(key=_preemption_rank)
         rows = []
         served: set[int] = set()
         for sequence in ready:
@@ -266,7 +276,7 @@ class Scheduler:
                 return True
             # Whoever has a row in this step keeps its pages: two rows must not write to one page.
             candidates = [s for i, s in self._running.items() if i not in served]
-            victim = max(candidates, key=lambda s: (s.priority, s.arrived_at, s.sequence_id))
+            victim = max(candidates, key=_preemption_rank)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -396,7 +406,8 @@ class Scheduler:
     def _must_wait_for(self, sequence: Sequence, prefix: Hashable) -> bool:
         size = self._limits.page_size
         atoms = sequence.atoms(size, sequence.image_prefix // size)
-        return prefix in self._underway and not self._cache.contains(sequence.namespace, atoms)
+        namespace = sequence.submission.namespace
+        return prefix in self._underway and not self._cache.contains(namespace, atoms)
 
     def _take_pages(self, sequence: Sequence, now: float) -> bool:
         """Reserves the pages of all tokens there are, cached ones shared; False, and nothing held, if they are too few.
@@ -407,7 +418,7 @@ class Scheduler:
         total = sequence.num_positions
         # At least one position is computed, or there would be nothing to sample from.
         atoms = sequence.atoms(size, (total - 1) // size) if self._policy.prefix_cache else []
-        match = self._cache.match(sequence.namespace, atoms)
+        match = self._cache.match(sequence.submission.namespace, atoms)
         needed = self._num_pages(total) - len(match.pages)
         if needed + len(self._running) > self._pool.num_free + self._cache.num_evictable:
             if match.node is not None:
@@ -424,6 +435,7 @@ class Scheduler:
         sequence.cursor = sequence.num_scheduled - skipped if match.num_atoms else 0
         if sequence.admitted_at is None:
             sequence.admitted_at = now
+            self._admitted.append(sequence)
             sequence.num_cached = sequence.num_scheduled
             self._cached_positions += sequence.num_scheduled
             self._prompt_positions += total
@@ -445,7 +457,8 @@ class Scheduler:
         sample: SampleSpec | None = None
         if sequence.cursor == len(sequence.tokens):
             assert sequence.rule is not None and not (is_prefill and sequence.in_flight)
-            sample = SampleSpec(sequence.rule, sequence.sampling, draw=sequence.num_planned)
+            sampling = sequence.submission.sampling
+            sample = SampleSpec(sequence.rule, sampling, draw=sequence.num_planned)
             sequence.rule = None
             sequence.in_flight += 1
             sequence.tokens.append(PREVIOUS)
@@ -470,7 +483,8 @@ class Scheduler:
             count = sequence.num_committed // size
             atoms = sequence.atoms(size, count)
             num_pages = sum(atom.num_pages for atom in atoms)
-            node = self._cache.insert(sequence.namespace, atoms, sequence.pages[:num_pages])
+            namespace = sequence.submission.namespace
+            node = self._cache.insert(namespace, atoms, sequence.pages[:num_pages])
             if sequence.node is not None:
                 self._cache.unlock(sequence.node)
             sequence.node = node
@@ -511,3 +525,8 @@ class Scheduler:
         self._shares.leave(sequence.account)
         del self._sequences[sequence.sequence_id]
         self._ended.append(sequence.sequence_id)
+
+
+def _preemption_rank(sequence: Sequence) -> tuple[int, float, int]:
+    """The running sequence with the greatest rank is preempted first."""
+    return sequence.priority, sequence.submission.arrived_at, sequence.sequence_id

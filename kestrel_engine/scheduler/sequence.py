@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable
-from dataclasses import dataclass, field
 
-from ..types.requests import ImageBlock, PreparedImage, Prompt, SamplingParams, Token, num_positions
-from ..types.step import PREVIOUS, Previous, StepToken, TokenRule
+from ..types.requests import ImageBlock, PreparedImage, Token, num_positions
+from ..types.step import PREVIOUS, Previous, StepToken
+from ..types.submission import Submission
 from .prefix_cache import Atom, Node
 from .shares import Account
-
-NUM_PRIORITIES = 3
-"""0 is the best, 1 the default, 2 the least."""
 
 
 class Phase(enum.Enum):
@@ -31,66 +27,85 @@ _LEGAL = {
 }
 
 
-@dataclass(slots=True, eq=False)
 class Sequence:
-    """What is asked for (fixed), and how far it is (owned by the scheduler).
+    """How far the scheduler is with one submission. The step thread alone reads and changes it.
 
     ``tokens``: the prompt, then the sampled tokens as they are fed; PREVIOUS stands for one that has not come back.
     Everything before ``cursor`` was scheduled; prefill and decode are the same thing with other numbers.
     """
 
-    sequence_id: int
-    prompt: Prompt
-    image: PreparedImage | None
-    sampling: SamplingParams
-    rule: TokenRule | None
-    """For the next token to be sampled; None: not known until a token has come back."""
-    max_tokens: int
-    """Most tokens that will ever be sampled."""
-    namespace: Hashable = ""
-    """Prefixes are shared within a namespace only."""
-    principal: str = ""
-    """Who asked: work is shared out among principals by ``weight``."""
-    weight: float = 1.0
-    priority: int = 1
-    arrived_at: float = 0.0
-    deadline_at: float | None = None
-    """Not taken up after that; the scheduler's clock."""
+    __slots__ = (
+        "_page_table",
+        "account",
+        "admitted_at",
+        "cursor",
+        "epoch",
+        "in_flight",
+        "node",
+        "num_cached",
+        "num_committed",
+        "num_sampled",
+        "num_scheduled",
+        "num_shared_pages",
+        "pages",
+        "phase",
+        "rule",
+        "sequence_id",
+        "submission",
+        "tokens",
+        "uses_picture",
+    )
 
-    account: Account | None = None
-    """The principal's, while the scheduler has the sequence."""
-    phase: Phase = Phase.WAITING
-    tokens: list[Token | Previous] = field(default_factory=list)
-    cursor: int = 0
-    num_scheduled: int = 0
-    """Positions before ``cursor``."""
-    num_committed: int = 0
-    """Positions whose step has come back."""
-    pages: list[int] = field(default_factory=list)
-    num_shared_pages: int = 0
-    """Of them, the first ones that came from the prefix cache when it was last admitted; it writes to the others."""
-    node: Node | None = None
-    """The cached prefix that this sequence locks."""
-    epoch: int = 0
-    """Counts preemptions: what was scheduled in an earlier epoch computes nothing in this one."""
-    in_flight: int = 0
-    """Tokens asked for that have not come back."""
-    num_sampled: int = 0
-    """Tokens that have come back."""
-    admitted_at: float | None = None
-    """When it was first admitted."""
-    num_cached: int = 0
-    """Positions taken from the prefix cache then."""
-    uses_picture: bool = False
-    _page_table: tuple[int, ...] = ()
+    def __init__(self, submission: Submission) -> None:
+        self.submission = submission
+        self.sequence_id = submission.sequence_id
+        self.account: Account | None = None
+        """The principal's, while the scheduler has the sequence."""
+        self.phase = Phase.WAITING
+        self.tokens: list[Token | Previous] = list(submission.prompt)
+        self.rule = submission.rule
+        """For the next token to be sampled; None: not known until a token has come back."""
+        self.cursor = 0
+        self.num_scheduled = 0
+        """Positions before ``cursor``."""
+        self.num_committed = 0
+        """Positions whose step has come back."""
+        self.pages: list[int] = []
+        self.num_shared_pages = 0
+        """The first so many of ``pages`` came from the prefix cache at the last admission. The sequence writes to the
+        others."""
+        self.node: Node | None = None
+        """The cached prefix that this sequence locks."""
+        self.epoch = 0
+        """Counts preemptions: what was scheduled in an earlier epoch computes nothing in this one."""
+        self.in_flight = 0
+        """Tokens asked for that have not come back."""
+        self.num_sampled = 0
+        """Tokens that have come back."""
+        self.admitted_at: float | None = None
+        """The instant of the first admission."""
+        self.num_cached = 0
+        """Positions that the first admission took from the prefix cache."""
+        self.uses_picture = False
+        """The sequence needs its image's embedding: it computes the image prefix."""
+        self._page_table: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        assert 0 <= self.priority < NUM_PRIORITIES, self.priority
-        self.tokens = list(self.prompt)
+    @property
+    def queued_since(self) -> float:
+        """The instant of the first admission, or of arrival before it."""
+        return self.submission.arrived_at if self.admitted_at is None else self.admitted_at
 
     @property
     def is_waiting(self) -> bool:
         return self.phase is Phase.WAITING
+
+    @property
+    def image(self) -> PreparedImage | None:
+        return self.submission.image
+
+    @property
+    def priority(self) -> int:
+        return self.submission.priority
 
     @property
     def image_key(self) -> str | None:
@@ -98,7 +113,7 @@ class Sequence:
 
     @property
     def num_prompt_positions(self) -> int:
-        return num_positions(self.prompt)
+        return num_positions(self.submission.prompt)
 
     @property
     def num_planned(self) -> int:
@@ -108,7 +123,8 @@ class Sequence:
     @property
     def image_prefix(self) -> int:
         """Positions of the block that attends in both directions and is computed whole; 0 without a picture."""
-        block = self.prompt[1] if len(self.prompt) > 1 else None
+        prompt = self.submission.prompt
+        block = prompt[1] if len(prompt) > 1 else None
         return 1 + block.num_positions if isinstance(block, ImageBlock) else 0
 
     @property
@@ -124,7 +140,7 @@ class Sequence:
             left == 1
             and self.cursor > 0
             and self.rule is not None
-            and self.num_sampled + self.in_flight < self.max_tokens
+            and self.num_planned < self.submission.max_tokens
         )
 
     @property
@@ -172,7 +188,7 @@ class Sequence:
 
     def take(self, token: StepToken) -> None:
         """Notes a sampled token where its place was kept."""
-        index = len(self.prompt) + self.num_sampled
+        index = len(self.submission.prompt) + self.num_sampled
         assert self.tokens[index] is PREVIOUS, (
             f"sequence {self.sequence_id} expects no token at {index}"
         )

@@ -14,7 +14,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 
-from .sequence import NUM_PRIORITIES, Sequence
+from ..types.submission import NUM_PRIORITIES
+from .sequence import Sequence
 from .shares import Account, Shares
 
 _SPARE_ENTRIES = 8
@@ -117,8 +118,9 @@ class WaitingQueue:
         """Behind what its principal has waiting at its priority."""
         account = self._enter(sequence)
         self._levels[sequence.priority].flow(account)[sequence.sequence_id] = sequence
-        if sequence.deadline_at is not None:
-            heapq.heappush(self._deadlines, (sequence.deadline_at, sequence.sequence_id))
+        deadline_at = sequence.submission.deadline_at
+        if deadline_at is not None:
+            heapq.heappush(self._deadlines, (deadline_at, sequence.sequence_id))
 
     def add_first(self, sequence: Sequence) -> None:
         """Ahead of what its principal has waiting at its priority: it was taken before."""
@@ -135,7 +137,7 @@ class WaitingQueue:
                 continue
             account = sequence.account
             assert account is not None
-            waited = now - max(sequence.arrived_at, level.served_at)
+            waited = now - max(sequence.submission.arrived_at, level.served_at)
             priority = sequence.priority if has_place_left(account) else NUM_PRIORITIES - 1
             rank = (priority - waited / self._aging_s, account.used)
             if rank < best_rank:

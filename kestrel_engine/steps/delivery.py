@@ -1,12 +1,12 @@
 """DeliveryThread: from sampled tokens to updates, beside the step thread.
 
-Owns the skill outputs (detokenising, paths, objects) and how often streams hear of them. The step thread puts one batch
-a step into its queue and goes on; what comes out goes to ``deliver``, one call for all streams. Knows no scheduler,
-runtime or event loop.
+Owns the skill outputs (text, points, paths) and how often streams get updates. The step thread puts one batch a step
+into its queue and goes on. The results go to ``deliver``, one call for all streams. Knows no scheduler, runtime or
+event loop.
 
-Whoever reads streams pays for every update, not for its length: a gRPC message takes some 50 us of the interpreter that
-the step thread needs too. So the next call waits a while for every stream that the last one woke: 64 streams hear
-of two or three steps at once, a few of each step at once. A request's first token and its end never wait.
+The event loop pays for every update, not for its length: a gRPC message takes some 50 us of the interpreter that the
+step thread needs too. So the next call waits a while for every stream that the last one woke: 64 streams get two or
+three steps at once, a few streams get each step at once. A request's admission, first token and end never wait.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..errors import KestrelError, RuntimeFailure
 from ..skills.base import SkillOutput
 from ..types.events import FinishReason, StreamUpdate
 from ..types.step import StepToken
+from ..types.timings import StepTimings
 
 logger = logging.getLogger(__name__)
 
@@ -33,55 +34,76 @@ LONGEST_PAUSE_S = 0.010
 """No update waits longer than this."""
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceEnd:
+    """Why and when the step thread ended a sequence."""
+
+    reason: FinishReason | KestrelError
+    timings: StepTimings
+
+
 @dataclass(slots=True)
-class Progress:
-    """What one step did for one request: a token for its output, or its end, or both."""
+class StepReport:
+    """What one step did for one request: admitted it, sampled a token, ended it. Never changed; not frozen because one
+    is made for every token, and that would double its cost."""
 
     sequence_id: int
     output: SkillOutput
     num_sampled: int
     token: StepToken | None = None
-    end: FinishReason | KestrelError | None = None
+    end: SequenceEnd | None = None
+    admitted_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How a request ended well, or was cancelled: then ``output`` holds what there was."""
+    """The outcome of a request that ended well or was cancelled; ``output`` holds what was generated."""
 
     output: dict[str, Any]
     reason: FinishReason
     token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """A request's outcome and when the step thread worked on it."""
+
+    outcome: Finished | KestrelError
+    timings: StepTimings
+
+
 @dataclass(slots=True)
 class Delivery:
-    """What a caller hears; ``outcome`` is set exactly once in a request's life, in its last delivery.
+    """News of one request for the event loop. ``end`` is set exactly once in a request's life, in its last delivery.
 
-    ``updates``: each with the number of tokens generated when it was made.
+    ``updates``: each with the number of tokens generated when it was made. ``admitted_at``: when the scheduler first
+    took the request into the batch, if it did so since the last delivery.
     """
 
     sequence_id: int
     updates: list[tuple[int, StreamUpdate]] = field(default_factory=list)
-    outcome: Finished | KestrelError | None = None
+    admitted_at: float | None = None
+    end: RequestEnd | None = None
 
 
 Deliver = Callable[[list[Delivery]], None]
 
 
 class DeliveryThread:
-    """``on_broken`` is told of sequences whose skill raised; their outcome was delivered as RuntimeFailure."""
+    """Calls ``on_broken`` with the id of a sequence whose skill raised. The sequence must then be ended; its outcome
+    is RuntimeFailure."""
 
     def __init__(self, deliver: Deliver, on_broken: Callable[[int], None]) -> None:
         self._deliver, self._on_broken = deliver, on_broken
         # Bounded by what is sampled: at most max_tokens entries a request that the engine admitted.
-        self._batches: queue.SimpleQueue[list[Progress] | None] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[list[StepReport] | None] = queue.SimpleQueue()
         self._broken: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="kestrel-delivery", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, batch: list[Progress]) -> None:
+    def put(self, batch: list[StepReport]) -> None:
         """Any thread; never waits."""
         self._batches.put(batch)
 
@@ -100,10 +122,10 @@ class DeliveryThread:
                 batch = self._batches.get(timeout=timeout)
             except queue.Empty:
                 batch = []
-            urgent: list[int] = []
-            for progress in batch or ():
-                if self._advance(progress, pending):
-                    urgent.append(progress.sequence_id)
+            urgent: dict[int, None] = {}
+            for report in batch or ():
+                if self._advance(report, pending):
+                    urgent[report.sequence_id] = None
             now = time.monotonic()
             if pending and (now >= due or batch is None):
                 due = now + min(LONGEST_PAUSE_S, PAUSE_PER_STREAM_S * len(pending))
@@ -114,36 +136,50 @@ class DeliveryThread:
             if batch is None:
                 return
 
-    def _advance(self, progress: Progress, pending: dict[int, Delivery]) -> bool:
-        """Adds what ``progress`` gives to what its stream has not heard yet. True: that should not wait."""
-        sequence_id, end = progress.sequence_id, progress.end
-        if sequence_id in self._broken:
-            if end is not None:
-                self._broken.discard(sequence_id)
-            return False
+    def _advance(self, report: StepReport, pending: dict[int, Delivery]) -> bool:
+        """Adds the updates that ``report`` gives to its stream's pending delivery. True: the delivery must not wait."""
+        sequence_id = report.sequence_id
         updates: list[StreamUpdate] = []
-        outcome: Finished | KestrelError | None = None
+        end: RequestEnd | None = None
         try:
-            if progress.token is not None:
-                updates = progress.output.push(progress.token)
-            if isinstance(end, str):
-                updates = [*updates, *progress.output.finish()]
-                output = progress.output
-                outcome = Finished(output.output(), end, output.token_ids)
+            if sequence_id in self._broken:
+                if report.end is None:
+                    return False
+                self._broken.discard(sequence_id)
+                end = RequestEnd(_skill_failure(), report.end.timings)
             else:
-                outcome = end
+                if report.token is not None:
+                    updates = report.output.push(report.token)
+                if report.end is not None:
+                    end, last_updates = self._finish(report.output, report.end)
+                    updates = [*updates, *last_updates]
         except Exception:  # A skill's fault ends its own request only.
             logger.exception("the skill of sequence %d failed on a token", sequence_id)
-            outcome = RuntimeFailure("the skill failed on a sampled token")
-            if end is None:
+            if report.end is None:
                 self._broken.add(sequence_id)
                 self._on_broken(sequence_id)
-        if not updates and outcome is None:
+            else:
+                end = RequestEnd(_skill_failure(), report.end.timings)
+        if not updates and end is None and report.admitted_at is None:
             return False
         delivery = pending.get(sequence_id)
         if delivery is None:
             delivery = pending[sequence_id] = Delivery(sequence_id)
         for update in updates:
-            delivery.updates.append((progress.num_sampled, update))
-        delivery.outcome = outcome
-        return outcome is not None or progress.num_sampled == 1
+            delivery.updates.append((report.num_sampled, update))
+        if report.admitted_at is not None:
+            delivery.admitted_at = report.admitted_at
+        delivery.end = end
+        return end is not None or report.num_sampled <= 1
+
+    @staticmethod
+    def _finish(output: SkillOutput, end: SequenceEnd) -> tuple[RequestEnd, list[StreamUpdate]]:
+        if isinstance(end.reason, KestrelError):
+            return RequestEnd(end.reason, end.timings), []
+        updates = output.finish()
+        finished = Finished(output.output(), end.reason, output.token_ids)
+        return RequestEnd(finished, end.timings), updates
+
+
+def _skill_failure() -> RuntimeFailure:
+    return RuntimeFailure("the skill failed on a sampled token")

@@ -1,8 +1,9 @@
 """EngineLoop: schedule, launch, collect, commit, in one thread.
 
-Owns the scheduler, the skill controls and the runtime; nobody else touches them. Up to ``depth`` steps are out at a
-time: step N + 1 is launched before step N is read, with the rules that are known ahead, and rows of sequences that turn
-out to have ended are dropped. Commands come in through one queue, tokens go out to the delivery thread.
+Owns the scheduler, the sequences, the skill controls and the runtime; no other thread uses them. Up to ``depth`` steps
+are out at a time: step N + 1 is launched before step N is read, with the rules that are known ahead, and rows of
+sequences that turn out to have ended are dropped. Commands come in through one queue, reports go out to the delivery
+thread, and ``stats`` is an immutable snapshot.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ from ..errors import (
 )
 from ..runtime.profile import StepProfile
 from ..runtime.protocol import Runtime, StepHandle
-from ..scheduler.policy import SchedulerPolicy, SchedulerStats
+from ..scheduler.policy import SchedulerPolicy
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import Sequence
 from ..skills.base import SkillControl, SkillOutput
 from ..skills.rule_check import RuleCheck
 from ..types.events import FinishReason
+from ..types.info import SchedulerStats
 from ..types.observer import Observer, StepEvent
 from ..types.requests import num_positions
 from ..types.step import PREVIOUS, StepPlan, StepResult, StepToken
-from ..types.timings import RequestTimings
-from .delivery import DeliveryThread, Progress
+from ..types.submission import Submission
+from ..types.timings import StepTimings
+from .delivery import DeliveryThread, SequenceEnd, StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +47,7 @@ EXIT_PATIENCE_S = 5.0
 """Seconds that a program which ends without shutdown() waits for the step that runs."""
 
 PIPELINE_DEPTH = 2
-"""Steps out at a time, unless told otherwise: one runs while the host works on the other."""
+"""The default for steps out at a time: one runs while the host works on the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +55,36 @@ class Work:
     """A request that is ready to compute."""
 
     request_id: str
-    sequence: Sequence
+    submission: Submission
     control: SkillControl
     output: SkillOutput
-    timings: RequestTimings
     queue_limited: bool = False
-    """The sequence's deadline is the engine's bound on waiting, not the caller's."""
+    """The submission's deadline is the engine's bound on waiting, not the caller's."""
+
+
+@dataclass(slots=True, eq=False)
+class _Active:
+    """A request that has not ended, on the step thread."""
+
+    work: Work
+    sequence: Sequence | None = None
+    """None until the scheduler has it."""
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        return 0 if self.sequence is None else self.sequence.num_sampled
+
+    def timings(self, finished_at: float) -> StepTimings:
+        sequence = self.sequence
+        return StepTimings(
+            scheduled_at=None if sequence is None else sequence.admitted_at,
+            first_token_at=self.first_token_at,
+            last_token_at=self.last_token_at,
+            finished_at=finished_at,
+            cached_tokens=0 if sequence is None else sequence.num_cached,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +116,12 @@ class EngineLoop:
         self._clock = clock
         self._check_rule = check_rule
         self._scheduler = Scheduler(runtime.limits, policy)
-        self._active: dict[int, Work] = {}
+        self._stats = self._scheduler.stats
+        self._active: dict[int, _Active] = {}
         # Unbounded here because the engine admits a bounded number of requests, each of which sends two commands.
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._out: deque[_Out] = deque()
-        self._outbox: list[Progress] = []
+        self._outbox: list[StepReport] = []
         self._profile: StepProfile | None = None
         self._beat_at = clock()
         self._thread = threading.Thread(target=self._run, name="kestrel-steps", daemon=True)
@@ -113,13 +141,14 @@ class EngineLoop:
 
     @property
     def stats(self) -> SchedulerStats:
-        """Any thread: counts, each of them right by itself."""
-        return self._scheduler.stats
+        """Any thread. The counts after the last command or step."""
+        return self._stats
 
     @property
     def stalled_s(self) -> float:
-        """Seconds since the loop last got on, while there is work; else 0."""
-        return self._clock() - self._beat_at if self._active else 0.0
+        """Any thread. Seconds since the last command or collected step, while there is work; else 0."""
+        stats = self._stats
+        return self._clock() - self._beat_at if stats.running or stats.waiting else 0.0
 
     def submit(self, work: Work) -> None:
         """Any thread. The request's outcome comes by delivery."""
@@ -186,8 +215,14 @@ class EngineLoop:
         """Launches a step if one may be out besides, then reads the oldest if the pipeline is full or stuck."""
         now = self._clock()
         for sequence_id in self._scheduler.expired(now):
-            self._expire(self._active[sequence_id])
+            self._expire(self._active[sequence_id].work)
         plan = self._scheduler.schedule(now) if len(self._out) < self._depth else None
+        for sequence in self._scheduler.take_admitted():
+            output = self._active[sequence.sequence_id].work.output
+            admitted_at = sequence.admitted_at
+            self._outbox.append(
+                StepReport(sequence.sequence_id, output, 0, admitted_at=admitted_at)
+            )
         if plan is not None:
             self._launch(plan, now)
         if self._out and (plan is None or len(self._out) == self._depth):
@@ -211,14 +246,16 @@ class EngineLoop:
         for row in plan.prefill + plan.decode:
             if row.sample is not None:
                 try:
-                    self._resume(self._active[row.sequence_id])
+                    active = self._active[row.sequence_id]
+                    assert active.sequence is not None
+                    self._resume(active, active.sequence)
                 except Exception as error:
                     self._skill_failed(row.sequence_id, error)
 
-    def _resume(self, work: Work) -> None:
-        """Tells the scheduler the next rule as soon as it is known."""
-        sequence = work.sequence
-        if sequence.rule is None and sequence.num_planned < sequence.max_tokens:
+    def _resume(self, active: _Active, sequence: Sequence) -> None:
+        """Gives the scheduler the next rule as soon as it is known."""
+        work = active.work
+        if sequence.rule is None and sequence.num_planned < work.submission.max_tokens:
             rule = work.control.rule(sequence.num_planned)
             if rule is not None:
                 check = self._check_rule
@@ -247,12 +284,11 @@ class EngineLoop:
         for sequence_id in result.non_finite & self._active.keys():
             self._not_finite(sequence_id)
         for sequence, token in self._scheduler.commit(out.plan, result):
-            self._consume(self._active[sequence.sequence_id], token)
+            self._consume(self._active[sequence.sequence_id], sequence, token)
 
     def _fail_step(self, out: _Out, error: Exception) -> None:
         self._observe(out, StepResult(), failed=True)
-        # torch's own class can't be named here: only runtimes load torch.
-        memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        memory = isinstance(error, MemoryError)
         why = ": the device is out of memory" if memory else ""
         for sequence_id in self._scheduler.fail_step(out.plan):
             failure = RuntimeFailure(
@@ -262,11 +298,11 @@ class EngineLoop:
 
     def _not_finite(self, sequence_id: int) -> None:
         """Ends a request whose row gave NaN or infinity."""
-        work = self._active[sequence_id]
+        active = self._active[sequence_id]
         logger.error(
             "request %s: the model gave numbers that are not finite, after %d tokens",
-            work.request_id,
-            work.sequence.num_sampled,
+            active.work.request_id,
+            active.num_sampled,
         )
         self._scheduler.discard(sequence_id)
         self._end(
@@ -274,28 +310,29 @@ class EngineLoop:
             RuntimeFailure("the model gave numbers that are not finite for this request"),
         )
 
-    def _consume(self, work: Work, token: StepToken) -> None:
-        sequence = work.sequence
-        work.timings.last_token_at = self._beat_at
-        if work.timings.first_token_at is None:
-            work.timings.first_token_at = self._beat_at
+    def _consume(self, active: _Active, sequence: Sequence, token: StepToken) -> None:
+        work = active.work
+        max_tokens = work.submission.max_tokens
+        active.last_token_at = self._beat_at
+        if active.first_token_at is None:
+            active.first_token_at = self._beat_at
         try:
             finish = work.control.accept(token)
-            if finish is None and sequence.num_sampled == sequence.max_tokens:
+            if finish is None and sequence.num_sampled == max_tokens:
                 finish = "length"
             if finish is None:
-                self._resume(work)
+                self._resume(active, sequence)
                 assert (
                     sequence.rule is not None
                     or sequence.in_flight
-                    or sequence.num_planned == sequence.max_tokens
+                    or sequence.num_planned == max_tokens
                 )
         except Exception as error:
             self._skill_failed(sequence.sequence_id, error)
             return
         if finish is None:
             self._outbox.append(
-                Progress(sequence.sequence_id, work.output, sequence.num_sampled, token)
+                StepReport(sequence.sequence_id, work.output, sequence.num_sampled, token)
             )
         else:
             self._end(sequence.sequence_id, finish, None if finish == "stop" else token)
@@ -320,15 +357,15 @@ class EngineLoop:
             self._profile = None
 
     def _add(self, work: Work) -> None:
-        sequence = work.sequence
-        self._active[sequence.sequence_id] = work
+        submission = work.submission
+        active = self._active[submission.sequence_id] = _Active(work)
         try:
             if self._check_rule is not None:
-                self._check_rule(sequence.rule)
+                self._check_rule(submission.rule)
         except SkillFault as error:
-            self._skill_failed(sequence.sequence_id, error)
+            self._skill_failed(submission.sequence_id, error)
             return
-        self._scheduler.add(sequence)
+        active.sequence = self._scheduler.add(submission)
 
     def _abort(self, sequence_id: int) -> None:
         if sequence_id in self._active:
@@ -339,7 +376,7 @@ class EngineLoop:
             self._end(sequence_id, error)
 
     def _expire(self, work: Work) -> None:
-        waited = self._clock() - work.sequence.arrived_at
+        waited = self._clock() - work.submission.arrived_at
         error: KestrelError
         if work.queue_limited:
             error = QueueTimeout(
@@ -347,10 +384,10 @@ class EngineLoop:
             )
         else:
             error = DeadlineExceeded(f"the deadline passed after {waited:.1f} s in the queue")
-        self._end(work.sequence.sequence_id, error)
+        self._end(work.submission.sequence_id, error)
 
     def _fail_all(self, error: KestrelError) -> None:
-        while True:  # Requests that were submitted but never seen must hear of it too.
+        while True:  # Requests whose command was never run must end, too.
             try:
                 command = self._commands.get_nowait()
             except queue.Empty:
@@ -361,17 +398,22 @@ class EngineLoop:
             self._end(sequence_id, error)
 
     def _end(
-        self, sequence_id: int, end: FinishReason | KestrelError, token: StepToken | None = None
+        self, sequence_id: int, reason: FinishReason | KestrelError, token: StepToken | None = None
     ) -> None:
-        work = self._active.pop(sequence_id)
+        active = self._active.pop(sequence_id)
         self._scheduler.abort(sequence_id)
-        work.timings.scheduled_at = work.sequence.admitted_at
-        work.timings.finished_at = self._clock()
         self._outbox.append(
-            Progress(sequence_id, work.output, work.sequence.num_sampled, token, end)
+            StepReport(
+                sequence_id,
+                active.work.output,
+                active.num_sampled,
+                token,
+                SequenceEnd(reason, active.timings(self._clock())),
+            )
         )
 
     def _flush(self) -> None:
+        self._stats = self._scheduler.stats
         if self._outbox:
             batch, self._outbox = self._outbox, []
             self._delivery.put(batch)
@@ -379,7 +421,7 @@ class EngineLoop:
     def _observe(self, out: _Out, result: StepResult, *, failed: bool) -> None:
         if self._observer is None:
             return
-        plan, stats = out.plan, self._scheduler.stats
+        plan = out.plan
         ids = [row.sequence_id for row in plan.prefill + plan.decode]
         encoded = {piece.image.key for piece in plan.encode}
         num_tokens, gaps = self._gaps(result)
@@ -396,17 +438,10 @@ class EngineLoop:
                 for row in plan.prefill
             ),
             num_decode=len(plan.decode),
-            request_ids=tuple(self._active[i].request_id for i in ids if i in self._active),
+            request_ids=tuple(self._active[i].work.request_id for i in ids if i in self._active),
             encoded_request_ids=self._about(encoded) if encoded else (),
             failed=failed,
-            running=stats.running,
-            waiting=stats.waiting,
-            pages_free=stats.pages_free,
-            pages_cached=stats.pages_cached,
-            pages_total=stats.pages_total,
-            preemptions=stats.preemptions,
-            cached_positions=stats.cached_positions,
-            prompt_positions=stats.prompt_positions,
+            stats=self._scheduler.stats,
             num_tokens=num_tokens,
             token_gaps=gaps,
         )
@@ -416,17 +451,18 @@ class EngineLoop:
             logger.exception("the observer failed on a step")
 
     def _gaps(self, result: StepResult) -> tuple[int, tuple[tuple[float, int], ...]]:
-        """How many tokens go to requests, and the gaps before them. Most have the same, so they are told in groups."""
+        """How many tokens go to requests, and the gaps before them. Most gaps are equal, so they are counted."""
         before: dict[float | None, int] = {}
         for sequence_id in result.tokens:
-            work = self._active.get(sequence_id)
-            if work is not None:
-                last = work.timings.last_token_at
+            active = self._active.get(sequence_id)
+            if active is not None:
+                last = active.last_token_at
                 before[last] = before.get(last, 0) + 1
         gaps = tuple((self._beat_at - last, n) for last, n in before.items() if last is not None)
         return sum(before.values()), gaps
 
     def _about(self, keys: set[str]) -> tuple[str, ...]:
-        """Requests about one of the pictures."""
-        images = ((work.request_id, work.sequence.image) for work in self._active.values())
+        """Requests about one of the images."""
+        works = [active.work for active in self._active.values()]
+        images = [(work.request_id, work.submission.image) for work in works]
         return tuple(i for i, image in images if image is not None and image.key in keys)

@@ -32,6 +32,33 @@ class CompileCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """Sequences and KV pages at one instant, and counts since the engine started."""
+
+    running: int = 0
+    """Sequences in the batch."""
+    waiting: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0
+    """Pages of the prefix cache; running sequences may use them, too."""
+    pages_total: int = 0
+    preemptions: int = 0
+    cached_positions: int = 0
+    """Prompt positions that the prefix cache supplied."""
+    prompt_positions: int = 0
+
+    @property
+    def pages_held(self) -> int:
+        """Pages that only running sequences use."""
+        return max(0, self.pages_total - self.pages_free - self.pages_cached)
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Positions reused over positions of prompts, in [0, 1]; 0 before the first prompt."""
+        return self.cached_positions / self.prompt_positions if self.prompt_positions else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceCounts:
     """Places are held by requests that are prepared, wait or run."""
 

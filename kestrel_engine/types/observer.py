@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .events import EngineMetrics
+from .info import SchedulerStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +28,8 @@ class StepEvent:
     encoded_request_ids: tuple[str, ...]
     """Requests whose pictures had crops encoded in it."""
     failed: bool
-    running: int
-    waiting: int
-    pages_free: int
-    pages_cached: int
-    pages_total: int
-    preemptions: int
-    """Since the start, as the next two."""
-    cached_positions: int
-    prompt_positions: int
+    stats: SchedulerStats
+    """The scheduler's counts when the step came back."""
     num_tokens: int = 0
     """Tokens that it gave to requests."""
     token_gaps: tuple[tuple[float, int], ...] = ()

@@ -1,4 +1,4 @@
-"""When things happened to one request. Instants are seconds of the scheduler's clock (monotonic)."""
+"""The instants of one request, in two immutable parts. Instants are seconds of the host's monotonic clock."""
 
 from __future__ import annotations
 
@@ -7,37 +7,48 @@ from dataclasses import dataclass
 from .events import EngineMetrics
 
 
-@dataclass(slots=True)
-class RequestTimings:
-    """Filled in by those who do the work, read once at the end. ``None``: has not happened."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontTimings:
+    """The event loop's part: acceptance, and the preparation of the image."""
 
     accepted_at: float
     preprocess_s: float = 0.0
+    """Seconds that a decoder worked on the image."""
     prepared_at: float | None = None
+    """None: the request has no image to prepare."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimings:
+    """The step thread's part, made once at the request's end. None: has not happened."""
+
     scheduled_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
-    finished_at: float | None = None
+    finished_at: float
+    cached_tokens: int = 0
+    """KV positions reused from a cache."""
 
-    def metrics(
-        self, *, input_tokens: int, output_tokens: int, cached_tokens: int = 0
-    ) -> EngineMetrics:
-        """The request's metrics in milliseconds; phases that never began count 0."""
-        end = self.finished_at if self.finished_at is not None else self.accepted_at
-        scheduled = self.scheduled_at if self.scheduled_at is not None else end
-        first = self.first_token_at if self.first_token_at is not None else end
-        last = self.last_token_at if self.last_token_at is not None else first
-        queue = max(0.0, scheduled - self.accepted_at - self.preprocess_s)
-        total = end - self.accepted_at
-        return EngineMetrics(
-            input_tokens=input_tokens,
-            output_tokens=output_tokens,
-            cached_tokens=cached_tokens,
-            queue_time_ms=1e3 * queue,
-            preprocess_time_ms=1e3 * self.preprocess_s,
-            prefill_time_ms=1e3 * max(0.0, first - scheduled),
-            decode_time_ms=1e3 * max(0.0, last - first),
-            ttft_ms=1e3 * max(0.0, first - self.accepted_at),
-            processing_time_ms=1e3 * max(0.0, total - queue),
-            total_time_ms=1e3 * total,
-        )
+
+def metrics_of(
+    front: FrontTimings, steps: StepTimings, *, input_tokens: int, output_tokens: int
+) -> EngineMetrics:
+    """The request's metrics in milliseconds; phases that never began count 0."""
+    end = steps.finished_at
+    scheduled = steps.scheduled_at if steps.scheduled_at is not None else end
+    first = steps.first_token_at if steps.first_token_at is not None else end
+    last = steps.last_token_at if steps.last_token_at is not None else first
+    queue = max(0.0, scheduled - front.accepted_at - front.preprocess_s)
+    total = end - front.accepted_at
+    return EngineMetrics(
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        cached_tokens=steps.cached_tokens,
+        queue_time_ms=1e3 * queue,
+        preprocess_time_ms=1e3 * front.preprocess_s,
+        prefill_time_ms=1e3 * max(0.0, first - scheduled),
+        decode_time_ms=1e3 * max(0.0, last - first),
+        ttft_ms=1e3 * max(0.0, first - front.accepted_at),
+        processing_time_ms=1e3 * max(0.0, total - queue),
+        total_time_ms=1e3 * total,
+    )

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kestrel_engine import SchedulerStats
+
 from ..edge.call import Call
 from ..served_model import ServedModel, State
 
@@ -26,20 +28,15 @@ _RESIDENT = Path("/proc/self/statm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A snapshot. Those of the engine are 0 until the model is ready."""
+    """A snapshot. The engine's numbers are 0 until the model is ready."""
 
     state: State
-    running: int
-    """Requests in the batch."""
+    stats: SchedulerStats
     waiting: int
-    """Requests accepted and not in the batch; decoding their pictures counts."""
+    """Requests accepted and not in the batch. Requests whose images are being decoded count, so this number may be
+    larger than the scheduler's."""
     max_running: int
     max_waiting: int
-    pages: int
-    free_pages: int
-    cached_pages: int
-    prefix_hit_rate: float
-    """Positions reused over positions of prompts, since the start; in [0, 1]."""
     tokens_per_s: float
     """Output tokens of calls that ended."""
     requests_per_s: float
@@ -54,13 +51,12 @@ class Load:
     @property
     def utilization(self) -> float:
         """Requests over places in the batch: beyond 1 they wait. 0 while nothing is loaded."""
-        return (self.running + self.waiting) / max(self.max_running, 1)
+        return (self.stats.running + self.waiting) / max(self.max_running, 1)
 
     @property
     def kv_use(self) -> float:
-        """Share of the pages that running requests hold; cached prefixes are given up for whoever needs room."""
-        held = self.pages - self.free_pages - self.cached_pages
-        return max(0, held) / self.pages if self.pages else 0.0
+        """Share of the pages that running requests hold. Cached prefixes don't count: requests may take their pages."""
+        return self.stats.pages_held / max(self.stats.pages_total, 1)
 
 
 @dataclass(slots=True)
@@ -96,27 +92,18 @@ class LoadMeter:
 
     def read(self) -> Load:
         now, config, engine = self._clock(), self._served.config, self._served.loaded
-        stats = None if engine is None else engine.stats
+        stats = SchedulerStats() if engine is None else engine.stats
         first = int(now) - WINDOW_S + 1
         recent = [second for second in self._seconds if second.number >= first]
         span_s = max(1.0, min(now - first, now - self._started_at))
-        prompt = 0 if stats is None else stats.prompt_positions
         return Load(
             state=self._served.state,
-            running=0 if stats is None else stats.running,
-            waiting=0
-            if engine is None or stats is None
-            else max(0, engine.num_requests - stats.running),
+            stats=stats,
+            waiting=0 if engine is None else max(0, engine.num_requests - stats.running),
             max_running=config.max_batch_size or 0
             if engine is None
             else engine.info.max_batch_size,
             max_waiting=config.max_queue,
-            pages=0 if stats is None else stats.pages_total,
-            free_pages=0 if stats is None else stats.pages_free,
-            cached_pages=0 if stats is None else stats.pages_cached,
-            prefix_hit_rate=stats.cached_positions / prompt
-            if stats is not None and prompt
-            else 0.0,
             tokens_per_s=sum(second.tokens for second in recent) / span_s,
             requests_per_s=sum(second.requests for second in recent) / span_s,
             errors_per_s=sum(second.errors for second in recent) / span_s,

@@ -49,11 +49,11 @@ class LoadTrailer:
 def load_report(load: Load) -> bytes:
     """The encoded message. gRPC's C core keeps it from applications: only their balancers read it."""
     named = {
-        "running_requests": load.running,
+        "running_requests": load.stats.running,
         "waiting_requests": load.waiting,
-        "kv_cache_pages": load.pages,
-        "kv_cache_free_pages": load.free_pages,
-        "prefix_hit_rate": load.prefix_hit_rate,
+        "kv_cache_pages": load.stats.pages_total,
+        "kv_cache_free_pages": load.stats.pages_free,
+        "prefix_hit_rate": load.stats.prefix_hit_rate,
         "output_tokens_per_second": load.tokens_per_s,
     }
     return b"".join(

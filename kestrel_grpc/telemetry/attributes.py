@@ -132,8 +132,8 @@ def of_step(event: StepEvent) -> Attributes:
         names.STEP_VISION_S: event.vision_s,
         names.STEP_PREFILL_S: event.prefill_s,
         names.STEP_DECODE_S: event.decode_s,
-        names.STEP_RUNNING: event.running,
-        names.STEP_WAITING: event.waiting,
+        names.STEP_RUNNING: event.stats.running,
+        names.STEP_WAITING: event.stats.waiting,
         names.FAILED: event.failed,
     }
 

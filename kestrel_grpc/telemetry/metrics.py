@@ -276,6 +276,6 @@ def _pages(engine: InferenceEngine) -> list[Observation]:
     counts = {
         "free": stats.pages_free,
         "cached": stats.pages_cached,
-        "private": max(0, stats.pages_total - stats.pages_free - stats.pages_cached),
+        "private": stats.pages_held,
     }
     return [Observation(count, {names.PAGE_STATE: state}) for state, count in counts.items()]

@@ -95,7 +95,7 @@ class ServedInThread:
                 "requests": engine.num_requests,
                 "running": stats.running,
                 "waiting": stats.waiting,
-                "pages": stats.pages_total - stats.pages_free - stats.pages_cached,
+                "pages": stats.pages_held,
             }
             if not any(left.values()):
                 break

@@ -9,9 +9,12 @@ import pytest
 from kestrel_engine.errors import RuntimeFailure
 from kestrel_engine.front.stream import EngineStream
 from kestrel_engine.steps import delivery
-from kestrel_engine.steps.delivery import DeliveryThread, Progress
+from kestrel_engine.steps.delivery import DeliveryThread, SequenceEnd, StepReport
 from kestrel_engine.types.events import StreamUpdate
 from kestrel_engine.types.step import StepToken
+from kestrel_engine.types.timings import StepTimings
+
+ENDED = StepTimings(scheduled_at=1.0, first_token_at=2.0, last_token_at=3.0, finished_at=4.0)
 
 
 class Letters:
@@ -48,7 +51,8 @@ def thread(heard):
 
 def step(outputs, index, end=None):
     token = StepToken(ord("a") + index)
-    return [Progress(i, output, index + 1, token, end) for i, output in outputs.items()]
+    end = None if end is None else SequenceEnd(end, ENDED)
+    return [StepReport(i, output, index + 1, token, end) for i, output in outputs.items()]
 
 
 def texts(deliveries):
@@ -89,8 +93,9 @@ def test_first_tokens_and_ends_do_not_wait_and_others_go_on_waiting(thread, hear
     thread.put(step(patient, 3) + step(ending, 3, "length") + step(new, 0))
     deliveries = heard.get(timeout=5)
     assert texts(deliveries) == {2: [(3, "c"), (4, "d"), (4, "!")], 3: [(1, "a")]}
-    assert deliveries[0].outcome.reason == "length"
-    assert deliveries[0].outcome.output == {"text": "bcd!"}
+    assert deliveries[0].end.outcome.reason == "length"
+    assert deliveries[0].end.outcome.output == {"text": "bcd!"}
+    assert deliveries[0].end.timings is ENDED
     with pytest.raises(queue.Empty):
         heard.get(timeout=0.05)
     thread.stop()
@@ -105,10 +110,41 @@ def test_a_failure_comes_after_what_was_made_before_it(thread, heard, monkeypatc
     heard.get(timeout=5)
     thread.put(step({1: output}, 2))
     output_error = RuntimeFailure("the step failed")
-    thread.put([Progress(1, output, 3, None, output_error)])
-    (told,) = heard.get(timeout=5)
-    assert [u.text for _, u in told.updates] == ["c"]
-    assert told.outcome is output_error
+    thread.put([StepReport(1, output, 3, None, SequenceEnd(output_error, ENDED))])
+    (last,) = heard.get(timeout=5)
+    assert [u.text for _, u in last.updates] == ["c"]
+    assert last.end.outcome is output_error
+
+
+def test_an_admission_does_not_wait(thread, heard, monkeypatch):
+    monkeypatch.setattr(delivery, "PAUSE_PER_STREAM_S", 60.0)
+    monkeypatch.setattr(delivery, "LONGEST_PAUSE_S", 60.0)
+    thread.put(step({1: Letters()}, 1))
+    heard.get(timeout=5)
+    thread.put([StepReport(2, Letters(), 0, admitted_at=1.5)])
+    (admitted,) = heard.get(timeout=5)
+    assert (admitted.sequence_id, admitted.admitted_at, admitted.end) == (2, 1.5, None)
+
+
+def test_a_skill_that_raises_ends_its_request_once_with_the_times_of_the_step_thread(heard):
+    """The step thread ends the sequence; the reports that it had made before are dropped."""
+
+    class Broken(Letters):
+        def push(self, token):
+            raise ValueError("no letter")
+
+    broken = queue.SimpleQueue()
+    thread = DeliveryThread(heard.put, broken.put)
+    thread.start()
+    output = Broken()
+    thread.put(step({7: output}, 0))
+    assert broken.get(timeout=5) == 7
+    thread.put(step({7: output}, 1))
+    thread.put([StepReport(7, output, 2, None, SequenceEnd("cancelled", ENDED))])
+    (last,) = heard.get(timeout=5)
+    assert isinstance(last.end.outcome, RuntimeFailure) and last.end.timings is ENDED
+    thread.stop()
+    assert heard.empty() and broken.empty()
 
 
 async def test_a_stream_joins_text_that_waits_and_keeps_the_order_of_kinds():

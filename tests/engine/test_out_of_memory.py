@@ -1,7 +1,6 @@
 """A device without memory left: the start says what to lower; later one step fails and the server goes on."""
 
 import pytest
-import torch
 
 from kestrel_engine import InferenceEngine, InsufficientMemoryError, RuntimeConfig, RuntimeFailure
 from kestrel_engine.runtime.fake import FakeRuntime
@@ -12,11 +11,12 @@ class FullDevice(FakeRuntime):
     """Refuses the steps while ``full``."""
 
     full = True
+    error: type[Exception] = MemoryError
 
     def collect(self, handle):
         result = super().collect(handle)
         if self.full:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+            raise self.error("CUDA out of memory. Tried to allocate 20.00 MiB.")
         return result
 
 
@@ -42,9 +42,10 @@ async def test_later_one_step_fails_and_the_next_request_is_served(fake_limits, 
     assert result.metrics.output_tokens > 0 and engine.is_ready
 
 
-async def test_another_failure_is_none_of_memory(fake_limits, make_engine, monkeypatch):
+async def test_another_failure_is_none_of_memory(fake_limits, make_engine):
+    """Not even one whose class has the name of torch's."""
     runtime = FullDevice(fake_limits)
-    monkeypatch.setattr(torch, "OutOfMemoryError", ValueError)
+    runtime.error = type("OutOfMemoryError", (Exception,), {})
     with pytest.raises(RuntimeFailure) as caught:
         await make_engine(runtime).query(question="how many?", settings={"max_tokens": 3})
     assert not caught.value.out_of_memory

@@ -89,8 +89,8 @@ class Seen:
     num_steps: int = 0
 
     def on_step(self, event: StepEvent) -> None:
-        self.preemptions = event.preemptions
-        self.cached_positions = event.cached_positions
+        self.preemptions = event.stats.preemptions
+        self.cached_positions = event.stats.cached_positions
         self.largest_batch = max(self.largest_batch, event.num_decode)
         self.num_steps += 1
         assert not event.failed, f"step {event.step_id} failed"

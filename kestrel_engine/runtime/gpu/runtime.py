@@ -25,6 +25,7 @@ from ...types.model_config import ModelConfig
 from ...types.step import Row, RuntimeLimits, StepPlan, StepResult
 from ..kv_cache import KvCache
 from ..lost_work import LostWork
+from ..out_of_memory import raise_as_memory_error
 from ..protocol import StepHandle
 from .attention.decode import FlashInferRows
 from .attention.prefill import choose_attention
@@ -186,7 +187,7 @@ class GpuRuntime:
         return self._limits
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Raises AssertionError for a wrong plan, and torch's own errors; its rows are lost then."""
+        """Raises AssertionError for a wrong plan, MemoryError, and torch's own errors; its rows are lost then."""
         assert not self._closed, "the runtime is closed"
         plan = self._lost.without(plan)
         try:
@@ -194,14 +195,15 @@ class GpuRuntime:
                 if not self._warm:
                     self._warm_up()
                 handle = self._enqueue(plan)
-        except BaseException:
+        except BaseException as error:
             self._lost.note(plan)
+            raise_as_memory_error(error)
             raise
         self._pending.append(handle)
         return handle
 
     def collect(self, handle: StepHandle) -> StepResult:
-        """Raises torch's own errors."""
+        """Raises MemoryError, and torch's own errors."""
         assert isinstance(handle, PendingStep), handle
         assert self._pending and self._pending[0] is handle, "steps are collected as launched"
         self._pending.popleft()
@@ -223,8 +225,9 @@ class GpuRuntime:
                 bad = flags[:, 0].tolist()
                 self._flags.release(flags)
                 non_finite |= {r.sequence_id for r, b in zip(prompts, bad, strict=True) if b}
-        except BaseException:
+        except BaseException as error:
             self._lost.note(handle.plan)
+            raise_as_memory_error(error)
             raise
         decode_s, vision_s, prefill_s = _seconds(handle.marks)
         return StepResult(

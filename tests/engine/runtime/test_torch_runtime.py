@@ -141,6 +141,15 @@ def test_a_picture_stays_until_it_is_dropped(runtime):
         step(runtime, prefill=(prompt(3),))
 
 
+def test_a_device_without_memory_raises_memory_error(runtime, monkeypatch):
+    def refuse(self, plan):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(TorchRuntime, "_step", refuse)
+    with pytest.raises(MemoryError, match="CUDA out of memory"):
+        step(runtime, prefill=(row([0, 30], sample=spec()),))
+
+
 def test_what_builds_on_a_failed_step_is_left_out_of_those_launched_behind_it(runtime):
     bad, good = (row([0, 30 + i], first_page=10 * i, sample=spec(), sequence_id=i) for i in (1, 2))
     poison = row([0, ImageBlock("other", 25)], first_page=40, sequence_id=3)

@@ -16,6 +16,7 @@ from kestrel_engine.scheduler.scheduler import Scheduler
 from kestrel_engine.scheduler.sequence import Sequence
 from kestrel_engine.types.requests import ImageBlock, PreparedImage, SamplingParams
 from kestrel_engine.types.step import RuntimeLimits, StepPlan, TokenRule
+from kestrel_engine.types.submission import Submission
 
 LIMITS = RuntimeLimits(
     num_pages=40, page_size=5, max_batch_size=3, max_seq_length=60, vocab_size=1000
@@ -43,13 +44,13 @@ class Spec:
     stops_at: int | None = None
     """The request ends when token ``stops_at`` has come back, as by an end token."""
 
-    def sequence(self) -> Sequence:
+    def submission(self) -> Submission:
         image = None
         if self.image is not None:
             crops = np.zeros((self.crops, 2, 2, 3), np.uint8)
             image = PreparedImage(self.image, crops, (1, self.crops - 1), 2, 2)
         block = () if self.image is None else (ImageBlock(self.image, IMAGE_POSITIONS),)
-        return Sequence(
+        return Submission(
             sequence_id=self.number,
             prompt=(0, *block, *self.text),
             image=image,
@@ -89,8 +90,7 @@ class Simulation:
 
     def add(self, spec: Spec) -> None:
         self.specs[spec.number] = spec
-        self.live[spec.number] = spec.sequence()
-        self.scheduler.add(self.live[spec.number])
+        self.live[spec.number] = self.scheduler.add(spec.submission())
         self.check()
 
     def abort(self, number: int) -> None:
@@ -142,7 +142,7 @@ class Simulation:
             number = sequence.sequence_id
             self.tokens.setdefault(number, []).append(token.id)
             stop = self.specs[number].stops_at
-            if sequence.num_sampled in (sequence.max_tokens, stop):
+            if sequence.num_sampled in (sequence.submission.max_tokens, stop):
                 self.scheduler.abort(number)
                 del self.live[number]
                 self.ended.add(number)
@@ -152,7 +152,7 @@ class Simulation:
 
     def resume(self, number: int, *, ahead: bool) -> None:
         sequence = self.live[number]
-        if sequence.rule is not None or sequence.num_planned >= sequence.max_tokens:
+        if sequence.rule is not None or sequence.num_planned >= sequence.submission.max_tokens:
             return
         if ahead and sequence.num_planned in self.specs[number].waits_at:
             return

@@ -100,12 +100,10 @@ def p95(values: list[float]) -> float:
 class PrefixSpec(Spec):
     """A picture of 9 crops whose prefix takes 730 positions."""
 
-    def sequence(self):
-        sequence = super().sequence()
+    def submission(self):
         assert self.image is not None
-        sequence.prompt = (0, ImageBlock(self.image, 729), *self.text)
-        sequence.tokens = list(sequence.prompt)
-        return sequence
+        prompt = (0, ImageBlock(self.image, 729), *self.text)
+        return replace(super().submission(), prompt=prompt)
 
 
 def pictures(arrivals: list[float]) -> list[Spec]:

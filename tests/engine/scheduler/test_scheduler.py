@@ -34,7 +34,7 @@ def test_a_batch_gives_what_each_gives_alone(depth):
 def test_requests_join_in_order_of_arrival_up_to_the_batch_size():
     scheduler = Scheduler(LIMITS)
     for i in range(1, 6):
-        scheduler.add(text(i, 3).sequence())
+        scheduler.add(text(i, 3).submission())
     plan = scheduler.schedule()
     assert plan is not None
     assert [row.sequence_id for row in plan.prefill] == [1, 2, 3]
@@ -252,7 +252,7 @@ def test_what_can_never_fit_is_known_beforehand():
     assert not scheduler.fits(30, 32)
     assert not Scheduler(replace(LIMITS, num_pages=2)).fits(9, 3)
     with pytest.raises(AssertionError, match="fits"):
-        scheduler.add(text(1, 59, max_tokens=10).sequence())
+        scheduler.add(text(1, 59, max_tokens=10).submission())
 
 
 def test_abort_frees_in_every_phase_within_two_steps():

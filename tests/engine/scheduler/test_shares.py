@@ -91,7 +91,9 @@ def test_a_full_batch_gives_places_to_a_principal_with_less_than_its_share():
     while any(n in simulation.live for n in range(11, 15)):
         simulation.turn()
         running.append(
-            Counter(s.principal for s in simulation.live.values() if not s.is_waiting)["b"]
+            Counter(s.submission.principal for s in simulation.live.values() if not s.is_waiting)[
+                "b"
+            ]
         )
     assert max(running) == 2, "half of four places"
     assert all(n in simulation.live for n in range(1, 5)), "none of the first answers was over"

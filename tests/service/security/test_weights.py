@@ -39,7 +39,7 @@ async def test_the_principal_and_its_weight_reach_engine_and_pool(serve, tmp_pat
         return await prepare(self, source, namespace, principal=principal)
 
     def spied_submit(self, work):
-        computed.append((work.sequence.principal, work.sequence.weight))
+        computed.append((work.submission.principal, work.submission.weight))
         submit(self, work)
 
     served = await serve(server_config={"security": SecurityConfig(auth_tokens=str(path))})

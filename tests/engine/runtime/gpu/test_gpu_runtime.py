@@ -196,6 +196,21 @@ def test_a_sequence_alone_and_in_a_batch_says_the_same(both):
 
 
 @pytest.mark.slow_with("moondream2")
+def test_a_device_without_memory_raises_memory_error(both, monkeypatch):
+    _, _, tested = both
+
+    def refuse(plan):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(tested, "_enqueue", refuse)
+    row = Row(43, (0, 9), 0, (51,), SampleSpec(TEXT, SamplingParams(), 0))
+    with pytest.raises(MemoryError, match="CUDA out of memory"):
+        tested.launch(StepPlan(911, prefill=(row,)))
+    monkeypatch.undo()
+    compare(both, lambda config: [Talk(0, [0, 9], [TEXT] * 2)])
+
+
+@pytest.mark.slow_with("moondream2")
 def test_a_picture_that_is_not_there_fails_its_step_only(both):
     config, _, tested = both
     row = Row(42, tuple(image(config, "unknown")), 0, (51,), SampleSpec(TEXT, SamplingParams(), 0))
