@@ -29,15 +29,8 @@ class Endings:
 
     async def fail(self, call: Call, error: Exception, prefix: str = "") -> None:
         """Ends the call with the status of ``error``. Never returns. ``prefix``: as in statuses.status_of."""
-        row = row_of(error)
-        call.reason = row.reason
-        call.code, message, trailers = status_of(error, call.request_id, prefix)
-        if isinstance(error, RuntimeFailure):
-            logger.error("request %s: %s", call.request_id, error)
-        elif not row.public:
-            logger.error("request %s failed", call.request_id, exc_info=error)
-        if not row.public:
-            call.error = error
+        note(call, error)
+        _, message, trailers = status_of(error, call.request_id, prefix)
         await self.abort(call, message, trailers)
 
     async def abort(self, call: Call, message: str, trailers: Trailers) -> None:
@@ -51,6 +44,18 @@ class Endings:
             # A reader who doesn't read: gRPC has the status, and sends it after what is unread, or drops both with the
             # connection; or who has gone. Of any other exception than this gRPC would log a traceback.
             raise asyncio.CancelledError from None
+
+
+def note(call: Call, error: Exception) -> None:
+    """Writes into the call how it failed, and logs what is the server's fault."""
+    row = row_of(error)
+    call.code, call.reason = row.code, row.reason
+    if isinstance(error, RuntimeFailure):
+        logger.error("request %s: %s", call.request_id, error)
+    elif not row.public:
+        logger.error("request %s failed", call.request_id, exc_info=error)
+    if not row.public:
+        call.error = error
 
 
 def forget_frames(error: BaseException) -> None:

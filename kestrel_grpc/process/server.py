@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -39,6 +40,7 @@ from kestrel_engine import InferenceEngine, RuntimeConfig
 from ..edge.call import Call
 from ..edge.generic_methods import GenericMethods
 from ..edge.interceptors import CallInterceptor, InFlight
+from ..http.opening import open_http
 from ..images.pictures import Pictures
 from ..images.store import ImageStore
 from ..images.upload import UploadRoom
@@ -68,6 +70,9 @@ from ..telemetry.open_files import open_connections
 from ..telemetry.opening import Telemetry, open_telemetry
 from .file_watch import INTERVAL_S, FileWatch
 from .heap import follow_heap
+
+if TYPE_CHECKING:
+    from ..http.listener import HttpListener
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +141,13 @@ class KestrelServer:
         self._leaving: asyncio.Task[None] | None = None
         self._interceptor: CallInterceptor | None = None
         self._credentials: grpc.ServerCredentials | None = None
+        self._http: HttpListener | None = None
         self._following: asyncio.Task[None] | None = None
+
+    @property
+    def http_addresses(self) -> tuple[str, ...]:
+        """What the server listens on for HTTP, with the ports that it was given for port 0."""
+        return () if self._http is None else self._http.addresses
 
     async def start(self) -> None:
         """Listens; requests get UNAVAILABLE until ``load`` is done. Raises AddressError, TlsError."""
@@ -174,6 +185,19 @@ class KestrelServer:
             LoadTrailer(self.load_meter.read, VISION_SERVICE) if self._config.orca else None,
         )
         self._health.start()
+        if self._config.http.http_listen:
+            self._http = open_http(
+                self._config.http,
+                security,
+                VisionService(self.served, Pictures(self.images)),
+                self.served,
+                self._in_flight,
+                self.guard,
+                end_call,
+                self.telemetry,
+            )
+            await self._http.start()
+            tell_lifecycle("listening", addresses=self._http.addresses, protocol="http")
         if self._config.listen:
             await self._open(self._config.listen)
         self._watching = asyncio.create_task(self._watch_files())
@@ -296,6 +320,8 @@ class KestrelServer:
             await engine.shutdown(grace_s=grace_s)
         if not await self._in_flight.wait_idle(LAST_WORDS_S):
             logger.warning("%d calls were cut off", self._in_flight.count)
+        if self._http is not None:
+            await self._http.stop()
         for server in self._servers:
             # Whoever still watches health is cut off here: such a stream never ends by itself.
             await server.stop(None)

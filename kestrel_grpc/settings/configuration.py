@@ -13,6 +13,7 @@ from kestrel_engine import RuntimeConfig
 
 from .debug import DebugConfig
 from .flags import Parser, add_settings
+from .http import HttpConfig
 from .model import add_model_flags, runtime_config
 from .security import add_security_flags, security_config
 from .server import ServerConfig, server_config
@@ -44,7 +45,7 @@ def add_server_flags(
     parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None
 ) -> None:
     """Adds the flags of ServerConfig and of the configurations in it, except the security flags."""
-    configs = (ServerConfig, WorkersConfig, TelemetryConfig, DebugConfig)
+    configs = (ServerConfig, WorkersConfig, TelemetryConfig, DebugConfig, HttpConfig)
     add_settings(parser, *configs, environ=environ)
 
 

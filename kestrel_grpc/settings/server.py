@@ -16,6 +16,7 @@ from kestrel_engine import SettingGroup, check_settings, setting
 from .addresses import DEFAULT_ADDRESS, parse_address
 from .debug import DebugConfig
 from .flags import SettingsError, configured, size
+from .http import HttpConfig
 from .logs import DEFAULT_BUFFER_BYTES, LEAST_BUFFER_BYTES, checked_levels
 from .security import SecurityConfig
 from .sources import name_of
@@ -173,6 +174,7 @@ class ServerConfig:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -207,4 +209,5 @@ def server_config(args: argparse.Namespace, security: SecurityConfig | None = No
         telemetry=telemetry,
         workers=workers,
         debug=configured(DebugConfig, args),
+        http=configured(HttpConfig, args),
     )

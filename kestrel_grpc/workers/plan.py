@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kestrel_engine import RuntimeConfig
 
 from ..settings.addresses import unix_path
+from ..settings.http import HttpConfig
 from ..settings.server import ServerConfig
 from ..settings.sources import SettingsError
 from ..settings.workers import address_of
@@ -51,19 +52,25 @@ def shared_addresses(server: ServerConfig) -> tuple[str, ...]:
     return shared
 
 
+def shared_http_addresses(server: ServerConfig) -> tuple[str, ...]:
+    """The addresses that all workers listen on for HTTP."""
+    return tuple(each for each in server.http.http_listen if unix_path(each) is None)
+
+
 def plan_workers(
     server: ServerConfig,
     runtime: RuntimeConfig,
     shared: tuple[str, ...],
     environ: Mapping[str, str],
+    shared_http: tuple[str, ...] = (),
 ) -> tuple[WorkerTask, ...]:
-    """``shared``: with their ports. Raises SettingsError."""
+    """``shared`` and ``shared_http``: with their ports. Raises SettingsError."""
     devices = worker_devices(server.workers, runtime.device)
     threads = max(1, _processors() // len(devices))
     return tuple(
         WorkerTask(
             index=index,
-            server=_server_of(server, shared, index),
+            server=_server_of(server, shared, shared_http, index),
             runtime=_runtime_of(runtime, device, threads),
             device=device,
             environ=_environ_of(index, device, environ),
@@ -72,7 +79,9 @@ def plan_workers(
     )
 
 
-def _server_of(server: ServerConfig, shared: tuple[str, ...], index: int) -> ServerConfig:
+def _server_of(
+    server: ServerConfig, shared: tuple[str, ...], shared_http: tuple[str, ...], index: int
+) -> ServerConfig:
     own = server.workers.own_address(index)
     # A unix socket that was asked for beside the shared addresses can only be one worker's.
     unix = [address for address in server.listen if unix_path(address) is not None]
@@ -85,7 +94,15 @@ def _server_of(server: ServerConfig, shared: tuple[str, ...], index: int) -> Ser
         listen=(*([own] if own is not None else []), *(unix if index == 0 else [])),
         shared_listen=shared,
         telemetry=telemetry,
+        http=_http_of(server.http, shared_http, index),
     )
+
+
+def _http_of(http: HttpConfig, shared: tuple[str, ...], index: int) -> HttpConfig:
+    """A unix socket can only be one worker's."""
+    unix = [each for each in http.http_listen if unix_path(each) is not None]
+    listen = (*shared, *(unix if index == 0 else []))
+    return dataclasses.replace(http, http_listen=listen, is_shared=True)
 
 
 def _runtime_of(runtime: RuntimeConfig, device: str, threads: int) -> RuntimeConfig:

@@ -23,7 +23,7 @@ from ..settings.flags import SettingsError
 from ..settings.server import ServerConfig
 from .child import Child
 from .line import Ready
-from .plan import WorkerTask, plan_workers, shared_addresses
+from .plan import WorkerTask, plan_workers, shared_addresses, shared_http_addresses
 from .port import HeldPorts
 from .restarts import WINDOW_S, Restarts
 
@@ -49,8 +49,9 @@ class WorkersError(Exception):
 async def supervise(config: ServerConfig, runtime: RuntimeConfig) -> int:
     """Serves by workers until a signal; returns the exit status. Raises SettingsError, AddressError, ConfigError and
     WorkersError."""
-    with HeldPorts(shared_addresses(config)) as ports:
-        tasks = plan_workers(config, runtime, ports.addresses, os.environ)
+    shared, http = shared_addresses(config), shared_http_addresses(config)
+    with HeldPorts(shared) as ports, HeldPorts(http) as http_ports:
+        tasks = plan_workers(config, runtime, ports.addresses, os.environ, http_ports.addresses)
         return await Supervisor(tasks, config, ports.addresses).run()
 
 

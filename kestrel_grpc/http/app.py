@@ -1,0 +1,77 @@
+"""The application behind the HTTP port: its routes, and what answers each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..served_model import ServedModel, State
+from ..services.vision import VisionService
+from . import moondream
+from .edge import Endpoint, HttpEdge, Receive, Scope, Send
+
+
+class _Answered:
+    """An endpoint of the model as an ASGI application."""
+
+    def __init__(self, edge: HttpEdge, endpoint: Endpoint) -> None:
+        self._edge, self._endpoint = edge, endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._edge.handle(self._endpoint, scope, receive, send)
+
+
+def application(edge: HttpEdge, service: VisionService, served: ServedModel) -> Any:
+    """The ASGI application."""
+    endpoints = moondream.endpoints(service, lambda: served.name)
+    routes = [
+        Route(path, _Answered(edge, endpoint), methods=["POST"])
+        for path, endpoint in endpoints.items()
+    ]
+    routes += [
+        Route("/healthz", _health(served), methods=["GET"]),
+        Route("/health", _health(served), methods=["GET"]),
+    ]
+    return Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method})
+
+
+def _health(served: ServedModel) -> Callable[[Request], Any]:
+    async def health(request: Request) -> Response:
+        """200 once the model is warm, 503 before and while the server drains."""
+        status = 200 if served.state is State.READY else 503
+        return _json(status, {"status": served.state.value})
+
+    return health
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    return _refused(404, f"there is no path {request.url.path!r}")
+
+
+async def _wrong_method(request: Request, error: Exception) -> Response:
+    headers = getattr(error, "headers", None) or {}
+    response = _refused(405, f"{request.url.path} takes {headers.get('Allow', 'another method')}")
+    response.headers.update(headers)
+    return response
+
+
+def _refused(status: int, message: str) -> Response:
+    error = {
+        "message": message,
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "path_not_found" if status == 404 else "method_not_allowed",
+    }
+    response = _json(status, {"error": error})
+    response.headers["connection"] = "close"  # A body may follow that nobody reads.
+    return response
+
+
+def _json(status: int, body: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(body), status, media_type="application/json")

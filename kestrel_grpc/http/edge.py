@@ -1,0 +1,317 @@
+"""HttpEdge: the edge of every HTTP request that the model answers. Owns the order of what happens to it.
+
+The order is that of edge/interceptors.py: the caller is identified from the headers, admitted, and given room before
+its body is read. The request then becomes a message of kestrel.v1, and the same services answer it. A client that
+disconnects cancels its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import grpc
+import orjson
+
+from kestrel_engine import InvalidRequest
+
+from ..edge.call import REQUEST_ID_KEY, TRACE_ID_KEY, Call, Context, id_from_metadata, new_id
+from ..edge.call_limit import CallLimit
+from ..edge.current_call import current
+from ..edge.endings import forget_frames, note
+from ..edge.errors import SlowReader, SlowSender
+from ..edge.interceptors import CallWatcher, InFlight
+from ..edge.statuses import complaint
+from ..security.admission.admission import MessageTooLarge
+from ..security.admission.guard import Guard
+from ..security.admission.message_limits import COPIES
+from ..security.admission.message_room import Hold
+from ..security.identity.peers import address_of
+from .context import HttpContext, peer_of
+from .fields import Fields, json_fields
+from .refusals import Refusal, refusal
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+_BODY_COPIES = 4
+"""How often a body's bytes are in memory while it is read: as it came, as text, decoded, and in a message."""
+_TEXT_BYTES = 1024 * 1024
+"""Bytes of a body besides its image."""
+_INLINE_BYTES = 256 * 1024
+"""A larger body is parsed by a thread: the event loop would be busy for milliseconds."""
+_JSON = (b"content-type", b"application/json")
+_EVENTS = ((b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache"))
+_KEY_HEADERS = (b"x-moondream-auth", b"x-api-key")
+"""Headers in which clients send a key, besides ``authorization``."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request as the services take it."""
+
+    message: Any
+    """The request of kestrel.v1, or a list of them."""
+    behaviour: Callable[[Any, Context], Awaitable[Any]]
+    """The service's method."""
+    answer: Callable[[Any], dict[str, Any]]
+    """The response as JSON. Not called if ``events`` is given."""
+    events: Callable[[Any], Iterable[bytes]] | None = None
+    """For a stream: server-sent events for each message that ``behaviour`` writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A path that the model answers."""
+
+    method: str
+    """The method of kestrel.v1 that it stands for, in logs, metrics and scopes."""
+    read: Callable[[Fields], Asked]
+    rename: Callable[[str], str] = str
+    """From a field path of kestrel.v1 to the JSON field."""
+
+
+class HttpEdge:
+    """``end_call`` is called once at the end of every request."""
+
+    def __init__(
+        self,
+        in_flight: InFlight,
+        guard: Guard,
+        end_call: Callable[[Call], None],
+        watcher: CallWatcher | None = None,
+    ) -> None:
+        self._in_flight, self._guard = in_flight, guard
+        self._end_call, self._watcher = end_call, watcher
+        limits = guard.limits
+        self._limit = CallLimit(limits.deadline_s)
+        self._reads = CallLimit(
+            limits.read_s, lambda s: SlowSender(f"the request's body did not arrive within {s:g} s")
+        )
+        largest = guard.messages.largest
+        self._largest = largest * 4 // 3 + _TEXT_BYTES
+        """Bytes of a body: base64 makes four of three."""
+
+    async def handle(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        metadata = tuple(_metadata(scope["headers"]))
+        writer = _Writer(send, self._guard.limits.write_s)
+        call = Call(
+            method=endpoint.method,
+            peer=peer_of(scope.get("client")),
+            context=cast(Context, None),
+            metadata=metadata,
+            request_id=id_from_metadata(metadata) or new_id(),
+            longest_s=self._guard.limits.deadline_s,
+        )
+        call.context = cast(Context, HttpContext(call.peer, writer.write))
+        writer.call = call
+        current.set(call)
+        watcher = self._watcher
+        if watcher is not None:
+            watcher.begin(call)
+        failed: Exception | None = None
+        with self._in_flight:
+            try:
+                await self._answer(call, endpoint, scope, receive, writer)
+            except asyncio.CancelledError:
+                # The client has gone, or the server stops. uvicorn would log an exception that leaves here.
+                call.code = grpc.StatusCode.CANCELLED
+            except Exception as error:  # The edge: the one place where errors become responses.
+                failed = error
+                note(call, error)
+                told = refusal(error, complaint(error, call.request_id), endpoint.rename)
+                with contextlib.suppress(SlowReader, asyncio.CancelledError):
+                    await writer.refuse(told)
+            finally:
+                self._end_call(call)
+                if watcher is not None:
+                    watcher.end(call)
+                call.release()
+                if failed is not None:
+                    forget_frames(failed)
+                    failed = None
+
+    async def _answer(
+        self, call: Call, endpoint: Endpoint, scope: Scope, receive: Receive, writer: _Writer
+    ) -> None:
+        guard, watcher = self._guard, self._watcher
+        call.principal = principal = guard.principal(call.metadata, call.context)
+        call.owner = principal.name or call.owner
+        with (
+            guard.admit(principal, call.method),
+            contextlib.closing(guard.hold(principal, address_of(call.peer))) as hold,
+        ):
+            guard.check_room(call.method)
+            body = await self._body(scope, receive, hold)
+            writer.has_read_all = True
+            asked = await _parsed(endpoint, body)
+            del body
+            hold.settle(min(hold.num_bytes, COPIES * _bytes_of(asked.message)))
+            call.message = asked.message
+            if watcher is not None:
+                watcher.take(call, asked.message)
+            writer.events = asked.events
+            async with _cancelled_with(receive):
+                response = await self._limit.within(asked.behaviour(asked.message, call.context))
+                if asked.events is None:
+                    await writer.answer(asked.answer(response))
+                else:
+                    await writer.end()
+
+    async def _body(self, scope: Scope, receive: Receive, hold: Hold) -> bytearray:
+        """Raises MessageTooLarge, MessagesFull, SlowSender, InvalidRequest."""
+        declared = _content_length(scope["headers"])
+        if declared is not None:
+            self._check_size(declared)
+        expected = self._largest if declared is None else declared
+        held = self._guard.messages.held
+        wanted = _BODY_COPIES * expected
+        await hold.reserve(wanted if held is None else min(wanted, held))
+        body = await self._reads.within(self._pull(receive))
+        hold.arrived(len(body))
+        return cast(bytearray, body)
+
+    async def _pull(self, receive: Receive) -> bytearray:
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise asyncio.CancelledError
+            body += message.get("body", b"")
+            self._check_size(len(body))
+            if not message.get("more_body"):
+                return body
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > self._largest:
+            raise MessageTooLarge(
+                "", f"the body has {num_bytes} bytes or more, the limit is {self._largest}"
+            )
+
+
+class _Writer:
+    """The response of one request. A write that the client does not read for ``limit_s`` seconds raises SlowReader."""
+
+    def __init__(self, send: Send, limit_s: float | None) -> None:
+        self._send, self._limit_s = send, limit_s
+        self.call: Call = cast(Call, None)
+        self.events: Callable[[Any], Iterable[bytes]] | None = None
+        self.has_read_all = False
+        """Whether the request's body was read to its end. If not, the connection can't be used again."""
+        self._has_begun = False
+
+    async def write(self, message: Any) -> None:
+        """Sends the events of one message of a stream."""
+        assert self.events is not None, "only streams write"
+        await self._stream(b"".join(self.events(message)))
+
+    async def end(self) -> None:
+        """Ends a stream."""
+        await self._put({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def answer(self, body: dict[str, Any]) -> None:
+        """Sends a whole response."""
+        await self._whole(200, orjson.dumps(body), ())
+
+    async def refuse(self, told: Refusal) -> None:
+        """Sends an error: as a response, or as the last event of a stream that has begun."""
+        if not self._has_begun:
+            await self._whole(told.status, orjson.dumps(told.body), told.headers)
+            return
+        await self._stream(b"data: " + orjson.dumps({**told.body, "completed": True}) + b"\n\n")
+        await self.end()
+
+    async def _whole(
+        self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]]
+    ) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        await self._begin(status, (_JSON, length, *headers))
+        await self._put({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _stream(self, data: bytes) -> None:
+        if not data:
+            return
+        if not self._has_begun:
+            await self._begin(200, _EVENTS)
+        await self._put({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        self._has_begun = True
+        ids = [(REQUEST_ID_KEY.encode(), self.call.request_id.encode())]
+        if self.call.trace_id:
+            ids.append((TRACE_ID_KEY.encode(), self.call.trace_id.encode()))
+        close = () if self.has_read_all else ((b"connection", b"close"),)
+        await self._put(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [*headers, *ids, *close],
+            }
+        )
+
+    async def _put(self, message: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await self._send(message)
+        except TimeoutError:
+            raise SlowReader(
+                f"the client read nothing of its response for {self._limit_s:g} s"
+            ) from None
+
+
+async def _parsed(endpoint: Endpoint, body: bytearray) -> Asked:
+    def parse() -> Asked:
+        return endpoint.read(json_fields(body))
+
+    return parse() if len(body) <= _INLINE_BYTES else await asyncio.to_thread(parse)
+
+
+def _bytes_of(message: Any) -> int:
+    messages = message if isinstance(message, list) else [message]
+    return sum(each.ByteSize() for each in messages)
+
+
+@contextlib.asynccontextmanager
+async def _cancelled_with(receive: Receive) -> AsyncIterator[None]:
+    """Cancels the current task if the client disconnects."""
+    task = asyncio.current_task()
+    assert task is not None, "requests run in tasks"
+
+    async def wait() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        task.cancel()
+
+    waiting = asyncio.create_task(wait())
+    try:
+        yield
+    finally:
+        waiting.cancel()
+
+
+def _metadata(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[str, str]]:
+    """The headers in gRPC's form; a key in a header of its own becomes a bearer token."""
+    headers = list(headers)
+    has_token = any(key == b"authorization" for key, _ in headers)
+    for key, value in headers:
+        if key in _KEY_HEADERS:
+            if not has_token:
+                has_token = True
+                yield "authorization", f"Bearer {value.decode('latin-1')}"
+            continue
+        yield key.decode("latin-1"), value.decode("latin-1")
+
+
+def _content_length(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
+    """None if the length is not declared (a chunked body). Raises InvalidRequest."""
+    for key, value in headers:
+        if key == b"content-length":
+            if not value.isdigit():
+                raise InvalidRequest("", "the header content-length must be a whole number")
+            return int(value)
+    return None

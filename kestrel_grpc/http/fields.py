@@ -1,0 +1,118 @@
+"""Fields: a JSON object of a request, read field by field. An error names the field and what it must be."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from kestrel_engine import InvalidRequest, UnsupportedImageError
+
+_KINDS: dict[type, str] = {
+    str: "a string",
+    bool: "true or false",
+    dict: "an object",
+    list: "a list",
+}
+
+
+class Fields:
+    """``path`` stands before the names of fields in errors."""
+
+    def __init__(self, values: dict[str, Any], path: str = "") -> None:
+        self.values, self._path = values, path
+
+    def name(self, key: str) -> str:
+        return f"{self._path}{key}"
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """Raises InvalidRequest, also if the field is missing and there is no default."""
+        return str(self._get(key, str, default))
+
+    def flag(self, key: str) -> bool:
+        """False if the field is missing or null. Raises InvalidRequest."""
+        return bool(self._get(key, bool, False))
+
+    def inner(self, key: str) -> Fields:
+        """Empty if the field is missing or null. Raises InvalidRequest."""
+        return Fields(self._get(key, dict, {}), f"{self.name(key)}.")
+
+    def items(self, key: str) -> list[Any]:
+        """Empty if the field is missing or null. Raises InvalidRequest."""
+        return list(self._get(key, list, []))
+
+    def number(self, key: str) -> float | None:
+        """None if the field is missing or null. Raises InvalidRequest."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise InvalidRequest(self.name(key), f"must be a number, got {_kind_of(value)}")
+        return float(value)
+
+    def whole(self, key: str) -> int | None:
+        """None if the field is missing or null. Raises InvalidRequest."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidRequest(self.name(key), f"must be a whole number, got {_kind_of(value)}")
+        return value
+
+    def _get(self, key: str, kind: type, default: Any) -> Any:
+        value = self.values.get(key)
+        if value is None:
+            if default is None:
+                raise InvalidRequest(self.name(key), "is required")
+            return default
+        if not isinstance(value, kind):
+            raise InvalidRequest(self.name(key), f"must be {_KINDS[kind]}, got {_kind_of(value)}")
+        return value
+
+
+def json_fields(body: bytes | bytearray) -> Fields:
+    """The fields of a request's body. Raises InvalidRequest."""
+    try:
+        values = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest("", f"the body is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise InvalidRequest("", f"the body must be a JSON object, got {_kind_of(values)}")
+    return Fields(values)
+
+
+def image_bytes(text: str, field: str) -> bytes:
+    """The encoded image in a data URL or in plain base64. Raises InvalidRequest, UnsupportedImageError."""
+    if text[:8].lower().startswith(("http://", "https://", "file:")):
+        raise UnsupportedImageError(
+            field, "is an address, and this server fetches none; send the image as a data URL"
+        )
+    data = text
+    if text[:5].lower() == "data:":
+        header, comma, data = text.partition(",")
+        if not comma or not header.lower().endswith(";base64"):
+            raise InvalidRequest(field, "must be a data URL like data:image/jpeg;base64,…")
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidRequest(field, "holds no valid base64") from None
+
+
+def numbers(value: Any, field: str) -> Sequence[float]:
+    """A list of numbers. Raises InvalidRequest."""
+    if not isinstance(value, list) or not all(
+        isinstance(each, (int, float)) and not isinstance(each, bool) for each in value
+    ):
+        raise InvalidRequest(field, f"must be a list of numbers, got {_kind_of(value)}")
+    return [float(each) for each in value]
+
+
+def _kind_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return "a number"
+    return _KINDS.get(type(value), "a number")

@@ -1,0 +1,238 @@
+"""Moondream's REST interface: /v1/query, /v1/caption, /v1/point, /v1/detect and /v1/segment.
+
+The forms are those that the ``moondream`` package sends and reads: an image as a data URL or plain base64, settings in
+an object of their own, coordinates in [0, 1], a stream as server-sent events that end with ``"completed": true``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import orjson
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine import InvalidRequest
+
+from ..services.vision import VisionService
+from .edge import Asked, Endpoint
+from .fields import Fields, image_bytes, numbers
+from .models import served_name
+
+_SERVICE = "/kestrel.v1.VisionService/"
+_LENGTHS = {
+    "short": pb.CAPTION_LENGTH_SHORT,
+    "normal": pb.CAPTION_LENGTH_NORMAL,
+    "long": pb.CAPTION_LENGTH_LONG,
+}
+_NAMES = {
+    "image": "image_url",
+    "image.encoded": "image_url",
+    "max_objects": "settings.max_objects",
+    "options.model": "model",
+}
+
+
+def endpoints(service: VisionService, served: Callable[[], str]) -> dict[str, Endpoint]:
+    """By path. ``served`` gives the model's name."""
+
+    def query(fields: Fields) -> Asked:
+        request = pb.QueryRequest(
+            question=fields.text("question"),
+            reasoning=fields.flag("reasoning"),
+            spatial_refs=_spatial_refs(fields),
+        )
+        _fill(request, fields, served(), needs_image=False)
+        if not fields.flag("stream"):
+            return Asked(request, service.Query, query_json)
+        stream = pb.StreamQueryRequest(request=request)
+        return Asked(stream, service.StreamQuery, query_json, _text_events(query_json))
+
+    def caption(fields: Fields) -> Asked:
+        length = fields.text("length", "normal")
+        if length not in _LENGTHS:
+            raise InvalidRequest("length", f"must be short, normal or long, got {length!r}")
+        request = pb.CaptionRequest(length=_LENGTHS[length])
+        _fill(request, fields, served())
+        if not fields.flag("stream"):
+            return Asked(request, service.Caption, caption_json)
+        stream = pb.StreamCaptionRequest(request=request)
+        return Asked(stream, service.StreamCaption, caption_json, _text_events(caption_json))
+
+    def point(fields: Fields) -> Asked:
+        refs = _spatial_refs(fields)
+        request = pb.PointRequest(object=fields.text("object"), spatial_refs=refs)
+        _fill(request, fields, served())
+        return Asked(request, service.Point, point_json)
+
+    def detect(fields: Fields) -> Asked:
+        request = pb.DetectRequest(object=fields.text("object"))
+        _fill(request, fields, served())
+        return Asked(request, service.Detect, detect_json)
+
+    def segment(fields: Fields) -> Asked:
+        refs = _spatial_refs(fields)
+        request = pb.SegmentRequest(object=fields.text("object"), spatial_refs=refs)
+        _fill(request, fields, served())
+        if not fields.flag("stream"):
+            return Asked(request, service.Segment, segment_json)
+        stream = pb.StreamSegmentRequest(request=request)
+        return Asked(stream, service.StreamSegment, segment_json, _segment_events)
+
+    return {
+        "/v1/query": Endpoint(f"{_SERVICE}Query", query, json_name),
+        "/v1/caption": Endpoint(f"{_SERVICE}Caption", caption, json_name),
+        "/v1/point": Endpoint(f"{_SERVICE}Point", point, json_name),
+        "/v1/detect": Endpoint(f"{_SERVICE}Detect", detect, json_name),
+        "/v1/segment": Endpoint(f"{_SERVICE}Segment", segment, json_name),
+    }
+
+
+def json_name(path: str) -> str:
+    """The field of Moondream's JSON that stands for a field of kestrel.v1."""
+    path = path.removeprefix("request.")
+    if path.startswith("sampling."):
+        return f"settings.{path.removeprefix('sampling.')}"
+    return _NAMES.get(path, path)
+
+
+def _fill(request: Any, fields: Fields, served: str, *, needs_image: bool = True) -> None:
+    """Image, settings and model, which all skills' requests share. Raises InvalidRequest, ModelNotFoundError."""
+    if needs_image or fields.values.get("image_url") is not None:
+        request.image.encoded = image_bytes(fields.text("image_url"), "image_url")
+    settings = fields.inner("settings")
+    for key in ("temperature", "top_p"):
+        number = settings.number(key)
+        if number is not None:
+            setattr(request.sampling, key, number)
+    max_tokens = _positive(settings, "max_tokens")
+    if max_tokens is not None:
+        request.sampling.max_tokens = max_tokens
+    max_objects = _positive(settings, "max_objects")
+    if max_objects is not None and "max_objects" in request.DESCRIPTOR.fields_by_name:
+        request.max_objects = max_objects
+    if settings.values.get("adapter") is not None:
+        raise InvalidRequest("settings.adapter", "this server has no adapters")
+    model = fields.values.get("model")
+    if model is not None:
+        request.options.model = served_name(fields.text("model"), served)
+
+
+def _positive(settings: Fields, key: str) -> int | None:
+    value = settings.whole(key)
+    if value is not None and not 1 <= value < 2**31:
+        raise InvalidRequest(settings.name(key), f"must be at least 1, got {value}")
+    return value
+
+
+def _spatial_refs(fields: Fields) -> list[common_pb2.SpatialRef]:
+    """Points as [x, y], boxes as [x_min, y_min, x_max, y_max]. Raises InvalidRequest."""
+    refs = []
+    for index, item in enumerate(fields.items("spatial_refs")):
+        name = fields.name(f"spatial_refs[{index}]")
+        values = numbers(item, name)
+        if len(values) == 2:
+            point = common_pb2.Point(x=values[0], y=values[1])
+            refs.append(common_pb2.SpatialRef(point=point))
+        elif len(values) == 4:
+            x_min, y_min, x_max, y_max = values
+            box = common_pb2.Box(x_min=x_min, y_min=y_min, x_max=x_max, y_max=y_max)
+            refs.append(common_pb2.SpatialRef(box=box))
+        else:
+            raise InvalidRequest(name, f"must have 2 or 4 numbers, got {len(values)}")
+    return refs
+
+
+def query_json(response: pb.QueryResponse) -> dict[str, Any]:
+    body: dict[str, Any] = {"answer": response.answer, **_shared(response)}
+    if response.HasField("reasoning"):
+        body["reasoning"] = {
+            "text": response.reasoning.text,
+            "grounding": [
+                {
+                    "start_idx": span.start,
+                    "end_idx": span.end,
+                    "points": [[point.x, point.y] for point in span.points],
+                }
+                for span in response.reasoning.grounding
+            ],
+        }
+    return body
+
+
+def caption_json(response: pb.CaptionResponse) -> dict[str, Any]:
+    return {"caption": response.caption, **_shared(response)}
+
+
+def point_json(response: pb.PointResponse) -> dict[str, Any]:
+    points = [{"x": point.x, "y": point.y} for point in response.points]
+    return {"points": points, "count": len(points), **_shared(response)}
+
+
+def detect_json(response: pb.DetectResponse) -> dict[str, Any]:
+    return {"objects": [box_json(box) for box in response.objects], **_shared(response)}
+
+
+def segment_json(response: pb.SegmentResponse) -> dict[str, Any]:
+    body: dict[str, Any] = {"path": response.svg_path, **_shared(response)}
+    if response.HasField("box"):
+        body["bbox"] = box_json(response.box)
+    if response.HasField("parse_error"):
+        body["parse_error"] = response.parse_error
+    return body
+
+
+def box_json(box: common_pb2.Box) -> dict[str, float]:
+    return {"x_min": box.x_min, "y_min": box.y_min, "x_max": box.x_max, "y_max": box.y_max}
+
+
+def _shared(response: Any) -> dict[str, Any]:
+    timings = response.timings
+    reason = "length" if response.finish_reason == common_pb2.FINISH_REASON_LENGTH else "stop"
+    return {
+        "request_id": response.request_id,
+        "model": response.model,
+        "finish_reason": reason,
+        "metrics": {
+            "input_tokens": response.usage.input_tokens,
+            "output_tokens": response.usage.output_tokens,
+            "prefill_time_ms": timings.prefill_time_ms,
+            "decode_time_ms": timings.decode_time_ms,
+            "ttft_ms": timings.ttft_ms,
+        },
+    }
+
+
+def _text_events(final: Callable[[Any], dict[str, Any]]) -> Callable[[Any], Iterable[bytes]]:
+    """The events of an answer or a caption."""
+
+    def events(message: Any) -> Iterable[bytes]:
+        kind = message.WhichOneof("event")
+        if kind == "text_delta":
+            delta = message.text_delta
+            yield _event(chunk=delta.text, completed=False, token_index=delta.output_tokens)
+        elif kind == "reasoning_delta":
+            delta = message.reasoning_delta
+            yield _event(
+                reasoning_chunk=delta.text, completed=False, token_index=delta.output_tokens
+            )
+        elif kind == "final":
+            yield _event(chunk="", completed=True, **final(message.final))
+
+    return events
+
+
+def _segment_events(message: Any) -> Iterable[bytes]:
+    kind = message.WhichOneof("event")
+    if kind == "object":
+        yield _event(type="bbox", bbox=box_json(message.object), completed=False)
+    elif kind == "path_piece":
+        # The client joins the pieces as they are.
+        yield _event(type="path_delta", chunk=f"{message.path_piece.path} ", completed=False)
+    elif kind == "final":
+        yield _event(type="final", completed=True, **segment_json(message.final))
+
+
+def _event(**fields: Any) -> bytes:
+    return b"data: " + orjson.dumps(fields) + b"\n\n"

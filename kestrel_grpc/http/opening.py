@@ -1,0 +1,54 @@
+"""Opens the HTTP port if one is asked for. Imports HTTP's packages only then."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..edge.call import Call
+from ..edge.interceptors import CallWatcher, InFlight
+from ..security.admission.guard import Guard
+from ..security.identity.tls import server_context
+from ..security.listening import check_exposure
+from ..served_model import ServedModel
+from ..services.vision import VisionService
+from ..settings.addresses import AddressError
+from ..settings.http import HttpConfig
+from ..settings.security import SecurityConfig
+
+if TYPE_CHECKING:
+    from .listener import HttpListener
+
+_PACKAGES = "orjson, starlette and uvicorn"
+
+
+def open_http(
+    config: HttpConfig,
+    security: SecurityConfig,
+    service: VisionService,
+    served: ServedModel,
+    in_flight: InFlight,
+    guard: Guard,
+    end_call: Callable[[Call], None],
+    watcher: CallWatcher | None,
+) -> HttpListener:
+    """The listener, which is to be started. Raises AddressError, TlsError."""
+    check_exposure(config.http_listen, security)
+    if security.client_ca is not None and not security.has_tokens:
+        raise AddressError(
+            f"won't listen on {config.http_listen[0]} for HTTP, where a certificate names no caller; "
+            "give callers tokens (--auth-tokens)"
+        )
+    try:
+        from .app import application
+        from .edge import HttpEdge
+        from .listener import HttpListener
+    except ModuleNotFoundError as error:
+        raise AddressError(
+            f"can't listen for HTTP: the package {error.name} is missing; --http-listen needs {_PACKAGES}, "
+            "pip install '.[http]'"
+        ) from None
+    context: ssl.SSLContext | None = None if security.tls is None else server_context(security.tls)
+    edge = HttpEdge(in_flight, guard, end_call, watcher)
+    return HttpListener(application(edge, service, served), config, context)

@@ -1,0 +1,54 @@
+"""HttpConfig: where the server listens for HTTP, beside gRPC. By default nowhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kestrel_engine import SettingGroup, check_settings, setting
+
+from .addresses import parse_address
+
+HTTP = SettingGroup("HTTP", "http")
+
+
+def _addresses(text: str) -> list[str]:
+    return [parse_address(part.strip()) for part in text.split(",")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpConfig:
+    """Raises ConfigError."""
+
+    http_listen: tuple[str, ...] = setting(
+        (),
+        HTTP,
+        "where to listen for HTTP clients: HOST:PORT, [IPV6]:PORT or unix:PATH; may be given several times, or several "
+        "with commas; needs the packages of pip install '.[http]'",
+        parse=_addresses,
+        repeated=True,
+        distinct=True,
+        metavar="ADDRESS",
+        shown="no HTTP",
+    )
+    http_max_connections: int = setting(
+        1000,
+        HTTP,
+        "most HTTP connections at a time; further ones are closed at once",
+        kind="whole",
+        metavar="N",
+        low=1,
+    )
+    http_idle_s: float = setting(
+        75.0,
+        HTTP,
+        "close an HTTP connection that sends no request for this long",
+        kind="seconds",
+        metavar="SECONDS",
+        low=1,
+    )
+    is_shared: bool = False
+    """Whether other processes listen on the same TCP addresses, each on its own socket (SO_REUSEPORT). Not a setting: a
+    supervisor sets it for its workers."""
+
+    def __post_init__(self) -> None:
+        check_settings(self)

@@ -1,0 +1,41 @@
+"""A real server on real sockets, for gRPC and HTTP, with the fake runtime behind the real engine."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator
+from io import BytesIO
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+
+from kestrel_grpc.settings.http import HttpConfig
+from tests.service.conftest import Serve, Served, serve
+
+__all__ = ["Served", "serve"]
+
+
+def data_url(width: int = 60, height: int = 40, kind: str = "JPEG") -> str:
+    """A grey image as a data URL."""
+    file = BytesIO()
+    Image.new("RGB", (width, height), (200, 200, 200)).save(file, kind)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+@pytest.fixture
+async def http(serve: Serve) -> AsyncIterator[Any]:
+    """Starts a server with an HTTP port; gives it and a client of that port."""
+    clients: list[httpx.AsyncClient] = []
+
+    async def start(*, server_config: dict[str, Any] | None = None, **options: Any) -> Any:
+        config = {"http": HttpConfig(http_listen=("127.0.0.1:0",)), **(server_config or {})}
+        served = await serve(server_config=config, **options)
+        client = httpx.AsyncClient(base_url=f"http://{served.server.http_addresses[0]}", timeout=60)
+        clients.append(client)
+        return served, client
+
+    yield start
+    for client in clients:
+        await client.aclose()

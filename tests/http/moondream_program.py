@@ -1,0 +1,30 @@
+"""A program of the unmodified ``moondream`` package, run in an environment of its own: ENDPOINT KEY IMAGE."""
+
+import json
+import sys
+
+import moondream as md
+from PIL import Image
+
+endpoint, key, path = sys.argv[1:]
+model = md.vl(endpoint=endpoint, api_key=key)
+image = Image.open(path)
+settings = {"temperature": 0, "max_tokens": 24}
+out = {
+    "query": model.query(image, "How many red circles are there?", settings=settings),
+    "stream": "".join(
+        model.query(image, "How many red circles are there?", stream=True, settings=settings)[
+            "answer"
+        ]
+    ),
+    "reasoning": model.query(image, "How many red circles are there?", reasoning=True),
+    "text": model.query(question="What is red?", settings=settings),
+    "caption": model.caption(image, length="short", settings=settings),
+    "caption_stream": "".join(
+        model.caption(image, length="short", stream=True, settings=settings)["caption"]
+    ),
+    "point": model.point(image, "red circle"),
+    "detect": model.detect(image, "red circle", settings={"max_objects": 5}),
+    "refs": model.point(image, "red circle", spatial_refs=[[0.5, 0.5], [0.1, 0.1, 0.9, 0.9]]),
+}
+print(json.dumps(out))

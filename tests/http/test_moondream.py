@@ -1,0 +1,203 @@
+"""Moondream's REST interface over the fake runtime: the same answers as by gRPC, and clear errors."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from typing import Any
+
+import pytest
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_grpc.settings.security import CallLimits, SecurityConfig
+from tests.engine.fakes import never_ends
+from tests.http.conftest import data_url
+from tests.service.conftest import LIMITS
+
+SETTINGS = {"temperature": 0, "max_tokens": 12}
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+
+
+async def test_every_skill_answers_as_grpc_does(http):
+    served, client = await http()
+    url = data_url()
+    image = common_pb2.Image(encoded=base64.b64decode(url.partition(",")[2]))
+    sampling = common_pb2.Sampling(temperature=0, max_tokens=12)
+    asked = {"image_url": url, "settings": SETTINGS}
+
+    body = (await client.post("/v1/query", json={**asked, "question": "What?"})).json()
+    response = await served.vision.Query(
+        pb.QueryRequest(image=image, question="What?", sampling=sampling)
+    )
+    assert body["answer"] == response.answer and response.answer
+    assert body["metrics"]["output_tokens"] == response.usage.output_tokens
+    assert body["finish_reason"] in ("stop", "length") and body["request_id"]
+
+    body = (await client.post("/v1/caption", json={**asked, "length": "short"})).json()
+    caption = await served.vision.Caption(
+        pb.CaptionRequest(image=image, length=pb.CAPTION_LENGTH_SHORT, sampling=sampling)
+    )
+    assert body["caption"] == caption.caption
+
+    body = (await client.post("/v1/point", json={**asked, "object": "dot"})).json()
+    points = await served.vision.Point(
+        pb.PointRequest(image=image, object="dot", sampling=sampling)
+    )
+    assert body["points"] == [{"x": p.x, "y": p.y} for p in points.points]
+    assert body["count"] == len(points.points)
+
+    body = (await client.post("/v1/detect", json={**asked, "object": "dot"})).json()
+    found = await served.vision.Detect(
+        pb.DetectRequest(image=image, object="dot", sampling=sampling)
+    )
+    assert [box["x_min"] for box in body["objects"]] == [box.x_min for box in found.objects]
+
+    body = (await client.post("/v1/segment", json={**asked, "object": "dot"})).json()
+    outline = await served.vision.Segment(
+        pb.SegmentRequest(image=image, object="dot", sampling=sampling)
+    )
+    assert body["path"] == outline.svg_path
+
+
+async def test_a_question_needs_no_image(http):
+    _, client = await http()
+    response = await client.post("/v1/query", json={"question": "Why?", "settings": SETTINGS})
+    assert response.status_code == 200 and response.json()["answer"]
+
+
+@pytest.mark.parametrize("path", ["query", "caption"])
+async def test_a_stream_ends_with_the_whole_answer(http, path: str):
+    _, client = await http()
+    asked = {"image_url": data_url(), "settings": SETTINGS, "question": "What?"}
+    whole = (await client.post(f"/v1/{path}", json=asked)).json()
+    response = await client.post(f"/v1/{path}", json={**asked, "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *pieces, final = events(response.text)
+    key = {"query": "answer", "caption": "caption"}[path]
+    assert pieces and not any(piece["completed"] for piece in pieces)
+    assert final["completed"] and final["chunk"] == ""
+    assert "".join(piece["chunk"] for piece in pieces) == final[key] == whole[key]
+
+
+async def test_errors_name_the_json_field(http):
+    _, client = await http()
+    url = data_url()
+    cases: list[tuple[str, Any, int, str | None, str]] = [
+        ("query", {"question": 3}, 400, "question", "must be a string, got a number"),
+        ("query", {}, 400, "question", "is required"),
+        ("query", {"question": " "}, 400, "question", ""),
+        ("caption", {"image_url": "http://x/y.jpg"}, 400, "image_url", "this server fetches none"),
+        ("caption", {"image_url": "data:image/png;base64,!!"}, 400, "image_url", "base64"),
+        ("caption", {"image_url": "AAAA"}, 400, "image_url", ""),
+        ("caption", {"image_url": url, "length": "tiny"}, 400, "length", "short, normal or long"),
+        (
+            "caption",
+            {"image_url": url, "settings": {"temperature": -1}},
+            400,
+            "settings.temperature",
+            "",
+        ),
+        (
+            "detect",
+            {"image_url": url, "object": "x", "settings": {"max_objects": 0}},
+            400,
+            "settings.max_objects",
+            "at least 1",
+        ),
+        ("point", {"image_url": url, "object": "x", "model": "gpt"}, 404, "model", "gpt"),
+        (
+            "point",
+            {"image_url": url, "object": "x", "model": "moondream3-preview/ab@1"},
+            400,
+            "model",
+            "adapter",
+        ),
+        (
+            "point",
+            {"image_url": url, "object": "x", "spatial_refs": [[1]]},
+            400,
+            "spatial_refs[0]",
+            "2 or 4",
+        ),
+        ("query", [1], 400, None, "must be a JSON object"),
+        ("query", "x", 400, None, "must be a JSON object"),
+    ]
+    for path, body, status, param, part in cases:
+        response = await client.post(f"/v1/{path}", json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (status, param), (path, body, error)
+        assert part in error["message"]
+        assert response.headers["x-request-id"]
+    response = await client.post("/v1/query", content=b'{"question": ')
+    assert response.status_code == 400 and "not valid JSON" in response.json()["error"]["message"]
+    assert (await client.get("/v1/query")).status_code == 405
+    assert (await client.post("/v1/nothing", json={})).status_code == 404
+
+
+async def test_callers_are_known_before_their_body_is_read(http, monkeypatch):
+    security = SecurityConfig(api_key="k" * 40)
+    served, client = await http(server_config={"security": security})
+    asked = {"question": "Why?", "settings": SETTINGS}
+    refused = await client.post("/v1/query", json=asked)
+    assert refused.status_code == 401 and refused.headers["connection"] == "close"
+    assert refused.json()["error"]["code"] == "credentials_missing"
+    wrong = await client.post("/v1/query", json=asked, headers={"X-Moondream-Auth": "wrong"})
+    assert wrong.status_code == 401
+    for headers in ({"X-Moondream-Auth": "k" * 40}, {"Authorization": f"Bearer {'k' * 40}"}):
+        response = await client.post("/v1/query", json=asked, headers=headers)
+        assert response.status_code == 200, response.text
+    assert served.server.guard.held_bytes == 0
+
+
+async def test_a_client_that_disconnects_cancels_its_request(http):
+    served, client = await http(runtime=FakeRuntime(LIMITS, never_ends))
+    asked = {"question": "Why?", "stream": True, "settings": {"max_tokens": 200}}
+    async with client.stream("POST", "/v1/query", json=asked) as response:
+        async for _ in response.aiter_lines():
+            break
+        assert served.engine.num_requests == 1
+    for _ in range(200):
+        if served.engine.num_requests == 0:
+            break
+        await asyncio.sleep(0.05)
+    assert served.engine.num_requests == 0
+
+
+async def test_too_large_a_body_is_refused_before_it_is_read(http):
+    served, client = await http(server_config={"max_message_bytes": 100_000})
+    body = {"question": "x" * 2_000_000}
+    response = await client.post("/v1/query", json=body)
+    assert response.status_code == 413 and "limit" in response.json()["error"]["message"]
+    assert served.server.guard.held_bytes == 0
+
+
+async def test_overload_says_when_to_come_back(http):
+    security = SecurityConfig(calls=CallLimits(calls=1))
+    _, client = await http(
+        runtime=FakeRuntime(LIMITS, never_ends), server_config={"security": security}
+    )
+    asked = {"question": "Why?", "stream": True, "settings": {"max_tokens": 200}}
+    async with client.stream("POST", "/v1/query", json=asked) as response:
+        async for _ in response.aiter_lines():
+            break
+        refused = await client.post("/v1/query", json={"question": "Why?"})
+        assert refused.status_code == 429, refused.text
+        assert int(refused.headers["retry-after"]) >= 1
+        assert int(refused.headers["retry-after-ms"]) > 0
+
+
+async def test_health_follows_the_model(http):
+    served, client = await http(load=False)
+    assert (await client.get("/healthz")).status_code == 503
+    unready = await client.post("/v1/query", json={"question": "Why?"})
+    assert unready.status_code == 503 and unready.headers["retry-after"]
+    await served.server.load()
+    assert (await client.get("/healthz")).json() == {"status": "ready"}
+    await served.server.drain()
+    assert (await client.get("/health")).status_code == 503
