@@ -154,6 +154,12 @@ def checked_text(field_name: str, value: object, context: SkillContext) -> str:
     text = value.strip()
     if not text:
         raise InvalidRequest(field_name, "must not be empty")
+    check_size(field_name, text, context)
+    return text
+
+
+def check_size(field_name: str, text: str, context: SkillContext) -> None:
+    """Raises InvalidRequest if ``text`` is too long or is not valid Unicode."""
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
@@ -164,4 +170,3 @@ def checked_text(field_name: str, value: object, context: SkillContext) -> str:
         raise InvalidRequest(
             field_name, f"has {size} UTF-8 bytes, the limit is {context.defaults.max_text_bytes}"
         )
-    return text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidRequest
@@ -10,13 +10,18 @@ from ..types.events import FinishReason, StreamUpdate
 from ..types.requests import Coord, Prompt, check_spatial_refs, spatial_tokens
 from ..types.step import StepToken, TokenRule
 from .answer import AnswerControl, AnswerOutput
-from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, checked_text
+from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, check_size, checked_text
 from .detokenize import StreamingText
 from .settings import read_settings, reject_unknown
 
+MAX_TURNS = 64
+
 
 class QuerySkill:
-    """Arguments: question, reasoning (default False), spatial_refs. Output: {"answer", "reasoning"?}.
+    """Arguments: question, reasoning (default False), spatial_refs, history. Output: {"answer", "reasoning"?}.
+
+    ``history``: earlier turns as pairs of question and answer, oldest first. Each is rendered as it was asked and
+    answered directly (moondream.md section 14).
 
     max_tokens bounds the reasoning and the answer separately, as in the reference.
     """
@@ -26,7 +31,7 @@ class QuerySkill:
     def build(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
     ) -> SkillRequest:
-        reject_unknown(arguments, frozenset({"question", "reasoning", "spatial_refs"}))
+        reject_unknown(arguments, frozenset({"question", "reasoning", "spatial_refs", "history"}))
         question = checked_text("question", arguments.get("question"), context)
         reasoning = arguments.get("reasoning", False)
         if not isinstance(reasoning, bool):
@@ -36,6 +41,7 @@ class QuerySkill:
         templates = context.model.templates
         suffix = templates.query_reasoning_suffix if reasoning else templates.query_suffix
         prompt: Prompt = (
+            *_earlier_turns(arguments.get("history"), context),
             *templates.query_prefix,
             *spatial_tokens(refs),
             *context.codec.encode(question),
@@ -69,6 +75,30 @@ class QuerySkill:
             if request.options["reasoning"]
             else AnswerOutput("answer", context)
         )
+
+
+def _earlier_turns(history: Any, context: SkillContext) -> list[int]:
+    """The ids of ``history``. Raises InvalidRequest."""
+    turns = () if history is None else history
+    if isinstance(turns, (str, bytes)) or not isinstance(turns, Sequence):
+        raise InvalidRequest("history", "must be a list of pairs of question and answer")
+    if len(turns) > MAX_TURNS:
+        raise InvalidRequest("history", f"has {len(turns)} turns, the limit is {MAX_TURNS}")
+    templates = context.model.templates
+    ids: list[int] = []
+    for index, turn in enumerate(turns):
+        if isinstance(turn, str) or not isinstance(turn, Sequence) or len(turn) != 2:
+            raise InvalidRequest(f"history[{index}]", "must be a pair of question and answer")
+        question = checked_text(f"history[{index}].question", turn[0], context)
+        answer = turn[1]
+        if not isinstance(answer, str):
+            raise InvalidRequest(f"history[{index}].answer", "must be text")
+        check_size(f"history[{index}].answer", answer, context)
+        ids += templates.query_prefix
+        ids += context.codec.encode(question)
+        ids += templates.query_suffix
+        ids += context.codec.encode(answer)
+    return ids
 
 
 class ReasoningControl:

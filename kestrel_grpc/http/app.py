@@ -12,8 +12,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ..served_model import ServedModel, State
+from ..services.model import ModelService
 from ..services.vision import VisionService
-from . import moondream
+from . import moondream, openai
 from .edge import Endpoint, HttpEdge, Receive, Scope, Send
 
 
@@ -27,12 +28,17 @@ class _Answered:
         await self._edge.handle(self._endpoint, scope, receive, send)
 
 
-def application(edge: HttpEdge, service: VisionService, served: ServedModel) -> Any:
+def application(
+    edge: HttpEdge, vision: VisionService, models: ModelService, served: ServedModel
+) -> Any:
     """The ASGI application."""
-    endpoints = moondream.endpoints(service, lambda: served.name)
+    endpoints = {
+        **moondream.endpoints(vision, lambda: served.name),
+        **openai.endpoints(vision, models, lambda: served.name),
+    }
     routes = [
-        Route(path, _Answered(edge, endpoint), methods=["POST"])
-        for path, endpoint in endpoints.items()
+        Route(path, _Answered(edge, endpoint), methods=[verb])
+        for (verb, path), endpoint in endpoints.items()
     ]
     routes += [
         Route("/healthz", _health(served), methods=["GET"]),

@@ -73,6 +73,7 @@ class Endpoint:
     read: Callable[[Fields], Asked]
     rename: Callable[[str], str] = str
     """From a field path of kestrel.v1 to the JSON field."""
+    takes_body: bool = True
 
 
 class HttpEdge:
@@ -147,11 +148,15 @@ class HttpEdge:
             contextlib.closing(guard.hold(principal, address_of(call.peer))) as hold,
         ):
             guard.check_room(call.method)
-            body = await self._body(scope, receive, hold)
-            writer.has_read_all = True
-            asked = await _parsed(endpoint, body)
-            del body
-            hold.settle(min(hold.num_bytes, COPIES * _bytes_of(asked.message)))
+            if endpoint.takes_body:
+                body = await self._body(scope, receive, hold)
+                writer.has_read_all = True
+                asked = await _parsed(endpoint, body)
+                del body
+                hold.settle(min(hold.num_bytes, COPIES * _bytes_of(asked.message)))
+            else:
+                writer.has_read_all = not _content_length(scope["headers"])
+                asked = endpoint.read(Fields({}))
             call.message = asked.message
             if watcher is not None:
                 watcher.take(call, asked.message)

@@ -34,8 +34,8 @@ _NAMES = {
 }
 
 
-def endpoints(service: VisionService, served: Callable[[], str]) -> dict[str, Endpoint]:
-    """By path. ``served`` gives the model's name."""
+def endpoints(service: VisionService, served: Callable[[], str]) -> dict[tuple[str, str], Endpoint]:
+    """By verb and path. ``served`` gives the model's name."""
 
     def query(fields: Fields) -> Asked:
         request = pb.QueryRequest(
@@ -81,11 +81,11 @@ def endpoints(service: VisionService, served: Callable[[], str]) -> dict[str, En
         return Asked(stream, service.StreamSegment, segment_json, _segment_events)
 
     return {
-        "/v1/query": Endpoint(f"{_SERVICE}Query", query, json_name),
-        "/v1/caption": Endpoint(f"{_SERVICE}Caption", caption, json_name),
-        "/v1/point": Endpoint(f"{_SERVICE}Point", point, json_name),
-        "/v1/detect": Endpoint(f"{_SERVICE}Detect", detect, json_name),
-        "/v1/segment": Endpoint(f"{_SERVICE}Segment", segment, json_name),
+        ("POST", "/v1/query"): Endpoint(f"{_SERVICE}Query", query, json_name),
+        ("POST", "/v1/caption"): Endpoint(f"{_SERVICE}Caption", caption, json_name),
+        ("POST", "/v1/point"): Endpoint(f"{_SERVICE}Point", point, json_name),
+        ("POST", "/v1/detect"): Endpoint(f"{_SERVICE}Detect", detect, json_name),
+        ("POST", "/v1/segment"): Endpoint(f"{_SERVICE}Segment", segment, json_name),
     }
 
 

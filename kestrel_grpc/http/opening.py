@@ -12,6 +12,7 @@ from ..security.admission.guard import Guard
 from ..security.identity.tls import server_context
 from ..security.listening import check_exposure
 from ..served_model import ServedModel
+from ..services.model import ModelService
 from ..services.vision import VisionService
 from ..settings.addresses import AddressError
 from ..settings.http import HttpConfig
@@ -26,7 +27,8 @@ _PACKAGES = "orjson, starlette and uvicorn"
 def open_http(
     config: HttpConfig,
     security: SecurityConfig,
-    service: VisionService,
+    vision: VisionService,
+    models: ModelService,
     served: ServedModel,
     in_flight: InFlight,
     guard: Guard,
@@ -51,4 +53,4 @@ def open_http(
         ) from None
     context: ssl.SSLContext | None = None if security.tls is None else server_context(security.tls)
     edge = HttpEdge(in_flight, guard, end_call, watcher)
-    return HttpListener(application(edge, service, served), config, context)
+    return HttpListener(application(edge, vision, models, served), config, context)

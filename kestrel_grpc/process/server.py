@@ -190,6 +190,7 @@ class KestrelServer:
                 self._config.http,
                 security,
                 VisionService(self.served, Pictures(self.images)),
+                self._model_service(),
                 self.served,
                 self._in_flight,
                 self.guard,
@@ -220,13 +221,7 @@ class KestrelServer:
         add_ImageServiceServicer_to_server(
             ImageService(self.served, pictures, self.uploads, self._config.upload_idle_s), methods
         )
-        models = ModelService(
-            self.served,
-            self.load_meter,
-            max_message_bytes=self._config.max_message_bytes,
-            image_store_bytes=self._config.image_store_bytes,
-        )
-        add_ModelServiceServicer_to_server(models, methods)
+        add_ModelServiceServicer_to_server(self._model_service(), methods)
         admin = AdminService(
             self.served,
             self.images,
@@ -252,6 +247,14 @@ class KestrelServer:
             self.own_addresses = tuple(bound)
         self.addresses += tuple(bound)
         tell_lifecycle("listening", addresses=bound)
+
+    def _model_service(self) -> ModelService:
+        return ModelService(
+            self.served,
+            self.load_meter,
+            max_message_bytes=self._config.max_message_bytes,
+            image_store_bytes=self._config.image_store_bytes,
+        )
 
     async def _watch_files(self) -> None:
         while True:

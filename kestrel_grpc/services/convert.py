@@ -140,6 +140,11 @@ def query_arguments(
         "question": fields.question,
         "reasoning": fields.reasoning,
         "spatial_refs": spatial_refs(fields.spatial_refs),
+        **(
+            {"history": [(turn.question, turn.answer) for turn in fields.history]}
+            if fields.history
+            else {}
+        ),
     }
 
 

@@ -1,5 +1,6 @@
 """A program of the unmodified ``moondream`` package, run in an environment of its own: ENDPOINT KEY IMAGE."""
 
+import base64
 import json
 import sys
 
@@ -23,8 +24,22 @@ out = {
     "caption_stream": "".join(
         model.caption(image, length="short", stream=True, settings=settings)["caption"]
     ),
-    "point": model.point(image, "red circle"),
-    "detect": model.detect(image, "red circle", settings={"max_objects": 5}),
+    "point": model.point(image, "green crescent"),
+    "detect": model.detect(image, "green crescent", settings={"max_objects": 5}),
     "refs": model.point(image, "red circle", spatial_refs=[[0.5, 0.5], [0.1, 0.1, 0.9, 0.9]]),
 }
+with open(path, "rb") as file:
+    url = "data:image/jpeg;base64," + base64.b64encode(file.read()).decode()
+messages = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "text", "text": "How many red circles are there?"},
+        ],
+    }
+]
+settings = {"temperature": 0, "max_tokens": 24}
+out["chat"] = model.chat(messages, settings=settings)
+out["chat_stream"] = "".join(model.chat(messages, stream=True, settings=settings)["message"])
 print(json.dumps(out))

@@ -360,3 +360,40 @@ def test_reasoning_waits_for_each_token_and_its_answer_does_not(moondream3, code
     assert [early for early, _ in reasoning] == [None] * 3
     answer = rules_ahead(control, text(codec, "cd"))
     assert all(early == late is not None for early, late in answer)
+
+
+def test_earlier_turns_stand_before_the_question(moondream3, moondream2, codec):
+    for context in (moondream3, moondream2):
+        templates = context.model.templates
+
+        def turn(question: str, templates=templates) -> tuple[int, ...]:
+            return (*templates.query_prefix, *codec.encode(question), *templates.query_suffix)
+
+        request, _ = start(
+            QuerySkill(), context, question="Third?", history=[("First? ", "one"), ("Second?", "")]
+        )
+        assert request.prompt_suffix == (
+            *turn("First?"),
+            *codec.encode("one"),
+            *turn("Second?"),
+            *turn("Third?"),
+        )
+
+
+@pytest.mark.parametrize(
+    ("history", "field"),
+    [
+        ("text", "history"),
+        ([("a", "b")] * 65, "history"),
+        ([("a",)], "history[0]"),
+        (["ab"], "history[0]"),
+        ([("a", "b"), (" ", "b")], "history[1].question"),
+        ([("a", 3)], "history[0].answer"),
+        ([("a", "\ud800")], "history[0].answer"),
+        ([("a", "x" * 40_000)], "history[0].answer"),
+    ],
+)
+def test_a_wrong_history_names_its_place(moondream3, history, field):
+    with pytest.raises(InvalidRequest) as caught:
+        start(QuerySkill(), moondream3, question="What?", history=history)
+    assert caught.value.field == field

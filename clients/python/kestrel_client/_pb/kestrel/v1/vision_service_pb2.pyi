@@ -99,6 +99,7 @@ class QueryRequest(_message.Message):
     QUESTION_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     question: _builtins.str
@@ -116,6 +117,12 @@ class QueryRequest(_message.Message):
         """Places in the picture that the question refers to, in order. Default: none."""
 
     @_builtins.property
+    def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___Turn]:
+        """Earlier turns of the conversation, oldest first: at most 64. The image belongs to the first of them. The models were
+        trained on single questions, so an answer may take less notice of earlier turns than one expects. Default: none.
+        """
+
+    @_builtins.property
     def sampling(self) -> _common_pb2.Sampling:
         """How tokens are chosen. Default: every field's own."""
 
@@ -130,18 +137,45 @@ class QueryRequest(_message.Message):
         question: _builtins.str = ...,
         reasoning: _builtins.bool | None = ...,
         spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
+        history: _abc.Iterable[Global___Turn] | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
         options: _common_pb2.RequestOptions | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "image", b"image", "options", b"options", "reasoning", b"reasoning", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "image", b"image", "options", b"options", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "history", b"history", "image", b"image", "options", b"options", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reasoning: _TypeAlias = _typing.Literal["reasoning"]  # noqa: Y015
     _WhichOneofArgType__reasoning: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning) -> _WhichOneofReturnType__reasoning | None: ...
 
 Global___QueryRequest: _TypeAlias = QueryRequest  # noqa: Y015
+
+@_typing.final
+class Turn(_message.Message):
+    """An earlier question and its answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUESTION_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    question: _builtins.str
+    """What the user asked: as QueryRequest.question. Required."""
+    answer: _builtins.str
+    """What the model answered. May be empty."""
+    def __init__(
+        self,
+        *,
+        question: _builtins.str = ...,
+        answer: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "question", b"question"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Turn: _TypeAlias = Turn  # noqa: Y015
 
 @_typing.final
 class QueryResponse(_message.Message):
@@ -1362,6 +1396,7 @@ class QueryTask(_message.Message):
     QUESTION_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     question: _builtins.str
     """The question, in any words: 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes), not only white space. White
@@ -1374,6 +1409,12 @@ class QueryTask(_message.Message):
         """Places in the picture that the question refers to, in order. Default: none."""
 
     @_builtins.property
+    def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___Turn]:
+        """Earlier turns of the conversation, oldest first: at most 64. The image belongs to the first of them. The models were
+        trained on single questions, so an answer may take less notice of earlier turns than one expects. Default: none.
+        """
+
+    @_builtins.property
     def sampling(self) -> _common_pb2.Sampling:
         """How tokens are chosen. Default: every field's own."""
 
@@ -1383,11 +1424,12 @@ class QueryTask(_message.Message):
         question: _builtins.str = ...,
         reasoning: _builtins.bool | None = ...,
         spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
+        history: _abc.Iterable[Global___Turn] | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "reasoning", b"reasoning", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "history", b"history", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reasoning: _TypeAlias = _typing.Literal["reasoning"]  # noqa: Y015
     _WhichOneofArgType__reasoning: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning"]  # noqa: Y015

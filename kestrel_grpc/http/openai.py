@@ -1,0 +1,381 @@
+"""OpenAI's interface: /v1/chat/completions and /v1/models.
+
+A conversation becomes one Query: system text goes before the first question, earlier turns become its history, and the
+image belongs to the first user message. ``Detect: OBJECT`` and ``Point: OBJECT`` as the whole text of the last message
+ask for boxes or points, which are returned as JSON with pixel coordinates (``bbox_2d``, ``point_2d``).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine import InvalidRequest
+
+from ..services.model import ModelService
+from ..services.vision import VisionService
+from .edge import Asked, Endpoint
+from .fields import Fields, image_bytes
+from .models import served_name
+
+logger = logging.getLogger(__name__)
+
+_KNOWN = frozenset(
+    {
+        "model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens",
+        "temperature", "top_p", "seed", "n", "stop", "logprobs", "top_logprobs", "user",
+        "frequency_penalty", "presence_penalty", "response_format", "reasoning", "tools",
+        "tool_choice", "functions", "modalities", "store", "metadata",
+    }
+)  # fmt: skip
+_GROUNDING = re.compile(r"\s*(detect|point)\s*:\s*(.+)", re.IGNORECASE | re.DOTALL)
+_NAMES = {
+    "image": "messages",
+    "image.encoded": "messages",
+    "question": "messages",
+    "object": "messages",
+    "options.model": "model",
+}
+_unknown_logged: set[str] = set()
+
+
+def endpoints(
+    vision: VisionService, models: ModelService, served: Callable[[], str]
+) -> dict[tuple[str, str], Endpoint]:
+    """By verb and path. ``served`` gives the model's name."""
+
+    def chat(fields: Fields) -> Asked:
+        return _chat(fields, vision, served())
+
+    def listed(fields: Fields) -> Asked:
+        return Asked(model_service_pb2.ListModelsRequest(), models.ListModels, _models_json)
+
+    return {
+        ("POST", "/v1/chat/completions"): Endpoint(
+            "/kestrel.v1.VisionService/Query", chat, json_name
+        ),
+        ("GET", "/v1/models"): Endpoint(
+            "/kestrel.v1.ModelService/ListModels", listed, takes_body=False
+        ),
+    }
+
+
+def json_name(path: str) -> str:
+    """The field of OpenAI's JSON that stands for a field of kestrel.v1."""
+    path = path.removeprefix("request.").removeprefix("sampling.")
+    return "messages" if path.startswith("history") else _NAMES.get(path, path)
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """The messages of a request, as Query takes them."""
+
+    question: str
+    history: list[tuple[str, str]]
+    image: bytes | None
+
+
+def _chat(fields: Fields, service: VisionService, served: str) -> Asked:
+    """Raises InvalidRequest, UnsupportedImageError."""
+    _refuse_unsupported(fields)
+    talk = _conversation(fields)
+    grounding = _GROUNDING.fullmatch(talk.question)
+    streams = fields.flag("stream")
+    usage = fields.inner("stream_options").flag("include_usage")
+    if grounding is not None and talk.image is not None:
+        return _grounded(fields, service, served, talk, grounding, usage if streams else None)
+    request = pb.QueryRequest(
+        question=talk.question,
+        reasoning=fields.flag("reasoning"),
+        history=[pb.Turn(question=asked, answer=given) for asked, given in talk.history],
+    )
+    _fill(request, fields, served, talk.image)
+    if not streams:
+        return Asked(request, service.Query, _completion)
+    stream = pb.StreamQueryRequest(request=request)
+    return Asked(stream, service.StreamQuery, _completion, _chunks(usage))
+
+
+def _grounded(
+    fields: Fields,
+    service: VisionService,
+    served: str,
+    talk: _Conversation,
+    grounding: re.Match[str],
+    usage: bool | None,
+) -> Asked:
+    """Boxes or points as JSON. ``usage``: None unless the request streams."""
+    skill, name = grounding[1].lower(), grounding[2].strip()
+    request: Any
+    behaviour: Callable[[Any, Any], Awaitable[Any]]
+    if skill == "detect":
+        request, behaviour = pb.DetectRequest(object=name), service.Detect
+    else:
+        request, behaviour = pb.PointRequest(object=name), service.Point
+    _fill(request, fields, served, talk.image)
+
+    def answer(response: Any) -> dict[str, Any]:
+        return _completion(response, _grounding_json(response, name))
+
+    if usage is None:
+        return Asked(request, behaviour, answer)
+
+    async def stream(message: Any, context: Any) -> None:
+        await context.write(await behaviour(message, context))
+
+    def events(response: Any) -> Iterable[bytes]:
+        yield _chunk(response, {"role": "assistant", "content": ""})
+        yield _chunk(response, {"content": _grounding_json(response, name)})
+        yield from _last(response, usage)
+
+    return Asked(request, stream, answer, events)
+
+
+def _grounding_json(response: Any, label: str) -> str:
+    """Boxes and points in pixels of the upright image."""
+    width, height = response.image_size.width, response.image_size.height
+    found: list[dict[str, Any]]
+    if isinstance(response, pb.DetectResponse):
+        found = [
+            {
+                "bbox_2d": [
+                    round(box.x_min * width),
+                    round(box.y_min * height),
+                    round(box.x_max * width),
+                    round(box.y_max * height),
+                ],
+                "label": label,
+            }
+            for box in response.objects
+        ]
+    else:
+        found = [
+            {"point_2d": [round(point.x * width), round(point.y * height)], "label": label}
+            for point in response.points
+        ]
+    return orjson.dumps(found).decode()
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    """Raises InvalidRequest for what would change the answer and is not supported; other unknown fields are logged
+    once."""
+    values = fields.values
+    for key in ("tools", "functions"):
+        if values.get(key):
+            raise InvalidRequest(key, "the models call no tools; leave it out")
+    for key in ("frequency_penalty", "presence_penalty"):
+        if fields.number(key):
+            raise InvalidRequest(key, "is not supported; leave it out or send 0")
+    if fields.whole("n") not in (None, 1):
+        raise InvalidRequest("n", f"must be 1, got {values['n']}; send several requests")
+    if values.get("stop"):
+        raise InvalidRequest("stop", "is not supported; leave it out")
+    if values.get("logprobs"):
+        raise InvalidRequest("logprobs", "is not supported; leave it out or send false")
+    kind = fields.inner("response_format").text("type", "text")
+    if kind != "text":
+        raise InvalidRequest("response_format.type", f"must be text, got {kind!r}")
+    for key in values.keys() - _KNOWN - _unknown_logged:
+        if len(_unknown_logged) < 100:
+            _unknown_logged.add(key)
+            logger.info("the field %r of chat completions is ignored", key[:50])
+
+
+def _conversation(fields: Fields) -> _Conversation:
+    """Raises InvalidRequest, UnsupportedImageError."""
+    system: list[str] = []
+    turns: list[tuple[str, str]] = []
+    asked: str | None = None
+    image: bytes | None = None
+    messages = fields.items("messages")
+    for index, message in enumerate(messages):
+        name = f"messages[{index}]"
+        if not isinstance(message, dict):
+            raise InvalidRequest(name, "must be an object with role and content")
+        role = message.get("role")
+        text, found = _content(message.get("content"), f"{name}.content")
+        if found is not None:
+            if role != "user":
+                raise InvalidRequest(f"{name}.content", "only user messages may hold images")
+            if image is not None:
+                raise InvalidRequest(f"{name}.content", "the model takes one image a conversation")
+            if turns or asked is not None:
+                raise InvalidRequest(
+                    f"{name}.content", "the image must be in the first user message"
+                )
+            image = found
+        if role in ("system", "developer"):
+            if turns or asked is not None:
+                raise InvalidRequest(f"{name}.role", "system messages must come first")
+            system.append(text)
+        elif role == "user":
+            asked = text if asked is None else f"{asked}\n\n{text}"
+        elif role == "assistant":
+            if asked is None:
+                raise InvalidRequest(f"{name}.role", "an answer must follow a user message")
+            turns.append((asked, text))
+            asked = None
+        else:
+            raise InvalidRequest(f"{name}.role", f"must be system, user or assistant, got {role!r}")
+    if asked is None:
+        raise InvalidRequest("messages", "must end with a user message")
+    if system:
+        before = "\n\n".join(system)
+        if turns:
+            turns[0] = (f"{before}\n\n{turns[0][0]}", turns[0][1])
+        else:
+            asked = f"{before}\n\n{asked}"
+    return _Conversation(asked, turns, image)
+
+
+def _content(content: Any, name: str) -> tuple[str, bytes | None]:
+    """The text of a message, and its image if there is one. Raises InvalidRequest, UnsupportedImageError."""
+    if content is None or isinstance(content, str):
+        return content or "", None
+    if not isinstance(content, list):
+        raise InvalidRequest(name, "must be a string or a list of parts")
+    texts: list[str] = []
+    image: bytes | None = None
+    for index, item in enumerate(content):
+        where = f"{name}[{index}]"
+        if not isinstance(item, dict):
+            raise InvalidRequest(where, "must be an object with a type")
+        part = Fields(item, f"{where}.")
+        kind = part.text("type")
+        if kind == "text":
+            texts.append(part.text("text"))
+        elif kind == "image_url":
+            if image is not None:
+                raise InvalidRequest(where, "the model takes one image a conversation")
+            given = item.get("image_url")
+            url = given if isinstance(given, str) else part.inner("image_url").text("url")
+            image = image_bytes(url, f"{where}.image_url")
+        else:
+            raise InvalidRequest(f"{where}.type", f"must be text or image_url, got {kind!r}")
+    return "\n".join(texts), image
+
+
+def _fill(request: Any, fields: Fields, served: str, image: bytes | None) -> None:
+    """What all requests share. Raises InvalidRequest."""
+    if image is not None:
+        request.image.encoded = image
+    sampling = request.sampling
+    for key in ("temperature", "top_p"):
+        number = fields.number(key)
+        if number is not None:
+            setattr(sampling, key, number)
+    key = "max_completion_tokens"
+    if fields.values.get(key) is None:
+        key = "max_tokens"
+    max_tokens = fields.whole(key)
+    if max_tokens is not None:
+        if not 1 <= max_tokens < 2**31:
+            raise InvalidRequest(key, f"must be at least 1, got {max_tokens}")
+        sampling.max_tokens = max_tokens
+    seed = fields.whole("seed")
+    if seed is not None:
+        sampling.seed = seed % 2**64
+    if fields.values.get("model") is not None:
+        request.options.model = served_name(fields.text("model"), served)
+
+
+def _completion(response: Any, content: str | None = None) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": response.answer if content is None else content,
+    }
+    if content is None and response.HasField("reasoning"):
+        message["reasoning_content"] = response.reasoning.text
+    return {
+        "id": f"chatcmpl-{response.request_id}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": response.model,
+        "choices": [
+            {
+                "index": 0,
+                "message": message,
+                "logprobs": None,
+                "finish_reason": _finish_reason(response),
+            }
+        ],
+        "usage": _usage(response),
+    }
+
+
+def _chunks(usage: bool) -> Callable[[Any], Iterable[bytes]]:
+    """The events of a streamed Query; ``usage``: whether a last chunk tells the tokens."""
+    begun: Any = None
+
+    def events(message: Any) -> Iterable[bytes]:
+        nonlocal begun
+        kind = message.WhichOneof("event")
+        if kind == "started":
+            begun = message.started
+            yield _chunk(begun, {"role": "assistant", "content": ""})
+        elif kind == "text_delta":
+            yield _chunk(begun, {"content": message.text_delta.text})
+        elif kind == "reasoning_delta":
+            yield _chunk(begun, {"reasoning_content": message.reasoning_delta.text})
+        elif kind == "final":
+            yield from _last(message.final, usage)
+
+    return events
+
+
+def _last(response: Any, usage: bool) -> Iterable[bytes]:
+    yield _chunk(response, {}, finish_reason=_finish_reason(response))
+    if usage:
+        yield _chunk(response, None, usage=_usage(response))
+    yield b"data: [DONE]\n\n"
+
+
+def _chunk(
+    source: Any,
+    delta: dict[str, Any] | None,
+    finish_reason: str | None = None,
+    usage: dict[str, Any] | None = None,
+) -> bytes:
+    """``source`` has the request's id and the model's name. ``delta`` None: no choices."""
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    body = {
+        "id": f"chatcmpl-{source.request_id}",
+        "object": "chat.completion.chunk",
+        "created": int(time.time()),
+        "model": source.model,
+        "choices": [] if delta is None else [choice],
+        **({} if usage is None else {"usage": usage}),
+    }
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def _finish_reason(response: Any) -> str:
+    return "length" if response.finish_reason == common_pb2.FINISH_REASON_LENGTH else "stop"
+
+
+def _usage(response: Any) -> dict[str, Any]:
+    used = response.usage
+    return {
+        "prompt_tokens": used.input_tokens,
+        "completion_tokens": used.output_tokens,
+        "total_tokens": used.input_tokens + used.output_tokens,
+        "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
+    }
+
+
+def _models_json(response: model_service_pb2.ListModelsResponse) -> dict[str, Any]:
+    return {
+        "object": "list",
+        "data": [
+            {"id": model.name, "object": "model", "created": 0, "owned_by": "kestrel"}
+            for model in response.models
+        ],
+    }

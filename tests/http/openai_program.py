@@ -1,0 +1,48 @@
+"""A program of the unmodified ``openai`` package, run in an environment of its own: BASE_URL KEY IMAGE."""
+
+import base64
+import json
+import sys
+
+import openai
+
+base_url, key, path = sys.argv[1:]
+client = openai.OpenAI(base_url=base_url, api_key=key, max_retries=0)
+with open(path, "rb") as file:
+    url = "data:image/jpeg;base64," + base64.b64encode(file.read()).decode()
+
+
+def ask(text, **options):
+    content = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": text},
+    ]
+    return client.chat.completions.create(
+        model="moondream2",
+        messages=[{"role": "user", "content": content}],
+        temperature=0,
+        **options,
+    )
+
+
+question = "How many red circles are there?"
+whole = ask(question)
+stream = list(ask(question, stream=True, stream_options={"include_usage": True}))
+out = {
+    "answer": whole.choices[0].message.content,
+    "finish_reason": whole.choices[0].finish_reason,
+    "tokens": whole.usage.completion_tokens,
+    "stream": "".join(c.choices[0].delta.content or "" for c in stream if c.choices),
+    "stream_tokens": stream[-1].usage.completion_tokens,
+    "boxes": json.loads(ask("Detect: green crescent").choices[0].message.content),
+    "models": [model.id for model in client.models.list()],
+}
+try:
+    ask(question, n=3)
+except openai.BadRequestError as error:
+    out["bad_request"] = [error.param, error.status_code]
+try:
+    openai.OpenAI(base_url=base_url, api_key="wrong", max_retries=0).models.list()
+except openai.AuthenticationError as error:
+    out["wrong_key"] = error.code
+print(json.dumps(out))

@@ -1,0 +1,126 @@
+"""OpenAI's chat completions over the fake runtime."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from typing import Any
+
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from tests.http.conftest import data_url
+
+
+def user(text: str, url: str | None = None) -> dict[str, Any]:
+    parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
+    if url is not None:
+        parts.insert(0, {"type": "image_url", "image_url": {"url": url, "detail": "low"}})
+    return {"role": "user", "content": parts}
+
+
+def chunks(text: str) -> list[dict[str, Any]]:
+    lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+ASKED: dict[str, Any] = {"model": "moondream3-preview", "temperature": 0, "max_tokens": 12}
+
+
+async def test_a_conversation_is_a_query_with_its_history(http):
+    served, client = await http()
+    url = data_url()
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        user("What is it?", url),
+        {"role": "assistant", "content": "A dot."},
+        {"role": "user", "content": "And its colour?"},
+    ]
+    body = (await client.post("/v1/chat/completions", json={**ASKED, "messages": messages})).json()
+    request = pb.QueryRequest(
+        question="And its colour?",
+        history=[pb.Turn(question="Be brief.\n\nWhat is it?", answer="A dot.")],
+    )
+    request.image.encoded = base64.b64decode(url.partition(",")[2])
+    request.sampling.temperature, request.sampling.max_tokens = 0, 12
+    response = await served.vision.Query(request)
+    [choice] = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": response.answer}
+    assert body["usage"]["prompt_tokens"] == response.usage.input_tokens
+    assert body["object"] == "chat.completion" and body["id"].startswith("chatcmpl-")
+    assert body["model"] == response.model
+
+
+async def test_a_stream_has_a_role_deltas_a_reason_and_the_usage(http):
+    _, client = await http()
+    asked = {**ASKED, "messages": [user("What?", data_url())]}
+    whole = (await client.post("/v1/chat/completions", json=asked)).json()
+    asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    first, *middle, last, usage = chunks(
+        (await client.post("/v1/chat/completions", json=asked)).text
+    )
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in middle)
+    assert text == whole["choices"][0]["message"]["content"]
+    assert last["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] > 0
+    assert len({chunk["id"] for chunk in (first, *middle, last, usage)}) == 1
+
+
+async def test_detect_and_point_answer_with_pixels(http):
+    _, client = await http()
+    url = data_url(60, 40)
+    for skill, key in (("Detect", "bbox_2d"), ("point", "point_2d")):
+        asked = {**ASKED, "messages": [user(f"{skill}: dot", url)]}
+        body = (await client.post("/v1/chat/completions", json=asked)).json()
+        content = body["choices"][0]["message"]["content"]
+        found = json.loads(content)
+        assert all(each["label"] == "dot" for each in found)
+        for each in found:
+            xs, ys = each[key][::2], each[key][1::2]
+            assert all(0 <= x <= 60 for x in xs) and all(0 <= y <= 40 for y in ys)
+        streamed = chunks(
+            (await client.post("/v1/chat/completions", json={**asked, "stream": True})).text
+        )
+        assert streamed[1]["choices"][0]["delta"]["content"] == content
+
+
+async def test_errors_name_the_message(http, caplog):
+    _, client = await http()
+    url = data_url()
+    assistant = {"role": "assistant", "content": "Yes."}
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        ({"messages": []}, "messages", "end with a user message"),
+        ({"messages": [user("a"), assistant]}, "messages", "end with a user message"),
+        ({"messages": [assistant]}, "messages[0].role", "must follow"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "got 'tool'"),
+        ({"messages": [user("a"), assistant, user("b", url)]}, "messages[2].content", "first user"),
+        ({"messages": [user("a", "https://x/y.png")]}, "messages[0].content[0].image_url", "none"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
+            "messages[0].content[0].type",
+            "audio",
+        ),
+        ({"messages": [user("a")], "tools": [{}]}, "tools", "call no tools"),
+        ({"messages": [user("a")], "n": 2}, "n", "must be 1"),
+        ({"messages": [user("a")], "stop": ["x"]}, "stop", "not supported"),
+        ({"messages": [user("a")], "max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"messages": [user(" ")]}, "messages", "must not be empty"),
+    ]
+    for body, param, part in cases:
+        response = await client.post("/v1/chat/completions", json={**ASKED, **body})
+        error = response.json()["error"]
+        assert response.status_code == 400, error
+        assert error["param"] == param and part in error["message"], error
+        assert error["type"] == "invalid_request_error"
+    with caplog.at_level(logging.INFO, "kestrel_grpc.http.openai"):
+        for _ in range(2):
+            asked = {**ASKED, "messages": [user("a")], "made_up_field": 1}
+            assert (await client.post("/v1/chat/completions", json=asked)).status_code == 200
+    assert caplog.text.count("made_up_field") == 1
+
+
+async def test_models_are_listed(http):
+    served, client = await http()
+    body = (await client.get("/v1/models")).json()
+    assert [model["id"] for model in body["data"]] == [served.engine.info.model]
