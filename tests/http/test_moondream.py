@@ -20,6 +20,11 @@ from tests.service.conftest import LIMITS
 SETTINGS = {"temperature": 0, "max_tokens": 12}
 
 
+def slow() -> FakeRuntime:
+    """Its answers of 200 tokens take 4 s."""
+    return FakeRuntime(LIMITS, never_ends, cost=lambda plan: 0.02)
+
+
 def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
 
@@ -156,7 +161,7 @@ async def test_callers_are_known_before_their_body_is_read(http, monkeypatch):
 
 
 async def test_a_client_that_disconnects_cancels_its_request(http):
-    served, client = await http(runtime=FakeRuntime(LIMITS, never_ends))
+    served, client = await http(runtime=slow())
     asked = {"question": "Why?", "stream": True, "settings": {"max_tokens": 200}}
     async with client.stream("POST", "/v1/query", json=asked) as response:
         async for _ in response.aiter_lines():
@@ -179,9 +184,7 @@ async def test_too_large_a_body_is_refused_before_it_is_read(http):
 
 async def test_overload_says_when_to_come_back(http):
     security = SecurityConfig(calls=CallLimits(calls=1))
-    _, client = await http(
-        runtime=FakeRuntime(LIMITS, never_ends), server_config={"security": security}
-    )
+    _, client = await http(runtime=slow(), server_config={"security": security})
     asked = {"question": "Why?", "stream": True, "settings": {"max_tokens": 200}}
     async with client.stream("POST", "/v1/query", json=asked) as response:
         async for _ in response.aiter_lines():
