@@ -1,4 +1,4 @@
-// Boxes of an object, then the answer to a question as it is written: ask ADDRESS PICTURE
+// Prints the boxes of an object, then the answer to a question while it is generated: ask ADDRESS IMAGE
 #include <grpcpp/grpcpp.h>
 
 #include <fstream>
@@ -12,10 +12,10 @@ int main(int argc, char** argv) {
   auto client = kestrel::v1::VisionService::NewStub(
       grpc::CreateChannel(argv[1], grpc::InsecureChannelCredentials()));
   std::ifstream file(argv[2], std::ios::binary);
-  std::string picture((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  std::string encoded((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
 
   kestrel::v1::DetectRequest wanted;
-  wanted.mutable_image()->set_encoded(picture);
+  wanted.mutable_image()->set_encoded(encoded);
   wanted.set_object("green crescent");
   kestrel::v1::DetectResponse found;
   grpc::ClientContext unary;
@@ -25,7 +25,7 @@ int main(int argc, char** argv) {
 
   if (status.ok()) {
     kestrel::v1::StreamQueryRequest request;
-    request.mutable_request()->mutable_image()->set_encoded(picture);
+    request.mutable_request()->mutable_image()->set_encoded(encoded);
     request.mutable_request()->set_question("How many green crescents are there?");
     request.mutable_request()->mutable_sampling()->set_temperature(0);
     grpc::ClientContext streaming;

@@ -1,4 +1,4 @@
-// Boxes of an object, then the answer to a question as it is written: ask ADDRESS PICTURE
+// Prints the boxes of an object, then the answer to a question while it is generated: ask ADDRESS IMAGE
 package main
 
 import (
@@ -16,10 +16,10 @@ func main() {
 	connection, err := grpc.Dial(os.Args[1], grpc.WithInsecure())
 	check(err)
 	defer connection.Close()
-	picture, err := os.ReadFile(os.Args[2])
+	encoded, err := os.ReadFile(os.Args[2])
 	check(err)
 	client := pb.NewVisionServiceClient(connection)
-	image := &pb.Image{Source: &pb.Image_Encoded{Encoded: picture}}
+	image := &pb.Image{Source: &pb.Image_Encoded{Encoded: encoded}}
 
 	found, err := client.Detect(context.Background(), &pb.DetectRequest{Image: image, Object: "green crescent"})
 	check(err)

@@ -1,4 +1,4 @@
-// Boxes of an object, then the answer to a question as it is written: Ask ADDRESS PICTURE
+// Prints the boxes of an object, then the answer to a question while it is generated: Ask ADDRESS IMAGE
 import com.google.protobuf.ByteString;
 import dev.kestrel.v1.Box;
 import dev.kestrel.v1.DetectRequest;

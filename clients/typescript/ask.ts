@@ -1,4 +1,4 @@
-// Boxes of an object, then the answer to a question as it is written: npx tsx ask.ts ADDRESS PICTURE
+// Prints the boxes of an object, then the answer to a question while it is generated: npx tsx ask.ts ADDRESS IMAGE
 import { readFileSync } from "node:fs";
 import { credentials } from "@grpc/grpc-js";
 import { DetectRequest, StreamQueryRequest, VisionServiceClient } from "./gen/typescript/kestrel/v1/vision_service";

@@ -197,7 +197,7 @@ def test_grounding_is_painted_and_text_is_not() -> None:
 
 def test_save_and_another_picture(tmp_path: Path) -> None:
     result = made(PointResult, object="x", points=(Point(0.5, 0.5),), source=None)
-    with pytest.raises(InvalidImageError, match="no picture to draw on"):
+    with pytest.raises(InvalidImageError, match="no image to draw on"):
         result.draw()
     source = tmp_path / "in.png"
     picture(100, 50).save(source)

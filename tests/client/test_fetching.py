@@ -110,7 +110,7 @@ def test_open_files_are_read_once_and_drawn_on_later(client: Any, tmp_path: Path
     (tmp_path / "x").write_bytes(data)
     with (tmp_path / "x").open("rb") as file:
         assert loaded(file, 1000) == data
-        with pytest.raises(InvalidImageError, match="read to its end"):
+        with pytest.raises(InvalidImageError, match="position is at its end"):
             loaded(file, 1000)
     with pytest.raises(RequestTooLargeError):
         loaded(io.BytesIO(data), 10)

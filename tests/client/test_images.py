@@ -119,7 +119,7 @@ def test_noise_that_fits_nowhere_is_refused() -> None:
             "a path, .*bytes, an open file, a uint8 array, a Pillow image or an ImageHandle, not NoneType",
         ),
         (7, "not int"),
-        (b"", "no bytes"),
+        (b"", "has 0 bytes"),
         (RGB.astype(np.float32), r"not float32 of shape \[2, 3, 3\]"),
         (RGB.reshape(3, 6, 1)[None], "must be uint8 of shape"),
         (RGB[..., :2], "must be uint8 of shape"),

@@ -106,3 +106,8 @@ async def test_few_run_at_once_on_an_event_loop() -> None:
 
     with pytest.raises(RuntimeError, match="a bug"):
         await gather_bounded([1, 2], broken, 2, None)
+
+
+def test_the_task_has_the_sampling_options(client: Any) -> None:
+    with pytest.raises(TypeError, match="temperature"):
+        client.map([IMAGE], CaptionTask(), temperature=0.5)

@@ -245,7 +245,7 @@ def test_standard_input_that_is_closed_is_no_picture():
         env=environment(),
     )
     assert done.returncode == 1
-    assert done.stderr == "kestrel-grpc caption: error: the picture has no bytes\n"
+    assert done.stderr == "kestrel-grpc caption: error: the image is empty: it has 0 bytes\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

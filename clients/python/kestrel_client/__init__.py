@@ -1,7 +1,7 @@
-"""Typed Python client of the Kestrel vision service: see KestrelClient and AsyncKestrelClient; and of its
-administration: KestrelAdmin and AsyncKestrelAdmin.
+"""Typed Python client of the Kestrel vision service: KestrelClient and AsyncKestrelClient, and for administration
+KestrelAdmin and AsyncKestrelAdmin.
 
-Importing it loads gRPC and protobuf, never numpy, Pillow or torch.
+Importing this package loads gRPC and protobuf, but not numpy, Pillow or torch.
 """
 
 from __future__ import annotations

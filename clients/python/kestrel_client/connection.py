@@ -1,4 +1,4 @@
-"""How a channel to the server is made: address, TLS, token, limits, retries. Opens nothing itself."""
+"""The settings of a connection: address, TLS, token, limits, retries. channel.py and async_channel.py open it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_MAX_MESSAGE_BYTES = 33 * 1024 * 1024
 _URL = re.compile(r"(https?)://([^/]*)", re.IGNORECASE)
 _SCHEME = re.compile(r"(dns|ipv4|ipv6|passthrough):")
 _FOREVER_S = 1e9
-"""Thirty years: gRPC's clock overflows some way beyond, and such a call would expire at once."""
+"""Thirty years. gRPC's clock overflows at a longer timeout, and the call would expire at once."""
 HEALTH_CHECK_METHOD = "/grpc.health.v1.Health/Check"
 VISION_SERVICE = "kestrel.v1.VisionService"
 IMAGE_SERVICE = "kestrel.v1.ImageService"
@@ -38,8 +38,8 @@ SERVICE_CONFIG = {
     "methodConfig": [
         {
             "name": [{"service": name} for name in (VISION_SERVICE, IMAGE_SERVICE, MODEL_SERVICE)],
-            # Every method may be repeated: doing it twice changes no more than once. The server overrides the pauses
-            # by pushback, and forbids a repetition with a negative one.
+            # Every method is idempotent and may be retried. The server's pushback overrides these pauses; a negative
+            # pushback forbids the retry.
             "retryPolicy": {
                 "maxAttempts": 4,
                 "initialBackoff": "0.05s",
@@ -50,29 +50,29 @@ SERVICE_CONFIG = {
         }
     ],
 }
-"""gRPC's service config: retries, and calls spread over all addresses that the name resolves to."""
+"""gRPC's service config: retries, and calls distributed over all addresses that the name resolves to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """How to talk TLS. Certificates and keys are PEM: contents as bytes, or the path of a file."""
+    """TLS settings. Certificates and keys are PEM: the contents as bytes, or the path of a file."""
 
     root_certificates: bytes | str | os.PathLike[str] | None = None
-    """Who is trusted; default: gRPC's built-in list of public authorities."""
+    """The trusted authorities; default: gRPC's built-in list of public ones."""
     certificate: bytes | str | os.PathLike[str] | None = field(default=None, repr=False)
-    """The client's own certificate chain, if the server asks for one. Needs ``private_key``."""
+    """The client's certificate chain, for servers that ask for one. Needs ``private_key``."""
     private_key: bytes | str | os.PathLike[str] | None = field(default=None, repr=False)
     server_name: str | None = None
-    """The name that the server's certificate must hold; default: the host of the target."""
+    """The name that the server's certificate must contain; default: the host of the target."""
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.private_key is None):
-            raise InvalidRequestError("tls: certificate and private_key need each other")
+            raise InvalidRequestError("tls: certificate and private_key must be given together")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """What both clients need to open a channel and to make a call. Raises InvalidRequestError for what can't work."""
+    """The arguments of a client, checked. Raises InvalidRequestError, naming the argument that is invalid."""
 
     target: str = DEFAULT_TARGET
     tls: Tls | bool = False
@@ -100,12 +100,12 @@ class Connection:
             raise InvalidRequestError("token: must be visible ASCII characters")
         if self.token is not None and not self.tls and not is_local(self.target):
             raise InvalidRequestError(
-                f"token: would travel to {self.target} in the clear; pass tls=True or a Tls"
+                f"token: would be sent to {self.target} unencrypted; pass tls=True or a Tls"
             )
 
     @property
     def address(self) -> str:
-        """``target`` as gRPC takes it: a host alone gets the server's default port, where gRPC would take 443."""
+        """``target`` in gRPC's form. A host without a port gets the server's default port; gRPC would use 443."""
         if self.target.startswith(("unix:", "unix-abstract:", "vsock:")) or "," in self.target:
             return self.target
         scheme, slashes, host = self.target.rpartition("/")
@@ -123,15 +123,15 @@ class Connection:
 
     @property
     def options(self) -> list[tuple[str, str | int]]:
-        """Options of the channel; the caller's own come last and win."""
+        """Options of the channel. The caller's options are last and take precedence."""
         options: list[tuple[str, str | int]] = [
             ("grpc.max_send_message_length", self.max_message_bytes),
             ("grpc.max_receive_message_length", self.max_message_bytes),
-            # gRPC repeats a call only while the whole request fits this buffer; its default of 256 KiB is less than
-            # a photograph.
+            # gRPC retries a call only if the whole request fits this buffer. Its default, 256 KiB, is less than a
+            # photograph.
             ("grpc.per_rpc_retry_buffer_size", self.max_message_bytes + 1024 * 1024),
             ("grpc.service_config", json.dumps(SERVICE_CONFIG)),
-            # gRPC's default of 1000 is more than all pauses between attempts: no attempt would find a new connection.
+            # gRPC's default, 1000, is longer than all pauses between attempts: no retry would get a new connection.
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.primary_user_agent", f"kestrel-client/{__version__}"),
         ]
@@ -140,7 +140,7 @@ class Connection:
         return [*options, *self.channel_options]
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """None for a channel without TLS. Reads certificates and keys; raises InvalidRequestError if it can't."""
+        """Reads the certificates and keys. Returns None without TLS. Raises InvalidRequestError."""
         if not self.tls:
             return None
         tls = self.tls if isinstance(self.tls, Tls) else Tls()
@@ -155,7 +155,7 @@ class Connection:
         return grpc.composite_channel_credentials(channel, token)
 
     def call_timeout(self, own: float | None) -> float | None:
-        """Seconds that a call may take, the client's if it has none of its ``own``; None: no limit."""
+        """The timeout of a call in seconds: its ``own``, or the client's; None for no limit."""
         timeout = self.timeout if own is None else own
         if timeout is None:
             return None
@@ -164,7 +164,7 @@ class Connection:
         return timeout if timeout < _FOREVER_S else None
 
     def call_metadata(self, own: Metadata | None) -> tuple[tuple[str, str | bytes], ...]:
-        """What a call sends: the client's, the call's own, and without TLS the token."""
+        """The metadata of a call: the client's, the call's ``own``, and without TLS the token."""
         pairs = (*_pairs(self.metadata), *_pairs(own))
         if self.token is not None and not self.tls:
             return (*pairs, ("authorization", f"Bearer {self.token}"))
@@ -179,16 +179,18 @@ def _pairs(metadata: Metadata | None) -> tuple[tuple[str, str | bytes], ...]:
 
 
 def _key(key: str, value: str | bytes) -> str:
-    """gRPC itself would fail such a call with INTERNAL, and name nothing."""
+    """Checks one pair. gRPC would fail a call with an invalid key or value with INTERNAL, without naming it."""
     if not re.fullmatch(r"[0-9a-z_.-]+", key):
-        raise InvalidRequestError(f"metadata: {key!r} is not letters, digits, '_', '-' and '.'")
+        raise InvalidRequestError(
+            f"metadata: the key {key!r} may contain only letters, digits, '_', '-' and '.'"
+        )
     if not key.endswith("-bin") and not (isinstance(value, str) and re.fullmatch(r"[ -~]*", value)):
         raise InvalidRequestError(f"metadata: the value of {key!r} must be printable ASCII text")
     return key
 
 
 def is_local(target: str) -> bool:
-    """Whether what is sent to this gRPC target stays on this machine."""
+    """Whether this gRPC target is on this machine."""
     scheme, _, rest = target.partition(":")
     if scheme in ("unix", "unix-abstract"):
         return True
@@ -223,5 +225,5 @@ def _pem(name: str, source: bytes | str | os.PathLike[str] | None) -> bytes | No
             f"tls: can't read {name} {os.fspath(source)}: {error.strerror or error}"
         ) from error
     if b"-----BEGIN " not in content:
-        raise InvalidRequestError(f"tls: {name} {os.fspath(source)} holds no PEM")
+        raise InvalidRequestError(f"tls: {name} {os.fspath(source)} is not a PEM file")
     return content

@@ -1,23 +1,23 @@
-"""Every error that the client raises on purpose.
+"""The errors of the client.
 
 KestrelError
-├── InvalidRequestError       refused before sending: an argument is malformed (also a ValueError)
-│   ├── InvalidImageError     the picture can't be read or has a form that can't be sent
+├── InvalidRequestError       an argument is invalid, nothing was sent (also a ValueError)
+│   ├── InvalidImageError     the image can't be read or has an unsupported form
 │   └── RequestTooLargeError  the message exceeds the client's limit
-├── MissingDependencyError    Pillow is needed and absent (also an ImportError)
-├── IncompleteStreamError     a stream ended well but without its result
-└── RpcError                  the server, or the way to it, answered with a status
+├── MissingDependencyError    an optional package is not installed (also an ImportError)
+├── IncompleteStreamError     a stream ended with OK but without its result
+└── RpcError                  the call ended with a status other than OK
     ├── InvalidArgumentError      INVALID_ARGUMENT, OUT_OF_RANGE: see ``field_violations``
-    ├── NotFoundError             NOT_FOUND: no such model, skill or picture
+    ├── NotFoundError             NOT_FOUND: no such model, skill or image
     ├── FailedPreconditionError   FAILED_PRECONDITION: the model lacks the skill
-    ├── UnauthenticatedError      UNAUTHENTICATED: no token, or a wrong one
+    ├── UnauthenticatedError      UNAUTHENTICATED: the token is missing or invalid
     ├── PermissionDeniedError     PERMISSION_DENIED: the token does not allow this
     ├── OverloadedError           RESOURCE_EXHAUSTED: queue full, or message too large for the server
-    ├── UnavailableError          UNAVAILABLE: not reachable, starting or stopping
+    ├── UnavailableError          UNAVAILABLE: the server is not reachable, starting or stopping
     ├── DeadlineExceededError     DEADLINE_EXCEEDED (also a TimeoutError)
     ├── RequestCancelledError     CANCELLED
-    ├── UnimplementedError        UNIMPLEMENTED: an older server, or not a Kestrel server
-    └── ServerError               INTERNAL, UNKNOWN, DATA_LOSS and what else there is
+    ├── UnimplementedError        UNIMPLEMENTED: an older server, or another kind of server
+    └── ServerError               INTERNAL, UNKNOWN, DATA_LOSS and all other codes
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class KestrelError(Exception):
 
 
 class InvalidRequestError(KestrelError, ValueError):
-    """An argument is malformed; nothing was sent."""
+    """An argument is invalid; nothing was sent."""
 
 
 class InvalidImageError(InvalidRequestError):
-    """The picture can't be read, or has a form that can't be sent."""
+    """The image can't be read, or has an unsupported form."""
 
 
 class RequestTooLargeError(InvalidRequestError):
@@ -56,22 +56,22 @@ class RequestTooLargeError(InvalidRequestError):
     def __init__(self, size: int, limit: int) -> None:
         super().__init__(
             f"the request has {size} bytes, the limit is max_message_bytes={limit}; "
-            "send a smaller or compressed picture, or raise the limit here and on the server"
+            "send a smaller or compressed image, or raise the limit here and on the server"
         )
         self.size, self.limit = size, limit
 
 
 class MissingDependencyError(KestrelError, ImportError):
-    """An optional package is needed for this and not installed."""
+    """An optional package that this needs is not installed."""
 
 
 class IncompleteStreamError(KestrelError):
-    """The stream ended without an error, but its result never came."""
+    """The stream ended without an error and without its result."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """What is wrong with one field of the request. ``field``: its path, like ``sampling.top_p``."""
+    """An invalid field of the request. ``field``: its path, like ``sampling.top_p``."""
 
     field: str
     description: str
@@ -79,7 +79,7 @@ class FieldViolation:
 
 @dataclass(frozen=True, slots=True)
 class QuotaViolation:
-    """A limit that refused the call. ``subject``: whose it is: a principal, "anonymous" for callers without a name, or
+    """A limit that refused the call. ``subject``: its owner: a principal, "anonymous" for callers without a name, or
     "server" for a limit of the whole server."""
 
     subject: str
@@ -89,9 +89,9 @@ class QuotaViolation:
 class RpcError(KestrelError):
     """A call ended with a status other than OK.
 
-    Attributes: ``code`` (grpc.StatusCode), ``message`` (the server's words), ``field_violations``, ``reason`` (a
-    machine-readable word like QUEUE_FULL, empty if the server named none), ``retry_after_s`` (seconds to wait before
-    another try, None if the server gave no hint) and ``quota_violations`` (limits that refused the call).
+    Attributes: ``code`` (grpc.StatusCode), ``message`` (the server's text), ``field_violations``, ``reason`` (a
+    machine-readable word like QUEUE_FULL, empty if the server sent none), ``retry_after_s`` (seconds to wait before a
+    retry, None if the server sent no hint) and ``quota_violations`` (limits that refused the call).
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class RpcError(KestrelError):
         retry_after_s: float | None = None,
         quota_violations: Sequence[QuotaViolation] = (),
     ) -> None:
-        told = "".join(
+        fields = "".join(
             f"\n  {v.field}: {v.description}"
             for v in field_violations
             if v.description not in message or v.field not in message
         )
-        super().__init__(f"{code.name}: {message}{told}")
+        super().__init__(f"{code.name}: {message}{fields}")
         self.code, self.message = code, message
         self.field_violations = tuple(field_violations)
         self.reason, self.retry_after_s = reason, retry_after_s
@@ -121,23 +121,23 @@ class InvalidArgumentError(RpcError):
 
 
 class NotFoundError(RpcError):
-    """The server has no such model, skill or picture; ``reason`` tells which."""
+    """The server has no such model, skill or image; ``reason`` says which is missing."""
 
 
 class FailedPreconditionError(RpcError):
-    """The model can't do this."""
+    """The server or the model does not support this call, or not in its present state."""
 
 
 class UnauthenticatedError(RpcError):
-    """The server wants a valid token or certificate."""
+    """The server requires a valid token or certificate."""
 
 
 class PermissionDeniedError(RpcError):
-    """The caller may not do this."""
+    """The caller has no permission for this call."""
 
 
 class OverloadedError(RpcError):
-    """The server takes no more at the moment, or the message is too large for it."""
+    """A limit of the server refused the call, or the message is too large for the server."""
 
 
 class UnavailableError(RpcError):
@@ -145,7 +145,7 @@ class UnavailableError(RpcError):
 
 
 class DeadlineExceededError(RpcError, TimeoutError):
-    """The timeout passed before the result was there."""
+    """The timeout passed before the call ended."""
 
 
 class RequestCancelledError(RpcError):
@@ -157,7 +157,7 @@ class UnimplementedError(RpcError):
 
 
 class ServerError(RpcError):
-    """The server failed."""
+    """The server failed while it processed the call."""
 
 
 _BY_CODE: dict[grpc.StatusCode, type[RpcError]] = {
@@ -181,7 +181,7 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 def from_status(
     code: grpc.StatusCode, message: str, trailers: Iterable[tuple[str, str | bytes]]
 ) -> RpcError:
-    """The error of a status; ``trailers`` may hold google.rpc details, of which unreadable ones are passed over."""
+    """Returns the error of a status. ``trailers`` may contain google.rpc details; unreadable details are ignored."""
     violations: list[FieldViolation] = []
     quotas: list[QuotaViolation] = []
     reason, retry_after_s = "", None
@@ -214,18 +214,18 @@ def from_status(
 
 
 def from_rpc_error(error: grpc.RpcError) -> RpcError:
-    """The error of a failed call, synchronous or asynchronous."""
+    """Returns the error of a failed call, synchronous or asynchronous."""
     assert isinstance(error, (grpc.Call, grpc.aio.AioRpcError)), type(error)
-    trailers: Any = error.trailing_metadata() or ()  # pairs, though the type stubs don't say so
+    trailers: Any = error.trailing_metadata() or ()  # These are pairs; the type stubs don't say so.
     code, message = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNKNOWN and message == "Stream removed":
-        # gRPC's words for a call whose connection ended before it could be sent.
+        # gRPC reports this when the connection ends before it sends the call.
         code, message = grpc.StatusCode.UNAVAILABLE, "the connection ended before an answer came"
     return from_status(code, message, trailers)
 
 
 def from_task_error(error: vision_service_pb2.TaskError) -> RpcError:
-    """The error of one task of ``analyze``: what a call of its own would have raised."""
+    """Returns the error of one task of ``analyze``: the error that a separate call would have raised."""
     code = _CODES.get(error.code, grpc.StatusCode.UNKNOWN)
     violations = [FieldViolation(v.field, v.description) for v in error.field_violations]
     return _BY_CODE.get(code, ServerError)(

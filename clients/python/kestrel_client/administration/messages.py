@@ -80,7 +80,7 @@ class ServerStatistics:
     """The methods that were called."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that ``json.dumps`` takes."""
+        """Returns plain values for ``json.dumps``."""
         return asdict(self)
 
 
@@ -96,7 +96,7 @@ class Profile:
     steps: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that ``json.dumps`` takes."""
+        """Returns plain values for ``json.dumps``."""
         return asdict(self)
 
 
@@ -110,7 +110,7 @@ class Captures:
     """Failed requests that could not be written; the server's log has the reasons."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that ``json.dumps`` takes."""
+        """Returns plain values for ``json.dumps``."""
         return {"files": list(self.files), "lost": self.lost}
 
 

@@ -1,1 +1,1 @@
-"""The two clients, and what they share: arguments to messages, streams, many images at once."""
+"""The two clients and their shared parts: requests, channels, streams and batches."""

@@ -1,4 +1,4 @@
-"""Many images at once, for ``map`` of both clients: bounded, in order, errors beside results."""
+"""Runs ``map`` for both clients: bounded, in order, with errors in place of results."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ R = TypeVar("R")
 I = TypeVar("I")  # noqa: E741
 
 Progress: TypeAlias = Callable[[int, int | None], Any]
-"""Called after each image with how many are done, and how many there are if that is known."""
+"""Called after each image with the number of finished images and the total, None if that is unknown."""
 
 
 def run_bounded(
     items: Iterable[I], work: Callable[[I], R], concurrency: int, progress: Progress | None
 ) -> list[R | KestrelError]:
-    """``work`` of every item, at most ``concurrency`` at a time; a KestrelError stands in its result's place.
+    """Calls ``work`` for every item, in at most ``concurrency`` threads. A KestrelError takes the place of its result.
 
-    An iterator is read only as far as there is work to begin. Any other exception ends it.
+    An iterator is read no faster than work starts. Any other exception ends the run.
     """
     total = _checked(items, concurrency)
     results: list[Any] = []
@@ -60,7 +60,7 @@ async def gather_bounded(
     concurrency: int,
     progress: Progress | None,
 ) -> list[R | KestrelError]:
-    """As ``run_bounded``, on an event loop."""
+    """Like ``run_bounded``, on an event loop."""
     total = _checked(items, concurrency)
     results: list[Any] = []
     waiting = iter(items)
@@ -89,7 +89,7 @@ async def gather_bounded(
 
 
 def _checked(items: Iterable[Any], concurrency: int) -> int | None:
-    """How many items there are, if that is known. Raises InvalidRequestError."""
+    """Returns the number of items if it is known. Raises InvalidRequestError."""
     if concurrency < 1:
         raise InvalidRequestError(f"concurrency={concurrency}: must be at least 1")
     if isinstance(items, (str, bytes)):

@@ -1,7 +1,4 @@
-"""A running stream, seen from the caller: typed events, then the result.
-
-Both classes share one reader of messages, so that they can't come to mean different things.
-"""
+"""A running stream: typed events, then the result. Both classes of streams read messages with the same reader."""
 
 from __future__ import annotations
 
@@ -21,16 +18,16 @@ E = TypeVar("E")
 
 
 class Reading(NamedTuple, Generic[R]):
-    """How to read a stream's messages."""
+    """The functions that read the messages of a call."""
 
     result: Callable[[Any], R]
-    """From the final payload."""
+    """Reads the response of a unary call, or the final payload of a stream."""
     event: Callable[[Any, Any], Any] = lambda message, payload: read_event(payload)
-    """From a message and its payload; None shows nothing."""
+    """Reads a message of a stream and its payload. Returns None for a message without an event for the caller."""
 
 
 class _Reader(Generic[R, E]):
-    """Takes a stream's messages one by one; holds what is known so far."""
+    """Reads a stream's messages one by one, and keeps the stream's state."""
 
     reading: Reading[R]
     """Set before the first message is taken."""
@@ -43,7 +40,7 @@ class _Reader(Generic[R, E]):
         self.given_up = False
 
     def take(self, message: Any) -> E | None:
-        """The event of a message, None if it has none to show."""
+        """Returns the event of a message, or None if the message has none."""
         kind = message.WhichOneof("event")
         if kind is None:
             return None  # an event of a newer server
@@ -52,29 +49,29 @@ class _Reader(Generic[R, E]):
             self.started = payload
         elif kind == "final":
             self.result = self.reading.result(payload)
-        # The methods of the clients say which events their streams give; the messages can hold no others.
+        # The signature of each client method states the events of its stream. The messages can hold no others.
         return cast("E | None", self.reading.event(message, payload))
 
     def end(self, error: KestrelError | None = None) -> None:
-        """Called once, at the stream's end."""
+        """Records the stream's end. Called once."""
         self.ended = True
         if error is None and self.result is None:
             error = IncompleteStreamError("the stream ended without its result")
         self.error = error
 
     def outcome(self) -> R:
-        """Raises the stream's error, if it has one."""
+        """Returns the result, or raises the stream's error."""
         if self.error is not None:
             raise self.error
         assert self.result is not None, "read before the stream's end"
         return self.result
 
     def failure(self) -> KestrelError | None:
-        """What an iteration past the end raises: the call's error, but not that the caller closed the stream."""
+        """The error that iteration raises at the end. None if the caller closed the stream."""
         return None if self.given_up else self.error
 
     def give_up(self) -> None:
-        """The caller closed the stream."""
+        """Records that the caller closed the stream."""
         if not self.ended:
             self.given_up = True
             self.end(
@@ -88,7 +85,8 @@ class Stream(Generic[R, E]):
     """An iterator of events with the whole result at the end. Not for several threads at once.
 
     Use it in ``with``: leaving the block early cancels the request on the server. ``result()`` may be called at once;
-    it passes over the events that were not read.
+    it
+    skips the events that were not read.
     """
 
     def __init__(self, call: Any, reading: Reading[R]) -> None:
@@ -117,23 +115,23 @@ class Stream(Generic[R, E]):
         raise StopIteration
 
     def result(self) -> R:
-        """The whole result, waiting for the stream's end. Raises the call's error."""
+        """Waits for the stream's end and returns the whole result. Raises the call's error."""
         for _ in self:
             pass
         return self._reader.outcome()
 
     @property
     def request_id(self) -> str | None:
-        """The request's id; None until the first event came."""
+        """The request's id; None before the first event."""
         return self._reader.started.request_id if self._reader.started else None
 
     @property
     def model(self) -> str | None:
-        """Name of the model that answers; None until the first event came."""
+        """Name of the model that answers; None before the first event."""
         return self._reader.started.model if self._reader.started else None
 
     def close(self) -> None:
-        """Cancels the request if it is unfinished. Idempotent."""
+        """Cancels the request if it is unfinished. May be called again."""
         self._call.cancel()
         self._reader.give_up()
 
@@ -149,7 +147,7 @@ class Stream(Generic[R, E]):
         self.close()
 
     def __del__(self) -> None:
-        # A stream that was dropped without close() would keep the server at work.
+        # Without this, the server would go on working for a stream that was dropped without close().
         if not self._reader.ended:
             self._call.cancel()
 
@@ -158,8 +156,8 @@ class AsyncStream(Generic[R, E]):
     """An async iterator of events with the whole result at the end.
 
     Use it in ``async with``: leaving the block early cancels the request on the server. ``await result()`` may be
-    called at once; it passes over the events that were not read. The request is sent by the first of ``async with``,
-    iteration and ``result()``.
+    called at once; it skips the events that were not read. The first ``async with``, iteration or ``result()`` sends
+    the request.
     """
 
     def __init__(self, start: Callable[[], Awaitable[tuple[Any, Reading[R]]]]) -> None:
@@ -197,23 +195,23 @@ class AsyncStream(Generic[R, E]):
         raise StopAsyncIteration
 
     async def result(self) -> R:
-        """The whole result, waiting for the stream's end. Raises the call's error."""
+        """Waits for the stream's end and returns the whole result. Raises the call's error."""
         async for _ in self:
             pass
         return self._reader.outcome()
 
     @property
     def request_id(self) -> str | None:
-        """The request's id; None until the first event came."""
+        """The request's id; None before the first event."""
         return self._reader.started.request_id if self._reader.started else None
 
     @property
     def model(self) -> str | None:
-        """Name of the model that answers; None until the first event came."""
+        """Name of the model that answers; None before the first event."""
         return self._reader.started.model if self._reader.started else None
 
     def cancel(self) -> None:
-        """Cancels the request if it is unfinished. Idempotent."""
+        """Cancels the request if it is unfinished. May be called again."""
         if self._call is not None:
             self._call.cancel()
         self._reader.give_up()
@@ -240,7 +238,7 @@ class AsyncStream(Generic[R, E]):
         self.cancel()
 
     def __del__(self) -> None:
-        # gRPC keeps a call alive that nobody reads any more, and the server at work; the collector may run anywhere.
+        # gRPC keeps an unread call alive, and the server goes on working. The collector may run in any thread.
         if self._call is not None and not self._reader.ended and self._loop is not None:
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._call.cancel)

@@ -1,4 +1,4 @@
-"""What of a result is painted on an image, as plain values: no message, no Pillow."""
+"""The parts of a result that are drawn on an image, as plain values. This module needs no Pillow."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ MaskFormat: TypeAlias = Literal["none", "svg", "png", "rle"]
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """A drawn mask of the picture's size, in the encoding that was asked for."""
+    """A mask of the image's size, in the requested encoding."""
 
     format: MaskFormat
     width: int
     height: int
     svg: str = ""
-    """For "svg": a document whose viewBox is the picture in pixels, the object white on nothing."""
+    """For "svg": a document whose viewBox is the image in pixels, with a white object on a transparent background."""
     png: bytes = field(default=b"", repr=False)
-    """For "png": a file of one channel, 255 inside and 0 outside."""
+    """For "png": a file with one channel, 255 inside the object and 0 outside."""
     rle: tuple[int, ...] = field(default=(), repr=False)
-    """For "rle": run lengths as COCO counts them: column by column, outside first."""
+    """For "rle": run lengths in COCO's order: column by column, the first run outside the object."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """SVG path data relative to ``box``, and the server's own mask if it sent one."""
+    """SVG path data relative to ``box``, and the server's mask if it sent one."""
 
     svg_path: str
     box: Box | None
@@ -36,7 +36,7 @@ class Outline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """``boxes`` with a label each, ``text`` as lines below the image."""
+    """Marks to draw: ``boxes`` have a label each; ``text`` is written below the image."""
 
     points: tuple[Point, ...] = ()
     boxes: tuple[tuple[Box, str], ...] = ()
@@ -44,7 +44,7 @@ class Marks:
     text: tuple[str, ...] = ()
 
     def __add__(self, other: Marks) -> Marks:
-        """Both; the other's outline only if this has none."""
+        """The marks of both. The outline of ``other`` is used only if this has none."""
         return Marks(
             points=self.points + other.points,
             boxes=self.boxes + other.boxes,

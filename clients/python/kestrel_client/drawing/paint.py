@@ -1,4 +1,4 @@
-"""Paints marks on images. The only module that needs Pillow; loaded when something is drawn."""
+"""Draws marks on images. This module needs Pillow and numpy, and is loaded when something is drawn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Colour = tuple[int, int, int]
 
-# Told apart by most colour-blind people (Okabe and Ito, 2008).
+# Most colour-blind people can distinguish these colours (Okabe and Ito, 2008).
 COLOURS: tuple[Colour, ...] = (
     (213, 94, 0),
     (0, 158, 115),
@@ -45,9 +45,9 @@ Area = tuple[int, int, int, int]
 """Left, top, right, bottom in pixels."""
 
 
-def draw(marks: Marks, picture: ImageInput) -> Image.Image:
-    """The picture upright, in RGB, with the marks painted on it; the input is left as it is."""
-    image = to_pillow(picture)
+def draw(marks: Marks, source: ImageInput) -> Image.Image:
+    """Returns the image upright, in RGB, with the marks drawn on it. The input is not changed."""
+    image = to_pillow(source)
     if marks.outline is not None:
         _outline(image, marks.outline)
     _boxes(image, marks.boxes)
@@ -56,7 +56,7 @@ def draw(marks: Marks, picture: ImageInput) -> Image.Image:
 
 
 def png(image: Image.Image, max_side: int) -> bytes:
-    """The image as a PNG file, reduced to ``max_side`` pixels if it is larger."""
+    """Returns the image as a PNG file, reduced to ``max_side`` pixels if it is larger."""
     image.thumbnail((max_side, max_side))
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
@@ -64,7 +64,7 @@ def png(image: Image.Image, max_side: int) -> bytes:
 
 
 def mask_image(outline: Outline, size: tuple[int, int]) -> Image.Image:
-    """The outline filled: mode "L", 255 inside and 0 outside, of ``size`` (width, height)."""
+    """Returns the filled outline: mode "L", 255 inside and 0 outside, of ``size`` (width, height)."""
     mask = outline.mask
     if mask is not None and (mask.width, mask.height) == size:
         drawn = _drawn_mask(mask)
@@ -74,21 +74,21 @@ def mask_image(outline: Outline, size: tuple[int, int]) -> Image.Image:
 
 
 def corners(outline: Outline, size: tuple[int, int]) -> list[list[tuple[float, float]]]:
-    """The outline's polygons, in pixels of a picture of ``size`` (width, height)."""
+    """Returns the outline's polygons, in pixels of an image of ``size`` (width, height)."""
     if outline.box is None:
         return []
     pixels = max(outline.box.width * size[0], outline.box.height * size[1])
-    return [_in_picture(each, outline.box, size) for each in polygons(outline.svg_path, pixels)]
+    return [_in_image(each, outline.box, size) for each in polygons(outline.svg_path, pixels)]
 
 
 def _drawn_mask(mask: Mask) -> Image.Image | None:
-    """The server's own mask; None for SVG, which Pillow can't read."""
+    """The server's mask; None for SVG, which Pillow can't read."""
     if mask.format == "png":
         with Image.open(io.BytesIO(mask.png)) as image:
             return image.convert("L")
     if mask.format == "rle":
         runs = (bytes([255 * (i % 2)]) * count for i, count in enumerate(mask.rle))
-        # Column by column is row by row of the transposed picture.
+        # Columns of the image are rows of the transposed image.
         columns = Image.frombytes("L", (mask.height, mask.width), b"".join(runs))
         return columns.transpose(Image.Transpose.TRANSPOSE)
     return None
@@ -100,7 +100,7 @@ def _points(image: Image.Image, points: tuple[Point, ...]) -> None:
     ring = max(1, radius // 3)
     for i, point in enumerate(points):
         x, y = point.to_pixels(image.size)
-        # White around colour: visible on any ground.
+        # A white ring makes the point visible on any background.
         canvas.ellipse(
             (x - radius - ring, y - radius - ring, x + radius + ring, y + radius + ring),
             fill=(255, 255, 255),
@@ -113,7 +113,7 @@ def _boxes(image: Image.Image, boxes: tuple[tuple[Box, str], ...]) -> None:
     areas = [_area(box, image.size) for box, _ in boxes]
     for i, area in enumerate(areas):
         canvas.rectangle(area, outline=_colour(i), width=_line_width(image))
-    # Labels come last and avoid all boxes and each other, so that none hides a small object.
+    # Labels are drawn last and avoid all boxes and each other, so that no label hides a small object.
     taken = list(areas)
     for i, ((_, label), area) in enumerate(zip(boxes, areas, strict=True)):
         if label:
@@ -132,7 +132,7 @@ def _outline(image: Image.Image, outline: Outline) -> None:
 
 
 def _area(box: Box, size: tuple[int, int]) -> Area:
-    """Its pixels; edges lie behind the last pixel, and Pillow's rectangle includes its corner."""
+    """The pixels of a box. Its right and lower edge lie behind the last pixel; Pillow includes the corner."""
     left, top, right, bottom = box.to_pixels(size)
     return left, top, max(left, right - 1), max(top, bottom - 1)
 
@@ -140,7 +140,7 @@ def _area(box: Box, size: tuple[int, int]) -> Area:
 def _label(
     canvas: Canvas, image: Image.Image, area: Area, taken: list[Area], colour: Colour, label: str
 ) -> Area:
-    """Writes it beside its box, where it hides the least; returns the pixels that it takes."""
+    """Writes a label beside its box, where it hides the least. Returns the pixels that the label covers."""
     font = _font(image)
     _, _, right, bottom = canvas.textbbox((0, 0), label, font=font)
     pad = max(2, round(bottom * 0.15))
@@ -166,7 +166,7 @@ def _label(
 
 
 def _hidden_share(place: Area, other: Area) -> float:
-    """The part of ``other`` that lies under ``place``, from 0 to 1."""
+    """The fraction of ``other`` that ``place`` covers."""
     across = min(place[2], other[2]) - max(place[0], other[0])
     down = min(place[3], other[3]) - max(place[1], other[1])
     if across <= 0 or down <= 0:
@@ -175,13 +175,13 @@ def _hidden_share(place: Area, other: Area) -> float:
 
 
 def _with_text(image: Image.Image, text: tuple[str, ...]) -> Image.Image:
-    """The image with black lines on white below it, wrapped to its width."""
+    """Returns the image with black text on white below it, wrapped to the width of the image."""
     font = _font(image)
     canvas = ImageDraw.Draw(image)
     _, _, width, _ = canvas.textbbox((0, 0), "n" * 20, font=font)
     columns = max(8, round(20 * (image.width - 16) / width))
     lines = [line for part in text for line in textwrap.wrap(part, columns) or [""]]
-    # Wrapped by a mean width; a line of wide letters is wrapped again.
+    # The first wrap assumes a mean letter width. A line of wide letters is wrapped again.
     lines = [
         piece
         for line in lines
@@ -200,10 +200,10 @@ def _with_text(image: Image.Image, text: tuple[str, ...]) -> Image.Image:
     return taller
 
 
-def _in_picture(
+def _in_image(
     polygon: list[tuple[float, float]], box: Box, size: tuple[int, int]
 ) -> list[tuple[float, float]]:
-    """Corners relative to the box as pixels of the picture."""
+    """Converts corners relative to the box to pixels of the image."""
     width, height = size
     return [
         ((box.x_min + x * box.width) * width, (box.y_min + y * box.height) * height)

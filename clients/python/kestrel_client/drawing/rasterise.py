@@ -10,9 +10,9 @@ import numpy as np
 from .svg_path import Polygon
 
 _BAND_PIXELS = 1_000_000
-"""Pixels filled at once: 4 MB of winding numbers."""
+"""Pixels per band: 4 MB of winding numbers."""
 _BAND_CROSSINGS = 1_000_000
-"""Most pairs of edge and row looked at once, so that long paths make bands thinner, not memory larger."""
+"""Most pairs of edge and row per band. Long paths get thinner bands instead of more memory."""
 
 
 def fill(polygons: Sequence[Polygon], width: int, height: int) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""SVG path data to polygons, by the grammar of SVG 1.1, section 8.3. Pure arithmetic; knows no picture.
+"""Converts SVG path data to polygons, by the grammar of SVG 1.1, section 8.3.
 
-All commands, absolute and relative, with implicit repetition; curves and arcs are flattened to chords. As the standard
-asks (appendix F.2), a path with an error is drawn up to it.
+All commands are supported, absolute and relative, with implicit repetition. Curves and arcs are flattened to chords. As
+the standard requires (appendix F.2), a path with an error is drawn up to the error.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ Coordinate: TypeAlias = tuple[float, float]
 Polygon: TypeAlias = list[Coordinate]
 
 _FLATNESS = 0.25
-"""Pixels that a chord may be off its curve."""
+"""Largest distance of a chord from its curve, in pixels."""
 _MOST_CHORDS = 256
-"""Of one curve or arc."""
+"""Largest number of chords of one curve or arc."""
 
 _SEPARATOR = re.compile(r"[\s,]*")
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
@@ -26,9 +26,9 @@ _COMMAND = re.compile(r"[MmZzLlHhVvCcSsQqTtAa]")
 
 
 def polygons(path: str, pixels: float = 1000.0) -> list[Polygon]:
-    """The path's subpaths as corners in order, without repeating the first; fewer than 3 corners are left out.
+    """Returns the corners of each subpath in order, without repeating the first. Omits subpaths of under 3 corners.
 
-    ``pixels``: how many pixels one unit of the path is drawn over, which decides how many chords a curve becomes.
+    ``pixels``: size of one unit of the path in pixels; it determines the number of chords of a curve.
     """
     pen = _Pen(pixels)
     try:
@@ -40,14 +40,14 @@ def polygons(path: str, pixels: float = 1000.0) -> list[Polygon]:
 
 
 class _PathEnd(Exception):
-    """The data is malformed from here on."""
+    """The data is malformed from this point."""
 
 
 _ARGUMENTS = {"M": 2, "L": 2, "H": 1, "V": 1, "C": 6, "S": 4, "Q": 4, "T": 2, "A": 7, "Z": 0}
 
 
 def _segments(path: str) -> Iterator[tuple[str, list[float]]]:
-    """Every command with one set of its arguments; repeated sets come as commands of their own."""
+    """Yields each command with one set of arguments. Repeated sets become separate commands."""
     position = _skip(path, 0)
     while position < len(path):
         match = _COMMAND.match(path, position)
@@ -62,7 +62,7 @@ def _segments(path: str) -> Iterator[tuple[str, list[float]]]:
         while first or (position < len(path) and not _COMMAND.match(path, position)):
             arguments = []
             for i in range(count):
-                # The two flags of an arc may stand without anything between them: "01.5" is 0, 1, .5.
+                # The two flags of an arc need no separator: "01.5" is 0, 1, .5.
                 is_flag = command in "Aa" and i in (3, 4)
                 value, position = _number(path, position, flag=is_flag)
                 arguments.append(value)
@@ -90,7 +90,7 @@ def _number(path: str, position: int, *, flag: bool) -> tuple[float, int]:
 
 
 class _Pen:
-    """The state of drawing: where the pen is, and what it drew."""
+    """The position of the pen, and the subpaths drawn so far."""
 
     def __init__(self, pixels: float) -> None:
         self._pixels = pixels
@@ -98,7 +98,7 @@ class _Pen:
         self.at: Coordinate = (0.0, 0.0)
         self.start: Coordinate = (0.0, 0.0)
         self.control: Coordinate | None = None
-        """Last control point of the curve just drawn, for S after C or S and T after Q or T."""
+        """Last control point of the previous curve: S after C or S, and T after Q or T, reflect it."""
         self.previous = ""
 
     def apply(self, command: str, arguments: list[float]) -> None:
@@ -137,22 +137,23 @@ class _Pen:
             self._curve([self.at, control, points[-1]])
 
     def _reflected(self, kinds: str) -> Coordinate:
-        """The control point before, mirrored at the pen; the pen itself after any other command."""
+        """The previous control point mirrored at the pen; after any other command, the pen's position."""
         if self.control is None or self.previous not in kinds:
             return self.at
         return 2 * self.at[0] - self.control[0], 2 * self.at[1] - self.control[1]
 
     def _line(self, to: Coordinate) -> None:
-        if (
-            self.previous == "Z"
-        ):  # drawing on after a closepath begins a new subpath where that ended
+        if self.previous == "Z":  # A command after closepath begins a new subpath at its end.
             self.subpaths.append([self.at])
         self.subpaths[-1].append(to)
         self.at = to
 
     def _curve(self, points: list[Coordinate]) -> None:
-        """A quadratic or cubic Bézier curve from its control points, the first of which is the pen. Chords of n equal
-        steps are off by at most d(d-1)/8/n^2 times the largest second difference, for degree d (Wang's formula)."""
+        """Draws a quadratic or cubic Bézier curve. The first of its control ``points`` is the pen's position.
+
+        The distance of n equal chords from a curve of degree d is at most d(d-1)/8/n^2 times the largest second
+        difference of the points (Wang's formula).
+        """
         degree = len(points) - 1
         bend = max(
             math.hypot(a[0] - 2 * b[0] + c[0], a[1] - 2 * b[1] + c[1])

@@ -1,1 +1,1 @@
-"""What counts as an image, and its way into a message."""
+"""The forms in which the client takes images, and their messages."""

@@ -1,4 +1,4 @@
-"""Images at http(s) addresses, fetched by the client itself: a Kestrel server never fetches anything."""
+"""Downloads images from http(s) addresses. The client does this, because a server never fetches anything."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ..errors import InvalidImageError
 from ..version import __version__
 
 TIMEOUT_S = 30.0
-"""For the whole download."""
+"""Timeout of the whole download."""
 _CHUNK_BYTES = 256 * 1024
 
 
 def is_url(image: object) -> bool:
-    """Whether this is text that names an image by an http or https address."""
+    """Whether this is a string with an http or https address."""
     return isinstance(image, str) and image.lower().startswith(("http://", "https://"))
 
 
 def fetch(url: str, limit: int, timeout_s: float = TIMEOUT_S) -> bytes:
-    """The bytes at ``url``; follows redirects to http and https only.
+    """Returns the bytes at ``url``. Follows redirects to http and https only.
 
-    Raises InvalidImageError for what can't be fetched within ``timeout_s`` seconds, is longer than ``limit`` bytes, or
-    is a web page.
+    Raises InvalidImageError if the download fails, takes over ``timeout_s`` seconds, exceeds ``limit`` bytes, or is a
+    web page.
     """
     deadline = time.monotonic() + timeout_s
     request = urllib.request.Request(url, headers={"User-Agent": f"kestrel-client/{__version__}"})
@@ -56,7 +56,7 @@ def fetch(url: str, limit: int, timeout_s: float = TIMEOUT_S) -> bytes:
 
 
 def _opener() -> urllib.request.OpenerDirector:
-    """urllib's own, less the handlers of files, FTP and data."""
+    """urllib's opener without the handlers for files, FTP and data."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler(),

@@ -1,7 +1,7 @@
-"""What counts as a picture, and its way into a message.
+"""Converts the supported forms of an image to a message.
 
-numpy and Pillow are never imported to send: an array or a Pillow image is recognised by what it offers. Arrays and
-Pillow images are sent as raw pixels, or as PNG where raw pixels would not fit into a message: losslessly either way.
+Sending imports neither numpy nor Pillow: an array is recognised by its attributes. Arrays and Pillow images are sent
+losslessly: as raw pixels, or as PNG if the raw pixels do not fit into a message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class PixelArray(Protocol):
-    """As much of a numpy array as is needed: uint8, [height, width], or [height, width, 1, 3 (RGB) or 4 (RGBA)]."""
+    """The required part of numpy's array: uint8, [height, width], or [height, width, 1, 3 (RGB) or 4 (RGBA)]."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -36,7 +36,7 @@ class PixelArray(Protocol):
 
 
 class Readable(Protocol):
-    """A file that is open for reading in binary mode, such as io.BytesIO; read once, from where it stands."""
+    """A file that is open for reading in binary mode, such as io.BytesIO. It is read once, from its position."""
 
     def read(self, size: int = ..., /) -> bytes: ...
 
@@ -45,23 +45,24 @@ ImageInput: TypeAlias = (
     "str | os.PathLike[str] | bytes | bytearray | memoryview | PixelArray | PIL.Image.Image "
     "| Readable | ImageHandle"
 )
-"""A picture: path of a file, http(s) address (fetched here, not by the server), contents of a file, open file, array of
-pixels, Pillow image, or one that the server has."""
+"""An image: path of a file, http(s) address (the client fetches it), contents of a file, open file, array of pixels,
+Pillow image, or the handle of an image that the server stores."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageHandle:
-    """A picture that the server keeps: from ``put_image``, or by a result's ``image_id``. Goes wherever a picture goes.
+    """An image that the server stores: from ``put_image``, or made from a result's ``image_id``. All methods take
+    it in place of an image.
 
-    When the server has dropped it, calls raise NotFoundError with reason IMAGE_NOT_FOUND: put it again. Where several
-    workers serve one port, the one that this client is connected to keeps it, and another may be reached later.
+    If the server has dropped the image, calls raise NotFoundError with reason IMAGE_NOT_FOUND: put it again. On a
+    server with several workers, only the worker of this client's connection stores the image.
     """
 
     image_id: str
     size: ImageSize | None = None
-    """Width and height in pixels of the upright picture, if known."""
+    """Width and height in pixels of the upright image, if known."""
     source: ImageInput | None = field(default=None, repr=False, compare=False)
-    """The picture itself, as far as it is at hand; what ``draw()`` paints on."""
+    """The image itself, if the client has it: ``draw()`` draws on it."""
 
 
 _ARRAY_FORMATS = {
@@ -75,15 +76,15 @@ _PILLOW_FORMATS = {
     "RGBA": common_pb2.PIXEL_FORMAT_RGBA8,
 }
 _ENVELOPE_BYTES = 64 * 1024
-"""Room kept for what a message holds beside the picture."""
+"""Space reserved for the rest of a message."""
 _LARGEST_DRAWN_BYTES = 64 * 1024 * 1024
-"""Of what is fetched or read to be drawn on."""
+"""Limit of a file that is fetched or read to draw on it."""
 
 
 def loaded(image: ImageInput, limit: int) -> ImageInput:
-    """Bytes in place of an address or an open file, which can't be read twice; anything else as it is.
+    """Reads an address or an open file, which can be read only once, into bytes. Returns other forms unchanged.
 
-    Raises InvalidImageError for what can't be fetched or read, or has more than ``limit`` bytes.
+    Raises InvalidImageError if it can't be read, and RequestTooLargeError for a file of more than ``limit`` bytes.
     """
     if is_url(image):
         return fetch(str(image), limit)
@@ -101,15 +102,15 @@ def loaded(image: ImageInput, limit: int) -> ImageInput:
     if len(data) > limit:
         raise RequestTooLargeError(len(data), limit)
     if not data:
-        raise InvalidImageError("the file is empty, or was read to its end before")
+        raise InvalidImageError("the file is empty, or its position is at its end")
     return data
 
 
 def to_image(image: ImageInput, max_message_bytes: int) -> common_pb2.Image:
-    """The picture as a message; waits for the file system if it is a path. A handle becomes the id that it stands for.
+    """Returns the message of an image. Reads files and fetches addresses. The message of a handle contains its id.
 
-    Raises InvalidImageError for what is no picture, RequestTooLargeError for what would not fit into
-    ``max_message_bytes`` (files are measured before they are read).
+    Raises InvalidImageError for an unsupported value, and RequestTooLargeError for an image that does not fit into
+    ``max_message_bytes`` (a file's size is checked before it is read).
     """
     image = loaded(image, max_message_bytes)
     if isinstance(image, (str, os.PathLike)):
@@ -117,12 +118,12 @@ def to_image(image: ImageInput, max_message_bytes: int) -> common_pb2.Image:
     if isinstance(image, (bytes, bytearray, memoryview)):
         data = bytes(image)
         if not data:
-            raise InvalidImageError("the picture has no bytes")
+            raise InvalidImageError("the image is empty: it has 0 bytes")
         return _encoded(data, max_message_bytes)
     if isinstance(image, ImageHandle):
         if not image.image_id:
             raise InvalidImageError(
-                "the handle has no image_id: the server did not keep the picture"
+                "the handle has no image_id: the server did not store the image"
             )
         return common_pb2.Image(image_id=image.image_id)
     if is_pillow(image):
@@ -130,16 +131,18 @@ def to_image(image: ImageInput, max_message_bytes: int) -> common_pb2.Image:
     if isinstance(image, PixelArray):
         return _from_array(image, max_message_bytes)
     raise InvalidImageError(
-        f"a picture must be a path, an http(s) address, bytes, an open file, a uint8 array, a Pillow image or an "
+        "an image must be a path, an http(s) address, bytes, an open file, a uint8 array, a Pillow image or an "
         f"ImageHandle, not {type(image).__name__}"
     )
 
 
 def to_pillow(image: ImageInput) -> PIL.Image.Image:
-    """The picture upright, as a new RGB Pillow image. Raises MissingDependencyError without Pillow."""
+    """Returns the upright image as a new RGB Pillow image. Raises MissingDependencyError without Pillow."""
     if isinstance(image, ImageHandle):
         if image.source is None:
-            raise InvalidImageError("the picture is on the server only: pass it")
+            raise InvalidImageError(
+                "the client does not have the image, only the server: pass it to draw() or save()"
+            )
         return to_pillow(image.source)
     pillow, ops = _pillow()
     image = loaded(image, _LARGEST_DRAWN_BYTES)
@@ -157,12 +160,12 @@ def to_pillow(image: ImageInput) -> PIL.Image.Image:
             mode = {1: "L", 3: "RGB", 4: "RGBA"}[channels]
             upright = pillow.frombytes(mode, (width, height), image.tobytes())
         else:
-            raise InvalidImageError(f"not a picture: {type(image).__name__}")
+            raise InvalidImageError(f"{type(image).__name__} is not an image")
     except OSError as error:
-        raise InvalidImageError(f"Pillow can't read the picture: {error}") from error
+        raise InvalidImageError(f"Pillow can't read the image: {error}") from error
     if upright.mode.startswith("I;16"):
         upright = upright.convert("I").point(lambda value: value * (1 / 256)).convert("L")
-    # Always a copy: what is painted on it does not reach the caller's picture.
+    # Always a copy, so that drawing on it does not change the caller's image.
     rgb: PIL.Image.Image = upright.convert("RGB")
     return rgb
 
@@ -183,14 +186,14 @@ def _pillow() -> tuple[Any, Any]:
 
 
 def _encoded(data: bytes, limit: int) -> common_pb2.Image:
-    """A file as it is; a BMP, which servers don't decode, as PNG where Pillow can read it."""
+    """A file unchanged, except that a BMP, which servers don't decode, becomes a PNG if Pillow can read it."""
     if data.startswith(b"BM"):
         try:
             pillow, _ = _pillow()
             with pillow.open(io.BytesIO(data), formats=["BMP"]) as opened:
                 return _png(opened, len(data), limit)
         except (MissingDependencyError, OSError, SyntaxError, ValueError):
-            pass  # The server says which formats it takes.
+            pass  # The server's error lists the formats that it decodes.
     return common_pb2.Image(encoded=data)
 
 
@@ -239,7 +242,7 @@ def _from_pillow(image: Any, limit: int) -> common_pb2.Image:
     _, ops = _pillow()
     upright = ops.exif_transpose(image)
     if upright.mode.startswith("I;16"):
-        # The server reduces 16 bit to 8 as it does for files; Pillow's own conversion would clip.
+        # The server reduces 16 bits to 8 as it does for files. Pillow's conversion would clip the values.
         return _png(upright, 2 * upright.width * upright.height, limit)
     if upright.mode not in _PILLOW_FORMATS:
         has_alpha = upright.mode in ("LA", "PA", "La", "RGBa") or "transparency" in upright.info

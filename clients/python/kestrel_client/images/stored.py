@@ -1,4 +1,4 @@
-"""How a picture gets to the server, to be named afterwards by its handle (images.py)."""
+"""Prepares images to be stored on the server, in one message or in pieces."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from ..values.geometry import ImageSize
 from .images import ImageHandle, ImageInput, loaded, to_image
 
 UPLOAD_THRESHOLD_BYTES = 4 * 1024 * 1024
-"""Files above this size go in pieces."""
+"""Larger files are uploaded in pieces."""
 CHUNK_BYTES = 1024 * 1024
 
 _NO_LIMIT = 2**63
 _LARGEST_FETCHED_BYTES = 256 * 1024 * 1024
-"""More than any server takes."""
+"""More than any server accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A picture ready to be put: in one message, or in pieces if ``data`` is set."""
+    """An image ready to be stored: in one message, or in pieces if ``data`` is set."""
 
     request: pb.PutImageRequest
     source: ImageInput
-    """What was put, in a form that can be read again."""
+    """The image, in a form that can be read again."""
     data: bytes = field(default=b"", repr=False)
     sha256: bytes = b""
 
     def pieces(self) -> Iterator[pb.UploadImageRequest]:
-        """The messages of an upload."""
+        """Yields the messages of an upload."""
         info = pb.UploadInfo(size_bytes=len(self.data), sha256=self.sha256)
         yield pb.UploadImageRequest(info=info)
         for start in range(0, len(self.data), CHUNK_BYTES):
@@ -40,9 +40,9 @@ class Put:
 
 
 def prepare_put(image: ImageInput, max_message_bytes: int) -> Put:
-    """Waits for the file system if the picture is a path. Raises InvalidImageError, RequestTooLargeError."""
+    """Reads files and fetches addresses. Raises InvalidImageError and RequestTooLargeError."""
     image = loaded(image, _LARGEST_FETCHED_BYTES)
-    # A file is never too large here, as it may go in pieces; pixels become a PNG first if they don't fit a message.
+    # A file has no limit here, as it can be sent in pieces. Pixels that don't fit a message become a PNG first.
     is_file = isinstance(image, (str, os.PathLike, bytes, bytearray, memoryview))
     message = to_image(image, _NO_LIMIT if is_file else max_message_bytes)
     if len(message.encoded) > min(UPLOAD_THRESHOLD_BYTES, max_message_bytes // 2):
@@ -52,15 +52,15 @@ def prepare_put(image: ImageInput, max_message_bytes: int) -> Put:
 
 
 def read_handle(stored: pb.StoredImage, source: ImageInput) -> ImageHandle:
-    """``source``: what was put; another handle stands for the same picture."""
-    picture = source.source if isinstance(source, ImageHandle) else source
+    """``source``: the image that was stored. A handle stands for its own source."""
+    original = source.source if isinstance(source, ImageHandle) else source
     size = ImageSize(stored.size.width, stored.size.height)
-    return ImageHandle(stored.image_id, size, picture)
+    return ImageHandle(stored.image_id, size, original)
 
 
 def image_id_of(image: ImageHandle | str) -> str:
-    """The id of a handle, or an id itself."""
+    """The id of a handle; an id is returned unchanged."""
     image_id = image.image_id if isinstance(image, ImageHandle) else image
     if not isinstance(image_id, str) or not image_id:
-        raise InvalidImageError(f"not the id of a picture: {image!r}")
+        raise InvalidImageError(f"{image!r} is not the id of an image")
     return image_id

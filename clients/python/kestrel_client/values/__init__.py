@@ -1,1 +1,1 @@
-"""What the client returns: frozen dataclasses read from messages, and their other forms."""
+"""The values that the client returns: frozen dataclasses, read from messages, and their exports."""

@@ -1,4 +1,4 @@
-"""What a server tells about itself and its models, read from the messages."""
+"""The descriptions of a server and its models, read from the messages."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Model:
     family: str
     """Architecture: "moondream2" or "moondream3"."""
     context_positions: int
-    """Most positions of one request, prompt and generated tokens together."""
+    """Largest number of positions of one request: prompt and generated tokens together."""
     image_positions: int
-    """Positions of the context that one picture takes."""
+    """Positions of the context that one image takes."""
     skills: tuple[str, ...]
     default_max_objects: int
     weights_fingerprint: str
@@ -39,7 +39,7 @@ class Model:
     state: ModelState
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that ``json.dumps`` takes."""
+        """Returns plain values for ``json.dumps``."""
         return {**asdict(self), "skills": list(self.skills)}
 
 
@@ -60,17 +60,17 @@ class ServerLimits:
     default_temperature: float
     default_top_p: float
     image_store_bytes: int = 0
-    """Pictures kept for calls to name; 0 if none are."""
+    """Limit of the stored images in bytes; 0 if the server stores none."""
     max_analyze_tasks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerCapabilities:
-    """What a server can do."""
+    """The capabilities of a server."""
 
     skills: tuple[str, ...]
     image_formats: tuple[str, ...]
-    """Formats of encoded pictures, in lower case."""
+    """Formats of encoded images, in lower case."""
     reasoning: bool
     spatial_refs: bool
 
@@ -91,7 +91,7 @@ class ServerInfo:
     capabilities: ServerCapabilities
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that ``json.dumps`` takes."""
+        """Returns plain values for ``json.dumps``."""
         plain = asdict(self)
         plain["capabilities"]["skills"] = list(self.capabilities.skills)
         plain["capabilities"]["image_formats"] = list(self.capabilities.image_formats)
@@ -109,7 +109,7 @@ class ServerLoad:
     max_batch_size: int
     max_queue: int
     utilization: float
-    """Requests over places in the batch: beyond 1 they wait."""
+    """Requests divided by the size of the batch; above 1, requests wait."""
     pages: int
     free_pages: int
     cached_pages: int
@@ -121,7 +121,7 @@ class ServerLoad:
     memory_utilization: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that ``json.dumps`` takes."""
+        """Returns plain values for ``json.dumps``."""
         return asdict(self)
 
 

@@ -1,4 +1,4 @@
-"""What a stream gives while it runs, read from the messages; points and boxes come as Point and Box."""
+"""The events of a stream, read from the messages. Points and boxes are Point and Box."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .geometry import Box, Point, from_box, from_point
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More of the answer or description. ``output_tokens``: tokens generated so far."""
+    """The next part of an answer or caption. ``output_tokens``: tokens generated so far."""
 
     text: str
     output_tokens: int = 0
@@ -19,7 +19,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of what the model thinks, before it answers. ``output_tokens``: tokens generated so far."""
+    """The next part of the reasoning, before the answer. ``output_tokens``: tokens generated so far."""
 
     text: str
     output_tokens: int = 0
@@ -27,7 +27,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class PathPiece:
-    """More of an outline: one SVG command with its arguments. Joined with single spaces they are the whole path."""
+    """The next part of an outline: one SVG command with its arguments. Joined with spaces, the parts form the path."""
 
     path: str
     output_tokens: int = 0
@@ -37,7 +37,7 @@ Event: TypeAlias = TextDelta | ReasoningDelta | Point | Box | PathPiece
 
 
 def read_event(payload: object) -> Event | None:
-    """What is shown to the caller of a stream event's payload; None for the start, the end and the unknown."""
+    """Returns the event of a payload; None for the start, the end and unknown payloads."""
     match payload:
         case vision_service_pb2.TextDelta():
             return TextDelta(payload.text, payload.output_tokens)

@@ -1,4 +1,4 @@
-"""Results in the forms of other tools: supervision, COCO, pandas. Each package is imported when it is needed."""
+"""Converts results for other tools: supervision, COCO, pandas. Each package is imported when it is used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def size_of(size: ImageSize | None) -> ImageSize:
-    """Raises InvalidImageError for a result without a picture, which has no pixels."""
+    """Returns the size, or raises InvalidImageError for a result without an image."""
     if size is None:
         raise InvalidImageError("the result has no image_size, so it can't be given in pixels")
     return size
@@ -24,7 +24,7 @@ def size_of(size: ImageSize | None) -> ImageSize:
 def to_supervision(
     name: str, boxes: tuple[Box, ...], size: ImageSize, mask: PIL.Image.Image | None = None
 ) -> Any:
-    """A supervision.Detections; ``mask`` belongs to the one box."""
+    """Returns a supervision.Detections. With a ``mask`` there is only one box."""
     supervision, numpy = _package("supervision"), _package("numpy")
     corners = numpy.array([box.to_pixels(size) for box in boxes], numpy.float32).reshape(-1, 4)
     return supervision.Detections(
@@ -65,7 +65,7 @@ def outline_to_coco(
     (annotation,) = to_coco([outline.box], size, image_id, category_id)
     polygons = paint.corners(outline, size)
     annotation["segmentation"] = [[edge for corner in each for edge in corner] for each in polygons]
-    # A histogram of 256 counts: the last is of the pixels inside.
+    # The last of the 256 counts is the number of pixels inside.
     annotation["area"] = paint.mask_image(outline, size).histogram()[255]
     return [annotation]
 

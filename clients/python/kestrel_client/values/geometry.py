@@ -1,4 +1,4 @@
-"""Points and boxes, normalised to the upright picture, and their way to pixels.
+"""Points and boxes in coordinates of the upright image, and their conversion to pixels.
 
 (0, 0) is the upper left corner, (1, 1) the lower right one.
 """
@@ -23,13 +23,13 @@ class ImageSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A point of the picture, both coordinates in [0, 1]."""
+    """A point of the image. Both coordinates are in [0, 1]."""
 
     x: float
     y: float
 
     def to_pixels(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Column and row of the pixel that holds the point, in a picture of ``size`` (width, height)."""
+        """Returns column and row of the pixel at the point, in an image of ``size`` (width, height)."""
         width, height = size
         return (
             min(max(math.floor(self.x * width), 0), width - 1),
@@ -39,7 +39,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """An upright rectangle of the picture, all coordinates in [0, 1]."""
+    """A rectangle of the image, parallel to its edges. All coordinates are in [0, 1]."""
 
     x_min: float
     y_min: float
@@ -47,9 +47,9 @@ class Box:
     y_max: float
 
     def to_pixels(self, size: tuple[int, int]) -> tuple[int, int, int, int]:
-        """Left, upper, right and lower edge in a picture of ``size`` (width, height), rounded to whole pixels.
+        """Returns left, upper, right and lower edge in an image of ``size`` (width, height), rounded to whole pixels.
 
-        Right and lower edge lie behind the last pixel, as Pillow's ``crop`` and array slices want them.
+        Right and lower edge lie behind the last pixel, as in Pillow's ``crop`` and in array slices.
         """
         width, height = size
         return (
@@ -61,12 +61,12 @@ class Box:
 
     @property
     def width(self) -> float:
-        """A fraction of the picture's width."""
+        """A fraction of the image's width."""
         return self.x_max - self.x_min
 
     @property
     def height(self) -> float:
-        """A fraction of the picture's height."""
+        """A fraction of the image's height."""
         return self.y_max - self.y_min
 
     @property
@@ -75,11 +75,11 @@ class Box:
 
 
 SpatialRef: TypeAlias = Point | Box | Sequence[float]
-"""A place to refer to: a point or box, or plainly 2 or 4 numbers in their order."""
+"""A point or a box, or its 2 or 4 numbers in order."""
 
 
 def to_spatial_refs(refs: Iterable[SpatialRef]) -> list[common_pb2.SpatialRef]:
-    """Raises InvalidRequestError for what is neither point nor box; ranges are the server's to check."""
+    """Raises InvalidRequestError for a value that is neither a point nor a box. The server checks the ranges."""
     return [_spatial_ref(i, ref) for i, ref in enumerate(refs)]
 
 

@@ -1,6 +1,6 @@
-"""What the skills give: frozen dataclasses, read from the messages.
+"""The results of the skills: frozen dataclasses, read from the messages.
 
-``to_dict()`` gives plain values for JSON. ``draw()`` and ``save()`` paint the result on the picture (Pillow needed).
+``to_dict()`` returns plain values for JSON. ``draw()`` and ``save()`` draw the result on the image (this needs Pillow).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     import supervision
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "unknown"]
-"""Why generation ended: by itself, at a limit, given up; "unknown" from a server newer than this client."""
+"""Why generation ended: at its natural end ("stop"), at a limit, or cancelled. A newer server may give "unknown"."""
 
 _NOTEBOOK_PIXELS = 800
-"""The longer side of an image that a notebook shows."""
+"""Longer side of an image in a notebook, in pixels."""
 _SHOWN_CHARACTERS = 120
 
 _FINISH_REASONS: dict[int, FinishReason] = {
@@ -42,35 +42,35 @@ class Usage:
     """Positions of the model's context that a request used."""
 
     input_tokens: int = 0
-    """Positions of the prompt: text, picture and spatial references."""
+    """Positions of the prompt: text, image and spatial references."""
     output_tokens: int = 0
-    """Tokens generated, reasoning and spatial tokens included."""
+    """Generated tokens, including reasoning and spatial tokens."""
     cached_tokens: int = 0
-    """Of input_tokens, those reused from a cache."""
+    """The part of input_tokens that was reused from a cache."""
     image_tokens: int = 0
-    """Of input_tokens, those of the picture."""
+    """The part of input_tokens that the image takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Where the time of a request went on the server, in milliseconds."""
+    """The phases of a request on the server, in milliseconds."""
 
     queue_time_ms: float = 0.0
     preprocess_time_ms: float = 0.0
     prefill_time_ms: float = 0.0
-    """Start of the computation to the first token, vision included."""
+    """From the start of the computation to the first token, including vision."""
     decode_time_ms: float = 0.0
-    """First token to the last."""
+    """From the first token to the last."""
     ttft_ms: float = 0.0
-    """Acceptance to the first token."""
+    """From the acceptance of the request to the first token."""
     processing_time_ms: float = 0.0
-    """Total less queue."""
+    """Total time without queue time."""
     total_time_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What all results have in common."""
+    """The fields and methods of all results."""
 
     finish_reason: FinishReason
     usage: Usage
@@ -79,16 +79,16 @@ class Result:
     """Name of the model that answered."""
     request_id: str
     image_size: ImageSize | None
-    """Width and height in pixels of the upright picture that coordinates refer to; None without a picture."""
+    """Width and height of the upright image in pixels; coordinates refer to it. None without an image."""
     seed: int
-    """Seed of the draw; sent again it gives the same result."""
+    """The seed of the sampling. The same seed and request give the same result."""
     image_id: str = ""
-    """Id by which later calls may name the picture (ImageHandle); empty without one, or if the server keeps it not."""
+    """The id of the stored image, for ImageHandle; empty without an image, or if the server does not store it."""
     source: ImageInput | None = field(default=None, repr=False, compare=False)
-    """The picture as it was given to the call; what ``draw()`` paints on."""
+    """The image that was given to the call: ``draw()`` draws on it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that ``json.dumps`` takes; the skill's own first. ``source`` is left out."""
+        """Returns plain values for ``json.dumps``, the skill's own first. ``source`` is omitted."""
         common = {f.name for f in fields(Result)}
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in common}
         shared = {f.name: getattr(self, f.name) for f in fields(Result) if f.name != "source"}
@@ -96,23 +96,23 @@ class Result:
 
     @property
     def marks(self) -> Marks:
-        """What ``draw()`` paints."""
+        """The marks that ``draw()`` draws."""
         return Marks()
 
     def draw(self, image: ImageInput | None = None) -> PIL.Image.Image:
-        """The picture with the result painted on it, as a new Pillow image; texts stand below it.
+        """Returns the image with the result drawn on it, as a new Pillow image. Texts are written below the image.
 
-        ``image``: the picture to paint on; default: the one that was sent. Raises MissingDependencyError without
-        Pillow, InvalidImageError if there is no picture or Pillow can't read it.
+        ``image``: the image to draw on; default: the image that was sent. Raises MissingDependencyError without Pillow,
+        and InvalidImageError if there is no image or Pillow can't read it.
         """
         return draw_marks(self.marks, image, self.source)
 
     def save(self, path: str | os.PathLike[str], image: ImageInput | None = None) -> None:
-        """Writes ``draw(image)`` to a file, in the format that its name ends with."""
+        """Writes ``draw(image)`` to a file. The file extension determines the format."""
         self.draw(image).save(path)
 
     def _repr_png_(self) -> bytes | None:
-        """How a notebook shows the result: ``draw()``; as text where there is no picture, or no Pillow."""
+        """A notebook shows this. It shows text if there is no image, or no Pillow."""
         return notebook_png(self.marks, self.source)
 
     def _short(self, shown: str) -> str:
@@ -121,7 +121,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class GroundingSpan:
-    """A span of the reasoning that refers to places in the picture; ``text[start:end]`` is the span."""
+    """A span of the reasoning that refers to points of the image. The span is ``text[start:end]``."""
 
     start: int
     end: int
@@ -130,7 +130,7 @@ class GroundingSpan:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What the model thought before it answered."""
+    """The reasoning of the model before its answer."""
 
     text: str
     grounding: tuple[GroundingSpan, ...] = ()
@@ -141,19 +141,19 @@ class QueryResult(Result):
     """The answer to a question."""
 
     question: str = ""
-    """What was asked."""
+    """The question of the call."""
     answer: str
     reasoning: Reasoning | None = None
-    """None unless it was asked for."""
+    """None if reasoning was not requested."""
 
     @property
     def grounding(self) -> tuple[GroundingSpan, ...]:
-        """Spans of the reasoning that refer to places; empty without reasoning."""
+        """Spans of the reasoning that refer to points of the image; empty without reasoning."""
         return () if self.reasoning is None else self.reasoning.grounding
 
     @property
     def marks(self) -> Marks:
-        """The points that ground the reasoning; below, question and answer."""
+        """The points of the grounding, with question and answer as text."""
         points = tuple(point for span in self.grounding for point in span.points)
         return Marks(points=points, text=tuple(filter(None, (self.question, self.answer))))
 
@@ -166,13 +166,13 @@ class QueryResult(Result):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CaptionResult(Result):
-    """A description."""
+    """A caption of the image."""
 
     caption: str
 
     @property
     def marks(self) -> Marks:
-        """The description, below."""
+        """The caption as text."""
         return Marks(text=(self.caption,))
 
     def __str__(self) -> str:
@@ -184,7 +184,7 @@ class CaptionResult(Result):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PointResult(Result):
-    """The centres of objects: iterates over them. ``object``: what was asked for."""
+    """The centres of objects. Iteration gives the points. ``object``: the kind of object of the call."""
 
     object: str
     points: tuple[Point, ...]
@@ -203,7 +203,7 @@ class PointResult(Result):
         return self._short(f"{len(self.points)} x {self.object!r}")
 
     def to_frame(self) -> pandas.DataFrame:
-        """A pandas DataFrame, a row a point: object, x, y, and x_px, y_px where the picture's size is known.
+        """Returns a pandas DataFrame with a row per point: object, x, y, and x_px, y_px if the image's size is known.
 
         Raises MissingDependencyError without pandas.
         """
@@ -214,7 +214,7 @@ class PointResult(Result):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class DetectResult(Result):
-    """The bounding boxes of objects: iterates over them. ``object``: what was asked for."""
+    """The bounding boxes of objects. Iteration gives the boxes. ``object``: the kind of object of the call."""
 
     object: str
     objects: tuple[Box, ...]
@@ -233,7 +233,7 @@ class DetectResult(Result):
         return self._short(f"{len(self.objects)} x {self.object!r}")
 
     def to_supervision(self) -> supervision.Detections:
-        """The boxes in pixels for the package ``supervision``, named in ``data["class_name"]``.
+        """Returns the boxes in pixels for the package ``supervision``. ``data["class_name"]`` has the object.
 
         Raises MissingDependencyError without supervision.
         """
@@ -242,14 +242,14 @@ class DetectResult(Result):
         return exports.to_supervision(self.object, self.objects, exports.size_of(self.image_size))
 
     def to_coco(self, image_id: int = 1, category_id: int = 1) -> list[dict[str, Any]]:
-        """An annotation of the COCO format for each box, ids from 1 on; pixels as ``bbox`` [x, y, width, height]."""
+        """Returns a COCO annotation for each box, with ids from 1 and ``bbox`` [x, y, width, height] in pixels."""
         from . import exports
 
         size = exports.size_of(self.image_size)
         return exports.to_coco(self.objects, size, image_id, category_id)
 
     def to_frame(self) -> pandas.DataFrame:
-        """A pandas DataFrame, a row a box: object, its edges, and the same in pixels where the size is known.
+        """Returns a pandas DataFrame with a row per box: object, its edges, and in pixels if the image's size is known.
 
         Raises MissingDependencyError without pandas.
         """
@@ -260,14 +260,14 @@ class DetectResult(Result):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SkillResult(Result):
-    """What a skill gave that was run by its name. ``output``: plain values, as the skill defines them."""
+    """The result of a skill that was run by its name. ``output``: plain values, defined by the skill."""
 
     skill: str
     output: dict[str, Any]
 
     @property
     def marks(self) -> Marks:
-        """Points and boxes, where the output holds ``points`` or ``objects`` as the model's own skills do."""
+        """Points and boxes, if the output has ``points`` or ``objects`` in the form of the model's own skills."""
         places = [place for name in ("points", "objects") for place in _listed(self.output, name)]
         points = tuple(Point(p["x"], p["y"]) for p in places if _has(p, "x", "y"))
         edges = ("x_min", "y_min", "x_max", "y_max")
@@ -282,16 +282,16 @@ class SkillResult(Result):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SegmentResult(Result):
-    """The outline of an object. ``object``: what was asked for."""
+    """The outline of an object. ``object``: the object of the call."""
 
     object: str
     svg_path: str
-    """SVG path data in coordinates relative to ``box``, each from 0 to 1; empty if the model found nothing."""
+    """SVG path data in coordinates relative to ``box``, from 0 to 1; empty if the model found no object."""
     box: Box | None
     mask: Mask | None = None
-    """Set if a mask was asked for and there is an outline."""
+    """Set if a mask was requested and there is an outline."""
     parse_error: str | None = None
-    """Why the model's path can't be read; None if it can."""
+    """Why the model's path is unreadable; None if it is readable."""
 
     @property
     def outline(self) -> Outline:
@@ -307,7 +307,10 @@ class SegmentResult(Result):
         return self._short(repr(self.object) if self.svg_path else f"no {self.object!r}")
 
     def to_supervision(self) -> supervision.Detections:
-        """Box and mask for the package ``supervision``. Raises MissingDependencyError without supervision or Pillow."""
+        """Returns box and mask for the package ``supervision``.
+
+        Raises MissingDependencyError without supervision or Pillow.
+        """
         from . import exports
 
         size = exports.size_of(self.image_size)
@@ -315,7 +318,7 @@ class SegmentResult(Result):
         return exports.to_supervision(self.object, boxes, size, self.to_mask(size))
 
     def to_coco(self, image_id: int = 1, category_id: int = 1) -> list[dict[str, Any]]:
-        """The outline as an annotation of the COCO format, with polygons in pixels; none if nothing was found.
+        """Returns the outline as a COCO annotation with polygons in pixels, or an empty list if there is no outline.
 
         Raises MissingDependencyError without Pillow.
         """
@@ -325,9 +328,9 @@ class SegmentResult(Result):
         return exports.outline_to_coco(self.outline, size, image_id, category_id)
 
     def to_mask(self, size: tuple[int, int] | None = None) -> PIL.Image.Image:
-        """The outline as a Pillow image of mode "L": 255 inside, 0 outside.
+        """Returns the outline as a Pillow image of mode "L": 255 inside, 0 outside.
 
-        ``size``: width and height in pixels; default: the picture's. Raises MissingDependencyError without Pillow.
+        ``size``: width and height in pixels; default: those of the image. Raises MissingDependencyError without Pillow.
         """
         from ..drawing import paint
 
@@ -337,17 +340,17 @@ class SegmentResult(Result):
 def draw_marks(
     marks: Marks, image: ImageInput | None, source: ImageInput | None
 ) -> PIL.Image.Image:
-    """The marks on ``image``, else on ``source``. Raises InvalidImageError, MissingDependencyError."""
-    from ..drawing import paint  # needs Pillow, which sending does not
+    """Draws the marks on ``image``, or on ``source``. Raises InvalidImageError and MissingDependencyError."""
+    from ..drawing import paint  # Needs Pillow, unlike sending.
 
-    picture = source if image is None else image
-    if picture is None:
-        raise InvalidImageError("there is no picture to draw on: pass one")
-    return paint.draw(marks, picture)
+    image = source if image is None else image
+    if image is None:
+        raise InvalidImageError("there is no image to draw on: pass one")
+    return paint.draw(marks, image)
 
 
 def notebook_png(marks: Marks, source: ImageInput | None) -> bytes | None:
-    """None where there is nothing to draw, no picture to draw on, or no Pillow."""
+    """None if there is nothing to draw, no image to draw on, or no Pillow."""
     if marks == Marks() or source is None:
         return None
     try:
@@ -375,7 +378,7 @@ def _has(place: Any, *names: str) -> bool:
 
 
 def plain_value(value: Any) -> Any:
-    """``value`` as JSON knows it."""
+    """Converts ``value`` to types of JSON."""
     if isinstance(value, ImageSize):
         return {"width": value.width, "height": value.height}
     if isinstance(value, Mask):

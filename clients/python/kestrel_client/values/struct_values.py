@@ -1,4 +1,4 @@
-"""Plain Python values to google.protobuf.Struct and back."""
+"""Converts plain Python values to google.protobuf.Struct and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import InvalidRequestError
 
 
 def to_struct(name: str, values: Mapping[str, Any] | None) -> struct_pb2.Struct | None:
-    """None stays None. Raises InvalidRequestError naming the argument ``name``."""
+    """Converts ``values``; None stays None. Raises InvalidRequestError, naming the argument ``name``."""
     if values is None:
         return None
     struct = struct_pb2.Struct()
@@ -19,19 +19,19 @@ def to_struct(name: str, values: Mapping[str, Any] | None) -> struct_pb2.Struct 
         struct.update(_listed(values))
     except (TypeError, ValueError, AttributeError) as error:
         raise InvalidRequestError(
-            f"{name}: must map names to None, truths, numbers, texts, lists and mappings: {error}"
+            f"{name}: must map names to None, bools, numbers, strings, lists and mappings: {error}"
         ) from error
     return struct
 
 
 def from_struct(struct: struct_pb2.Struct) -> dict[str, Any]:
-    """A number without a fraction becomes an int, as a Struct knows no other."""
+    """Converts a Struct. It has no integers, so a number without a fraction becomes an int."""
     return {name: _from_value(value) for name, value in struct.fields.items()}
 
 
 def _listed(value: Any) -> Any:
-    """Tuples, arrays and mappings of any kind as the lists and dicts that Struct takes."""
-    if hasattr(value, "tolist"):  # an array or a number of numpy
+    """Converts tuples, arrays and mappings to the lists and dicts that Struct accepts."""
+    if hasattr(value, "tolist"):  # a numpy array or number
         return value.tolist()
     if isinstance(value, Mapping):
         return {key: _listed(item) for key, item in value.items()}

@@ -1,4 +1,4 @@
-"""Tasks of ``analyze``: what is asked of one picture at once, and what became of each task."""
+"""The tasks of ``analyze`` and ``map``, and their results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ R_co = TypeVar("R_co", bound=Result, covariant=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOf(Generic[R_co]):
-    """A task that gives an R_co, and how its tokens are chosen; None is the server's to decide. See CallOptions."""
+    """A task whose result is an R_co, with its sampling options. The server has a default for None. See CallOptions."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -95,14 +95,14 @@ class SegmentTask(TaskOf[SegmentResult]):
 
 Task: TypeAlias = QueryTask | CaptionTask | PointTask | DetectTask | SegmentTask
 Tasks: TypeAlias = Sequence[Task] | Mapping[str, Task]
-"""Tasks by their position, or by names of yours: 1 to 128 visible ASCII characters."""
+"""Tasks by position, or by your names for them: 1 to 128 visible ASCII characters."""
 Outcome: TypeAlias = Result | RpcError
-"""A task's result, or why it failed."""
+"""A task's result, or its error."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskEvent:
-    """Something a task gave: see ``stream_query`` and the others for what there is."""
+    """An event of a task. ``stream_query`` and the other streams have the same events."""
 
     key: str
     event: Event
@@ -110,7 +110,7 @@ class TaskEvent:
 
 @dataclass(frozen=True, slots=True)
 class TaskDone:
-    """A task's end."""
+    """The end of a task."""
 
     key: str
     outcome: Outcome
@@ -118,32 +118,32 @@ class TaskDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class AnalyzeResult:
-    """What became of all tasks: iterates over their keys.
+    """The results of all tasks. Iteration gives their keys.
 
-    ``analysis[task]``, with one of the tasks that were asked for, is its result, of the task's own type for type
-    checkers; ``analysis["name"]`` and ``analysis[0]`` find it by key. If the task failed, its error is raised.
+    ``analysis[task]`` is the result of a task of the call; type checkers know its type. ``analysis["name"]`` and
+    ``analysis[0]`` find a result by key. If the task failed, these raise its error.
     """
 
     outcomes: Mapping[str, Outcome]
     """By key, in the order of the tasks."""
     usage: Usage
-    """Of all tasks together."""
+    """The usage of all tasks together."""
     total_time_ms: float
     model: str
     request_id: str
     image_size: ImageSize | None
     image_id: str
-    """Id by which later calls may name the picture; empty if the server doesn't keep it."""
+    """The id of the stored image, for ImageHandle; empty if the server does not store it."""
     source: ImageInput | None = field(default=None, repr=False, compare=False)
     tasks: Mapping[str, Task] = field(default_factory=dict, repr=False, compare=False)
-    """What was asked for, by key."""
+    """The tasks of the call, by key."""
 
     @overload
     def __getitem__(self, key: TaskOf[R]) -> R: ...
     @overload
     def __getitem__(self, key: str | int) -> Any: ...
     def __getitem__(self, key: TaskOf[Any] | str | int) -> Any:
-        """A task's result, by the task, by key, or by position: a QueryResult for a QueryTask, and so on.
+        """Returns a task's result by task, key or position: a QueryResult for a QueryTask, and so on.
 
         Raises the task's RpcError, or KeyError.
         """
@@ -164,23 +164,23 @@ class AnalyzeResult:
 
     @property
     def marks(self) -> Marks:
-        """Those of all tasks that succeeded."""
+        """The marks of all tasks that succeeded."""
         results = (o for o in self.outcomes.values() if isinstance(o, Result))
         return sum((result.marks for result in results), Marks())
 
     def draw(self, image: ImageInput | None = None) -> PIL.Image.Image:
-        """As Result.draw, with the marks of all tasks."""
+        """Like Result.draw, with the marks of all tasks."""
         return draw_marks(self.marks, image, self.source)
 
     def save(self, path: str | os.PathLike[str], image: ImageInput | None = None) -> None:
-        """As Result.save."""
+        """Like Result.save."""
         self.draw(image).save(path)
 
     def _repr_png_(self) -> bytes | None:
         return notebook_png(self.marks, self.source)
 
     def result(self, key: str | int, kind: type[R] = Result) -> R:  # type: ignore[assignment]
-        """As ``[key]``, for type checkers: ``result("about", CaptionResult)``. Raises TypeError for another kind."""
+        """Like ``[key]``, with a type: ``result("about", CaptionResult)``. Raises TypeError for another type."""
         outcome = self.outcomes[str(key)]
         if isinstance(outcome, RpcError):
             raise outcome
@@ -190,11 +190,11 @@ class AnalyzeResult:
 
     @property
     def errors(self) -> dict[str, RpcError]:
-        """Why tasks failed, by key; empty if none did."""
+        """The errors of the tasks that failed, by key."""
         return {key: o for key, o in self.outcomes.items() if isinstance(o, RpcError)}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that ``json.dumps`` takes. A failed task is {"error": {"code", "message", "reason"}}."""
+        """Returns plain values for ``json.dumps``. A failed task is {"error": {"code", "message", "reason"}}."""
         shared = {f.name: getattr(self, f.name) for f in fields(self)}
         del shared["outcomes"], shared["source"], shared["tasks"]
         tasks = {key: outcome_dict(outcome) for key, outcome in self.outcomes.items()}
@@ -202,15 +202,15 @@ class AnalyzeResult:
 
 
 def outcome_dict(outcome: Outcome) -> dict[str, Any]:
-    """Plain values that ``json.dumps`` takes."""
+    """Returns plain values for ``json.dumps``."""
     if isinstance(outcome, RpcError):
-        told = {"code": outcome.code.name, "message": outcome.message, "reason": outcome.reason}
-        return {"error": told}
+        error = {"code": outcome.code.name, "message": outcome.message, "reason": outcome.reason}
+        return {"error": error}
     return outcome.to_dict()
 
 
 def keyed(tasks: Tasks) -> dict[str, Task]:
-    """The tasks by key. Raises InvalidRequestError."""
+    """Returns the tasks by key. Raises InvalidRequestError."""
     if not isinstance(tasks, (Mapping, Sequence)) or isinstance(tasks, (str, bytes)):
         raise InvalidRequestError(
             "tasks: must be a sequence of tasks, or a mapping of names to tasks"
@@ -219,7 +219,7 @@ def keyed(tasks: Tasks) -> dict[str, Task]:
     read = {str(key): task for key, task in pairs}
     for key, task in read.items():
         if not isinstance(task, Task):
-            raise InvalidRequestError(f"tasks[{key!r}]: {task!r} is no task, like QueryTask")
+            raise InvalidRequestError(f"tasks[{key!r}]: {task!r} is not a task, like QueryTask")
     return read
 
 
@@ -268,7 +268,7 @@ def read_task_event(
     tasks: Mapping[str, Task],
     source: ImageInput,
 ) -> TaskEvent | TaskDone | None:
-    """What is shown of a message; None for the start, the end and the unknown."""
+    """Returns the event of a message; None for the start, the end and unknown messages."""
     if isinstance(payload, pb.TaskResult):
         return TaskDone(message.key, read_outcome(payload, tasks, source))
     event = read_event(payload)
