@@ -225,7 +225,7 @@ async def test_a_stream_of_tasks(client, picture, served):
 async def test_tasks_that_are_none(client, picture, served):
     for tasks, words in (
         ("caption", "sequence of tasks"),
-        (["caption"], "is no task"),
+        (["caption"], "is not a task"),
         ([CaptionTask("tiny")], "length"),
         ([QueryTask(7)], "question"),
         ([QueryTask("?", seed=-1)], "seed"),
