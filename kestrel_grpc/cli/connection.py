@@ -182,8 +182,8 @@ def failure_text(error: KestrelError, server: str, timeout_s: float | None) -> s
 
 
 def _near_model(message: str) -> str:
-    """A suggestion, from the server's own words: 'x' is not served; served is y, z."""
-    asked, _, served = message.rpartition(" is not served; served is ")
+    """A suggestion from the server's message: "'x' is not served; this server serves y, z"."""
+    asked, _, served = message.rpartition(" is not served; this server serves ")
     name = asked.rpartition(": ")[2].strip("'")
     return suggestion(name, served.split(", ")) if served else ""
 

@@ -101,7 +101,7 @@ def test_wrong_usage_is_one_line_with_what_to_write(capsys, arguments, words):
 
 async def test_a_model_that_is_nearly_named(kestrel):
     status, _, errors = await kestrel("query", "hi", "--model", "fakee")
-    assert status == 1 and "served is fake; did you mean fake?" in errors
+    assert status == 1 and "this server serves fake; did you mean fake?" in errors
 
 
 async def test_a_deadline_and_a_full_queue_in_plain_words(kestrel, monkeypatch):
