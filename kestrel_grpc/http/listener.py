@@ -11,14 +11,15 @@ import ssl
 from collections.abc import Iterator
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..settings.addresses import AddressError, check_free, close_address, unix_path, with_port
 from ..settings.http import HttpConfig
 
-_FIRST_REQUEST_S = 10.0
-"""Seconds within which a connection must send the head of its first request. Silent connections keep others out."""
+_HEAD_S = 10.0
+"""Seconds that the head of a request may take to arrive. Silent connections keep others out."""
 _UNREAD_S = 60.0
 """Seconds after which a connection is closed whose peer acknowledges no data."""
 _HEAD_BYTES = 64 * 1024
@@ -28,10 +29,10 @@ logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # It warns of each m
 
 
 class _Connection(H11Protocol):
-    """A connection with limits that uvicorn lacks: their number, and the time until the first request."""
+    """A connection with limits that uvicorn lacks: the number of connections, and the time for the head of a request."""
 
     max_connections = 0
-    _silent: asyncio.TimerHandle | None = None
+    _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -39,23 +40,32 @@ class _Connection(H11Protocol):
             transport.abort()
             return
         found = transport.get_extra_info("socket")
-        if (
-            found is not None
-            and found.family != socket.AF_UNIX
-            and hasattr(socket, "TCP_USER_TIMEOUT")
-        ):
+        is_tcp = found is not None and found.family != socket.AF_UNIX
+        if is_tcp and hasattr(socket, "TCP_USER_TIMEOUT"):
             limit = int(1000 * _UNREAD_S)
             found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
-        self._silent = self.loop.call_later(_FIRST_REQUEST_S, self._close_if_silent)
+        self._await_head()
 
-    def _close_if_silent(self) -> None:
-        if self.cycle is None:
-            self.transport.abort()
+    def data_received(self, data: bytes) -> None:
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is not before:
+            self._stop_timer()
+        elif self._head_timer is None and self.conn.their_state is h11.IDLE:
+            # The beginning of a next request's head: uvicorn's own limit for idle connections ends with it.
+            self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._silent is not None:
-            self._silent.cancel()
+        self._stop_timer()
         super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(_HEAD_S, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
 
 class _Server(uvicorn.Server):

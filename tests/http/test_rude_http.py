@@ -1,0 +1,151 @@
+"""Rude HTTP clients: silent ones, endless heads and bodies, readers who don't read. Each costs a bounded amount."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_grpc.http import listener
+from kestrel_grpc.settings.http import HttpConfig
+from kestrel_grpc.settings.security import CallLimits, SecurityConfig
+from tests.engine.fakes import never_ends
+from tests.service.conftest import LIMITS
+
+HEAD = b"POST /v1/query HTTP/1.1\r\nhost: x\r\n"
+
+
+async def connect(served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = served.server.http_addresses[0].rpartition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def closed(reader: asyncio.StreamReader, within_s: float = 20) -> bytes:
+    """What comes until the server closes the connection."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(within_s):
+            while piece := await reader.read(65536):
+                data += piece
+    return data
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(listener, "_HEAD_S", 0.3)
+
+
+async def test_silent_connections_are_closed(http, short):
+    served, client = await http()
+    for begin in (b"", HEAD):
+        reader, writer = await connect(served)
+        writer.write(begin)
+        assert await closed(reader) == b""
+        writer.close()
+    # Also one that has had an answer.
+    reader, writer = await connect(served)
+    writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert b"200 OK" in await reader.readuntil(b'"}')
+    writer.write(b"GET /heal")
+    assert await closed(reader) == b""
+    writer.close()
+    assert (await client.get("/healthz")).status_code == 200
+
+
+async def test_an_endless_head_is_cut(http):
+    served, _ = await http()
+    reader, writer = await connect(served)
+    writer.write(HEAD)
+    with contextlib.suppress(ConnectionError):
+        for _ in range(1000):
+            writer.write(b"x-filler: " + b"y" * 1000 + b"\r\n")
+            await writer.drain()
+    answer = await closed(reader)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
+    writer.close()
+
+
+async def test_an_endless_body_of_a_stranger_is_not_read(http):
+    security = SecurityConfig(api_key="k" * 40)
+    served, _ = await http(server_config={"security": security})
+    _reader, writer = await connect(served)
+    writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n")
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        for _ in range(2000):
+            writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+            await writer.drain()
+            sent += 65536
+    assert sent < 64 * 1024 * 1024
+    writer.close()
+    assert served.server.guard.held_bytes == 0
+
+
+async def test_an_endless_body_is_cut_at_the_limit(http):
+    served, _ = await http(server_config={"max_message_bytes": 1_000_000})
+    _reader, writer = await connect(served)
+    writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n")
+    with contextlib.suppress(ConnectionError):
+        for _ in range(1000):
+            writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+            await writer.drain()
+    writer.close()
+    for _ in range(100):
+        if served.server.guard.held_bytes == 0:
+            break
+        await asyncio.sleep(0.05)
+    assert served.server.guard.held_bytes == 0
+
+
+async def test_a_body_that_stalls_is_given_up(http):
+    security = SecurityConfig(calls=CallLimits(read_s=0.3))
+    served, _ = await http(server_config={"security": security})
+    reader, writer = await connect(served)
+    writer.write(HEAD + b"content-length: 100\r\n\r\n{")
+    answer = await closed(reader)
+    assert answer.startswith(b"HTTP/1.1 408") and b"did not arrive within 0.3 s" in answer
+    assert served.server.guard.held_bytes == 0
+    writer.close()
+
+
+async def test_connections_beyond_the_limit_are_closed_at_once(http):
+    config = HttpConfig(http_listen=("127.0.0.1:0",), http_max_connections=2)
+    served, _ = await http(server_config={"http": config})
+    held = [await connect(served) for _ in range(2)]
+    reader, writer = await connect(served)
+    assert await closed(reader) == b""
+    for _, other in (*held, (reader, writer)):
+        other.close()
+
+
+async def test_a_reader_who_reads_nothing_is_cut_off(http):
+    security = SecurityConfig(calls=CallLimits(write_s=0.5))
+    runtime = FakeRuntime(LIMITS, never_ends, cost=lambda plan: 0.0001)
+    served, _ = await http(runtime=runtime, server_config={"security": security})
+    # Pipelined requests, whose answers fill every buffer between.
+    body = json.dumps(
+        {"question": "Why?", "stream": True, "settings": {"max_tokens": 250}}
+    ).encode()
+    request = HEAD + f"content-length: {len(body)}\r\n\r\n".encode() + body
+    reader, writer = await connect(served)
+    writer.transport.set_write_buffer_limits(high=2**30)
+    reader._transport.pause_reading()  # type: ignore[attr-defined]
+    writer.write(request * 400)
+    for _ in range(600):
+        if served.engine.num_requests == 0 and not served.server._in_flight.count:
+            break
+        await asyncio.sleep(0.05)
+    assert served.engine.num_requests == 0
+    writer.transport.abort()
+
+
+async def test_ids_of_callers_are_checked_before_they_are_sent_back(http):
+    _, client = await http()
+    body = {"question": "Why?", "settings": {"max_tokens": 2}}
+    kept = await client.post("/v1/query", json=body, headers={"x-request-id": "mine-7"})
+    assert kept.headers["x-request-id"] == "mine-7" == kept.json()["request_id"]
+    odd = await client.post("/v1/query", json=body, headers={"x-request-id": "a" * 500})
+    assert odd.headers["x-request-id"] != "a" * 500
