@@ -29,7 +29,7 @@ logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # It warns of each m
 
 
 class _Connection(H11Protocol):
-    """A connection with limits that uvicorn lacks: the number of connections, and the time for the head of a request."""
+    """A connection with limits that uvicorn lacks: how many there are, and how long a request's head may take."""
 
     max_connections = 0
     _head_timer: asyncio.TimerHandle | None = None
