@@ -78,10 +78,17 @@ def test_questions_are_in_picture_order_one_or_two_each():
     assert Counter(Counter(order).values()) == {1: 518, 2: 991}
 
 
+@pytest.fixture(scope="module")
+def traces():
+    """Whole traces, without their images, for each encoder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chart_trace, "draw_pictures", lambda count, **_: [b"x"] * count)
+        return {encode: make_trace(encode) for encode in (words, letters)}
+
+
 @pytest.mark.parametrize("encode", [words, letters])
-def test_questions_have_12_to_30_tokens_whatever_a_token_is(encode, monkeypatch):
-    monkeypatch.setattr(chart_trace, "draw_pictures", lambda count, **_: [b"x"] * count)
-    trace = make_trace(encode)
+def test_questions_have_12_to_30_tokens_whatever_a_token_is(encode, traces):
+    trace = traces[encode]
     assert len(trace.pictures) == NUM_PICTURES
     counts = [q.num_tokens for q in trace.questions]
     assert counts == [len(encode(q.text)) for q in trace.questions]
@@ -89,9 +96,9 @@ def test_questions_have_12_to_30_tokens_whatever_a_token_is(encode, monkeypatch)
     assert sum(q.is_repeat for q in trace.questions) == NUM_QUESTIONS - NUM_PICTURES
 
 
-def test_a_short_trace_is_the_beginning_of_the_long_one(monkeypatch: pytest.MonkeyPatch):
+def test_a_short_trace_is_the_beginning_of_the_long_one(traces, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(chart_trace, "draw_pictures", lambda count, **_: [b"x"] * count)
-    whole, short = make_trace(words), make_trace(words, num_prompts=40)
+    whole, short = traces[words], make_trace(words, num_prompts=40)
     assert short.questions == whole.questions[:40]
     assert len(short.pictures) == whole.questions[39].picture + 1
 

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from benchmarks import image_costs
 
 
+@pytest.mark.slow
 def test_no_image_takes_more_memory_than_is_reserved_for_it(tmp_path):
     path = tmp_path / "report.json"
     image_costs.main(["--quick", "--json", str(path)])

@@ -72,13 +72,13 @@ async def check_random(model: Model, images: Path, alone: Alone, seed: int, coun
     return await check(model, settings, mix, images, alone, seed)
 
 
-@pytest.mark.slow_with("md2")
+@pytest.mark.slow_with("md2", "kestrel-tiny")
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_random_mixes(model: Model, seed: int, golden_images: Path, alone: Alone) -> None:
     await check_random(model, golden_images, alone, seed, 12)
 
 
-@pytest.mark.slow_with("md2")
+@pytest.mark.slow_with("md2", "md3")
 async def test_everything_at_once_from_the_caches(
     model: Model, golden_images: Path, alone: Alone
 ) -> None:
@@ -105,7 +105,7 @@ async def test_forced_preemption(model: Model, golden_images: Path, alone: Alone
         assert cached or seen.preemptions > 0
 
 
-@pytest.mark.slow_with("md2", "md3")
+@pytest.mark.slow
 async def test_seeded_samples_do_not_depend_on_neighbours(
     model: Model, golden_images: Path, alone: Alone
 ) -> None:

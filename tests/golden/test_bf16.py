@@ -68,7 +68,15 @@ def compared(
             yield "decode_logits", logits, stored
 
 
-@pytest.mark.parametrize("ending", [".0", pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("golden", "ending"),
+    [
+        ("md3", ".0"),
+        pytest.param("md2", "", marks=pytest.mark.slow),
+        pytest.param("md3", "", marks=pytest.mark.slow),
+    ],
+    indirect=["golden"],
+)
 def test_errors_stay_within_the_manifest(
     golden: Golden, pictures: dict[str, PreparedImage], ending: str
 ) -> None:

@@ -313,7 +313,7 @@ def test_schedule_answers_in_this_process():
 
 def test_schedule_streams_and_prints_json():
     asked = ["schedule", "What do you see?", "--image", PICTURE, "--temperature", 0]
-    streamed, whole = kestrel(*asked, "--stream"), here(*asked, "--json")
+    streamed, whole = here(*asked, "--stream"), here(*asked, "--json")
     assert streamed.returncode == 0, streamed.stderr
     (line,) = whole.stdout.splitlines()
     result = json.loads(line)

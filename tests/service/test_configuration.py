@@ -16,6 +16,7 @@ from kestrel_grpc.settings.configuration import (
     print_configuration,
 )
 from kestrel_grpc.settings.flags import Parser, SettingsError, add_settings, configured
+from tests.service.command_line import here
 
 ROOT = Path(__file__).parents[2]
 
@@ -306,6 +307,6 @@ def test_a_field_is_all_that_a_knob_needs(file):
 )
 def test_printing_refuses_what_serving_would(flags):
     address = {"KESTREL_LISTEN": "127.0.0.1:0"}
-    printed, served = serve("--print-config", *flags, **address), serve(*flags, **address)
+    printed, served = here("serve", "--print-config", *flags, **address), serve(*flags, **address)
     assert (printed.returncode, served.returncode, printed.stdout) == (2, 2, "")
     assert printed.stderr.splitlines() == served.stderr.splitlines()[-1:]

@@ -174,8 +174,11 @@ def quiet_ttft() -> float:
     return run.ttft(100)
 
 
-def test_a_short_request_beside_long_answers():
-    """Sixteen write 1,000 tokens each; forty short requests come at random instants.
+@pytest.mark.parametrize(
+    ("num_tokens", "num_short"), [(400, 20), pytest.param(1000, 40, marks=pytest.mark.slow)]
+)
+def test_a_short_request_beside_long_answers(num_tokens, num_short):
+    """Sixteen write long answers; short requests come at random instants.
 
     What is running and what was launched behind it end first, then comes the request's own step: 3 quiet values less
     the part of the running step that is over.
@@ -183,10 +186,10 @@ def test_a_short_request_beside_long_answers():
     rng = random.Random(7)
     short = [
         replace(SHORT, number=100 + i, arrived_at=0.3 + 0.05 * i + rng.random() * 0.02)
-        for i in range(40)
+        for i in range(num_short)
     ]
     run = Timed()
-    run.run([*decoders(1000), *short])
+    run.run([*decoders(num_tokens), *short])
     assert p95([run.ttft(spec.number) for spec in short]) <= 3 * quiet_ttft()
 
 

@@ -113,5 +113,5 @@ def test_a_server_that_cannot_protect_itself_does_not_start(flags, status, words
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""
-    printed = kestrel("serve", *flags, "--print-config")
+    printed = here("serve", *flags, "--print-config")
     assert (printed.returncode, printed.stderr, printed.stdout) == (status, done.stderr, "")

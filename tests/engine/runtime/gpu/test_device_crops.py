@@ -94,7 +94,10 @@ def test_sizes_of_every_kind(size):
     assert_equal_crops([noise(width, height)], SMALL)
 
 
-@pytest.mark.parametrize(("vision", "count"), [(FULL, 1), (TINY, 2), (SMALL, 20)])
+@pytest.mark.parametrize(
+    ("vision", "count"),
+    [pytest.param(FULL, 1, marks=pytest.mark.slow), (TINY, 1), (SMALL, 8)],
+)
 def test_random_sizes(vision, count):
     check_random_sizes(np.random.default_rng(count), vision, count=count)
 
