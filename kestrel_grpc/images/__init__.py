@@ -1,1 +1,1 @@
-"""Images that the server stores for later requests: how they arrive, who owns them, how they are found."""
+"""The images of requests: stored images, their owners, and uploads."""

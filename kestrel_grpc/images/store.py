@@ -1,9 +1,11 @@
-"""ImageStore: images kept for requests that name them by id. Owns ids, owners, the bound and which image goes first.
+"""ImageStore: the images that requests can name by id. Decides which image is dropped when the store is full.
 
-A data structure without I/O, for one event loop. An image belongs to the owner who put it and is there for no other;
-ids hold 128 random bits, so that one can't be guessed either. The same image of one owner is kept once. Bounded in
-bytes over all owners. Each owner that keeps images has a share of the bound by its weight. An owner above its share
-drops its own images, least recently used first; one within it makes the owner furthest above its share drop some.
+The store does no I/O and belongs to one event loop. An image belongs to the owner that put it; no other owner can use
+it. An id holds 128 random bits, so it cannot be guessed. An owner's image is stored once, however often it is put.
+
+The store limits the bytes of all images together. Each owner has a share of the limit according to its weight. If the
+store is full and an owner above its share puts an image, the store drops that owner's least recently used images. If
+the owner is within its share, the store drops images of the owner that exceeds its share most.
 """
 
 from __future__ import annotations
@@ -22,20 +24,20 @@ from ..edge.errors import ImageNotFound, ImagesFull
 _PREFIX = "img_"
 _ID_BYTES = 16
 _MAX_SHOWN = 64
-"""Characters of an unknown id that an error repeats."""
+"""Number of characters of an unknown id that an error shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageId:
-    """Names an image that was sent before."""
+    """The id of a stored image."""
 
     value: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptImage:
-    """``source``: encoded bytes, or uint8 pixels [height, width, channels]; not to be changed. ``width``, ``height``:
-    the upright picture's, in pixels."""
+class StoredImage:
+    """A stored image. ``source``: encoded bytes, or pixels as [height, width, channels] uint8; treat as read-only.
+    ``width``, ``height``: the size of the upright image in pixels."""
 
     image_id: str
     source: bytes | np.ndarray
@@ -48,22 +50,22 @@ class KeptImage:
 
 
 class _Owner:
-    """``images`` by id, least recently used first; ``ids`` by digest."""
+    """The images of one owner. ``images``: by id, least recently used first. ``ids``: by digest."""
 
     def __init__(self) -> None:
         self.weight = 1.0
         self.num_bytes = 0
-        self.images: OrderedDict[str, KeptImage] = OrderedDict()
+        self.images: OrderedDict[str, StoredImage] = OrderedDict()
         self.ids: dict[bytes, str] = {}
         self.digests: dict[str, bytes] = {}
 
-    def add(self, image: KeptImage, digest: bytes) -> None:
+    def add(self, image: StoredImage, digest: bytes) -> None:
         self.images[image.image_id] = image
         self.ids[digest], self.digests[image.image_id] = image.image_id, digest
         self.num_bytes += image.num_bytes
 
     def drop(self, image_id: str) -> int:
-        """The bytes that become free."""
+        """Drops an image. Returns the number of bytes that become free."""
         num_bytes = self.images.pop(image_id).num_bytes
         del self.ids[self.digests.pop(image_id)]
         self.num_bytes -= num_bytes
@@ -71,13 +73,13 @@ class _Owner:
 
 
 class ImageStore:
-    """``max_bytes`` 0 keeps nothing."""
+    """Images by owner and id. With ``max_bytes`` 0 the store holds no image."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._size = 0
         self._owners: dict[str, _Owner] = {}
-        """Those that keep images."""
+        """The owners that have images, by name."""
 
     @property
     def size_bytes(self) -> int:
@@ -85,7 +87,7 @@ class ImageStore:
 
     @property
     def num_owners(self) -> int:
-        """Owners that keep images."""
+        """Number of owners that have images."""
         return len(self._owners)
 
     def __len__(self) -> int:
@@ -99,11 +101,15 @@ class ImageStore:
         size: tuple[int, int],
         *,
         weight: float = 1.0,
-    ) -> KeptImage | None:
-        """Keeps a checked image of (width, height) ``size``; None if it alone exceeds the bound. Raises ImagesFull.
+    ) -> StoredImage | None:
+        """Stores a valid image. Returns None if the image alone exceeds the limit. Raises ImagesFull.
 
-        ``digest`` is ``digest_of(source)``, which takes time and so is the caller's to do where that does no harm.
-        ``weight``: the owner's.
+        Args:
+            owner: The name of the owner.
+            digest: ``digest_of(source)``. The caller computes it, possibly on another thread, because it takes time.
+            source: Encoded bytes or pixels.
+            size: (width, height) in pixels.
+            weight: The owner's weight.
         """
         present = self.find(owner, digest)
         if present is not None:
@@ -114,20 +120,20 @@ class ImageStore:
         own = self._owners.get(owner) or _Owner()
         own.weight = weight
         self._make_room(owner, own, num_bytes)
-        image = KeptImage(_PREFIX + secrets.token_hex(_ID_BYTES), source, *size)
+        image = StoredImage(_PREFIX + secrets.token_hex(_ID_BYTES), source, *size)
         self._owners[owner] = own
         own.add(image, digest)
         self._size += num_bytes
         return image
 
-    def find(self, owner: str, digest: bytes) -> KeptImage | None:
-        """The owner's image of this content, if it is there; counts as a use."""
+    def find(self, owner: str, digest: bytes) -> StoredImage | None:
+        """The owner's image with this digest, or None. Counts as a use of the image."""
         own = self._owners.get(owner)
         image_id = None if own is None else own.ids.get(digest)
         return None if image_id is None else self.get(owner, image_id)
 
-    def get(self, owner: str, image_id: str) -> KeptImage:
-        """Raises ImageNotFound, with the remedy in its text; counts as a use."""
+    def get(self, owner: str, image_id: str) -> StoredImage:
+        """The owner's image with this id. Counts as a use of the image. Raises ImageNotFound."""
         own = self._owners.get(owner)
         if own is None or image_id not in own.images:
             raise ImageNotFound("image.image_id", self._absent(image_id))
@@ -135,7 +141,7 @@ class ImageStore:
         return own.images[image_id]
 
     def delete(self, owner: str, image_id: str) -> bool:
-        """Whether there was such an image."""
+        """Deletes an image. Returns whether the owner had an image with this id."""
         own = self._owners.get(owner)
         if own is None or image_id not in own.images:
             return False
@@ -143,14 +149,14 @@ class ImageStore:
         return True
 
     def clear(self) -> int:
-        """Forgets all images of all owners; returns how many."""
+        """Deletes all images of all owners. Returns their number."""
         count = len(self)
         self._owners.clear()
         self._size = 0
         return count
 
     def check(self) -> None:
-        """Asserts that all records agree; for tests."""
+        """Asserts that all records are consistent. For tests."""
         assert self._size == sum(own.num_bytes for own in self._owners.values())
         assert self._size <= self.max_bytes
         for own in self._owners.values():
@@ -160,7 +166,8 @@ class ImageStore:
             assert {digest: image_id for image_id, digest in own.digests.items()} == own.ids
 
     def _make_room(self, owner: str, own: _Owner, num_bytes: int) -> None:
-        """Drops images until ``num_bytes`` more of ``owner`` fit. Raises ImagesFull, and drops nothing then."""
+        """Drops images until ``num_bytes`` more of ``owner`` fit. If that is impossible, drops none and raises
+        ImagesFull."""
         if self._size + num_bytes <= self.max_bytes:
             return
         weights = sum(o.weight for name, o in self._owners.items() if name != owner) + own.weight
@@ -171,7 +178,7 @@ class ImageStore:
             share = int(unit * own.weight)
             raise ImagesFull(
                 f"the image has {num_bytes} bytes; the share of {owner or 'callers without credentials'} is {share} "
-                f"bytes while others keep theirs",
+                f"bytes while other callers use their shares",
                 quota=Quota(owner, "bytes of stored images", own.num_bytes, share),
             )
         while self._size + num_bytes > self.max_bytes:
@@ -191,11 +198,11 @@ class ImageStore:
 
     def _absent(self, image_id: str) -> str:
         if self.max_bytes == 0:
-            return "the server keeps no pictures: send the picture itself"
+            return "the server stores no images; send the image itself"
         shown = image_id if len(image_id) <= _MAX_SHOWN else f"{image_id[:_MAX_SHOWN]}…"
         return (
-            f"there is no picture {shown!r}: send the picture again. The server keeps {self.max_bytes} bytes of "
-            "pictures, drops a caller's unused for longest first, and all when it stops"
+            f"image {shown!r} is not stored; send the image again. The server stores up to {self.max_bytes} bytes of "
+            "images, drops a caller's least recently used first, and drops all when it stops"
         )
 
 
@@ -205,7 +212,7 @@ def size_of(source: bytes | np.ndarray) -> int:
 
 
 def digest_of(source: bytes | np.ndarray) -> bytes:
-    """What tells pictures apart by content: a SHA-256 of bytes, or of pixels and their shape."""
+    """The SHA-256 of encoded bytes, or of pixels and their shape."""
     digest = hashlib.sha256()
     if isinstance(source, bytes):
         digest.update(b"encoded")

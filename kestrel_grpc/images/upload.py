@@ -1,6 +1,6 @@
-"""Upload: one image file that arrives in pieces. Owns the checks made meanwhile, and what all uploads may hold.
+"""Upload: an image file that arrives in several messages. UploadRoom limits the bytes of all unfinished uploads.
 
-Nothing is kept anywhere else until ``finish`` has given the file.
+An upload is checked while it arrives. Its bytes are stored nowhere else before ``finish`` returns the file.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from ..edge.errors import UploadsFull
 
 
 class UploadRoom:
-    """The bytes that unfinished uploads hold together, bounded by ``max_bytes``.
+    """Limits the bytes of all unfinished uploads together to ``max_bytes``.
 
-    Each principal that uploads has a share by its weight, and may hold more while others leave room. When there is
-    none, an upload of a principal within its share ends the upload that has waited longest for a message, of the
-    principal that is furthest above its own share.
+    Each principal that uploads has a share according to its weight. It may use more while room is left. If no room is
+    left, and an upload of a principal within its share needs some, the room ends another upload: of the principal that
+    exceeds its share most, the upload that has waited longest for a message.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.used_bytes = max_bytes, 0
         self._uploads: dict[str, dict[Upload, None]] = {}
-        """By principal, the one whose last message is oldest first."""
+        """The uploads of each principal, the one with the oldest last message first."""
 
     def enter(self, upload: Upload) -> None:
         self._uploads.setdefault(upload.principal, {})[upload] = None
 
     def leave(self, upload: Upload) -> None:
-        """Gives its bytes back. Idempotent."""
+        """Frees the bytes of an upload. Idempotent."""
         uploads = self._uploads.get(upload.principal, {})
         if upload in uploads:
             del uploads[upload]
@@ -41,8 +41,8 @@ class UploadRoom:
                 del self._uploads[upload.principal]
             self.used_bytes -= upload.num_bytes
 
-    def take(self, upload: Upload, num_bytes: int) -> None:
-        """For a further message of ``upload``. Raises UploadsFull."""
+    def reserve(self, upload: Upload, num_bytes: int) -> None:
+        """Reserves ``num_bytes`` for the next message of ``upload``. Raises UploadsFull."""
         uploads = self._uploads[upload.principal]
         uploads[upload] = uploads.pop(upload)
         while self.used_bytes + num_bytes > self.max_bytes:
@@ -50,14 +50,14 @@ class UploadRoom:
             if victim is None:
                 quota = self._quota(upload.principal)
                 raise UploadsFull(
-                    f"unfinished uploads hold {self.used_bytes} of {self.max_bytes} bytes, {_told(quota)}; try again "
-                    "soon",
+                    f"unfinished uploads hold {self.used_bytes} of {self.max_bytes} bytes, {_describe(quota)}; try "
+                    "again soon",
                     quota=quota,
                 )
             quota = self._quota(victim.principal)
             self.leave(victim)
-            why = "the upload gave way to another caller's: its caller's uploads held more than their share"
-            victim.displace(UploadsFull(f"{why}, {_told(quota)}", quota=quota))
+            why = "the server ended the upload to make room for another caller's; this caller exceeded its share"
+            victim.displace(UploadsFull(f"{why}, {_describe(quota)}", quota=quota))
         self.used_bytes += num_bytes
 
     def _victim(self, upload: Upload, num_bytes: int) -> Upload | None:
@@ -86,32 +86,33 @@ class UploadRoom:
         return Quota(principal, "bytes of unfinished uploads", held, share)
 
 
-def _told(quota: Quota) -> str:
-    who = (
-        f"those of {quota.principal}" if quota.principal else "those of callers without credentials"
-    )
-    return f"{who} {quota.held}, the share is {quota.share}"
+def _describe(quota: Quota) -> str:
+    holder = quota.principal or "callers without credentials"
+    return f"of which {holder} used {quota.held} with a share of {quota.share}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Taken:
-    """What came of an upload."""
+class ReceivedParts:
+    """The parts of an upload that arrived."""
 
     info: pb.UploadInfo | None
     chunks: tuple[bytes, ...]
 
 
 class Upload:
-    """``take`` every message, then ``finish``; ``close`` in any case. Raises as soon as something is wrong."""
+    """An upload in progress. Pass every message to ``add``, then call ``finish``; call ``close`` in any case.
+
+    Each method raises an error as soon as the upload is known to be invalid.
+    """
 
     def __init__(
         self, max_bytes: int, room: UploadRoom, *, principal: str = "", weight: float = 1.0
     ) -> None:
         self.principal, self.weight = principal, weight
         self.num_bytes = 0
-        """Of the chunks that came."""
+        """Bytes of the chunks that arrived."""
         self.displace_with: Callable[[], None] | None = None
-        """Wakes the task that waits for a message; None while none waits."""
+        """Wakes the task that waits for a message; None while no task waits."""
         self.displaced: UploadsFull | None = None
         self._max_bytes, self._room = max_bytes, room
         self._info: pb.UploadInfo | None = None
@@ -120,7 +121,7 @@ class Upload:
         room.enter(self)
 
     def displace(self, error: UploadsFull) -> None:
-        """Lets go of what came; the task that waits for a message raises ``error``."""
+        """Drops the chunks that arrived. The task that waits for a message raises ``error``."""
         self.displaced = error
         self._chunks.clear()
         if self.displace_with is not None:
@@ -129,8 +130,11 @@ class Upload:
     async def messages(
         self, requests: AsyncIterator[pb.UploadImageRequest], idle_s: float
     ) -> AsyncIterator[pb.UploadImageRequest]:
-        """Those of the call. Raises DeadlineExceeded when none comes for ``idle_s`` seconds, and UploadsFull when the
-        upload gave way to another caller's."""
+        """The messages of the call.
+
+        Raises DeadlineExceeded if no message arrives for ``idle_s`` seconds, and UploadsFull if the room ended the
+        upload in favour of another caller's.
+        """
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -140,7 +144,7 @@ class Upload:
             except TimeoutError:
                 if self.displaced is None:
                     raise DeadlineExceeded(
-                        f"nothing of the upload came for {idle_s:g} s, the limit (--upload-idle)"
+                        f"the upload received no data for {idle_s:g} s, the limit (--upload-idle)"
                     ) from None
             finally:
                 self.displace_with = None
@@ -150,47 +154,47 @@ class Upload:
                 return
             yield request
 
-    def take(self, message: pb.UploadImageRequest) -> None:
-        """Raises InvalidRequest, ImageTooLargeError, UploadsFull."""
+    def add(self, message: pb.UploadImageRequest) -> None:
+        """Checks and adds a message. Raises InvalidRequest, ImageTooLargeError, UploadsFull."""
         part = message.WhichOneof("part")
         if part == "info":
             self._begin(message.info)
         elif part == "chunk":
             self._append(message.chunk)
         else:
-            raise InvalidRequest("", "the message holds nothing: set info or chunk")
+            raise InvalidRequest("", "the message is empty; set info or chunk")
 
     def finish(self) -> bytes:
-        """The whole file. Raises InvalidRequest if it is not what ``info`` told."""
+        """The whole file. Raises InvalidRequest if its size or hash is not the one in ``info``."""
         if self._info is None:
-            raise InvalidRequest("info", "is required: the upload holds no message")
+            raise InvalidRequest("info", "is required; the upload holds no message")
         if self._info.HasField("size_bytes") and self.num_bytes != self._info.size_bytes:
             raise InvalidRequest(
                 "info.size_bytes",
-                f"is {self._info.size_bytes}, but {self.num_bytes} bytes came: the upload was cut short",
+                f"is {self._info.size_bytes}, but {self.num_bytes} bytes arrived; the upload is incomplete",
             )
         if self._info.HasField("sha256") and self._digest.digest() != self._info.sha256:
-            raise InvalidRequest("info.sha256", "is not that of the bytes that came")
+            raise InvalidRequest("info.sha256", "is not the hash of the bytes that arrived")
         return b"".join(self._chunks)
 
-    def taken(self) -> Taken:
-        """What came so far; survives ``close``."""
-        return Taken(self._info, tuple(self._chunks))
+    def received(self) -> ReceivedParts:
+        """The parts that have arrived. They stay valid after ``close``."""
+        return ReceivedParts(self._info, tuple(self._chunks))
 
     def close(self) -> None:
-        """Lets everything go. Idempotent."""
+        """Frees the upload's bytes. Idempotent."""
         self._room.leave(self)
         self._chunks.clear()
 
     def _begin(self, info: pb.UploadInfo) -> None:
         if self._info is not None:
-            raise InvalidRequest("info", "must come once, first")
+            raise InvalidRequest("info", "must be the first message, and only that")
         if info.HasField("size_bytes"):
             if info.size_bytes < 1:
                 raise InvalidRequest("info.size_bytes", "must be at least 1")
             self._check_size("info.size_bytes", info.size_bytes)
         if info.HasField("sha256") and len(info.sha256) != self._digest.digest_size:
-            raise InvalidRequest("info.sha256", f"has {len(info.sha256)} bytes, a SHA-256 has 32")
+            raise InvalidRequest("info.sha256", f"has {len(info.sha256)} bytes; a SHA-256 has 32")
         self._info = info
 
     def _append(self, chunk: bytes) -> None:
@@ -200,13 +204,13 @@ class Upload:
         self._check_size("chunk", size)
         if self._info.HasField("size_bytes") and size > self._info.size_bytes:
             raise InvalidRequest(
-                "chunk", f"goes beyond the {self._info.size_bytes} bytes that info.size_bytes tells"
+                "chunk", f"exceeds the {self._info.size_bytes} bytes that info.size_bytes declares"
             )
-        self._room.take(self, len(chunk))
+        self._room.reserve(self, len(chunk))
         self.num_bytes = size
         self._chunks.append(chunk)
         self._digest.update(chunk)
 
     def _check_size(self, field: str, size: int) -> None:
         if size > self._max_bytes:
-            raise ImageTooLargeError(field, f"has {size} bytes, the limit is {self._max_bytes}")
+            raise ImageTooLargeError(field, f"has {size} bytes; the limit is {self._max_bytes}")

@@ -1,1 +1,1 @@
-"""Log records: their format, and the thread that writes them."""
+"""Log records: their formats, and the thread that writes them."""

@@ -1,7 +1,8 @@
-"""How log records look, as text or JSON, and the events of the server's life.
+"""The format of log records, as text or JSON, and the records of the server's lifecycle.
 
-Owns the process's log handler. Imports no gRPC: a supervisor of workers logs too. A record that is written while a call
-is handled bears the call's ids; those of the engine's threads, which serve many calls at once, don't.
+This module sets up the process's log handler. It does not import gRPC, because the supervisor of workers uses it too.
+A record that is made while a call is handled holds the call's ids. Records of the engine's threads do not, because
+these threads serve many calls at once.
 """
 
 from __future__ import annotations
@@ -32,8 +33,15 @@ def set_up_logging(
     buffer_bytes: int = DEFAULT_BUFFER_BYTES,
     worker: int | None = None,
 ) -> None:
-    """Replaces the root logger's handlers; without ``stream`` records go to standard error, and nobody waits for that.
-    ``levels`` as --log-level has them; raises ValueError for others. Records of a ``worker`` bear its index."""
+    """Replaces the root logger's handlers. Raises ValueError for invalid ``levels``.
+
+    Args:
+        levels: The value of --log-level.
+        format: The format of the records.
+        stream: Receives the records. None writes them to standard error on a separate thread.
+        buffer_bytes: Limit on the bytes that wait for that thread.
+        worker: The index of this worker, which every record holds; None without workers.
+    """
     handler: logging.Handler
     if stream is None:
         handler = LogWriter(sys.stderr.fileno(), buffer_bytes)
@@ -41,38 +49,38 @@ def set_up_logging(
         handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter(worker) if format == "json" else TextFormatter(worker))
     logging.basicConfig(handlers=[handler], force=True)
-    # libvips tells of every pipeline it builds, and warns of what is odd in callers' pictures.
+    # libvips logs every pipeline that it builds, and warns about oddities of callers' images.
     logging.getLogger("pyvips").setLevel(logging.ERROR)
     for module, level in log_levels(levels).items():
         logging.getLogger(module).setLevel(level.upper())
 
 
 def lost_records() -> int:
-    """How many records of this process were dropped, or could not be written."""
+    """Number of records of this process that were dropped or could not be written."""
     writers = (each for each in logging.getLogger().handlers if isinstance(each, LogWriter))
     return sum(writer.lost for writer in writers)
 
 
 def flush_log() -> None:
-    """Before something else is written to standard error: what was logged so far comes first, if it can be written."""
+    """Writes all waiting records, as far as possible. Call this before other output to standard error."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 
 
-def tell_lifecycle(event: LifeEvent, **fields: Any) -> None:
-    """Logs what has become of the server; a failure as an error."""
+def log_lifecycle(event: LifeEvent, **fields: Any) -> None:
+    """Logs an event of the server's lifecycle. An event with the field ``error`` is logged as an error."""
     level = logging.ERROR if "error" in fields else logging.INFO
     text = " ".join((event, *(f"{name}={_plain(value)}" for name, value in fields.items())))
     _lifecycle.log(level, "%s", text, extra=structured(event, fields))
 
 
 def structured(event: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """``extra`` of a record that JSON has in fields instead of words."""
+    """The ``extra`` of a record that the JSON format writes as fields instead of a message."""
     return {"kestrel_event": event, "kestrel_fields": fields}
 
 
 class TextFormatter(logging.Formatter):
-    """One line, and a traceback's after it."""
+    """Formats a record as one line, followed by its traceback."""
 
     def __init__(self, worker: int | None = None) -> None:
         self._worker = "" if worker is None else f" worker={worker}"
@@ -87,8 +95,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (UTC), level, logger, the worker if there are several, then message, or event with its
-    fields; the call's ids; and for an exception its traceback."""
+    """Formats a record as one JSON object: time (UTC), level, logger, the worker's index if there are workers, the
+    message or the event with its fields, the call's ids, and the traceback of an exception."""
 
     def __init__(self, worker: int | None = None) -> None:
         self._worker = {} if worker is None else {"worker": worker}
@@ -96,7 +104,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, UTC)
-        told: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname,
             "logger": record.name,
@@ -104,23 +112,23 @@ class JsonFormatter(logging.Formatter):
         }
         event = getattr(record, "kestrel_event", None)
         if event is None:
-            told["message"] = record.getMessage()
+            entry["message"] = record.getMessage()
         else:
-            told |= {"event": event, **getattr(record, "kestrel_fields", {})}
-        told = {**told, **_ids()}
+            entry |= {"event": event, **getattr(record, "kestrel_fields", {})}
+        entry = {**entry, **_ids()}
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
+            entry["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
-            told["stack"] = self.formatStack(record.stack_info)
-        return _encode(told)
+            entry["stack"] = self.formatStack(record.stack_info)
+        return _encode(entry)
 
 
 _encode = json.JSONEncoder(ensure_ascii=False, default=str).encode
-"""Made once: ``json.dumps`` makes an encoder for each record."""
+"""One encoder for all records. ``json.dumps`` would create one for each."""
 
 
 def _ids() -> dict[str, str]:
-    """Of the call that is being handled; empty outside of one."""
+    """The ids of the current call; empty outside a call."""
     call = find_call()
     if call is None:
         return {}

@@ -1,11 +1,12 @@
-"""LogWriter: log lines to a file descriptor, by a thread of its own. Owns what waits to be written, and what was lost.
+"""LogWriter: a logging handler that writes lines to a file descriptor on its own thread.
 
-Nobody who logs waits for the reader of a pipe or for a disk: lines wait here instead, up to a bound; beyond it they are
-dropped and counted, and so are those that can't be written. How many is told as soon as something can be written again.
+A thread that logs never waits for a pipe's reader or a disk. Lines wait in a buffer instead. The buffer has a limit;
+further lines are dropped and counted, as are lines that cannot be written. When writing is possible again, a record
+reports their number.
 
-The standard library's QueueListener bounds neither bytes nor its own end, which waits for what can't be written. The
-lines go to the descriptor itself: a thread that hangs in ``sys.stderr`` has its lock, and an interpreter that ends
-meanwhile aborts.
+The standard library's QueueListener limits neither the bytes that wait nor the time that its end takes. This handler
+writes to the descriptor and not to ``sys.stderr``, because a thread that hangs in ``sys.stderr`` holds its lock, and
+then the interpreter aborts at exit.
 """
 
 from __future__ import annotations
@@ -21,38 +22,40 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 FLUSH_S = 1.5
-"""How long a process that ends waits for its last lines to be written."""
+"""Seconds that a process waits at its end for its last lines to be written."""
 _TOGETHER_S = 0.005
-"""What comes within so many seconds is written together: woken for each line, the thread would ask for the interpreter
-as often as calls end."""
-_TOO_MANY = "nobody read them fast enough"
+"""Seconds for which lines are collected and then written together. If each line woke the thread, the thread would need
+the interpreter lock as often as calls end."""
+_TOO_MANY = "the reader was too slow"
 
 
 class LogWriter(logging.Handler):
-    """Any thread may log. ``fd`` is the caller's, and open until ``close``; ``most_bytes`` may wait."""
+    """Writes records of any thread. ``fd`` belongs to the caller and must stay open until ``close``. ``most_bytes``
+    limits the bytes that wait."""
 
     def __init__(self, fd: int, most_bytes: int) -> None:
         super().__init__()
         self._fd, self._most_bytes = fd, most_bytes
-        # Reentrant: the garbage collector may run a destructor that logs, anywhere.
+        # Reentrant, because the garbage collector may run a destructor that logs at any point.
         self._lock = threading.RLock()
         self._lines: list[bytes] = []
         self._held_bytes = 0
-        """Of all lines not yet written, those in the thread's hands included."""
+        """Bytes of all lines that are not written yet, including those that the thread is writing."""
         self._dropped = self._lost = 0
-        """For want of room, since lines were last taken; and for whatever reason, since the start."""
+        """Lines dropped for lack of room since the thread last fetched lines; lines lost for any reason since the
+        start."""
         self._arrived, self._idle = threading.Event(), threading.Event()
         self._idle.set()
         self._stuck = self._closing = False
-        # What follows is the thread's alone.
-        self._untold, self._why = 0, ""
+        # Only the thread uses the following attributes.
+        self._unreported, self._why = 0, ""
         self._within_line = False
         self._thread = threading.Thread(target=self._run, name="kestrel-log", daemon=True)
         self._thread.start()
 
     @property
     def lost(self) -> int:
-        """Records that were not written, since the start."""
+        """Number of records since the start that were not written."""
         return self._lost
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -62,16 +65,19 @@ class LogWriter(logging.Handler):
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Logging's own would write to standard error, there and then."""
-        self._add(f"a record of {record.name} can't be told: {traceback.format_exc().rstrip()}")
+        """Adds the error as a line. The inherited method would write to standard error at once."""
+        self._add(
+            f"a record of {record.name} cannot be formatted: {traceback.format_exc().rstrip()}"
+        )
 
     def flush(self) -> None:
-        """Waits until all is written, FLUSH_S at most, and no second time while nothing moves."""
+        """Waits until all lines are written, at most FLUSH_S seconds. After a timeout, does not wait again until a line
+        is written."""
         if not self._stuck:
             self._stuck = not self._idle.wait(FLUSH_S)
 
     def close(self) -> None:
-        """Idempotent. What can't be written within FLUSH_S is lost."""
+        """Ends the thread. Lines that cannot be written within FLUSH_S seconds are lost. Idempotent."""
         self.flush()
         self._closing = True
         self._arrived.set()
@@ -101,7 +107,7 @@ class LogWriter(logging.Handler):
                 lines, self._lines = self._lines, []
                 dropped, self._dropped = self._dropped, 0
                 self._arrived.clear()
-            self._tell(lines, dropped)
+            self._write_batch(lines, dropped)
             with self._lock:
                 self._held_bytes -= sum(map(len, lines))
                 if not self._lines and not self._dropped:
@@ -110,35 +116,35 @@ class LogWriter(logging.Handler):
                     if self._closing:
                         return
 
-    def _tell(self, lines: list[bytes], dropped: int) -> None:
-        """``dropped``: how many came after ``lines`` and are gone."""
-        written = self._write(lines) if self._tell_lost() else 0
+    def _write_batch(self, lines: list[bytes], dropped: int) -> None:
+        """Writes ``lines`` and reports losses. ``dropped``: number of lines that were dropped after ``lines``."""
+        written = self._write(lines) if self._report_lost() else 0
         unwritten = len(lines) - written
         with self._lock:
             self._lost += unwritten
-        self._untold += unwritten + dropped
+        self._unreported += unwritten + dropped
         if dropped and not unwritten:
             self._why = _TOO_MANY
-            self._tell_lost()
+            self._report_lost()
 
-    def _tell_lost(self) -> bool:
-        """Whether there is nothing left to be told of."""
-        if self._untold:
+    def _report_lost(self) -> bool:
+        """Writes a record about lost lines. Returns whether no loss is left to report."""
+        if self._unreported:
             record = logging.makeLogRecord(
                 {
                     "name": __name__,
                     "levelno": logging.WARNING,
                     "levelname": "WARNING",
                     "msg": "%d records were lost: %s",
-                    "args": (self._untold, self._why),
+                    "args": (self._unreported, self._why),
                 }
             )
             if self._write([self.format(record).encode() + b"\n"]):
-                self._untold = 0
-        return not self._untold
+                self._unreported = 0
+        return not self._unreported
 
     def _write(self, lines: list[bytes]) -> int:
-        """How many of them were written, the first ones. Waits for a reader as long as it takes."""
+        """Writes lines in order. Returns the number of lines that were written. Waits for a reader without a limit."""
         written = 0
         try:
             for group in _groups(lines):
@@ -152,13 +158,15 @@ class LogWriter(logging.Handler):
         return written
 
     def _put(self, data: bytes) -> None:
-        """Raises _Cut."""
+        """Writes all of ``data``. Raises _Cut."""
         rest = memoryview(data)
         while rest:
             try:
                 rest = rest[os.write(self._fd, rest) :]
                 self._within_line = data[len(data) - len(rest) - 1] != ord("\n")
-            except BlockingIOError:  # Whoever shares the pipe may have made it so.
+            except (
+                BlockingIOError
+            ):  # Another process that shares the pipe may have made it non-blocking.
                 ready = select.poll()
                 ready.register(self._fd, select.POLLOUT)
                 ready.poll()
@@ -167,7 +175,7 @@ class LogWriter(logging.Handler):
 
 
 class _Cut(Exception):
-    """Only the first ``sent`` bytes could be written."""
+    """Only the first ``sent`` bytes were written. ``why``: the cause."""
 
     def __init__(self, sent: int, why: str) -> None:
         super().__init__(why)
@@ -175,7 +183,7 @@ class _Cut(Exception):
 
 
 def _groups(lines: list[bytes]) -> Iterator[list[bytes]]:
-    """Lines to be written together: a pipe that other processes write to as well keeps so many bytes together."""
+    """Groups of lines to write at once. A write of up to PIPE_BUF bytes to a shared pipe is atomic."""
     group: list[bytes] = []
     size = 0
     for line in lines:

@@ -1,1 +1,1 @@
-"""What the server knows about its calls and its load: access log, statistics, load reports, captures, profiles."""
+"""Records of calls and load that need no telemetry: access log, statistics, load reports, captures and profiles."""

@@ -1,4 +1,4 @@
-"""One line for each finished call, as text or JSON. Owns its fields."""
+"""AccessLog: writes one log line per finished call, as text or JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("kestrel_grpc.access")
 
 
 class AccessLog:
-    """To be called with every finished call."""
+    """Logs finished calls. The server calls this object with every finished call."""
 
     def __init__(self, format: Format) -> None:
         self._format = format
@@ -31,7 +31,7 @@ class AccessLog:
 
 
 class _Line:
-    """The line, made when it is asked for: a log in JSON takes the fields instead."""
+    """The line of a call. It is formatted only when needed, because a log in JSON uses the fields instead."""
 
     __slots__ = ("_as_json", "_fields")
 
@@ -45,7 +45,7 @@ class _Line:
 
 
 def _word(value: Any) -> str:
-    """One word: a certificate may name its holder as its authority likes."""
+    """The value as one word. A name from a certificate may hold any characters, so it may need quotes."""
     text = str(value)
     return text if text.isprintable() and " " not in text else json.dumps(text)
 

@@ -1,4 +1,4 @@
-"""What the calls of VisionService have come to since the start, by method: for GetStatistics, telemetry or not."""
+"""CallStatistics: counts of VisionService's calls since the start, by method. GetStatistics returns them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _COUNTED = "/kestrel.v1.VisionService/"
 
 @dataclass(slots=True)
 class MethodCounts:
-    """Calls by their end; of those that ended well what they took, in tokens and in seconds all together."""
+    """Calls by outcome. Tokens and seconds are sums over the calls that ended with OK."""
 
     ok: int = 0
     failed: int = 0
-    """By the server's fault, or too late."""
+    """Calls that failed by the server's fault or exceeded their deadline."""
     cancelled: int = 0
     refused: int = 0
-    """All others: invalid, not allowed, too many."""
+    """All other calls: invalid, not permitted, or over a limit."""
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
@@ -53,11 +53,11 @@ class MethodCounts:
 
 
 class CallStatistics:
-    """``on_call`` is to be called with every finished call."""
+    """Counts calls. The server passes every finished call to ``on_call``."""
 
     def __init__(self) -> None:
         self.methods: dict[str, MethodCounts] = {}
-        """By name, like "Query"; those never called are absent."""
+        """By the method's name, such as "Query". Methods without a call are absent."""
 
     def on_call(self, call: Call) -> None:
         if call.method.startswith(_COUNTED):

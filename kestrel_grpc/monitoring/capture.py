@@ -1,8 +1,9 @@
-"""Capture: requests that fail by the server's fault, written down to be done again. Owns the files and their bounds.
+"""Capture: writes requests that fail by the server's fault to files, so that they can be replayed.
 
-Allowed by --capture-dir, begun by AdminService, over after so many. A file holds what was asked, texts included;
-pictures only where the operator and the administrator both say so; never who asked, and no cache_salt. Made whole or
-not at all, readable by its owner only; a full disk costs the file, not the call.
+--capture-dir allows captures. AdminService starts one, which ends after a number of requests. A file holds the request
+with its texts. It holds the image only if both the operator (--capture-pictures) and the administrator allow that. It
+never holds the caller's name or cache_salt. A file is written completely or not at all, and only its owner can read
+it. If the disk is full, the file is lost; the call is not affected.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kestrel_engine import EngineInfo
 from .. import __version__
 from ..edge.call import Call
 from ..edge.errors import CaptureError
-from ..images.upload import Taken
+from ..images.upload import ReceivedParts
 from ..served_model import ServedModel
 from ..settings.debug import DebugConfig
 
@@ -48,55 +49,58 @@ FAULTS = frozenset(
         grpc.StatusCode.DEADLINE_EXCEEDED,
     }
 )
-"""Statuses that are captured. UNAVAILABLE is not: the request was not begun, or the whole server ended."""
+"""Statuses that are captured. UNAVAILABLE is not, because the request did not start or the whole server ended."""
 _SERVICES = ("/kestrel.v1.VisionService/", "/kestrel.v1.ImageService/")
 _FORMATS = {
     1: common_pb2.PIXEL_FORMAT_GRAY8,
     3: common_pb2.PIXEL_FORMAT_RGB8,
     4: common_pb2.PIXEL_FORMAT_RGBA8,
 }
-"""By the bytes of a pixel."""
+"""By the number of bytes per pixel."""
 _MOST_WAITING = 4
-"""Requests that may wait to be written: each holds its message."""
+"""Number of requests that may wait to be written. Each holds its message in memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Failed:
-    """What is to be written of a call, which itself is over by then; nobody else uses the message any more."""
+    """The data of a finished call that a file will hold. Nothing else uses the message any more."""
 
     message: Any
-    """Its request, or what came of an upload."""
+    """The request, or the ReceivedParts of an upload."""
     facts: dict[str, Any]
     stored: bytes | np.ndarray | None
-    """The picture that it names by id, if that was found."""
-    pictures: bool
+    """The stored image that the request names by id, if it was found."""
+    with_image: bool
     request_id: str
 
 
 class Capture:
-    """``on_call`` is told of every call that ended; all but the writing happens on the event loop."""
+    """Captures failing calls. The server passes every finished call to ``on_call``.
+
+    Runs on the event loop; a thread writes the files.
+    """
 
     def __init__(self, config: DebugConfig, served: ServedModel) -> None:
         self._config, self._served = config, served
         self._folder = None if config.capture_dir is None else Path(config.capture_dir)
         self._left = 0
-        self._pictures = False
+        self._with_images = False
         self._files: list[str] = []
         self._lost = 0
         self._writing: set[asyncio.Task[None]] = set()
         self._one_by_one = asyncio.Lock()
 
-    def start(self, requests: int, *, pictures: bool) -> None:
-        """Captures the next ``requests`` that fail. Raises CaptureError."""
+    def start(self, requests: int, *, images: bool) -> None:
+        """Captures the next ``requests`` failing requests, with their images if ``images``. Raises CaptureError."""
         if self._folder is None:
             raise CaptureError("the server was started without --capture-dir")
-        if pictures and not self._config.capture_pictures:
+        if images and not self._config.capture_pictures:
             raise CaptureError("the server was started without --capture-pictures")
-        self._left, self._pictures = requests, pictures
+        self._left, self._with_images = requests, images
         self._files, self._lost = [], 0
 
     async def stop(self) -> tuple[list[str], int]:
-        """Names of the files since the start, and how many requests could not be written."""
+        """Stops capturing. Returns the names of the files since ``start``, and the number of requests not written."""
         self._left = 0
         if self._writing:
             await asyncio.wait(self._writing)
@@ -113,7 +117,7 @@ class Capture:
             return
         engine = self._served.loaded
         facts = _facts(call, None if engine is None else engine.info)
-        failed = _Failed(call.message, facts, call.stored, self._pictures, call.request_id)
+        failed = _Failed(call.message, facts, call.stored, self._with_images, call.request_id)
         task = asyncio.create_task(self._write(failed))
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
@@ -122,22 +126,22 @@ class Capture:
         async with self._one_by_one:
             try:
                 name = await asyncio.to_thread(self._write_file, failed)
-            except Exception as error:  # The capture's edge: nobody waits for it.
+            except Exception as error:  # No caller awaits this task, so the error is logged here.
                 self._lost += 1
-                logger.error("request %s is not captured: %s", failed.request_id, error)
+                logger.error("request %s could not be captured: %s", failed.request_id, error)
                 return
         self._files.append(name)
-        logger.warning("request %s is captured in %s", failed.request_id, name)
+        logger.warning("captured request %s in %s", failed.request_id, name)
 
     def _write_file(self, failed: _Failed) -> str:
-        """Raises OSError where there is no room."""
+        """Writes the file and returns its name. Raises OSError, also if the folder's limits are reached."""
         assert self._folder is not None
         data = json.dumps(described(failed), ensure_ascii=False, indent=1).encode()
         sizes = [path.stat().st_size for path in self._folder.glob(f"*{SUFFIX}")]
         if len(sizes) >= self._config.capture_max_files:
-            raise OSError("the folder holds as many files as it may (--capture-max-files)")
+            raise OSError("the folder has reached its limit on files (--capture-max-files)")
         if sum(sizes) + len(data) > self._config.capture_max_bytes:
-            raise OSError("the folder holds as many bytes as it may (--capture-max-bytes)")
+            raise OSError("the folder has reached its limit on bytes (--capture-max-bytes)")
         now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
         path = self._folder / f"kestrel-{now}-{secrets.token_hex(3)}{SUFFIX}"
         part = path.with_suffix(".part")
@@ -152,12 +156,15 @@ class Capture:
 
 
 def described(failed: _Failed) -> dict[str, Any]:
-    """The file's contents. The request has protobuf's own JSON form, with the fields' names as in the .proto files; a
-    stream of them is a list."""
-    if isinstance(failed.message, Taken):
-        request, left_out = _uploaded(failed.message, failed.pictures)
+    """The contents of the file.
+
+    The request is in protobuf's JSON form, with the field names of the .proto files. The requests of an upload are a
+    list.
+    """
+    if isinstance(failed.message, ReceivedParts):
+        request, left_out = _describe_upload(failed.message, failed.with_image)
     else:
-        request, left_out = _asked(failed)
+        request, left_out = _describe_request(failed)
     return {
         "kestrel_capture": FORMAT,
         **failed.facts,
@@ -166,11 +173,11 @@ def described(failed: _Failed) -> dict[str, Any]:
     }
 
 
-def _asked(failed: _Failed) -> tuple[Any, dict[str, Any] | None]:
-    """The request, and what is known of its picture if that is left out."""
+def _describe_request(failed: _Failed) -> tuple[Any, dict[str, Any] | None]:
+    """The request, and the facts about its image if the image is left out."""
     request = type(failed.message)()
     request.CopyFrom(failed.message)
-    image, inner = _image(request), getattr(request, "request", request)
+    image, inner = _find_image(request), getattr(request, "request", request)
     if hasattr(inner, "options"):
         inner.options.ClearField("cache_salt")
     left_out = None
@@ -178,19 +185,21 @@ def _asked(failed: _Failed) -> tuple[Any, dict[str, Any] | None]:
         source = image.WhichOneof("source")
         if source == "image_id" and failed.stored is not None:
             _inline(image, failed.stored)
-        if not failed.pictures or image.WhichOneof("source") == "image_id":
-            left_out = {**_picture_facts(image), "source": source}
+        if not failed.with_image or image.WhichOneof("source") == "image_id":
+            left_out = {**_image_facts(image), "source": source}
             inner.ClearField("image")
     return _plain(request), left_out
 
 
-def _uploaded(taken: Taken, pictures: bool) -> tuple[Any, dict[str, Any] | None]:
-    """As ``_asked``, of what came of an upload; its chunks are one."""
-    data = b"".join(taken.chunks)
-    sent = [image_service_pb2.UploadImageRequest(info=taken.info)] if taken.info else []
-    if pictures:
+def _describe_upload(
+    received: ReceivedParts, with_image: bool
+) -> tuple[Any, dict[str, Any] | None]:
+    """The messages of an upload, with all chunks in one message, and the facts about the image if it is left out."""
+    data = b"".join(received.chunks)
+    sent = [image_service_pb2.UploadImageRequest(info=received.info)] if received.info else []
+    if with_image:
         sent.append(image_service_pb2.UploadImageRequest(chunk=data))
-    left_out = None if pictures else {"source": "upload", **_data_facts(data)}
+    left_out = None if with_image else {"source": "upload", **_data_facts(data)}
     return [_plain(message) for message in sent], left_out
 
 
@@ -199,7 +208,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _facts(call: Call, info: EngineInfo | None) -> dict[str, Any]:
-    """What doesn't depend on the request's contents."""
+    """The facts about a call that do not depend on the request's contents."""
     error = call.error
     return {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -216,8 +225,8 @@ def _facts(call: Call, info: EngineInfo | None) -> dict[str, Any]:
     }
 
 
-def _image(message: Any) -> common_pb2.Image | None:
-    """The picture of a request, if it has one."""
+def _find_image(message: Any) -> common_pb2.Image | None:
+    """The image of a request, or None."""
     inner = getattr(message, "request", message)
     if "image" not in inner.DESCRIPTOR.fields_by_name or not inner.HasField("image"):
         return None
@@ -225,7 +234,7 @@ def _image(message: Any) -> common_pb2.Image | None:
     return image
 
 
-def _picture_facts(image: common_pb2.Image) -> dict[str, Any]:
+def _image_facts(image: common_pb2.Image) -> dict[str, Any]:
     source = image.WhichOneof("source") or ""
     data = {"encoded": image.encoded, "raw": image.raw.data}.get(source)
     return {"source": source, **(_data_facts(data) if data is not None else {})}

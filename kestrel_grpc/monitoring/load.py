@@ -1,6 +1,6 @@
-"""LoadMeter: how busy this server is, as routers ask. Owns the rates of the last seconds and the process's own use.
+"""LoadMeter: measures how busy this server is: requests, pages, rates of the last seconds, CPU and memory.
 
-Read by GetLoad and by the load report of a call's trailer; needs no telemetry. For the event loop.
+GetLoad and the load reports in trailers read it. It needs no telemetry, and runs on the event loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..edge.call import Call
 from ..served_model import ServedModel, State
 
 WINDOW_S = 10
-"""Rates are means over so many seconds: short enough to follow a burst, long enough not to follow one request."""
+"""Seconds over which rates are averaged: short enough to show a burst, long enough to smooth single requests."""
 
 _COUNTED = "/kestrel.v1.VisionService/"
 _CPU_EVERY_S = 1.0
@@ -28,34 +28,34 @@ _RESIDENT = Path("/proc/self/statm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A snapshot. The engine's numbers are 0 until the model is ready."""
+    """A snapshot of the load. The engine's figures are 0 until the model is ready."""
 
     state: State
     stats: SchedulerStats
     waiting: int
-    """Requests accepted and not in the batch. Requests whose images are being decoded count, so this number may be
+    """Accepted requests that are not in the batch. Requests whose images are being decoded count, so this number may be
     larger than the scheduler's."""
     max_running: int
     max_waiting: int
     tokens_per_s: float
-    """Output tokens of calls that ended."""
+    """Output tokens of finished calls."""
     requests_per_s: float
-    """Calls of VisionService that ended."""
+    """Finished calls of VisionService."""
     errors_per_s: float
-    """Of these, those that failed by the server's fault."""
+    """Finished calls of VisionService that failed by the server's fault."""
     cpu: float
-    """Of the processors that the process may use; in [0, 1]."""
+    """Used share of the processors that the process may use; in [0, 1]."""
     memory: float
-    """Of the memory that it may use, its resident part; in [0, 1]; 0 where the system doesn't tell."""
+    """Resident share of the memory that the process may use; in [0, 1]; 0 if the system does not report it."""
 
     @property
     def utilization(self) -> float:
-        """Requests over places in the batch: beyond 1 they wait. 0 while nothing is loaded."""
+        """Requests divided by places in the batch. Above 1, requests wait. 0 until a model is loaded."""
         return (self.stats.running + self.waiting) / max(self.max_running, 1)
 
     @property
     def kv_use(self) -> float:
-        """Share of the pages that running requests hold. Cached prefixes don't count: requests may take their pages."""
+        """Share of the pages that running requests hold. Cached prefixes do not count, because requests may take them."""
         return self.stats.pages_held / max(self.stats.pages_total, 1)
 
 
@@ -68,7 +68,7 @@ class _Second:
 
 
 class LoadMeter:
-    """``on_call`` is to be called with every finished call."""
+    """Measures the load. The server passes every finished call to ``on_call``."""
 
     def __init__(self, served: ServedModel, clock: Callable[[], float] = time.monotonic) -> None:
         self._served, self._clock = served, clock
@@ -127,19 +127,19 @@ def _num_processors() -> int:
 
 
 def _usable_memory() -> int:
-    """Bytes of the machine, or of the container if that has less; 0 where the system doesn't tell."""
+    """Memory of the machine in bytes, or of the container if that is less; 0 if the system does not report it."""
     try:
         machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return 0
     try:
         return min(machine, int(_CGROUP_LIMIT.read_text()))
-    except (OSError, ValueError):  # No container, or one without a limit ("max").
+    except (OSError, ValueError):  # There is no container, or it has no limit ("max").
         return machine
 
 
 def _resident() -> int:
-    """Bytes; 0 where the system doesn't tell."""
+    """Resident memory of this process in bytes; 0 if the system does not report it."""
     try:
         return int(_RESIDENT.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):

@@ -1,6 +1,6 @@
-"""The load report of a call's trailer, as gRFC A51 and the xDS interface define it (xds.data.orca.v3.OrcaLoadReport).
+"""The load report in a call's trailer: xds.data.orca.v3.OrcaLoadReport, as gRFC A51 and xDS define it.
 
-Owns its encoding, six fields of two shapes, so no stubs of a package that few have; and how old a report may be.
+This module encodes the message itself. It has seven fields of two types, which do not justify a dependency for stubs.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from .load import Load
 TRAILER = "endpoint-load-metrics-bin"
 
 FRESH_S = 0.1
-"""Balancers look at reports every second or so; reading the load and telling it takes longer than the rest of a call's
-end."""
+"""Seconds for which a report is sent again. Load balancers evaluate reports about once a second, and making a report
+takes longer than all other work at the end of a call."""
 
 _CPU, _MEMORY, _UTILIZATION, _RPS, _EPS, _NAMED, _APPLICATION = 1, 2, 5, 6, 7, 8, 9
-"""Numbers of the message's fields."""
+"""Field numbers of the message."""
 
 
 class LoadTrailer:
-    """The trailer of calls of ``service``, the report within at most FRESH_S old. For the event loop."""
+    """Makes the trailers of ``service``'s calls. The report in one is at most FRESH_S old. Runs on the event loop."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class LoadTrailer:
         self._stale_at = clock()
 
     def __call__(self, method: str) -> tuple[tuple[str, bytes], ...]:
-        """Empty for methods of other services, which do not make the server busy."""
+        """The trailer of a call. It is empty for methods of other services, which cause no load."""
         if not method.startswith(self._methods):
             return ()
         now = self._clock()
@@ -47,7 +47,7 @@ class LoadTrailer:
 
 
 def load_report(load: Load) -> bytes:
-    """The encoded message. gRPC's C core keeps it from applications: only their balancers read it."""
+    """The encoded message. gRPC's C core passes it to load balancers, not to applications."""
     named = {
         "running_requests": load.stats.running,
         "waiting_requests": load.waiting,
@@ -70,7 +70,7 @@ def load_report(load: Load) -> bytes:
 
 
 def _double(field: int, value: float) -> bytes:
-    """Absent if it is 0, as in any proto3 message."""
+    """An encoded double field; empty for 0, as in every proto3 message."""
     return struct.pack("<Bd", field << 3 | 1, value) if value else b""
 
 

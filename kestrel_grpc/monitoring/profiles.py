@@ -1,4 +1,4 @@
-"""Profiles: the operator's folder of them, and the one that is being taken. Owns names, bounds and the waiting task."""
+"""Profiles: records profiles of the engine into the operator's folder, one at a time, within its limits."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ DEFAULT_STEPS, MAX_STEPS = 500, 10_000
 
 
 class Profiles:
-    """One at a time; on the event loop."""
+    """Records one profile at a time. Runs on the event loop."""
 
     def __init__(self, config: DebugConfig) -> None:
         self._folder = None if config.profile_dir is None else Path(config.profile_dir)
         self._max_bytes = config.profile_max_bytes
-        self._taking: asyncio.Task[Profile] | None = None
+        self._recording: asyncio.Task[Profile] | None = None
         self._stop = asyncio.Event()
 
     async def start(
         self, engine: InferenceEngine | None, *, seconds: float, steps: int, python_functions: bool
     ) -> str:
-        """The name of the file to come, once it records. Raises ProfileError."""
+        """Starts a profile. Returns the name of its file when the recording has begun. Raises ProfileError."""
         if self._folder is None:
             raise ProfileError("the server was started without --profile-dir")
         if engine is None:
             raise ProfileError("no model is ready")
-        if self._taking is not None and not self._taking.done():
-            raise ProfileError("a profile is being taken")
+        if self._recording is not None and not self._recording.done():
+            raise ProfileError("a profile is being recorded already")
         room = self._max_bytes - sum(_size(p) for p in self._folder.glob(f"*{SUFFIX}"))
         if room <= 0:
             raise ProfileError("the folder of profiles is full (--profile-max-bytes)")
@@ -53,44 +53,46 @@ class Profiles:
             python_functions=python_functions,
         )
         begun, self._stop = asyncio.Event(), asyncio.Event()
-        self._taking = asyncio.create_task(engine.profile(request, begun=begun, stop=self._stop))
-        self._taking.add_done_callback(_tell)
+        self._recording = asyncio.create_task(engine.profile(request, begun=begun, stop=self._stop))
+        self._recording.add_done_callback(_log_result)
         waiting = asyncio.ensure_future(begun.wait())
-        await asyncio.wait((self._taking, waiting), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((self._recording, waiting), return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         if not begun.is_set():
-            await self._taking  # It failed; raises why.
+            await self._recording  # Raises the error that prevented the start.
         return name
 
     async def stop(self) -> Profile:
-        """Ends the one that is being taken; else the last one. Raises ProfileError."""
-        if self._taking is None:
+        """Ends the running profile and returns it. If none runs, returns the last one. Raises ProfileError."""
+        if self._recording is None:
             raise ProfileError("no profile was started")
         self._stop.set()
-        return await asyncio.shield(self._taking)
+        return await asyncio.shield(self._recording)
 
     async def close(self) -> None:
-        """Ends the one that is being taken, before the engine does."""
-        if self._taking is not None:
-            with suppress(ProfileError, TimeoutError):  # Nobody waits longer for a hung device.
+        """Ends the running profile. Call this before the engine is closed."""
+        if self._recording is not None:
+            with suppress(
+                ProfileError, TimeoutError
+            ):  # A hung device must not delay the server's end further.
                 await asyncio.wait_for(self.stop(), _LAST_S)
 
 
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:  # Deleted meanwhile.
+    except OSError:  # The file has been deleted.
         return 0
 
 
-def _tell(taken: asyncio.Task[Profile]) -> None:
-    if taken.cancelled():
+def _log_result(recorded: asyncio.Task[Profile]) -> None:
+    if recorded.cancelled():
         return
-    error = taken.exception()
+    error = recorded.exception()
     if error is not None:
-        logger.error("no profile: %s", error)
+        logger.error("the profile failed: %s", error)
         return
-    profile = taken.result()
+    profile = recorded.result()
     logger.info(
         "profile %s: %d bytes, %d steps in %.2f s",
         Path(profile.path).name,

@@ -1,1 +1,1 @@
-"""A process that serves: the server's start and stop, signals, systemd, the interpreter's settings."""
+"""The server process: start and stop, signals, systemd, and the interpreter's settings."""

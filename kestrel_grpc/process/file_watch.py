@@ -1,7 +1,6 @@
-"""FileWatch: notices that the process is about to run out of files, of which each connection is one.
+"""FileWatch: detects that the process is about to reach its limit on open files. Each connection is an open file.
 
-A process with as many files open as it may accepts no connection and can't even read a renewed certificate, so health
-says so before.
+At the limit, a process cannot accept connections or read a renewed certificate. Health reports NOT_SERVING before that.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from ..telemetry.open_files import file_limit, open_files
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-"""How often the watch looks. Counting costs about 1 us for each open file."""
+"""Seconds between checks. A check takes about 1 us for each open file."""
 _CROWDED, _RELIEVED = 0.9, 0.8
-"""Shares of the limit: from the first on health says NOT_SERVING, until fewer than the second are open."""
-_COMPLAIN_EVERY_S = 60.0
+"""Shares of the limit. Health reports NOT_SERVING from the first share on, until the number falls below the second."""
+_LOG_EVERY_S = 60.0
 
 
 class FileWatch:
-    """``look`` is to be called every INTERVAL_S seconds. ``is_crowded`` changes there only."""
+    """Call ``check`` every INTERVAL_S seconds. Only ``check`` changes ``is_crowded``."""
 
     def __init__(
         self,
@@ -31,25 +30,27 @@ class FileWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._count, self._limit, self._clock = count, limit, clock
-        self._complained_at = -float("inf")
+        self._logged_at = -float("inf")
         self.is_crowded = False
-        """Whether the process is about to run out of files."""
+        """Whether the process is about to reach its limit on open files."""
 
-    def look(self) -> bool:
-        """Whether ``is_crowded`` changed. Logs once a minute while it holds."""
+    def check(self) -> bool:
+        """Updates ``is_crowded`` and returns whether it changed. Logs once a minute while it is true."""
         opened, limit = self._count(), self._limit()
         if opened is None or limit is None:
             return False
         before = self.is_crowded
         self.is_crowded = opened >= (_RELIEVED if before else _CROWDED) * limit
-        if self.is_crowded and self._clock() - self._complained_at >= _COMPLAIN_EVERY_S:
-            self._complained_at = self._clock()
+        if self.is_crowded and self._clock() - self._logged_at >= _LOG_EVERY_S:
+            self._logged_at = self._clock()
             logger.error(
-                "%d of at most %d files are open, connections among them: health says NOT_SERVING, and soon no "
-                "connection can be accepted; raise the limit (ulimit -n, LimitNOFILE= of systemd) or bound connections "
-                "(docs/security.md)",
+                "%d of at most %d files are open, including connections: health reports NOT_SERVING, and the server "
+                "may soon accept no connection; raise the limit (ulimit -n, systemd's LimitNOFILE=) or limit "
+                "connections (docs/security.md)",
                 *(opened, limit),
             )
         if before and not self.is_crowded:
-            logger.warning("%d of at most %d files are open again", opened, limit)
+            logger.warning(
+                "%d of at most %d files are open: below the threshold again", opened, limit
+            )
         return self.is_crowded is not before

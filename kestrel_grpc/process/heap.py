@@ -1,7 +1,7 @@
-"""What the process no longer uses, given back to the system: glibc keeps what was freed within its heaps.
+"""Returns freed memory to the system. glibc keeps most freed memory in its heaps.
 
-After messages of hundreds of megabytes it kept most of them for good; with malloc_trim they are back within seconds.
-Without glibc nothing is done.
+After messages of hundreds of megabytes, glibc kept most of their memory for good. With malloc_trim, the system has it
+back within seconds. Without glibc, this module does nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 _EVERY_S = 2.0
 _MUCH_BYTES = 32 * 1024 * 1024
-"""Less is not worth the walk through the heaps, a few milliseconds."""
+"""For less, a walk through the heaps is not worth its few milliseconds."""
 
 
 async def follow_heap(take_freed_bytes: Callable[[], int]) -> None:
-    """Until cancelled. ``take_freed_bytes``: how much was freed since it was last asked."""
+    """Trims the heaps until it is cancelled. ``take_freed_bytes``: returns the bytes freed since its last call."""
     trim = _trim()
     if trim is None:
         return
@@ -31,7 +31,7 @@ async def follow_heap(take_freed_bytes: Callable[[], int]) -> None:
 
 
 def _trim() -> Callable[[int], int] | None:
-    """glibc's malloc_trim; ctypes lets other threads run meanwhile."""
+    """glibc's malloc_trim, or None. ctypes releases the interpreter lock during the call."""
     if not sys.platform.startswith("linux"):
         return None
     return getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -1,4 +1,4 @@
-"""How Python's interpreter is set up in a process that serves."""
+"""The settings of Python's interpreter in a server process."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import gc
 import sys
 
 GC_THRESHOLDS = (50_000, 20, 100)
-"""A step makes a handful of objects for every row and drops them two steps later. By Python's default of 700 the
-collector runs several times a step at large batches, promotes what is about to die, and host time grows faster than
-the batch: 3.1 against 1.9 ms at 512 rows (benchmarks.engine_host). Cycles are few, and still found."""
+"""A step creates a few objects for every row and drops them two steps later. With Python's default threshold of 700,
+the collector runs several times per step at large batches and promotes objects that are about to be dropped. Host time
+then grows faster than the batch: 3.1 instead of 1.9 ms at 512 rows (benchmarks.engine_host). The few cycles are still
+collected."""
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a thread may keep the interpreter while another waits for it. Python's default of 5 ms is longer than a step
-of a GPU: the step thread, which gives the interpreter up whenever it waits for the device, got it back too late."""
+"""Seconds that a thread may hold the interpreter lock while another thread waits for it. Python's default of 5 ms is
+longer than a step of a GPU. The step thread releases the lock whenever it waits for the device, and would get it back
+too late."""
 
 
 def set_up_interpreter() -> None:
-    """To be called before the engine is made."""
+    """Sets the garbage collector's thresholds and the switch interval. Call this before the engine is created."""
     gc.set_threshold(*GC_THRESHOLDS)
     sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""The one line on standard output, that a server is ready. Programs that start servers read it."""
+"""Prints the line that reports that a server is ready. Programs that start servers read it from standard output."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from collections.abc import Sequence
 logger = logging.getLogger(__name__)
 
 
-def say_ready(served: str, addresses: Sequence[str], load_s: float) -> None:
-    """``served``: what, where, in few words."""
+def print_ready(served: str, addresses: Sequence[str], load_s: float) -> None:
+    """Prints the ready line. ``served``: model and device. ``load_s``: seconds that loading took."""
     line = (
         f"kestrel-grpc ready: {served}, listening on {', '.join(addresses)}, "
         f"loaded in {load_s:.1f} s\n"
     )
-    # A thread that nobody waits for: a pipe that nobody reads may be full.
-    threading.Thread(target=_say, args=(line,), name="kestrel-ready", daemon=True).start()
+    # A daemon thread, because a full pipe without a reader blocks the write.
+    threading.Thread(target=_write, args=(line,), name="kestrel-ready", daemon=True).start()
 
 
-def _say(text: str) -> None:
-    """On standard output, but for its buffer: what stays there would fail once more at the end, and change the exit
-    status."""
+def _write(text: str) -> None:
+    """Writes to standard output without its buffer. Text left in the buffer would fail again when the process ends, and
+    change the exit status."""
     try:
         os.write(sys.stdout.fileno(), text.encode())
-    except OSError as error:  # A full disk, or nobody who reads: no reason not to serve.
-        logger.warning("can't write the ready line: %s", error.strerror)
+    except (
+        OSError
+    ) as error:  # The disk is full, or the pipe has no reader. The server can serve nevertheless.
+        logger.warning("cannot write the ready line: %s", error.strerror)

@@ -1,4 +1,4 @@
-"""What every process that serves does: listen, load unless told to stop meanwhile, and leave without waiting."""
+"""The start and stop that all server processes share, with and without a supervisor."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from .server import KestrelServer
 logger = logging.getLogger(__name__)
 
 EXIT_ENGINE_FAILED = 70
-"""Exit status of a process whose engine failed while it served: the device hung, or the step thread died. sysexits.h
-calls it EX_SOFTWARE."""
+"""Exit status of a process whose engine failed while it served, because the device hung or the step thread died.
+sysexits.h names it EX_SOFTWARE."""
 
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 _STOP_S = 20.0
-"""Seconds that an orderly end may take beyond grace and delay: a hung step is left behind after 5 s, callers have 2 s
-to take their status."""
+"""Seconds that an orderly stop may take in addition to grace and delay. A hung step is abandoned after 5 s, and callers
+have 2 s to read their status."""
 
 
 async def load_unless_stopped(server: KestrelServer, stopping: asyncio.Event) -> bool:
-    """Starts ``server`` and loads its model. False: it was told to stop first, and a thread may go on loading. Raises
-    as ``start`` and ``load`` do, with the server stopped."""
+    """Starts ``server`` and loads its model.
+
+    Returns False if ``stopping`` was set first; a thread may still be loading then. Raises the errors of ``start`` and
+    ``load`` after it has stopped the server.
+    """
     await server.start()
     loading = asyncio.create_task(server.load())
     stop_asked = asyncio.create_task(stopping.wait())
@@ -48,14 +51,17 @@ async def load_unless_stopped(server: KestrelServer, stopping: asyncio.Event) ->
 
 
 async def until_failed(server: KestrelServer) -> None:
-    """Returns once the engine has failed: its step thread died, or no step ended within the step timeout."""
+    """Waits until the engine has failed: its step thread died, or no step ended within the step timeout."""
     while server.served.state is not State.FAILED:
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_CHECK_S)
 
 
 async def stop(server: KestrelServer, grace_s: float, delay_s: float = 0.0) -> None:
-    """Stops the server, as ``KestrelServer.stop`` does. Ends the process here if a step or the end itself hangs, as a
-    return from ``main`` would wait for that thread: by EXIT_ENGINE_FAILED if the engine had failed, else by 0."""
+    """Stops the server, as ``KestrelServer.stop`` does.
+
+    If a step or the stop itself hangs, this function ends the process, because a return from ``main`` would wait for
+    the hung thread. The exit status is EXIT_ENGINE_FAILED if the engine had failed, otherwise 0.
+    """
     failed = server.served.state is State.FAILED
     is_stuck = False
     try:
@@ -71,8 +77,8 @@ async def stop(server: KestrelServer, grace_s: float, delay_s: float = 0.0) -> N
 
 
 def leave_now(status: int) -> NoReturn:
-    """Ends the process without waiting for its threads: one that reads weights, or a device that hangs, can't be
-    interrupted."""
+    """Ends the process without waiting for its threads, because a thread that reads weights or waits for a hung device
+    cannot be interrupted."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

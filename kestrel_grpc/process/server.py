@@ -1,10 +1,16 @@
-"""KestrelServer: one model behind gRPC. Owns the grpc server, its addresses and the order of starting and stopping.
+"""KestrelServer: serves one model with gRPC. Owns the grpc server, its addresses, and the order of start and stop.
 
-Start: listen first, so that health can be asked, with NOT_SERVING; then load; then serve. Stop: health turns
-NOT_SERVING; after a delay, if one is wanted, new requests are refused with UNAVAILABLE while the running ones end; what
-is left at the end of the grace period fails with UNAVAILABLE; then the listeners close. At an address that other
-processes share it listens only while requests are answered: to one who wouldn't, the kernel would give its share of
-connections all the same. Knows no signals and no command line: see cli/serve.py.
+Start: the server listens first, so that health checks get NOT_SERVING. Then it loads the model, and then it accepts
+requests.
+
+Stop: health changes to NOT_SERVING. After an optional delay, new requests are refused with UNAVAILABLE while running
+requests continue. At the end of the grace period, the remaining requests fail with UNAVAILABLE. Then the listeners
+close.
+
+The server listens on an address that it shares with other processes only while it accepts requests. Otherwise the
+kernel would pass it a share of the connections all the same.
+
+This module handles neither signals nor the command line: see cli/serve.py.
 """
 
 from __future__ import annotations
@@ -41,10 +47,10 @@ from ..edge.call import Call
 from ..edge.generic_methods import GenericMethods
 from ..edge.interceptors import CallInterceptor, InFlight
 from ..http.opening import open_http
-from ..images.pictures import Pictures
+from ..images.request_images import RequestImages
 from ..images.store import ImageStore
 from ..images.upload import UploadRoom
-from ..logs.records import tell_lifecycle
+from ..logs.records import log_lifecycle
 from ..monitoring.access_log import AccessLog
 from ..monitoring.call_statistics import CallStatistics
 from ..monitoring.capture import Capture
@@ -83,19 +89,19 @@ MODEL_SERVICE: str = model_service_pb2.DESCRIPTOR.services_by_name["ModelService
 SERVICES = (VISION_SERVICE, IMAGE_SERVICE, MODEL_SERVICE, ADMIN_SERVICE)
 
 LAST_WORDS_S = 2.0
-"""How long calls whose request has ended may take to tell their caller, once the server drains."""
+"""Seconds that a draining server waits for calls to send their status after their requests have ended."""
 
 _HANDSHAKE_S = 10.0
-"""How long a connection may say nothing at first: silent ones keep others out (--max-connections)."""
+"""Seconds in which a new connection must finish its handshake. Silent connections count for --max-connections."""
 
 _FOREVER_MS = 2**31 - 1
-"""The largest number that a channel argument takes."""
+"""The largest value of a channel argument."""
 
 LoadEngine = Callable[[], Awaitable[InferenceEngine]]
 
 
 class KestrelServer:
-    """``start``, ``load``, ``stop``, in this order, on one event loop."""
+    """A server. Call ``start``, ``load`` and ``stop``, in this order, on one event loop."""
 
     def __init__(
         self, config: ServerConfig, runtime: RuntimeConfig, load_engine: LoadEngine
@@ -105,26 +111,21 @@ class KestrelServer:
         self._load_engine = load_engine
         self.served = ServedModel(runtime)
         self.addresses: tuple[str, ...] = ()
-        """What the server listens on, with the ports that it was given for port 0."""
+        """The addresses that the server listens on, with the assigned ports in place of port 0."""
         self.own_addresses: tuple[str, ...] = ()
-        """Of them, those that no other process shares."""
+        """Those of ``addresses`` that no other process shares."""
         self.load_seconds = 0.0
         self._started_at: float | None = None
         self.images = ImageStore(config.image_store_bytes)
+        """The images stored for later requests."""
         self.uploads = UploadRoom(max(config.image_store_bytes, runtime.image_limits.max_bytes))
-        """The pictures kept for later requests."""
         self.guard = Guard(config.security, config.max_message_bytes, self.served.check_room)
-        """Who calls, and what of their calls is in progress."""
         self.load_meter = LoadMeter(self.served)
-        """How busy it is."""
         self.call_statistics = CallStatistics()
-        """What became of its calls."""
         self.telemetry: Telemetry | None = None
-        """Once started: watches calls, and wants to be the engine's observer. None: nothing is measured."""
+        """Set by ``start``: receives events of calls, and must be the engine's observer. None without telemetry."""
         self.capture = Capture(config.debug, self.served)
-        """Requests that fail, where that is wanted."""
         self.profiles = Profiles(config.debug)
-        """What step thread and device do, where that is wanted."""
         self._in_flight = InFlight()
         self._files = FileWatch()
         self._watching: asyncio.Task[None] | None = None
@@ -137,7 +138,7 @@ class KestrelServer:
         )
         self._servers: list[grpc.aio.Server] = []
         self._shared: grpc.aio.Server | None = None
-        """Of them, the one whose addresses are shared."""
+        """The one of ``_servers`` that listens on shared addresses."""
         self._leaving: asyncio.Task[None] | None = None
         self._interceptor: CallInterceptor | None = None
         self._credentials: grpc.ServerCredentials | None = None
@@ -150,7 +151,7 @@ class KestrelServer:
         return () if self._http is None else self._http.addresses
 
     async def start(self) -> None:
-        """Listens; requests get UNAVAILABLE until ``load`` is done. Raises AddressError, TlsError."""
+        """Starts to listen. Requests get UNAVAILABLE until ``load`` has finished. Raises AddressError, TlsError."""
         security = self._config.security
         for exposure in exposures(security):
             logger.warning("%s", exposure)
@@ -206,7 +207,7 @@ class KestrelServer:
         self._started_at = time.monotonic()
 
     async def _open(self, addresses: tuple[str, ...], *, shared: bool = False) -> None:
-        """Listens on ``addresses``, all services behind each. Raises AddressError."""
+        """Listens on ``addresses`` with all services. Raises AddressError."""
         assert self._interceptor is not None, "started"
         security = self._config.security
         received = self.guard.messages.received
@@ -216,10 +217,10 @@ class KestrelServer:
         )
         server = grpc.aio.server(interceptors=(self._interceptor,), options=options)
         methods = GenericMethods(server).as_server
-        pictures = Pictures(self.images)
-        add_VisionServiceServicer_to_server(VisionService(self.served, pictures), methods)
+        images = RequestImages(self.images)
+        add_VisionServiceServicer_to_server(VisionService(self.served, images), methods)
         add_ImageServiceServicer_to_server(
-            ImageService(self.served, pictures, self.uploads, self._config.upload_idle_s), methods
+            ImageService(self.served, images, self.uploads, self._config.upload_idle_s), methods
         )
         add_ModelServiceServicer_to_server(self._model_service(), methods)
         admin = AdminService(
@@ -246,7 +247,7 @@ class KestrelServer:
         else:
             self.own_addresses = tuple(bound)
         self.addresses += tuple(bound)
-        tell_lifecycle("listening", addresses=bound)
+        log_lifecycle("listening", addresses=bound)
 
     def _model_service(self) -> ModelService:
         return ModelService(
@@ -258,24 +259,24 @@ class KestrelServer:
 
     async def _watch_files(self) -> None:
         while True:
-            if self._files.look():
+            if self._files.check():
                 self._health.update()
             await asyncio.sleep(INTERVAL_S)
 
     def _num_connections(self) -> int | None:
-        """Any thread."""
+        """The number of open connections, or None. May be called from any thread."""
         tcp = (address for address in self.addresses if unix_path(address) is None)
         return open_connections([int(address.rpartition(":")[2]) for address in tcp])
 
     async def load(self) -> InferenceEngine:
-        """Loads the model and takes requests. Raises ConfigError, ModelLoadError, AddressError."""
+        """Loads the model and accepts requests. Raises ConfigError, ModelLoadError, AddressError."""
         started = time.monotonic()
         try:
             engine = await self._load_engine()
         except Exception as error:
-            # In text the command's last line gives the error; a log in JSON needs it in this record.
+            # With a log as text, the command prints the error as its last line. A log in JSON needs it in this record.
             as_json = self._config.log_format == "json"
-            tell_lifecycle("failed", **({"error": str(error)} if as_json else {}))
+            log_lifecycle("failed", **({"error": str(error)} if as_json else {}))
             raise
         self.load_seconds = time.monotonic() - started
         if self.telemetry is not None:
@@ -287,30 +288,34 @@ class KestrelServer:
         self._following = asyncio.create_task(self._health.follow())
         if self.served.state is State.READY:
             info, seconds = engine.info, round(self.load_seconds, 3)
-            tell_lifecycle(
+            log_lifecycle(
                 "ready", model=info.model, device=info.device, dtype=info.dtype, load_s=seconds
             )
         return engine
 
     async def drain(self) -> None:
-        """Takes no more requests, and at shared addresses no more connections; requests that run go on. Idempotent."""
+        """Refuses new requests, and new connections at shared addresses. Running requests continue. Idempotent."""
         if self.served.state is not State.DRAINING:
             engine = self.served.loaded
-            tell_lifecycle("draining", requests=0 if engine is None else engine.num_requests)
+            log_lifecycle("draining", requests=0 if engine is None else engine.num_requests)
         self.served.drain()
         self._health.update()
         if self._shared is not None and self._leaving is None:
-            # Callers are told to connect anew, which leads them to another process.
+            # This asks clients to connect again. Their new connections go to another process.
             longest_s = self._config.security.age_grace_s or _FOREVER_MS / 1000
             self._leaving = asyncio.create_task(self._shared.stop(longest_s))
 
     async def stop(self, grace_s: float, delay_s: float = 0.0) -> None:
-        """Takes requests for ``delay_s`` seconds more, with health NOT_SERVING; lets running ones end for up to
-        ``grace_s`` seconds, fails the rest, closes everything. Idempotent."""
+        """Stops the server. Idempotent.
+
+        The server accepts requests for ``delay_s`` more seconds while health reports NOT_SERVING. Running requests then
+        have ``grace_s`` seconds to end. The remaining requests fail, and the server closes.
+        """
         if delay_s and self.served.state is State.READY and self._following is not None:
-            tell_lifecycle("leaving", delay_s=delay_s)
+            log_lifecycle("leaving", delay_s=delay_s)
             self._health.leave()
-            await asyncio.wait({self._following}, timeout=delay_s)  # It ends if the engine fails.
+            # The task ends early if the engine fails.
+            await asyncio.wait({self._following}, timeout=delay_s)
         await self.drain()
         for task in (self._following, self._watching, self._trimming):
             if task is not None:
@@ -319,14 +324,14 @@ class KestrelServer:
         if engine is not None:
             await self.profiles.close()
             if engine.num_requests:
-                logger.info("%d requests may end within %g s", engine.num_requests, grace_s)
+                logger.info("waiting up to %g s for %d requests", grace_s, engine.num_requests)
             await engine.shutdown(grace_s=grace_s)
         if not await self._in_flight.wait_idle(LAST_WORDS_S):
-            logger.warning("%d calls were cut off", self._in_flight.count)
+            logger.warning("%d calls were aborted", self._in_flight.count)
         if self._http is not None:
             await self._http.stop()
         for server in self._servers:
-            # Whoever still watches health is cut off here: such a stream never ends by itself.
+            # This also ends health's Watch streams, which never end by themselves.
             await server.stop(None)
         if self._leaving is not None:
             await self._leaving
@@ -336,7 +341,7 @@ class KestrelServer:
         if self.telemetry is not None:
             await self.telemetry.close()
         if self._started_at is not None:
-            tell_lifecycle("stopped", served_s=round(time.monotonic() - self._started_at, 3))
+            log_lifecycle("stopped", served_s=round(time.monotonic() - self._started_at, 3))
             self._started_at = None
 
 
@@ -347,28 +352,28 @@ def _channel_options(
     return [
         ("grpc.max_receive_message_length", min(received_bytes, _FOREVER_MS)),
         ("grpc.max_send_message_length", sent_bytes),
-        # gRPC's core would unpack a message before anyone can say that there is no room for it (edge/inflating.py).
+        # gRPC's core would decompress a message before this server can reserve memory for it (edge/inflating.py).
         ("grpc.per_message_decompression", 0),
-        # A stream that waits to be read holds a window's worth, 64 KiB. The probe would let windows grow to megabytes.
+        # A stream that the client does not read holds a window of 64 KiB. The probe could grow it to megabytes.
         ("grpc.http2.bdp_probe", 0),
-        # TLS and the first frame of HTTP/2 must have come by then; gRPC's own is two minutes.
+        # Limits the time of the TLS handshake and HTTP/2's first frame. gRPC's default is two minutes.
         ("grpc.server_handshake_timeout_ms", _milliseconds(_HANDSHAKE_S)),
         ("grpc.max_allowed_incoming_connections", limits.connections or _FOREVER_MS),
         ("grpc.max_metadata_size", limits.metadata_bytes),
-        # Between the two limits gRPC refuses at random.
+        # gRPC refuses calls at random between the soft and the absolute limit, so both are equal.
         ("grpc.absolute_max_metadata_size", limits.metadata_bytes),
         ("grpc.max_concurrent_streams", limits.streams),
         ("grpc.max_connection_age_ms", _milliseconds(limits.age_s)),
         ("grpc.max_connection_age_grace_ms", _milliseconds(security.age_grace_s)),
-        # Two servers on one port would share its connections silently; so the second fails to start, if none is meant.
+        # Without this, a second server on the same port would start and take some of the connections.
         ("grpc.so_reuseport", int(shared)),
-        # Clients may ping every second, during long calls and between calls, without being thrown out.
+        # Clients may send a ping every second, during calls and between them, without losing their connection.
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.keepalive_permit_without_calls", 1),
-        # A client that vanished without closing its connection is noticed after both.
+        # The server closes the connection of a client that vanished after the sum of both times.
         ("grpc.keepalive_time_ms", _milliseconds(limits.keepalive_s)),
         ("grpc.keepalive_timeout_ms", _milliseconds(limits.keepalive_timeout_s)),
-        # That one waits for TCP; for the answer of a client that hangs gRPC waits so long, by default a minute.
+        # keepalive_timeout covers TCP. This is the time to answer a ping, by default a minute.
         ("grpc.http2.ping_timeout_ms", _milliseconds(limits.keepalive_timeout_s)),
     ]
 

@@ -1,4 +1,4 @@
-"""Skills named on the command line as ``package.module:SkillClass``. Owns finding them, and what a failure says."""
+"""Imports the skills that --skill names as ``package.module:SkillClass``, and checks them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ MAX_NAME = 128
 
 
 def skill_registry(names: Sequence[str], source: str = "--skill") -> SkillRegistry:
-    """The five skills and those ``names`` stand for. Raises SettingsError naming the one at fault, and ``source``.
+    """The five skills and the skills of ``names``.
 
-    Modules are found as Python finds them, and in the current folder.
+    Python's import path and the current folder are searched for modules. ``source`` is the flag, variable or key that
+    gave ``names``. Raises SettingsError, which names the invalid skill and ``source``.
     """
     if names and "" not in sys.path:
         sys.path.append("")
@@ -37,14 +38,16 @@ def _load(name: str, source: str) -> SkillSpec:
     module_name, _, class_name = name.partition(":")
     try:
         skill = getattr(importlib.import_module(module_name), class_name)()
-    except Exception as error:  # Whatever the module does while it is imported.
-        told = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise SettingsError(f"{source}={name}: {told}") from error
+    except Exception as error:  # The import runs any code of the module.
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise SettingsError(f"{source}={name}: {reason}") from error
     own = getattr(skill, "name", None)
     if not isinstance(own, str) or not 1 <= len(own) <= MAX_NAME:
-        raise SettingsError(f"{source}={name}: its name must be text of 1 to {MAX_NAME} characters")
+        raise SettingsError(
+            f"{source}={name}: its name must be a str of 1 to {MAX_NAME} characters"
+        )
     missing = [part for part in _PARTS if not callable(getattr(skill, part, None))]
     if missing:
-        raise SettingsError(f"{source}={name}: is no skill, it lacks {', '.join(missing)}")
+        raise SettingsError(f"{source}={name}: is not a skill; it lacks {', '.join(missing)}")
     loaded: SkillSpec = skill
     return loaded

@@ -1,4 +1,4 @@
-"""How loading a model shows: a line that moves on a terminal, else log lines now and then."""
+"""Shows the progress of a model's startup: one line that changes on a terminal, otherwise a log line every 10 s."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _MB = 1e6
 
 
 class LoadingProgress:
-    """The engine's progress callback; called from the thread that loads. A context manager: leaves a clean line.
-    ``draws``: whether a terminal is ours alone."""
+    """The engine's progress callback. The thread that loads calls it. As a context manager, it clears its line at exit.
+
+    ``draws``: whether this process may draw on the terminal; False if several processes share it.
+    """
 
     def __init__(self, *, draws: bool = True) -> None:
         self._terminal = draws and sys.stderr.isatty()
@@ -29,7 +31,7 @@ class LoadingProgress:
             return
         self._last = now
         share = f"{100 * done / total:3.0f} %" if total else "  ? %"
-        # Few of something else than bytes, such as graphs.
+        # Small totals do not count bytes, but for example graphs.
         amount = f"{total / _MB:,.0f} MB" if total >= _MB else f"{total:,}"
         line = f"{what}: {share} of {amount}"
         if self._terminal:

@@ -1,6 +1,6 @@
-"""What systemd is told of the server: ready, stopping, still alive. One datagram each, as sd_notify(3) describes.
+"""Notifier: reports the server's state to systemd with datagrams, as sd_notify(3) describes.
 
-Nothing is sent where systemd didn't start us.
+It sends nothing if systemd did not start this process.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ logger = logging.getLogger(__name__)
 
 
 class Notifier:
-    """``environ``: where systemd says its socket, and how often it wants to hear from whom."""
+    """Sends messages to systemd. ``environ`` holds systemd's variables: its socket, and the watchdog's process and
+    interval."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._address = environ.get("NOTIFY_SOCKET", "")
-        if self._address.startswith("@"):  # in the kernel's name space, not in the file system
+        if self._address.startswith("@"):  # an abstract socket, not a file
             self._address = "\0" + self._address[1:]
-        ours = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-        wanted = environ.get("WATCHDOG_USEC", "") if ours and self._address else ""
-        self.interval_s = int(wanted) / 2e6 if wanted.isdigit() and int(wanted) > 0 else None
-        """Seconds between two signs of life: half of what systemd waits; None if it wants none."""
+        is_watched = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        timeout_us = environ.get("WATCHDOG_USEC", "") if is_watched and self._address else ""
+        self.interval_s = (
+            int(timeout_us) / 2e6 if timeout_us.isdigit() and int(timeout_us) > 0 else None
+        )
+        """Seconds between two watchdog messages: half of systemd's timeout; None without a watchdog."""
 
-    def tell(self, *lines: str) -> None:
-        """Never raises: what systemd makes of silence is its own to decide."""
+    def send(self, *lines: str) -> None:
+        """Sends a message. Logs an error instead of raising it."""
         if not self._address:
             return
         try:
@@ -35,14 +38,14 @@ class Notifier:
                 sender.setblocking(False)
                 sender.sendto("\n".join(lines).encode(), self._address)
         except OSError as error:
-            logger.warning("systemd can't be told %s: %s", lines[0], error)
+            logger.warning("cannot send %s to systemd: %s", lines[0], error)
 
     async def keep_alive(self, has_failed: Callable[[], bool]) -> None:
-        """Signs of life until the engine has failed or this task is cancelled. Then systemd is to restart us at once: a
-        dead engine answers nobody any more."""
+        """Sends watchdog messages until the engine has failed or this task is cancelled. If the engine has failed, asks
+        systemd to restart this process at once."""
         if self.interval_s is None:
             return
         while not has_failed():
-            self.tell("WATCHDOG=1")
+            self.send("WATCHDOG=1")
             await asyncio.sleep(self.interval_s)
-        self.tell("WATCHDOG=trigger", "STATUS=the engine has died")
+        self.send("WATCHDOG=trigger", "STATUS=the engine has died")

@@ -1,5 +1,7 @@
-"""AdminService: drain, cancel, flush, log level, statistics, profiles, captures. Owns nothing; who may call it is the
-guard's business."""
+"""AdminService: drain, cancel, flush, log level, statistics, profiles and captures.
+
+The service holds no state. The guard (security/admission) decides who may call it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ _NAMES = {level: name for name, level in _LEVELS.items()}
 
 
 class AdminService(AdminServiceServicer):
-    """``drain`` makes the server take no more requests."""
+    """``drain``: makes the server refuse new requests and then stop."""
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class AdminService(AdminServiceServicer):
         self._started_at = time.monotonic()
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        _tell("drain")
+        _log_action("drain")
         await self._drain()
         engine = self._served.loaded
         return pb.DrainResponse(remaining_requests=0 if engine is None else engine.num_requests)
@@ -76,7 +78,7 @@ class AdminService(AdminServiceServicer):
             raise LocatedError(error, "request_id")
         engine = self._served.loaded
         count = 0 if engine is None else engine.cancel(request.request_id)
-        _tell("cancel %d requests with id %s", count, request.request_id)
+        _log_action("cancel %d requests with id %s", count, request.request_id)
         return pb.CancelRequestResponse(cancelled_requests=count)
 
     async def FlushCaches(
@@ -85,9 +87,9 @@ class AdminService(AdminServiceServicer):
         engine = self._served.loaded
         if engine is not None:
             engine.flush_caches()
-        forgotten = self._images.clear() if request.stored_images else 0
-        _tell("flush caches and %d stored pictures", forgotten)
-        return pb.FlushCachesResponse(forgotten_images=forgotten)
+        removed = self._images.clear() if request.stored_images else 0
+        _log_action("flush caches and %d stored images", removed)
+        return pb.FlushCachesResponse(forgotten_images=removed)
 
     async def SetLogLevel(
         self, request: pb.SetLogLevelRequest, context: Context
@@ -95,12 +97,16 @@ class AdminService(AdminServiceServicer):
         level = _LEVELS.get(request.level)
         if level is None:
             raise InvalidRequest("level", "must be DEBUG, INFO, WARNING or ERROR")
-        chosen = _logger_of(request.module)
-        before = _NAMES.get(chosen.level, pb.LOG_LEVEL_UNSPECIFIED)
-        # Told in any case, whichever way the level goes.
-        chosen.setLevel(min(level, logging.INFO))
-        _tell("log level %s %s", request.module or "of all", logging.getLevelName(level))
-        chosen.setLevel(level)
+        module_logger = _find_logger(request.module)
+        before = _NAMES.get(module_logger.level, pb.LOG_LEVEL_UNSPECIFIED)
+        # The change is logged at INFO, even if the new level hides that.
+        module_logger.setLevel(min(level, logging.INFO))
+        _log_action(
+            "log level of %s set to %s",
+            request.module or "all modules",
+            logging.getLevelName(level),
+        )
+        module_logger.setLevel(level)
         return pb.SetLogLevelResponse(previous_level=before)
 
     async def StartProfile(
@@ -118,7 +124,7 @@ class AdminService(AdminServiceServicer):
             steps=steps,
             python_functions=request.python_functions,
         )
-        _tell("profile %s of %g s or %d steps", file, seconds, steps)
+        _log_action("profile %s of %g s or %d steps", file, seconds, steps)
         return pb.StartProfileResponse(file=file)
 
     async def StopProfile(
@@ -138,9 +144,9 @@ class AdminService(AdminServiceServicer):
         requests = request.requests if request.HasField("requests") else DEFAULT_REQUESTS
         if not 1 <= requests <= MAX_REQUESTS:
             raise InvalidRequest("requests", f"must be 1 to {MAX_REQUESTS}")
-        self._capture.start(requests, pictures=request.pictures)
-        _tell(
-            "capture %d failing requests, %s pictures",
+        self._capture.start(requests, images=request.pictures)
+        _log_action(
+            "capture %d failing requests, %s images",
             requests,
             "with" if request.pictures else "without",
         )
@@ -150,7 +156,7 @@ class AdminService(AdminServiceServicer):
         self, request: pb.StopCaptureRequest, context: Context
     ) -> pb.StopCaptureResponse:
         files, lost = await self._capture.stop()
-        _tell("no more captures: %d written, %d lost", len(files), lost)
+        _log_action("stop captures: %d written, %d lost", len(files), lost)
         return pb.StopCaptureResponse(files=files, lost=lost)
 
     async def GetStatistics(
@@ -163,7 +169,10 @@ class AdminService(AdminServiceServicer):
             refused_calls=self._guard.refused,
             stored_images=len(self._images),
             stored_image_bytes=self._images.size_bytes,
-            methods=[_of(name, counts) for name, counts in sorted(self._calls.methods.items())],
+            methods=[
+                _method_statistics(name, counts)
+                for name, counts in sorted(self._calls.methods.items())
+            ],
         )
         engine = self._served.loaded
         if engine is not None:
@@ -179,7 +188,7 @@ class AdminService(AdminServiceServicer):
         return response
 
 
-def _of(method: str, counts: MethodCounts) -> pb.MethodStatistics:
+def _method_statistics(method: str, counts: MethodCounts) -> pb.MethodStatistics:
     return pb.MethodStatistics(
         method=method,
         ok_calls=counts.ok,
@@ -197,14 +206,14 @@ def _of(method: str, counts: MethodCounts) -> pb.MethodStatistics:
     )
 
 
-def _logger_of(module: str) -> logging.Logger:
-    """The logger of a module that exists, or of a package of such; "" is the root. Raises InvalidRequest."""
+def _find_logger(module: str) -> logging.Logger:
+    """The logger of an existing module or package; "" is the root logger. Raises InvalidRequest."""
     if module and module not in logging.root.manager.loggerDict:
-        # One made here would stay for good, and say nothing.
-        raise InvalidRequest("module", "nothing of this name logs here")
+        # getLogger would create a logger that is never removed and never used.
+        raise InvalidRequest("module", "no module of this name writes logs")
     return logging.getLogger(module)
 
 
-def _tell(what: str, *arguments: object) -> None:
-    """Who did it goes into the log."""
-    logger.info(f"%s: {what}", current_call().owner or "an administrator", *arguments)
+def _log_action(action: str, *arguments: object) -> None:
+    """Logs an action of an administrator, with the caller's name."""
+    logger.info(f"%s: {action}", current_call().owner or "an administrator", *arguments)

@@ -1,7 +1,8 @@
-"""Analyze: several tasks on one picture. Owns how they share it, how their events mix, and what a failed one tells.
+"""Analyze: several tasks on one image.
 
-The picture is prepared once; then every task is a request of the engine of its own, so that they are scheduled like any
-others and share the picture's prefix. Their events are told one at a time, as they come.
+The image is prepared once. Each task then is a separate request of the engine. The engine schedules these requests like
+all others, and they share the prefix of the image. The events of all tasks go to one stream, in the order in which they
+occur. A task that fails becomes an error in its own result and leaves the other tasks running.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ logger = logging.getLogger(__name__)
 MAX_TASKS = 32
 _KEY = re.compile(r"[!-~]{1,128}")
 
-Tell = Callable[[str, dict[str, Any]], Awaitable[None]]
-"""Sends an event: the task's key ("" for the call as a whole) and the one field that it fills."""
+Send = Callable[[str, dict[str, Any]], Awaitable[None]]
+"""Sends an event. Takes the task's key ("" for the whole call) and the event's one field, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How a kind of task becomes a call and a result."""
+    """The conversions of one kind of task: fields to arguments and settings, result to response."""
 
     arguments: Callable[[Any], convert.Fields]
     respond: Respond[Any]
@@ -57,7 +58,7 @@ _KINDS = {
     "detect": _Kind(convert.detect_arguments, convert.detect_response, convert.max_objects),
     "segment": _Kind(convert.segment_arguments, convert.segment_response),
 }
-"""By the name of the task's field, which is the skill's name and the result's field as well."""
+"""By the name of the task's field. The skill and the result's field have the same name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +67,7 @@ class _Task:
     name: str
     fields: Any
     path: str
-    """Where the fields stand in the request."""
+    """The prefix of the fields' paths in the request, such as ``tasks[0].detect.``."""
 
     def call(self, options: CallOptions) -> SkillCall:
         """Raises InvalidRequest."""
@@ -87,27 +88,31 @@ class _Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shared:
-    """What all tasks of a call share."""
+    """The objects that all tasks of a call share."""
 
     engine: InferenceEngine
     image: PreparedImage
     image_id: str
     options: CallOptions
-    tell: Tell | None
+    send: Send | None
 
 
 async def analyze(
-    starter: Starter, request: pb.AnalyzeRequest, tell: Tell | None = None
+    starter: Starter, request: pb.AnalyzeRequest, send: Send | None = None
 ) -> pb.AnalyzeResponse:
-    """Does all tasks; raises for what is wrong with picture or request as a whole. Cancelled, it ends all tasks."""
+    """Runs all tasks and returns their results.
+
+    Raises an error if the image, the options or the list of tasks is invalid. The failure of one task is its result
+    instead. Cancellation ends all tasks. ``send`` receives the events of a stream; None sends no events.
+    """
     began = time.monotonic()
     call = current_call()
     options, source = convert.call_options(request.options), convert.required_image(request)
     tasks = _read_tasks(request.tasks)
     engine = starter.served.engine(options.model)
-    picture = starter.pictures.find(call.owner, source)
+    resolved = starter.images.find(call.owner, source)
     image = await engine.prepare_image(
-        picture.given,
+        resolved.given,
         timeout_s=call.timeout_s,
         cache_salt=call.principal.namespace(options.cache_salt),
         request_id=call.request_id,
@@ -116,18 +121,17 @@ async def analyze(
         weight=call.principal.weight,
     )
     size = (image.width, image.height)
-    image_id = await starter.pictures.keep(call.owner, picture, size, weight=call.principal.weight)
+    image_id = await starter.images.keep(call.owner, resolved, size, weight=call.principal.weight)
     await call.accept()
-    if tell is not None:
+    if send is not None:
         begun = pb.StreamStarted(request_id=call.request_id, model=engine.info.model)
-        await tell("", {"started": begun})
-    shared = _Shared(engine, image, image_id, options, tell)
+        await send("", {"started": begun})
+    shared = _Shared(engine, image, image_id, options, send)
     try:
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(_run(task, shared)) for task in tasks]
-    except (
-        BaseExceptionGroup
-    ) as failed:  # An event couldn't be told: a task's own failure is its result.
+    except BaseExceptionGroup as failed:
+        # An event could not be sent. The failure of a task does not get here: it is the task's result.
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise asyncio.CancelledError from None
         raise failed.exceptions[0] from None
@@ -152,9 +156,9 @@ async def analyze(
 
 
 def _read_tasks(tasks: Sequence[pb.AnalyzeTask]) -> list[_Task]:
-    """Raises InvalidRequest for what leaves results without a task to belong to."""
+    """The tasks of a request. Raises InvalidRequest if their number or a key is invalid, or if a task is empty."""
     if not 1 <= len(tasks) <= MAX_TASKS:
-        raise InvalidRequest("tasks", f"has {len(tasks)} tasks; 1 to {MAX_TASKS} are taken")
+        raise InvalidRequest("tasks", f"has {len(tasks)} tasks; must have 1 to {MAX_TASKS}")
     read: list[_Task] = []
     seen: dict[str, int] = {}
     for index, task in enumerate(tasks):
@@ -165,7 +169,7 @@ def _read_tasks(tasks: Sequence[pb.AnalyzeTask]) -> list[_Task]:
                 f"{path}.key", "must be 1 to 128 visible ASCII characters (! to ~)"
             )
         if seen.setdefault(key, index) != index:
-            raise InvalidRequest(f"{path}.key", f"is {key!r}, as that of tasks[{seen[key]}]")
+            raise InvalidRequest(f"{path}.key", f"{key!r} is already the key of tasks[{seen[key]}]")
         name = task.WhichOneof("task")
         if name is None:
             raise InvalidRequest(path, f"holds no task: set one of {', '.join(_KINDS)}")
@@ -174,22 +178,22 @@ def _read_tasks(tasks: Sequence[pb.AnalyzeTask]) -> list[_Task]:
 
 
 async def _run(task: _Task, shared: _Shared) -> tuple[pb.TaskResult, EngineMetrics | None]:
-    """One task to its end; its own failure becomes its result."""
+    """Runs one task. The task's failure becomes its result."""
     metrics = None
     try:
         response, metrics = await _respond(task, shared)
         result = pb.TaskResult(key=task.key, **{task.name: response})
-    except _TellFailed as failed:
+    except _SendFailed as failed:
         raise failed.error from None
     except Exception as error:
         result = pb.TaskResult(key=task.key, error=_task_error(error, task, shared))
-    if shared.tell is not None:
-        await shared.tell(task.key, {"task_final": result})
+    if shared.send is not None:
+        await shared.send(task.key, {"task_final": result})
     return result, metrics
 
 
-class _TellFailed(Exception):
-    """An event couldn't be sent: not the task's failure."""
+class _SendFailed(Exception):
+    """An event could not be sent, which is not a failure of the task."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -200,12 +204,12 @@ async def _respond(task: _Task, shared: _Shared) -> tuple[Any, EngineMetrics]:
     call = task.call(shared.options)
     stream = await submit(shared.engine, call, shared.image)
     try:
-        if shared.tell is not None:
+        if shared.send is not None:
             async for update in stream:
                 try:
-                    await shared.tell(task.key, skill_event(update))
+                    await shared.send(task.key, skill_event(update))
                 except Exception as error:
-                    raise _TellFailed(error) from error
+                    raise _SendFailed(error) from error
         result = await stream.result()
         response = await responded(shared.engine, call, result, _KINDS[task.name].respond)
         response.image_id = shared.image_id
@@ -218,23 +222,23 @@ def _task_error(error: Exception, task: _Task, shared: _Shared) -> pb.TaskError:
     request_id = current_call().request_id
     if not row_of(error).public:
         logger.error("request %s, task %s failed", request_id, task.key, exc_info=error)
-    prefix = "request." if shared.tell is not None else ""
-    # What the model can't do is a matter of the call's options, not of the task's fields.
+    prefix = "request." if shared.send is not None else ""
+    # A skill that the model does not have is a fault of options.model, not of the task's fields.
     path = prefix if isinstance(error, SkillUnavailable) else prefix + task.path
-    told = complaint(error, request_id, path)
+    described = complaint(error, request_id, path)
     return pb.TaskError(
-        code=told.code.value[0],
-        message=told.message,
-        reason=told.reason,
+        code=described.code.value[0],
+        message=described.message,
+        reason=described.reason,
         field_violations=[
             pb.TaskFieldViolation(field=field, description=description)
-            for field, description in told.violations
+            for field, description in described.violations
         ],
     )
 
 
 def _total(request_id: str, metrics: Sequence[EngineMetrics]) -> EngineResult:
-    """What the access log tells of the call: sums of tokens, the longest wait, the first token."""
+    """The call's figures for the access log: sums of tokens, the longest queue time, the earliest first token."""
     total = EngineMetrics(
         input_tokens=sum(m.input_tokens for m in metrics),
         output_tokens=sum(m.output_tokens for m in metrics),

@@ -1,7 +1,7 @@
-"""Messages to domain values and back: pure functions, no I/O, no state.
+"""Conversions between protobuf messages and the engine's values: pure functions without I/O or state.
 
-Requests become a SkillCall in the engine's own terms; what the engine checks itself (ranges, text, pictures) is left to
-it, so that a rule stands in one place. Results become messages, with coordinates clipped to the picture.
+A request becomes a SkillCall. This module does not check what the engine checks (ranges, texts, images), so that each
+rule stands in one place. A result becomes a message whose coordinates are clipped to the image.
 """
 
 from __future__ import annotations
@@ -55,12 +55,13 @@ _FINISH_REASONS = {
 
 
 ImageSource: TypeAlias = bytes | np.ndarray | ImageId | OnBackground
-"""Encoded bytes, [height, width(, channels)] uint8 RGB(A), the name of either, or one of these on a background."""
+"""Encoded bytes; pixels as [height, width(, channels)] uint8 RGB(A); the id of a stored image; or one of these with a
+background colour."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
-    """How a request is handled, in the engine's terms."""
+    """A request's options in the form that the engine expects."""
 
     model: str | None = None
     priority: str = "normal"
@@ -72,7 +73,7 @@ _NO_OPTIONS = CallOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkillCall:
-    """One request in the engine's terms."""
+    """One request in the form that the engine expects."""
 
     skill: str
     image: ImageSource | None
@@ -86,7 +87,7 @@ class SkillCall:
 
 
 class HasImage(Protocol):
-    """A request with a picture."""
+    """A request with an image."""
 
     @property
     def image(self) -> common_pb2.Image: ...
@@ -94,7 +95,7 @@ class HasImage(Protocol):
 
 
 class Request(HasImage, Protocol):
-    """What the five skills' requests share."""
+    """The fields that the requests of all five skills have."""
 
     @property
     def sampling(self) -> common_pb2.Sampling: ...
@@ -103,7 +104,7 @@ class Request(HasImage, Protocol):
 
 
 Fields = Mapping[str, Any]
-"""A skill's own arguments, or its settings besides sampling."""
+"""A skill's arguments, or its settings other than sampling."""
 
 
 def query_call(request: vision_service_pb2.QueryRequest) -> SkillCall:
@@ -130,7 +131,7 @@ def segment_call(request: vision_service_pb2.SegmentRequest) -> SkillCall:
     return _call("segment", request, image, segment_arguments(request), mask_format=mask)
 
 
-# The same fields, with the same names and numbers, are in a skill's own request and in its task of Analyze.
+# A skill's request and its task in Analyze have the same fields, with the same names and numbers.
 
 
 def query_arguments(
@@ -192,8 +193,10 @@ def mask_format(
 
 
 def image_source(image: common_pb2.Image) -> ImageSource:
-    """Encoded bytes as they are; raw pixels as an array that shares the message's memory; either, or an id, on the
-    background that is asked for. Raises InvalidRequest."""
+    """The image of a request: encoded bytes, an ImageId, or raw pixels as an array that shares the message's memory.
+
+    If the request sets a background, the result is an OnBackground of these. Raises InvalidRequest.
+    """
     source = _source(image)
     if not image.HasField("background"):
         return source
@@ -202,7 +205,7 @@ def image_source(image: common_pb2.Image) -> ImageSource:
             "image.background", f"{image.background!r} must be a colour like #ffffff"
         )
     red, green, blue = bytes.fromhex(image.background[1:])
-    return OnBackground(source, (red, green, blue))  # type: ignore[arg-type]  # an id is resolved before
+    return OnBackground(source, (red, green, blue))  # type: ignore[arg-type]  # images.store resolves ids
 
 
 def _source(image: common_pb2.Image) -> ImageSource:
@@ -215,7 +218,7 @@ def _source(image: common_pb2.Image) -> ImageSource:
         if not image.image_id:
             raise InvalidRequest("image.image_id", "must not be empty")
         return ImageId(image.image_id)
-    raise InvalidRequest("image", "holds no picture: set encoded or raw, or image_id")
+    raise InvalidRequest("image", "holds no image: set encoded, raw or image_id")
 
 
 def _raw_pixels(raw: common_pb2.RawImage) -> np.ndarray:
@@ -228,7 +231,7 @@ def _raw_pixels(raw: common_pb2.RawImage) -> np.ndarray:
     if len(data) != expected:
         raise InvalidRequest(
             "image.raw.data",
-            f"has {len(data)} bytes, but {raw.width}x{raw.height} pixels of {depth} bytes are {expected}",
+            f"has {len(data)} bytes; {raw.width}x{raw.height} pixels of {depth} bytes need {expected}",
         )
     pixels = np.frombuffer(data, np.uint8).reshape(raw.height, raw.width, depth)
     return pixels[:, :, ::-1] if raw.format == common_pb2.PIXEL_FORMAT_BGR8 else pixels
@@ -257,13 +260,13 @@ def call_options(options: common_pb2.RequestOptions) -> CallOptions:
     salt = options.cache_salt
     if (size := len(salt.encode())) > _MAX_SALT_BYTES:
         raise InvalidRequest(
-            "cache_salt", f"has {size} UTF-8 bytes, the limit is {_MAX_SALT_BYTES}"
+            "cache_salt", f"has {size} UTF-8 bytes; the limit is {_MAX_SALT_BYTES}"
         )
     return CallOptions(model=model, priority=priority, cache_salt=salt)
 
 
 def sampling_settings(sampling: common_pb2.Sampling) -> dict[str, Any]:
-    """The fields that are set, by name."""
+    """The values of the fields that are set, by name."""
     return {descriptor.name: value for descriptor, value in sampling.ListFields()}
 
 
@@ -292,7 +295,7 @@ def _call(
 
 
 def _known(name: str, number: int, enum: Any, meanings: Mapping[Any, Any]) -> Any:
-    """The meaning of an enum's number; numbers that this version does not define are refused."""
+    """The meaning of an enum's number. Raises InvalidRequest for a number that this version does not define."""
     if number not in meanings:
         raise InvalidRequest(name, f"{number} is not a value of {enum.DESCRIPTOR.name}")
     return meanings[number]
@@ -302,7 +305,7 @@ def query_response(result: EngineResult, image_positions: int) -> vision_service
     output = result.output
     reasoning = None
     if "reasoning" in output:
-        # Python's indices into str are code points, as the wire wants them.
+        # The message counts code points, as Python's indices into str do.
         reasoning = vision_service_pb2.Reasoning(
             text=output["reasoning"]["text"],
             grounding=[
@@ -346,7 +349,7 @@ def detect_response(
 def segment_response(
     result: EngineResult, image_positions: int
 ) -> vision_service_pb2.SegmentResponse:
-    """Without the mask, which takes time to draw: see drawn_mask.py."""
+    """The response without its mask, which takes time to draw: see drawn_mask.py."""
     segment = result.output["segments"][0]
     return vision_service_pb2.SegmentResponse(
         svg_path=segment["svg_path"],
@@ -357,7 +360,7 @@ def segment_response(
 
 
 def event(update: StreamUpdate) -> dict[str, Any]:
-    """The update as the one field of a stream event that it fills."""
+    """The one field of a stream event that holds the update, by name."""
     tokens = update.token_index
     if update.text:
         delta = vision_service_pb2.TextDelta(text=update.text, output_tokens=tokens)
@@ -376,7 +379,7 @@ def point(found: Mapping[str, float]) -> common_pb2.Point:
 
 
 def box(found: Mapping[str, float]) -> common_pb2.Box:
-    """The part within the picture. The model's centres lie in the picture, so some of every box is left."""
+    """The part of the box that lies in the image. It is never empty, because a box's centre lies in the image."""
     return common_pb2.Box(
         x_min=_clip(found["x_min"]),
         y_min=_clip(found["y_min"]),
@@ -398,7 +401,7 @@ def timings(metrics: EngineMetrics) -> common_pb2.Timings:
 
 
 def milliseconds(duration_ms: float) -> float:
-    """Rounded to microseconds: further digits are noise of the clock."""
+    """Rounded to microseconds, because further digits are noise of the clock."""
     return round(duration_ms, 3)
 
 
@@ -408,7 +411,7 @@ def seconds(duration_s: float) -> float:
 
 
 def shared_fields(result: EngineResult, image_positions: int) -> dict[str, Any]:
-    """The fields that every response has, but for image_id, which the service's store gives."""
+    """The fields that every response has, except image_id, which comes from the image store."""
     size = result.image_size
     metrics = result.metrics
     return {

@@ -1,4 +1,4 @@
-"""The drawn mask of a segment response, in the encoding that was asked for. Owns when and where drawing is done."""
+"""Adds the drawn mask to a segment response, in the requested format. Decides whether a thread draws it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from kestrel_engine import InvalidRequest
 from . import masks
 
 _INLINE_PIXELS = 200_000
-"""A mask up to this size is drawn on the event loop: it takes about a millisecond, less than waking a thread."""
+"""Masks of up to this many pixels are drawn on the event loop, which takes about a millisecond: less than using a
+thread."""
 
 
 async def add_mask(response: pb.SegmentResponse, mask_format: pb.MaskFormat.ValueType) -> None:
-    """Sets ``response.mask`` if one is asked for and there is an outline. Raises InvalidRequest if it is too large."""
+    """Sets ``response.mask`` if a mask is requested and the response has an outline. Raises InvalidRequest if the image
+    is too large."""
     if mask_format in (pb.MASK_FORMAT_UNSPECIFIED, pb.MASK_FORMAT_NONE):
         return
     if not response.svg_path or not response.HasField("box"):
@@ -28,8 +30,8 @@ async def add_mask(response: pb.SegmentResponse, mask_format: pb.MaskFormat.Valu
     if size.width * size.height > masks.MAX_MASK_PIXELS:
         raise InvalidRequest(
             "mask_format",
-            f"PNG and RLE masks are drawn for images of up to {masks.MAX_MASK_PIXELS} pixels, this one has "
-            f"{size.width}x{size.height} = {size.width * size.height}; ask for SVG, or none",
+            f"the image has {size.width}x{size.height} = {size.width * size.height} pixels; PNG and RLE masks are "
+            f"limited to images of {masks.MAX_MASK_PIXELS}; request SVG or no mask",
         )
     if size.width * size.height <= _INLINE_PIXELS:
         mask = _encoded(response.svg_path, box, size.width, size.height, mask_format)

@@ -1,4 +1,4 @@
-"""Health by grpc.health.v1: readiness follows the served model. Owns the statuses that Check and Watch tell."""
+"""grpc.health.v1.Health: readiness follows the served model. Holds the statuses that Check and Watch report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from ..logs.records import tell_lifecycle
+from ..logs.records import log_lifecycle
 from ..served_model import ServedModel, State
 
 SERVICE_NAME: str = health.SERVICE_NAME
@@ -20,39 +20,39 @@ _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 POLL_INTERVAL_S = 1.0
-"""How often the engine's life is looked at: a dead step thread shows this much later."""
+"""Seconds between checks of the engine, so the longest delay before health reports a dead step thread."""
 
 
 class _Servicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """The library's holds a lock while it writes to a watcher (grpcio-health-checking 1.85): one who doesn't read would
-    keep the statuses from changing, and the server from stopping."""
+    """Replaces the servicer of grpcio-health-checking (1.85), which holds a lock while it writes to a watcher. There, a
+    watcher that does not read prevents changes of status and the server's stop."""
 
     def __init__(self) -> None:
-        self._told: dict[str, int] = {"": _SERVING}
+        self._statuses: dict[str, int] = {"": _SERVING}
         self._changed = asyncio.Event()
-        """Set when a status changes, and then replaced."""
+        """Set when a status changes, then replaced by a new event."""
         self._left = False
 
     def set(self, service: str, status: int) -> None:
         if not self._left:
-            self._told[service] = status
-            self._tell()
+            self._statuses[service] = status
+            self._wake_watchers()
 
     def leave(self) -> None:
-        """All are NOT_SERVING from now on."""
+        """Sets all statuses to NOT_SERVING. Later changes have no effect."""
         if not self._left:
             self._left = True
-            self._told = dict.fromkeys(self._told, _NOT_SERVING)
-            self._tell()
+            self._statuses = dict.fromkeys(self._statuses, _NOT_SERVING)
+            self._wake_watchers()
 
-    def _tell(self) -> None:
+    def _wake_watchers(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: _Context
     ) -> health_pb2.HealthCheckResponse:
-        status = self._told.get(request.service)
+        status = self._statuses.get(request.service)
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return health_pb2.HealthCheckResponse(status=status)
@@ -61,7 +61,7 @@ class _Servicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         last = None
         while True:
             changed = self._changed
-            status = self._told.get(request.service, _SERVICE_UNKNOWN)
+            status = self._statuses.get(request.service, _SERVICE_UNKNOWN)
             if status != last:
                 await context.write(health_pb2.HealthCheckResponse(status=status))
                 last = status
@@ -72,14 +72,16 @@ class _Servicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     ) -> health_pb2.HealthListResponse:
         statuses = {
             name: health_pb2.HealthCheckResponse(status=status)
-            for name, status in self._told.items()
+            for name, status in self._statuses.items()
         }
         return health_pb2.HealthListResponse(statuses=statuses)
 
 
 class Health:
-    """``""`` stands for the whole server, the model's name for the model. The model service answers while the model
-    loads, and says so."""
+    """The server's health. The service name ``""`` stands for the whole server, the model's name for the model.
+
+    Some services, such as ModelService, are healthy while the model still loads.
+    """
 
     def __init__(
         self,
@@ -89,8 +91,13 @@ class Health:
         following: tuple[str, ...],
         others: tuple[str, ...],
     ) -> None:
-        """Those ``following`` are ready when the model is, unless ``is_crowded``: new connections are about to fail.
-        ``others`` are ready from the start, until the server drains."""
+        """Creates the statuses.
+
+        Args:
+            is_crowded: Whether the server is about to refuse connections; then ``following`` are not serving.
+            following: Services that are serving while the model is ready.
+            others: Services that are serving from the start until the server drains.
+        """
         self._served, self._is_crowded = served, is_crowded
         self._following = {"", *following}
         self._others = others
@@ -100,30 +107,30 @@ class Health:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     def start(self) -> None:
-        """To be called before the server starts."""
+        """Sets the first statuses. Call this before the server starts."""
         for name in self._others:
             self._servicer.set(name, _SERVING)
         self.update()
 
     def update(self) -> None:
-        """Brings the statuses in line with the model's state."""
+        """Sets the statuses according to the model's state."""
         if self._served.state is State.DRAINING:
             self.leave()
             return
         ready = self._served.state is State.READY and not self._is_crowded()
         status = _SERVING if ready else _NOT_SERVING
-        # A path's name is known once it is loaded; who asked by the path goes on.
+        # A model that was named by its path has another name once it is loaded. Watchers may use either name.
         self._following.add(self._served.name)
         for name in self._following:
             self._servicer.set(name, status)
 
     def leave(self) -> None:
-        """All are NOT_SERVING from now on, whatever the model's state."""
+        """Sets all statuses to NOT_SERVING for good, whatever the model's state."""
         self._servicer.leave()
 
     async def follow(self) -> None:
-        """Watches over the engine until it fails or this task is cancelled."""
+        """Waits until the engine fails, then updates and logs that. Runs until then or until it is cancelled."""
         while self._served.state is not State.FAILED:
             await asyncio.sleep(POLL_INTERVAL_S)
-        tell_lifecycle("failed", error="the engine has died; a restart is needed")
+        log_lifecycle("failed", error="the engine has died; restart the server")
         self.update()

@@ -1,4 +1,4 @@
-"""ImageService: pictures put, uploaded and deleted. What is kept has been decoded before, as a request's picture is."""
+"""ImageService: puts, uploads and deletes images. It decodes every image, as a request does, before it stores it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kestrel_engine import InvalidRequest
 
 from ..edge.call import Context
 from ..edge.current_call import current_call
-from ..images.pictures import Pictures
-from ..images.store import KeptImage
+from ..images.request_images import RequestImages
+from ..images.store import StoredImage
 from ..images.upload import Upload, UploadRoom
 from ..served_model import ServedModel
 from . import convert
@@ -24,35 +24,35 @@ _A_MOMENT_S = 0.05
 
 
 class ImageService(ImageServiceServicer):
-    """Puts and uploads images into the store of ``pictures``."""
+    """Adds images to the store of ``images``, and deletes them."""
 
     def __init__(
-        self, served: ServedModel, pictures: Pictures, uploads: UploadRoom, upload_idle_s: float
+        self, served: ServedModel, images: RequestImages, uploads: UploadRoom, upload_idle_s: float
     ) -> None:
         """``upload_idle_s``: an upload that receives no data for this many seconds is cancelled."""
-        self._served, self._pictures, self._room = served, pictures, uploads
+        self._served, self._images, self._room = served, images, uploads
         self._upload_idle_s = upload_idle_s
         self._max_image_bytes = served.config.image_limits.max_bytes
 
     async def PutImage(self, request: pb.PutImageRequest, context: Context) -> pb.PutImageResponse:
-        picture = self._pictures.find(current_call().owner, convert.required_image(request))
-        kept = picture.kept or await self._put(picture.source)
+        image = self._images.find(current_call().owner, convert.required_image(request))
+        kept = image.kept or await self._put(image.source)
         return pb.PutImageResponse(image=_stored(kept))
 
     async def UploadImage(  # type: ignore[override]
         self, requests: AsyncIterator[pb.UploadImageRequest], context: Context
     ) -> pb.UploadImageResponse:
-        self._pictures.check_size(1)
+        self._images.check_size(1)
         caller = current_call().principal
         upload = Upload(
             self._max_image_bytes, self._room, principal=caller.name, weight=caller.weight
         )
         try:
             async for request in upload.messages(requests, self._upload_idle_s):
-                upload.take(request)
+                upload.add(request)
             kept = await self._put(await _finished(upload))
-        except BaseException:  # Passed on; what came may be worth a capture.
-            current_call().message = upload.taken()
+        except BaseException:  # Raised again. A capture may need the data that arrived.
+            current_call().message = upload.received()
             raise
         finally:
             upload.close()
@@ -63,12 +63,12 @@ class ImageService(ImageServiceServicer):
     ) -> pb.DeleteImageResponse:
         if not request.image_id:
             raise InvalidRequest("image_id", "is required")
-        existed = self._pictures.store.delete(current_call().owner, request.image_id)
+        existed = self._images.store.delete(current_call().owner, request.image_id)
         return pb.DeleteImageResponse(existed=existed)
 
-    async def _put(self, source: bytes | np.ndarray) -> KeptImage:
+    async def _put(self, source: bytes | np.ndarray) -> StoredImage:
         call = current_call()
-        self._pictures.check_size(len(source) if isinstance(source, bytes) else source.nbytes)
+        self._images.check_size(len(source) if isinstance(source, bytes) else source.nbytes)
         image = await self._served.engine().prepare_image(
             source,
             timeout_s=call.timeout_s,
@@ -77,7 +77,7 @@ class ImageService(ImageServiceServicer):
             principal=call.principal.name,
             weight=call.principal.weight,
         )
-        return await self._pictures.put(
+        return await self._images.put(
             call.owner, source, (image.width, image.height), weight=call.principal.weight
         )
 
@@ -87,12 +87,12 @@ async def _finished(upload: Upload) -> bytes:
     try:
         return upload.finish()
     except InvalidRequest:
-        # The end of a call that was given up comes a moment before its cancellation.
+        # If the client cancelled, the stream ends a moment before the cancellation arrives.
         await asyncio.sleep(_A_MOMENT_S)
         raise
 
 
-def _stored(kept: KeptImage) -> pb.StoredImage:
+def _stored(kept: StoredImage) -> pb.StoredImage:
     return pb.StoredImage(
         image_id=kept.image_id,
         size=common_pb2.ImageSize(width=kept.width, height=kept.height),

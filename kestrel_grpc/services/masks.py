@@ -1,7 +1,7 @@
-"""The outline of a segment as a mask of the image, and the mask as a file. Knows no message.
+"""Draws the outline of a segment as a mask of the image, and encodes masks. This module uses no protobuf messages.
 
-The SDK's parser and fill draw it (svg_path and rasterise in kestrel_client.drawing), so a client that draws the path
-itself gets the same pixels.
+The SDK's parser and fill draw the mask (svg_path and rasterise in kestrel_client.drawing), so a client that draws the
+path with the SDK gets the same pixels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kestrel_client.drawing.rasterise import fill
 from kestrel_client.drawing.svg_path import polygons
 
 MAX_MASK_PIXELS = 16_000_000
-"""Largest image that a mask is drawn for, in pixels: 16 MB as a bool array."""
+"""Largest image that a mask is drawn for, in pixels. The bool array takes 16 MB."""
 
 Box = tuple[float, float, float, float]
 """x_min, y_min, x_max, y_max, as fractions of the image."""
@@ -47,7 +47,10 @@ def mask_png(mask: np.ndarray) -> bytes:
 
 
 def run_lengths(mask: np.ndarray) -> list[int]:
-    """COCO's uncompressed counts of [height, width] bool: column by column, outside first (its first run may be 0)."""
+    """COCO's uncompressed run lengths of [height, width] bool, column by column.
+
+    The first run counts pixels outside the mask, and may be 0.
+    """
     flat = mask.ravel(order="F")
     starts = np.flatnonzero(flat[1:] != flat[:-1]) + 1
     counts = np.diff(np.concatenate(([0], starts, [flat.size]))).tolist()
@@ -55,7 +58,7 @@ def run_lengths(mask: np.ndarray) -> list[int]:
 
 
 def svg_document(svg_path: str, box: Box, width: int, height: int) -> str:
-    """An SVG document of the picture's size with the outline filled white on nothing."""
+    """An SVG document of the image's size: the outline filled white on a transparent background."""
     x, y = box[0] * width, box[1] * height
     w, h = (box[2] - box[0]) * width, (box[3] - box[1]) * height
     transform = f"translate({x:.6g} {y:.6g}) scale({w:.6g} {h:.6g})"

@@ -1,4 +1,7 @@
-"""ModelService: what is served, its limits and versions. Answers while the model loads, with what is known by then."""
+"""ModelService: the served model, the server's limits, versions and load.
+
+It answers also while the model loads, with some fields unset.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _LIBRARIES = (
     "kestrel-client",
 )
 _LICENSES = {"kestrel-tiny": "Apache-2.0"}
-"""Of weights that are ours to license; what others allow is for their pages to say. A path is a name of its own."""
+"""Licenses of this project's own weights. For other weights, and for a path, the field stays empty."""
 _STATES = {
     State.LOADING: pb.MODEL_STATE_LOADING,
     State.READY: pb.MODEL_STATE_READY,
@@ -42,13 +45,13 @@ _FORMATS = {
     "WebP": "webp",
     "TIFF": "tiff",
     "GIF": "gif",
-    # Every build that reads this container decodes AVIF; HEIC needs a decoder whose presence only a picture tells.
+    # Every build that reads this container decodes AVIF. Only decoding an image shows whether HEIC works.
     "AVIF and HEIC": "avif",
 }
 
 
 class ModelService(ModelServiceServicer):
-    """Reads the served model's state anew for every call."""
+    """Reads the served model's state for every call."""
 
     def __init__(
         self,
@@ -173,7 +176,7 @@ def _version(name: str) -> str:
 
 
 def _cpu_name() -> str:
-    """The processor's own name on Linux, its architecture elsewhere."""
+    """The processor's model name on Linux, its architecture on other systems."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")

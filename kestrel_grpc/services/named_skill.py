@@ -1,6 +1,6 @@
-"""RunSkill's messages to a SkillCall and back: arguments, settings and output as google.protobuf.Struct.
+"""Conversions of RunSkill's messages: arguments, settings and output are google.protobuf.Struct.
 
-Owns how a Struct's values look to a skill, and where in the request an argument that a skill refuses stands.
+This module turns a Struct into plain Python values. It also finds the path of an argument that a skill refuses.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def skill_call(request: pb.RunSkillRequest) -> SkillCall:
     settings = plain(request.settings)
     for name in settings:
         if name in sampling:
-            error = InvalidRequest(name, "is given in sampling as well")
+            error = InvalidRequest(name, "is set in sampling too; set it only once")
             raise LocatedError(error, f"settings.{name}")
     return SkillCall(
         skill=request.skill,
@@ -51,7 +51,7 @@ def skill_call(request: pb.RunSkillRequest) -> SkillCall:
 
 @contextmanager
 def located(request: pb.RunSkillRequest) -> Iterator[None]:
-    """What a skill finds wrong is told with the path of the argument or setting in ``request``."""
+    """Raises a skill's RequestError as a LocatedError with the path of the argument or setting in ``request``."""
     try:
         yield
     except RequestError as error:
@@ -67,20 +67,19 @@ def _path(error: RequestError, request: pb.RunSkillRequest) -> str:
     if name in request.arguments.fields:
         return f"arguments.{error.field}"
     if isinstance(error, ContextLengthError) and name != "max_tokens":
-        return (
-            "arguments"  # The prompt is too long; of what the skill made it is the skill's to know.
-        )
+        # The prompt is too long. Only the skill knows which arguments it is made of.
+        return "arguments"
     path = field_path(error.field)
-    # The rest is not in the request: sampling, options and picture are ours, all else an argument that is missing.
-    ours = path != error.field or name in ("image", "options", "sampling")
-    return path if ours else f"arguments.{error.field}"
+    # The field is not set in the request. It is one of RunSkillRequest's own fields, or a missing argument.
+    is_own_field = path != error.field or name in ("image", "options", "sampling")
+    return path if is_own_field else f"arguments.{error.field}"
 
 
 def check_skill(name: str, available: tuple[str, ...]) -> None:
-    """Raises SkillNotFound, naming what there is."""
+    """Raises SkillNotFound, which names the available skills."""
     if name not in available:
         shown = ", ".join(available)
-        raise SkillNotFound("skill", f"the model has no skill {name!r}; it has {shown}")
+        raise SkillNotFound("skill", f"the model has no skill {name!r}; its skills are {shown}")
 
 
 def skill_response(result: EngineResult, image_positions: int) -> pb.RunSkillResponse:
@@ -90,7 +89,7 @@ def skill_response(result: EngineResult, image_positions: int) -> pb.RunSkillRes
 
 
 def skill_event(update: StreamUpdate) -> dict[str, Any]:
-    """As convert.event, for streams in which points and boxes have fields of their own."""
+    """Like convert.event, for streams that have separate fields for points and boxes."""
     fields = convert.event(update)
     found = fields.pop("object", None)
     if found is not None:
@@ -99,7 +98,7 @@ def skill_event(update: StreamUpdate) -> dict[str, Any]:
 
 
 def plain(struct: struct_pb2.Struct) -> dict[str, Any]:
-    """Plain Python values; a number without a fraction becomes an int, as a Struct knows no other."""
+    """Plain Python values. A number without a fraction becomes an int, because a Struct has no integers."""
     return {name: _plain(value) for name, value in struct.fields.items()}
 
 

@@ -1,8 +1,8 @@
 """Server reflection, versions v1 and v1alpha, so that grpcurl, buf curl and similar tools need no .proto files.
 
-grpcio-reflection's own servicer finds no methods and knows v1alpha only. This one finds every symbol: services,
-methods, messages, fields, oneofs, enums, their values and extensions. The messages of v1 and v1alpha are the same on
-the wire, so one servicer answers both names.
+grpcio-reflection's own servicer does not resolve methods and supports v1alpha only. This servicer resolves every
+symbol: services, methods, messages, fields, oneofs, enums, their values and extensions. The messages of v1 and v1alpha
+have the same encoding, so one servicer answers both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"
 
 
 def add_reflection(server: grpc.aio.Server, service_names: tuple[str, ...]) -> None:
-    """Describes ``service_names`` and reflection itself to any caller of ``server``."""
+    """Adds reflection to ``server``. It describes ``service_names`` and the reflection services."""
     reflection = Reflection((*service_names, V1, V1ALPHA))
     handler = grpc.stream_stream_rpc_method_handler(
         reflection.answer,
@@ -36,7 +36,7 @@ def add_reflection(server: grpc.aio.Server, service_names: tuple[str, ...]) -> N
 
 
 class Reflection:
-    """Answers what is asked of protobuf's default pool of descriptors, which holds every file that was imported."""
+    """Answers reflection requests from protobuf's default descriptor pool, which holds every imported file."""
 
     def __init__(self, service_names: Iterable[str]) -> None:
         self._service_names = sorted(service_names)
@@ -85,20 +85,19 @@ class Reflection:
             except KeyError:
                 continue
         if kind is None:
-            return _error(grpc.StatusCode.INVALID_ARGUMENT, "the request asks for nothing")
+            return _error(grpc.StatusCode.INVALID_ARGUMENT, "the request sets no message_request")
         asked = str(getattr(request, kind)).strip()
         return _error(grpc.StatusCode.NOT_FOUND, f"{kind} not found: {asked}")
 
 
 def _file_of(pool: descriptor_pool.DescriptorPool, symbol: str) -> FileDescriptor:
-    """The file that declares a symbol, whatever it is. Raises KeyError.
+    """The file that declares a symbol of any kind. Raises KeyError.
 
-    An enum's value is found by two names: beside the enum, where protobuf declares it, and below the enum, where
-    grpcurl looks for it.
+    An enum's value has two names: protobuf declares it beside the enum, and grpcurl looks for it below the enum.
     """
     try:
         return pool.FindFileContainingSymbol(symbol)
-    except KeyError:  # protobuf's pool in Python finds neither methods nor values below their enum.
+    except KeyError:  # protobuf's pool in Python does not find methods or values below their enum.
         parent, _, name = symbol.rpartition(".")
     declared: Any
     try:
@@ -114,7 +113,7 @@ def _file_of(pool: descriptor_pool.DescriptorPool, symbol: str) -> FileDescripto
 
 
 def _files(file: FileDescriptor) -> pb.ServerReflectionResponse:
-    """The file, then those that it imports, directly or not."""
+    """The file, then the files that it imports directly or indirectly."""
     protos = []
     for each in _with_imports(file, set()):
         proto = descriptor_pb2.FileDescriptorProto()
@@ -140,7 +139,7 @@ def _error(code: grpc.StatusCode, message: str) -> pb.ServerReflectionResponse:
 
 
 def _pool_of_v1() -> descriptor_pool.DescriptorPool:
-    """A pool with the descriptors of v1, made from those of v1alpha: no Python package brings them."""
+    """A pool with the descriptors of v1, made from those of v1alpha, because no Python package contains them."""
     proto = descriptor_pb2.FileDescriptorProto()
     pb.DESCRIPTOR.CopyToProto(proto)
     proto.name = "grpc/reflection/v1/reflection.proto"

@@ -1,6 +1,6 @@
-"""Starter: from a call to a running request of the engine. Owns what every skill's call shares.
+"""Starter: starts the engine's request for a call, and makes the response.
 
-That is model, picture, deadline, priority and salt, and the id under which the picture is kept.
+This module handles what the calls of all skills share: model, image, deadline, priority, salt and stored images.
 """
 
 from __future__ import annotations
@@ -13,58 +13,58 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import EngineResult, EngineStream, InferenceEngine
 
 from ..edge.current_call import current_call
-from ..images.pictures import Picture, Pictures
+from ..images.request_images import RequestImage, RequestImages
 from ..served_model import ServedModel
 from .convert import SkillCall
 from .drawn_mask import add_mask
 
 Response = TypeVar("Response")
 Respond = Callable[[EngineResult, int], Response]
-"""From a result and the positions that a picture takes to the response, but for its image_id and mask."""
+"""Makes the response, without image_id and mask, from a result and the number of positions that an image takes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Started:
-    """A request of the engine; whoever has it closes its stream."""
+    """A running request of the engine. The caller of ``start`` must close the stream."""
 
     engine: InferenceEngine
     stream: EngineStream
     call: SkillCall
-    picture: Picture | None
+    image: RequestImage | None
 
 
 class Starter:
-    """Holds nothing about a request."""
+    """Starts and finishes requests. Keeps no state of a request."""
 
-    def __init__(self, served: ServedModel, pictures: Pictures) -> None:
-        self.served, self.pictures = served, pictures
+    def __init__(self, served: ServedModel, images: RequestImages) -> None:
+        self.served, self.images = served, images
 
     async def start(self, call: SkillCall) -> Started:
-        """Raises what the engine's ``submit`` raises, and ImageNotFound, ModelNotReady, ModelNotFoundError."""
+        """Raises the errors of the engine's ``submit``, and ImageNotFound, ModelNotReady, ModelNotFoundError."""
         engine = self.served.engine(call.options.model)
         owner = current_call().owner
-        picture = None if call.image is None else self.pictures.find(owner, call.image)
-        stream = await submit(engine, call, None if picture is None else picture.given)
-        if picture is not None:
-            picture = self.pictures.hashed(picture)
-        return Started(engine, stream, call, picture)
+        image = None if call.image is None else self.images.find(owner, call.image)
+        stream = await submit(engine, call, None if image is None else image.given)
+        if image is not None:
+            image = self.images.hashed(image)
+        return Started(engine, stream, call, image)
 
     async def finish(self, started: Started, respond: Respond[Response]) -> Response:
-        """Waits for the result and makes the response of it; the picture, now known to be valid, is kept."""
+        """Waits for the result and makes the response. Stores the image, which the engine has found valid."""
         call = current_call()
         call.result = result = await started.stream.result()
         response = await responded(started.engine, started.call, result, respond)
-        if started.picture is not None:
-            assert result.image_size is not None, "a picture has a size"
-            kept = await self.pictures.keep(
-                call.owner, started.picture, result.image_size, weight=call.principal.weight
+        if started.image is not None:
+            assert result.image_size is not None, "an image has a size"
+            kept = await self.images.keep(
+                call.owner, started.image, result.image_size, weight=call.principal.weight
             )
             response.image_id = kept  # type: ignore[attr-defined]  # all responses have it
         return response
 
 
 async def submit(engine: InferenceEngine, call: SkillCall, image: Any) -> EngineStream:
-    """Starts the engine's request; a deadline that passes while it waits ends it before any computation."""
+    """Submits the call to the engine. If the deadline passes while the request waits, the engine computes nothing."""
     options, edge = call.options, current_call()
     return await engine.submit(
         call.skill,
@@ -83,7 +83,7 @@ async def submit(engine: InferenceEngine, call: SkillCall, image: Any) -> Engine
 async def responded(
     engine: InferenceEngine, call: SkillCall, result: EngineResult, respond: Respond[Response]
 ) -> Response:
-    """The response with its mask drawn, if one is asked for."""
+    """The response, with its mask drawn if one is requested."""
     response = respond(result, engine.info.image_positions)
     if isinstance(response, pb.SegmentResponse):
         await add_mask(response, call.mask_format)

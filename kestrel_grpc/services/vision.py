@@ -1,7 +1,7 @@
-"""VisionService: the five skills and any other, each as one answer and as a stream, and several at once.
+"""VisionService: the five skills and RunSkill, each as a unary call and as a stream, and Analyze.
 
-A unary call is a stream whose deltas nobody reads. However a call ends, by its result, an error, the caller's
-cancellation or a deadline, ``finally`` gives the engine's request up, which frees its pages.
+A unary call runs the same request as a stream, without reading its updates. When a call ends by its result, an error,
+a cancellation or a deadline, ``finally`` closes the engine's stream, which frees the request's pages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kestrel_engine import InvalidRequest, StreamUpdate
 
 from ..edge.call import Context
 from ..edge.current_call import current_call
-from ..images.pictures import Pictures
+from ..images.request_images import RequestImages
 from ..served_model import ServedModel
 from . import convert
 from .analysis import analyze
@@ -28,10 +28,10 @@ _Event = Callable[[StreamUpdate], dict[str, Any]]
 
 
 class VisionService(VisionServiceServicer):
-    """Holds no state of its own."""
+    """Holds no state besides a Starter."""
 
-    def __init__(self, served: ServedModel, pictures: Pictures) -> None:
-        self._starter = Starter(served, pictures)
+    def __init__(self, served: ServedModel, images: RequestImages) -> None:
+        self._starter = Starter(served, images)
 
     async def Query(self, request: pb.QueryRequest, context: Context) -> pb.QueryResponse:
         return await self._answer(convert.query_call(request), convert.query_response)
@@ -48,8 +48,8 @@ class VisionService(VisionServiceServicer):
     async def Segment(self, request: pb.SegmentRequest, context: Context) -> pb.SegmentResponse:
         return await self._answer(convert.segment_call(request), convert.segment_response)
 
-    # The streams write to the context instead of yielding: an async generator that is blocked in a yield is closed
-    # only when it is collected, a coroutine is cancelled at once.
+    # The streams write to the context instead of yielding. A coroutine is cancelled at once, but an async generator
+    # that waits in a yield is closed only when it is collected.
 
     async def StreamQuery(  # type: ignore[override]
         self, request: pb.StreamQueryRequest, context: Context
@@ -89,14 +89,14 @@ class VisionService(VisionServiceServicer):
     ) -> None:
         sequence, writing = 0, asyncio.Lock()
 
-        async def tell(key: str, event: dict[str, Any]) -> None:
+        async def send(key: str, event: dict[str, Any]) -> None:
             nonlocal sequence
-            async with writing:  # A stream takes one message at a time.
+            async with writing:  # gRPC allows one write at a time.
                 await context.write(pb.StreamAnalyzeResponse(sequence=sequence, key=key, **event))
                 sequence += 1
 
-        final = await analyze(self._starter, _inner(request), tell)
-        await tell("", {"final": final})
+        final = await analyze(self._starter, _inner(request), send)
+        await send("", {"final": final})
 
     async def RunSkill(self, request: pb.RunSkillRequest, context: Context) -> pb.RunSkillResponse:
         with located(request):
@@ -148,7 +148,7 @@ class VisionService(VisionServiceServicer):
 
 
 def _inner(request: Any) -> Any:
-    """The request within a stream's request."""
+    """The request inside a stream's request. Raises InvalidRequest if it is not set."""
     if not request.HasField("request"):
         raise InvalidRequest("", "is required")
     return request.request

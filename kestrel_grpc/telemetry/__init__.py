@@ -1,4 +1,5 @@
-"""Traces and metrics of the service, by OpenTelemetry. Optional: without its packages the server runs unmeasured.
+"""Traces and metrics of the service, with OpenTelemetry. Without OpenTelemetry's packages the server runs unmeasured.
 
-``config`` says what to export, ``opening`` makes it; ``names`` holds every name that leaves the process.
+``settings/telemetry.py`` decides what to export. ``opening`` creates tracing, metrics and exporters. ``names`` holds
+every exported name.
 """

@@ -1,6 +1,6 @@
-"""What spans say of calls, requests and steps: from our objects to attributes. Imports no OpenTelemetry.
+"""The span attributes of calls, requests and steps. This module does not import OpenTelemetry.
 
-Questions and answers come only from ``content``, which the caller asks for only where they are wanted.
+Only ``content`` returns questions and answers. Callers use it only if the operator has enabled content.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SERVER_ERRORS = frozenset(
         grpc.StatusCode.DATA_LOSS,
     }
 )
-"""Statuses that are an error of the server; the others are the caller's own doing (OpenTelemetry's convention)."""
+"""Statuses that count as errors of the server. OpenTelemetry's convention attributes the others to the caller."""
 
 _TEXT_SKILLS = ("query", "caption")
 _SAMPLING = {
@@ -43,7 +43,7 @@ _SAMPLING = {
 
 
 def of_call(call: Call) -> Attributes:
-    """A finished call's."""
+    """The attributes of a finished call."""
     attributes: Attributes = {
         names.RPC_SYSTEM: "grpc",
         names.RPC_METHOD: call.method.removeprefix("/"),
@@ -60,7 +60,7 @@ def of_call(call: Call) -> Attributes:
 
 
 def _of_peer(peer: str) -> Attributes:
-    """From grpc's "ipv4:1.2.3.4:50", "ipv6:%5B::1%5D:50" or "unix:PATH"."""
+    """The attributes of a peer in grpc's form: "ipv4:1.2.3.4:50", "ipv6:%5B::1%5D:50" or "unix:PATH"."""
     kind, _, rest = peer.partition(":")
     host, _, port = unquote(rest).rpartition(":")
     if kind not in ("ipv4", "ipv6") or not port.isdecimal():
@@ -71,7 +71,7 @@ def _of_peer(peer: str) -> Attributes:
 def of_request(
     event: RequestEvent, message: Any, *, model: str, image_positions: int, streaming: bool
 ) -> Attributes:
-    """A finished request of the engine; ``message``: the call's, for the sampling that was asked for."""
+    """The attributes of a finished request of the engine. ``message``: the call's message, which holds the sampling."""
     metrics = event.metrics
     attributes: Attributes = {
         names.OPERATION: names.GENERATE,
@@ -101,7 +101,7 @@ def of_request(
 
 
 def of_image(event: ImageEvent) -> Attributes:
-    """A picture's that was prepared ahead of requests."""
+    """The attributes of an image that was prepared before its requests."""
     attributes: Attributes = {names.PREPROCESS_SECONDS: event.seconds}
     if event.error:
         attributes[names.ERROR_TYPE] = event.error
@@ -139,7 +139,7 @@ def of_step(event: StepEvent) -> Attributes:
 
 
 def content(call: Call, message: Any) -> Attributes:
-    """The question, or the object that was asked for, and the answer, as the convention's JSON."""
+    """The question or object of a request, and the answer, as JSON in the form of OpenTelemetry's convention."""
     inner = _inner(message)
     asked = getattr(inner, "question", "") or getattr(inner, "object", "")
     attributes: Attributes = {}
@@ -148,8 +148,8 @@ def content(call: Call, message: Any) -> Attributes:
     if call.result is not None and call.result.output:
         output = call.result.output
         text = output.get("answer", output.get("caption"))
-        told = text if isinstance(text, str) else json.dumps(output, default=str)
-        attributes[names.OUTPUT_MESSAGES] = _messages("assistant", told)
+        answer = text if isinstance(text, str) else json.dumps(output, default=str)
+        attributes[names.OUTPUT_MESSAGES] = _messages("assistant", answer)
     return attributes
 
 
@@ -158,5 +158,5 @@ def _messages(role: str, text: str) -> str:
 
 
 def _inner(message: Any) -> Any:
-    """Streaming methods take their request one message deeper."""
+    """The request itself. The message of a streaming method holds it in a field."""
     return getattr(message, "request", message)

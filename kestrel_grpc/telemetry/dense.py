@@ -1,8 +1,8 @@
-"""DenseHistogram: a histogram that takes many equal values at once, for what happens once a token.
+"""DenseHistogram: a histogram that records many equal values at once, for events that occur once per token.
 
-The SDK's takes one value a call, at some 3 microseconds: at 17,000 tokens a second a twentieth of a core, on the thread
-that must not wait. This one counts groups, and adds itself to what the SDK's readers collected, in the SDK's own form,
-so that Prometheus and OTLP see it like any other.
+The SDK's histogram records one value per call, which takes about 3 microseconds. At 17,000 tokens a second that is a
+twentieth of a core, on the step thread, which must not wait. A DenseHistogram records groups of values. The readers in
+this module add it to the SDK's data in the SDK's form, so Prometheus and OTLP export it like any other histogram.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .names import SCOPE, Metric
 
 
 class DenseHistogram:
-    """Written by one thread, read by others: what is read meanwhile may lack the group that is being added."""
+    """One thread writes, other threads read. A read during a write may miss the group that is being added."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric
@@ -40,17 +40,19 @@ class DenseHistogram:
         self._sum += value * times
 
     def collected(self) -> Collected:
-        """Since the start, as the SDK tells of its own."""
-        return self.told(self.point(), AggregationTemporality.CUMULATIVE)
+        """All values since the start, as the SDK's metric object."""
+        return self.as_metric(self.point(), AggregationTemporality.CUMULATIVE)
 
-    def told(self, point: HistogramDataPoint, temporality: AggregationTemporality) -> Collected:
-        """``point`` as the SDK tells of its own."""
+    def as_metric(
+        self, point: HistogramDataPoint, temporality: AggregationTemporality
+    ) -> Collected:
+        """``point`` as the SDK's metric object."""
         metric = self._metric
         data = Histogram([point], temporality)
         return Collected(metric.name, metric.description, metric.unit, data)
 
     def point(self) -> HistogramDataPoint:
-        """All that was counted since the start."""
+        """All values since the start."""
         counts = tuple(self._counts)
         return HistogramDataPoint(
             attributes={},
@@ -66,7 +68,7 @@ class DenseHistogram:
 
 
 _UNKNOWN = cast(float, None)
-"""Exporters leave it out."""
+"""Exporters omit a minimum or maximum of None."""
 
 
 def _difference(later: HistogramDataPoint, earlier: HistogramDataPoint) -> HistogramDataPoint:
@@ -81,7 +83,7 @@ def _difference(later: HistogramDataPoint, earlier: HistogramDataPoint) -> Histo
 
 
 def _with(metric: Collected, data: MetricsData) -> MetricsData:
-    """``data``, with ``metric`` in our scope."""
+    """``data`` with ``metric`` added to the scope SCOPE."""
     resources = []
     for resource in data.resource_metrics:
         scopes = [
@@ -95,7 +97,7 @@ def _with(metric: Collected, data: MetricsData) -> MetricsData:
 
 
 class PullReader(InMemoryMetricReader):
-    """The SDK's, with ``dense`` in what it gives."""
+    """The SDK's in-memory reader, with ``dense`` added to its data."""
 
     dense: DenseHistogram | None = None
 
@@ -106,12 +108,14 @@ class PullReader(InMemoryMetricReader):
 
 
 class PushReader(PeriodicExportingMetricReader):
-    """The SDK's, with ``dense`` in what it exports; as differences where histograms are to be told so
-    (OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE)."""
+    """The SDK's exporting reader, with ``dense`` added to its data.
+
+    Exports differences if OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE asks for them for histograms.
+    """
 
     dense: DenseHistogram | None = None
     _before: HistogramDataPoint | None = None
-    """What was told until now."""
+    """The point of the last export."""
 
     def _receive_metrics(self, metrics_data: MetricsData, *args: Any, **options: Any) -> None:
         if self.dense is not None:
@@ -123,9 +127,9 @@ class PushReader(PeriodicExportingMetricReader):
         temporality = preferred.get(Instrument, AggregationTemporality.CUMULATIVE)
         point = dense.point()
         if temporality is AggregationTemporality.CUMULATIVE:
-            return dense.told(point, temporality)
+            return dense.as_metric(point, temporality)
         before, self._before = self._before, point
-        return dense.told(point if before is None else _difference(point, before), temporality)
+        return dense.as_metric(point if before is None else _difference(point, before), temporality)
 
 
 Reader = PullReader | PushReader

@@ -1,4 +1,4 @@
-"""EdgeCounts: what is open at the edge, and the limits. Metrics read it, from any thread."""
+"""EdgeCounts: the numbers of open connections and calls, and their limits. Metrics read them from any thread."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeCounts:
-    """By default nothing is known."""
+    """The defaults report nothing."""
 
     connections: Callable[[], int | None] = lambda: None
-    """TCP connections; None where the system doesn't tell."""
+    """Number of TCP connections; None if the system does not report it."""
     visits: Callable[[], int] = lambda: 0
-    """Calls of health and reflection in progress."""
+    """Number of calls of health and reflection in progress."""
     max_connections: int | None = None
     max_streams: int | None = None
-    """Of one connection."""
+    """Limit on the calls of one connection."""

@@ -1,5 +1,8 @@
-"""ServiceMetrics: the instruments of names.METRICS. Histograms are recorded as things end; all else is kept as plain
-numbers, or asked of the engine, and read when somebody collects. What happens once a token is counted in groups."""
+"""ServiceMetrics: the instruments of names.METRICS.
+
+Histograms are recorded when calls, requests and steps end. Counters and gauges are plain numbers here or in the engine,
+and are read when a reader collects them. Events that occur once per token are recorded in groups.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ Read = Callable[[], Iterable[Observation]]
 
 MOST_PRINCIPALS = 100
 OTHERS = "other"
-"""Who calls beyond MOST_PRINCIPALS: their number is not ours to bound, a metric's must be."""
+"""The label of all principals after the first MOST_PRINCIPALS. It bounds the number of series."""
 
 
 @dataclass(slots=True)
@@ -36,7 +39,10 @@ class _Usage:
 
 
 class ServiceMetrics:
-    """``num_calls``: calls being handled; ``is_ready``: whether requests are taken; all are asked from any thread."""
+    """The service's instruments. ``num_calls``: calls in progress. ``is_ready``: whether the server accepts requests.
+
+    These functions and ``edge`` are called from any thread.
+    """
 
     def __init__(
         self,
@@ -53,7 +59,7 @@ class ServiceMetrics:
         self._steps = {False: 0, True: 0}
         self._crops = self._prefill_positions = self._step_tokens = 0
         self.token_gap = DenseHistogram(names.TOKEN_GAP)
-        """The readers' to add."""
+        """The readers add this histogram to their data."""
         self._tokens = {"input": 0, "output": 0}
         self._requests: Counter[tuple[str, str, str]] = Counter()
         self._principals: dict[str, _Usage] = {}
@@ -96,7 +102,7 @@ class ServiceMetrics:
         self._observe(names.PREFILL_POSITIONS, lambda: [Observation(self._prefill_positions)])
 
     def ready(self, engine: InferenceEngine, load_s: float) -> None:
-        """The engine has loaded: from now on it is asked."""
+        """Creates the instruments that read the engine. ``load_s``: seconds that loading took."""
         self._engine, self._load_s = engine, load_s
         self._model = {
             names.OPERATION: names.GENERATE,
@@ -116,7 +122,7 @@ class ServiceMetrics:
             lambda: [Observation(engine.places.largest_held / engine.places.bound)],
         )
         self._observe(names.KV_PAGES, lambda: _pages(engine))
-        at_start = engine.stats  # What the warm-up did is nobody's.
+        at_start = engine.stats  # Positions of the warm-up do not count.
         self._observe(
             names.PROMPT_POSITIONS,
             lambda: [Observation(engine.stats.prompt_positions - at_start.prompt_positions)],
@@ -131,7 +137,7 @@ class ServiceMetrics:
         )
 
     def on_step(self, event: StepEvent) -> None:
-        """On the step thread."""
+        """Records a step. Runs on the step thread."""
         self._steps[event.failed] += 1
         if event.failed:
             return
@@ -174,7 +180,7 @@ class ServiceMetrics:
             self._preprocess.record(event.seconds, _NO_SKILL)
 
     def on_call(self, call: Call) -> None:
-        """A call has ended."""
+        """Records a finished call."""
         attributes = {
             names.RPC_SYSTEM: "grpc",
             names.RPC_METHOD: call.method.removeprefix("/"),
@@ -244,7 +250,7 @@ _VISION, _PREFILL, _DECODE = ({names.PHASE: phase} for phase in ("vision", "pref
 
 
 def _known(number: int | None) -> list[Observation]:
-    """Nothing for None."""
+    """One observation; none for None."""
     return [] if number is None else [Observation(number)]
 
 

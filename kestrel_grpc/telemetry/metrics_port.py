@@ -1,7 +1,8 @@
-"""MetricsPort: an HTTP server for scrapers, on threads of its own. Owns the socket and its bounds, not what is told.
+"""MetricsPort: an HTTP server for scrapers, with its own threads. It limits connections and time; MetricsDoor checks
+credentials.
 
-prometheus_client's own server shakes hands in the thread that accepts, so one connection that says nothing stops all;
-here that happens in the connection's thread, within a time, and few connections are served at once.
+prometheus_client's own server does the TLS handshake in the thread that accepts connections, so one silent connection
+blocks all. This server does the handshake in the connection's thread with a timeout, and limits the connections.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from ..security.metrics_door import UNAUTHORIZED, MetricsDoor, shown_by
 
 TIMEOUT_S = 10.0
-"""For the handshake, and for each read of a request."""
+"""Timeout of the handshake and of each read of a request."""
 MOST_CONNECTIONS = 16
 PATH = "/metrics"
 _METHODS = "GET, HEAD"
@@ -27,7 +28,7 @@ App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class MetricsPort:
-    """Serves ``app`` at PATH to those whom ``door`` lets in. Raises OSError where it can't listen."""
+    """Serves ``app`` at PATH to the callers that ``door`` admits. Raises OSError if it cannot listen."""
 
     def __init__(self, host: str, port: int, app: App, door: MetricsDoor) -> None:
         self._server = _Server(host, port, door)
@@ -39,7 +40,7 @@ class MetricsPort:
         self._thread.start()
 
     def close(self) -> None:
-        """Blocks until the port is free again."""
+        """Closes the port. Blocks until it is free again."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -52,13 +53,13 @@ class _Handler(WSGIRequestHandler):
         return {**super().get_environ(), _SHOWN: shown_by(self.connection)}
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes are not worth a line each."""
+        """Does nothing: a scrape is not logged."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     request_queue_size = 128
-    """Of socketserver's five a burst has more: what finds no room is lost, and sent again a second or three later."""
+    """A burst exceeds socketserver's default of five. Clients repeat a connection that finds no room after 1 to 3 s."""
 
     def __init__(self, host: str, port: int, door: MetricsDoor) -> None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -68,7 +69,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        # HTTPServer's asks the resolver for our own name, which may take seconds.
+        # HTTPServer's method looks up this host's name, which may take seconds.
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
@@ -86,7 +87,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             if context is not None:
                 try:
                     request = context.wrap_socket(request, server_side=True)
-                except (OSError, ssl.SSLError):  # A stranger who doesn't talk TLS, or not in time.
+                except (OSError, ssl.SSLError):  # The client does not use TLS, or is too slow.
                     request.close()
                     return
             super().process_request_thread(request, client_address)
@@ -94,7 +95,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A scraper that went away."""
+        """Does nothing: the scraper has closed the connection."""
 
 
 def _behind(door: MetricsDoor, app: App) -> App:
@@ -110,9 +111,9 @@ def _behind(door: MetricsDoor, app: App) -> App:
             challenge = [("WWW-Authenticate", "Bearer")] if status == UNAUTHORIZED else []
             return answer(status, why, *challenge)
         if environ["PATH_INFO"] != PATH:
-            return answer("404 Not Found", f"only {PATH} is here")
+            return answer("404 Not Found", f"not found; metrics are at {PATH}")
         if method not in ("GET", "HEAD"):
-            return answer("405 Method Not Allowed", f"only {_METHODS}", ("Allow", _METHODS))
+            return answer("405 Method Not Allowed", f"use {_METHODS}", ("Allow", _METHODS))
         if method == "GET":
             return app(environ, start_response)
         list(app({**environ, "REQUEST_METHOD": "GET"}, start_response))

@@ -1,7 +1,7 @@
-"""Every name that telemetry gives away: spans, attributes, metrics with their units and buckets.
+"""Every exported name of telemetry: spans, attributes, and metrics with their units and buckets.
 
-Names of OpenTelemetry's conventions for rpc (release candidate) and generative AI (development) as of November 2026;
-what has no convention begins with ``kestrel.``.
+The names follow OpenTelemetry's conventions for rpc (release candidate) and generative AI (development) as of November
+2026. Names without a convention begin with ``kestrel.``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal
 
 SCOPE = "kestrel_grpc"
 
-# Spans. The server's is named like its method, the generation's "generate_content MODEL".
+# Spans. The name of a call's span is its method; a request's span is named "generate_content MODEL".
 GENERATE = "generate_content"
 IMAGE_PREPROCESS = "image.preprocess"
 QUEUE = "queue"
@@ -21,7 +21,7 @@ DECODE = "decode"
 POSTPROCESS = "postprocess"
 STEP = "step"
 
-# Events of the server's span.
+# Events of a call's span.
 CANCELLED = "cancelled"
 DEADLINE_EXCEEDED = "deadline_exceeded"
 
@@ -30,7 +30,7 @@ RPC_SYSTEM = "rpc.system.name"
 RPC_METHOD = "rpc.method"
 RPC_STATUS = "rpc.response.status_code"
 RPC_STATUS_NEXT = "rpc.status_code"
-"""What the next release of the conventions calls RPC_STATUS; spans carry both."""
+"""The name of RPC_STATUS in the next release of the conventions. Spans have both."""
 ERROR_TYPE = "error.type"
 PEER_ADDRESS = "network.peer.address"
 PEER_PORT = "network.peer.port"
@@ -59,7 +59,7 @@ INPUT_MESSAGES = "gen_ai.input.messages"
 OUTPUT_MESSAGES = "gen_ai.output.messages"
 TOKEN_TYPE = "gen_ai.token.type"
 
-# Ours.
+# kestrel.*
 REQUEST_ID = "kestrel.request.id"
 PRINCIPAL = "kestrel.principal"
 SKILL = "kestrel.skill"
@@ -87,7 +87,7 @@ REASON = "kestrel.reason"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """``buckets``: upper bounds of a histogram. ``attributes``: all that its points may have."""
+    """One metric. ``buckets``: upper bounds of a histogram. ``attributes``: all attributes that its points may have."""
 
     name: str
     kind: Literal["histogram", "counter", "gauge"]
@@ -98,7 +98,7 @@ class Metric:
 
     @property
     def prometheus_name(self) -> str:
-        """As the Prometheus endpoint calls it; a histogram's series add _bucket, _sum and _count."""
+        """The metric's name in Prometheus. The series of a histogram add _bucket, _sum and _count."""
         name = self.name.replace(".", "_")
         if self.unit == "s":
             name += "_seconds"
@@ -106,7 +106,7 @@ class Metric:
 
 
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-"""Seconds of a whole request: the convention's, and more above."""
+"""Seconds of a whole request: the convention's buckets, and larger ones."""
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0)  # fmt: skip
 _TOKEN = (
     0.001, 0.002, 0.003, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5,
@@ -119,7 +119,8 @@ CALL_DURATION = Metric(
     "rpc.server.call.duration",
     "histogram",
     "s",
-    "Calls of kestrel.v1 from first byte to status, and refused ones of other services; _OTHER: no such method",
+    "Duration of calls from first byte to status: of kestrel.v1, and refused calls of other services; _OTHER: unknown "
+    "method",
     (RPC_SYSTEM, RPC_METHOD, RPC_STATUS, ERROR_TYPE),
     _LONG,
 )
@@ -127,7 +128,7 @@ REQUEST_DURATION = Metric(
     "gen_ai.server.request.duration",
     "histogram",
     "s",
-    "Requests of the engine, accepted to ended",
+    "Duration of the engine's requests, from acceptance to end",
     (*_GEN_AI, ERROR_TYPE),
     _LONG,
 )
@@ -135,7 +136,7 @@ FIRST_TOKEN = Metric(
     "gen_ai.server.time_to_first_token",
     "histogram",
     "s",
-    "Accepted to first token",
+    "Time from acceptance to first token",
     _GEN_AI,
     _FIRST,
 )
@@ -143,7 +144,7 @@ PER_TOKEN = Metric(
     "gen_ai.server.time_per_output_token",
     "histogram",
     "s",
-    "Mean time between the tokens of one request after its first",
+    "Mean time between the tokens of a request, after its first token",
     _GEN_AI,
     _TOKEN,
 )
@@ -151,7 +152,7 @@ TOKEN_GAP = Metric(
     "kestrel.token.gap.duration",
     "histogram",
     "s",
-    "Every gap between two tokens of a request, as the step thread sees them come",
+    "Time between two tokens of a request, measured on the step thread",
     (),
     _TOKEN,
 )
@@ -159,7 +160,7 @@ QUEUE_DURATION = Metric(
     "kestrel.request.queue.duration",
     "histogram",
     "s",
-    "Waiting for a place in the batch, preprocessing not counted",
+    "Time that a request waits for a place in the batch, without preprocessing",
     (SKILL,),
     _PHASE,
 )
@@ -167,7 +168,7 @@ PREPROCESS_DURATION = Metric(
     "kestrel.request.preprocess.duration",
     "histogram",
     "s",
-    "Decoding and tiling a picture; no skill where that is done ahead of its requests: Analyze, PutImage, UploadImage",
+    "Time to decode and tile an image; without a skill for Analyze, PutImage and UploadImage, which prepare it first",
     (SKILL,),
     _PHASE,
 )
@@ -175,18 +176,23 @@ PREFILL_DURATION = Metric(
     "kestrel.request.prefill.duration",
     "histogram",
     "s",
-    "First scheduled to first token, vision included",
+    "Time from the first schedule to the first token, including vision",
     (SKILL,),
     _PHASE,
 )
 DECODE_DURATION = Metric(
-    "kestrel.request.decode.duration", "histogram", "s", "First token to last", (SKILL,), _LONG
+    "kestrel.request.decode.duration",
+    "histogram",
+    "s",
+    "Time from the first token to the last",
+    (SKILL,),
+    _LONG,
 )
 STEP_DURATION = Metric(
     "kestrel.step.phase.duration",
     "histogram",
     "s",
-    "The device's time in one phase of a step that has it: vision, prefill or decode",
+    "Time of the device for one phase of a step: vision, prefill or decode",
     (PHASE,),
     _PHASE,
 )
@@ -194,45 +200,47 @@ REQUESTS = Metric(
     "kestrel.requests",
     "counter",
     "{request}",
-    "Requests of the engine that ended, by how: stop, length, cancelled or error",
+    "Finished requests of the engine, by finish reason: stop, length, cancelled or error",
     (SKILL, FINISH_REASON, ERROR_TYPE),
 )
 TOKENS = Metric(
     "kestrel.tokens",
     "counter",
     "{token}",
-    "Tokens of ended requests: input (positions, pictures included) and output",
+    "Tokens of finished requests: input (positions, including images) and output",
     (TOKEN_TYPE,),
 )
 PRINCIPAL_CALLS = Metric(
     "kestrel.principal.calls",
     "counter",
     "{call}",
-    "Calls by who made them: the first 100 principals by name, the others as one, empty where nobody is asked",
+    "Calls by principal: the first 100 by name, all others as 'other', callers without credentials as ''",
     (PRINCIPAL,),
 )
 PRINCIPAL_TOKENS = Metric(
     "kestrel.principal.tokens",
     "counter",
     "{token}",
-    "Tokens of the calls that ended well, by who made them",
+    "Tokens of the calls that ended with OK, by principal",
     (PRINCIPAL, TOKEN_TYPE),
 )
 REFUSED_CALLS = Metric(
     "kestrel.calls.refused",
     "counter",
     "{call}",
-    "Calls that ended with UNAUTHENTICATED or PERMISSION_DENIED, by the reason that their callers were told",
+    "Calls that ended with UNAUTHENTICATED or PERMISSION_DENIED, by the reason in their error",
     (REASON,),
 )
 STEP_TOKENS = Metric(
     "kestrel.step.tokens",
     "counter",
     "{token}",
-    "Tokens as steps sample them, whatever becomes of their requests",
+    "Tokens that steps have sampled, for finished and unfinished requests",
 )
-STEPS = Metric("kestrel.steps", "counter", "{step}", "Steps that came back", (FAILED,))
-CROPS = Metric("kestrel.crops", "counter", "{crop}", "Crops of pictures encoded")
+STEPS = Metric(
+    "kestrel.steps", "counter", "{step}", "Steps that the device has finished", (FAILED,)
+)
+CROPS = Metric("kestrel.crops", "counter", "{crop}", "Crops of images that were encoded")
 PREFILL_POSITIONS = Metric(
     "kestrel.prefill.positions", "counter", "{position}", "Prompt positions computed"
 )
@@ -243,102 +251,102 @@ CACHED_POSITIONS = Metric(
     "kestrel.prefix_cache.hit.positions",
     "counter",
     "{position}",
-    "Prompt positions taken over from the prefix cache",
+    "Prompt positions that the prefix cache supplied",
 )
 PREEMPTIONS = Metric(
-    "kestrel.preemptions", "counter", "{preemption}", "Requests put back for want of pages"
+    "kestrel.preemptions", "counter", "{preemption}", "Requests preempted because no page was free"
 )
 RUNNING = Metric("kestrel.requests.running", "gauge", "{request}", "Requests in the batch")
 WAITING = Metric(
-    "kestrel.requests.waiting", "gauge", "{request}", "Requests accepted and not in the batch"
+    "kestrel.requests.waiting", "gauge", "{request}", "Accepted requests that are not in the batch"
 )
 PRINCIPALS = Metric(
-    "kestrel.principals.active", "gauge", "{principal}", "Principals that have requests accepted"
+    "kestrel.principals.active", "gauge", "{principal}", "Principals with accepted requests"
 )
 LARGEST_SHARE = Metric(
     "kestrel.places.largest",
     "gauge",
     "1",
-    "Share of all places for requests that one principal holds, of the one that holds most",
+    "Largest share of all places for requests that one principal holds",
 )
 DISPLACED = Metric(
     "kestrel.requests.displaced",
     "counter",
     "{request}",
-    "Requests that waited and gave their place to another",
+    "Waiting requests that lost their place to another principal's request",
 )
-CALLS = Metric("kestrel.calls.active", "gauge", "{call}", "Calls that are being handled")
+CALLS = Metric("kestrel.calls.active", "gauge", "{call}", "Calls in progress")
 CONNECTIONS = Metric(
     "kestrel.connections.open",
     "gauge",
     "{connection}",
-    "TCP connections to --listen; on Linux only",
+    "TCP connections to the addresses of --listen; Linux only",
 )
 CONNECTIONS_LIMIT = Metric(
     "kestrel.connections.limit",
     "gauge",
     "{connection}",
-    "Connections that there may be (--max-connections); absent without a limit",
+    "Limit on connections (--max-connections); absent without a limit",
 )
 STREAMS = Metric(
     "kestrel.streams.open",
     "gauge",
     "{call}",
-    "Calls in progress of all services, those that watch health or ask reflection included",
+    "Calls in progress of all services, including health and reflection",
 )
 STREAMS_LIMIT = Metric(
     "kestrel.streams.limit",
     "gauge",
     "{call}",
-    "Calls that may be in progress on one connection (--max-streams)",
+    "Limit on calls in progress on one connection (--max-streams)",
 )
 FILES = Metric(
     "kestrel.files.open",
     "gauge",
     "{file}",
-    "Files that this process has open: connections, and some dozens of its own",
+    "Open files of this process: connections and a few dozen others",
 )
 FILES_LIMIT = Metric(
     "kestrel.files.limit",
     "gauge",
     "{file}",
-    "Files that it may have open (RLIMIT_NOFILE); absent without a limit",
+    "Limit on open files of this process (RLIMIT_NOFILE); absent without a limit",
 )
 KV_PAGES = Metric(
     "kestrel.kv.pages",
     "gauge",
     "{page}",
-    "Pages of the KV cache: free, cached (in the prefix cache, in use or not), private (of running requests alone)",
+    "Pages of the KV cache: free, cached (in the prefix cache, in use or not), private (of one running request)",
     (PAGE_STATE,),
 )
-LOAD_DURATION = Metric("kestrel.model.load.duration", "gauge", "s", "What loading the model took")
+LOAD_DURATION = Metric("kestrel.model.load.duration", "gauge", "s", "Time to load the model")
 LOAD_PHASE = Metric(
     "kestrel.model.load.phase.duration",
     "gauge",
     "s",
-    "Of that: weights, build (packing, KV pool), capture (CUDA graphs, kernels compiled for them), warm_up (the rest)",
+    "Parts of the time to load: weights, build (packing, KV pool), capture (CUDA graphs and kernels), warm_up (rest)",
     (PHASE,),
 )
 KERNELS = Metric(
     "kestrel.kernels",
     "counter",
     "{kernel}",
-    "Kernels that Triton made ready since the process began: compiled, or found compiled on the disk",
+    "Kernels that Triton has compiled or loaded from its disk cache since the process began",
     (CACHED,),
 )
 COMPILE_TIME = Metric(
     "kestrel.kernels.compile.time",
     "counter",
     "s",
-    "What that took; while serving, steps wait for it",
+    "Time to compile or load kernels; steps wait for it",
 )
 LOST_RECORDS = Metric(
     "kestrel.log.lost",
     "counter",
     "{record}",
-    "Log records that were dropped because nobody read them fast enough, or could not be written",
+    "Log records that were dropped because the reader was too slow, or that could not be written",
 )
-READY = Metric("kestrel.ready", "gauge", "1", "1 while requests are taken, else 0")
+READY = Metric("kestrel.ready", "gauge", "1", "1 while the server accepts requests, else 0")
 
 METRICS = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
-"""All of them, in the order above."""
+"""All metrics, in the order above."""

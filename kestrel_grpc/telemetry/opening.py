@@ -1,6 +1,6 @@
-"""Telemetry: what the server calls. Owns tracing, metrics and their exporters; measuring never fails a call.
+"""Telemetry: passes the events of calls and of the engine to tracing and metrics. An error here never fails a call.
 
-Imports OpenTelemetry only when something is to be exported.
+This module imports OpenTelemetry only if the configuration exports something.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _Args = ParamSpec("_Args")
 def _harmless(
     method: Callable[Concatenate[Telemetry, _Args], None],
 ) -> Callable[Concatenate[Telemetry, _Args], None]:
-    """Logs what the method raises."""
+    """Logs the exceptions of ``method`` instead of raising them."""
 
     @functools.wraps(method)
     def guarded(self: Telemetry, /, *args: _Args.args, **kwargs: _Args.kwargs) -> None:
         try:
             method(self, *args, **kwargs)
-        except Exception:  # The measurement's edge: a call is worth more than its span.
-            self.complain(method.__name__)
+        except Exception:  # An error in telemetry must not fail a call.
+            self.log_failure(method.__name__)
 
     return guarded
 
 
 class Telemetry:
-    """Watches calls (the interceptor's side) and the engine (its Observer). Made by ``open_telemetry``."""
+    """Receives events of calls from the interceptor, and of the engine as its Observer. ``open_telemetry`` makes it."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Telemetry:
 
     @property
     def metrics_address(self) -> str | None:
-        """Where Prometheus may scrape."""
+        """The address of the Prometheus endpoint; None if there is none."""
         return None if self._endpoint is None else self._endpoint.address
 
     @property
@@ -76,7 +76,7 @@ class Telemetry:
         return 0 if self._tracing is None else self._tracing.num_open
 
     def ready(self, engine: InferenceEngine, load_s: float) -> None:
-        """The engine takes requests; what it did before, its warm-up, does not count."""
+        """The engine accepts requests. Steps and requests before this call, those of the warm-up, do not count."""
         self.start_counting()
         if self._tracing is not None:
             self._tracing.ready(engine.info)
@@ -84,7 +84,7 @@ class Telemetry:
             self._metrics.ready(engine, load_s)
 
     def start_counting(self) -> None:
-        """From now on steps and requests count."""
+        """Counts steps and requests from now on."""
         self._counts = True
 
     @_harmless
@@ -95,7 +95,7 @@ class Telemetry:
     @_harmless
     def take(self, call: Call, message: Any) -> None:
         if self._tracing is not None:
-            self._tracing.take(call, message)
+            self._tracing.on_message(call, message)
 
     @_harmless
     def end(self, call: Call) -> None:
@@ -132,18 +132,18 @@ class Telemetry:
             self._tracing.on_image(event)
 
     async def close(self, timeout_s: float = FLUSH_S) -> None:
-        """Exports what waits, for up to ``timeout_s`` seconds, and closes. Idempotent."""
+        """Exports the remaining spans and metrics within ``timeout_s`` seconds, and closes. Idempotent."""
         from .providers import within
 
         shutdowns, self._shutdowns = self._shutdowns, []
         if shutdowns and not await within(timeout_s, *shutdowns):
             logger.warning("the last spans and metrics were not exported in %g s", timeout_s)
 
-    def complain(self, what: str) -> None:
-        """Logs the current exception, once for each place."""
+    def log_failure(self, what: str) -> None:
+        """Logs the current exception, but only once for each ``what``."""
         if what not in self._complained:
             self._complained.add(what)
-            logger.exception("telemetry failed in %s; said once", what)
+            logger.exception("telemetry failed in %s; further failures there are not logged", what)
 
 
 def open_telemetry(
@@ -153,24 +153,31 @@ def open_telemetry(
     is_ready: Callable[[], bool],
     edge: EdgeCounts | None = None,
 ) -> Telemetry | None:
-    """None if nothing is to be exported, or its packages are missing, which is logged. To be called in the process that
-    serves: exporters have threads. Raises AddressError where the Prometheus endpoint can't or won't listen, TlsError,
-    TokenFileError, SettingsError where OpenTelemetry can't use the OTEL_* variables."""
+    """Creates tracing, metrics and exporters.
+
+    Returns None if the configuration exports nothing or a package is missing; the latter is logged. Call this in the
+    process that serves, because exporters start threads.
+
+    Raises AddressError if the Prometheus endpoint cannot or must not listen, TlsError and TokenFileError, and
+    SettingsError if OpenTelemetry rejects an OTEL_* variable.
+    """
     if config.traces == "none" and not config.measures:
         return None
     missing = missing_packages(config)
     if missing:
         logger.warning(
-            "no telemetry: %s is not installed; the extra kestrel-grpc[telemetry] brings it",
+            "telemetry is off: %s is not installed; install the extra kestrel-grpc[telemetry]",
             ", ".join(missing),
         )
         return None
     with _named_variables():
-        from . import providers  # The SDK reads some variables as it is loaded.
+        from . import providers  # The SDK reads some variables when it is imported.
 
     shutdowns: list[Callable[[], object]] = []
     tracing = metrics = endpoint = reader = None
-    if config.prometheus is not None:  # First: it may fail, and the others have threads.
+    if (
+        config.prometheus is not None
+    ):  # This comes first because it may fail, and the others start threads.
         from ..security.metrics_door import MetricsDoor
         from .dense import PullReader
         from .prometheus import PrometheusEndpoint
@@ -207,12 +214,14 @@ def open_telemetry(
 
 @contextlib.contextmanager
 def _named_variables() -> Iterator[None]:
-    """Around what reads OTEL_* variables. Raises SettingsError."""
+    """Raises an error of code that reads OTEL_* variables as SettingsError."""
     try:
         yield
-    except Exception as error:  # The SDK's: by what class, and of which variable, is told of few.
+    except (
+        Exception
+    ) as error:  # The SDK documents neither its exceptions nor which variable caused one.
         given = sorted(name for name in os.environ if name.startswith("OTEL_"))
-        told = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise SettingsError(
-            f"OpenTelemetry can't start: {told} (of the environment it has {', '.join(given)})"
+            f"OpenTelemetry cannot start: {reason} (variables that are set: {', '.join(given)})"
         ) from error

@@ -33,8 +33,14 @@ _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 class PrometheusEndpoint:
-    """``reader`` is to be given to the meter's provider, ``door`` says who may read. Raises AddressError where it can't
-    listen. Of several workers, each series has its ``worker`` as a label."""
+    """Serves the metrics that ``reader`` collects. Raises AddressError if it cannot listen.
+
+    Args:
+        address: HOST:PORT or [IPV6]:PORT.
+        reader: The reader that the meter provider was created with.
+        door: Decides which scrapers may read.
+        worker: The index of this worker, which becomes a label of every series; None without workers.
+    """
 
     def __init__(
         self,
@@ -52,24 +58,24 @@ class PrometheusEndpoint:
             reason = (error.strerror or str(error)).lower()
             raise AddressError(f"cannot serve metrics on {address}: {reason}") from None
         self.address = f"{host}:{self._port.port}"
-        """With the port that it was given for port 0."""
+        """The address, with the assigned port in place of port 0."""
         self.scheme = "https" if door.talks_tls else "http"
 
     def close(self) -> None:
-        """Blocks until the port is free again."""
+        """Closes the port. Blocks until it is free again."""
         self._port.close()
 
 
 class _Scrape(Collector):
-    """Turns what the SDK collected into what the client library writes out."""
+    """Converts the SDK's collected metrics to the metric families of prometheus_client."""
 
     def __init__(self, reader: InMemoryMetricReader, worker: int | None) -> None:
         self._reader = reader
         self._fixed = {} if worker is None else {"worker": str(worker)}
-        self._lock = threading.Lock()  # The reader keeps one result, and scrapes may overlap.
+        self._lock = threading.Lock()  # The reader stores one result, and scrapes may overlap.
 
     def describe(self) -> list[Family]:
-        return []  # Else registering would collect.
+        return []  # Without this method, the registry would collect while it registers this object.
 
     def collect(self) -> Iterator[Family]:
         with self._lock:
@@ -82,7 +88,7 @@ class _Scrape(Collector):
 
 
 def _family(metric: Metric, collected: Collected, fixed: Mapping[str, str]) -> Family:
-    """``fixed``: labels that all have."""
+    """One metric as a metric family. ``fixed``: labels of all series."""
     labels = [*fixed, *(name.replace(".", "_") for name in metric.attributes)]
     first = list(fixed.values())
     data = collected.data
@@ -91,7 +97,7 @@ def _family(metric: Metric, collected: Collected, fixed: Mapping[str, str]) -> F
         for point in data.data_points:
             histogram.add_metric([*first, *_values(metric, point)], _buckets(point), point.sum)
         return histogram
-    assert isinstance(data, (Sum, Gauge)), f"no instrument of ours gives {type(data).__name__}"
+    assert isinstance(data, (Sum, Gauge)), f"no instrument here returns {type(data).__name__}"
     kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
     family = kind(metric.prometheus_name, metric.description, labels=labels)
     for number in data.data_points:
@@ -100,7 +106,7 @@ def _family(metric: Metric, collected: Collected, fixed: Mapping[str, str]) -> F
 
 
 def _values(metric: Metric, point: HistogramDataPoint | NumberDataPoint) -> list[str]:
-    """The labels' values in the metric's order; "" where a point has none, as Prometheus reads it."""
+    """The values of the labels, in the metric's order. A missing value is "", which Prometheus treats as absent."""
     attributes = point.attributes or {}
     return [_text(attributes.get(name, "")) for name in metric.attributes]
 

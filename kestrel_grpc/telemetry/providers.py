@@ -1,6 +1,6 @@
-"""OpenTelemetry's providers as the configuration asks for them, and their end within a bound.
+"""Creates OpenTelemetry's providers from the configuration, and shuts them down within a time limit.
 
-Samplers, resources, endpoints, headers, certificates and timeouts are the SDK's and the exporters' to read from OTEL_*.
+The SDK and the exporters read samplers, resources, endpoints, headers, certificates and timeouts from OTEL_* variables.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Tracers:
-    """``requests`` samples as OTEL_TRACES_SAMPLER says; ``steps`` always, for those that sampled requests link to."""
+    """The providers of spans. OTEL_TRACES_SAMPLER configures the sampler of ``requests``. ``steps`` samples every span,
+    because only sampled requests create spans of steps."""
 
     requests: TracerProvider
     steps: TracerProvider
     processor: BatchSpanProcessor
 
     def shutdown(self) -> None:
-        """Exports what waits. Blocks as long as the collector lets it."""
+        """Exports the remaining spans. Blocks as long as the collector does."""
         self.processor.shutdown()  # type: ignore[no-untyped-call]
 
 
 def resource() -> Resource:
-    """OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win over ours."""
-    ours = {"service.name": "kestrel-grpc", "service.version": __version__}
-    return Resource.create(ours).merge(OTELResourceDetector().detect())
+    """The resource of all spans and metrics. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override its attributes."""
+    defaults = {"service.name": "kestrel-grpc", "service.version": __version__}
+    return Resource.create(defaults).merge(OTELResourceDetector().detect())
 
 
 def tracers(config: TelemetryConfig) -> Tracers:
@@ -64,7 +65,7 @@ def tracers(config: TelemetryConfig) -> Tracers:
 
 
 def meters(config: TelemetryConfig, pull: PullReader | None) -> tuple[MeterProvider, list[Reader]]:
-    """``pull``: the Prometheus endpoint's reader, if there is one."""
+    """The provider of metrics and its readers. ``pull``: the Prometheus endpoint's reader, or None."""
     readers: list[Reader] = [] if pull is None else [pull]
     if config.metrics != "none":
         readers.append(PushReader(_metric_exporter(config)))
@@ -73,16 +74,16 @@ def meters(config: TelemetryConfig, pull: PullReader | None) -> tuple[MeterProvi
 
 
 async def within(timeout_s: float, *steps: Callable[[], object]) -> bool:
-    """Runs blocking ``steps``, each in a thread that nobody must wait for. False: they were not done in time."""
+    """Runs each of the blocking ``steps`` in a daemon thread. Returns whether all finished in ``timeout_s`` seconds."""
     loop = asyncio.get_running_loop()
     left = [loop.create_future() for _ in steps]
 
     def run(step: Callable[[], object], done: asyncio.Future[None]) -> None:
         try:
             step()
-        except Exception:  # A thread's edge; the others go on.
-            logger.exception("telemetry did not end well")
-        # A loop that has ended has nobody left who waits.
+        except Exception:  # No caller sees exceptions of this thread, and the other steps must run.
+            logger.exception("a shutdown of telemetry failed")
+        # If the loop has ended, no task waits for the result.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(done.set_result, None)
 

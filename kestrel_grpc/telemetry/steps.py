@@ -1,8 +1,8 @@
-"""Which steps the sampled calls took part in. Written by the step thread, read by the event loop.
+"""The steps of sampled calls. The step thread records them; the event loop makes their spans.
 
-A step serves many requests, so it can't be a child of any: it gets a trace of its own, and the requests' spans link to
-it. Its span is made when the first request that links to it ends. Not every step gets one: steps that began something
-for a sampled request do, decode steps one in DECODE_SAMPLING.
+A step serves many requests, so its span is not a child of theirs. The span has its own trace, and the spans of the
+requests link to it. It is made when the first request that links to it ends. Only some steps get a span: the first
+KEPT_STEPS of a sampled call, and then one step in DECODE_SAMPLING.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from kestrel_engine import StepEvent
 from . import attributes, names
 
 DECODE_SAMPLING = 100
-"""One step in so many is kept once a request has KEPT_STEPS."""
+"""After KEPT_STEPS steps of a call, one step in this many is recorded."""
 KEPT_STEPS = 16
 LINKED_STEPS = 8
 MOST_STEPS = 64
-"""Steps kept of one call at most."""
+"""Limit on the recorded steps of one call."""
 
 
 @dataclass(slots=True, eq=False)
 class StepRecord:
-    """``began_at``: when the device took it up; it runs steps in the order of their launch."""
+    """A recorded step. ``began_at``: when the device began the step. The device runs steps in the order of launch."""
 
     event: StepEvent
     began_at: float
     requests: list[SpanContext] = field(default_factory=list)
-    """Sampled requests with a part in it."""
+    """The spans of the sampled calls that the step worked for."""
     context: SpanContext | None = None
-    """Its span's, once there is one."""
+    """The step's span; None until it is made."""
 
     @property
     def vision_end(self) -> float:
@@ -45,14 +45,14 @@ class StepRecord:
 
 
 class StepSpans:
-    """Makes steps' spans, whatever the sampler says of new traces: their requests are sampled."""
+    """Makes the spans of steps. They are not sampled again, because their requests are sampled."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
 
     def links(self, records: list[StepRecord], clock_ns: int) -> list[Link]:
-        """Links to the first LINKED_STEPS of ``records``. ``clock_ns``: the epoch's nanoseconds less the monotonic
-        clock's."""
+        """Links to the first LINKED_STEPS of ``records``. ``clock_ns``: nanoseconds since the epoch minus nanoseconds
+        of the monotonic clock."""
         return [Link(self._context(record, clock_ns)) for record in records[:LINKED_STEPS]]
 
     def _context(self, record: StepRecord, clock_ns: int) -> SpanContext:

@@ -1,18 +1,18 @@
-"""CallTracing: one trace a call, built from timestamps after the fact.
+"""CallTracing: one trace per call, built from timestamps when the call has ended.
 
-The server's span begins with the call, so that its ids are known; all below it is made when the call has ended, from
-what the engine told: nothing is built for a call that isn't sampled, and nothing while one is computed. Runs on the
-event loop, but for ``on_step``.
+The call's own span begins with the call, so that its ids are known. All spans below it are made when the call has
+ended, from the engine's events. A call that is not sampled costs nothing, and no span is made while requests are
+computed. ``on_step`` runs on the step thread, all other methods on the event loop.
 
     kestrel.v1.VisionService/Query                 SERVER, child of the caller's traceparent
-    ├─ generate_content MODEL                      one a request of the engine; Analyze makes several
+    ├─ generate_content MODEL                      one per request of the engine; Analyze makes several
     │  ├─ image.preprocess
     │  ├─ queue
     │  ├─ vision.encode                            links to the steps that encoded
     │  ├─ prefill                                  links to its steps
     │  └─ decode                                   links to one step in a hundred
-    ├─ image.preprocess                            of Analyze and ImageService, which prepare a picture by itself
-    └─ postprocess                                 last token to last message
+    ├─ image.preprocess                            for Analyze and ImageService, which prepare an image separately
+    └─ postprocess                                 from the last token to the last message
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ _HEADER = "traceparent"
 _UNSAMPLED = re.compile(
     "00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f][02468ace]", re.ASCII
 )
-"""A caller whose trace isn't recorded: most are, so they are recognised without building anything."""
+"""The traceparent of a caller that does not record its trace. Most callers send such a header, so it is recognised
+without creating objects."""
 _FOLLOWING = "remoteParentNotSampled:AlwaysOffSampler"
-"""In the description of a sampler that samples nothing for such a caller."""
+"""The description of a sampler contains this if the sampler samples no call of such a caller."""
 _EVENTS = {
     grpc.StatusCode.CANCELLED: names.CANCELLED,
     grpc.StatusCode.DEADLINE_EXCEEDED: names.DEADLINE_EXCEEDED,
@@ -52,23 +53,23 @@ _EVENTS = {
 
 @dataclass(slots=True, eq=False)
 class CallTrace:
-    """A sampled call while it runs."""
+    """A sampled call in progress."""
 
     span: Span
     context: SpanContext
     begun_at: float
-    """Seconds of the monotonic clock, as all instants."""
+    """Seconds of the monotonic clock, like all instants here."""
     clock_ns: int
-    """The epoch's nanoseconds less the monotonic clock's."""
+    """Nanoseconds since the epoch minus nanoseconds of the monotonic clock."""
     message: Any = None
     request_id: str = ""
     requests: list[RequestEvent] = field(default_factory=list)
     images: list[ImageEvent] = field(default_factory=list)
-    """Pictures that were prepared ahead of requests."""
+    """Images that were prepared before their requests."""
     steps: list[StepRecord] = field(default_factory=list)
 
     def ns(self, instant: float) -> int:
-        """Nanoseconds of the epoch."""
+        """``instant`` in nanoseconds since the epoch."""
         return self.clock_ns + round(1e9 * instant)
 
     def keep(self, record: StepRecord) -> None:
@@ -79,7 +80,8 @@ class CallTrace:
 
 
 class CallTracing:
-    """``sampling``: the sampler's description. ``content``: whether questions and answers go into spans."""
+    """Makes the spans of calls. ``sampling``: the sampler's description. ``content``: whether spans hold questions and
+    answers."""
 
     def __init__(
         self, tracer: Tracer, step_tracer: Tracer, *, sampling: str, content: bool
@@ -89,7 +91,7 @@ class CallTracing:
         self._content = content
         self._propagator = propagate.get_global_textmap()
         self._fields = frozenset(self._propagator.fields)
-        # OTEL_PROPAGATORS and OTEL_TRACES_SAMPLER may say otherwise.
+        # OTEL_PROPAGATORS and OTEL_TRACES_SAMPLER can change both.
         self._follows_callers = _HEADER in self._fields and _FOLLOWING in sampling
         self._open: dict[str, list[CallTrace]] = {}
         self._device_free_at = 0.0
@@ -98,14 +100,14 @@ class CallTracing:
 
     @property
     def num_open(self) -> int:
-        """Sampled calls that have not ended."""
+        """Number of sampled calls in progress."""
         return sum(len(traces) for traces in self._open.values())
 
     def ready(self, info: EngineInfo) -> None:
         self._model, self._image_positions = info.model, info.image_positions
 
     def begin(self, call: Call) -> None:
-        """Decides whether the call is sampled, and gives it its trace id."""
+        """Decides whether the call is sampled, and sets its trace id."""
         carrier = {
             key: value
             for key, value in call.metadata
@@ -126,15 +128,15 @@ class CallTracing:
             clock_ns = time.time_ns() - time.monotonic_ns()
             call.trace = CallTrace(span, context, call.started_at, clock_ns)
 
-    def take(self, call: Call, message: Any) -> None:
-        """The call's request has been read and its id is known."""
+    def on_message(self, call: Call, message: Any) -> None:
+        """Records the call's request message, which has been read. The request id is known now."""
         trace = call.trace
         if isinstance(trace, CallTrace):
             trace.message, trace.request_id = message, call.request_id
             self._open[call.request_id] = [*self._open.get(call.request_id, ()), trace]
 
     def on_step(self, event: StepEvent) -> None:
-        """On the step thread: notes the step for the sampled calls that it worked for."""
+        """Records the step for the sampled calls that it worked for. Runs on the step thread."""
         began_at = max(event.launched_at, self._device_free_at)
         self._device_free_at = event.collected_at
         if not self._open:
@@ -155,7 +157,8 @@ class CallTracing:
             trace.images.append(event)
 
     def _trace_of(self, event: RequestEvent | ImageEvent) -> CallTrace | None:
-        """Of the call that made it; of calls with the same id it is the last that began before."""
+        """The trace of the call that made the request. Of several calls with this id, it is the last that began before
+        the request was accepted."""
         for trace in reversed(self._open.get(event.request_id, ())):
             if trace.begun_at <= event.accepted_at:
                 return trace
@@ -206,7 +209,7 @@ class CallTracing:
         span.end(trace.ns(event.ended_at))
 
     def _request(self, trace: CallTrace, event: RequestEvent, call: Call, below: Context) -> None:
-        """The spans of one request of the engine; a phase that never began has none."""
+        """Makes the spans of one request of the engine. A phase that did not begin has no span."""
         span = self._tracer.start_span(
             f"{names.GENERATE} {self._model}",
             context=below,
@@ -239,14 +242,14 @@ class CallTracing:
     def _computation(
         self, trace: CallTrace, event: RequestEvent, scheduled_at: float, inside: Context
     ) -> None:
-        """Vision, prefill and decode, from the steps that worked for the request."""
+        """Makes the spans of vision, prefill and decode from the steps that worked for the request."""
         first_at = event.first_token_at or event.finished_at
         steps = [s for s in trace.steps if s.event.collected_at >= scheduled_at]
         early = list(itertools.takewhile(lambda s: s.event.collected_at <= first_at, steps))
         encoding = [s for s in early if event.request_id in s.event.encoded_request_ids]
         prefill_at = scheduled_at
-        if encoding and not self._picture_was_cached(event):
-            # It may have begun for another request with the same picture.
+        if encoding and not self._image_was_cached(event):
+            # The encoding may have begun earlier, for another request with the same image.
             began_at = max(scheduled_at, encoding[0].began_at)
             prefill_at = max(scheduled_at, encoding[-1].vision_end)
             self._span(trace, names.VISION, inside, began_at, prefill_at, steps=encoding)
@@ -256,7 +259,7 @@ class CallTracing:
             sampled = [s for s in steps[len(early) :] if s.is_sampled]
             self._span(trace, names.DECODE, inside, first_at, event.finished_at, steps=sampled)
 
-    def _picture_was_cached(self, event: RequestEvent) -> bool:
+    def _image_was_cached(self, event: RequestEvent) -> bool:
         return event.metrics.cached_tokens > self._image_positions
 
     def _span(

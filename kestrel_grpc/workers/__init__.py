@@ -1,5 +1,5 @@
-"""Several processes behind one port, each a whole server with an engine and a device of its own; and who watches them.
+"""Several worker processes behind one port, each with its own server, engine and device, and their supervisor.
 
-The supervisor's side (config, flags, plan, devices, port, child, restarts, supervisor) loads neither grpc nor torch;
-the worker's side is worker.py. line.py is what they say to each other.
+The supervisor's modules (plan, devices, port, child, restarts, supervisor) import neither grpc nor torch. worker.py
+runs in the worker's process. line.py defines the messages between them.
 """

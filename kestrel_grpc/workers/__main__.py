@@ -1,4 +1,4 @@
-"""``python -m kestrel_grpc.workers FD INDEX``: a worker, as the supervisor of ``kestrel-grpc serve`` starts it."""
+"""``python -m kestrel_grpc.workers FD INDEX``: the command with which the supervisor starts a worker."""
 
 from __future__ import annotations
 

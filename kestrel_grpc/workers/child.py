@@ -1,4 +1,4 @@
-"""Child: one worker's process as the supervisor sees it, from its start to its end."""
+"""Child: the supervisor's handle of one worker process, from its start to its end."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .line import Alive, Failed, Message, Ready, SupervisorEnd, new_line
 from .plan import WorkerTask
 
 COMMAND: tuple[str, ...] = (sys.executable, "-m", "kestrel_grpc.workers")
-"""Starts a worker; the number of its socket follows, and for whoever looks at processes its index. An
-interpreter of its own: gRPC and CUDA survive no fork."""
+"""Starts a worker in a new interpreter, because gRPC and CUDA do not survive a fork. The arguments are the number of
+the worker's socket, and its index, which only serves to identify it in a list of processes."""
 
 
 class Child:
-    """Made by ``start``. ``wait`` is to be awaited to its end."""
+    """A worker process. Create it with ``start``, then await ``wait``."""
 
     def __init__(
         self,
@@ -32,52 +32,53 @@ class Child:
         self.failure: Failed | None = None
         self.started_at = time.monotonic()
         self.silent_for = 0
-        """Beats of the supervisor's clock since its event loop was last heard of; counted once it is ready."""
+        """Beats of the supervisor since the worker's last message. Counted only after the worker is ready."""
         self._process, self._line, self._on_ready = process, line, on_ready
         asyncio.get_running_loop().add_reader(line.fileno(), self._read)
 
     @classmethod
     async def start(cls, task: WorkerTask, on_ready: Callable[[Child, Ready], None]) -> Child:
-        """Raises OSError where no process can be started."""
-        ours, theirs = new_line()
+        """Starts a worker for ``task``. Raises OSError if the process cannot be started."""
+        supervisor_end, worker_socket = new_line()
         try:
-            ours.give(task)
-            with theirs:
+            supervisor_end.send_task(task)
+            with worker_socket:
                 process = await asyncio.create_subprocess_exec(
                     *COMMAND,
-                    str(theirs.fileno()),
+                    str(worker_socket.fileno()),
                     str(task.index),
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(worker_socket.fileno(),),
                     stdin=subprocess.DEVNULL,
                     env=dict(task.environ),
-                    # Ctrl-C is the supervisor's to pass on.
+                    # A new session does not receive the terminal's Ctrl-C. The supervisor passes it on.
                     start_new_session=True,
                 )
         except BaseException:
-            ours.close()
+            supervisor_end.close()
             raise
-        return cls(task, process, ours, on_ready)
+        return cls(task, process, supervisor_end, on_ready)
 
     @property
     def name(self) -> str:
         return f"worker {self.task.index}"
 
     def drain(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Lets it end its requests and itself. ``number``: SIGINT leaves out the delay before."""
-        self._send(number)
+        """Asks the worker to finish its requests and end. ``number``: SIGINT skips the drain delay."""
+        self._signal(number)
 
     def kill(self) -> None:
-        self._send(signal.SIGKILL)
+        self._signal(signal.SIGKILL)
 
     async def wait(self) -> int:
-        """Its exit status, negative for a signal; after that all it said has been read."""
+        """Waits for the end of the process and reads its last messages. Returns the exit status, negative for a
+        signal."""
         status = await self._process.wait()
         self._read()
         self._hang_up()
         return status
 
     def how_it_ended(self, status: int) -> str:
-        """In words."""
+        """Describes the end of the process for a log: the worker's error, the exit status or the signal."""
         if self.failure is not None:
             return str(self.failure)
         if status >= 0:
@@ -87,7 +88,7 @@ class Child:
         except ValueError:
             return f"killed by signal {-status}"
 
-    def _send(self, number: signal.Signals) -> None:
+    def _signal(self, number: signal.Signals) -> None:
         if self._process.returncode is None:
             self._process.send_signal(number)
 
@@ -96,11 +97,11 @@ class Child:
             return
         try:
             for message in self._line.messages():
-                self._take(message)
+                self._handle(message)
         except EOFError:
             self._hang_up()
 
-    def _take(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         self.silent_for = 0
         match message:
             case Ready():

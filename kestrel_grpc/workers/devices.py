@@ -1,4 +1,4 @@
-"""Which worker computes where, without torch: that is not loaded by who only watches."""
+"""Assigns devices to workers. This module does not use torch, which the supervisor does not import."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def worker_devices(config: WorkersConfig, device: str) -> tuple[str, ...]:
-    """One for each worker, numbered as this process sees them. ``device``: as --device has it. Raises SettingsError."""
+    """The device of each worker, as this process numbers devices. ``device``: the value of --device. Raises
+    SettingsError."""
     if config.devices:
         return config.devices
     kind, _, number = device.partition(":")
     if number:
         raise SettingsError(
-            f"--device={device}: {config.count} workers need one each; say --device {kind} or name them by --devices"
+            f"--device={device}: {config.count} workers need one device each; set --device {kind}, or name the devices "
+            "with --devices"
         )
     if kind == "cpu":
         return ("cpu",) * config.count
@@ -27,13 +29,13 @@ def worker_devices(config: WorkersConfig, device: str) -> tuple[str, ...]:
         return ("cpu",) * config.count
     if found < config.count:
         raise SettingsError(
-            f"--workers={config.count}: each needs a CUDA device of its own, and there are {found} here"
+            f"--workers={config.count}: each worker needs its own CUDA device; this machine has {found}"
         )
     return tuple(f"cuda:{index}" for index in range(config.count))
 
 
 def count_cuda_devices() -> int:
-    """As the driver says, within CUDA_VISIBLE_DEVICES; 0 without a driver."""
+    """The number of devices that the driver reports, limited by CUDA_VISIBLE_DEVICES; 0 without a driver."""
     count = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -45,8 +47,10 @@ def count_cuda_devices() -> int:
 
 
 def environment_for(device: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """What lets a process see ``device`` and no other: libraries that ask for the first device get the right one, and
-    leave no contexts on others'. Raises SettingsError."""
+    """The variables that make ``device`` the only visible device of a process. Raises SettingsError.
+
+    Libraries that use the first device then use the right one, and create no contexts on other devices.
+    """
     kind, _, number = device.partition(":")
     if kind != "cuda":
         return {}
@@ -55,5 +59,5 @@ def environment_for(device: str, environ: Mapping[str, str]) -> dict[str, str]:
         return {VISIBLE: number}
     names = [name.strip() for name in visible.split(",") if name.strip()]
     if int(number) >= len(names):
-        raise SettingsError(f"{device}: {VISIBLE}={visible!r} lets us see {len(names)} devices")
+        raise SettingsError(f"{device}: {VISIBLE}={visible!r} allows only {len(names)} devices")
     return {VISIBLE: names[int(number)]}

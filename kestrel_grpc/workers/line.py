@@ -1,7 +1,7 @@
-"""The line between supervisor and worker: a pair of sockets that keep messages apart. Owns what is said, and how.
+"""The line between supervisor and worker: a pair of connected sockets that preserve message boundaries.
 
-The worker is told its task, once. It tells that it lives, is ready, or failed. Either notices the other's end by the
-line's: a worker whose supervisor has gone drains, as if it had been told to.
+The supervisor sends the worker its task, once. The worker then sends Ready, Failed and Alive messages. Each side
+detects the end of the other when the socket closes. A worker whose supervisor has ended drains, as after SIGTERM.
 """
 
 from __future__ import annotations
@@ -17,27 +17,30 @@ from dataclasses import dataclass
 from .plan import WorkerTask
 
 ALIVE_INTERVAL_S = 1.0
-"""How often a worker's event loop says that it runs."""
+"""Seconds between the Alive messages of a worker."""
 _MOST_BYTES = 128 * 1024
 _MOST_TEXT = 8000
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """It listens on the shared addresses."""
+    """The worker listens on the shared addresses."""
 
     model: str
     device_name: str
     dtype: str
     load_s: float
     addresses: tuple[str, ...]
-    """Its own."""
+    """The addresses on which only this worker listens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Why it ends. ``field`` and ``value`` are a ConfigError's, whose limit ``message`` is; else ``field`` is empty.
-    ``setting``: a setting is at fault, which ``message`` names."""
+    """The reason why the worker ends.
+
+    For a ConfigError, ``field`` and ``value`` are the error's and ``message`` is its limit. For other errors ``field``
+    is empty. ``setting``: whether a setting is invalid, which ``message`` names.
+    """
 
     message: str
     field: str = ""
@@ -50,7 +53,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """The event loop runs."""
+    """The worker's event loop runs."""
 
 
 Message = Ready | Failed | Alive
@@ -58,27 +61,27 @@ _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Ready, Fail
 
 
 def new_line() -> tuple[SupervisorEnd, socket.socket]:
-    """Our end, and the one to hand to the worker's process."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setblocking(False)
-    return SupervisorEnd(ours), theirs
+    """The supervisor's end, and the socket to pass to the worker's process."""
+    supervisor, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    supervisor.setblocking(False)
+    return SupervisorEnd(supervisor), worker
 
 
 class SupervisorEnd:
-    """Closed by its owner."""
+    """The supervisor's end of the line. The owner must close it."""
 
-    def __init__(self, ours: socket.socket) -> None:
-        self._socket = ours
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def give(self, task: WorkerTask) -> None:
-        """Fits the socket's buffer: the first message of all."""
+    def send_task(self, task: WorkerTask) -> None:
+        """Sends the worker's task. It must be the first message, so that it fits the socket's buffer."""
         self._socket.send(pickle.dumps(dataclasses.replace(task, environ={})))
 
     def messages(self) -> Iterator[Message]:
-        """Those that have come. Ends with EOFError once the worker has closed its end."""
+        """The messages that have arrived. Raises EOFError after the last one if the worker has closed its end."""
         while True:
             try:
                 data = self._socket.recv(_MOST_BYTES)
@@ -95,7 +98,7 @@ class SupervisorEnd:
 
 
 class WorkerEnd:
-    """``fd``: the socket that the supervisor handed over."""
+    """The worker's end of the line. ``fd``: the socket that the supervisor passed to this process."""
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
@@ -104,23 +107,23 @@ class WorkerEnd:
         return self._socket.fileno()
 
     def task(self) -> WorkerTask:
-        """Waits for it. Raises EOFError if there is no supervisor any more."""
+        """Waits for the task. Raises EOFError if the supervisor has ended."""
         data = self._socket.recv(_MOST_BYTES)
         if not data:
-            raise EOFError("the supervisor has gone")
+            raise EOFError("the supervisor has ended")
         self._socket.setblocking(False)
-        # From the process that started us, over a socket that nobody else has.
+        # Unpickling is safe here: the data comes from the parent process, over a socket that no other process has.
         task = pickle.loads(data)
         assert isinstance(task, WorkerTask)
         return task
 
-    def tell(self, message: Message) -> None:
-        """Never raises: ``has_ended`` tells of a supervisor that has gone."""
+    def send(self, message: Message) -> None:
+        """Sends a message. Ignores errors, because ``has_ended`` reports the end of the supervisor."""
         with contextlib.suppress(OSError):
             self._socket.send(_encode(message))
 
     def has_ended(self) -> bool:
-        """Whether the supervisor has gone; to be asked when the socket is readable."""
+        """Whether the supervisor has ended. Call this when the socket is readable."""
         try:
             return not self._socket.recv(_MOST_BYTES)
         except BlockingIOError:

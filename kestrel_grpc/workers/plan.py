@@ -1,4 +1,4 @@
-"""WorkerTask: what one worker is to do, and its environment; made from the settings of the whole server."""
+"""WorkerTask: the configuration and environment of one worker, made from the settings of the whole server."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from ..settings.sources import SettingsError
 from ..settings.workers import address_of
 from .devices import environment_for, worker_devices
 
-_NOT_THEIRS = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC")
-"""What systemd tells the supervisor alone."""
+_SUPERVISOR_ONLY = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC")
+"""Variables with which systemd addresses the supervisor. Workers do not get them."""
 _RESOURCE = "OTEL_RESOURCE_ATTRIBUTES"
 _INSTANCE = "service.instance.id"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTask:
-    """Crosses to the worker's process as it is, but for ``environ``, in which that is started."""
+    """The task of one worker. All fields but ``environ`` are sent to the worker; ``environ`` is its environment."""
 
     index: int
     server: ServerConfig
     runtime: RuntimeConfig
     device: str
-    """As this process numbers it; the worker sees its own alone, as the first."""
+    """The device, as the supervisor numbers devices. The worker sees only this device, as its first."""
     environ: Mapping[str, str] = field(repr=False)
 
 
 def shared_addresses(server: ServerConfig) -> tuple[str, ...]:
-    """The addresses that all workers listen on. Raises SettingsError where there can't be any."""
+    """The addresses that all workers listen on. Raises SettingsError if the system or --listen allows none."""
     count = server.workers.count
     if sys.platform != "linux":
         raise SettingsError(
-            f"--workers={count}: only Linux spreads one port's connections over processes"
+            f"--workers={count}: only Linux distributes the connections of a port over processes"
         )
     shared = tuple(address for address in server.listen if unix_path(address) is None)
     if not shared:
         raise SettingsError(
-            f"--workers={count}: needs a TCP address (--listen): a unix socket can't be shared by processes; "
-            "--worker-listen gives each worker one of its own"
+            f"--workers={count}: needs a TCP address in --listen, because processes cannot share a unix socket; "
+            "--worker-listen gives each worker its own"
         )
     return shared
 
@@ -64,26 +64,27 @@ def plan_workers(
     environ: Mapping[str, str],
     shared_http: tuple[str, ...] = (),
 ) -> tuple[WorkerTask, ...]:
-    """``shared`` and ``shared_http``: with their ports. Raises SettingsError."""
+    """The tasks of all workers. ``shared`` and ``shared_http``: the shared addresses with their ports. Raises
+    SettingsError."""
     devices = worker_devices(server.workers, runtime.device)
     threads = max(1, _processors() // len(devices))
     return tuple(
         WorkerTask(
             index=index,
-            server=_server_of(server, shared, shared_http, index),
-            runtime=_runtime_of(runtime, device, threads),
+            server=_worker_server(server, shared, shared_http, index),
+            runtime=_worker_runtime(runtime, device, threads),
             device=device,
-            environ=_environ_of(index, device, environ),
+            environ=_worker_environ(index, device, environ),
         )
         for index, device in enumerate(devices)
     )
 
 
-def _server_of(
+def _worker_server(
     server: ServerConfig, shared: tuple[str, ...], shared_http: tuple[str, ...], index: int
 ) -> ServerConfig:
     own = server.workers.own_address(index)
-    # A unix socket that was asked for beside the shared addresses can only be one worker's.
+    # Only one worker can listen on a unix socket of --listen: the first.
     unix = [address for address in server.listen if unix_path(address) is not None]
     telemetry = server.telemetry
     if telemetry.prometheus is not None:
@@ -94,19 +95,20 @@ def _server_of(
         listen=(*([own] if own is not None else []), *(unix if index == 0 else [])),
         shared_listen=shared,
         telemetry=telemetry,
-        http=_http_of(server.http, shared_http, index),
+        http=_worker_http(server.http, shared_http, index),
     )
 
 
-def _http_of(http: HttpConfig, shared: tuple[str, ...], index: int) -> HttpConfig:
-    """A unix socket can only be one worker's."""
+def _worker_http(http: HttpConfig, shared: tuple[str, ...], index: int) -> HttpConfig:
+    """The HTTP addresses of one worker. Only the first worker can listen on unix sockets."""
     unix = [each for each in http.http_listen if unix_path(each) is not None]
     listen = (*shared, *(unix if index == 0 else []))
     return dataclasses.replace(http, http_listen=listen, is_shared=True)
 
 
-def _runtime_of(runtime: RuntimeConfig, device: str, threads: int) -> RuntimeConfig:
-    """``threads``: a worker's share of the processors, where the settings leave it to us."""
+def _worker_runtime(runtime: RuntimeConfig, device: str, threads: int) -> RuntimeConfig:
+    """The engine's configuration for one worker. ``threads``: the worker's share of the processors, which applies to
+    numbers of threads that are not set."""
     cuda = device != "cpu"
     chosen = runtime.sizes(cuda=cuda).preprocess_threads
     if runtime.preprocess_threads is None and cuda:
@@ -119,9 +121,9 @@ def _runtime_of(runtime: RuntimeConfig, device: str, threads: int) -> RuntimeCon
     )
 
 
-def _environ_of(index: int, device: str, environ: Mapping[str, str]) -> dict[str, str]:
-    kept = {name: value for name, value in environ.items() if name not in _NOT_THEIRS}
-    # Each is an instance of its own to whoever gathers telemetry; of attributes named twice the last holds.
+def _worker_environ(index: int, device: str, environ: Mapping[str, str]) -> dict[str, str]:
+    kept = {name: value for name, value in environ.items() if name not in _SUPERVISOR_ONLY}
+    # Telemetry treats each worker as an instance. If an attribute is named twice, the last value holds.
     given = environ.get(_RESOURCE, "")
     attributes = dict(part.split("=", 1) for part in given.split(",") if "=" in part)
     instance = attributes.get(_INSTANCE, socket.gethostname())
@@ -134,7 +136,7 @@ def _environ_of(index: int, device: str, environ: Mapping[str, str]) -> dict[str
 
 
 def _processors() -> int:
-    """Those that we may use."""
+    """Number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,7 +1,8 @@
-"""HeldPorts: the TCP addresses that workers share. Bound but not listened on: the kernel gives us no connections.
+"""HeldPorts: the TCP addresses that workers share. The supervisor binds them but does not listen on them.
 
-Holding them settles port 0 once for all workers, tells a second server that they are taken, also while no worker
-listens, and keeps them between the death of one worker and the start of the next.
+Since the supervisor does not listen, the kernel passes it no connections. Its binding assigns one port to all workers
+if the port is 0. It also keeps the address between the end of one worker and the start of the next, and makes a second
+server fail to start even while no worker listens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ..settings.addresses import AddressError, check_free, with_port
 
 
 class HeldPorts:
-    """A context. ``addresses``: as workers are to listen on them, with the ports that were given for port 0."""
+    """A context manager that holds addresses. ``addresses``: with the assigned ports in place of port 0."""
 
     def __init__(self, addresses: tuple[str, ...]) -> None:
         """Raises AddressError."""
@@ -32,7 +33,7 @@ class HeldPorts:
         try:
             found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
             for family, kind, protocol, _, sockaddr in found:
-                # A name may stand for several addresses (localhost); gRPC listens on all of them with one port.
+                # A name such as localhost may have several addresses. gRPC listens on all of them with one port.
                 bound = self._bind(family, kind, protocol, (sockaddr[0], port, *sockaddr[2:]))
                 port = port or bound
         except OSError as error:
@@ -41,7 +42,7 @@ class HeldPorts:
         return with_port(address, port)
 
     def _bind(self, family: int, kind: int, protocol: int, sockaddr: tuple[object, ...]) -> int:
-        """The port; 0 for an address that this machine doesn't have."""
+        """Binds an address. Returns its port, or 0 if this machine does not have the address."""
         held = self._held.enter_context(socket.socket(family, kind, protocol))
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
@@ -50,8 +51,8 @@ class HeldPorts:
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
-                # Connections of a server that has just ended linger. This lets us bind beside them, and others beside
-                # us as long as no worker listens.
+                # Connections of a server that has just ended may linger. SO_REUSEADDR allows binding beside them. It
+                # also allows others to bind beside this process, as long as no worker listens.
                 held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 held.bind(sockaddr)
         except OSError as error:

@@ -1,7 +1,6 @@
-"""Supervisor: starts the workers, waits until all are ready, starts anew those that end, and ends them all.
+"""Supervisor: starts the workers, reports when all are ready, restarts those that end, and stops them all.
 
-Serves nothing itself and loads neither grpc nor torch. It owns which workers there are; connections are the kernel's to
-spread, requests the workers' own.
+The supervisor serves no requests and imports neither grpc nor torch. The kernel distributes connections to the workers.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from collections.abc import Sequence
 
 from kestrel_engine import ConfigError, RuntimeConfig
 
-from ..logs.records import tell_lifecycle
-from ..process.ready_line import say_ready
+from ..logs.records import log_lifecycle
+from ..process.ready_line import print_ready
 from ..process.systemd import Notifier
 from ..settings.addresses import close_address
 from ..settings.flags import SettingsError
@@ -31,24 +30,26 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 SILENT_BEATS = 30
-"""A worker whose event loop says nothing for so many beats hangs, and is killed. Beats instead of time: where all of us
-were stopped, nobody has been silent."""
+"""A worker that sends no message for this many beats hangs, and is killed. Beats are counted instead of seconds, so
+that a pause of all processes (SIGSTOP, suspend) does not count."""
 PATIENCE_S = 60.0
-"""How much longer than the grace period workers may take to end."""
+"""Seconds that workers may take to end in addition to the grace period."""
 START_GRACE_S = 5.0
-"""For workers that still load when one of them can't."""
+"""Seconds that loading workers have to end after one worker has failed to start."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _DRAINED = (0, -signal.SIGTERM, -signal.SIGINT)
-"""How a worker ends that was told to, the last two if it had hardly begun."""
+"""Exit statuses of a worker that was asked to stop. A worker that has hardly started ends by the signal."""
 
 
 class WorkersError(Exception):
-    """Workers can't be started, or not kept running; the message is one line."""
+    """Workers cannot be started or kept running. The message is one line."""
 
 
 async def supervise(config: ServerConfig, runtime: RuntimeConfig) -> int:
-    """Serves by workers until a signal; returns the exit status. Raises SettingsError, AddressError, ConfigError and
-    WorkersError."""
+    """Serves with workers until a signal arrives. Returns the exit status.
+
+    Raises SettingsError, AddressError, ConfigError and WorkersError.
+    """
     shared, http = shared_addresses(config), shared_http_addresses(config)
     with HeldPorts(shared) as ports, HeldPorts(http) as http_ports:
         tasks = plan_workers(config, runtime, ports.addresses, os.environ, http_ports.addresses)
@@ -56,24 +57,24 @@ async def supervise(config: ServerConfig, runtime: RuntimeConfig) -> int:
 
 
 class Supervisor:
-    """``run`` is its life."""
+    """Runs the workers of ``tasks``. Call ``run`` once."""
 
     def __init__(
         self, tasks: Sequence[WorkerTask], config: ServerConfig, addresses: tuple[str, ...]
     ) -> None:
         self._tasks, self._config, self._addresses = tasks, config, addresses
         self._children: dict[int, Child] = {}
-        """Those whose process lives, by index."""
+        """The running workers, by index."""
         self._stopping = asyncio.Event()
         self._all_ready = asyncio.Event()
-        """All have been ready at one time."""
+        """Set once all workers have been ready at the same time."""
         self._orderly = True
-        """All workers ended as they were told to."""
+        """Whether all workers have ended with a status in _DRAINED."""
         self._began = time.monotonic()
         self._systemd = Notifier(os.environ)
 
     async def run(self) -> int:
-        """Returns the exit status. Raises ConfigError, SettingsError, WorkersError."""
+        """Runs until a signal arrives. Returns the exit status. Raises ConfigError, SettingsError, WorkersError."""
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
@@ -96,7 +97,7 @@ class Supervisor:
         return 0 if self._orderly else 1
 
     async def _keep(self, task: WorkerTask) -> None:
-        """Keeps one worker running until all are to stop. Raises ConfigError, SettingsError, WorkersError."""
+        """Keeps one worker running until the server stops. Raises ConfigError, SettingsError, WorkersError."""
         restarts = Restarts(self._config.workers.restarts)
         while not self._stopping.is_set():
             child = await self._start(task)
@@ -105,26 +106,26 @@ class Supervisor:
             if self._stopping.is_set():
                 if status not in _DRAINED:
                     self._orderly = False
-                    # One error ends a start: what stops the other workers then is rarely news.
+                    # A start that fails reports one error. The ends of the other workers are rarely of interest.
                     level = logging.ERROR if self._all_ready.is_set() else logging.INFO
                     how = child.how_it_ended(status)
                     logger.log(level, "%s, pid %d: %s", child.name, child.pid, how)
                 return
             if not self._all_ready.is_set():
                 _raise_start_failure(child, status)
-            if status == 0:  # Somebody drained it, to have it anew.
-                tell_lifecycle("worker_ended", worker=task.index, pid=child.pid)
+            if status == 0:  # An administrator drained the worker, which restarts it.
+                log_lifecycle("worker_ended", worker=task.index, pid=child.pid)
                 continue
             how = child.how_it_ended(status)
             delay_s = restarts.next_delay(time.monotonic())
-            tell_lifecycle("worker_ended", worker=task.index, pid=child.pid, error=how)
+            log_lifecycle("worker_ended", worker=task.index, pid=child.pid, error=how)
             if delay_s is None:
                 raise WorkersError(
                     f"{child.name} ended {self._config.workers.restarts + 1} times within "
-                    f"{WINDOW_S / 60:g} minutes, at last: {how}"
+                    f"{WINDOW_S / 60:g} minutes; the last time: {how}"
                 )
-            self._tell_status()
-            logger.info("%s is started anew in %g s", child.name, delay_s)
+            self._send_status()
+            logger.info("restarting %s in %g s", child.name, delay_s)
             try:
                 await asyncio.wait_for(self._stopping.wait(), delay_s)
             except TimeoutError:
@@ -135,15 +136,15 @@ class Supervisor:
             child = await Child.start(task, self._on_ready)
         except OSError as error:
             raise WorkersError(
-                f"worker {task.index} can't be started: {error.strerror or error}"
+                f"worker {task.index} cannot be started: {error.strerror or error}"
             ) from None
         self._children[task.index] = child
-        if self._stopping.is_set():  # Meanwhile.
+        if self._stopping.is_set():  # The signal arrived during the start.
             child.drain()
         return child
 
     def _on_ready(self, child: Child, ready: Ready) -> None:
-        tell_lifecycle(
+        log_lifecycle(
             "worker_ready",
             worker=child.task.index,
             pid=child.pid,
@@ -152,31 +153,31 @@ class Supervisor:
             addresses=ready.addresses,
         )
         if self._all_ready.is_set():
-            self._tell_status()
+            self._send_status()
         elif self._num_ready == len(self._tasks):
             self._all_ready.set()
-            served = f"{ready.model} on {_named(self._tasks)} ({ready.dtype})"
-            say_ready(served, self._addresses, time.monotonic() - self._began)
-            self._systemd.tell("READY=1", f"STATUS={served}")
+            served = f"{ready.model} on {_device_names(self._tasks)} ({ready.dtype})"
+            print_ready(served, self._addresses, time.monotonic() - self._began)
+            self._systemd.send("READY=1", f"STATUS={served}")
 
     @property
     def _num_ready(self) -> int:
         return sum(child.ready is not None for child in self._children.values())
 
-    def _tell_status(self) -> None:
-        self._systemd.tell(f"STATUS={self._num_ready} of {len(self._tasks)} workers serve")
+    def _send_status(self) -> None:
+        self._systemd.send(f"STATUS={self._num_ready} of {len(self._tasks)} workers serve")
 
     async def _watch(self) -> None:
         """Kills workers whose event loop hangs."""
         while True:
             await asyncio.sleep(BEAT_S)
             for child in self._children.values():
-                if child.ready is None:  # Loading may hold the interpreter for long.
+                if child.ready is None:  # Loading may hold the interpreter lock for a long time.
                     continue
                 child.silent_for += 1
                 if child.silent_for == SILENT_BEATS:
                     logger.error(
-                        "%s, pid %d, has been silent for %g s: killed",
+                        "%s, pid %d, has sent nothing for %g s: killed",
                         child.name,
                         child.pid,
                         SILENT_BEATS * BEAT_S,
@@ -185,19 +186,21 @@ class Supervisor:
 
     def _on_signal(self, number: signal.Signals) -> None:
         if not self._stopping.is_set():
-            logger.info("%s: stopping; once more ends it at once", number.name)
-            self._systemd.tell("STOPPING=1", "STATUS=requests that run may end")
+            logger.info("%s: stopping; a second signal ends the server at once", number.name)
+            self._systemd.send("STOPPING=1", "STATUS=waiting for running requests")
             self._stop(self._config.grace_s, number)
             return
-        logger.warning("%s again: ended at once", number.name)
+        logger.warning("%s again: ending at once", number.name)
         self._kill()
         self._remove_sockets()
         logging.shutdown()
         os._exit(128 + number)
 
     def _stop(self, grace_s: float, number: signal.Signals = signal.SIGTERM) -> None:
-        """Passes the signal on, so that workers end their requests within ``grace_s``, which they know; then kills what
-        is left."""
+        """Passes the signal to the workers, which then end within their grace period. Kills those that do not.
+
+        ``grace_s``: the grace period, which the workers know too.
+        """
         self._stopping.set()
         for child in self._children.values():
             child.drain(number)
@@ -210,14 +213,14 @@ class Supervisor:
             child.kill()
 
     def _remove_sockets(self) -> None:
-        """Of workers that could not do it."""
+        """Removes the unix sockets that killed workers have left behind."""
         for task in self._tasks:
             for address in task.server.listen:
                 close_address(address)
 
 
 def _raise_start_failure(child: Child, status: int) -> None:
-    """Why the server can't start."""
+    """Raises the error of a start that failed because of ``child``."""
     failure = child.failure
     if failure is not None and failure.field:
         raise ConfigError(failure.field, failure.value, f"{failure.message} ({child.name})")
@@ -231,8 +234,8 @@ def _raise_start_failure(child: Child, status: int) -> None:
     )
 
 
-def _named(tasks: Sequence[WorkerTask]) -> str:
-    """Their devices."""
+def _device_names(tasks: Sequence[WorkerTask]) -> str:
+    """The devices of all workers, such as ``2 x cpu``."""
     devices = list(dict.fromkeys(task.device for task in tasks))
     counts = [sum(task.device == device for task in tasks) for device in devices]
     return ", ".join(

@@ -1,7 +1,7 @@
-"""A worker's process: a whole server, that answers to a supervisor instead of a terminal and to systemd.
+"""The process of a worker: a whole server, which a supervisor controls.
 
-SIGTERM, SIGINT and the supervisor's end let running requests end; all of them may come, and none of them twice ends it
-at once. An engine that has failed ends the process, which the supervisor starts anew.
+SIGTERM, SIGINT and the end of the supervisor each make the worker drain: running requests may finish. A second signal
+does not end the worker at once. If the engine fails, the process ends, and the supervisor restarts it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EXIT_FAILED = 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``arguments``: the number of the socket to the supervisor. Returns the exit status."""
+    """Runs the worker. ``arguments``: the number of the socket to the supervisor. Returns the exit status."""
     line = WorkerEnd(int(arguments[0]))
     try:
         task = line.task()
@@ -50,21 +50,19 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return asyncio.run(_serve(task, skill_registry(config.skills), line))
     except ConfigError as error:
-        line.tell(Failed(error.limit, error.field, str(error.value)))
+        line.send(Failed(error.limit, error.field, str(error.value)))
     except SettingsError as error:
-        line.tell(Failed(str(error), setting=True))
+        line.send(Failed(str(error), setting=True))
     except (AddressError, TlsError, TokenFileError, KestrelError) as error:
-        line.tell(Failed(str(error)))
-    except (
-        Exception
-    ) as error:  # The process's edge: the log has the traceback, the supervisor its last line.
+        line.send(Failed(str(error)))
+    except Exception as error:  # The log gets the traceback, the supervisor the error.
         logger.exception("the worker failed")
-        line.tell(Failed(f"{type(error).__name__}: {error}"))
+        line.send(Failed(f"{type(error).__name__}: {error}"))
     return EXIT_FAILED
 
 
 async def _serve(task: WorkerTask, skills: SkillRegistry, line: WorkerEnd) -> int:
-    """Until it is told to stop, or its engine fails."""
+    """Serves until a signal arrives, the supervisor ends or the engine fails. Returns the exit status."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     delay_s = task.server.leaving_s
@@ -75,13 +73,13 @@ async def _serve(task: WorkerTask, skills: SkillRegistry, line: WorkerEnd) -> in
             delay_s = 0.0  # Another server may want the port.
             loop.remove_reader(line.fileno())
             if not stopping.is_set():
-                logger.warning("the supervisor has gone: stopping")
+                logger.warning("the supervisor has ended: stopping")
             stopping.set()
 
     def on_signal(number: signal.Signals) -> None:
         nonlocal delay_s
         if number == signal.SIGINT:
-            delay_s = 0.0  # A person at a terminal waits.
+            delay_s = 0.0  # A user at a terminal waits.
         stopping.set()
 
     loop.add_reader(line.fileno(), on_line)
@@ -99,13 +97,13 @@ async def _serve(task: WorkerTask, skills: SkillRegistry, line: WorkerEnd) -> in
         if not await load_unless_stopped(server, stopping):
             await server.stop(task.server.grace_s)
             leave_now(0)
-    gc.freeze()  # What was loaded stays: no collection need walk it.
-    line.tell(_ready(server))
+    gc.freeze()  # Loaded objects stay, so collections need not visit them.
+    line.send(_ready(server))
     failed = asyncio.create_task(until_failed(server))
-    told = asyncio.create_task(stopping.wait())
-    await asyncio.wait({failed, told}, return_when=asyncio.FIRST_COMPLETED)
+    signalled = asyncio.create_task(stopping.wait())
+    await asyncio.wait({failed, signalled}, return_when=asyncio.FIRST_COMPLETED)
     if not stopping.is_set():
-        line.tell(Failed("the engine has died"))
+        line.send(Failed("the engine has died"))
         await stop(server, 0)
     failed.cancel()
     await stop(server, task.server.grace_s, delay_s)
@@ -128,5 +126,5 @@ def _ready(server: KestrelServer) -> Ready:
 
 async def _keep_alive(line: WorkerEnd) -> None:
     while True:
-        line.tell(Alive())
+        line.send(Alive())
         await asyncio.sleep(ALIVE_INTERVAL_S)

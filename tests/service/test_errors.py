@@ -76,7 +76,7 @@ def bad(request, field, words, reason="INVALID_REQUEST"):
 
 BAD = {
     "no picture": bad(caption(image=None), "image", "required"),
-    "an empty picture message": bad(caption(image=common_pb2.Image()), "image", "encoded or raw"),
+    "an empty picture message": bad(caption(image=common_pb2.Image()), "image", "encoded, raw"),
     "zero bytes": bad(caption(image=encoded(b"")), "image", "empty", "IMAGE_BROKEN"),
     "noise": bad(
         caption(image=encoded(bytes(range(256)))), "image", "JPEG", "IMAGE_FORMAT_UNSUPPORTED"

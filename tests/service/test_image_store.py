@@ -62,12 +62,12 @@ def test_gone_says_what_to_do():
     with pytest.raises(ImageNotFound) as caught:
         store.get("", "img_gone")
     assert caught.value.field == "image.image_id"
-    for words in ("'img_gone'", "send the picture again", "1000 bytes", "longest"):
+    for words in ("'img_gone'", "send the image again", "1000 bytes", "least recently"):
         assert words in caught.value.message
     with pytest.raises(ImageNotFound) as caught:
         store.get("", "x" * 10_000)
     assert len(caught.value.message) < 400
-    with pytest.raises(ImageNotFound, match="keeps no pictures"):
+    with pytest.raises(ImageNotFound, match="stores no images"):
         ImageStore(0).get("", "img_gone")
 
 

@@ -102,7 +102,7 @@ async def test_an_unknown_id_says_what_to_do(serve):
     told = await failure(served.vision.Query(query(by_id("img_" + 32 * "0"))))
     assert told.code is grpc.StatusCode.NOT_FOUND
     assert (told.reason, told.fields) == ("IMAGE_NOT_FOUND", ["image.image_id"])
-    assert "send the picture again" in told.message and "50000 bytes" in told.message
+    assert "send the image again" in told.message and "50000 bytes" in told.message
     stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(by_id("x"))))
     assert (await failure(stream)).fields == ["request.image.image_id"]
     put = served.images.PutImage(image_service_pb2.PutImageRequest(image=by_id("x")))
@@ -131,7 +131,7 @@ async def test_a_server_may_keep_none(serve):
     assert (told.code, told.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "IMAGES_NOT_KEPT")
     assert (await failure(upload(served))).reason == "IMAGES_NOT_KEPT"
     told = await failure(served.vision.Query(query(by_id("img_1"))))
-    assert "keeps no pictures" in told.message
+    assert "stores no images" in told.message
 
 
 async def test_a_picture_larger_than_the_store_is_answered_and_not_kept(serve):
@@ -190,7 +190,7 @@ async def test_an_upload_is_stopped_as_soon_as_it_is_too_large(serve):
 
     told = await failure(served.images.UploadImage(endless()))
     assert (told.code, told.reason, told.fields) == (INVALID, "IMAGE_TOO_LARGE", ["chunk"])
-    assert "6000 bytes, the limit is 5000" in told.message
+    assert "6000 bytes; the limit is 5000" in told.message
     assert sent < 1000
     told = await failure(upload(served, size_bytes=5001))
     assert (told.reason, told.fields) == ("IMAGE_TOO_LARGE", ["info.size_bytes"])
@@ -249,7 +249,7 @@ async def test_an_upload_that_is_cancelled_or_stalls_leaves_nothing(serve):
     await holds(served.server.uploads, 2000)
     told = await failure(call)
     assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert "nothing of the upload came for 0.5 s, the limit (--upload-idle)" in told.message
+    assert "the upload received no data for 0.5 s, the limit (--upload-idle)" in told.message
     await holds(served.server.uploads, 0)
     assert len(served.server.images) == 0
 

@@ -53,27 +53,27 @@ def test_connections_to_a_port_are_counted_and_no_others():
 def test_the_watch_complains_once_a_minute_until_there_is_room(caplog):
     opened, now = 80, 0.0
     watch = FileWatch(lambda: opened, lambda: 100, lambda: now)
-    assert not watch.look() and not watch.is_crowded
+    assert not watch.check() and not watch.is_crowded
     opened = 90
-    assert watch.look() and watch.is_crowded
+    assert watch.check() and watch.is_crowded
     now = 59.0
-    assert not watch.look()
+    assert not watch.check()
     assert caplog.text.count("90 of at most 100 files are open") == 1
     opened, now = 85, 61.0
-    assert not watch.look() and watch.is_crowded, "not relieved yet"
+    assert not watch.check() and watch.is_crowded, "not relieved yet"
     assert caplog.text.count("85 of at most 100 files are open") == 1
     assert all(record.levelno == logging.ERROR for record in caplog.records)
     opened = 79
-    assert watch.look() and not watch.is_crowded
+    assert watch.check() and not watch.is_crowded
     opened = 90
-    assert watch.look(), "and again"
+    assert watch.check(), "and again"
     assert caplog.text.count("90 of at most 100 files") == 1, "within the minute once"
 
 
 def test_nothing_is_said_where_the_system_does_not_tell(caplog):
     for count, limit in ((None, 100), (100, None)):
         watch = FileWatch(lambda count=count: count, lambda limit=limit: limit)
-        assert not watch.look() and not watch.is_crowded
+        assert not watch.check() and not watch.is_crowded
     assert caplog.text == ""
 
 
@@ -153,7 +153,10 @@ def test_a_server_that_runs_out_of_files_says_so_before_and_serves_again_after(t
                 connections.append(socket.create_connection((host, int(port)), 5))
             until("NOT_SERVING")
             time.sleep(0.2)  # The log has a thread of its own.
-            assert log.read_text().count(f"of at most {LIMIT} files are open, connections") == 1
+            assert (
+                log.read_text().count(f"of at most {LIMIT} files are open, including connections")
+                == 1
+            )
             for _ in range(LIMIT):  # Beyond the limit: the kernel queues what isn't accepted.
                 connections.append(socket.create_connection((host, int(port)), 5))
             time.sleep(2.5)
@@ -163,8 +166,8 @@ def test_a_server_that_runs_out_of_files_says_so_before_and_serves_again_after(t
             until("SERVING")
         time.sleep(0.2)
         text = log.read_text()
-        assert text.count("files are open, connections") == 1, "once a minute"
-        assert f"of at most {LIMIT} files are open again" in text
+        assert text.count("files are open, including connections") == 1, "once a minute"
+        assert f"of at most {LIMIT} files are open: below the threshold" in text
         assert "Traceback" not in text
         server.terminate()
         assert server.wait(30) == 0, text

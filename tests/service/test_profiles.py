@@ -35,7 +35,7 @@ async def test_it_records_steps_and_tells_of_its_file(serve, tmp_path):
     served = await serve(slow(), server_config=config(tmp_path))
     admin = Admin(served)
     started = await admin.StartProfile(seconds=30, steps=20)
-    assert (await failure(admin.StartProfile())).message == "a profile is being taken"
+    assert (await failure(admin.StartProfile())).message == "a profile is being recorded already"
     await served.vision.Query(query(max_tokens=60), metadata=METADATA)
     stopped = await admin.StopProfile()
     assert (stopped.file, stopped.steps) == (started.file, 20)

@@ -140,7 +140,7 @@ async def test_profiles(serve, kind, tmp_path):
     served = await serve(slow(), server_config=config)
     async with open_admin(kind, served) as admin:
         file = await admin.start_profile(seconds=30, steps=20, python_functions=True)
-        with pytest.raises(FailedPreconditionError, match="a profile is being taken"):
+        with pytest.raises(FailedPreconditionError, match="a profile is being recorded already"):
             await admin.start_profile()
         await served.vision.Query(query(max_tokens=60), metadata=METADATA)
         profile = await admin.stop_profile()

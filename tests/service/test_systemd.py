@@ -32,7 +32,7 @@ def heard(listener):
 
 def test_without_systemd_nothing_is_told():
     silent = Notifier({})
-    silent.tell("READY=1")
+    silent.send("READY=1")
     assert silent.interval_s is None
     assert Notifier({"WATCHDOG_USEC": "1000000"}).interval_s is None, "nowhere to tell it"
 
@@ -49,13 +49,13 @@ def test_signs_of_life_come_twice_as_often_as_wanted(listener):
 def test_a_socket_without_a_file():
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ours:
         ours.bind(f"\0kestrel-test-{os.getpid()}")
-        Notifier({"NOTIFY_SOCKET": f"@kestrel-test-{os.getpid()}"}).tell("READY=1", "STATUS=x")
+        Notifier({"NOTIFY_SOCKET": f"@kestrel-test-{os.getpid()}"}).send("READY=1", "STATUS=x")
         assert heard(ours) == ["READY=1", "STATUS=x"]
 
 
 def test_a_socket_that_is_gone_harms_nobody(tmp_path, caplog):
-    Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).tell("READY=1")
-    assert "systemd can't be told READY=1" in caplog.text
+    Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).send("READY=1")
+    assert "cannot send READY=1 to systemd" in caplog.text
 
 
 async def test_a_dead_engine_asks_for_a_restart(listener):

@@ -24,13 +24,13 @@ class Uploads:
 
     def begin(self, principal="", num_bytes=0, weight=1.0):
         upload = Upload(1000, self.room, principal=principal, weight=weight)
-        upload.take(image_service_pb2.UploadImageRequest(info=image_service_pb2.UploadInfo()))
+        upload.add(image_service_pb2.UploadImageRequest(info=image_service_pb2.UploadInfo()))
         upload.displace_with = lambda: self.ended.append(upload)
         return self.append(upload, num_bytes) if num_bytes else upload
 
     @staticmethod
     def append(upload, num_bytes):
-        upload.take(image_service_pb2.UploadImageRequest(chunk=bytes(num_bytes)))
+        upload.add(image_service_pb2.UploadImageRequest(chunk=bytes(num_bytes)))
         return upload
 
 
@@ -39,7 +39,7 @@ def test_one_principal_may_hold_all_the_room():
     first = uploads.begin("a", 60)
     uploads.begin("a", 40)
     with pytest.raises(
-        UploadsFull, match="hold 100 of 100 bytes, those of a 100, the share is 100"
+        UploadsFull, match="hold 100 of 100 bytes, of which a used 100 with a share of 100"
     ):
         uploads.append(first, 1)
     first.close()
@@ -55,7 +55,7 @@ def test_another_principal_within_its_share_ends_the_upload_that_waited_longest(
     assert uploads.ended == [active]
     assert active.displaced is not None and active.displaced.quota.held == 100
     assert uploads.room.used_bytes == 90
-    with pytest.raises(UploadsFull, match="the share is 50"):
+    with pytest.raises(UploadsFull, match="a share of 50"):
         uploads.append(old, 20)
     assert uploads.ended == [active]
     active.close()
@@ -103,7 +103,7 @@ async def test_eight_stalled_uploads_of_one_principal_keep_no_other_out(serve, t
     assert time.monotonic() - began < 1.5
     told = await failure(calls[0])
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "UPLOADS_FULL")
-    assert "gave way" in told.message and told.retry_after_s is not None
+    assert "to make room" in told.message and told.retry_after_s is not None
     for call in calls[1:]:
         assert (await failure(call)).code is grpc.StatusCode.DEADLINE_EXCEEDED
     await held(served, 0)

@@ -78,7 +78,7 @@ def test_a_server_is_managed_by_who_may(served, authority, token, admin_token):
     assert admin("log-level", "debug").stdout == "log level debug, before info\n"
     told = admin("log-level", "error", "kestrel_engine.steps.loop")
     assert told.stdout == "log level error, before none of its own\n"
-    assert "module: nothing of this name logs here" in admin("log-level", "error", "no").stderr
+    assert "module: no module of this name writes logs" in admin("log-level", "error", "no").stderr
     assert "without --profile-dir [FAILED_PRECONDITION]" in admin("profile").stderr
     assert "without --capture-dir [FAILED_PRECONDITION]" in admin("capture", "start").stderr
     assert admin("capture", "stop").stdout == "0 captured, 0 lost\n"

@@ -63,7 +63,7 @@ def serve_once(environ, absent=()):
 )
 def test_without_its_packages_the_server_says_so_and_serves(absent):
     told = serve_once({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}, absent)
-    assert "no telemetry: opentelemetry" in told and "kestrel-grpc[telemetry]" in told
+    assert "telemetry is off: opentelemetry" in told and "kestrel-grpc[telemetry]" in told
     assert "METADATA x-request-id\n" in told
 
 
@@ -154,5 +154,5 @@ def test_what_the_sdk_refuses_ends_the_start_with_one_line(variable, value, told
         command, capture_output=True, text=True, cwd=ROOT, timeout=60, env=environ
     )
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "serve: error: OpenTelemetry can't start: " in done.stderr
+    assert "serve: error: OpenTelemetry cannot start: " in done.stderr
     assert told in done.stderr and variable in done.stderr

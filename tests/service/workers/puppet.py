@@ -22,10 +22,10 @@ def main(how: str, fd: str, index: str) -> int:
     with done.open("a") as file:
         file.write(f"{os.getpid()} {task.device} {os.environ.get('CUDA_VISIBLE_DEVICES', '-')}\n")
     if how == "fails" and index == "1":
-        line.tell(Failed("must be smaller", "max_batch_size", "9"))
+        line.send(Failed("must be smaller", "max_batch_size", "9"))
         return 1
     if how == "misnames" and index == "1":
-        line.tell(Failed("--skill=a:B: none", setting=True))
+        line.send(Failed("--skill=a:B: none", setting=True))
         return 1
     stopped = False
 
@@ -34,11 +34,11 @@ def main(how: str, fd: str, index: str) -> int:
         stopped = True
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN if how == "stays" else stop)
-    line.tell(Ready("puppet", "", "none", 0.5, ()))
+    line.send(Ready("puppet", "", "none", 0.5, ()))
     go = Path(os.environ[FOLDER], "go")
     while not stopped:
         if not go.exists():
-            line.tell(Alive())
+            line.send(Alive())
             time.sleep(0.02)
             continue
         if index == "0" and (how == "dies" or (how == "dies_once" and first)):
@@ -46,7 +46,7 @@ def main(how: str, fd: str, index: str) -> int:
         if index == "0" and how == "ends_once" and first:
             return 0
         if not (index == "0" and how == "silent_once" and first):
-            line.tell(Alive())
+            line.send(Alive())
         time.sleep(0.02)
     return 3 if how == "ends_badly" else 0
 

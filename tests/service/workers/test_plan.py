@@ -130,7 +130,7 @@ def test_gpus_that_there_are_not_are_named():
         planned("--workers", "3", "--device", "cuda")
     with pytest.raises(SettingsError, match=r"--device=cuda:1: 2 workers need one each"):
         planned("--workers", "2", "--device", "cuda:1")
-    with pytest.raises(SettingsError, match=r"cuda:1: CUDA_VISIBLE_DEVICES='3' lets us see 1"):
+    with pytest.raises(SettingsError, match=r"cuda:1: CUDA_VISIBLE_DEVICES='3' allows only 1"):
         planned("--devices", "cuda:0,cuda:1", environ={"CUDA_VISIBLE_DEVICES": "3"})
 
 
@@ -202,31 +202,31 @@ def test_a_task_crosses_to_its_worker_and_messages_come_back():
     )
     [task] = plan_workers(server, RuntimeConfig(device="cpu"), (), {"SECRET": "of the environment"})
     assert "secret" not in repr(task) and "of the environment" not in repr(task)
-    ours, theirs = new_line()
-    ours.give(task)
-    worker = WorkerEnd(theirs.detach())
+    supervisor, end = new_line()
+    supervisor.send_task(task)
+    worker = WorkerEnd(end.detach())
     received = worker.task()
     assert (received.server, received.runtime) == (task.server, task.runtime)
     assert received.environ == {}, "it has it already"
     assert len(pickle.dumps(task)) < 100_000, "one message"
     told = [Alive(), Ready("m", "", "d", 1.5, ("a:1", "unix:/b")), Failed("x" * 9000, "f", "v")]
     for message in told:
-        worker.tell(message)
-    assert list(ours.messages()) == [*told[:2], Failed("x" * 8000, "f", "v")]
+        worker.send(message)
+    assert list(supervisor.messages()) == [*told[:2], Failed("x" * 8000, "f", "v")]
     assert str(told[2]).startswith("f=v: x") and str(Failed("y")) == "y"
     assert not worker.has_ended()
-    ours.close()
+    supervisor.close()
     assert worker.has_ended()
-    worker.tell(Alive())
+    worker.send(Alive())
     worker.close()
 
 
 def test_a_supervisor_notices_a_worker_that_is_gone():
-    ours, theirs = new_line()
-    theirs.close()
+    supervisor, end = new_line()
+    end.close()
     with pytest.raises(EOFError):
-        list(ours.messages())
-    ours.close()
+        list(supervisor.messages())
+    supervisor.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="SO_REUSEPORT spreads on Linux")
