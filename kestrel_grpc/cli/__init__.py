@@ -1,7 +1,7 @@
-"""The command line: one module a command. A command loads what it needs and no more: only serving loads torch."""
+"""The command line, with one module per command. A command imports only what it needs; only serving imports torch."""
 
 import os
 
-# Before grpc is loaded: its core writes to standard error by itself, in a form of its own, and some of its lines bear
-# what a stranger sent, line breaks included. Whoever wants to read them all the same sets GRPC_VERBOSITY.
+# This must be set before grpc is imported. gRPC's core writes its own lines to standard error, and some of them hold
+# bytes that a peer sent, including line breaks. An operator can set GRPC_VERBOSITY to see these lines.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

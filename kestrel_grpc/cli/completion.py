@@ -1,4 +1,5 @@
-"""``completion``: a script for bash, zsh or tcsh that completes commands and flags. Made by shtab from the parsers."""
+"""``completion``: prints a script for bash, zsh or tcsh that completes commands and flags. shtab makes it from the
+parsers."""
 
 from __future__ import annotations
 

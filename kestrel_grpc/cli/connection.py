@@ -1,6 +1,6 @@
-"""What the client commands share: the flags of the connection, and the SDK's errors as lines for people.
+"""The flags of the connection, which all client commands share, and the messages for the SDK's errors.
 
-The commands talk through kestrel_client and load neither torch nor numpy.
+The client commands use kestrel_client and import neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ CallMetadata = tuple[tuple[str, str | bytes], ...]
 
 
 _BUSY = ("QUEUE_FULL", "DISPLACED", "PIXELS_WAITING", "QUEUE_TIMEOUT")
-"""Reasons for which a server refuses all callers' requests; its own words are for its operator."""
+"""Reasons for which a busy server refuses the requests of all callers. Its message addresses the operator."""
 _TOKENS = ("KESTREL_TOKEN", "KESTREL_API_KEY")
-"""Variables that may hold the token. It has no flag: every user of the machine sees the flags of its processes."""
+"""Variables that may hold the token. It has no flag, because every user of the machine can read processes' flags."""
 
 
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
@@ -51,22 +51,22 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=DEFAULT_TIMEOUT_S,
         metavar="SECONDS",
-        help="how long the answer may take",
+        help="limit on the time for an answer",
     )
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> Flags:
-    """Where the server is and how to talk to it; returns the group."""
+    """Adds the flags of the server's address and of TLS. Returns their group."""
     flags = Flags(
         parser,
         "connection",
-        description="A token is taken from the variable KESTREL_TOKEN, else KESTREL_API_KEY.",
+        description="The variable KESTREL_TOKEN, or else KESTREL_API_KEY, may hold a token.",
     )
     flags.add(
         "--server",
         default=DEFAULT_ADDRESS,
         metavar="ADDRESS",
-        help="HOST:PORT or unix:PATH of the server",
+        help="address of the server: HOST:PORT or unix:PATH",
     )
     flags.add(
         "--tls",
@@ -74,34 +74,36 @@ def add_server_flags(parser: argparse.ArgumentParser) -> Flags:
         nargs="?",
         const="on",
         default="off",
-        help="talk TLS; --ca turns it on too",
+        help="use TLS; the other TLS flags turn it on too",
     )
-    flags.add("--ca", metavar="FILE", shown="public ones", help="authorities to trust, PEM")
-    flags.add("--client-cert", metavar="FILE", shown="none", help="our own certificate, PEM")
-    flags.add("--client-key", metavar="FILE", shown="none", help="its private key, PEM")
+    flags.add("--ca", metavar="FILE", shown="public authorities", help="trusted authorities (PEM)")
+    flags.add("--client-cert", metavar="FILE", shown="none", help="the client's certificate (PEM)")
+    flags.add(
+        "--client-key", metavar="FILE", shown="none", help="private key of --client-cert (PEM)"
+    )
     flags.add(
         "--server-name",
         metavar="NAME",
         shown="the address's host",
-        help="name that the server's certificate must hold",
+        help="name that the server's certificate must contain",
     )
     return flags
 
 
 def open_client(args: argparse.Namespace, timeout: float | None) -> KestrelClient:
-    """Raises the SDK's KestrelError for what can't work."""
+    """A client of ``args.server``. Raises the SDK's KestrelError if the arguments are invalid."""
     return KestrelClient(args.server, tls=_tls(args), token=_token(), timeout=timeout)
 
 
 def open_async_client(args: argparse.Namespace) -> AsyncKestrelClient:
-    """As ``open_client``, with the timeout of ``args``."""
+    """Like ``open_client``, but asynchronous and with the timeout of ``args``."""
     return AsyncKestrelClient(args.server, tls=_tls(args), token=_token(), timeout=args.timeout)
 
 
 @contextmanager
 def open_channel(args: argparse.Namespace) -> Iterator[tuple[grpc.Channel, CallMetadata]]:
-    """A channel for what the SDK has no methods for, and the metadata that calls send. Errors as for ``connected``."""
-    with told_errors(args):
+    """A channel for calls that the SDK has no methods for, and the metadata of calls. Errors as for ``connected``."""
+    with sdk_errors(args):
         connection = Connection(target=args.server, tls=_tls(args), token=_token())
         credentials = connection.credentials()
         channel = (
@@ -118,8 +120,8 @@ def open_channel(args: argparse.Namespace) -> Iterator[tuple[grpc.Channel, CallM
 
 @contextmanager
 def connected_admin(args: argparse.Namespace) -> Iterator[KestrelAdmin]:
-    """A client of the administration of ``args.server``; its errors become CommandErrors."""
-    with told_errors(args), KestrelAdmin(args.server, tls=_tls(args), token=_token()) as admin:
+    """A client of AdminService at ``args.server``. The SDK's errors are raised as CommandErrors."""
+    with sdk_errors(args), KestrelAdmin(args.server, tls=_tls(args), token=_token()) as admin:
         yield admin
 
 
@@ -141,14 +143,14 @@ def _tls(args: argparse.Namespace) -> Tls | bool:
 
 @contextmanager
 def connected(args: argparse.Namespace) -> Iterator[KestrelClient]:
-    """A client of ``args.server``; its errors become CommandErrors."""
-    with told_errors(args), open_client(args, args.timeout) as client:
+    """A client of ``args.server``. The SDK's errors are raised as CommandErrors."""
+    with sdk_errors(args), open_client(args, args.timeout) as client:
         yield client
 
 
 @contextmanager
-def told_errors(args: argparse.Namespace) -> Iterator[None]:
-    """The SDK's errors become CommandErrors."""
+def sdk_errors(args: argparse.Namespace) -> Iterator[None]:
+    """Raises the SDK's errors as CommandErrors."""
     try:
         yield
     except InvalidRequestError as error:
@@ -162,14 +164,14 @@ def told_errors(args: argparse.Namespace) -> Iterator[None]:
 
 
 def failure_text(error: KestrelError, server: str, timeout_s: float | None) -> str:
-    """What went wrong, for people, in one line."""
+    """Describes an error of the SDK in one line for the user."""
     match error:
         case UnavailableError():
-            # A reason comes from a server; without one there was none to answer.
+            # Only servers send a reason. Without one, no server answered.
             why = error.message if error.reason else _unreached(error.message)
             return f"server {server} is unavailable: {why}"
         case DeadlineExceededError() if timeout_s is not None and not error.reason:
-            return f"no answer within {timeout_s:g} s; --timeout allows more [DEADLINE_EXCEEDED]"
+            return f"no answer within {timeout_s:g} s; increase --timeout [DEADLINE_EXCEEDED]"
         case OverloadedError() if error.reason in _BUSY:
             after = error.retry_after_s
             wait = "" if after is None else f" in {max(after, 0.1):.2g} s"
@@ -189,16 +191,16 @@ def _near_model(message: str) -> str:
 
 
 class Attempt:
-    """``failed``: whether it did, and that was reported."""
+    """One image's request. ``failed``: whether the request failed and its error was printed."""
 
     failed = False
 
 
 @contextmanager
 def reported_failures(name: str, *, alone: bool) -> Iterator[Attempt]:
-    """An error about one of several images is printed and noted. If the image is ``alone``, the error is raised.
+    """Prints the error of one of several images and sets ``failed``. If the image is ``alone``, raises the error.
 
-    An error that all images would have, such as a server that isn't there, is raised too.
+    An error that would affect all images, such as an unavailable server, is raised too.
     """
     attempt = Attempt()
     try:
@@ -214,8 +216,8 @@ def reported_failures(name: str, *, alone: bool) -> Iterator[Attempt]:
 
 
 def _unreached(message: str) -> str:
-    """What gRPC says of a server that it can't talk to, without what it says of every such server."""
+    """Describes a failed connection: the part of gRPC's message that names the cause, with a hint."""
     cause = message.rpartition("last error: ")[2]
     if any(sign in cause.lower() for sign in ("handshake", "verification", "socket closed")):
-        return f"no connection; do both sides talk TLS, and trust each other? ({cause})"
-    return f"nobody answers there; is 'kestrel-grpc serve' running? ({cause})"
+        return f"no connection; do both sides use TLS and trust each other? ({cause})"
+    return f"no server answers there; is 'kestrel-grpc serve' running? ({cause})"

@@ -1,4 +1,4 @@
-"""``demo``: a server of its own, every method called once, the answers printed and painted. Owns that server's process.
+"""``demo``: starts a server, calls every method once, prints the answers and draws them on images.
 
 The image beside this file is scene 0 of the evaluation set (training/scoring/evaluation_set.py). The model never saw it
 in training.
@@ -35,29 +35,31 @@ from kestrel_client import (
 
 from .parser import CommandError
 
-PICTURE = Path(__file__).with_name("demo.jpg")
+IMAGE = Path(__file__).with_name("demo.jpg")
 _CREDENTIALS = ("KESTREL_API_KEY", "KESTREL_AUTH_TOKENS", "KESTREL_CONFIG")
 _STOP_S = 15.0
 _SHOWN = 300
-"""Characters of an answer that are printed."""
+"""Number of characters of an answer that are printed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    parser.epilog = "Exits with 1 if an answer is empty, or a stream tells another."
+    parser.epilog = "Exits with 1 if an answer is empty, or if a stream gives another result."
     parser.add_argument(
-        "--output", metavar="FOLDER", default="out", help="where the painted pictures go [out]"
+        "--output", metavar="FOLDER", default="out", help="folder for the drawn images [out]"
     )
-    parser.add_argument("--model", default="kestrel-tiny", help="what to serve [kestrel-tiny]")
+    parser.add_argument("--model", default="kestrel-tiny", help="model to serve [kestrel-tiny]")
     parser.add_argument(
-        "--image", metavar="FILE", default=str(PICTURE), help="picture to ask about [our own]"
+        "--image", metavar="FILE", default=str(IMAGE), help="image to ask about [the bundled image]"
     )
     parser.add_argument(
         "--question",
         default="How many green crescents are there?",
-        help="what query asks",
+        help="question for query",
     )
-    parser.add_argument("--objects", default="green crescent", help="what point and detect find")
-    parser.add_argument("--object", default="pink star", help="what segment outlines")
+    parser.add_argument(
+        "--objects", default="green crescent", help="objects that point and detect find"
+    )
+    parser.add_argument("--object", default="pink star", help="object that segment outlines")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,10 +67,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CommandError(f"can't make the folder {args.output!r}: {error.strerror}") from None
+        raise CommandError(f"cannot create the folder {args.output!r}: {error.strerror}") from None
     if not Path(args.image).is_file():
-        raise CommandError(f"there is no picture {args.image!r}")
-    # As Ctrl-C does: the server must not outlive us.
+        raise CommandError(f"there is no image {args.image!r}")
+    # SIGTERM then ends the server too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _server(args.model) as address:
         try:
@@ -77,14 +79,14 @@ def run(args: argparse.Namespace) -> int:
         except KestrelError as error:
             raise CommandError(str(error)) from None
     if bad:
-        raise CommandError(f"empty or contradicted: {', '.join(bad)}")
-    print(f"\nThe painted pictures are in {folder}/.")
+        raise CommandError(f"empty or contradictory results: {', '.join(bad)}")
+    print(f"\nThe drawn images are in {folder}/.")
     return 0
 
 
 @contextmanager
 def _server(model: str) -> Iterator[str]:
-    """The address of a server that runs as long as the context, and no longer than this process."""
+    """Starts a server and yields its address. The server ends with the context, at the latest with this process."""
     with tempfile.TemporaryDirectory(prefix="kestrel-demo-") as folder, _pipe() as watched:
         command = [
             *(sys.executable, "-m", "kestrel_grpc.cli.demo_server", str(watched)),
@@ -92,7 +94,7 @@ def _server(model: str) -> Iterator[str]:
             *("--drain-delay", "0"),
         ]
         print(f"$ kestrel-grpc serve --model {model}", flush=True)
-        # Its own server asks nobody, whatever is set up for another.
+        # The demo's server must not ask for credentials that are configured for another server.
         environ = {k: v for k, v in os.environ.items() if k not in _CREDENTIALS}
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env=environ, pass_fds=(watched,)
@@ -115,17 +117,17 @@ def _server(model: str) -> Iterator[str]:
 
 @contextmanager
 def _pipe() -> Iterator[int]:
-    """The read end of a pipe whose other end closes with this process."""
-    ours, theirs = os.pipe()
+    """The read end of a pipe whose write end closes when this process ends."""
+    read_end, write_end = os.pipe()
     try:
-        yield ours
+        yield read_end
     finally:
-        os.close(ours)
-        os.close(theirs)
+        os.close(read_end)
+        os.close(write_end)
 
 
 def _call_everything(client: KestrelClient, args: argparse.Namespace, folder: Path) -> list[str]:
-    """Calls every skill, as one answer and as a stream; returns which were empty or contradicted each other."""
+    """Calls every skill, unary and as a stream. Returns the calls whose results are empty or contradict each other."""
     image, greedy = args.image, {"temperature": 0.0}
     info = client.server_info()
     print(f"{', '.join(m.name for m in client.list_models())} on {info.device_name or info.device}")
@@ -141,17 +143,17 @@ def _call_everything(client: KestrelClient, args: argparse.Namespace, folder: Pa
     bad = []
     for skill, asked, arguments, options in calls:
         result: Result = getattr(client, skill)(image, *arguments, **options)
-        told = _told(result)
+        text = _result_text(result)
         timings = result.timings
-        print(f"\n{skill}: {asked}\n  {_shortened(told) or 'nothing'}")
+        print(f"\n{skill}: {asked}\n  {_shortened(text) or 'nothing'}")
         print(f"  first token {timings.ttft_ms:.0f} ms, all {timings.total_time_ms:.0f} ms")
-        if not told:
+        if not text:
             bad.append(f"{skill} {asked!r}")
         if not isinstance(result, (CaptionResult, QueryResult)) or _points_somewhere(result):
             result.save(folder / f"{skill}.png")
         with getattr(client, f"stream_{skill}")(image, *arguments, **options) as stream:
             events = list(stream)
-            same = _told(stream.result()) == told
+            same = _result_text(stream.result()) == text
         print(f"  stream: {len(events)} events, {'the same' if same else 'ANOTHER'} result")
         if not same:
             bad.append(f"stream_{skill} {asked!r}")
@@ -159,7 +161,7 @@ def _call_everything(client: KestrelClient, args: argparse.Namespace, folder: Pa
 
 
 def _call_all_at_once(client: KestrelClient, args: argparse.Namespace) -> list[str]:
-    """Puts the picture, does several tasks on it in one call, runs a skill by its name, forgets the picture."""
+    """Puts the image, runs several tasks on it in one call, runs a skill by its name, and deletes the image."""
     handle = client.put_image(args.image)
     tasks: dict[str, Task] = {
         "query": QueryTask(args.question, temperature=0.0),
@@ -173,23 +175,24 @@ def _call_all_at_once(client: KestrelClient, args: argparse.Namespace) -> list[s
         client.detect(handle, args.objects),
     ]
     same = [
-        _told(result) == _told(analysis[kind]) for kind, result in zip(tasks, alone, strict=True)
+        _result_text(result) == _result_text(analysis[kind])
+        for kind, result in zip(tasks, alone, strict=True)
     ]
     print(f"\nanalyze: {', '.join(tasks)}\n  {'the same' if all(same) else 'ANOTHER'} result")
     print(f"  all {analysis.total_time_ms:.0f} ms; {analysis.usage.cached_tokens} positions cached")
     named = client.run_skill("caption", handle, {"length": "short"}, temperature=0.0)
-    agrees = named.output["caption"] == _told(analysis["caption"])
+    agrees = named.output["caption"] == _result_text(analysis["caption"])
     print(f"run: caption\n  {'the same' if agrees else 'ANOTHER'} result")
-    forgotten = client.delete_image(handle)
+    deleted = client.delete_image(handle)
     return [
         name
-        for name, good in (("analyze", all(same)), ("run", agrees), ("forget", forgotten))
+        for name, good in (("analyze", all(same)), ("run", agrees), ("forget", deleted))
         if not good
     ]
 
 
-def _told(result: Result) -> str:
-    """The result in one line."""
+def _result_text(result: Result) -> str:
+    """The result as one line of text."""
     match result:
         case QueryResult(reasoning=None):
             return result.answer

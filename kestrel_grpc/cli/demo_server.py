@@ -1,6 +1,6 @@
-"""``python -m kestrel_grpc.cli.demo_server FD FLAG…``: ``serve`` for ``demo``, which ends when ``demo`` has ended.
+"""``python -m kestrel_grpc.cli.demo_server FD FLAG…``: runs ``serve`` for ``demo``, and ends when ``demo`` ends.
 
-FD is the read end of a pipe whose other end ``demo`` holds.
+FD is the read end of a pipe. ``demo`` holds the write end.
 """
 
 from __future__ import annotations
@@ -12,6 +12,6 @@ from kestrel_engine import end_with_parent
 from .parser import main
 
 if __name__ == "__main__":
-    # demo starts it from its main thread, as kernel_signal asks for.
+    # kernel_signal requires that demo starts this process from its main thread, which it does.
     end_with_parent(int(sys.argv[1]), kernel_signal=True)
     sys.exit(main(["serve", *sys.argv[2:]]))

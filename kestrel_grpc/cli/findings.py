@@ -1,4 +1,4 @@
-"""How findings are told: a line each as they come, with remedies, or as JSON."""
+"""Prints the findings of ``doctor`` and ``verify``: one line each as they arrive, with remedies, or all as JSON."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .parser import EXIT_FAILED
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 
-def tell(findings: Iterable[maintenance.Finding], *, as_json: bool) -> int:
-    """Prints them; returns the exit status: EXIT_FAILED if one failed."""
-    told = []
+def print_findings(findings: Iterable[maintenance.Finding], *, as_json: bool) -> int:
+    """Prints findings. Returns the exit status: EXIT_FAILED if a check failed."""
+    printed = []
     for finding in findings:
-        told.append(finding)
+        printed.append(finding)
         if as_json:
             continue
         _clear_line()
@@ -26,16 +26,16 @@ def tell(findings: Iterable[maintenance.Finding], *, as_json: bool) -> int:
         if finding.remedy and finding.status != "ok":
             print(f"      -> {finding.remedy}")
         sys.stdout.flush()
-    failed = sum(finding.status == "fail" for finding in told)
+    failed = sum(finding.status == "fail" for finding in printed)
     if as_json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in told], ensure_ascii=False))
+        print(json.dumps([dataclasses.asdict(finding) for finding in printed], ensure_ascii=False))
     elif failed:
-        print(f"{failed} of {len(told)} checks failed", file=sys.stderr)
+        print(f"{failed} of {len(printed)} checks failed", file=sys.stderr)
     return EXIT_FAILED if failed else 0
 
 
 def _clear_line() -> None:
-    """Of progress that a terminal shows."""
+    """Clears the line of progress that a terminal may show."""
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
         sys.stderr.flush()

@@ -1,9 +1,10 @@
-"""The command line as a whole: which commands there are, and what becomes of their errors.
+"""The whole command line: the commands, their errors, and the exit status.
 
-Exit status: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted. Errors are one line on standard error.
+Exit status: 0 for success, 1 for a failure, 2 for wrong usage or configuration, 130 for an interrupt. An error is one
+line on standard error.
 
-It stays with argparse: flags, variables, the configuration file, --print-config and the table of flags in the docs are
-made from the same argparse actions, which a library such as click would have to be taught anew.
+The command line uses argparse, because flags, variables, the configuration file, --print-config and the docs' table of
+flags are made from argparse actions. Another library, such as click, would need all of that again.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ EXIT_INTERRUPTED = 130
 
 COMMANDS = {
     "serve": ("serve", "serve a model over gRPC"),
-    "query": ("requests.skills", "ask a question, about a picture or without one"),
-    "caption": ("requests.skills", "describe a picture"),
+    "query": ("requests.skills", "ask a question, about an image or without one"),
+    "caption": ("requests.skills", "describe an image"),
     "point": ("requests.skills", "find the centres of objects"),
     "detect": ("requests.skills", "find the bounding boxes of objects"),
     "segment": ("requests.skills", "outline an object"),
-    "analyze": ("requests.analyze", "several tasks on one picture at once"),
+    "analyze": ("requests.analyze", "run several tasks on one image at once"),
     "run": ("requests.run_skill", "run any skill of the server by its name"),
-    "put": ("requests.images", "send a picture once, to name it by id afterwards"),
-    "forget": ("requests.images", "delete a picture that was put"),
+    "put": ("requests.images", "store an image on the server, to name it by its id later"),
+    "forget": ("requests.images", "delete a stored image"),
     "chat": ("requests.chat", "ask questions about one image, as a conversation in the terminal"),
     "models": ("weights.models", "list the models of a server; list and remove downloaded ones"),
     "admin": (
@@ -46,23 +47,23 @@ COMMANDS = {
         "manage a running server: drain, cancel, flush, log-level, statistics, profile, capture",
     ),
     "doctor": ("operation.doctor", "check whether this machine can serve as configured"),
-    "download": ("weights.download", "fetch a model's files ahead"),
-    "verify": ("weights.verify", "check a model's files, and that it answers as it should"),
+    "download": ("weights.download", "download a model's files before serving"),
+    "verify": ("weights.verify", "check a model's files and its answers"),
     "token": ("operation.token", "make a token and its line for --auth-tokens"),
-    "health": ("operation.health", "tell whether a server is ready"),
+    "health": ("operation.health", "report whether a server is ready"),
     "bench": (
         "requests.bench",
-        "load a server for some seconds: time to first token, gaps, requests/s",
+        "test a server under load for some seconds: time to first token, gaps, requests/s",
     ),
-    "schedule": ("schedule", "push prompts through an engine in this process, without a server"),
+    "schedule": ("schedule", "run prompts with an engine in this process, without a server"),
     "replay": (
         "operation.replay",
-        "do a captured request again, against a server or in this process",
+        "repeat a captured request, with a server or in this process",
     ),
-    "demo": ("demo", "serve the bundled model, call every method, paint the answers"),
+    "demo": ("demo", "serve the bundled model, call every method, draw the answers"),
     "completion": ("completion", "print a script that completes commands and flags in a shell"),
 }
-"""Command to module and one line of help."""
+"""The module and the line of help of each command."""
 
 _EXAMPLES = """examples:
   kestrel-grpc serve
@@ -74,36 +75,39 @@ _EXAMPLES = """examples:
   kestrel-grpc analyze photo.jpg --caption short --query "How many people?" --detect person
   kestrel-grpc schedule "How many squares?" "What is left of the star?" --image photo.jpg
 
-'kestrel-grpc COMMAND --help' tells more about a command."""
+'kestrel-grpc COMMAND --help' shows the help of a command."""
 
 
 class CommandError(Exception):
-    """The command failed; the message is for people, in one line."""
+    """The command failed. The message is one line for the user."""
 
 
 class Command(Protocol):
-    """What a module of this package offers."""
+    """The interface of a command's module."""
 
     def add_arguments(self, parser: argparse.ArgumentParser, command: str) -> None: ...
     def run(self, args: argparse.Namespace) -> int: ...
 
 
 class CommandParser(Parser):
-    """Suggests what may have been meant; ``-h`` of a command with many flags shows the ``essential`` ones only."""
+    """A parser that suggests the closest known name for an unknown one.
+
+    If ``essential`` is set, ``-h`` shows only those flags.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, add_help=False, **options)
         self.essential: tuple[str, ...] = ()
         self.add_argument("-h", action=_ShortHelp, help="show a short help and exit")
-        self.add_argument("--help", action="help", help="show the whole help and exit")
+        self.add_argument("--help", action="help", help="show the full help and exit")
 
     def error(self, message: str) -> NoReturn:
         if (wrong := _INVALID_COMMAND.match(message)) is not None:
             hint = suggestion(wrong[1], COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
-            message = f"there is no command {wrong[1]!r}{hint}"
+            message = f"unknown command {wrong[1]!r}{hint}"
         elif (wrong := _UNKNOWN_FLAG.match(message)) is not None:
             flags = [flag for action in self._actions for flag in action.option_strings]
-            message = f"there is no flag {wrong[1]}{suggestion(wrong[1].partition('=')[0], flags)}"
+            message = f"unknown flag {wrong[1]}{suggestion(wrong[1].partition('=')[0], flags)}"
         elif (wrong := _INVALID_CHOICE.match(message)) is not None:
             choices = re.findall(r"[^\s,']+", wrong[3])
             hint = suggestion(wrong[2], choices) or f"; choose from {', '.join(choices)}"
@@ -111,14 +115,14 @@ class CommandParser(Parser):
         super().error(message)
 
     def short_help(self) -> str:
-        """The whole help if there are few flags."""
+        """The help with the essential flags only; the full help if ``essential`` is empty."""
         if not self.essential:
             return self.format_help()
         formatter = self._get_formatter()
         chosen = [a for a in self._actions if set(a.option_strings) & {*self.essential, "--help"}]
         formatter.add_usage(f"{self.prog} [flags]", [], [])
         formatter.add_text(self.description)
-        formatter.start_section("the flags that are needed most")
+        formatter.start_section("most used flags")
         formatter.add_arguments(chosen)
         formatter.end_section()
         count = sum(bool(action.option_strings) for action in self._actions)
@@ -139,7 +143,7 @@ class _ShortHelp(argparse.Action):
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean …?", or nothing if no known word is near."""
+    """ "; did you mean …?", or "" if no known word is similar."""
     near = get_close_matches(word, list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -147,7 +151,10 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 def whole_parser(
     loaded: Iterable[str],
 ) -> tuple[CommandParser, dict[str, CommandParser], dict[str, Command]]:
-    """The parser, those of the commands, and the modules of the ``loaded`` commands, whose flags are known."""
+    """The parser, the parsers of all commands, and the modules of the ``loaded`` commands.
+
+    Only the parsers of the ``loaded`` commands have their flags.
+    """
     parser = CommandParser(
         prog=PROGRAM,
         description="A typed, streaming gRPC server for Moondream vision-language models.",
@@ -173,10 +180,10 @@ def whole_parser(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status."""
+    """Runs one command. Returns the exit status."""
     _open_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # The command comes first: only its module is imported.
+    # The command is found before parsing, so that only its module is imported.
     chosen = next((word for word in arguments if not word.startswith("-")), None)
     try:
         parser, commands, modules = whole_parser({chosen} if chosen in COMMANDS else ())
@@ -184,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands[args.command]
         if rest and (not hasattr(args, "words") or any(word.startswith("-") for word in rest)):
             command.error(f"unrecognized arguments: {' '.join(rest)}")
-        if rest:  # words behind flags, which argparse leaves over
+        if rest:  # words after flags, which argparse does not assign
             args.words = [*args.words, *rest]
         return modules[args.command].run(args)
     except SettingsError as error:
@@ -194,17 +201,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has closed it; without this the interpreter would report that at its end.
+        # The reader of the output has closed the pipe. Without this, the interpreter would report that when it exits.
         sys.stderr.close()
         return EXIT_FAILED
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        return _fail(chosen, f"can't write: {error.strerror}", EXIT_FAILED)
+        return _fail(chosen, f"cannot write: {error.strerror}", EXIT_FAILED)
 
 
 def _open_closed_streams() -> None:
-    """Standard streams that whoever started us had closed (``2>&-``) lead nowhere, instead of to our first sockets."""
+    """Opens standard streams that are closed (``2>&-``) on os.devnull. Otherwise the first sockets would get their
+    numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))

@@ -1,6 +1,6 @@
-"""``schedule``: prompts through an engine in this process, no server. Prints answers and what they cost.
+"""``schedule``: runs prompts with an engine in this process, without a server. Prints answers and their timings.
 
-All prompts are queued at once, so they share batches as a server's requests would.
+All prompts are queued at once, so they share batches like the requests of a server.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="picture that the prompts are about: once for all of them, or once for each in turn",
+        help="image that the prompts are about: given once for all prompts, or once for each, in order",
     )
-    parser.add_argument("--reasoning", action="store_true", help="let the model think aloud first")
+    parser.add_argument("--reasoning", action="store_true", help="let the model reason first")
     parser.add_argument("--temperature", type=float, help="0 always takes the likeliest token")
-    parser.add_argument("--top-p", type=float, help="draw among the likeliest tokens of this total")
-    parser.add_argument("--max-tokens", type=int, help="most tokens of an answer")
-    parser.add_argument("--stream", action="store_true", help="print answers while they come")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
+    parser.add_argument(
+        "--top-p", type=float, help="sample from the likeliest tokens up to this total probability"
+    )
+    parser.add_argument("--max-tokens", type=int, help="limit on the tokens of an answer")
+    parser.add_argument("--stream", action="store_true", help="print answers as they arrive")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     add_config_flag(parser)
     add_model_flags(parser)
 
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s")
     if len(args.image) not in (0, 1, len(args.prompts)):
         raise SettingsError(
-            f"{len(args.image)} pictures for {len(args.prompts)} prompts: give one, or one for each"
+            f"{len(args.image)} images for {len(args.prompts)} prompts: give one, or one for each"
         )
     try:
         return asyncio.run(_schedule(args, runtime_config(args)))
@@ -119,7 +121,7 @@ async def _ask(
 
 
 def _print_piece(text: str, number: int, num_prompts: int) -> None:
-    """One answer is written through; of several, each piece gets a line with its prompt's number."""
+    """Prints a piece of an answer. If there are several prompts, it is a line with the prompt's number."""
     if num_prompts == 1:
         print(text, end="", flush=True)
     else:
@@ -132,7 +134,7 @@ def _print_answer(prompt: str, result: EngineResult) -> None:
     if "reasoning" in result.output:
         print(f"  ({result.output['reasoning']['text']})")
     print(f"  {result.output['answer']}")
-    # The first token belongs to the prefill; the rest are decoded.
+    # The prefill gives the first token, decode steps the others.
     decoded = metrics.output_tokens - 1
     rate = ""
     if decoded > 0 and metrics.decode_time_ms:

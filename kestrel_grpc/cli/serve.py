@@ -1,6 +1,7 @@
-"""``serve``: the server as a process, or as several. Owns its flags, and what its failures become.
+"""``serve``: runs the server, with one process or several workers.
 
-Loads gRPC and torch only where this process itself serves."""
+This module imports gRPC and torch only if this process itself serves.
+"""
 
 from __future__ import annotations
 
@@ -42,23 +43,24 @@ _ESSENTIAL = (
     "--config",
     "--print-config",
 )
-"""What a short help shows."""
+"""The flags that the short help shows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
-        "Each setting is taken from its flag, else from the environment variable named with it, else from the file of\n"
-        "--config (a key named like the flag, in the section named with its group), else it has its default.\n"
-        "The first SIGTERM or Ctrl-C lets running requests end, the second does not. Ctrl-C leaves out --drain-delay."
+        "A setting's value comes from its flag, or else from its environment variable, or else from the file of\n"
+        "--config (a key with the flag's name, in the section of its group), or else it is the default.\n"
+        "After the first SIGTERM or Ctrl-C, running requests may end; a second one ends them. Ctrl-C skips\n"
+        "--drain-delay."
     )
     add_flags(parser)
     parser.add_argument(
         "--print-config",
         action="store_true",
-        help="check the settings as serving does, print them as TOML with their sources, without secrets, and exit",
+        help="check the settings, print them as TOML with their sources and without secrets, and exit",
     )
     assert isinstance(parser, Parser)
-    if isinstance(parser, CommandParser):  # The docs' table of flags is made from a plain one.
+    if isinstance(parser, CommandParser):  # The docs' table of flags uses a plain Parser.
         parser.essential = _ESSENTIAL
     parser.set_defaults(settings=parser.sources.settings)
     parser.add_argument("--version", action="version", version=f"kestrel-grpc {__version__}")
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         _check(config, runtime, args)
         print(print_configuration(args.settings, args, os.environ))
         return 0
-    # What a plug-in loads, and does, is for the processes that serve.
+    # Only processes that serve import plug-ins. The supervisor does not.
     skills = (
         None
         if config.workers.count > 1
@@ -87,11 +89,11 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         raise config_error(error, args) from None
     finally:
-        flush_log()  # What failed is told in the last line.
+        flush_log()  # The command prints the error as the last line.
 
 
 def _check(config: ServerConfig, runtime: RuntimeConfig, args: argparse.Namespace) -> None:
-    """Refuses what serving would refuse before it reads the model's files or opens a port. Raises SettingsError,
+    """Checks everything that serving checks before it reads the model's files or opens a port. Raises SettingsError,
     CommandError."""
     from ..process.serving import FAILURES
     from ..security.start_check import check_files_and_addresses
@@ -111,10 +113,8 @@ def _check(config: ServerConfig, runtime: RuntimeConfig, args: argparse.Namespac
 
 def _serve_alone(config: ServerConfig, runtime: RuntimeConfig, skills: SkillRegistry) -> int:
     """Raises ConfigError, CommandError."""
-    from ..process.serving import (  # Not before: a supervisor is to load no gRPC.
-        FAILURES,
-        serve_alone,
-    )
+    # Imported here, because a supervisor must not import gRPC.
+    from ..process.serving import FAILURES, serve_alone
 
     own = config.workers.own_address(0)
     if own is not None:

@@ -1,4 +1,4 @@
-"""What a terminal shows beyond plain text: colours, where one is at the other end and NO_COLOR is not set."""
+"""Styles text for terminals, unless NO_COLOR is set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CODES: dict[Style, int] = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow
 
 
 def styled(text: str, style: Style, stream: IO[Any]) -> str:
-    """``text`` in a style if ``stream`` shows it, else as it is (https://no-color.org)."""
+    """``text`` in a style if ``stream`` shows colours, otherwise unchanged (https://no-color.org)."""
     return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if _shows_colours(stream) else text
 
 

@@ -323,7 +323,7 @@ def test_a_replay_asks_for_the_picture_that_was_left_out(tmp_path, capsys):
     }
     path.write_text(json.dumps(told))
     assert main(["replay", str(path)]) == 1
-    words = "the picture was left out, of 3 bytes, SHA-256 abc: give it with --image"
+    words = "the capture does not hold the image, of 3 bytes, SHA-256 abc: give it with --image"
     assert words in capsys.readouterr().err
     upload = {"method": "kestrel.v1.ImageService/UploadImage", "request": 5}
     wrong = (
@@ -334,7 +334,7 @@ def test_a_replay_asks_for_the_picture_that_was_left_out(tmp_path, capsys):
         path.write_text(broken)
         assert main(["replay", str(path)]) == 1
         [line] = capsys.readouterr().err.splitlines()
-        assert "is no captured request: " in line
+        assert "is not a captured request: " in line
 
 
 @pytest.mark.golden

@@ -192,17 +192,17 @@ def test_models_and_health(server):
         (["query", "hi", "--model", "gpt"], "'gpt' is not served"),
         (["query", "hi", "--max-tokens", "0"], "sampling.max_tokens"),
         (["caption", "nowhere.jpg"], "there is no image 'nowhere.jpg'"),
-        (["caption", "."], "there is no image in the folder '.'"),
+        (["caption", "."], "the folder '.' holds no image"),
         (["caption", "img_gone", "--save", "x.png"], "give its file with --save-on FILE"),
         (["health", "--service", "x"], "has no service 'x'"),
         (["caption", "{text}"], "not in a supported format"),
         (
             ["detect", "{picture}", "pink star", "--save", "/absent/x.png"],
-            "can't write",
+            "cannot write",
         ),
         (
             ["detect", "{picture}", "pink star", "--save", "x.unknown"],
-            "can't write",
+            "cannot write",
         ),
     ],
 )
@@ -230,7 +230,7 @@ def test_why_there_is_no_connection_is_told(server):
     assert done.returncode == 1
     # gRPC may log before it.
     error = done.stderr.splitlines()[-1]
-    assert "do both sides talk TLS" in error and "handshake failed" in error
+    assert "do both sides use TLS" in error and "handshake failed" in error
     done = here("models", "--server", "unix:/absent/x.sock", "--timeout", "10")
     assert "No such file" in done.stderr
 
@@ -256,7 +256,7 @@ def test_a_full_disk_is_told_in_one_line():
             timeout=60, env=environment(PYTHONUNBUFFERED="1"),
         )  # fmt: skip
     assert done.returncode == 1
-    assert done.stderr == "kestrel-grpc token: error: can't write: No space left on device\n"
+    assert done.stderr == "kestrel-grpc token: error: cannot write: No space left on device\n"
 
 
 def test_a_server_needs_no_standard_streams(tmp_path):
@@ -336,7 +336,7 @@ def test_schedule_names_what_it_cannot_take():
     assert "prompt 1: image" in done.stderr
     done = here("schedule", "a", "b", "c", "--image", "x", "--image", "y")
     assert done.returncode == 2
-    assert "2 pictures for 3 prompts" in done.stderr
+    assert "2 images for 3 prompts" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_what_is_installed_here_fits():
     [
         ("grpcio>=1", False, None),
         ("grpcio>=99", False, "not >=99"),
-        ("not-there>=1", False, "not-there isn't installed"),
+        ("not-there>=1", False, "not-there is not installed"),
         ("not-there>=1; extra == 'gpu'", True, None),
         ("grpcio>=99; sys_platform == 'nowhere'", False, None),
     ],
@@ -150,10 +150,10 @@ def test_variables_that_are_none_of_ours():
         "KESTREL_SERVICE_PORT_GRPC": "50051",
     }
     told = doctor.check_variables(known_settings(), {**ours, **kubernetes})
-    assert (told.status, told.message) == ("ok", "3 of ours are set")
+    assert (told.status, told.message) == ("ok", "3 known variables are set")
     told = doctor.check_variables(known_settings(), {"KESTREL_MAX_BACH_SIZE": "9"})
     assert told.status == "warn"
-    assert told.message == "KESTREL_MAX_BACH_SIZE is none of ours; did you mean KESTREL_MAX_BATCH_SIZE?"  # fmt: skip
+    assert told.message == "KESTREL_MAX_BACH_SIZE is unknown; did you mean KESTREL_MAX_BATCH_SIZE?"  # fmt: skip
 
 
 def test_clock(monkeypatch):
@@ -212,4 +212,4 @@ def test_a_library_that_cannot_be_imported_is_one_line(tmp_path):
     done = run(PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
-    assert "a package can't be imported: libvips.so.42: cannot open" in done.stderr
+    assert "a package cannot be imported: libvips.so.42: cannot open" in done.stderr

@@ -231,7 +231,7 @@ def module(monkeypatch, **attributes):
     [
         ("no_such_module:Skill", "ModuleNotFoundError"),
         ("some_plugin:Absent", "has no attribute 'Absent'"),
-        ("some_plugin:Nameless", "name must be text"),
+        ("some_plugin:Nameless", "name must be a str"),
         ("some_plugin:Half", "lacks new_control, new_output"),
         ("some_plugin:Query", "the skill 'query' is registered twice"),
     ],

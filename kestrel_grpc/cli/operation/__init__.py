@@ -1,1 +1,1 @@
-"""Commands for operators: a running server, its tokens, and the machine it runs on."""
+"""Commands for operators: about a running server, its tokens, and its machine."""

@@ -1,4 +1,4 @@
-"""``admin``: what whoever runs a server may do to it while it runs (AdminService)."""
+"""``admin``: manages a running server with AdminService."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    parser.epilog = "Needs a token with the scope admin; for statistics metrics is enough."
+    parser.epilog = (
+        "Needs a token with the scope admin. For statistics, the scope metrics is enough."
+    )
     add_server_flags(parser)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    actions.add_parser("drain", help="take no more requests; those that run go on to their end")
-    cancel = actions.add_parser("cancel", help="end requests by their id")
+    actions.add_parser("drain", help="refuse new requests; running requests continue")
+    cancel = actions.add_parser("cancel", help="cancel requests by their id")
     cancel.add_argument("request_id", metavar="REQUEST_ID")
-    flush = actions.add_parser("flush", help="forget what is kept to save work")
-    flush.add_argument("--stored-images", action="store_true", help="pictures kept by id too")
-    level = actions.add_parser("log-level", help="change what the server logs, until it ends")
+    flush = actions.add_parser("flush", help="empty the server's caches")
+    flush.add_argument("--stored-images", action="store_true", help="also delete all stored images")
+    level = actions.add_parser("log-level", help="change the server's log level until it ends")
     level.add_argument("level", choices=_LEVELS)
     level.add_argument(
         "module",
         nargs="?",
         default="",
         metavar="MODULE",
-        help="of this module only, and what is below it, like kestrel_engine.steps.loop [all]",
+        help="only of this module and its submodules, like kestrel_engine.steps.loop [all]",
     )
-    actions.add_parser("statistics", help="what the server is doing, and has done")
+    actions.add_parser("statistics", help="print counts of requests, calls, pages and tokens")
     _add_profile(actions)
     _add_capture(actions)
 
@@ -42,36 +44,38 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 def _add_profile(actions: Any) -> None:
     profile = actions.add_parser(
         "profile",
-        help="record what step thread and device do, into the server's --profile-dir",
-        description="Ends at the first of its bounds, or by Ctrl-C. The file is for Perfetto or chrome://tracing.",
+        help="record a profile of the step thread and the device in the server's --profile-dir",
+        description="The recording ends at the first of its limits, or with Ctrl-C. Open the file with Perfetto or "
+        "chrome://tracing.",
     )
     profile.add_argument(
-        "--seconds", type=float, default=10.0, metavar="S", help="most seconds, 0.1 to 60 [10]"
+        "--seconds", type=float, default=10.0, metavar="S", help="limit in seconds, 0.1 to 60 [10]"
     )
     profile.add_argument(
         "--steps",
         type=_up_to(10_000),
         default=500,
         metavar="N",
-        help="most steps, 1 to 10000 [500]",
+        help="limit in steps, 1 to 10000 [500]",
     )
     profile.add_argument(
         "--python-functions",
         action="store_true",
-        help="the step thread's Python functions too, which slows it down",
+        help="also record the step thread's Python functions, which slows it down",
     )
     profile.add_argument(
         "--only",
         choices=("start", "stop"),
-        help="start without waiting for the end, or end what was started",
+        help="only start a recording without waiting for its end, or only stop a running one",
     )
 
 
 def _add_capture(actions: Any) -> None:
     capture = actions.add_parser(
         "capture",
-        help="write requests that fail into the server's --capture-dir, for 'kestrel-grpc replay'",
-        description="Requests that fail by the server's fault: UNKNOWN, INTERNAL, DATA_LOSS, DEADLINE_EXCEEDED.",
+        help="write failing requests to the server's --capture-dir, for 'kestrel-grpc replay'",
+        description="Captures requests that fail by the server's fault: UNKNOWN, INTERNAL, DATA_LOSS, "
+        "DEADLINE_EXCEEDED.",
     )
     capture.add_argument("action_of_it", choices=("start", "stop"), metavar="start|stop")
     capture.add_argument(
@@ -79,10 +83,13 @@ def _add_capture(actions: Any) -> None:
         type=_up_to(100),
         default=10,
         metavar="N",
-        help="end after so many, 1 to 100 [10]",
+        help="stop after this many requests, 1 to 100 [10]",
     )
     capture.add_argument(
-        "--pictures", action="store_true", help="their pictures too, if --capture-pictures lets us"
+        "--images",
+        "--pictures",
+        action="store_true",
+        help="also write the images of the requests, if the server has --capture-pictures",
     )
 
 
@@ -91,13 +98,13 @@ def run(args: argparse.Namespace) -> int:
         try:
             for line in _ACTIONS[args.action](admin, args):
                 print(line)
-        except UnicodeError:  # What the shell passed on isn't text, so no message takes it.
-            raise CommandError("what was given is no valid UTF-8") from None
+        except UnicodeError:  # A message holds only text.
+            raise CommandError("an argument is not valid UTF-8") from None
     return 0
 
 
 def _up_to(most: int) -> Callable[[str], int]:
-    """Reads a whole number from 1 to ``most``; a message would not even hold others."""
+    """A parser of whole numbers from 1 to ``most``."""
 
     def parse(text: str) -> int:
         value = int(text) if text.isdecimal() else 0
@@ -109,7 +116,7 @@ def _up_to(most: int) -> Callable[[str], int]:
 
 
 def _drain(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
-    return [f"draining: {admin.drain()} requests still run or wait"]
+    return [f"draining: {admin.drain()} requests are running or waiting"]
 
 
 def _cancel(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
@@ -117,20 +124,20 @@ def _cancel(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
 
 
 def _flush(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
-    forgotten = admin.flush_caches(stored_images=args.stored_images)
-    return [f"flushed; {forgotten} stored pictures forgotten"]
+    deleted = admin.flush_caches(stored_images=args.stored_images)
+    return [f"flushed; {deleted} stored images deleted"]
 
 
 def _level(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
     before = admin.set_log_level(args.level, args.module)
     named = before or ("none of its own" if args.module else "another")
-    return [f"log level {args.level}, before {named}"]
+    return [f"log level {args.level}, previously {named}"]
 
 
 def _statistics(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
-    told = admin.statistics().to_dict()
-    methods = told.pop("methods")
-    groups = {"": told, **{f"{each.pop('method')} ": each for each in methods}}
+    statistics = admin.statistics().to_dict()
+    methods = statistics.pop("methods")
+    groups = {"": statistics, **{f"{each.pop('method')} ": each for each in methods}}
     return [
         f"{prefix}{name}: {_number(value)}"
         for prefix, group in groups.items()
@@ -143,7 +150,7 @@ def _number(number: float | int) -> str:
 
 
 def _profile(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
-    """Ctrl-C ends it early; its file is written all the same."""
+    """Records a profile. Ctrl-C ends the recording early; the server still writes the file."""
     if args.only != "stop":
         file = admin.start_profile(
             seconds=args.seconds, steps=args.steps, python_functions=args.python_functions
@@ -161,8 +168,8 @@ def _profile(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
 
 def _capture(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
     if args.action_of_it == "start":
-        requests = admin.start_capture(requests=args.requests, images=args.pictures)
-        return [f"the next {requests} requests that fail are captured"]
+        requests = admin.start_capture(requests=args.requests, images=args.images)
+        return [f"capturing the next {requests} requests that fail"]
     done = admin.stop_capture()
     return [*done.files, f"{len(done.files)} captured, {done.lost} lost"]
 

@@ -1,4 +1,4 @@
-"""``doctor``: whether this machine can serve as configured, before anybody waits for it."""
+"""``doctor``: checks whether this machine can serve as configured, without loading the model."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
-        "Give it the flags, variables and file that 'kestrel-grpc serve' will get. Checks torch, driver and card,\n"
+        "Give it the flags, variables and file that 'kestrel-grpc serve' will get. Checks torch, driver and GPU,\n"
         "Triton (by compiling a small kernel), FlashInfer, libvips and its formats, the model's files and whether\n"
-        "they fit the memory, installed packages and stubs, addresses, TLS and tokens, plug-in skills, telemetry,\n"
-        "misspelt variables, clock and limits. Loads no model and asks no hub; 'verify' looks into the weights.\n"
-        "Exits with 1 if a check fails; warnings are what works, but not as well as it could."
+        "they fit into memory, installed packages and stubs, addresses, TLS and tokens, plug-in skills, telemetry,\n"
+        "misspelt variables, clock and limits. It loads no model and calls no hub; 'verify' checks the weights.\n"
+        "Exits with 1 if a check fails. A warning is about something that works, but could work better."
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     try:
         from ...settings.configuration import add_flags
     except (ImportError, OSError, RuntimeError) as error:
-        # libvips or another library is broken: nothing else could be told without it.
+        # libvips or another library is broken, and no check can run without it.
         why = str(error).strip().partition("\n")[0]
         raise CommandError(
-            f"a package can't be imported: {why}; pip install -c constraints.txt kestrel-grpc"
+            f"a package cannot be imported: {why}; pip install -c constraints.txt kestrel-grpc"
         ) from None
     add_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from ...settings.configuration import configuration
-    from ..findings import tell
+    from ..findings import print_findings
 
-    logging.disable(logging.WARNING)  # What the checks find they say themselves.
-    return tell(_findings(configuration(args), args), as_json=args.json)
+    logging.disable(logging.WARNING)  # The findings hold everything that the checks would log.
+    return print_findings(_findings(configuration(args), args), as_json=args.json)
 
 
 def _runtimes(settled: Configuration) -> list[RuntimeConfig]:
-    """One for each device that is to be used."""
+    """One configuration for each device that the server would use."""
     from ...settings.sources import SettingsError
     from ...workers.devices import worker_devices
 
@@ -56,7 +56,7 @@ def _runtimes(settled: Configuration) -> list[RuntimeConfig]:
         return [settled.runtime]
     try:
         devices = worker_devices(workers, settled.runtime.device)
-    except SettingsError:  # check_workers tells of it.
+    except SettingsError:  # check_workers reports it.
         return [settled.runtime]
     return [
         dataclasses.replace(settled.runtime, device=device) for device in dict.fromkeys(devices)
@@ -71,14 +71,12 @@ def _findings(settled: Configuration, args: argparse.Namespace) -> Iterator[main
 
     source = args.config or f"no file (--config, {CONFIG_VARIABLE})"
     given = sum(origin.kind != "default" for origin in args.sources.values())
-    yield maintenance.Finding(
-        "settings", "ok", f"{given} of {len(args.sources)} are given; {source}"
-    )
+    yield maintenance.Finding("settings", "ok", f"{given} of {len(args.sources)} are set; {source}")
     yield check_workers(settled.server, settled.runtime)
-    told: list[maintenance.Finding] = []
+    reported: list[maintenance.Finding] = []
     for runtime in _runtimes(settled):
         for finding in maintenance.diagnose(runtime):
-            if finding not in told:  # What is the same for all devices is said once.
-                told.append(finding)
+            if finding not in reported:  # A finding that all devices share is reported once.
+                reported.append(finding)
                 yield finding
     yield from check_server(settled.server, known_settings(), os.environ)

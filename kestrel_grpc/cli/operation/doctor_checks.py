@@ -1,4 +1,4 @@
-"""What can be wrong around the model: packages, addresses, TLS and tokens, variables, clock, limits of the system."""
+"""Doctor's checks other than the model's: packages, addresses, TLS, tokens, variables, clock and the limit on files."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ _CLIENT_FLAGS = (
 _KUBERNETES = re.compile(
     r"KESTREL_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP)(_\w+)?)?)"
 )
-"""What Kubernetes sets for a Service whose name begins with kestrel."""
+"""Variables that Kubernetes sets for a Service whose name begins with kestrel."""
 _ENOUGH_FILES, _TOO_FEW_FILES = 4096, 256
 _TIME_ERROR = 5
 _LEAST_TIME = 1_750_000_000
-"""Seconds since 1970, in June 2025: a clock before it was never set."""
+"""Seconds since 1970, in June 2025. A clock with an earlier time was never set."""
 
 
 def check_server(
     config: ServerConfig, settings: Sequence[Setting], environ: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """One finding for each check. ``settings``: those that there are, for misspelt variables."""
+    """Runs all checks of this module. ``settings``: all known settings, to find misspelt variables."""
     yield from check_packages()
     yield check_stubs()
     yield from check_addresses(config)
@@ -70,38 +70,38 @@ def check_server(
 
 
 def check_packages() -> Iterator[Finding]:
-    """Whether what is installed is what we ask for."""
+    """Checks that the installed packages have the required versions."""
     wrong: list[str] = []
     optional: list[str] = []
     for package in _PACKAGES:
         try:
             required = metadata.requires(package) or []
         except metadata.PackageNotFoundError:
-            optional.append(f"{package} isn't installed (run from its sources?)")
+            optional.append(f"{package} is not installed (does it run from its sources?)")
             continue
         for line in required:
             requirement = Requirement(line)
             extra = "extra ==" in str(requirement.marker or "")
-            told = _lack(requirement, extra)
-            if told is not None:
-                (optional if extra else wrong).append(told)
+            problem = _version_problem(requirement, extra)
+            if problem is not None:
+                (optional if extra else wrong).append(problem)
     versions = ", ".join(f"{name} {found}" for name in _SHOWN if (found := _version(name)))
-    told = f"kestrel-grpc {__version__}, Python {platform.python_version()}, {versions}"
+    installed = f"kestrel-grpc {__version__}, Python {platform.python_version()}, {versions}"
     if wrong or optional:
         problems = "; ".join(dict.fromkeys([*wrong, *optional]))
         remedy = "pip install -c constraints.txt kestrel-grpc"
-        yield Finding("packages", "fail" if wrong else "warn", f"{told}: {problems}", remedy)
+        yield Finding("packages", "fail" if wrong else "warn", f"{installed}: {problems}", remedy)
     else:
-        yield Finding("packages", "ok", told)
+        yield Finding("packages", "ok", installed)
 
 
-def _lack(requirement: Requirement, extra: bool) -> str | None:
-    """What is wrong with an installed package. One of an extra that isn't there isn't missed."""
+def _version_problem(requirement: Requirement, extra: bool) -> str | None:
+    """The problem with a required package, or None. A missing package of an ``extra`` is no problem."""
     if requirement.marker is not None and not extra and not requirement.marker.evaluate():
         return None
     found = _version(requirement.name)
     if found is None:
-        return None if extra else f"{requirement.name} isn't installed"
+        return None if extra else f"{requirement.name} is not installed"
     if requirement.specifier.contains(found, prereleases=True):
         return None
     return f"{requirement.name} is {found}, not {requirement.specifier}"
@@ -115,24 +115,26 @@ def _version(name: str) -> str | None:
 
 
 def check_stubs() -> Finding:
-    """Whether the generated code works with this grpcio and protobuf: it says so itself when it is imported."""
+    """Checks that the generated code works with this grpcio and protobuf. It checks that itself when it is imported."""
     try:
         stubs = importlib.import_module("kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc")
-    except Exception as error:  # RuntimeError of grpcio's, VersionError of protobuf's, ImportError.
-        told = str(error).strip().partition("\n")[0]
-        return Finding("stubs", "fail", told, "pip install -c constraints.txt kestrel-grpc")
+    except Exception as error:  # grpcio's RuntimeError, protobuf's VersionError, ImportError.
+        reason = str(error).strip().partition("\n")[0]
+        return Finding("stubs", "fail", reason, "pip install -c constraints.txt kestrel-grpc")
     made = stubs.GRPC_GENERATED_VERSION
     client = _version("kestrel-client")
     if client is not None and client != __version__ and _version("kestrel-grpc") is not None:
-        told = f"kestrel-client is {client}, kestrel-grpc {__version__}"
-        return Finding("stubs", "fail", told, "install both of one version")
-    return Finding("stubs", "ok", f"made by grpcio-tools {made}, taken by what is installed")
+        versions = f"kestrel-client is {client}, kestrel-grpc is {__version__}"
+        return Finding("stubs", "fail", versions, "install the same version of both")
+    return Finding(
+        "stubs", "ok", f"made by grpcio-tools {made}, compatible with installed packages"
+    )
 
 
 def check_addresses(config: ServerConfig) -> Iterator[Finding]:
-    """Whether the server could and would listen. A socket's file that a dead server left is removed, as by serve."""
+    """Checks that the server can and may listen. Removes the socket file of a dead server, as serve does."""
     if config.telemetry.prometheus is not None:
-        with suppress(TokenFileError):  # That is check_security's to tell.
+        with suppress(TokenFileError):  # check_security reports it.
             try:
                 MetricsDoor(config.telemetry.prometheus, config.security)
             except (AddressError, TlsError) as error:
@@ -142,7 +144,7 @@ def check_addresses(config: ServerConfig) -> Iterator[Finding]:
     try:
         check_exposure((*config.listen, *own), config.security)
     except AddressError as error:
-        yield Finding("exposure", "fail", str(error), "docs/security.md tells what is at stake")
+        yield Finding("exposure", "fail", str(error), "docs/security.md describes the risks")
     wanted = [(address, "--listen") for address in config.listen]
     wanted += [(address, "--worker-listen") for address in own]
     if config.telemetry.prometheus is not None:
@@ -152,14 +154,14 @@ def check_addresses(config: ServerConfig) -> Iterator[Finding]:
         try:
             check_free(address)
         except AddressError as error:
-            remedy = f"stop what listens there, or choose another address ({flag})"
+            remedy = f"stop the program that listens there, or choose another address ({flag})"
             yield Finding("address", "fail", str(error), remedy)
         else:
             yield Finding("address", "ok", f"{address} is free")
 
 
 def check_workers(config: ServerConfig, runtime: RuntimeConfig) -> Finding:
-    """Whether several processes can share the addresses, and there is a device for each."""
+    """Checks that workers can share the addresses, and that there is a device for each."""
     count = config.workers.count
     if count == 1:
         return Finding("workers", "ok", "one process serves")
@@ -173,16 +175,16 @@ def check_workers(config: ServerConfig, runtime: RuntimeConfig) -> Finding:
 
 
 def check_security(security: SecurityConfig) -> Iterator[Finding]:
-    """Whether certificate, key and tokens can be used."""
+    """Checks that certificates, key and tokens are valid."""
     if security.tls is not None:
         try:
             server_credentials(security.tls)
         except TlsError as error:
             yield Finding("tls", "fail", str(error), "docs/service.md, TLS")
         else:
-            yield Finding("tls", "ok", f"{security.tls.certificate} fits its key")
+            yield Finding("tls", "ok", f"{security.tls.certificate} matches its key")
     if not security.knows_callers:
-        yield Finding("callers", "ok", "nobody is asked who calls")
+        yield Finding("callers", "ok", "callers need no credentials")
         return
     try:
         Callers(security, security.client_ca)
@@ -193,26 +195,26 @@ def check_security(security: SecurityConfig) -> Iterator[Finding]:
     except TlsError as error:
         yield Finding("callers", "fail", str(error), "docs/service.md, Certificates taken back")
     else:
-        yield Finding("callers", "ok", "must show a token or a certificate")
+        yield Finding("callers", "ok", "callers need a token or a certificate")
     for exposure in exposures(security):
         yield Finding("file modes", "warn", exposure, "docs/security.md, Files")
 
 
 def check_skills(names: Sequence[str]) -> Finding:
-    """Whether plug-in skills can be loaded. Runs their modules, as serve does."""
+    """Checks that plug-in skills can be loaded. Imports their modules, as serve does."""
     try:
         skill_registry(names)
     except SettingsError as error:
-        return Finding("skills", "fail", str(error), "docs/skills.md tells what a skill has")
+        return Finding("skills", "fail", str(error), "docs/skills.md describes what a skill needs")
     return Finding("skills", "ok", ", ".join(names) or "the model's own")
 
 
 def check_telemetry(config: ServerConfig) -> Finding:
-    """Whether what is to be exported can be."""
+    """Checks that the packages for the configured telemetry are installed."""
     missing = missing_packages(config.telemetry)
     if missing:
-        told = f"{', '.join(missing)}: not installed, so nothing is measured"
-        return Finding("telemetry", "warn", told, "install kestrel-grpc[telemetry]")
+        problem = f"telemetry is off: {', '.join(missing)} is not installed"
+        return Finding("telemetry", "warn", problem, "install kestrel-grpc[telemetry]")
     exported = {"traces": config.telemetry.traces, "metrics": config.telemetry.metrics}
     on = [f"{signal} by {how}" for signal, how in exported.items() if how != "none"]
     if config.telemetry.prometheus is not None:
@@ -221,33 +223,34 @@ def check_telemetry(config: ServerConfig) -> Finding:
 
 
 def check_variables(settings: Sequence[Setting], environ: Mapping[str, str]) -> Finding:
-    """Variables that look like ours and are not: a misspelt one would be passed over in silence."""
+    """Finds unknown variables that begin with KESTREL_, because the server ignores a misspelt variable silently."""
     flags = [flag for setting in settings for flag in setting.flags]
     known = {variable_of(flag) for flag in (*flags, *_CLIENT_FLAGS)} | set(_OTHER_VARIABLES)
-    told = []
+    unknown = []
     for name in sorted(environ):
         if name.startswith("KESTREL_") and name not in known and not _KUBERNETES.fullmatch(name):
             near = get_close_matches(name, known, n=1)
-            told.append(f"{name} is none of ours" + (f"; did you mean {near[0]}?" if near else ""))
-    if told:
-        return Finding("variables", "warn", "; ".join(told), "kestrel-grpc serve --help names all")
+            unknown.append(f"{name} is unknown" + (f"; did you mean {near[0]}?" if near else ""))
+    if unknown:
+        remedy = "kestrel-grpc serve --help names all variables"
+        return Finding("variables", "warn", "; ".join(unknown), remedy)
     used = sum(name in known for name in environ)
-    return Finding("variables", "ok", f"{used} of ours are set")
+    return Finding("variables", "ok", f"{used} known variables are set")
 
 
 def check_clock(now: float) -> Finding:
-    """``now``: seconds since 1970. Certificates, traces and logs need the time; requests don't."""
-    told = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
-    remedy = "let chrony or systemd-timesyncd set it"
+    """Checks the clock, which certificates, traces and logs need. ``now``: seconds since 1970."""
+    shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    remedy = "set it with chrony or systemd-timesyncd"
     if now < _LEAST_TIME:
-        return Finding("clock", "fail", f"{told}: it was never set", remedy)
+        return Finding("clock", "fail", f"{shown}: the clock was never set", remedy)
     if _kernel_clock() == _TIME_ERROR:
-        return Finding("clock", "warn", f"{told}, and the kernel says that nothing sets it", remedy)
-    return Finding("clock", "ok", told)
+        return Finding("clock", "warn", f"{shown}: the kernel's clock is not synchronised", remedy)
+    return Finding("clock", "ok", shown)
 
 
 def _kernel_clock() -> int | None:
-    """adjtimex's answer to a question that changes nothing; None where it can't be asked."""
+    """adjtimex's state of the clock, read without a change; None if the system does not report it."""
     buffer = ctypes.create_string_buffer(512)
     try:
         answer = int(ctypes.CDLL(None).adjtimex(buffer))
@@ -257,10 +260,10 @@ def _kernel_clock() -> int | None:
 
 
 def check_files(limit: int) -> Finding:
-    """``limit``: files that the process may have open; each connection is one."""
+    """Checks the limit on open files. Each connection is one."""
     if limit == resource.RLIM_INFINITY or limit >= _ENOUGH_FILES:
         many = "any number of" if limit == resource.RLIM_INFINITY else str(limit)
         return Finding("files", "ok", f"{many} files and connections may be open")
-    remedy = "raise it: ulimit -n 65536, LimitNOFILE= of systemd"
+    remedy = "raise the limit: ulimit -n 65536, or systemd's LimitNOFILE="
     status: Literal["warn", "fail"] = "fail" if limit < _TOO_FEW_FILES else "warn"
     return Finding("files", status, f"only {limit} files and connections may be open", remedy)

@@ -1,4 +1,4 @@
-"""``health``: whether a server is ready, for people, probes and scripts that wait."""
+"""``health``: reports whether a server is ready, for users, probes and scripts that wait."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from kestrel_client import DeadlineExceededError, KestrelError, NotFoundError
 from ..connection import add_server_flags, open_client
 from ..parser import EXIT_FAILED, CommandError
 
-_ONE_LOOK_S = 2.0
+_WAIT_S = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    parser.epilog = "Exits with 0 if the server answers requests, else with 1."
+    parser.epilog = "Exits with 0 if the server accepts requests, otherwise with 1."
     add_server_flags(parser)
     parser.add_argument(
         "--wait",
         type=float,
         metavar="SECONDS",
-        default=_ONE_LOOK_S,
-        help=f"how long it may take to become ready [{_ONE_LOOK_S:g}]",
+        default=_WAIT_S,
+        help=f"how long to wait until the server is ready [{_WAIT_S:g}]",
     )
     parser.add_argument(
         "--service",
         default="",
-        help="name of one service, like kestrel.v1.VisionService, or of the model",
+        help="name of a service, like kestrel.v1.VisionService, or of the model [the whole server]",
     )
 
 

@@ -1,6 +1,6 @@
-"""``replay``: a captured request done again, against a server or in this process. Owns reading the captured file.
+"""``replay``: repeats a captured request, with a server or in this process.
 
-A request that samples without a seed of its own may come out another. Its deadline is not captured: --timeout.
+A request that samples without its own seed may give another result. The deadline is not captured; --timeout sets it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ _SERVICES = (vision_service_pb2.DESCRIPTOR, image_service_pb2.DESCRIPTOR)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
-    """A file's contents. ``request`` is a list of messages where the method takes a stream. It lacks its picture if
-    ``left_out`` tells of one."""
+    """The contents of a file.
+
+    ``request`` is a message, or a list of messages if the method takes a stream. ``left_out`` holds the facts about the
+    image if the file does not hold the image, otherwise None.
+    """
 
     method: MethodDescriptor
     request: Any
@@ -45,12 +48,12 @@ class Captured:
 
     @property
     def path(self) -> str:
-        """As gRPC names the method."""
+        """The method's name in gRPC."""
         return f"/{self.method.containing_service.full_name}/{self.method.name}"
 
     @property
     def inner(self) -> Any:
-        """The part that has picture and options: streaming methods take it one message deeper."""
+        """The message that has the image and the options. The message of a streaming method holds it in a field."""
         return getattr(self.request, "request", self.request)
 
 
@@ -59,15 +62,17 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     from ...settings.model import add_model_flags
 
     parser.epilog = (
-        "FILE was written by 'kestrel-grpc admin capture start'. Prints what the request gives now, as JSON.\n"
-        "Exits with 1 if it fails."
+        "'kestrel-grpc admin capture start' writes such files. Prints the new result as JSON.\n"
+        "Exits with 1 if the request fails."
     )
     parser.add_argument("file", metavar="FILE", help="a captured request")
-    parser.add_argument("--image", metavar="FILE", help="the picture, where it was left out")
+    parser.add_argument(
+        "--image", metavar="FILE", help="the image, if the capture does not hold it"
+    )
     parser.add_argument(
         "--in-process",
         action="store_true",
-        help="load the model here instead of calling a server; the model's flags are those of serve",
+        help="load the model here instead of calling a server, with the model flags of serve",
     )
     add_connection_flags(parser)
     add_config_flag(parser)
@@ -77,13 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 def run(args: argparse.Namespace) -> int:
     captured = read_captured(args.file)
     if args.image is not None:
-        _set_picture(captured, args.image)
+        _set_image(captured, args.image)
     elif captured.left_out is not None:
         facts = captured.left_out
         about = (
             f", of {facts['bytes']} bytes, SHA-256 {facts['sha256']}" if "bytes" in facts else ""
         )
-        raise CommandError(f"the picture was left out{about}: give it with --image")
+        raise CommandError(f"the capture does not hold the image{about}: give it with --image")
     print(f"{captured.path.removeprefix('/')}, captured with {captured.code}", flush=True)
     if args.in_process:
         return asyncio.run(_in_process(args, captured))
@@ -92,34 +97,34 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_captured(path: str) -> Captured:
-    """Raises CommandError."""
+    """Reads a captured request. Raises CommandError."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"can't read {path!r}: {error}") from None
+        raise CommandError(f"cannot read {path!r}: {error}") from None
     try:
-        told = json.loads(text)
-        if told["kestrel_capture"] != _FORMAT:
-            raise ValueError("made by another version")
-        service, _, name = str(told["method"]).rpartition("/")
+        fields = json.loads(text)
+        if fields["kestrel_capture"] != _FORMAT:
+            raise ValueError("another version has written it")
+        service, _, name = str(fields["method"]).rpartition("/")
         method = _methods().get((service, name))
         if method is None:
-            raise ValueError(f"there is no method {told['method']!r}")
+            raise ValueError(f"there is no method {fields['method']!r}")
         make = message_factory.GetMessageClass(method.input_type)
         request: Any
         if method.client_streaming:
-            request = [json_format.ParseDict(message, make()) for message in told["request"]]
+            request = [json_format.ParseDict(message, make()) for message in fields["request"]]
         else:
-            request = json_format.ParseDict(told["request"], make())
-        left_out = told["picture_left_out"]
+            request = json_format.ParseDict(fields["request"], make())
+        left_out = fields["picture_left_out"]
         if not isinstance(left_out, dict | None):
             raise ValueError("picture_left_out must be an object")
-        return Captured(method, request, told["code"], told["model"], left_out)
+        return Captured(method, request, fields["code"], fields["model"], left_out)
     except KeyError as error:
-        raise CommandError(f"{path!r} is no captured request: it has no {error}") from None
+        raise CommandError(f"{path!r} is not a captured request: it has no {error}") from None
     except (TypeError, ValueError, RecursionError, json_format.ParseError) as error:
         why = " ".join(str(error).split())
-        raise CommandError(f"{path!r} is no captured request: {why}") from None
+        raise CommandError(f"{path!r} is not a captured request: {why}") from None
 
 
 def _methods() -> dict[tuple[str, str], MethodDescriptor]:
@@ -131,13 +136,13 @@ def _methods() -> dict[tuple[str, str], MethodDescriptor]:
     }
 
 
-def _set_picture(captured: Captured, path: str) -> None:
+def _set_image(captured: Captured, path: str) -> None:
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise CommandError(f"can't read {path!r}: {error.strerror}") from None
+        raise CommandError(f"cannot read {path!r}: {error.strerror}") from None
     if captured.method.client_streaming:
-        # Size and hash that were announced are another picture's.
+        # The captured size and hash belong to another image.
         upload = image_service_pb2.UploadImageRequest
         begin = upload(info=image_service_pb2.UploadInfo())
         starts = range(0, len(data), _CHUNK_BYTES)
@@ -147,7 +152,7 @@ def _set_picture(captured: Captured, path: str) -> None:
     try:
         captured.inner.image.encoded = data
     except AttributeError:
-        raise CommandError(f"{captured.path.removeprefix('/')} takes no picture") from None
+        raise CommandError(f"{captured.path.removeprefix('/')} takes no image") from None
 
 
 def _call(channel: grpc.Channel, metadata: CallMetadata, captured: Captured, timeout: float) -> int:
@@ -171,20 +176,19 @@ def _call(channel: grpc.Channel, metadata: CallMetadata, captured: Captured, tim
         for message in answered if captured.method.server_streaming else (answered,):
             _print(message)
     except grpc.RpcError as error:
-        told = from_rpc_error(error)
-        print(f"failed again: {told} [{error.code().name}]", flush=True)
+        print(f"failed again: {from_rpc_error(error)} [{error.code().name}]", flush=True)
         return EXIT_FAILED
     print("OK", flush=True)
     return 0
 
 
 def _print(message: Message) -> None:
-    told = json_format.MessageToDict(message, preserving_proto_field_name=True)
-    print(json.dumps(told, ensure_ascii=False), flush=True)
+    fields = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    print(json.dumps(fields, ensure_ascii=False), flush=True)
 
 
 async def _in_process(args: argparse.Namespace, captured: Captured) -> int:
-    """A server of its own on a socket that nobody else can reach."""
+    """Runs the request with a server in this process, on a private unix socket. Returns the exit status."""
     from kestrel_engine import ConfigError, InferenceEngine, KestrelError
 
     from ...process.server import KestrelServer
@@ -194,7 +198,7 @@ async def _in_process(args: argparse.Namespace, captured: Captured) -> int:
 
     runtime = runtime_config(args)
     if hasattr(captured.inner, "options"):
-        captured.inner.options.ClearField("model")  # There is but one.
+        captured.inner.options.ClearField("model")  # This server has only one model.
     with tempfile.TemporaryDirectory(prefix="kestrel-replay-") as folder:
         address = f"unix:{folder}/replay.sock"
         with LoadingProgress() as progress:
@@ -211,7 +215,7 @@ async def _in_process(args: argparse.Namespace, captured: Captured) -> int:
             except KestrelError as error:
                 raise CommandError(str(error)) from None
         if captured.model not in (None, engine.info.model):
-            print(f"captured from {captured.model}, done with {engine.info.model}")
+            print(f"captured from {captured.model}, repeated with {engine.info.model}")
         try:
             with grpc.insecure_channel(address, _UNBOUNDED) as channel:
                 return await asyncio.to_thread(_call, channel, (), captured, args.timeout)

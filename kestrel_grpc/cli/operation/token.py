@@ -1,4 +1,4 @@
-"""``token``: makes a token and the line of the file that knows it. The token itself is kept nowhere."""
+"""``token``: makes a token and its line for the file of tokens. The token itself is stored nowhere."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ..parser import CommandError
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
-        "Scopes: infer (ask the model), high (with high priority), metrics (read statistics), admin (drain, cancel).\n"
-        "A server that runs takes the new line within a second. To revoke a token, delete its line."
+        "Scopes: infer (use the model), high (use high priority), metrics (read statistics), admin (drain, cancel).\n"
+        "A running server reads the new line within a second. To revoke a token, delete its line."
     )
     parser.add_argument(
-        "name", metavar="NAME", help="whose it is; several tokens may have one name"
+        "name", metavar="NAME", help="name of the principal; several tokens may share a name"
     )
     parser.add_argument(
         "--scopes",
         default=Scope.INFER.value,
-        help="what it is good for, with commas between [infer]",
+        help="scopes of the token, separated by commas [infer]",
     )
     parser.add_argument(
         "--append",
         metavar="FILE",
-        help="add the line to this file of tokens; then only the token is printed",
+        help="append the line to this file of tokens, and print only the token",
     )
 
 
@@ -42,16 +42,16 @@ def run(args: argparse.Namespace) -> int:
     if args.append is None:
         print(f"{token}\n{line}")
         print(
-            "The first line is the token, shown only now; the second is for --auth-tokens.",
+            "The first line is the token, which is not shown again; the second line is for --auth-tokens.",
             file=sys.stderr,
         )
         return 0
     try:
-        # Hashes are no secret, but who has which access is nobody else's business.
+        # The file holds only hashes, but other users need not see names and scopes.
         handle = os.open(args.append, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         with open(handle, "a", encoding="utf-8") as file:
             file.write(f"{line}\n")
     except OSError as error:
-        raise CommandError(f"can't write {args.append!r}: {error.strerror or error}") from None
+        raise CommandError(f"cannot write {args.append!r}: {error.strerror or error}") from None
     print(token)
     return 0

@@ -1,4 +1,4 @@
-"""``analyze``: several tasks on one picture in one request to a running server."""
+"""``analyze``: runs several tasks on one image in one request to a running server."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _KINDS: dict[str, type[Task]] = {
 
 
 class _AddTask(argparse.Action):
-    """Gathers the tasks of all kinds in the order of the command line, as (kind, words)."""
+    """Collects the tasks of all kinds in the order of the command line, as (kind, text)."""
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -50,9 +50,7 @@ class _AddTask(argparse.Action):
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    parser.epilog = (
-        "Each kind of task may be given several times. Exits with 1 if one of them fails."
-    )
+    parser.epilog = "Each kind of task may be given several times. Exits with 1 if a task fails."
     parser.usage = f"{parser.prog} IMAGE [IMAGE ...] TASK [TASK ...] [flags]"
     parser.add_argument("words", metavar="IMAGE", nargs="*", help=IMAGE_HELP)
     tasks = parser.add_argument_group("tasks")
@@ -71,12 +69,14 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         nargs="?",
         const="normal",
         choices=("short", "normal", "long"),
-        help="describe the picture",
+        help="describe the image",
     )
-    parser.add_argument("--max-tokens", type=int, help="most tokens of each task")
+    parser.add_argument("--max-tokens", type=int, help="limit on the tokens of each task")
     output = parser.add_argument_group("output")
-    output.add_argument("--stream", action="store_true", help="print what comes as it comes")
-    output.add_argument("--json", action="store_true", help="print JSON; with --stream a line each")
+    output.add_argument("--stream", action="store_true", help="print results as they arrive")
+    output.add_argument(
+        "--json", action="store_true", help="print JSON; with --stream one object per line"
+    )
     add_save_flags(output)
     add_request_flags(parser)
     add_connection_flags(parser)
@@ -139,7 +139,10 @@ def _stream(
     titles: dict[str, str],
     named: dict[str, str],
 ) -> AnalyzeResult:
-    """Events as JSON; else each task's result as soon as it is there, since several texts at once can't be read."""
+    """Prints a stream: with --json every event, otherwise the result of each task as soon as it is complete.
+
+    Texts of several tasks, printed piece by piece, could not be read.
+    """
     with client.stream_analyze(image, tasks, **request_options(args)) as stream:
         for item in stream:
             if isinstance(item, TaskEvent):

@@ -1,7 +1,7 @@
 """``bench``: a quick load test of a running server: requests/s, time to first token, gaps between tokens.
 
-Times are this client's own, from sending to receiving, so they hold the way there and back. The benchmarks of the
-repository measure more, with less noise; this answers how a server does from where you are.
+The client measures times from sending to receiving, so they include the network. The repository's benchmarks measure
+more, with less noise. This command shows how a server performs from the client's place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from kestrel_client import AsyncKestrelClient, KestrelError, TextDelta
 
-from ..connection import add_connection_flags, open_async_client, told_errors
+from ..connection import add_connection_flags, open_async_client, sdk_errors
 from ..parser import CommandError
 from .inputs import IMAGE_HELP, open_inputs
 from .skills import request_options
@@ -25,31 +25,39 @@ from .skills import request_options
 
 @dataclass
 class Measured:
-    """In seconds."""
+    """The measurements, in seconds."""
 
     ttft: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
-    """Of each answer: the time from its first text to its last, for each further token."""
+    """For each answer, the time from its first text to its last, divided by the number of further tokens."""
     total: list[float] = field(default_factory=list)
     tokens: int = 0
     errors: dict[str, int] = field(default_factory=dict)
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    parser.epilog = "Sends real requests to the server: don't point it at one that others need."
+    parser.epilog = (
+        "Sends real requests to the server. Do not use it with a server that others need."
+    )
     parser.add_argument("words", metavar="IMAGE", nargs="*", help=f"{IMAGE_HELP} [a sample image]")
     parser.add_argument(
         "--question",
         default="What is in this image?",
-        help="what is asked about each [%(default)s]",
+        help="question about each image [%(default)s]",
     )
     parser.add_argument(
         "--concurrency", type=int, default=8, metavar="N", help="requests in flight [%(default)s]"
     )
     parser.add_argument(
-        "--seconds", type=float, default=10.0, metavar="S", help="how long to send [%(default)s]"
+        "--seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="how long to send requests [%(default)s]",
     )
-    parser.add_argument("--max-tokens", type=int, default=32, help="of each answer [%(default)s]")
+    parser.add_argument(
+        "--max-tokens", type=int, default=32, help="limit on the tokens of an answer [%(default)s]"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, times in milliseconds")
     parser.set_defaults(request_id=None, priority="low", cache_salt=None, background=None)
     parser.add_argument("--model", help="name of the model that must answer")
@@ -60,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.concurrency <= 1024 or not 0 < args.seconds <= 3600:
         raise CommandError("--concurrency must be 1 to 1024, --seconds above 0 and at most 3600")
     images = [each.source for each in open_inputs(args.words)] or [_sample()]
-    with told_errors(args):
+    with sdk_errors(args):
         measured, seconds = asyncio.run(_measure(args, images))
     if not measured.total:
         ((error, _),) = list(measured.errors.items())[:1] or [("no request ended in time", 0)]
@@ -76,20 +84,20 @@ def run(args: argparse.Namespace) -> int:
 async def _measure(args: argparse.Namespace, images: Sequence[object]) -> tuple[Measured, float]:
     measured = Measured()
     async with open_async_client(args) as client:
-        await client.server_info()  # the connection, and whether there is a server
+        await client.server_info()  # Connects, and fails if there is no server.
         began = time.perf_counter()
         end = began + args.seconds
 
         async def caller(number: int) -> None:
-            turn = number
+            index = number
             while time.perf_counter() < end:
                 try:
-                    await _one(client, args, images[turn % len(images)], measured)
+                    await _one(client, args, images[index % len(images)], measured)
                 except KestrelError as error:
                     words = str(error).splitlines()[0]
                     measured.errors[words] = measured.errors.get(words, 0) + 1
                     await asyncio.sleep(0.05)
-                turn += args.concurrency
+                index += args.concurrency
 
         await asyncio.gather(*(caller(number) for number in range(args.concurrency)))
         return measured, time.perf_counter() - began
@@ -131,7 +139,7 @@ def _summary(measured: Measured, seconds: float, concurrency: int) -> dict[str, 
 
 
 def _spread(times: list[float]) -> dict[str, float] | None:
-    """Mean and percentiles, each a time that was measured; None without any."""
+    """Mean and percentiles in milliseconds; None if nothing was measured. Each percentile is a measured time."""
     if not times:
         return None
     ordered = sorted(times)

@@ -1,7 +1,7 @@
-"""``chat``: questions about one image, each answered as it is written. The image is sent once.
+"""``chat``: asks questions about one image, with each answer streamed. The image is sent once.
 
-Every question stands alone: the models know no earlier questions. What they share is the image, whose computation the
-server reuses.
+Every question is independent, because the models do not remember earlier questions. The server reuses the computation
+of the image.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .skills import (
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    parser.epilog = "An empty line, 'exit' or Ctrl-D ends it. Each question stands alone."
+    parser.epilog = "An empty line, 'exit' or Ctrl-D ends the chat. Every question is independent."
     parser.add_argument("image", metavar="IMAGE", help=IMAGE_HELP)
-    parser.add_argument("--reasoning", action="store_true", help="let the model think aloud first")
+    parser.add_argument("--reasoning", action="store_true", help="let the model reason first")
     add_sampling_flags(parser)
     add_request_flags(parser)
     add_connection_flags(parser)
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     given = open_input(args.image)
-    with suppress(ImportError):  # line editing and history, where Python has it
+    with suppress(ImportError):  # Gives input() line editing and history, if Python has it.
         import readline  # noqa: F401
     with connected(args) as client:
         source = given.source
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _next_question() -> str:
-    """Empty at the end."""
+    """Reads the next question. Returns "" at the end."""
     prompt = styled("? ", "bold", sys.stdout) if sys.stdin.isatty() else ""
     try:
         question = input(prompt).strip()
@@ -64,7 +64,7 @@ def _next_question() -> str:
 def _answer(
     client: KestrelClient, args: argparse.Namespace, image: ImageHandle, question: str
 ) -> None:
-    """A question that fails doesn't end the conversation, unless the server is gone."""
+    """Asks a question and prints the answer. Raises an error only if the server is unavailable; prints other errors."""
     options = {**sampling(args), **request_options(args), "reasoning": args.reasoning or None}
     try:
         with client.stream_query(image, question, **options) as stream:

@@ -1,4 +1,4 @@
-"""``put`` and ``forget``: pictures kept by a running server, to be named by id in later commands."""
+"""``put`` and ``forget``: store images on a running server, and delete them. Other commands can name them by id."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .inputs import IMAGE_HELP, open_inputs
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     if command == "put":
         parser.epilog = (
-            "Prints an id a line. Commands that take an image take it in place of a file."
+            "Prints one id per line. Commands that take an image accept an id in place of a file."
         )
         parser.add_argument("words", metavar="IMAGE", nargs="+", help=IMAGE_HELP)
-        parser.add_argument("--json", action="store_true", help="print JSON, with the size")
+        parser.add_argument("--json", action="store_true", help="print JSON, with image sizes")
     else:
-        parser.add_argument("image_id", metavar="ID", help="id of a picture, as put printed it")
+        parser.add_argument("image_id", metavar="ID", help="id of an image, as put prints it")
     add_connection_flags(parser)
 
 
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         return _put(args)
     with connected(args) as client:
         if not client.delete_image(args.image_id):
-            print(f"there was no picture {args.image_id!r}", file=sys.stderr)
+            print(f"image {args.image_id!r} was not stored", file=sys.stderr)
     return 0
 
 
@@ -36,7 +36,7 @@ def _put(args: argparse.Namespace) -> int:
         for image in open_inputs(args.words):
             handle = client.put_image(image.source)
             if args.json:
-                assert handle.size is not None, "put_image gives it"
+                assert handle.size is not None, "put_image returns the size"
                 size = {"width": handle.size.width, "height": handle.size.height}
                 print(json.dumps({"image_id": handle.image_id, "image_size": size}), flush=True)
             else:

@@ -1,4 +1,4 @@
-"""What a command is given: images in all their forms, and which of the words is none."""
+"""The inputs of a command: images in all forms, and the word that is not an image."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ IMAGE_SUFFIXES = frozenset(
 )
 IMAGE_HELP = (
     "image: a file, a folder of images, a pattern like '*.jpg', an http(s) address, - for standard input, "
-    "or the id of one put"
+    "or the id that put prints"
 )
 _ID_PREFIX = "img_"
 _PATTERN = frozenset("*?[")
 
 
 class Input(NamedTuple):
-    """An image as the user named it, and as the client takes it; an address is fetched by the client."""
+    """An image: the user's name of it, and the source for the client, which also fetches http(s) addresses."""
 
     name: str
     source: Source
 
     @property
     def stem(self) -> str:
-        """A name for files that are written about it."""
+        """The base name of files that are written for this image."""
         if self.name == "-":
             return "image"
         return Path(self.name.partition("?")[0]).stem or "image"
 
 
 def open_inputs(names: Sequence[str]) -> list[Input]:
-    """The images that are named, in their order, those of a folder by name. Raises CommandError."""
+    """The images that ``names`` stand for, in order; those of a folder sorted by name. Raises CommandError."""
     if list(names).count("-") > 1:
         raise CommandError("standard input (-) is named twice")
     return [found for name in names for found in _open(name)]
 
 
 def open_input(name: str) -> Input:
-    """One image. Raises CommandError if there are several."""
+    """The image that ``name`` stands for. Raises CommandError if there are several."""
     first, *others = open_inputs([name])
     if others:
-        raise CommandError(f"{name!r} names {1 + len(others)} images: this command takes one")
+        raise CommandError(f"{name!r} names {1 + len(others)} images; this command takes one")
     return first
 
 
@@ -66,7 +66,7 @@ def _open(name: str) -> Iterator[Input]:
     elif path.is_dir():
         files = sorted(each for each in path.iterdir() if each.suffix.lower() in IMAGE_SUFFIXES)
         if not files:
-            raise CommandError(f"there is no image in the folder {name!r}")
+            raise CommandError(f"the folder {name!r} holds no image")
         yield from (Input(str(each), str(each)) for each in files)
     elif name.startswith(_ID_PREFIX):
         yield Input(name, ImageHandle(name))
@@ -82,7 +82,7 @@ def _open(name: str) -> Iterator[Input]:
 
 
 def is_image_name(word: str) -> bool:
-    """Whether a word can only be meant as an image."""
+    """Whether a word is the name of an image rather than a question or an object."""
     return (
         word == "-"
         or is_url(word)
@@ -93,10 +93,13 @@ def is_image_name(word: str) -> bool:
 
 
 def split_words(words: Sequence[str], what: str, usage: str) -> tuple[list[str], str]:
-    """Images, and the last word: the question or object that ``what`` names. Raises SettingsError if it is left out."""
+    """Splits words into images and the last word, which is the question or object. ``what`` names it in errors.
+
+    Raises SettingsError if the last word is an image or is missing.
+    """
     if not words:
         raise SettingsError(f"no {what} is given: {usage}")
     *images, last = words
     if is_image_name(last):
-        raise SettingsError(f"no {what} is given, as {last!r} is an image: {usage}")
+        raise SettingsError(f"no {what} is given; {last!r} is an image: {usage}")
     return images, last

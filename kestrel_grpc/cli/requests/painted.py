@@ -1,4 +1,4 @@
-"""``--save``: where painted images go, checked before anything is asked."""
+"""``--save``: draws answers on images and writes them. The target is checked before the first request."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from ..parser import CommandError
 from .inputs import Input
 
 SAVE_HELP = (
-    "write the image with the answer painted on it: a file, or for several images a folder; "
+    "write the image with the answer drawn on it: a file, or a folder for several images; "
     "- writes PNG to standard output (needs Pillow)"
 )
 
 
 class Painter:
-    """Writes images to ``target``: - for standard output, a folder (one that is there, or ends with /), or a file."""
+    """Writes images to ``target``: - for standard output, a folder (it exists, or its name ends with /), or a file."""
 
     def __init__(self, target: str, inputs: list[Input], base: str | None = None) -> None:
-        """``base``: the image to paint on where the input is only an id. Raises CommandError for what can't work."""
+        """``base``: the image to draw on if an input is only an id. Raises CommandError if an image could not be
+        written."""
         self._target, self._base = target, base
         if importlib.util.find_spec("PIL") is None:
             raise CommandError("--save needs Pillow: pip install 'kestrel-client[images]'")
         if not inputs:
-            raise CommandError("--save paints on an image: give one")
+            raise CommandError("--save draws on an image: give one")
         for each in inputs:
             if isinstance(each.source, ImageHandle) and base is None:
                 raise CommandError(
-                    f"--save can't paint on {each.name!r}, which only the server has: "
+                    f"--save cannot draw on {each.name!r}, which only the server has: "
                     "give its file with --save-on FILE"
                 )
         self._folder = target.endswith(os.sep) or Path(target).is_dir()
         if len(inputs) > 1 and not self._folder:
             raise CommandError(
-                f"--save={target}: there are {len(inputs)} images: give a folder, like {target}/"
+                f"--save={target}: there are {len(inputs)} images; give a folder, like {target}/"
             )
         if target != "-":
             self._check_target()
@@ -45,11 +46,11 @@ class Painter:
 
     @property
     def takes_output(self) -> bool:
-        """Whether images go to standard output, so that text must not."""
+        """Whether images are written to standard output, so that the command must not print text there."""
         return self._target == "-"
 
     def write(self, result: Result | AnalyzeResult, given: Input) -> None:
-        """Says on standard error what was written. Raises CommandError."""
+        """Writes an image and prints its file on standard error. Raises CommandError."""
         try:
             image = result.draw(self._base)
             if self.takes_output:
@@ -59,7 +60,7 @@ class Painter:
             file = self._file(given)
             image.save(file)
         except (OSError, ValueError, KestrelError) as error:
-            raise CommandError(f"can't write {self._target!r}: {error}") from None
+            raise CommandError(f"cannot write {self._target!r}: {error}") from None
         print(f"wrote {file}", file=sys.stderr)
 
     def _file(self, given: Input) -> Path:
@@ -80,10 +81,10 @@ class Painter:
             try:
                 folder.mkdir(exist_ok=True)
             except OSError as error:
-                raise CommandError(f"can't write {self._target!r}: {error.strerror}") from None
+                raise CommandError(f"cannot write {self._target!r}: {error.strerror}") from None
         elif Path(self._target).suffix.lower() not in Image.registered_extensions():
-            raise CommandError(f"can't write {self._target!r}: end its name with .png or .jpg")
+            raise CommandError(f"cannot write {self._target!r}: end its name with .png or .jpg")
         if not folder.is_dir():
-            raise CommandError(f"can't write {self._target!r}: there is no folder {str(folder)!r}")
+            raise CommandError(f"cannot write {self._target!r}: there is no folder {str(folder)!r}")
         if not os.access(folder, os.W_OK):
-            raise CommandError(f"can't write {self._target!r}: {str(folder)!r} is read-only")
+            raise CommandError(f"cannot write {self._target!r}: {str(folder)!r} is read-only")

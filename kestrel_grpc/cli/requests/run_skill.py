@@ -1,4 +1,4 @@
-"""``run``: any skill of a running server by its name, with arguments and settings of its own."""
+"""``run``: runs any skill of a running server by its name, with the skill's own arguments and settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .skills import add_request_flags, add_save_flags, event_dict, print_event, 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
-        'A VALUE that is JSON (a number, true, [0.5, 0.5], "text") is taken so, any other as text.\n'
+        'A VALUE that is valid JSON (a number, true, [0.5, 0.5], "text") is read as JSON, any other as text.\n'
         "'kestrel-grpc models' lists the skills."
     )
     parser.add_argument("skill", metavar="SKILL", help="name of the skill")
@@ -24,14 +24,19 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         nargs="?",
         help=IMAGE_HELP,
     )
-    for flag, help in (("argument", "what the skill is given"), ("setting", "how it works")):
+    for flag, help in (
+        ("argument", "an argument of the skill"),
+        ("setting", "a setting of the skill"),
+    ):
         parser.add_argument(
             f"--{flag}", action="append", type=_pair, default=[], metavar="NAME=VALUE",
             help=f"{help}; may be given several times",
         )  # fmt: skip
-    parser.add_argument("--stream", action="store_true", help="print what comes as it comes")
+    parser.add_argument("--stream", action="store_true", help="print results as they arrive")
     parser.add_argument(
-        "--json", action="store_true", help="print the whole result; with --stream a line each"
+        "--json",
+        action="store_true",
+        help="print the whole result as JSON; with --stream one object per line",
     )
     add_save_flags(parser)
     add_request_flags(parser)

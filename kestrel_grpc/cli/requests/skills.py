@@ -1,4 +1,4 @@
-"""``query``, ``caption``, ``point``, ``detect``, ``segment``: one request an image to a running server."""
+"""``query``, ``caption``, ``point``, ``detect``, ``segment``: one request per image to a running server."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     _add_own(parser, command)
     add_sampling_flags(parser)
     output = parser.add_argument_group("output")
-    output.add_argument("--stream", action="store_true", help="print the answer while it comes")
+    output.add_argument("--stream", action="store_true", help="print the answer as it arrives")
     output.add_argument(
         "--json",
         action="store_true",
-        help="print JSON, with usage and timings; with --stream a line each",
+        help="print JSON, with usage and timings; with --stream one object per line",
     )
     add_save_flags(output)
     add_request_flags(parser)
@@ -60,43 +60,49 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling (default: the server's)")
     group.add_argument("--temperature", type=float, help="0 always takes the likeliest token")
-    group.add_argument("--top-p", type=float, help="draw among the likeliest tokens of this total")
-    group.add_argument("--top-k", type=int, help="draw among this many tokens; 0: all")
     group.add_argument(
-        "--max-tokens", type=int, help="most tokens to generate; a point takes 2, a box 3"
+        "--top-p", type=float, help="sample from the likeliest tokens up to this total probability"
     )
-    group.add_argument("--seed", type=int, help="makes the draw repeatable")
+    group.add_argument(
+        "--top-k", type=int, help="sample from this many of the likeliest tokens; 0: from all"
+    )
+    group.add_argument(
+        "--max-tokens",
+        type=int,
+        help="limit on the generated tokens; a point takes 2 tokens, a box 3",
+    )
+    group.add_argument("--seed", type=int, help="seed of sampling, for repeatable answers")
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """What ``add_sampling_flags`` added, as keywords of the client's methods."""
+    """The values of the flags of ``add_sampling_flags``, as keyword arguments of the client's methods."""
     return {name: getattr(args, name) for name in _SAMPLING}
 
 
 def add_save_flags(output: Any) -> None:
     output.add_argument("--save", metavar="FILE", help=SAVE_HELP)
     output.add_argument(
-        "--save-on", metavar="FILE", help="with --save: the image to paint on, where an id is given"
+        "--save-on", metavar="FILE", help="with --save: the image to draw on if IMAGE is an id"
     )
 
 
 def add_request_flags(parser: argparse.ArgumentParser) -> None:
     request = parser.add_argument_group("request")
     request.add_argument("--model", help="name of the model that must answer")
-    request.add_argument("--request-id", help="your name for the request")
+    request.add_argument("--request-id", help="id for the request, chosen by you")
     request.add_argument(
-        "--priority", choices=("low", "normal", "high"), help="which of those that wait goes first"
+        "--priority", choices=("low", "normal", "high"), help="priority among waiting requests"
     )
     request.add_argument(
         "--cache-salt",
         metavar="TEXT",
-        help="share cached computation with this salt's requests only",
+        help="share cached computation only with requests that have the same salt",
     )
     request.add_argument(
         "--background",
         type=_colour,
         metavar="COLOUR",
-        help="lay a transparent image on it: white, black or RRGGBB [alpha is dropped]",
+        help="background for a transparent image: white, black or RRGGBB [alpha is dropped]",
     )
 
 
@@ -109,7 +115,7 @@ def _colour(text: str) -> str:
 
 
 def request_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What ``add_request_flags`` added, as keywords of the client's methods."""
+    """The values of the flags of ``add_request_flags``, as keyword arguments of the client's methods."""
     return {name: getattr(args, name) for name in _OPTIONS}
 
 
@@ -117,24 +123,24 @@ _EPILOGS = {
     "query": "The last word is the question. Without an image the model answers from the text alone.",
     "caption": "The last word may be the length: short, normal (the default) or long.",
     **dict.fromkeys(
-        ("point", "detect", "segment"), 'The last word is what to find, like "red circle".'
+        ("point", "detect", "segment"), 'The last word names the object to find, like "red circle".'
     ),
 }
 
 
 def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
     if command == "query":
-        parser.add_argument(
-            "--reasoning", action="store_true", help="let the model think aloud first"
-        )
+        parser.add_argument("--reasoning", action="store_true", help="let the model reason first")
     elif command == "caption":
         parser.add_argument("--length", choices=_LENGTHS, help="the same as the last word")
     if command in ("point", "detect"):
-        parser.add_argument("--max-objects", type=int, metavar="N", help="most objects to find")
+        parser.add_argument(
+            "--max-objects", type=int, metavar="N", help="limit on the number of objects"
+        )
     if command == "segment":
         parser.add_argument(
             "--mask", choices=("none", "svg", "png", "rle"), default="none",
-            help="mask to ask for beside the outline; --json prints it",
+            help="mask to request in addition to the outline; --json prints it",
         )  # fmt: skip
 
 
@@ -147,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
     failed = 0
     with connected(args) as client:
         for each in inputs:
-            # Of several images one that fails leaves the others alone.
+            # If one of several images fails, the command continues with the others.
             with reported_failures(each.name if each else "", alone=len(inputs) == 1) as attempt:
                 _ask(client, args, each, len(inputs) > 1, arguments, options, painter)
             failed += attempt.failed
@@ -219,7 +225,7 @@ def _stream(
     options: dict[str, Any],
     named: dict[str, str],
 ) -> Result:
-    """``named``: what each line of JSON begins with."""
+    """Prints a stream. ``named``: the first fields of each JSON object."""
     method: Callable[..., Any] = getattr(client, f"stream_{args.command}")
     with method(image, *arguments, **options) as stream:
         thinking = False
@@ -292,18 +298,18 @@ def print_result(result: Result) -> None:
 
 
 def print_nothing(result: Result) -> None:
-    """Silence would look like a failure."""
+    """Reports on standard error that nothing was found or that the result is incomplete."""
     match result:
         case PointResult(points=()) | DetectResult(objects=()) | SegmentResult(box=None):
             print(f"no {result.object} found", file=sys.stderr)
         case SegmentResult(parse_error=str() as why):
-            print(f"the outline can't be read: {why}", file=sys.stderr)
+            print(f"the outline cannot be parsed: {why}", file=sys.stderr)
     if result.finish_reason == "length":
-        print("a limit was reached; there may be more", file=sys.stderr)
+        print("a limit was reached; the result may be incomplete", file=sys.stderr)
 
 
 def _place(place: Point | Box, size: ImageSize | None) -> str:
-    """Fractions of the picture, and pixels where its size is known."""
+    """Coordinates as fractions of the image, and in pixels if its size is known."""
     numbers = [place.x, place.y] if isinstance(place, Point) else list(_edges(place).values())
     text = " ".join(f"{number:.4f}" for number in numbers)
     if size is None:

@@ -1,1 +1,1 @@
-"""Commands about models' files, and about the models that a server has."""
+"""Commands about the files of models, and about the models of a server."""

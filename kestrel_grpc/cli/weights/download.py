@@ -1,4 +1,4 @@
-"""``download``: a model's files fetched ahead, into the hub's cache or a folder that needs no hub."""
+"""``download``: downloads a model's files to the hub's cache, or to a folder for machines without access to the hub."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from ..parser import CommandError
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
-        "Without --to the files are in the hub's cache (HF_HOME), and 'serve --offline' finds them there.\n"
-        "With --to they are in a folder with their checksums, to be carried to where there is no hub:\n"
+        "Without --to, the files are in the hub's cache (HF_HOME), where 'serve --offline' finds them.\n"
+        "With --to, they are in a folder with their checksums, for a machine without access to the hub:\n"
         "  kestrel-grpc download moondream2 --to /models/moondream2\n"
         "  kestrel-grpc verify --model moondream2 --weights /models/moondream2\n"
         "  kestrel-grpc serve --model moondream2 --weights /models/moondream2\n"
-        "Gated models need access on the hub's page, and HF_TOKEN."
+        "A gated model needs access, granted on the hub's page, and HF_TOKEN."
     )
     parser.add_argument(
-        "name", nargs="?", metavar="MODEL", help="as --model; what is configured if left out"
+        "name", nargs="?", metavar="MODEL", help="like --model [the configured model]"
     )
-    parser.add_argument("--to", metavar="FOLDER", help="copy the files there, with SHA256SUMS")
+    parser.add_argument(
+        "--to", metavar="FOLDER", help="copy the files to this folder, with SHA256SUMS"
+    )
     add_config_flag(parser)
     add_model_flags(parser, only=SOURCE_FLAGS)
 
@@ -48,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def source_config(args: argparse.Namespace) -> RuntimeConfig:
-    """Which model, and where it is; MODEL wins over everything. Raises SettingsError."""
+    """The configuration of the model and its files. MODEL overrides all other settings. Raises SettingsError."""
     try:
         config = RuntimeConfig(
             model=args.model,

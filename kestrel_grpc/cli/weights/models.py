@@ -1,4 +1,4 @@
-"""``models``: what a server serves, and its limits; what this machine has downloaded, and its removal."""
+"""``models``: shows a server's model and limits; lists and removes the models that this machine has downloaded."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..parser import CommandError
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
-        "kestrel-grpc models                     what the server serves\n"
-        "kestrel-grpc models downloaded          what is in this machine's cache (HF_HOME)\n"
-        "kestrel-grpc models remove moondream2   delete it from the cache; asks first without --yes"
+        "kestrel-grpc models                     show the server's model\n"
+        "kestrel-grpc models downloaded          list the models in this machine's cache (HF_HOME)\n"
+        "kestrel-grpc models remove moondream2   delete a model from the cache; asks first unless --yes is given"
     )
     parser.add_argument(
-        "words", nargs="*", metavar="downloaded|remove", help="about this machine, not the server"
+        "words", nargs="*", metavar="downloaded|remove", help="use this machine, not the server"
     )
     parser.add_argument("--yes", action="store_true", help="remove without asking")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -48,7 +48,7 @@ def _downloaded(args: argparse.Namespace) -> int:
     for each in found:
         print(f"{each.name}: {each.size_bytes / 1e9:,.2f} GB in {each.folder}")
     if not found:
-        print("nothing is downloaded; 'kestrel-grpc download MODEL' does so")
+        print("no model is downloaded; 'kestrel-grpc download MODEL' downloads one")
     return 0
 
 
@@ -61,7 +61,7 @@ def _remove(name: str, args: argparse.Namespace) -> int:
         except EOFError:
             reply = ""
         if reply.strip().lower() not in ("y", "yes"):
-            raise CommandError("nothing was removed; --yes answers the question")
+            raise CommandError("nothing was removed; --yes removes without asking")
     try:
         removed = maintenance.remove(name)
     except ConfigError as error:
@@ -86,14 +86,14 @@ def _served(args: argparse.Namespace) -> int:
             print(f"  {model.family}, {model.parameter_count / 1e6:,.1f} M parameters")
             print(f"  skills: {', '.join(model.skills)}")
             print(
-                f"  context: {model.context_positions} positions, a picture takes {model.image_positions}"
+                f"  context: {model.context_positions} positions, an image takes {model.image_positions}"
             )
             print(f"  weights: {model.weights_fingerprint}")
     where = f"{server.device} {server.dtype}".strip() or "starting"
     print(f"server {server.server_version}: {where}")
     limits = server.limits
     print(
-        f"  pictures up to {limits.max_image_bytes / 2**20:g} MiB and {limits.max_image_pixels / 1e6:g} megapixels: "
+        f"  images up to {limits.max_image_bytes / 2**20:g} MiB and {limits.max_image_pixels / 1e6:g} megapixels: "
         f"{', '.join(server.capabilities.image_formats)}"
     )
     print(f"  {limits.max_batch_size} requests at once, {limits.max_queue} may wait")

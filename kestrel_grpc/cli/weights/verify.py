@@ -1,4 +1,4 @@
-"""``verify``: whether a model's files are whole, are what was published, and answer as they should."""
+"""``verify``: checks that a model's files are complete and unchanged, and that the model gives known answers."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from ...process.startup_progress import LoadingProgress
 from ...settings.configuration import add_config_flag
 from ...settings.flags import SettingsError
 from ...settings.model import DEVICE_FLAGS, add_model_flags, config_error
-from ..findings import tell
+from ..findings import print_findings
 from .download import source_config
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
-        "Checks, in this order: the files are there; their checksums, against what the hub said when they were\n"
-        "downloaded or a SHA256SUMS beside them; names and shapes of all tensors; that all values are finite; and the\n"
-        "answers that are known of the model, for which it is loaded. They are known of kestrel-tiny and of\n"
-        "moondream3-preview: its own code points at and boxes a 'sign' in a picture which is not ours to ship (vLLM's\n"
-        "test asset stop_sign.jpg); give it by --image. Weights by path are taken for what --model says:\n"
+        "Checks, in this order: that the files exist; their checksums, against those of the hub at the download or a\n"
+        "SHA256SUMS beside the files; names and shapes of all tensors; that all values are finite; and, with the\n"
+        "model loaded, its known answers. Known answers exist for kestrel-tiny and moondream3-preview. The answer of\n"
+        "moondream3-preview is about an image that we may not distribute (vLLM's test asset stop_sign.jpg): its own\n"
+        "code points at the 'sign' in it and draws its box. Give the image with --image. Weights given by a path are\n"
+        "checked as the model that --model names:\n"
         "  kestrel-grpc verify\n"
         "  kestrel-grpc verify moondream3-preview --image stop_sign.jpg\n"
         "  kestrel-grpc verify --model moondream3-preview --weights /models/md3 --image stop_sign.jpg\n"
         "Exits with 1 if a check fails."
     )
     parser.add_argument(
-        "name", nargs="?", metavar="MODEL", help="as --model; what is configured if left out"
+        "name", nargs="?", metavar="MODEL", help="like --model [the configured model]"
     )
-    parser.add_argument("--image", metavar="FILE", help="the picture of the known answer")
+    parser.add_argument("--image", metavar="FILE", help="the image of the known answer")
     parser.add_argument(
-        "--no-answer", action="store_true", help="don't load the model to ask it for known answers"
+        "--no-answer", action="store_true", help="do not load the model to check known answers"
     )
     parser.add_argument(
         "--record",
         action="store_true",
-        help="where no checksums are recorded, write SHA256SUMS beside the files",
+        help="if no checksums are recorded, write SHA256SUMS beside the files",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_config_flag(parser)
@@ -55,9 +56,9 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         raise config_error(error, args) from None
     if args.no_answer and args.image is not None:
-        raise SettingsError("--image is for the known answer, which --no-answer leaves out")
+        raise SettingsError("--image is for the known answer, which --no-answer skips")
     with LoadingProgress() as progress:
-        return tell(_findings(config, args, progress), as_json=args.json)
+        return print_findings(_findings(config, args, progress), as_json=args.json)
 
 
 def _findings(
@@ -70,9 +71,9 @@ def _findings(
     if args.no_answer:
         return
     if failed:
-        yield maintenance.Finding("answer", "warn", "not asked: something else is wrong already")
+        yield maintenance.Finding("answer", "warn", "not checked, because another check failed")
         return
     try:
         yield asyncio.run(maintenance.answer(config, args.image, progress=progress))
     except KestrelError as error:
-        yield maintenance.Finding("answer", "fail", str(error), "--no-answer leaves this check out")
+        yield maintenance.Finding("answer", "fail", str(error), "--no-answer skips this check")

@@ -74,10 +74,10 @@ def test_a_server_is_managed_by_who_may(served, authority, token, admin_token):
     assert any(line.startswith("uptime_seconds: ") for line in told)
     assert any(re.fullmatch("Query output_tokens: [1-9][0-9]*", line) for line in told)
     assert admin("cancel", "nobody").stdout == "0 requests cancelled\n"
-    assert admin("flush", "--stored-images").stdout == "flushed; 0 stored pictures forgotten\n"
-    assert admin("log-level", "debug").stdout == "log level debug, before info\n"
+    assert admin("flush", "--stored-images").stdout == "flushed; 0 stored images deleted\n"
+    assert admin("log-level", "debug").stdout == "log level debug, previously info\n"
     told = admin("log-level", "error", "kestrel_engine.steps.loop")
-    assert told.stdout == "log level error, before none of its own\n"
+    assert told.stdout == "log level error, previously none of its own\n"
     assert "module: no module of this name writes logs" in admin("log-level", "error", "no").stderr
     assert "without --profile-dir [FAILED_PRECONDITION]" in admin("profile").stderr
     assert "without --capture-dir [FAILED_PRECONDITION]" in admin("capture", "start").stderr
@@ -90,9 +90,9 @@ def test_a_server_is_managed_by_who_may(served, authority, token, admin_token):
     for words in bad:
         refused = admin(*words)
         assert refused.returncode == 2 and "must be a whole number from 1 to" in refused.stderr
-    assert "no valid UTF-8" in admin("cancel", "\udcff").stderr
+    assert "not valid UTF-8" in admin("cancel", "\udcff").stderr
     assert "lacks the scope admin [PERMISSION_DENIED]" in admin("drain", using=token).stderr
-    assert admin("drain").stdout == "draining: 0 requests still run or wait\n"
+    assert admin("drain").stdout == "draining: 0 requests are running or waiting\n"
     health = here("health", "--server", served, "--ca", authority.ca.cert, "--wait", 0.5)
     assert health.stdout == "NOT_SERVING\n"
 

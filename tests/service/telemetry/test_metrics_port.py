@@ -86,7 +86,7 @@ async def test_it_answers_its_path_and_two_methods_only(served, tokens):
     base = f"http://{await served()}"
     for path in ("", "/", "/favicon.ico", "/metrics/", "/metrics/x", "/Metrics", "/.%2e/metrics"):
         status, body, _ = await asyncio.to_thread(ask, base + path, "GET")
-        assert (status, body) == (404, b"only /metrics is here\n"), path
+        assert (status, body) == (404, b"not found; metrics are at /metrics\n"), path
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "BREW"):
         status, body, allow = await asyncio.to_thread(ask, f"{base}/metrics", method)
         assert (status, allow) == (405, "GET, HEAD"), method

@@ -88,10 +88,13 @@ def test_what_is_printed_can_be_fed_back(tmp_path):
     [
         (["--workers", "0"], r"--workers=0: must be a whole number from 1 to 64"),
         (["--workers", "3", "--devices", "cpu,cpu"], r"--workers=3: .* --devices names 2"),
-        (["--devices", "cpu,cpu", "--device", "cpu"], r"--devices and --device: give one"),
+        (["--devices", "cpu,cpu", "--device", "cpu"], r"--devices and --device: give only one"),
         (["--worker-restarts", "-1"], r"--worker-restarts=-1: must be a whole number from 0"),
         (["--devices", "cuda:0,cuda:0"], r"--devices=cuda:0,cuda:0: cuda:0 is named twice"),
-        (["--workers", "9", "--worker-listen", "h:65530"], r"--worker-listen=h:65530: of worker 8"),
+        (
+            ["--workers", "9", "--worker-listen", "h:65530"],
+            r"--worker-listen=h:65530: address of worker 8",
+        ),
     ],
 )
 def test_wrong_flags_are_named(flags, message):
@@ -126,9 +129,9 @@ def test_each_worker_sees_its_own_gpu_alone():
 
 
 def test_gpus_that_there_are_not_are_named():
-    with pytest.raises(SettingsError, match=r"--workers=3: .* there are 2 here"):
+    with pytest.raises(SettingsError, match=r"--workers=3: .* this machine has 2"):
         planned("--workers", "3", "--device", "cuda")
-    with pytest.raises(SettingsError, match=r"--device=cuda:1: 2 workers need one each"):
+    with pytest.raises(SettingsError, match=r"--device=cuda:1: 2 workers need one device each"):
         planned("--workers", "2", "--device", "cuda:1")
     with pytest.raises(SettingsError, match=r"cuda:1: CUDA_VISIBLE_DEVICES='3' allows only 1"):
         planned("--devices", "cuda:0,cuda:1", environ={"CUDA_VISIBLE_DEVICES": "3"})
