@@ -55,7 +55,7 @@ class Load:
 
     @property
     def kv_use(self) -> float:
-        """Share of the pages that running requests hold. Cached prefixes do not count, because requests may take them."""
+        """Share of the pages that running requests hold. Cached prefixes do not count: requests may take them."""
         return self.stats.pages_held / max(self.stats.pages_total, 1)
 
 
