@@ -350,4 +350,4 @@ def test_a_replay_in_process(tmp_path, capsys):
     }
     path.write_text(json.dumps(told))
     assert main(["replay", str(path), "--in-process"]) == 0
-    assert "captured from another, done with kestrel-tiny" in capsys.readouterr().out
+    assert "captured from another, repeated with kestrel-tiny" in capsys.readouterr().out

@@ -311,7 +311,7 @@ async def test_addresses_that_cannot_be_listened_on_are_named(serve, tmp_path):
     with pytest.raises(AddressError, match="does not exist"):
         await serve(listen=f"unix:{tmp_path}/absent/k.sock")
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(AddressError, match="no socket"):
+    with pytest.raises(AddressError, match="not a socket"):
         await serve(listen=f"unix:{tmp_path}/file")
     assert (tmp_path / "file").read_text() == "mine"
 

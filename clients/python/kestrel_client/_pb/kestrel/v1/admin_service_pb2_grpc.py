@@ -27,8 +27,8 @@ if _version_not_supported:
 
 
 class AdminServiceStub:
-    """Manages a running server. Every method needs the scope "admin" of its caller; for GetStatistics "metrics" is enough.
-    Callers without credentials have neither admin nor, where callers are told apart, anything else.
+    """Manages a running server. Every method needs a caller with the scope "admin"; for GetStatistics, "metrics" is enough.
+    A caller without credentials never has the scope "admin". On a server that requires credentials, it has no scope.
     """
 
     def __init__(self, channel):
@@ -85,77 +85,77 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """Manages a running server. Every method needs the scope "admin" of its caller; for GetStatistics "metrics" is enough.
-    Callers without credentials have neither admin nor, where callers are told apart, anything else.
+    """Manages a running server. Every method needs a caller with the scope "admin"; for GetStatistics, "metrics" is enough.
+    A caller without credentials never has the scope "admin". On a server that requires credentials, it has no scope.
     """
 
     def Drain(self, request, context):
-        """Takes no more requests: they get UNAVAILABLE, health turns NOT_SERVING, and those that run go on to their end. The
-        process stays until it is told to stop. There is no way back. Calling it again changes nothing.
+        """Makes the server refuse new requests with UNAVAILABLE. Health changes to NOT_SERVING. Running requests continue. The
+        process runs until it receives a signal. This cannot be undone. Another call changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelRequest(self, request, context):
-        """Ends requests of whomever by their id: what they have so far is their result, with FINISH_REASON_CANCELLED. One
-        whose picture is being decoded is not found yet.
+        """Cancels the requests with an id, of any caller. Their results hold what was generated so far, with
+        FINISH_REASON_CANCELLED. A request whose image is still being decoded is not found.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlushCaches(self, request, context):
-        """Forgets what is kept to save work: computed prefixes, pictures' embeddings and decoded pictures that no request uses
-        right now. Results don't change, the next ones take longer. On demand, pictures kept by id as well.
+        """Empties the caches: computed prefixes, embeddings of images and decoded images that no request uses at the moment.
+        Results do not change, but the next requests take longer. Optionally deletes stored images too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetLogLevel(self, request, context):
-        """Changes what the server logs, as a whole or for one module, until it ends.
+        """Changes the log level of the server or of one module until the server ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartProfile(self, request, context):
-        """Begins to record what step thread and device do, into the folder that the server was started with
-        (--profile-dir). The first begins slowly: steps may stand still for seconds. FAILED_PRECONDITION (reason
-        PROFILE_UNAVAILABLE) if there is no such folder, it is full, a profile runs, or no model is ready.
+        """Starts to record a profile of the step thread and the device in the server's --profile-dir. Before the first
+        profile, steps may pause for seconds. FAILED_PRECONDITION (reason PROFILE_UNAVAILABLE) if the server has no such
+        folder, the folder is full, a profile is being recorded, or no model is ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopProfile(self, request, context):
-        """Ends the profile that runs, or waits for the one that ends by itself, and tells of its file; where none runs, of
-        the last one. FAILED_PRECONDITION (reason PROFILE_UNAVAILABLE) if there was none, or it could not be written.
+        """Ends the profile that is being recorded, and describes its file. If none is being recorded, describes the last one.
+        FAILED_PRECONDITION (reason PROFILE_UNAVAILABLE) if there was none, or if it could not be written.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartCapture(self, request, context):
-        """From now on the next requests that fail by the server's fault (UNKNOWN, INTERNAL, DATA_LOSS, DEADLINE_EXCEEDED)
-        are written to the folder that the server was started with (--capture-dir), to be done again by
-        `kestrel-grpc replay`: with their texts, and with their pictures only if both this and --capture-pictures say so.
-        FAILED_PRECONDITION (reason CAPTURE_UNAVAILABLE) if there is no such folder, or pictures may not be written.
+        """Makes the server write the next requests that fail by its fault (UNKNOWN, INTERNAL, DATA_LOSS, DEADLINE_EXCEEDED)
+        to its --capture-dir. `kestrel-grpc replay` can repeat them. A file holds the request with its texts. It holds the
+        image only if both the request to this method and --capture-pictures allow that. FAILED_PRECONDITION (reason
+        CAPTURE_UNAVAILABLE) if the server has no such folder, or if images are requested but not allowed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopCapture(self, request, context):
-        """Captures no more, and tells what was captured since the last start.
+        """Stops capturing, and lists the files since the last StartCapture.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatistics(self, request, context):
-        """Tells what the server is doing now, and how much it has done.
+        """Returns the server's current numbers of requests, calls and pages, and its counts since the start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -218,8 +218,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """Manages a running server. Every method needs the scope "admin" of its caller; for GetStatistics "metrics" is enough.
-    Callers without credentials have neither admin nor, where callers are told apart, anything else.
+    """Manages a running server. Every method needs a caller with the scope "admin"; for GetStatistics, "metrics" is enough.
+    A caller without credentials never has the scope "admin". On a server that requires credentials, it has no scope.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class ImageServiceStub:
-    """Keeps pictures. Every method may be retried.
+    """Stores images. Every method may be retried.
     """
 
     def __init__(self, channel):
@@ -54,26 +54,26 @@ class ImageServiceStub:
 
 
 class ImageServiceServicer:
-    """Keeps pictures. Every method may be retried.
+    """Stores images. Every method may be retried.
     """
 
     def PutImage(self, request, context):
-        """Checks a picture and keeps it, in one message. FAILED_PRECONDITION if the server keeps no pictures.
+        """Checks and stores an image that is sent in one message. FAILED_PRECONDITION if the server stores no images.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UploadImage(self, request_iterator, context):
-        """Checks a picture and keeps it, sent in pieces: for files that are large for one message. The call fails as soon as
-        more arrives than is allowed; nothing is kept of an upload that fails or stops.
+        """Checks and stores an image that is sent in several messages, for files that are too large for one. The call fails as
+        soon as the upload exceeds a limit. Nothing is stored of an upload that fails or stops.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteImage(self, request, context):
-        """Forgets a picture. One that isn't there is no error.
+        """Deletes an image. An unknown id is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,7 +106,7 @@ def add_ImageServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ImageService:
-    """Keeps pictures. Every method may be retried.
+    """Stores images. Every method may be retried.
     """
 
     @staticmethod

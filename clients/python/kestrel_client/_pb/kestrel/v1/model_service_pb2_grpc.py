@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class ModelServiceStub:
-    """Tells about models and server. Answers before the model is ready as well.
+    """Describes models and the server. It also answers before the model is ready.
     """
 
     def __init__(self, channel):
@@ -59,32 +59,32 @@ class ModelServiceStub:
 
 
 class ModelServiceServicer:
-    """Tells about models and server. Answers before the model is ready as well.
+    """Describes models and the server. It also answers before the model is ready.
     """
 
     def ListModels(self, request, context):
-        """Lists the models that the server serves or is about to serve.
+        """Lists the models that the server serves or is loading.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """Describes one model. NOT_FOUND if the server doesn't serve it.
+        """Describes one model. NOT_FOUND if the server does not serve it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """Tells the server's versions, limits and capabilities, and what it runs on.
+        """Returns the server's versions, limits, capabilities and device.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """Tells how busy the server is, for those who choose between several. The scope "metrics" is enough.
+        """Returns the server's load, for programs that choose between servers. The scope "metrics" is enough.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,7 +122,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelService:
-    """Tells about models and server. Answers before the model is ready as well.
+    """Describes models and the server. It also answers before the model is ready.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class VisionServiceStub:
-    """The skills of the model. Every method may be retried: none changes anything on the server but its caches.
+    """The skills of the model. Every method may be retried, because none changes anything on the server but its caches.
     """
 
     def __init__(self, channel):
@@ -109,18 +109,18 @@ class VisionServiceStub:
 
 
 class VisionServiceServicer:
-    """The skills of the model. Every method may be retried: none changes anything on the server but its caches.
+    """The skills of the model. Every method may be retried, because none changes anything on the server but its caches.
     """
 
     def Query(self, request, context):
-        """Answers a question, about a picture or without one.
+        """Answers a question, about an image or without one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Caption(self, request, context):
-        """Describes a picture.
+        """Describes an image.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,21 +141,21 @@ class VisionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Segment(self, request, context):
-        """Outlines one object. FAILED_PRECONDITION if the model can't (Model.skills).
+        """Outlines one object. FAILED_PRECONDITION if the model does not have this skill (Model.skills).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamQuery(self, request, context):
-        """Query, with the text as it is written.
+        """Query, with the text as it is generated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamCaption(self, request, context):
-        """Caption, with the text as it is written.
+        """Caption, with the text as it is generated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -183,9 +183,9 @@ class VisionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Analyze(self, request, context):
-        """Does several tasks on one picture at once; the picture is sent, decoded and encoded a single time. A task that fails
-        tells so in its own result and leaves the others alone; what is wrong with the picture or with the request as a
-        whole fails the call.
+        """Runs several tasks on one image at once. The image is sent, decoded and encoded only once. A task that fails has an
+        error as its result and does not affect the others. An invalid image, or an error in the rest of the request, fails
+        the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -199,7 +199,7 @@ class VisionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RunSkill(self, request, context):
-        """Runs any skill of the model by name (Model.skills), also one that this interface has no method for.
+        """Runs any skill of the model by its name (Model.skills), including skills without a method in this interface.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -294,7 +294,7 @@ def add_VisionServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class VisionService:
-    """The skills of the model. Every method may be retried: none changes anything on the server but its caches.
+    """The skills of the model. Every method may be retried, because none changes anything on the server but its caches.
     """
 
     @staticmethod
