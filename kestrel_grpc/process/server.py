@@ -190,7 +190,7 @@ class KestrelServer:
             self._http = open_http(
                 self._config.http,
                 security,
-                VisionService(self.served, Pictures(self.images)),
+                VisionService(self.served, RequestImages(self.images)),
                 self._model_service(),
                 self.served,
                 self._in_flight,
@@ -199,7 +199,7 @@ class KestrelServer:
                 self.telemetry,
             )
             await self._http.start()
-            tell_lifecycle("listening", addresses=self._http.addresses, protocol="http")
+            log_lifecycle("listening", addresses=self._http.addresses, protocol="http")
         if self._config.listen:
             await self._open(self._config.listen)
         self._watching = asyncio.create_task(self._watch_files())
