@@ -14,7 +14,7 @@ from starlette.routing import Route
 from ..served_model import ServedModel, State
 from ..services.model import ModelService
 from ..services.vision import VisionService
-from . import moondream, openai
+from . import moondream, ollama, openai
 from .edge import Endpoint, HttpEdge, Receive, Scope, Send
 
 
@@ -35,12 +35,14 @@ def application(
     endpoints = {
         **moondream.endpoints(vision, lambda: served.name),
         **openai.endpoints(vision, models, lambda: served.name),
+        **ollama.endpoints(vision, models, lambda: served.name),
     }
     routes = [
         Route(path, _Answered(edge, endpoint), methods=[verb])
         for (verb, path), endpoint in endpoints.items()
     ]
     routes += [
+        Route("/api/version", _ollama_version, methods=["GET"]),
         Route("/healthz", _health(served), methods=["GET"]),
         Route("/health", _health(served), methods=["GET"]),
     ]
@@ -54,6 +56,10 @@ def _health(served: ServedModel) -> Callable[[Request], Any]:
         return _json(status, {"status": served.state.value})
 
     return health
+
+
+async def _ollama_version(request: Request) -> Response:
+    return _json(200, ollama.version())
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

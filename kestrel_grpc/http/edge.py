@@ -45,7 +45,6 @@ _TEXT_BYTES = 1024 * 1024
 _INLINE_BYTES = 256 * 1024
 """A larger body is parsed by a thread: the event loop would be busy for milliseconds."""
 _JSON = (b"content-type", b"application/json")
-_EVENTS = ((b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache"))
 _KEY_HEADERS = (b"x-moondream-auth", b"x-api-key")
 """Headers in which clients send a key, besides ``authorization``."""
 
@@ -65,6 +64,23 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
+class Form:
+    """How a kind of client takes streams and errors. Errors are given as in refusals.py."""
+
+    stream_type: bytes
+    error: Callable[[dict[str, Any]], dict[str, Any]]
+    error_event: Callable[[dict[str, Any]], bytes]
+
+
+SSE = Form(
+    stream_type=b"text/event-stream",
+    error=lambda body: body,
+    error_event=lambda body: b"data: " + orjson.dumps({**body, "completed": True}) + b"\n\n",
+)
+"""Server-sent events, with errors as OpenAI's and Moondream's clients take them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Endpoint:
     """A path that the model answers."""
 
@@ -74,6 +90,7 @@ class Endpoint:
     rename: Callable[[str], str] = str
     """From a field path of kestrel.v1 to the JSON field."""
     takes_body: bool = True
+    form: Form = SSE
 
 
 class HttpEdge:
@@ -100,7 +117,7 @@ class HttpEdge:
     async def handle(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
         metadata = tuple(_metadata(scope["headers"]))
-        writer = _Writer(send, self._guard.limits.write_s)
+        writer = _Writer(send, self._guard.limits.write_s, endpoint.form)
         call = Call(
             method=endpoint.method,
             peer=peer_of(scope.get("client")),
@@ -202,8 +219,8 @@ class HttpEdge:
 class _Writer:
     """The response of one request. A write that the client does not read for ``limit_s`` seconds raises SlowReader."""
 
-    def __init__(self, send: Send, limit_s: float | None) -> None:
-        self._send, self._limit_s = send, limit_s
+    def __init__(self, send: Send, limit_s: float | None, form: Form) -> None:
+        self._send, self._limit_s, self._form = send, limit_s, form
         self.call: Call = cast(Call, None)
         self.events: Callable[[Any], Iterable[bytes]] | None = None
         self.has_read_all = False
@@ -226,9 +243,10 @@ class _Writer:
     async def refuse(self, told: Refusal) -> None:
         """Sends an error: as a response, or as the last event of a stream that has begun."""
         if not self._has_begun:
-            await self._whole(told.status, orjson.dumps(told.body), told.headers)
+            body = orjson.dumps(self._form.error(told.body))
+            await self._whole(told.status, body, told.headers)
             return
-        await self._stream(b"data: " + orjson.dumps({**told.body, "completed": True}) + b"\n\n")
+        await self._stream(self._form.error_event(told.body))
         await self.end()
 
     async def _whole(
@@ -242,7 +260,8 @@ class _Writer:
         if not data:
             return
         if not self._has_begun:
-            await self._begin(200, _EVENTS)
+            kind = (b"content-type", self._form.stream_type)
+            await self._begin(200, (kind, (b"cache-control", b"no-cache")))
         await self._put({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:

@@ -12,4 +12,4 @@ def served_name(name: str, served: str) -> str:
     """``served`` for an alias, else ``name``, which the service checks. Raises InvalidRequest."""
     if "/" in name and "@" in name and name != served:
         raise InvalidRequest("model", f"{name!r} names an adapter, and this server has none")
-    return served if name in ALIASES else name
+    return served if name.partition(":")[0] in ALIASES else name  # Ollama's names may have a tag.

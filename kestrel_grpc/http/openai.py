@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import orjson
@@ -22,6 +21,7 @@ from kestrel_engine import InvalidRequest
 
 from ..services.model import ModelService
 from ..services.vision import VisionService
+from .conversation import Conversation, Message, conversation
 from .edge import Asked, Endpoint
 from .fields import Fields, image_bytes
 from .models import served_name
@@ -74,19 +74,10 @@ def json_name(path: str) -> str:
     return "messages" if path.startswith("history") else _NAMES.get(path, path)
 
 
-@dataclass(slots=True)
-class _Conversation:
-    """The messages of a request, as Query takes them."""
-
-    question: str
-    history: list[tuple[str, str]]
-    image: bytes | None
-
-
 def _chat(fields: Fields, service: VisionService, served: str) -> Asked:
     """Raises InvalidRequest, UnsupportedImageError."""
     _refuse_unsupported(fields)
-    talk = _conversation(fields)
+    talk = conversation(_messages(fields))
     grounding = _GROUNDING.fullmatch(talk.question)
     streams = fields.flag("stream")
     usage = fields.inner("stream_options").flag("include_usage")
@@ -108,7 +99,7 @@ def _grounded(
     fields: Fields,
     service: VisionService,
     served: str,
-    talk: _Conversation,
+    talk: Conversation,
     grounding: re.Match[str],
     usage: bool | None,
 ) -> Asked:
@@ -189,51 +180,14 @@ def _refuse_unsupported(fields: Fields) -> None:
             logger.info("the field %r of chat completions is ignored", key[:50])
 
 
-def _conversation(fields: Fields) -> _Conversation:
+def _messages(fields: Fields) -> Iterator[Message]:
     """Raises InvalidRequest, UnsupportedImageError."""
-    system: list[str] = []
-    turns: list[tuple[str, str]] = []
-    asked: str | None = None
-    image: bytes | None = None
-    messages = fields.items("messages")
-    for index, message in enumerate(messages):
+    for index, item in enumerate(fields.items("messages")):
         name = f"messages[{index}]"
-        if not isinstance(message, dict):
+        if not isinstance(item, dict):
             raise InvalidRequest(name, "must be an object with role and content")
-        role = message.get("role")
-        text, found = _content(message.get("content"), f"{name}.content")
-        if found is not None:
-            if role != "user":
-                raise InvalidRequest(f"{name}.content", "only user messages may hold images")
-            if image is not None:
-                raise InvalidRequest(f"{name}.content", "the model takes one image a conversation")
-            if turns or asked is not None:
-                raise InvalidRequest(
-                    f"{name}.content", "the image must be in the first user message"
-                )
-            image = found
-        if role in ("system", "developer"):
-            if turns or asked is not None:
-                raise InvalidRequest(f"{name}.role", "system messages must come first")
-            system.append(text)
-        elif role == "user":
-            asked = text if asked is None else f"{asked}\n\n{text}"
-        elif role == "assistant":
-            if asked is None:
-                raise InvalidRequest(f"{name}.role", "an answer must follow a user message")
-            turns.append((asked, text))
-            asked = None
-        else:
-            raise InvalidRequest(f"{name}.role", f"must be system, user or assistant, got {role!r}")
-    if asked is None:
-        raise InvalidRequest("messages", "must end with a user message")
-    if system:
-        before = "\n\n".join(system)
-        if turns:
-            turns[0] = (f"{before}\n\n{turns[0][0]}", turns[0][1])
-        else:
-            asked = f"{before}\n\n{asked}"
-    return _Conversation(asked, turns, image)
+        text, image = _content(item.get("content"), f"{name}.content")
+        yield Message(str(item.get("role")), text, image, name)
 
 
 def _content(content: Any, name: str) -> tuple[str, bytes | None]:

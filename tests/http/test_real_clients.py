@@ -1,4 +1,4 @@
-"""The unmodified packages of Moondream and OpenAI, each in an environment of its own, against the bundled model."""
+"""The unmodified packages of Moondream, OpenAI and Ollama, each in its own environment, against the bundled model."""
 
 from __future__ import annotations
 
@@ -86,3 +86,11 @@ def test_openai(endpoint: str, tmp_path: Path):
     assert [box["label"] for box in out["boxes"]] == ["green crescent"] * 2
     assert out["models"] == ["kestrel-tiny"]
     assert out["bad_request"] == ["n", 400] and out["wrong_key"] == "credentials_invalid"
+
+
+def test_ollama(endpoint: str, tmp_path: Path):
+    out = run(tmp_path, ["ollama>=0.6,<1"], "ollama_program.py", endpoint)
+    assert out["generate"] == out["chat"] == "0" and out["done_reason"] == "stop"
+    assert out["eval_count"] == 1 and out["models"] == ["kestrel-tiny"]
+    assert "vision" in out["capabilities"] and out["load"] == "load"
+    assert out["wrong_model"] == [404, True]

@@ -1,0 +1,72 @@
+"""Ollama's interface over the fake runtime."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.http.conftest import data_url
+
+IMAGE = data_url().partition(",")[2]
+ASKED: dict[str, Any] = {
+    "model": "moondream:latest",
+    "prompt": "What?",
+    "images": [IMAGE],
+    "options": {"temperature": 0, "num_predict": 12},
+}
+
+
+async def test_a_stream_is_the_default_and_joins_to_the_whole(http):
+    _, client = await http()
+    whole = (await client.post("/api/generate", json={**ASKED, "stream": False})).json()
+    assert whole["done"] and whole["eval_count"] > 0 and whole["total_duration"] > 0
+    response = await client.post("/api/generate", json=ASKED)
+    assert response.headers["content-type"] == "application/x-ndjson"
+    *pieces, final = [json.loads(line) for line in response.text.splitlines()]
+    assert "".join(piece["response"] for piece in pieces) == whole["response"]
+    assert not any(piece["done"] for piece in pieces)
+    assert (
+        final["done"] and final["response"] == "" and final["done_reason"] == whole["done_reason"]
+    )
+
+
+async def test_chat_is_generate_with_messages(http):
+    _, client = await http()
+    whole = (await client.post("/api/generate", json={**ASKED, "stream": False})).json()
+    message = {"role": "user", "content": "What?", "images": [IMAGE]}
+    asked = {**ASKED, "messages": [message], "stream": False}
+    chat = (await client.post("/api/chat", json=asked)).json()
+    assert chat["message"] == {"role": "assistant", "content": whole["response"]}
+    asked["messages"] = [{"role": "system", "content": "Be brief."}, message]
+    longer = (await client.post("/api/chat", json=asked)).json()
+    assert longer["prompt_eval_count"] > chat["prompt_eval_count"]
+
+
+async def test_errors_have_ollamas_form(http):
+    _, client = await http()
+    cases: list[tuple[str, dict[str, Any], int, str]] = [
+        ("generate", {**ASKED, "model": "llava"}, 404, "llava"),
+        ("generate", {**ASKED, "images": ["!!"]}, 400, "images[0]"),
+        ("generate", {**ASKED, "images": [IMAGE, IMAGE]}, 400, "one image"),
+        ("generate", {**ASKED, "format": "json"}, 400, "format"),
+        ("generate", {**ASKED, "options": {"stop": ["x"]}}, 400, "options.stop"),
+        ("generate", {**ASKED, "options": {"temperature": -1}}, 400, "options.temperature"),
+        ("chat", {"messages": [{"role": "assistant", "content": "x"}]}, 400, "messages[0].role"),
+        ("show", {"model": "llava"}, 404, "llava"),
+    ]
+    for path, body, status, part in cases:
+        response = await client.post(f"/api/{path}", json=body)
+        assert response.status_code == status, response.text
+        assert part in response.json()["error"], response.text
+
+
+async def test_models_and_version(http):
+    served, client = await http()
+    name = served.engine.info.model
+    tags = (await client.get("/api/tags")).json()
+    assert [model["name"] for model in tags["models"]] == [name]
+    shown = (await client.post("/api/show", json={"model": "moondream"})).json()
+    assert "vision" in shown["capabilities"]
+    assert (await client.get("/api/version")).json()["version"]
+    loaded = (await client.post("/api/generate", json={"model": name})).json()
+    assert loaded["done_reason"] == "load"
