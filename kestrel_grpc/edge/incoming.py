@@ -19,6 +19,7 @@ from kestrel_engine import InvalidRequest
 from ..security.admission.admission import MessageTooLarge
 from ..security.admission.message_limits import COPIES, MessageLimits
 from ..security.admission.message_room import Hold
+from ..security.connections.connection_guard import ConnectionUse
 from .call_limit import CallLimit
 from .errors import NoMessage
 from .inflating import inflated, is_compressed
@@ -29,7 +30,8 @@ _A_MOMENT_S = 0.05
 
 
 class Incoming:
-    """``decode`` makes a message of its bytes. ``pulls`` limits how long one may take to arrive."""
+    """``decode`` makes a message of its bytes. ``pulls`` limits how long one may take to arrive. ``use``: of the
+    call's connection."""
 
     def __init__(
         self,
@@ -38,8 +40,9 @@ class Incoming:
         hold: Hold,
         limits: MessageLimits,
         pulls: CallLimit,
+        use: ConnectionUse,
     ) -> None:
-        self._context, self._decode = context, decode
+        self._context, self._decode, self._use = context, decode, use
         self._hold, self._limits, self._pulls = hold, limits, pulls
 
     async def only(self) -> Any:
@@ -62,7 +65,8 @@ class Incoming:
 
     async def _pull(self) -> Any:
         await self._hold.reserve(self._limits.reserved)
-        data = await self._pulls.within(self._context.read())
+        with self._use.pull():
+            data = await self._pulls.within(self._context.read())
         self._hold.arrived(0 if data is _EOF else len(data))
         return data
 

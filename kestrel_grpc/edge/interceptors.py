@@ -34,6 +34,8 @@ from .request_ids import id_from_options
 from .visitors import Visitors
 
 _INTERCEPTED = "/kestrel.v1."
+_ENTRY_BYTES = 32
+"""What an entry of the metadata counts beside its name and value, as in HTTP/2 (RFC 9113, 6.5.2)."""
 
 
 class CallWatcher(Protocol):
@@ -96,6 +98,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._limit = CallLimit(guard.limits.deadline_s)
         self._pulls = CallLimit(guard.limits.read_s, _too_slow)
         self._visitors = Visitors(guard, self._endings, self._end_visit)
+        self._most_metadata_bytes = guard.connections.most_metadata_bytes
         self._made: dict[int, tuple[Any, Any]] = {}
         """By the identity of a method's handler: itself, and what is called in its place."""
 
@@ -106,6 +109,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     ) -> Any:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
+        # The core applies its limit to clients only that have acknowledged its settings, and to complete headers.
+        num_bytes = sum(
+            len(key) + len(value) + _ENTRY_BYTES
+            for key, value in handler_call_details.invocation_metadata or ()
+        )
+        if num_bytes > self._most_metadata_bytes:
+            return self._visitors.crammed("" if handler is None else method, num_bytes)
         if handler is None:
             return self._visitors.unknown(method)
         made = self._made.get(id(handler))
@@ -144,7 +154,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             failed: Exception | None = None
             incoming: Incoming | None
             request: Any
-            with self._in_flight:
+            use = guard.connections.use(call.peer)
+            with self._in_flight, use:
                 try:
                     call.principal = principal = guard.principal(metadata, context)
                     call.owner = principal.name or call.owner
@@ -153,7 +164,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                         contextlib.closing(guard.hold(principal, address_of(call.peer))) as hold,
                     ):
                         guard.check_room(method)
-                        incoming = Incoming(context, decode, hold, guard.messages, self._pulls)
+                        incoming = Incoming(context, decode, hold, guard.messages, self._pulls, use)
                         if takes_stream:
                             request = incoming.all()
                             if watcher is not None:

@@ -23,6 +23,7 @@ from .call_limit import CallLimit
 from .endings import Endings, forget_frames
 from .errors import MethodNotFound, SlowSender
 from .incoming import Incoming
+from .statuses import row_of, status_of
 
 _READ_S = 5.0
 """How long a message may take to arrive: they are small, and room for them is scarce."""
@@ -57,7 +58,8 @@ class Visitors:
                 contextlib.closing(guard.hold_visit(who)) as hold,
             ):
                 incoming = Incoming(
-                    context, handler.request_deserializer, hold, guard.messages, self._pulls
+                    *(context, handler.request_deserializer, hold, guard.messages, self._pulls),
+                    guard.connections.use(call.peer),
                 )
                 request: Any
                 if handler.request_streaming:
@@ -93,8 +95,30 @@ class Visitors:
             self._answering(UNKNOWN_METHOD, method[:_LOGGED_CHARS], refuse)
         )
 
+    def crammed(self, method: str, num_bytes: int) -> Any:
+        """A handler for a call with ``num_bytes`` of metadata, more than the limit, which it doesn't read again.
+        ``method``: "" for one that no service has."""
+
+        async def refuse(_messages: Any, context: Context) -> None:
+            peer = context.peer()
+            call = Call(method or UNKNOWN_METHOD, peer=peer, context=context, request_id=new_id())
+            error = self._guard.connections.refuse_headers(peer, num_bytes)
+            call.reason = row_of(error).reason
+            call.code, message, trailers = status_of(error, call.request_id)
+            # An exception would keep the context in a cycle, and with it what the core holds of the metadata.
+            context.set_code(call.code)
+            context.set_details(message)
+            context.set_trailing_metadata((*trailers, *call.ids))
+            self._end_call(call)
+            call.release()
+
+        return grpc.stream_unary_rpc_method_handler(refuse)
+
     def _answering(
-        self, method: str, asked: str, answer: Callable[[Call, Context], Any]
+        self,
+        method: str,
+        asked: str,
+        answer: Callable[[Call, Context], Any],
     ) -> Callable[[Any, Context], Any]:
         async def handle(_messages: Any, context: Context) -> Any:
             metadata = tuple(context.invocation_metadata() or ())
@@ -108,7 +132,8 @@ class Visitors:
             )
             failed: KestrelError | None = None
             try:
-                return await answer(call, context)
+                with self._guard.connections.use(call.peer):
+                    return await answer(call, context)
             except grpc.aio.InternalError:
                 # What was written can't be sent: the connection went. Of any other exception gRPC logs a traceback.
                 raise asyncio.CancelledError from None

@@ -72,7 +72,6 @@ from ..settings.addresses import check_free, close_address, unix_path, with_port
 from ..settings.security import SecurityConfig
 from ..settings.server import COMPRESSIONS, ServerConfig
 from ..telemetry.edge_counts import EdgeCounts
-from ..telemetry.open_files import open_connections
 from ..telemetry.opening import Telemetry, open_telemetry
 from .file_watch import INTERVAL_S, FileWatch
 from .heap import follow_heap
@@ -119,7 +118,9 @@ class KestrelServer:
         self.images = ImageStore(config.image_store_bytes)
         """The images stored for later requests."""
         self.uploads = UploadRoom(max(config.image_store_bytes, runtime.image_limits.max_bytes))
-        self.guard = Guard(config.security, config.max_message_bytes, self.served.check_room)
+        self.guard = Guard(
+            config.security, config.max_message_bytes, self.served.check_room, self._ports
+        )
         self.load_meter = LoadMeter(self.served)
         self.call_statistics = CallStatistics()
         self.telemetry: Telemetry | None = None
@@ -130,6 +131,7 @@ class KestrelServer:
         self._files = FileWatch()
         self._watching: asyncio.Task[None] | None = None
         self._trimming: asyncio.Task[None] | None = None
+        self._guarding: asyncio.Task[None] | None = None
         self._health = health.Health(
             self.served,
             lambda: self._files.is_crowded,
@@ -164,7 +166,8 @@ class KestrelServer:
             num_calls=lambda: self._in_flight.count,
             is_ready=lambda: self.served.state is State.READY,
             edge=EdgeCounts(
-                connections=self._num_connections,
+                connections=lambda: self.guard.connections.num_connections,
+                ended=lambda: self.guard.connections.ended,
                 visits=lambda: self.guard.visits.num_calls,
                 max_connections=security.connections.connections,
                 max_streams=security.connections.streams,
@@ -204,6 +207,7 @@ class KestrelServer:
             await self._open(self._config.listen)
         self._watching = asyncio.create_task(self._watch_files())
         self._trimming = asyncio.create_task(follow_heap(self.guard.take_freed_bytes))
+        self._guarding = asyncio.create_task(self.guard.connections.run())
         self._started_at = time.monotonic()
 
     async def _open(self, addresses: tuple[str, ...], *, shared: bool = False) -> None:
@@ -263,10 +267,9 @@ class KestrelServer:
                 self._health.update()
             await asyncio.sleep(INTERVAL_S)
 
-    def _num_connections(self) -> int | None:
-        """The number of open connections, or None. May be called from any thread."""
+    def _ports(self) -> frozenset[int]:
         tcp = (address for address in self.addresses if unix_path(address) is None)
-        return open_connections([int(address.rpartition(":")[2]) for address in tcp])
+        return frozenset(int(address.rpartition(":")[2]) for address in tcp)
 
     async def load(self) -> InferenceEngine:
         """Loads the model and accepts requests. Raises ConfigError, ModelLoadError, AddressError."""
@@ -317,7 +320,7 @@ class KestrelServer:
             # The task ends early if the engine fails.
             await asyncio.wait({self._following}, timeout=delay_s)
         await self.drain()
-        for task in (self._following, self._watching, self._trimming):
+        for task in (self._following, self._watching, self._trimming, self._guarding):
             if task is not None:
                 task.cancel()
         engine = self.served.loaded

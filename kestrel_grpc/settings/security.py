@@ -160,6 +160,18 @@ class ConnectionLimits:
         high=_MOST,
         zero_is_none=True,
     )
+    address_connections: int | None = setting(
+        None,
+        CALLS,
+        "limit on connections of one address (IPv6: one /64 network); the server closes the newest ones; Linux only",
+        kind="whole",
+        flag="--max-connections-per-address",
+        metavar="N",
+        low=0,
+        high=_MOST,
+        shown="half of --max-connections",
+    )
+    """0: no limit. ``most_of_address`` is what counts."""
     metadata_bytes: int = setting(
         16 * KIB,
         CALLS,
@@ -226,6 +238,13 @@ class ConnectionLimits:
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+    @property
+    def most_of_address(self) -> int | None:
+        """Connections that one address may have; None without a limit."""
+        if self.address_connections is not None:
+            return self.address_connections or None
+        return None if self.connections is None else (self.connections + 1) // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -12,6 +12,8 @@ class EdgeCounts:
 
     connections: Callable[[], int | None] = lambda: None
     """Number of TCP connections; None if the system does not report it."""
+    ended: Callable[[], Mapping[str, int]] = dict
+    """Number of connections that the server ended, by reason."""
     visits: Callable[[], int] = lambda: 0
     """Number of calls of health and reflection in progress."""
     max_connections: int | None = None

@@ -78,6 +78,10 @@ class ServiceMetrics:
         self._observe(names.LOST_RECORDS, lambda: [Observation(lost_records())])
         self._observe(names.CONNECTIONS, lambda: _known(edge.connections()))
         self._observe(names.CONNECTIONS_LIMIT, lambda: _known(edge.max_connections))
+        self._observe(
+            names.ENDED_CONNECTIONS,
+            lambda: [Observation(n, {names.REASON: k}) for k, n in edge.ended().items()],
+        )
         self._observe(names.STREAMS, lambda: [Observation(num_calls() + edge.visits())])
         self._observe(names.STREAMS_LIMIT, lambda: _known(edge.max_streams))
         self._observe(names.FILES, lambda: _known(open_files()))

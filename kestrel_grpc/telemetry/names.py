@@ -288,6 +288,13 @@ CONNECTIONS_LIMIT = Metric(
     "{connection}",
     "Limit on connections (--max-connections); absent without a limit",
 )
+ENDED_CONNECTIONS = Metric(
+    "kestrel.connections.ended",
+    "counter",
+    "{connection}",
+    "Connections that the server ended: address_limit, unexplained_bytes, large_headers or idle (docs/security.md)",
+    (REASON,),
+)
 STREAMS = Metric(
     "kestrel.streams.open",
     "gauge",

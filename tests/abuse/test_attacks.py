@@ -36,8 +36,8 @@ REST = {
     "slow_readers": STRANGERS,
     "dear": DECODING,
 }
-KEEP_OTHERS_OUT = {"many_connections", "continuations"}
-"""Documented in docs/security.md, What is left to you: a proxy bounds them."""
+CONNECTIONS = {"many_connections", "continuations"}
+"""Measured by test_connections.py, where the polite caller has another address."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ async def check(target, name, most_mib):
 
 
 def test_every_attack_is_tried():
-    assert {*QUICK, *REST, *KEEP_OTHERS_OUT} == set(ATTACKS)
+    assert {*QUICK, *REST, *CONNECTIONS} == set(ATTACKS)
 
 
 @pytest.mark.parametrize("name", QUICK)

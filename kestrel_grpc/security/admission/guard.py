@@ -5,11 +5,13 @@ All of it is decided from a call's metadata and connection, before any of its me
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
 from ...settings.security import SecurityConfig
+from ..connections.accepted import AcceptedSockets
+from ..connections.connection_guard import ConnectionGuard
 from ..identity.callers import Callers, Metadata
 from ..identity.principal import ANONYMOUS, Principal, needed_scopes
 from .admission import Admission
@@ -35,14 +37,21 @@ class Guard:
         security: SecurityConfig,
         max_message_bytes: int,
         check_room: Callable[[], None] = lambda: None,
+        ports: Callable[[], Collection[int]] = lambda: (),
     ) -> None:
-        """``check_room`` raises if the model could not take a request now. Raises TokenFileError, TlsError."""
+        """``check_room`` raises if the model could not take a request now. ``ports``: those that the server listens on.
+        Raises TokenFileError, TlsError."""
         self._check_room = check_room
         self.limits = security.calls
         self.messages = MessageLimits(max_message_bytes, security.calls.held_bytes)
         self.admission = Admission(security.calls)
         self.visits = Visits()
         """Calls of health and reflection."""
+        self.connections = ConnectionGuard(
+            security.connections,
+            self.messages.received,
+            AcceptedSockets(ports) if AcceptedSockets.can_look() else None,
+        )
         self._security = security
         self._callers = Callers(security, security.client_ca)
         copy_s_per_byte()  # Measured now, not during a call.
@@ -58,8 +67,9 @@ class Guard:
         return self._room.held_bytes + self._strangers_room.held_bytes
 
     def take_freed_bytes(self) -> int:
-        """How much more messages held at their most, since this was last asked, than they hold now."""
-        freed = 0
+        """How much more messages held at their most, since this was last asked, than they hold now; and what
+        connections held that were ended."""
+        freed = self.connections.take_freed_bytes()
         for room in (self._room, self._strangers_room):
             freed += room.peak_bytes - room.held_bytes
             room.peak_bytes = room.held_bytes

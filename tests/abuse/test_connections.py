@@ -1,0 +1,196 @@
+"""Connections of strangers: those that say nothing, and those whose headers never end or unpack to megabytes.
+
+The attackers call from 127.0.0.2, the polite caller from 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from benchmarks.soaking.rude_sockets import PREFACE, frame
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+from tests.abuse.hand_made_calls import head
+from tests.abuse.process import ServerProcess
+
+pytestmark = [
+    pytest.mark.xdist_group("processes"),
+    pytest.mark.skipif(sys.platform != "linux", reason="the guard needs /proc, the test 127.0.0.2"),
+]
+
+MIB = 2**20
+STRANGER = "127.0.0.2"
+WATCH = "/grpc.health.v1.Health/Watch"
+HEADERS, CONTINUATION, END_HEADERS = 1, 9, 4
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 4096:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    with ServerProcess(tmp_path) as process:
+        yield process
+        text = process.log.read_text(errors="replace")
+        assert "Traceback" not in text, text[-3000:]
+
+
+class Polite:
+    """Calls, each on a connection of its own, in a thread, while a block runs; and the server's memory meanwhile."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._process, self._address = psutil.Process(server.popen.pid), server.address
+        self._stop = threading.Event()
+        self.rest = self.peak = self._process.memory_info().rss
+        self.seconds: list[float] = []
+        self.failed = 0
+
+    def _call(self) -> None:
+        request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=2))
+        while not self._stop.wait(0.02):
+            began = time.monotonic()
+            own = [("grpc.use_local_subchannel_pool", 1)]
+            with grpc.insecure_channel(self._address, options=own) as channel:
+                try:
+                    VisionServiceStub(channel).Query(request, timeout=30)
+                except grpc.RpcError:
+                    self.failed += 1
+            self.seconds.append(time.monotonic() - began)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.02):
+            self.peak = max(self.peak, self._process.memory_info().rss)
+
+    def __enter__(self) -> Polite:
+        self._threads = [threading.Thread(target=each) for each in (self._watch, self._call)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def p99(self) -> float:
+        return sorted(self.seconds)[int(0.99 * len(self.seconds))]
+
+    def __str__(self) -> str:
+        grown = (self.peak - self.rest) / MIB
+        return f"{grown:.0f} MiB more; {len(self.seconds)} polite calls, {self.failed} failed, p99 {self.p99:.2f} s"
+
+
+def connect(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), 5, (STRANGER, 0))
+
+
+def is_open(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        while data := connection.recv(65536):
+            del data
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def test_a_thousand_silent_connections_of_one_address_leave_another_served(
+    server: ServerProcess,
+) -> None:
+    silent = []
+    for _ in range(1000):
+        with contextlib.suppress(OSError):
+            silent.append(connect(server.address))
+            silent[-1].sendall(PREFACE + frame(4, 0, 0))
+    time.sleep(1)
+    with Polite(server) as polite:
+        time.sleep(2)
+    print(polite)
+    held = sum(map(is_open, silent))
+    for each in silent:
+        each.close()
+    assert held == 500, "half of --max-connections"
+    assert not polite.failed and len(polite.seconds) > 10, str(polite)
+    time.sleep(0.2)
+    text = server.log.read_text()
+    assert text.count("(address_limit ") == 1 and f"of them of {STRANGER};" in text, "one line"
+
+
+@contextlib.asynccontextmanager
+async def stranger(
+    address: str,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), local_addr=(STRANGER, 0))
+    try:
+        writer.write(PREFACE + frame(4, 0, 0))
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+        await asyncio.sleep(0)
+
+
+async def endless_headers(address: str, seconds: float) -> None:
+    """CONTINUATION after CONTINUATION; connects anew once."""
+    piece = frame(CONTINUATION, 0, 1, (b"\x00\x04abcd\x40" + b"x" * 64) * 20) * 8
+    end = time.monotonic() + seconds
+    for _ in range(2):
+        with contextlib.suppress(OSError, TimeoutError):
+            async with stranger(address) as (_, writer):
+                writer.write(frame(HEADERS, 0, 1, head(WATCH)))
+                while time.monotonic() < end:
+                    writer.write(piece)
+                    await asyncio.wait_for(writer.drain(), 5)
+                    await asyncio.sleep(0)
+
+
+def test_headers_without_end_are_bounded(server: ServerProcess) -> None:
+    async def attack() -> None:
+        await asyncio.gather(*(endless_headers(server.address, 4) for _ in range(24)))
+
+    with Polite(server) as polite:
+        asyncio.run(attack())
+    print(polite)
+    assert not polite.failed, str(polite)
+    assert polite.peak - polite.rest < 512 * MIB, str(polite)
+
+
+def test_headers_of_a_client_that_acknowledges_no_settings_are_not_kept(
+    server: ServerProcess,
+) -> None:
+    """gRPC's core takes 16 MiB of headers in a call, in 5 KB of the wire, from such a client."""
+    value = b"x" * 3000
+    entry = b"\x40\x04bomb" + b"\x7f\xb9\x16" + value
+    with Polite(server) as polite:
+        with connect(server.address) as connection:
+            connection.sendall(PREFACE + frame(4, 0, 0))
+            connection.sendall(frame(HEADERS, END_HEADERS, 1, head(WATCH) + entry))
+            for stream in range(3, 23, 2):
+                block = head(WATCH) + b"\xbe" * 4000
+                connection.sendall(frame(HEADERS, END_HEADERS, stream, block))
+                connection.sendall(frame(0, 0, stream, bytes(5)))
+            time.sleep(2)
+            assert not is_open(connection)
+        time.sleep(3)
+    print(polite)
+    assert not polite.failed, str(polite)
+    now = psutil.Process(server.popen.pid).memory_info().rss
+    assert now - polite.rest < 64 * MIB, f"{(now - polite.rest) / MIB:.0f} MiB are kept"
+    assert "large_headers 1" in server.log.read_text()

@@ -1,0 +1,243 @@
+"""Which connections the guard ends, and how it finds them on Linux."""
+
+import asyncio
+import itertools
+import socket
+import sys
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kestrel_grpc.security.admission.admission import MessageTooLarge
+from kestrel_grpc.security.connections.accepted import Accepted, AcceptedSockets
+from kestrel_grpc.security.connections.connection_guard import (
+    FREE_BYTES,
+    IDLE_S,
+    TOTAL_BYTES,
+    WINDOW_BYTES,
+    ConnectionGuard,
+    Reason,
+)
+from kestrel_grpc.settings.security import ConnectionLimits, SecurityConfig
+
+MESSAGE = 40 * 2**20
+linux = pytest.mark.skipif(not AcceptedSockets.can_look(), reason="needs /proc")
+
+
+class Table:
+    """Sockets that a test opens and closes."""
+
+    def __init__(self):
+        self.open = []
+        self._inodes = itertools.count(1)
+        self.now = 0.0
+
+    def add(self, host="10.0.0.1", count=1):
+        inodes = itertools.islice(self._inodes, count)
+        made = [Accepted(0, inode, f"ipv4:{host}:{inode}") for inode in inodes]
+        self.open += made
+        return made
+
+    def look(self):
+        return list(self.open)
+
+    def end(self, connection):
+        self.open.remove(connection)
+
+
+def guarded(**limits):
+    table = Table()
+    return table, ConnectionGuard(ConnectionLimits(**limits), MESSAGE, table, lambda: table.now)
+
+
+def test_the_newest_connections_of_an_address_are_ended():
+    table, guard = guarded(connections=8)
+    first = table.add("10.0.0.1", 3)
+    other = table.add("10.0.0.2", 2)
+    guard.look()
+    assert guard.ended.total() == 0
+    table.add("10.0.0.1", 3)
+    assert guard.look()
+    assert table.open[:5] == first + other
+    assert [each.peer.split(":")[1] for each in table.open[5:]] == ["10.0.0.1"], "half of 8"
+    assert guard.ended[Reason.ADDRESS] == 2
+    assert not guard.look() and guard.num_connections == 6
+
+
+@pytest.mark.parametrize("limits, most", [({"address_connections": 0}, 40), ({"connections": 10}, 5),
+                                          ({"connections": None}, 40), ({"address_connections": 7}, 7)])  # fmt: skip
+def test_the_limit_of_an_address(limits, most):
+    table, guard = guarded(**limits)
+    table.add(count=40)
+    guard.look()
+    assert len(table.open) == most
+
+
+def test_networks_of_ipv6_are_one_address():
+    table, guard = guarded(address_connections=1)
+    for number, host in enumerate(("2001:db8::1", "2001:db8::2", "2001:db8:0:1::1")):
+        table.open.append(Accepted(0, number, f"ipv6:%5B{host}%5D:{number}"))
+    guard.look()
+    assert [each.inode for each in table.open] == [0, 2]
+
+
+def test_bytes_that_no_call_explains_end_a_connection():
+    table, guard = guarded(streams=10)
+    quiet, caller = table.add(count=2)
+    guard.look()
+    most = FREE_BYTES + 10 * (WINDOW_BYTES + 16 * 1024)
+    quiet.received_bytes = most
+    for _ in range(100):
+        with guard.use(caller.peer):
+            caller.received_bytes += most
+        assert not guard.look(), "the edge heard of it"
+    quiet.received_bytes += 1
+    assert guard.look() and table.open == [caller]
+    assert guard.ended[Reason.UNEXPLAINED] == 1
+    assert guard.take_freed_bytes() > most and guard.take_freed_bytes() == 0
+
+
+def test_a_message_that_is_waited_for_explains_as_much_as_one_may_have():
+    table, guard = guarded(streams=1)
+    (caller,) = table.add()
+    use = guard.use(caller.peer)
+    with use, use.pull():
+        guard.look()
+        caller.received_bytes = MESSAGE
+        assert not guard.look()
+        caller.received_bytes = 2 * MESSAGE
+        assert guard.look()
+
+
+def test_if_all_received_too_much_the_largest_are_ended():
+    table, guard = guarded()
+    attackers = table.add("10.0.0.9", 20)
+    table.add("10.0.0.1", 5)
+    guard.look()
+    for number, each in enumerate(attackers):
+        each.received_bytes = TOTAL_BYTES // 20 + 1000 * number
+    assert guard.look()
+    assert guard.ended[Reason.UNEXPLAINED] == 1
+    assert attackers[-1] not in table.open and len(table.open) == 24
+
+
+def test_headers_beyond_the_limit_are_refused_and_far_beyond_it_end_the_connection():
+    table, guard = guarded(metadata_bytes=16 * 1024)
+    (one,) = table.add()
+    error = guard.refuse_headers(one.peer, 20_000)
+    assert isinstance(error, MessageTooLarge)
+    assert error.message == "the metadata has 20000 bytes, the limit is 16384"
+    assert not guard.look()
+    guard.refuse_headers(one.peer, 100_000)
+    assert guard.look() and table.open == [] and guard.ended[Reason.HEADERS] == 1
+
+
+def test_idle_connections_give_way_if_few_are_left():
+    table, guard = guarded(connections=8, address_connections=0)
+    _silent, called, busy = table.add(count=3)
+    guard.look()
+    with guard.use(called.peer):
+        pass
+    with guard.use(busy.peer):
+        guard.look()
+        table.now = IDLE_S + 1
+        new = table.add("10.0.0.2", 4)
+        assert not guard.look(), "7 of 8"
+        new += table.add("10.0.0.2", 1)
+        assert guard.look() and table.open == [called, busy, *new], "never called"
+        new += table.add("10.0.0.3", 1)
+        assert guard.look() and table.open == [busy, *new], "called once"
+        new += table.add("10.0.0.4", 1)
+        assert not guard.look(), "the others are new, or have a call"
+    assert guard.ended[Reason.IDLE] == 2
+
+
+def test_it_logs_once_a_minute(caplog):
+    table, guard = guarded(address_connections=1)
+    for second in (0, 1, 59, 61):
+        table.now = second
+        table.add("10.0.0.7", 2)
+        guard.look()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2, lines
+    assert "ended 1 connections (address_limit 1), 1 of them of 10.0.0.7" in lines[0]
+    assert "ended 6 connections (address_limit 6)" in lines[1]
+
+
+def test_connections_that_have_gone_are_forgotten():
+    _, guard = guarded()
+    for number in range(1000):
+        with guard.use(f"ipv4:10.0.0.1:{number}"):
+            pass
+        if number % 100 == 0:
+            guard.look()
+    with guard.use("ipv4:10.0.0.2:1"):
+        guard.look()
+        assert list(guard._uses) == ["ipv4:10.0.0.2:1"]
+
+
+async def test_a_system_that_shows_no_connections_has_no_guard(caplog):
+    caplog.set_level("INFO")
+    guard = ConnectionGuard(ConnectionLimits(), MESSAGE, None)
+    await guard.run()
+    assert "--max-connections-per-address is off" in caplog.text
+    assert guard.num_connections is None
+    assert guard.use("ipv4:10.0.0.1:1") is guard.use("ipv4:10.0.0.2:1") is guard.use("unix:")
+
+
+@linux
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_accepted_sockets_are_found_measured_and_ended(host):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with (
+        socket.create_server((host, 0), family=family) as listener,
+        socket.create_server((host, 0), family=family) as other,
+    ):
+        port = listener.getsockname()[1]
+        sockets = AcceptedSockets(lambda: {port})
+        assert sockets.look() == []
+        client = socket.create_connection((host, port))
+        assert sockets.look() == [], "the kernel has it, the process doesn't yet"
+        accepted, _ = listener.accept()
+        elsewhere = socket.create_connection((host, other.getsockname()[1]))
+        unheard, _ = other.accept()
+        (found,) = sockets.look()
+        assert found.peer.endswith(f":{client.getsockname()[1]}") and found.received_bytes == 0
+        client.sendall(bytes(5000))
+        assert accepted.recv(5000, socket.MSG_WAITALL)
+        client.sendall(bytes(3000))
+        assert sockets.look() == [found] and found.received_bytes == 8000
+        sockets.end(found)
+        assert accepted.recv(1) == b"" == client.recv(1)
+        accepted.close()
+        assert sockets.look() == []
+        sockets.end(found)  # It has gone; its descriptor may be another file's.
+        elsewhere.sendall(b"x")
+        assert unheard.recv(1) == b"x", "no other socket was ended"
+        for each in (client, elsewhere, unheard):
+            each.close()
+
+
+@linux
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::1]:0", "[::]:0"])
+async def test_grpc_names_peers_as_the_guard_does(serve, listen):
+    security = SecurityConfig(insecure_listen=True)
+    served = await serve(listen=listen, server_config={"security": security})
+    guard = served.server.guard.connections
+    port = served.server.addresses[0].rpartition(":")[2]
+    hosts = {"[::]:0": ("127.0.0.1", "[::1]")}.get(listen, (listen.rpartition(":")[0],))
+    for host in hosts:
+        async with grpc.aio.insecure_channel(f"{host}:{port}") as channel:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            await asyncio.sleep(0.2)
+            guard.look()
+            peers = {each.socket.peer for each in guard._connections.values()}
+            used = {peer for peer, use in guard._uses.items() if use.heard}
+            assert len(used & peers) == 1, (used, peers)
+
+
+if sys.platform != "linux":
+
+    def test_there_is_no_guard_elsewhere():
+        assert not AcceptedSockets.can_look()
