@@ -22,7 +22,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 _DRIVER_VERSION = re.compile(r"\s(\d{3,}\.\d+(?:\.\d+)?)\s")
 _OTHER_DRIVER = "install the driver that the card needs, at least as new as torch's CUDA"
 _CUDA_TORCH = "install torch's CUDA build; the one that is here computes on the CPU only"
-_FORMATS = ("JPEG", "PNG", "WebP", "TIFF", "GIF", "AVIF", "HEIC")
+_FORMATS = ("JPEG", "PNG", "WebP", "TIFF", "GIF", "AVIF", "HEIC", "BMP")
 
 
 def check_device(config: RuntimeConfig) -> Iterator[Finding]:
@@ -64,14 +64,14 @@ def driver_version() -> str | None:
 
 
 def check_pictures() -> Iterator[Finding]:
-    """Which formats libvips decodes."""
+    """Which formats can be decoded."""
     import pyvips
 
     from ..preprocess.images import FORMATS
 
     version = ".".join(str(pyvips.version(part)) for part in range(3))
     missing = [name for name in _FORMATS if name not in FORMATS]
-    told = f"libvips {version} decodes {', '.join(FORMATS)}"
+    told = f"libvips {version} and Pillow decode {', '.join(FORMATS)}"
     if not missing:
         yield Finding("pictures", "ok", told)
         return

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..config import ImageLimits
-from ..errors import ImageTooLargeError
+from ..errors import ImageDecodeError, ImageTooLargeError
 from ..settings import settings_of
 
 FIELD = "image"
@@ -57,6 +57,7 @@ KINDS = {
         Kind("HEIC", 23, 90, 200, 0, "max_heic_pixels"),
         Kind("GIF", 9, 50, 40),
         Kind("TIFF", 8, 50, 20),
+        Kind("BMP", 8, 45, 2),
     )
 }
 
@@ -103,3 +104,16 @@ def check_pixels(kind: Kind, width: int, height: int, limits: ImageLimits) -> No
                 FIELD,
                 f"has {width}x{height} = {pixels} pixels, the limit{whose} is {limit} ({flag})",
             )
+
+
+def check_size(width: int, height: int, limits: ImageLimits, kind: Kind) -> None:
+    """Raises ImageDecodeError for an empty image, and ImageTooLargeError for one beyond the limits."""
+    if width < 1 or height < 1:
+        raise ImageDecodeError(FIELD, f"is empty: {width}x{height} pixels")
+    check_pixels(kind, width, height, limits)
+    ratio = max(width, height) / min(width, height)
+    if ratio > limits.max_aspect_ratio:
+        raise ImageTooLargeError(
+            FIELD,
+            f"of {width}x{height} has sides of {ratio:.4g}:1, the limit is {limits.max_aspect_ratio:g}:1",
+        )

@@ -25,10 +25,11 @@ import numpy as np
 from ..config import ImageLimits
 from ..errors import RequestError
 from ..types.model_config import VisionConfig
+from .bmp import BmpImage
 from .costs import PIXELS, Cost, cost_of
 from .crops import Piece, prepare
 from .decoded_image import DecodedImage
-from .images import EncodedImage
+from .images import EncodedImage, read_header
 from .segments import send_message, take_message
 
 _SLACK_BYTES = 64 * 2**20
@@ -83,10 +84,10 @@ class Work:
         began = time.perf_counter()
         try:
             size = os.fstat(source).st_size
-            image: DecodedImage | EncodedImage
+            image: DecodedImage | EncodedImage | BmpImage
             if job["shape"] is None:
                 background = job["background"] and tuple(job["background"])
-                image = EncodedImage(os.pread(source, size, 0), self._limits, background)
+                image = read_header(os.pread(source, size, 0), self._limits, background)
                 cost = image.cost
             else:
                 height, width, _ = shape = tuple(job["shape"])
@@ -112,14 +113,14 @@ class Work:
 
     def _prepare(
         self,
-        image: DecodedImage | EncodedImage,
+        image: DecodedImage | EncodedImage | BmpImage,
         cost: Cost,
         crops: int,
         threads: int,
         device_pixels: int,
     ) -> dict[str, Any]:
         with memory_bound(cost.num_bytes + _SLACK_BYTES):
-            decoded = image.begin() if isinstance(image, EncodedImage) else image
+            decoded = image if isinstance(image, DecodedImage) else image.begin()
 
             def allocate(shape: tuple[int, ...]) -> np.ndarray:
                 size = int(np.prod(shape))

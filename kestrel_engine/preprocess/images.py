@@ -2,7 +2,7 @@
 
 Knows no model, crop or cache. Importing this module changes libvips for the whole process:
 
-- Only the loaders of FORMATS may run; all others (SVG, PDF, ImageMagick, raw, CSV, ...) are blocked inside libvips
+- Only the loaders of _LOADERS may run; all others (SVG, PDF, ImageMagick, raw, CSV, ...) are blocked inside libvips
   itself, so that no sniffing of content can reach them.
 - libvips' operation cache is off: it would keep pictures in memory after their request.
 - pyvips logs errors only, unless its logger has a level: its warnings are about callers' pictures, a line or more each.
@@ -35,8 +35,9 @@ from ..errors import (
     InvalidRequest,
     UnsupportedImageError,
 )
-from . import amplifiers
-from .costs import FIELD, KINDS, PIXELS, Cost, Kind, check_pixels, cost_of
+from . import amplifiers, bmp
+from .bmp import BmpImage, on_background
+from .costs import FIELD, KINDS, PIXELS, Cost, Kind, check_size, cost_of
 from .decoded_image import DecodedImage
 from .heif_probes import HEIF_PROBES
 
@@ -127,7 +128,7 @@ def _decodes(data: bytes) -> bool:
     return True
 
 
-FORMATS = _configure_libvips()
+FORMATS = (*_configure_libvips(), *(["BMP"] if bmp.AVAILABLE else []))
 """Names of the formats that are taken, for messages and for the model service."""
 
 
@@ -153,7 +154,7 @@ def begin_image(source: ImageSource, limits: ImageLimits) -> DecodedImage:
     payload = read_source(source, limits)
     if isinstance(payload, np.ndarray):
         return DecodedImage(payload)
-    return EncodedImage(payload, limits, background).begin()
+    return read_header(payload, limits, background).begin()
 
 
 def read_source(source: ImageSource, limits: ImageLimits) -> bytes | np.ndarray:
@@ -209,7 +210,7 @@ def _pillow_pixels(image: Any, limits: ImageLimits, background: Colour | None) -
     """Of its first or current frame, upright."""
     from PIL import ImageOps
 
-    _check_size(image.width, image.height, limits, PIXELS)
+    check_size(image.width, image.height, limits, PIXELS)
     try:
         upright = ImageOps.exif_transpose(image)
         if upright.mode.startswith(
@@ -240,8 +241,17 @@ def _read_file(path: str | os.PathLike[str], limits: ImageLimits) -> bytes:
         ) from error
 
 
+def read_header(
+    data: bytes, limits: ImageLimits, background: Colour | None = None
+) -> EncodedImage | BmpImage:
+    """Reads and checks the header of an encoded image. Raises UnsupportedImageError, ImageTooLargeError,
+    ImageDecodeError."""
+    is_bmp = bmp.AVAILABLE and data.startswith(bmp.MAGIC)
+    return (BmpImage if is_bmp else EncodedImage)(data, limits, background)
+
+
 class EncodedImage:
-    """An image in one of FORMATS, of which the header is read and checked; ``cost``: what the rest may take."""
+    """An image in a format of libvips, of which the header is read and checked; ``cost``: what the rest may take."""
 
     def __init__(self, data: bytes, limits: ImageLimits, background: Colour | None = None) -> None:
         """``background``: see OnBackground. Raises UnsupportedImageError, ImageTooLargeError, ImageDecodeError."""
@@ -314,7 +324,7 @@ def _checked(image: pyvips.Image, limits: ImageLimits, kind: Kind = PIXELS) -> p
     height = image.get_page_height()
     if height != image.height:
         image = image.crop(0, 0, image.width, height)
-    _check_size(image.width, image.height, limits, kind)
+    check_size(image.width, image.height, limits, kind)
     return image
 
 
@@ -387,32 +397,17 @@ def _array_pixels(array: np.ndarray, limits: ImageLimits, background: Colour | N
             f"it has {list(array.shape)}",
         )
     height, width, channels = array.shape
-    _check_size(width, height, limits, PIXELS)
+    check_size(width, height, limits, PIXELS)
     if channels == 1:
         return np.repeat(array, 3, axis=2)
     if channels == 4 and background is not None:
-        alpha = array[:, :, 3:].astype(np.float32) / 255
-        laid = array[:, :, :3] * alpha + np.array(background, np.float32) * (1 - alpha)
-        return np.round(laid).astype(np.uint8)
+        return on_background(array, background)
     return np.ascontiguousarray(array[:, :, :3])
 
 
 def _check_bytes(size: int, limits: ImageLimits) -> None:
     if size > limits.max_bytes:
         raise ImageTooLargeError(FIELD, f"has {size} bytes, the limit is {limits.max_bytes}")
-
-
-def _check_size(width: int, height: int, limits: ImageLimits, kind: Kind) -> None:
-    """Raises ImageDecodeError for an empty picture, ImageTooLargeError beyond the limits."""
-    if width < 1 or height < 1:
-        raise ImageDecodeError(FIELD, f"is empty: {width}x{height} pixels")
-    check_pixels(kind, width, height, limits)
-    ratio = max(width, height) / min(width, height)
-    if ratio > limits.max_aspect_ratio:
-        raise ImageTooLargeError(
-            FIELD,
-            f"of {width}x{height} has sides of {ratio:.4g}:1, the limit is {limits.max_aspect_ratio:g}:1",
-        )
 
 
 def _metadata(image: pyvips.Image, name: str) -> Any:

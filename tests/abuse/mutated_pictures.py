@@ -95,6 +95,7 @@ def seeds() -> dict[str, list[bytes]]:
             pil("GIF", smooth, interlace=1),
             pil("GIF", save_all=True, append_images=turned, duration=50, loop=0),
         ],
+        "BMP": [pil("BMP"), pil("BMP", rgb.quantize(8)), pil("BMP", smooth.convert("1"))],
         "AVIF": [pil("AVIF"), pil("AVIF", smooth.convert("RGBA")), pil("AVIF", exif=exif)],
     }
 

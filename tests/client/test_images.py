@@ -133,15 +133,6 @@ def test_what_is_no_picture_is_refused(image: Any, words: str) -> None:
         to_image(image, LIMIT)
 
 
-def test_a_bmp_goes_out_as_png(tmp_path: Path) -> None:
-    file = tmp_path / "picture.bmp"
-    file.write_bytes(encoded(Image.fromarray(RGB), "BMP"))
-    for source in (file, file.read_bytes()):
-        sent = Image.open(io.BytesIO(to_image(source, LIMIT).encoded))
-        assert sent.format == "PNG" and (np.asarray(sent) == RGB).all()
-    assert to_image(b"BMX no image", LIMIT).encoded == b"BMX no image"
-
-
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.png").touch()
     with pytest.raises(InvalidImageError, match="is empty"):

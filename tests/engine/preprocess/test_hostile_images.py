@@ -46,6 +46,7 @@ TAKEN = {
     "tiff-deflate": encoded("TIFF", compression="tiff_deflate"),
     "gif": encoded("GIF"),
     "avif": encoded("AVIF"),
+    "bmp": encoded("BMP"),
 }
 
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="64" height="64"><rect width="9" height="9"/></svg>'
@@ -61,7 +62,6 @@ REFUSED = {
     "ppm": b"P6 2 2 255\n" + bytes(12),
     "pgm": b"P2 2 2 255\n1 2 3 4\n",
     "pfm": b"PF\n2 2\n-1.0\n" + bytes(48),
-    "bmp": encoded("BMP"),
     "ico": encoded("ICO"),
     "tga": encoded("TGA"),
     "jpeg 2000": encoded("JPEG2000"),

@@ -114,12 +114,12 @@ def to_image(image: ImageInput, max_message_bytes: int) -> common_pb2.Image:
     """
     image = loaded(image, max_message_bytes)
     if isinstance(image, (str, os.PathLike)):
-        return _encoded(_read(Path(image), max_message_bytes), max_message_bytes)
+        return common_pb2.Image(encoded=_read(Path(image), max_message_bytes))
     if isinstance(image, (bytes, bytearray, memoryview)):
         data = bytes(image)
         if not data:
             raise InvalidImageError("the image is empty: it has 0 bytes")
-        return _encoded(data, max_message_bytes)
+        return common_pb2.Image(encoded=data)
     if isinstance(image, ImageHandle):
         if not image.image_id:
             raise InvalidImageError(
@@ -183,18 +183,6 @@ def _pillow() -> tuple[Any, Any]:
             "this needs Pillow: pip install 'kestrel-client[images]'"
         ) from error
     return Image, ImageOps
-
-
-def _encoded(data: bytes, limit: int) -> common_pb2.Image:
-    """A file unchanged, except that a BMP, which servers don't decode, becomes a PNG if Pillow can read it."""
-    if data.startswith(b"BM"):
-        try:
-            pillow, _ = _pillow()
-            with pillow.open(io.BytesIO(data), formats=["BMP"]) as opened:
-                return _png(opened, len(data), limit)
-        except (MissingDependencyError, OSError, SyntaxError, ValueError):
-            pass  # The server's error lists the formats that it decodes.
-    return common_pb2.Image(encoded=data)
 
 
 def _read(path: Path, limit: int) -> bytes:

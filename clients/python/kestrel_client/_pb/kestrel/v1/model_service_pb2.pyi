@@ -501,7 +501,7 @@ class ServerCapabilities(_message.Message):
 
     @_builtins.property
     def image_formats(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Accepted formats of encoded images, in lower case: "jpeg", "png", "webp", "tiff", "gif", "avif", "heic"."""
+        """Accepted formats of encoded images, in lower case: "jpeg", "png", "webp", "tiff", "gif", "avif", "heic", "bmp"."""
 
     def __init__(
         self,
