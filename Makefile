@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 SOURCES := kestrel_engine kestrel_grpc clients/python tests training benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-slow test-all test-unit test-gpu bench bench-gpu check fmt lint types imports buf protos baseline docs check-stubs wheels clean
+.PHONY: help install demo serve test test-slow test-all test-unit test-gpu bench bench-gpu check fmt lint types imports unused buf protos baseline docs check-stubs wheels clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,7 +62,7 @@ bench-gpu: ## Measure all that docs/performance.md holds on one GPU, in 9 minute
 	PYTHONPATH=$(CURDIR):$(CURDIR)/clients/python:$$PYTHONPATH \
 	  python3 -u -m benchmarks.gpu_suite --out $(BENCH_OUT)
 
-check: lint types imports buf ## Lint, format, types, import rules, protos
+check: lint types imports unused buf ## Lint, format, types, import rules, unused code, protos
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
@@ -73,6 +73,9 @@ types: $(INSTALLED)
 
 imports: $(INSTALLED)
 	$(BIN)/lint-imports --no-cache
+
+unused: $(INSTALLED)
+	$(BIN)/vulture
 
 buf: $(INSTALLED)
 	$(BIN)/buf lint

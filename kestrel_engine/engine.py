@@ -1,7 +1,9 @@
 """InferenceEngine: the async front of one model.
 
-Owns admission and the open streams, on one event loop; the step thread owns the rest (loop.py). A request goes: checked
-by its skill, picture prepared in the pool, prompt built, handed to the loop; updates come back once a step.
+Owns admission and the open streams, on one event loop. The step thread (steps/loop.py) owns what computes, the delivery
+thread (steps/delivery.py) what turns tokens into updates. The skill checks a request, the pool prepares its image, the
+skill builds the prompt, and the step thread takes it. Updates of all requests come back together, at most once in a
+pause of the delivery thread.
 """
 
 from __future__ import annotations
@@ -75,10 +77,9 @@ class InferenceEngine(SkillCalls):
         """Takes a built runtime; ``create`` is the usual way in. Must be called on a running event loop."""
         self._config = config
         self._built = built
-        registry = skills or SkillRegistry.default()
-        self._skills = registry
-        available = [n for n in registry.names if n != "segment" or "segment" in built.model.skills]
-        self.info: EngineInfo = dataclasses.replace(built.info, skills=tuple(available))
+        self._skills = skills or SkillRegistry.default()
+        available = self._skills.available(built.model)
+        self.info: EngineInfo = dataclasses.replace(built.info, skills=available)
         """What this engine serves."""
         self._sizes = config.sizes(cuda=built.info.device.startswith("cuda"))
         self._context = SkillContext(
@@ -471,7 +472,7 @@ class InferenceEngine(SkillCalls):
         room = self._limits.max_seq_length - prompt_positions
         if room < 1:
             raise ContextLengthError(
-                "question" if request.skill == "query" else "object",
+                request.prompt_field,
                 f"the prompt takes {prompt_positions} positions; the context has {self._limits.max_seq_length}",
             )
         if request.max_tokens is not None and request.max_tokens > room:
@@ -494,10 +495,10 @@ class InferenceEngine(SkillCalls):
         return next(self._seeds) % 2**64 if self._seeds is not None else secrets.randbits(53)
 
     def _deliver_threadsafe(self, deliveries: list[Delivery]) -> None:
-        """On the step thread."""
+        """On the delivery thread."""
         try:
             self._aio.call_soon_threadsafe(self._open.deliver, deliveries)
-        except RuntimeError:  # The event loop is closed: nobody is left to be told.
+        except RuntimeError:  # The event loop is closed, and with it all streams.
             logger.debug("dropped %d deliveries: the event loop is closed", len(deliveries))
 
     async def _watch(self) -> None:

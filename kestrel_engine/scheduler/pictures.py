@@ -59,10 +59,6 @@ class Pictures:
         """Whether all crops were scheduled, so that a later part of the same step may use the embedding."""
         return self._held[key].is_encoded
 
-    def next_unencoded(self) -> PreparedImage | None:
-        """The picture whose crops come next."""
-        return next((p.image for p in self._held.values() if not p.is_encoded and p.users), None)
-
     def encode(self, key: str, max_crops: int) -> EncodeSlice:
         """Schedules up to ``max_crops`` further crops of a picture."""
         picture = self._held[key]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ..errors import InvalidRequest
 from ..front.stream import EngineStream
@@ -69,6 +69,7 @@ class SkillRequest:
 
     ``max_tokens``: what the caller asked for; None means the default, shrunk to the room left in the context.
     ``seed``: the caller's, else None and the engine draws one. ``options``: the skill's own fields, for its state.
+    ``prompt_field``: the argument that makes the prompt long; the error names it if the prompt exceeds the context.
     """
 
     skill: str
@@ -81,6 +82,7 @@ class SkillRequest:
     """Most tokens that may be sampled, if that differs from max_tokens: 3 a box, or a reasoning phase and an answer
     of max_tokens each. Shrinks to the room left in the context."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    prompt_field: str = "arguments"
 
 
 class SkillControl(Protocol):
@@ -145,6 +147,13 @@ class SkillSpec(Protocol):
     def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
         """For the same request."""
         ...
+
+
+@runtime_checkable
+class NeedsModel(Protocol):
+    """A skill that not every model can do."""
+
+    def can_run(self, model: ModelConfig) -> bool: ...
 
 
 def checked_text(field_name: str, value: object, context: SkillContext) -> str:

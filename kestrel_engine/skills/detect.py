@@ -27,6 +27,7 @@ class DetectSkill:
         templates = context.model.templates
         return SkillRequest(
             skill=self.name,
+            prompt_field="object",
             prompt_suffix=(
                 *templates.detect_prefix,
                 *context.codec.encode(" " + text),

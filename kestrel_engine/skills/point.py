@@ -29,6 +29,7 @@ class PointSkill:
         templates = context.model.templates
         return SkillRequest(
             skill=self.name,
+            prompt_field="object",
             prompt_suffix=(
                 *templates.point_prefix,
                 *spatial_tokens(refs),

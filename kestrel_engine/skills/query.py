@@ -52,6 +52,7 @@ class QuerySkill:
         return SkillRequest(
             skill=self.name,
             prompt_suffix=prompt,
+            prompt_field="question",
             sampling=read.sampling,
             seed=read.seed,
             needs_image=bool(refs),

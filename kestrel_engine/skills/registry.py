@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ..errors import ConfigError, SkillUnavailable
-from .base import SkillSpec
+from ..types.model_config import ModelConfig
+from .base import NeedsModel, SkillSpec
 from .caption import CaptionSkill
 from .detect import DetectSkill
 from .point import PointSkill
@@ -14,7 +15,7 @@ from .segment import SegmentSkill
 
 
 class SkillRegistry:
-    """Immutable. A later skill of the same name is an error: nobody replaces a skill by accident."""
+    """Immutable. Two skills of one name are an error, so that no skill replaces another by accident."""
 
     def __init__(self, skills: Iterable[SkillSpec]) -> None:
         self._skills: dict[str, SkillSpec] = {}
@@ -29,7 +30,7 @@ class SkillRegistry:
         return cls([QuerySkill(), CaptionSkill(), PointSkill(), DetectSkill(), SegmentSkill()])
 
     def get(self, name: str) -> SkillSpec:
-        """Raises SkillUnavailable naming the skills there are."""
+        """The skill called ``name``. Raises SkillUnavailable, which names the registered skills."""
         if name not in self._skills:
             raise SkillUnavailable(
                 "skill", f"{name!r} is not registered; there are {', '.join(self._skills)}"
@@ -39,6 +40,14 @@ class SkillRegistry:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._skills)
+
+    def available(self, model: ModelConfig) -> tuple[str, ...]:
+        """Names of the skills that ``model`` can do. A skill may have ``can_run``; without it, any model will do."""
+        return tuple(
+            name
+            for name, skill in self._skills.items()
+            if not isinstance(skill, NeedsModel) or skill.can_run(model)
+        )
 
     def __iter__(self) -> Iterator[SkillSpec]:
         return iter(self._skills.values())

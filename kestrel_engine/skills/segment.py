@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import SkillUnavailable
 from ..types.events import FinishReason, StreamUpdate
+from ..types.model_config import ModelConfig
 from ..types.requests import Coord, Size, check_spatial_refs, spatial_tokens
 from ..types.step import StepToken, TokenRule
 from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, checked_text
@@ -22,6 +23,9 @@ class SegmentSkill:
 
     name = "segment"
 
+    def can_run(self, model: ModelConfig) -> bool:
+        return model.templates.segment_prefix is not None
+
     def build(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
     ) -> SkillRequest:
@@ -34,6 +38,7 @@ class SegmentSkill:
         read = read_settings(settings, context.defaults, greedy=True)
         return SkillRequest(
             skill=self.name,
+            prompt_field="object",
             prompt_suffix=(
                 *templates.segment_prefix,
                 *spatial_tokens(refs),

@@ -136,10 +136,6 @@ class EngineLoop:
         return self._thread.is_alive()
 
     @property
-    def thread_id(self) -> int | None:
-        return self._thread.ident
-
-    @property
     def stats(self) -> SchedulerStats:
         """Any thread. The counts after the last command or step."""
         return self._stats

@@ -29,6 +29,7 @@ from .current_call import current
 from .endings import Endings, Trailers, forget_frames
 from .errors import SlowSender
 from .incoming import Incoming
+from .inner_request import inner_request
 from .lost_connections import silence_lost_connections
 from .request_ids import id_from_options
 from .visitors import Visitors
@@ -244,19 +245,12 @@ def _check_priority(options: common_pb2.RequestOptions, principal: Principal) ->
 
 
 def _options(request: Any) -> common_pb2.RequestOptions | None:
-    """Those of the request, which streaming methods take one message deeper; None where there are none."""
-    kind: Any = type(request)
-    nested, has_options = _shape(kind)
-    if not has_options:
-        return None
-    holder = request.request if nested else request
-    return holder.options if holder.HasField("options") else None
+    """The options of the request; None if it has none."""
+    holder = inner_request(request)
+    kind: Any = type(holder)
+    return holder.options if _takes_options(kind) and holder.HasField("options") else None
 
 
 @functools.cache
-def _shape(kind: Any) -> tuple[bool, bool]:
-    """Of a type of messages: whether the request lies within it, and whether that has options."""
-    descriptor = kind.DESCRIPTOR
-    nested = "request" in descriptor.fields_by_name
-    inner = descriptor.fields_by_name["request"].message_type if nested else descriptor
-    return nested, "options" in inner.fields_by_name
+def _takes_options(kind: Any) -> bool:
+    return "options" in kind.DESCRIPTOR.fields_by_name

@@ -85,11 +85,6 @@ class ImageStore:
     def size_bytes(self) -> int:
         return self._size
 
-    @property
-    def num_owners(self) -> int:
-        """Number of owners that have images."""
-        return len(self._owners)
-
     def __len__(self) -> int:
         return sum(len(owner.images) for owner in self._owners.values())
 

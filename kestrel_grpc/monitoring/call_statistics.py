@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import grpc
 
 from ..edge.call import Call
+from ..service_names import VISION_METHODS
 from ..telemetry.attributes import SERVER_ERRORS
-
-_COUNTED = "/kestrel.v1.VisionService/"
 
 
 @dataclass(slots=True)
@@ -60,8 +59,8 @@ class CallStatistics:
         """By the method's name, such as "Query". Methods without a call are absent."""
 
     def on_call(self, call: Call) -> None:
-        if call.method.startswith(_COUNTED):
-            name = call.method.removeprefix(_COUNTED)
+        if call.method.startswith(VISION_METHODS):
+            name = call.method.removeprefix(VISION_METHODS)
             counts = self.methods.get(name)
             if counts is None:
                 counts = self.methods[name] = MethodCounts()

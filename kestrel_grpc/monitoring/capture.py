@@ -32,8 +32,10 @@ from kestrel_engine import EngineInfo
 from .. import __version__
 from ..edge.call import Call
 from ..edge.errors import CaptureError
+from ..edge.inner_request import inner_request
 from ..images.upload import ReceivedParts
 from ..served_model import ServedModel
+from ..service_names import IMAGE_METHODS, VISION_METHODS
 from ..settings.debug import DebugConfig
 
 logger = logging.getLogger(__name__)
@@ -50,7 +52,7 @@ FAULTS = frozenset(
     }
 )
 """Statuses that are captured. UNAVAILABLE is not, because the request did not start or the whole server ended."""
-_SERVICES = ("/kestrel.v1.VisionService/", "/kestrel.v1.ImageService/")
+_CAPTURED = (VISION_METHODS, IMAGE_METHODS)
 _FORMATS = {
     1: common_pb2.PIXEL_FORMAT_GRAY8,
     3: common_pb2.PIXEL_FORMAT_RGB8,
@@ -109,7 +111,7 @@ class Capture:
     def on_call(self, call: Call) -> None:
         if not self._left or call.code not in FAULTS or call.message is None:
             return
-        if not call.method.startswith(_SERVICES):
+        if not call.method.startswith(_CAPTURED):
             return
         self._left -= 1
         if len(self._writing) >= _MOST_WAITING:
@@ -177,7 +179,7 @@ def _describe_request(failed: _Failed) -> tuple[Any, dict[str, Any] | None]:
     """The request, and the facts about its image if the image is left out."""
     request = type(failed.message)()
     request.CopyFrom(failed.message)
-    image, inner = _find_image(request), getattr(request, "request", request)
+    image, inner = _find_image(request), inner_request(request)
     if hasattr(inner, "options"):
         inner.options.ClearField("cache_salt")
     left_out = None
@@ -227,7 +229,7 @@ def _facts(call: Call, info: EngineInfo | None) -> dict[str, Any]:
 
 def _find_image(message: Any) -> common_pb2.Image | None:
     """The image of a request, or None."""
-    inner = getattr(message, "request", message)
+    inner = inner_request(message)
     if "image" not in inner.DESCRIPTOR.fields_by_name or not inner.HasField("image"):
         return None
     image: common_pb2.Image = inner.image

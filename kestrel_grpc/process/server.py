@@ -23,12 +23,6 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kestrel_client._pb.kestrel.v1 import (
-    admin_service_pb2,
-    image_service_pb2,
-    model_service_pb2,
-    vision_service_pb2,
-)
 from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import (
     add_AdminServiceServicer_to_server,
 )
@@ -62,6 +56,13 @@ from ..security.files.file_modes import exposures
 from ..security.identity.tls import server_credentials
 from ..security.listening import add_port, check_exposure
 from ..served_model import ServedModel, State
+from ..service_names import (
+    ADMIN_SERVICE,
+    IMAGE_SERVICE,
+    MODEL_SERVICE,
+    SERVICES,
+    VISION_SERVICE,
+)
 from ..services import health
 from ..services.admin import AdminService
 from ..services.image import ImageService
@@ -81,11 +82,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-VISION_SERVICE: str = vision_service_pb2.DESCRIPTOR.services_by_name["VisionService"].full_name
-IMAGE_SERVICE: str = image_service_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name
-ADMIN_SERVICE: str = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
-MODEL_SERVICE: str = model_service_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
-SERVICES = (VISION_SERVICE, IMAGE_SERVICE, MODEL_SERVICE, ADMIN_SERVICE)
 
 LAST_WORDS_S = 2.0
 """Seconds that a draining server waits for calls to send their status after their requests have ended."""

@@ -80,7 +80,6 @@ class SkillCall:
     arguments: Mapping[str, Any]
     settings: Mapping[str, Any]
     options: CallOptions = _NO_OPTIONS
-    priority: str = "normal"
     mask_format: vision_service_pb2.MaskFormat.ValueType = (
         vision_service_pb2.MASK_FORMAT_UNSPECIFIED
     )

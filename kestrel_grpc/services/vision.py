@@ -16,6 +16,7 @@ from kestrel_engine import InvalidRequest, StreamUpdate
 
 from ..edge.call import Context
 from ..edge.current_call import current_call
+from ..edge.inner_request import inner_request
 from ..images.request_images import RequestImages
 from ..served_model import ServedModel
 from . import convert
@@ -151,4 +152,4 @@ def _inner(request: Any) -> Any:
     """The request inside a stream's request. Raises InvalidRequest if it is not set."""
     if not request.HasField("request"):
         raise InvalidRequest("", "is required")
-    return request.request
+    return inner_request(request)

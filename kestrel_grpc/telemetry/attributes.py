@@ -14,6 +14,7 @@ import grpc
 from kestrel_engine import ImageEvent, RequestEvent, StepEvent
 
 from ..edge.call import Call
+from ..edge.inner_request import inner_request
 from . import names
 
 Value: TypeAlias = str | int | float | bool | tuple[str, ...]
@@ -112,7 +113,7 @@ def of_image(event: ImageEvent) -> Attributes:
 
 
 def _of_sampling(message: Any) -> Attributes:
-    sampling = getattr(_inner(message), "sampling", None)
+    sampling = getattr(inner_request(message), "sampling", None)
     if sampling is None:
         return {}
     return {
@@ -140,7 +141,7 @@ def of_step(event: StepEvent) -> Attributes:
 
 def content(call: Call, message: Any) -> Attributes:
     """The question or object of a request, and the answer, as JSON in the form of OpenTelemetry's convention."""
-    inner = _inner(message)
+    inner = inner_request(message)
     asked = getattr(inner, "question", "") or getattr(inner, "object", "")
     attributes: Attributes = {}
     if isinstance(asked, str) and asked:
@@ -155,8 +156,3 @@ def content(call: Call, message: Any) -> Attributes:
 
 def _messages(role: str, text: str) -> str:
     return json.dumps([{"role": role, "parts": [{"type": "text", "content": text}]}])
-
-
-def _inner(message: Any) -> Any:
-    """The request itself. The message of a streaming method holds it in a field."""
-    return getattr(message, "request", message)

@@ -7,6 +7,7 @@ import pytest
 
 import kestrel_engine
 from kestrel_engine import (
+    ContextLengthError,
     EngineClosed,
     RuntimeConfig,
     RuntimeFailure,
@@ -79,6 +80,36 @@ async def test_a_broken_skill_fails_its_own_request_only(fake_limits, broken):
             await bad.result()
         assert (await good.result()).output["answer"]
         assert engine.num_requests == 0
+
+
+class Essay(QuerySkill):
+    """A plug-in with an argument of its own."""
+
+    name = "essay"
+
+    def build(self, arguments, settings, context):
+        request = super().build({"question": arguments["topic"]}, settings, context)
+        return dataclasses.replace(request, skill=self.name, prompt_field="topic")
+
+
+class Demanding(QuerySkill):
+    """A plug-in that no model can do."""
+
+    name = "demanding"
+
+    def can_run(self, model):
+        return False
+
+
+async def test_a_plug_in_names_its_own_argument_and_whether_a_model_can_do_it(fake_limits):
+    config = RuntimeConfig(max_batch_size=3)
+    skills = SkillRegistry([QuerySkill(), Essay(), Demanding()])
+    built = fake_build(config, FakeRuntime(fake_limits))
+    async with kestrel_engine.InferenceEngine(config, built, skills) as engine:
+        assert engine.info.skills == ("query", "essay")
+        with pytest.raises(ContextLengthError) as caught:
+            await engine.submit("essay", None, {"topic": "x" * 300})
+        assert caught.value.field == "topic"
 
 
 def asking_for(rule, index):

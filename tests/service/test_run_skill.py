@@ -90,7 +90,7 @@ async def test_the_guides_skill_is_listed_and_refuses_well(serve, plugin):
     told = await failure(served.vision.RunSkill(run("yes_no", {"question": "?", "x": 1})))
     assert told.fields == ["arguments.x"]
     told = await failure(served.vision.RunSkill(run("yes_no", {"question": "x" * 400})))
-    assert (told.fields, told.reason) == (["arguments"], "CONTEXT_LENGTH_EXCEEDED")
+    assert (told.fields, told.reason) == (["arguments.question"], "CONTEXT_LENGTH_EXCEEDED")
     told = await failure(served.vision.RunSkill(run("yes_no", image=False)))
     assert told.fields == ["image"]
     told = await failure(

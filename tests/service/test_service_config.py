@@ -11,7 +11,7 @@ import pytest
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_client.connection import SERVICE_CONFIG
-from kestrel_grpc.process.server import IMAGE_SERVICE, MODEL_SERVICE, VISION_SERVICE
+from kestrel_grpc.service_names import IMAGE_SERVICE, MODEL_SERVICE, VISION_SERVICE
 from kestrel_grpc.settings.security import CallLimits, SecurityConfig
 from tests.service.statuses import failure
 

@@ -24,8 +24,6 @@ _MARGIN = tl.constexpr(2e-5)
 is further off costs time and no result: what it puts into no list is searched for in the whole row."""
 _LN_2 = tl.constexpr(0.6931471805599453)
 _ID_MASK = tl.constexpr(2**32 - 1)
-STRETCHES = tl.constexpr(3)
-"""Where top-k cuts, where top-p cuts, where the draw is."""
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 from kestrel_client._pb.kestrel.v1 import image_service_pb2, vision_service_pb2
 from kestrel_client.errors import from_rpc_error
 
+from ...edge.inner_request import inner_request
 from ..connection import CallMetadata, add_connection_flags, open_channel
 from ..parser import EXIT_FAILED, CommandError
 
@@ -54,7 +55,7 @@ class Captured:
     @property
     def inner(self) -> Any:
         """The message that has the image and the options. The message of a streaming method holds it in a field."""
-        return getattr(self.request, "request", self.request)
+        return inner_request(self.request)
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:

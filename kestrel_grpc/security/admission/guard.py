@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
+from ...service_names import HEALTH_METHODS, REFLECTION_METHODS, VISION_METHODS
 from ...settings.security import SecurityConfig
 from ..connections.accepted import AcceptedSockets
 from ..connections.connection_guard import ConnectionGuard
@@ -19,9 +20,6 @@ from .message_limits import MessageLimits
 from .message_room import Hold, MessageRoom, copy_s_per_byte
 from .visits import Visits
 
-_VISION = "/kestrel.v1.VisionService/"
-_HEALTH = "/grpc.health."
-_REFLECTION = "/grpc.reflection."
 _ROOM_WAIT_S = 5.0
 """How long a call waits for room: longer than most messages take to arrive and be decoded."""
 _STRANGERS_SHARE = 8
@@ -92,7 +90,7 @@ class Guard:
 
     def check_room(self, method: str) -> None:
         """For a call that was admitted: whether the model could take its request. Raises EngineOverloaded."""
-        if method.startswith(_VISION):
+        if method.startswith(VISION_METHODS):
             self._check_room()
 
     def hold(self, principal: Principal, address: str) -> Hold:
@@ -103,8 +101,8 @@ class Guard:
         """Who calls health, reflection or an unknown method; nobody in particular where these are open. A certificate
         was checked when the connection was made, so on one that asks for certificates the caller is known by now.
         Raises NotAuthenticated."""
-        is_open = (method.startswith(_HEALTH) and self._security.open_health) or (
-            method.startswith(_REFLECTION) and self._security.open_reflection
+        is_open = (method.startswith(HEALTH_METHODS) and self._security.open_health) or (
+            method.startswith(REFLECTION_METHODS) and self._security.open_reflection
         )
         if self._callers.asks_certificate:
             connection = context.auth_context()

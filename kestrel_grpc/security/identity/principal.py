@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from kestrel_engine import KestrelError
 
+from ...service_names import ADMIN_METHODS, MODEL_METHODS
+
 
 class Scope(enum.StrEnum):
     """What a token may be good for."""
@@ -70,9 +72,8 @@ class Principal:
 ANONYMOUS = Principal("", frozenset({Scope.INFER, Scope.HIGH, Scope.METRICS}))
 """Everyone, where callers aren't told apart. Admin is for those who are."""
 
-_ADMIN_SERVICE = "/kestrel.v1.AdminService/"
-_STATISTICS = f"{_ADMIN_SERVICE}GetStatistics"
-_LOAD = "/kestrel.v1.ModelService/GetLoad"
+_STATISTICS = f"{ADMIN_METHODS}GetStatistics"
+_LOAD = f"{MODEL_METHODS}GetLoad"
 
 
 def needed_scopes(method: str) -> tuple[Scope, ...]:
@@ -81,4 +82,4 @@ def needed_scopes(method: str) -> tuple[Scope, ...]:
         return (Scope.METRICS, Scope.ADMIN)
     if method == _LOAD:
         return (Scope.INFER, Scope.METRICS)
-    return (Scope.ADMIN,) if method.startswith(_ADMIN_SERVICE) else (Scope.INFER,)
+    return (Scope.ADMIN,) if method.startswith(ADMIN_METHODS) else (Scope.INFER,)
