@@ -149,9 +149,9 @@ _CUDA_SIZES = Sizes(
     steps_out=3,
     preprocess_threads=2,
 )
-"""Four pictures a step, crops and prefixes together. One H200, 64 in flight, 3 tokens: 92 requests a second with three
+"""Four images a step, crops and prefixes together. One H200, 64 in flight, 3 tokens: 92 requests a second with three
 eighths of it, 97 with three quarters (Moondream 2), 80 and 82 with three quarters and all (Moondream 3); between tokens
-it shows as 50 to 80 ms while new pictures keep coming. Moondream 2, 30 tokens, by ``step_pause`` and ``steps_out``: 72
+it shows as 50 to 80 ms while new images keep coming. Moondream 2, 30 tokens, by ``step_pause`` and ``steps_out``: 72
 with 0 and 2, 77 with 2 and 3, 79 with 4 and 2, 84 with 4 and 3. ``preprocess_threads`` grows with the processors, up to
 MOST_PREPROCESS_THREADS."""
 MOST_PREPROCESS_THREADS = 8

@@ -207,10 +207,10 @@ class InferenceEngine(SkillCalls):
         principal: str = "",
         weight: float = 1.0,
     ) -> EngineStream:
-        """Starts any registered skill and returns its stream once the picture is prepared and the request queued.
+        """Starts any registered skill and returns its stream once the image is prepared and the request queued.
 
         ``priority``: "high", "normal" or "low". ``timeout_s``: the request is dropped if nothing was computed for it by
-        then. ``cache_salt``: pictures and prefixes are shared with requests of the same salt only. ``principal``: who
+        then. ``cache_salt``: images and prefixes are shared with requests of the same salt only. ``principal``: who
         asks; "" is one principal too. ``weight``: the principal's share relative to others, above 0. Raises
         RequestError, EngineOverloaded, DeadlineExceeded, EngineClosed; later failures come through the stream.
         """
@@ -309,7 +309,7 @@ class InferenceEngine(SkillCalls):
             self._observe_image(request_id, timings, prepared, error)
 
     def cancel(self, request_id: str) -> int:
-        """Ends the requests of this id as "cancelled", as soon as a step ends; returns how many. One whose picture is
+        """Ends the requests of this id as "cancelled", as soon as a step ends; returns how many. One whose image is
         still being prepared is not among them."""
         found = self._open.named(request_id)
         for sequence_id in found:
@@ -317,7 +317,7 @@ class InferenceEngine(SkillCalls):
         return len(found)
 
     def flush_caches(self) -> None:
-        """Forgets prefixes, embeddings and prepared pictures that no request uses."""
+        """Forgets prefixes, embeddings and prepared images that no request uses."""
         self._pool.flush()
         self._loop.flush()
 
@@ -458,7 +458,7 @@ class InferenceEngine(SkillCalls):
         try:
             self._observer.on_image(event)
         except Exception:  # What measures must not disturb what it measures.
-            logger.exception("the observer failed on a picture")
+            logger.exception("the observer failed on an image")
 
     def _prompt(self, request: SkillRequest, image: PreparedImage | None) -> Prompt:
         bos = self._context.model.ids.bos_id
@@ -506,7 +506,7 @@ class InferenceEngine(SkillCalls):
         self._open.fail_all(self._failure)
 
     async def _until_idle(self) -> None:
-        # A picture that has just been prepared leaves nothing open for a moment: looked at again.
+        # An image that has just been prepared leaves nothing open for a moment: looked at again.
         while self.num_requests:
             await self._idle.wait()
 
@@ -515,7 +515,7 @@ class InferenceEngine(SkillCalls):
             self._idle.set()
 
     async def _warm_up(self) -> None:
-        """A text and a blank picture through the whole path: lazy initialisation is paid before the first caller."""
+        """A text and a blank image through the whole path: lazy initialisation is paid before the first caller."""
         settings = {"max_tokens": 2, "temperature": 0.0, "seed": 0}
         side = self._built.model.vision.crop_size
         await self.query(question="ready?", settings=settings)

@@ -6,7 +6,7 @@
     │   ├── InvalidRequest       a field is missing, malformed or out of range
     │   ├── ContextLengthError   prompt plus max_tokens do not fit the context
     │   ├── ImageError
-    │   │   ├── ImageDecodeError        broken or truncated picture
+    │   │   ├── ImageDecodeError        broken or truncated image
     │   │   ├── UnsupportedImageError   a format that is not on the allow-list
     │   │   ├── ImageTooLargeError      bytes, pixels or aspect ratio over the limit
     │   │   └── ImageTooSlowError       decoding took longer than the limit
@@ -18,7 +18,7 @@
     │   └── InsufficientMemoryError
     ├── EngineOverloaded         a bounded queue is full; try again later
     │   ├── Displaced            it waited, and gave its place to a request of a better claim
-    │   ├── PixelsWaiting        the pictures that wait to be decoded are too many pixels
+    │   ├── PixelsWaiting        the images that wait to be decoded are too many pixels
     │   └── QueueTimeout         it waited longer than the engine's max_queue_wait_s
     ├── DeadlineExceeded         the caller's own time ran out before the request was taken up
     ├── EngineClosed             the engine is shut down, or shutting down
@@ -67,19 +67,19 @@ class ContextLengthError(RequestError):
 
 
 class ImageError(RequestError):
-    """Base of the picture errors."""
+    """Base of the image errors."""
 
 
 class ImageDecodeError(ImageError):
-    """The picture is broken, truncated or empty."""
+    """The image is broken, truncated or empty."""
 
 
 class UnsupportedImageError(ImageError):
-    """The picture's format is not on the allow-list."""
+    """The image's format is not on the allow-list."""
 
 
 class ImageTooLargeError(ImageError):
-    """The picture exceeds a limit on bytes, pixels or aspect ratio."""
+    """The image exceeds a limit on bytes, pixels or aspect ratio."""
 
 
 class ImageTooSlowError(ImageError):
@@ -152,7 +152,7 @@ class Displaced(EngineOverloaded):
 
 
 class PixelsWaiting(EngineOverloaded):
-    """With this picture, more pixels would wait to be decoded than may."""
+    """With this image, more pixels would wait to be decoded than may."""
 
 
 class QueueTimeout(EngineOverloaded):

@@ -408,7 +408,7 @@ def _check_pool(config: RuntimeConfig, model: ModelConfig, page_size: int, page_
         raise ConfigError(
             "max_seq_length",
             config.max_seq_length,
-            f"must be at least {least}, a picture with a short prompt and answer",
+            f"must be at least {least}, an image with a short prompt and answer",
         )
     pages = given_pages(config, page_bytes)
     if pages is not None and pages * page_size < least:
@@ -416,8 +416,8 @@ def _check_pool(config: RuntimeConfig, model: ModelConfig, page_size: int, page_
         raise ConfigError(
             field,
             getattr(config, field),
-            f"of {page_size} positions can't hold {least}, a picture with a short prompt and answer"
+            f"of {page_size} positions can't hold {least}, an image with a short prompt and answer"
             if config.kv_cache_gib is None
-            else f"holds {pages} pages of {page_size} positions; {least} are needed, a picture with a short prompt and "
+            else f"holds {pages} pages of {page_size} positions; {least} are needed, an image with a short prompt and "
             "answer",
         )

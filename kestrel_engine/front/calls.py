@@ -174,7 +174,7 @@ class SkillCalls:
     ) -> EngineResult | EngineStream:
         """Boxes every ``object``. Output: {"objects": [{"x_min", "y_min", "x_max", "y_max"}]}, normalised.
 
-        A box may reach beyond the picture.
+        A box may reach beyond the image.
         """
         arguments = {"object": object}
         return await self._call("detect", image, arguments, settings, stream, request_id)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from .images import Images
 from .pages import PagePool
-from .pictures import Pictures
 from .prefix_cache import PrefixCache
 from .sequence import Phase, Sequence
 
@@ -31,19 +31,19 @@ def check_holdings(
     page_size: int,
     pool: PagePool,
     cache: PrefixCache,
-    pictures: Pictures,
+    images: Images,
 ) -> None:
     """Raises AssertionError unless every reference to a page and every use of an image has its owner."""
     references = [0] * pool.num_pages
     users: dict[str, int] = {}
     for sequence in sequences.values():
         running = sequence.phase is Phase.RUNNING
-        assert running or not (sequence.pages or sequence.node or sequence.uses_picture)
+        assert running or not (sequence.pages or sequence.node or sequence.uses_image)
         assert len(sequence.pages) * page_size >= sequence.num_scheduled
-        if sequence.uses_picture and sequence.image is not None:
+        if sequence.uses_image and sequence.image is not None:
             users[sequence.image.key] = users.get(sequence.image.key, 0) + 1
         for page in sequence.pages:
             references[page] += 1
-    assert users == pictures.users(), "an image has users that do not exist"
+    assert users == images.users(), "an image has users that do not exist"
     held = sum(pool.references(page) for page in range(pool.num_pages))
     assert held == sum(references) + cache.num_pages, "a page is lost or has no owner"

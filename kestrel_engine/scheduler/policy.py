@@ -14,7 +14,7 @@ class SchedulerPolicy:
     budget: StepBudget = field(default_factory=StepBudget)
     prefix_cache: bool = True
     kept_embeddings: int = 16
-    """Embeddings of pictures kept although nobody needs them now."""
+    """Embeddings of images kept although nobody needs them now."""
     aging_s: float = 10.0
     """A priority that was not served for so many seconds counts as one better."""
     yield_s_per_position: float = 1e-3

@@ -1,6 +1,6 @@
 """PrefixCache: which pages already hold the KV of a prompt's beginning.
 
-A radix tree whose edges are atoms: one whole page of typed tokens, or one picture with the BOS before it (which
+A radix tree whose edges are atoms: one whole page of typed tokens, or one image with the BOS before it (which
 attends in both directions and so is of use only whole). One tree a namespace. The tree holds one reference on each of
 its pages; those who use a node's pages lock it, which keeps it and all above it. Unlocked leaves go, least recently
 used first, when pages are needed. Ints and hashable keys only; knows no sequence and no clock.

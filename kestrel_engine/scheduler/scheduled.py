@@ -17,4 +17,4 @@ class Scheduled:
     end_positions: int
     samples: bool
     is_prefill: bool
-    reads_picture: bool
+    reads_image: bool

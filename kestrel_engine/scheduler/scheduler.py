@@ -1,6 +1,6 @@
 """Scheduler: which sequences compute what in the next step.
 
-Pure Python, ints in and ints out; it owns sequences, pages, the prefix cache and the picture bookkeeping, and knows no
+Pure Python, ints in and ints out; it owns sequences, pages, the prefix cache and the image bookkeeping, and knows no
 tensor, text, skill or clock. One thread uses it. Several steps may be out at a time; they run in the order scheduled.
 
 Policy. All sequences that can decode do so in every step. Beside them a step takes new work within its allowance: text
@@ -34,8 +34,8 @@ from ..types.step import (
 from ..types.submission import Submission
 from .audit import check_holdings, check_phases
 from .budget import Allowance, Pacer
+from .images import Images
 from .pages import PagePool
-from .pictures import Pictures
 from .place_taker import PlaceTaker
 from .policy import SchedulerPolicy
 from .prefill_order import PrefillOrder
@@ -56,7 +56,7 @@ class Scheduler:
         self._policy = policy or SchedulerPolicy()
         self._pool = PagePool(limits.num_pages)
         self._cache = PrefixCache(self._pool)
-        self._pictures = Pictures(self._policy.kept_embeddings)
+        self._images = Images(self._policy.kept_embeddings)
         self._shares = Shares(limits.max_batch_size)
         self._queue = WaitingQueue(self._policy.aging_s, self._shares)
         self._places = PlaceTaker(limits.max_batch_size, self._shares)
@@ -75,7 +75,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences or self._ended or self._pictures.has_dropped or self._out)
+        return bool(self._sequences or self._ended or self._images.has_dropped or self._out)
 
     @property
     def stats(self) -> SchedulerStats:
@@ -139,7 +139,7 @@ class Scheduler:
 
     def _plan(self, now: float) -> StepPlan | None:
         """The step for those that have their turn; None if it would be empty."""
-        dropped, ended = self._pictures.take_dropped(), tuple(self._ended)
+        dropped, ended = self._images.take_dropped(), tuple(self._ended)
         self._ended = []
         scheduled: list[Scheduled] = []
         decode = self._decode_rows(scheduled)
@@ -202,7 +202,7 @@ class Scheduler:
         if sequence.node is not None:
             self._cache.forget(sequence.node, set(sequence.pages[shared:]))
         if sequence.image and shared * self._limits.page_size < sequence.image_prefix:
-            self._pictures.spoil(sequence.image.key)
+            self._images.spoil(sequence.image.key)
         self._end(sequence, keep=False)
 
     def fail_step(self, plan: StepPlan) -> list[int]:
@@ -211,17 +211,15 @@ class Scheduler:
 
         Nothing that the device kept is trusted any more: cached prefixes that nobody uses and embeddings are forgotten.
         """
-        pictures = {piece.image.key for piece in plan.encode}
+        images = {piece.image.key for piece in plan.encode}
         involved = [item.sequence for item in self._take_out(plan)]
-        involved += [
-            s for s in self._running.values() if s.uses_picture and s.image_key in pictures
-        ]
-        # Later steps that are out may compute prefixes of pictures that this one should have encoded.
+        involved += [s for s in self._running.values() if s.uses_image and s.image_key in images]
+        # Later steps that are out may compute prefixes of images that this one should have encoded.
         involved += [
             item.sequence
             for _, scheduled, _ in self._out
             for item in scheduled
-            if item.reads_picture and item.sequence.image_key in pictures
+            if item.reads_image and item.sequence.image_key in images
         ]
         failed = []
         for sequence in involved:
@@ -229,25 +227,25 @@ class Scheduler:
                 failed.append(sequence.sequence_id)
                 self._end(sequence, keep=False)
         self._cache.flush()
-        self._pictures.reset()
+        self._images.reset()
         return failed
 
     def flush(self) -> None:
         """Forgets cached prefixes and embeddings that nobody uses."""
         self._cache.flush()
-        self._pictures.flush()
+        self._images.flush()
 
     def check(self) -> None:
         """Raises AssertionError unless pages, tree, phases, shares and counts agree."""
         self._pool.check()
         self._cache.check()
-        self._pictures.check()
+        self._images.check()
         self._shares.check()
         self._underway.check(self._running.keys())
         assert len(self._running) <= self._limits.max_batch_size
         check_phases(self._sequences, self._running, [s.sequence_id for s in self._queue])
         size = self._limits.page_size
-        check_holdings(self._sequences, size, self._pool, self._cache, self._pictures)
+        check_holdings(self._sequences, size, self._pool, self._cache, self._images)
 
     def _num_pages(self, positions: int) -> int:
         return -(-positions // self._limits.page_size)
@@ -306,7 +304,7 @@ class Scheduler:
         *,
         num_decode: int,
     ) -> None:
-        """Schedules pictures and prompts as far as the allowance goes."""
+        """Schedules images and prompts as far as the allowance goes."""
         allowance = Allowance(self._policy.budget, decoding=num_decode > 0)
         order = self._order.order(self._turns.of(self._running.values()), now)
         for sequence in order:
@@ -332,15 +330,15 @@ class Scheduler:
     ) -> None:
         """Schedules as much of a prompt as the allowance has room for."""
         count = 0
-        if sequence.uses_picture:
+        if sequence.uses_image:
             assert sequence.image is not None
             if not self._encode(sequence.image, allowance, encode):
                 return
             if not allowance.allows_whole(sequence.image_prefix):
                 return
             allowance.take_positions(sequence.image_prefix)
-            self._pictures.release(sequence.image.key)
-            sequence.uses_picture = False
+            self._images.release(sequence.image.key)
+            sequence.uses_image = False
             count = 2
         text = min(len(sequence.tokens) - sequence.cursor - count, allowance.positions)
         allowance.take_positions(text)
@@ -350,12 +348,12 @@ class Scheduler:
     def _encode(
         self, image: PreparedImage, allowance: Allowance, encode: list[EncodeSlice]
     ) -> bool:
-        """Schedules crops of a picture; True once all are."""
-        while not self._pictures.is_encoded(image.key) and allowance.crops:
-            piece = self._pictures.encode(image.key, allowance.crops)
+        """Schedules crops of an image; True once all are."""
+        while not self._images.is_encoded(image.key) and allowance.crops:
+            piece = self._images.encode(image.key, allowance.crops)
             allowance.take_crops(piece.last - piece.first)
             encode.append(piece)
-        return self._pictures.is_encoded(image.key)
+        return self._images.is_encoded(image.key)
 
     def _admit(self, now: float) -> Sequence | None:
         """Takes the next waiting sequence that has room; none overtakes it, unless it waits for an image's prefix that
@@ -399,8 +397,8 @@ class Scheduler:
         assert sequence.account is not None
         sequence.account.num_running += 1
         if sequence.image is not None and sequence.cursor == 0:
-            self._pictures.acquire(sequence.image)
-            sequence.uses_picture = True
+            self._images.acquire(sequence.image)
+            sequence.uses_image = True
             self._underway.begin(sequence)
 
     def _must_wait_for(self, sequence: Sequence, prefix: Hashable) -> bool:
@@ -463,9 +461,9 @@ class Scheduler:
             sequence.in_flight += 1
             sequence.tokens.append(PREVIOUS)
         end = sequence.num_scheduled
-        reads_picture = start == 0 and sequence.image is not None
+        reads_image = start == 0 and sequence.image is not None
         scheduled.append(
-            Scheduled(sequence, sequence.epoch, end, sample is not None, is_prefill, reads_picture)
+            Scheduled(sequence, sequence.epoch, end, sample is not None, is_prefill, reads_image)
         )
         page_table = sequence.page_table(-(-end // self._limits.page_size))
         return Row(sequence.sequence_id, tokens, start, page_table, sample)
@@ -498,7 +496,7 @@ class Scheduler:
             self._queue.release(prefix)
 
     def _give_back(self, sequence: Sequence) -> None:
-        """Frees batch place, pages, lock and picture of a running sequence."""
+        """Frees batch place, pages, lock and image of a running sequence."""
         del self._running[sequence.sequence_id]
         assert sequence.account is not None
         sequence.account.num_running -= 1
@@ -507,10 +505,10 @@ class Scheduler:
         if sequence.node is not None:
             self._cache.unlock(sequence.node)
             sequence.node = None
-        if sequence.uses_picture:
+        if sequence.uses_image:
             assert sequence.image is not None
-            self._pictures.release(sequence.image.key)
-            sequence.uses_picture = False
+            self._images.release(sequence.image.key)
+            sequence.uses_image = False
         self._prefix_is_there(sequence)
 
     def _end(self, sequence: Sequence, *, keep: bool) -> None:

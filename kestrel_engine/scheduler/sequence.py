@@ -53,7 +53,7 @@ class Sequence:
         "sequence_id",
         "submission",
         "tokens",
-        "uses_picture",
+        "uses_image",
     )
 
     def __init__(self, submission: Submission) -> None:
@@ -86,7 +86,7 @@ class Sequence:
         """The instant of the first admission."""
         self.num_cached = 0
         """Positions that the first admission took from the prefix cache."""
-        self.uses_picture = False
+        self.uses_image = False
         """The sequence needs its image's embedding: it computes the image prefix."""
         self._page_table: tuple[int, ...] = ()
 
@@ -122,7 +122,7 @@ class Sequence:
 
     @property
     def image_prefix(self) -> int:
-        """Positions of the block that attends in both directions and is computed whole; 0 without a picture."""
+        """Positions of the block that attends in both directions and is computed whole; 0 without an image."""
         prompt = self.submission.prompt
         block = prompt[1] if len(prompt) > 1 else None
         return 1 + block.num_positions if isinstance(block, ImageBlock) else 0

@@ -65,7 +65,7 @@ class SkillContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkillRequest:
-    """A request in the skill's own terms, checked. ``prompt_suffix`` follows BOS and, if any, the picture.
+    """A request in the skill's own terms, checked. ``prompt_suffix`` follows BOS and, if any, the image.
 
     ``max_tokens``: what the caller asked for; None means the default, shrunk to the room left in the context.
     ``seed``: the caller's, else None and the engine draws one. ``options``: the skill's own fields, for its state.

@@ -1,4 +1,4 @@
-"""Caption: describes a picture in one of three lengths."""
+"""Caption: describes an image in one of three lengths."""
 
 from __future__ import annotations
 

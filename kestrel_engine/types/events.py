@@ -31,7 +31,7 @@ class EngineMetrics:
     """Counts, and milliseconds by the host's monotonic clock."""
 
     input_tokens: int = 0
-    """Prompt positions, BOS and picture included."""
+    """Prompt positions, BOS and image included."""
     output_tokens: int = 0
     """Generated tokens, spatial ones included, stop id not."""
     cached_tokens: int = 0
@@ -39,7 +39,7 @@ class EngineMetrics:
     queue_time_ms: float = 0.0
     """Accepted to first scheduled, less preprocessing."""
     preprocess_time_ms: float = 0.0
-    """Decoding and tiling the picture, tokenising."""
+    """Decoding and tiling the image, tokenising."""
     prefill_time_ms: float = 0.0
     """First scheduled to first token; vision included."""
     decode_time_ms: float = 0.0
@@ -63,6 +63,6 @@ class EngineResult:
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
     model: str = ""
     image_size: tuple[int, int] | None = None
-    """Width and height in pixels of the upright picture, if there was one."""
+    """Width and height in pixels of the upright image, if there was one."""
     seed: int = 0
     """The seed that the sampling used."""

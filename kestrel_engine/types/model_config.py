@@ -62,7 +62,7 @@ class VisionConfig:
 
     @property
     def grid(self) -> int:
-        """Patches on a side of a crop, and of the pooled picture."""
+        """Patches on a side of a crop, and of the pooled image."""
         return self.crop_size // self.enc_patch_size
 
     @property
@@ -86,7 +86,7 @@ class RegionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Templates:
-    """Prompt ids after BOS and picture (moondream.md section 3)."""
+    """Prompt ids after BOS and image (moondream.md section 3)."""
 
     caption: Mapping[str, tuple[int, ...]]
     query_prefix: tuple[int, ...]
@@ -125,12 +125,12 @@ class ModelConfig:
 
     @property
     def image_positions(self) -> int:
-        """KV positions of one picture (729 in the released models)."""
+        """KV positions of one image (729 in the released models)."""
         return self.vision.grid**2
 
     @property
     def image_prefix(self) -> int:
-        """BOS plus picture: the block that attends in both directions (730 in the released models)."""
+        """BOS plus image: the block that attends in both directions (730 in the released models)."""
         return 1 + self.image_positions
 
     @property

@@ -1,4 +1,4 @@
-"""What an engine tells those who measure it: one call a step, one a request, one a picture prepared ahead. Plain
+"""What an engine tells those who measure it: one call a step, one a request, one an image prepared ahead. Plain
 values; nothing is computed unless somebody listens."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StepEvent:
     request_ids: tuple[str, ...]
     """Requests that had a row in it."""
     encoded_request_ids: tuple[str, ...]
-    """Requests whose pictures had crops encoded in it."""
+    """Requests whose images had crops encoded in it."""
     failed: bool
     stats: SchedulerStats
     """The scheduler's counts when the step came back."""
@@ -48,7 +48,7 @@ class RequestEvent:
     """Class name of the error, "" if it ended well."""
     metrics: EngineMetrics
     image_size: tuple[int, int] | None
-    """Width and height in pixels of the upright picture, if there was one."""
+    """Width and height in pixels of the upright image, if there was one."""
     num_crops: int
     accepted_at: float
     prepared_at: float | None
@@ -59,14 +59,14 @@ class RequestEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageEvent:
-    """One picture that was prepared ahead of requests. Instants: seconds of the monotonic clock."""
+    """One image that was prepared ahead of requests. Instants: seconds of the monotonic clock."""
 
     request_id: str
     """Of whoever asked for it; may be ""."""
     error: str
     """Class name of the error, "" if it ended well."""
     size: tuple[int, int] | None
-    """Width and height in pixels of the upright picture."""
+    """Width and height in pixels of the upright image."""
     num_crops: int
     seconds: float
     """Of work; the rest was waiting for a thread."""

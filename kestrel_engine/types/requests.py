@@ -1,4 +1,4 @@
-"""What a request is once it has been checked: typed tokens, sampling, a prepared picture.
+"""What a request is once it has been checked: typed tokens, sampling, a prepared image.
 
 A prompt is a tuple of typed tokens; prefix-cache keys, token counts and region embeddings all follow from that one
 type. Knows no tokenizer, tensor, skill or event.
@@ -34,7 +34,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class ImageBlock:
-    """One picture in a prompt; with the BOS before it, it attends in both directions.
+    """One image in a prompt; with the BOS before it, it attends in both directions.
 
     ``key`` is the content hash of what the model sees, ``num_positions`` its length in KV positions (grid squared).
     """

@@ -66,7 +66,7 @@ PREVIOUS = Previous.TOKEN
 
 @dataclass(frozen=True, slots=True)
 class EncodeSlice:
-    """Crops ``first`` up to ``last`` of a picture; a picture's slices come in order, over one or more steps."""
+    """Crops ``first`` up to ``last`` of an image; an image's slices come in order, over one or more steps."""
 
     image: PreparedImage
     first: int
@@ -95,11 +95,11 @@ class StepPlan:
 
     step_id: int
     drop_images: tuple[str, ...] = ()
-    """Keys of pictures whose crops and embeddings are no longer needed; a key may be unknown."""
+    """Keys of images whose crops and embeddings are no longer needed; a key may be unknown."""
     ended: tuple[int, ...] = ()
     """Sequences that will have no further row: what was kept of them may go. An id may be unknown."""
     encode: tuple[EncodeSlice, ...] = ()
-    """Crops to encode. After a picture's last slice its embedding is kept under its key until ``drop_images``."""
+    """Crops to encode. After an image's last slice its embedding is kept under its key until ``drop_images``."""
     prefill: tuple[Row, ...] = ()
     """Rows of many tokens."""
     decode: tuple[Row, ...] = ()
