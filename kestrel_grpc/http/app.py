@@ -16,6 +16,7 @@ from ..services.model import ModelService
 from ..services.vision import VisionService
 from . import moondream, ollama, openai
 from .edge import Endpoint, HttpEdge, Receive, Scope, Send
+from .files import page_routes
 
 
 class _Answered:
@@ -45,6 +46,7 @@ def application(
         Route("/api/version", _ollama_version, methods=["GET"]),
         Route("/healthz", _health(served), methods=["GET"]),
         Route("/health", _health(served), methods=["GET"]),
+        *page_routes(),
     ]
     return Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method})
 

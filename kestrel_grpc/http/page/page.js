@@ -1,0 +1,451 @@
+// The page behind GET /: an image, a skill, the answer as it is written, and the same request as code.
+"use strict";
+
+const $ = (id) => document.getElementById(id);
+const COLOURS = ["#e6194b", "#1f6feb", "#2da44e", "#d4820a", "#8250df", "#0d9aa8", "#c2255c", "#6b7d0c"];
+const SVG = "http://www.w3.org/2000/svg";
+const PLACEHOLDERS = {
+  query: "What is in this image?",
+  chat: "Ask, then ask again",
+  detect: "cat, dog, person",
+  point: "door handle",
+  segment: "the red car",
+};
+
+const state = { skill: "query", image: null, turns: [], running: null, code: "curl", camera: null };
+
+function headers() {
+  const key = $("key").value.trim();
+  return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
+}
+
+async function showModel() {
+  try {
+    const response = await fetch("v1/models", { headers: headers() });
+    const body = await response.json();
+    $("model").textContent = response.ok
+      ? `serves ${body.data.map((model) => model.id).join(", ")}`
+      : body.error.message;
+  } catch {
+    $("model").textContent = "the server does not answer";
+  }
+}
+
+// The image.
+
+async function useFile(file) {
+  if (!file) return;
+  stopCamera();
+  const url = await new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+  useImage(url);
+}
+
+function useImage(url) {
+  state.image = url;
+  state.turns = [];
+  $("image").src = url;
+  $("frame").hidden = false;
+  $("hint").hidden = true;
+  $("clear").hidden = false;
+  $("drop").classList.add("full");
+  clearAnswer();
+  showCode();
+}
+
+function removeImage() {
+  state.image = null;
+  state.turns = [];
+  $("image").removeAttribute("src");
+  $("frame").hidden = true;
+  $("hint").hidden = false;
+  $("clear").hidden = true;
+  $("drop").classList.remove("full");
+  clearAnswer();
+  showCode();
+}
+
+async function startCamera() {
+  try {
+    state.camera = await navigator.mediaDevices.getUserMedia({ video: { facingMode: "environment" } });
+  } catch {
+    showError("The camera can't be used: browsers allow it on https and on localhost only, if you agree.");
+    return;
+  }
+  removeImage();
+  $("hint").hidden = true;
+  $("video").hidden = false;
+  $("video").srcObject = state.camera;
+  await $("video").play();
+  $("shoot").hidden = false;
+}
+
+function stopCamera() {
+  for (const track of state.camera ? state.camera.getTracks() : []) track.stop();
+  state.camera = null;
+  $("video").hidden = true;
+  $("shoot").hidden = true;
+  if (!state.image) $("hint").hidden = false;
+}
+
+function shoot() {
+  const video = $("video");
+  const canvas = document.createElement("canvas");
+  canvas.width = video.videoWidth;
+  canvas.height = video.videoHeight;
+  canvas.getContext("2d").drawImage(video, 0, 0);
+  stopCamera();
+  useImage(canvas.toDataURL("image/jpeg", 0.92));
+}
+
+// The request.
+
+function choose(skill) {
+  state.skill = skill;
+  for (const tab of document.querySelectorAll("[data-skill]")) {
+    const chosen = tab.dataset.skill === skill;
+    tab.setAttribute("aria-selected", chosen);
+    tab.tabIndex = chosen ? 0 : -1;
+    if (chosen) $("form").setAttribute("aria-labelledby", tab.id);
+  }
+  const asks = skill === "query" || skill === "chat";
+  $("text-label").textContent = asks ? "Question" : skill === "segment" ? "Object" : "Objects, with commas between";
+  $("text-label").hidden = $("text").hidden = skill === "caption";
+  $("text").placeholder = PLACEHOLDERS[skill] || "";
+  $("length-label").hidden = skill !== "caption";
+  $("reasoning-label").hidden = !asks;
+  state.turns = [];
+  clearAnswer();
+  showCode();
+}
+
+// One request for each object of a list.
+function requests() {
+  const text = $("text").value.trim();
+  const image = state.image ? { image_url: state.image } : {};
+  switch (state.skill) {
+    case "caption":
+      return [{ path: "caption", body: { ...image, length: $("length").value, stream: true } }];
+    case "query":
+      return [{ path: "query", body: { ...image, question: text, reasoning: $("reasoning").checked, stream: true } }];
+    case "chat": {
+      const parts = (question, first) =>
+        first && state.image
+          ? [{ type: "image_url", image_url: { url: state.image } }, { type: "text", text: question }]
+          : question;
+      const messages = [];
+      for (const [index, turn] of [...state.turns, { question: text }].entries()) {
+        messages.push({ role: "user", content: parts(turn.question, index === 0) });
+        if (turn.answer !== undefined) messages.push({ role: "assistant", content: turn.answer });
+      }
+      const body = { messages, reasoning: $("reasoning").checked, stream: true, stream_options: { include_usage: true } };
+      return [{ path: "chat/completions", body }];
+    }
+    case "segment":
+      return [{ path: "segment", body: { ...image, object: text, stream: true }, label: text }];
+    default: {
+      const objects = text.split(",").map((object) => object.trim()).filter(Boolean);
+      return objects.map((object) => ({ path: state.skill, body: { ...image, object }, label: object }));
+    }
+  }
+}
+
+async function run(event) {
+  event.preventDefault();
+  if (state.running) return;
+  const needsImage = !["query", "chat"].includes(state.skill);
+  if (needsImage && !state.image) return showError("Choose an image first.");
+  if (state.skill !== "caption" && !$("text").value.trim()) return showError(`Write the ${state.skill === "query" || state.skill === "chat" ? "question" : "object"} first.`);
+  clearAnswer(state.skill === "chat");
+  const control = new AbortController();
+  state.running = control;
+  $("run").disabled = true;
+  $("stop").hidden = false;
+  const began = performance.now();
+  try {
+    const all = requests();
+    await Promise.all(all.map((request, index) => send(request, index, began, control.signal)));
+  } catch (error) {
+    if (error.name !== "AbortError") showError(error.message);
+  } finally {
+    state.running = null;
+    $("run").disabled = false;
+    $("stop").hidden = true;
+  }
+}
+
+async function send(request, index, began, signal) {
+  const response = await fetch(`v1/${request.path}`, {
+    method: "POST", headers: headers(), body: JSON.stringify(request.body), signal,
+  });
+  if (!response.ok) {
+    const body = await response.json().catch(() => ({}));
+    throw new Error(body.error ? body.error.message : `The server answered with status ${response.status}.`);
+  }
+  const show = { query: showText, caption: showText, chat: showChat, segment: showSegment }[state.skill];
+  if (!show) return showFound(await response.json(), request.label, index, began);
+  const view = show(request, index, began);
+  for await (const message of events(response)) {
+    if (message.error) throw new Error(message.error.message);
+    view(message);
+  }
+}
+
+// Server-sent events, one JSON object each.
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    rest += value;
+    const lines = rest.split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (line.startsWith("data: ") && line !== "data: [DONE]") yield JSON.parse(line.slice(6));
+    }
+  }
+}
+
+// The answer.
+
+function entry(kind, text = "") {
+  const element = document.createElement("p");
+  element.className = kind;
+  element.textContent = text;
+  $("log").append(element);
+  return element;
+}
+
+function showText(request, index, began) {
+  let thought = null;
+  let answer = null;
+  return (message) => {
+    if (message.reasoning_chunk) (thought ||= entry("thought")).textContent += message.reasoning_chunk;
+    if (message.chunk) (answer ||= entry("answer")).textContent += message.chunk;
+    if (message.completed) {
+      if (!answer) entry("answer", "(an empty answer)");
+      showFacts(message.metrics, began);
+      const points = message.reasoning ? message.reasoning.grounding.flatMap((span) => span.points) : [];
+      for (const [x, y] of points) paintPoint({ x, y }, COLOURS[0]);
+    }
+  };
+}
+
+function showChat(request, index, began) {
+  const turn = { question: $("text").value.trim(), answer: "" };
+  entry("asked", turn.question);
+  const answer = entry("answer");
+  let thought = null;
+  $("text").value = "";
+  return (message) => {
+    const choice = message.choices[0];
+    if (choice && choice.delta.reasoning_content) {
+      if (!thought) {
+        thought = entry("thought");
+        answer.before(thought);
+      }
+      thought.textContent += choice.delta.reasoning_content;
+    }
+    if (choice && choice.delta.content) answer.textContent = turn.answer += choice.delta.content;
+    if (message.usage) {
+      state.turns.push(turn);
+      const used = message.usage;
+      showFacts({ input_tokens: used.prompt_tokens, output_tokens: used.completion_tokens }, began);
+      showCode();
+    }
+  };
+}
+
+function showSegment(request, index, began) {
+  let path = "";
+  let box = null;
+  const outline = document.createElementNS(SVG, "path");
+  outline.setAttribute("fill", COLOURS[0]);
+  outline.setAttribute("fill-opacity", "0.35");
+  outline.setAttribute("stroke", COLOURS[0]);
+  outline.setAttribute("stroke-width", "3");
+  $("marks").append(outline);
+  const draw = () => {
+    if (!box) return;
+    outline.setAttribute("d", path);
+    const width = box.x_max - box.x_min;
+    const height = box.y_max - box.y_min;
+    outline.setAttribute("transform", `translate(${box.x_min} ${box.y_min}) scale(${width} ${height})`);
+  };
+  $("marks").setAttribute("viewBox", "0 0 1 1");
+  return (message) => {
+    if (message.type === "bbox") box = message.bbox;
+    if (message.type === "path_delta") path += message.chunk;
+    if (message.type === "final") {
+      path = message.path;
+      box = message.bbox || box;
+      legend(request.label, path ? 1 : 0, COLOURS[0], 0);
+      showFacts(message.metrics, began);
+    }
+    draw();
+  };
+}
+
+function showFound(body, label, index, began) {
+  const colour = COLOURS[index % COLOURS.length];
+  for (const box of body.objects || []) paintBox(box, colour, label);
+  for (const point of body.points || []) paintPoint(point, colour);
+  legend(label, (body.objects || body.points).length, colour, index);
+  showFacts(body.metrics, began);
+}
+
+function mark(name, attributes) {
+  $("marks").setAttribute("viewBox", "0 0 1 1");
+  const element = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  $("marks").append(element);
+  return element;
+}
+
+function paintBox(box, colour, label) {
+  const shape = { x: box.x_min, y: box.y_min, width: box.x_max - box.x_min, height: box.y_max - box.y_min };
+  const element = mark("rect", { ...shape, fill: colour, "fill-opacity": 0.12, stroke: colour, "stroke-width": 3 });
+  const title = document.createElementNS(SVG, "title");
+  title.textContent = box.score === undefined ? label : `${label} ${box.score.toFixed(2)}`;
+  element.append(title);
+}
+
+function paintPoint(point, colour) {
+  // The view box is square and the image may not be: an ellipse that looks round on the image.
+  const { naturalWidth: width, naturalHeight: height } = $("image");
+  const radius = 0.012 * Math.max(width, height);
+  mark("ellipse", {
+    cx: point.x, cy: point.y, rx: radius / width, ry: radius / height,
+    fill: colour, stroke: "#fff", "stroke-width": 2,
+  });
+}
+
+function legend(label, count, colour, index) {
+  const item = document.createElement("li");
+  const swatch = document.createElement("span");
+  swatch.style.background = colour;
+  item.append(swatch, `${label}: ${count}`);
+  item.dataset.index = index;
+  const later = [...$("legend").children].find((each) => Number(each.dataset.index) > index);
+  $("legend").insertBefore(item, later || null);
+}
+
+function showFacts(metrics, began) {
+  const parts = [`${Math.round(performance.now() - began)} ms`];
+  if (metrics.ttft_ms !== undefined) parts.push(`first token after ${Math.round(metrics.ttft_ms)} ms on the server`);
+  parts.push(`${metrics.input_tokens} tokens in, ${metrics.output_tokens} out`);
+  $("facts").textContent = parts.join(" · ");
+}
+
+function showError(text) {
+  $("error").textContent = text;
+}
+
+function clearAnswer(keepLog = false) {
+  showError("");
+  $("facts").textContent = "";
+  $("legend").replaceChildren();
+  $("marks").replaceChildren();
+  if (!keepLog) $("log").replaceChildren();
+}
+
+// The same request as code.
+
+function shortened(value) {
+  return JSON.stringify(value, (key, each) => (typeof each === "string" && each.startsWith("data:") ? "data:image/jpeg;base64,…" : each), 2);
+}
+
+function showCode() {
+  const [request] = requests();
+  const base = new URL("v1", document.baseURI).href;
+  const text = $("text").value.trim();
+  const quoted = JSON.stringify(text);
+  if (!request) {
+    $("source").textContent = "";
+  } else if (state.code === "curl") {
+    const token = $("key").value ? " \\\n  -H \"authorization: Bearer $TOKEN\"" : "";
+    const body = shortened(request.body).replaceAll("'", "'\\''");
+    $("source").textContent = `curl -N ${base}/${request.path}${token} \\\n  -H 'content-type: application/json' -d '${body}'`;
+  } else if (state.code === "python" && state.skill === "chat") {
+    $("source").textContent = `from openai import OpenAI\n\nclient = OpenAI(base_url="${base}", api_key="TOKEN")\nanswer = client.chat.completions.create(\n    model="moondream",\n    messages=messages,\n)`;
+  } else if (state.code === "python") {
+    const call = {
+      query: `query(image, ${quoted})`, caption: `caption(image, length="${$("length").value}")`,
+      detect: `detect(image, ${quoted})`, point: `point(image, ${quoted})`, segment: `segment(image, ${quoted})`,
+    }[state.skill];
+    $("source").textContent = `import moondream as md\nfrom PIL import Image\n\nmodel = md.vl(endpoint="${base}", api_key="TOKEN")\nimage = Image.open("image.jpg")\nprint(model.${call})`;
+  } else {
+    const call = {
+      query: `query("image.jpg", ${quoted})`, chat: `query("image.jpg", ${quoted})`, caption: `caption("image.jpg", "${$("length").value}")`,
+      detect: `detect("image.jpg", ${quoted})`, point: `point("image.jpg", ${quoted})`, segment: `segment("image.jpg", ${quoted})`,
+    }[state.skill];
+    $("source").textContent = `from kestrel_client import KestrelClient\n\nwith KestrelClient("${location.hostname}:50051") as client:\n    print(client.${call})`;
+  }
+}
+
+// Events.
+
+addEventListener("DOMContentLoaded", () => {
+  $("key").value = sessionStorage.getItem("key") || "";
+  showModel();
+  choose("query");
+  $("key").addEventListener("change", () => {
+    sessionStorage.setItem("key", $("key").value);
+    showModel();
+    showCode();
+  });
+  $("form").addEventListener("submit", run);
+  $("stop").addEventListener("click", () => state.running && state.running.abort());
+  $("text").addEventListener("input", showCode);
+  $("text").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey) {
+      event.preventDefault();
+      $("form").requestSubmit();
+    }
+  });
+  $("length").addEventListener("change", showCode);
+  $("reasoning").addEventListener("change", showCode);
+  const tabs = [...document.querySelectorAll("[data-skill]")];
+  for (const tab of tabs) {
+    tab.addEventListener("click", () => choose(tab.dataset.skill));
+    tab.addEventListener("keydown", (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (!step) return;
+      const next = tabs[(tabs.indexOf(tab) + step + tabs.length) % tabs.length];
+      choose(next.dataset.skill);
+      next.focus();
+    });
+  }
+  for (const button of document.querySelectorAll("[data-code]")) {
+    button.addEventListener("click", () => {
+      state.code = button.dataset.code;
+      for (const each of document.querySelectorAll("[data-code]")) each.setAttribute("aria-pressed", each === button);
+      showCode();
+    });
+  }
+  $("copy").addEventListener("click", () => navigator.clipboard.writeText($("source").textContent));
+  $("choose").addEventListener("click", () => $("file").click());
+  $("file").addEventListener("change", () => useFile($("file").files[0]));
+  $("camera").addEventListener("click", startCamera);
+  $("shoot").addEventListener("click", shoot);
+  $("clear").addEventListener("click", removeImage);
+  const drop = $("drop");
+  drop.addEventListener("click", () => state.image || state.camera || $("file").click());
+  drop.addEventListener("keydown", (event) => (event.key === "Enter" || event.key === " ") && $("file").click());
+  addEventListener("dragover", (event) => {
+    event.preventDefault();
+    drop.classList.add("over");
+  });
+  addEventListener("dragleave", () => drop.classList.remove("over"));
+  addEventListener("drop", (event) => {
+    event.preventDefault();
+    drop.classList.remove("over");
+    useFile(event.dataTransfer.files[0]);
+  });
+  addEventListener("paste", (event) => useFile(event.clipboardData.files[0]));
+});

@@ -1,0 +1,87 @@
+"""The page behind GET /: its files, its policy, and every skill in a real browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.docs.code_blocks import ROOT
+from tests.http.test_real_clients import IMAGE, KEY, endpoint
+
+__all__ = ["endpoint"]
+PAGE = ROOT / "kestrel_grpc/http/page"
+CHROMIUM = shutil.which("chromium")
+
+
+async def test_the_page_loads_nothing_from_elsewhere_and_has_no_inline_script(http):
+    _, client = await http()
+    page = await client.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert not re.search(r"<script(?![^>]*src=)|\son\w+=|\sstyle=|https?://", page.text)
+    for path in re.findall(r'(?:src|href)="([^"]+)"', page.text):
+        assert (await client.get(f"/{path}")).status_code == 200, path
+    assert (await client.get("/page/../app.py")).status_code == 404
+
+
+def test_every_element_that_the_script_names_is_in_the_page():
+    named = set(re.findall(r'\$\("([a-z-]+)"\)', (PAGE / "page.js").read_text()))
+    ids = set(re.findall(r'id="([a-z-]+)"', (PAGE / "index.html").read_text()))
+    assert named and named <= ids
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+def test_every_skill_in_a_browser(endpoint: str, scheme: str, width: int, tmp_path: Path):
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        problems: list[str] = []
+        page.on("console", lambda message: problems.append(message.text))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(endpoint.removesuffix("v1"))
+        page.wait_for_selector("text=needs a token")
+        problems.clear()  # The browser reports the refusal.
+        page.fill("#key", KEY)
+        page.press("#key", "Tab")
+        page.wait_for_selector("text=serves kestrel-tiny")
+        page.click("#run")
+        assert page.inner_text("#error") == "Write the question first."
+        page.set_input_files("#file", str(IMAGE))
+
+        def run(skill: str, text: str, until: str) -> None:
+            page.click(f"[data-skill={skill}]")
+            if text:
+                page.fill("#text", text)
+            page.click("#run")
+            page.wait_for_selector(until)
+            page.wait_for_selector("#run:not([disabled])")
+            assert page.inner_text("#error") == ""
+
+        run("query", "How many green crescents are there?", "#facts:not(:empty)")
+        assert page.inner_text("#log") == "2"
+        run("caption", "", "#facts:not(:empty)")
+        assert page.inner_text("#log")
+        run("detect", "green crescent, pink star", "#legend li:nth-child(2)")
+        assert page.inner_text("#legend").split("\n") == ["green crescent: 2", "pink star: 1"]
+        assert page.locator("#marks rect").count() == 3
+        run("point", "green crescent", "#legend li")
+        assert page.locator("#marks ellipse").count() == 2
+        run("segment", "pink star", "#legend li")
+        assert page.locator("#marks path").get_attribute("d")
+        run("chat", "How many green crescents are there?", "#facts:not(:empty)")
+        assert page.locator("#log .answer").inner_text() == "2"
+        page.click("#code summary")
+        for code, part in (("curl", "curl -N"), ("python", "openai"), ("grpc", "KestrelClient")):
+            page.click(f"[data-code={code}]")
+            assert part in page.inner_text("#source")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert problems == []
+        page.screenshot(path=tmp_path / f"{scheme}.png")
+        browser.close()
