@@ -1,4 +1,4 @@
-"""One picture and prompt through two configurations, side by side: tokens, how far logits drift, where the two part.
+"""One image and prompt through two configurations, side by side: tokens, how far logits drift, where the two part.
 
 python -m benchmarks.compare_reference --model moondream2 --device cuda --left=--no-compile --right='--attention triton'
 

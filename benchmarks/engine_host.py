@@ -2,7 +2,7 @@
 
 python -m benchmarks.engine_host [--quick] [--json FILE]
 
-The real EngineLoop, scheduler, controls and delivery thread. Every sequence has a picture's prefix of 730 positions in
+The real EngineLoop, scheduler, controls and delivery thread. Every sequence has an image's prefix of 730 positions in
 pages of 10 and decodes 1,000 tokens and more. The garbage collector is set as the server sets it. Delivery runs and is
 excluded: the device's step lasts until delivery has caught up, so both don't fight for the interpreter while the clock
 runs.
@@ -98,7 +98,7 @@ class NullRuntime:
 
 
 def work(number: int, max_tokens: int, context: SkillContext) -> Work:
-    """A caption of a picture that nobody else asks about."""
+    """A caption of an image that nobody else asks about."""
     image = PreparedImage(f"p{number}", np.zeros((2, 1, 1, 3), np.uint8), (1, 1), 1, 1)
     control = AnswerControl(context)
     submission = Submission(

@@ -1,10 +1,10 @@
-"""Ceilings of this machine: what no kernel, copy or picture decoder will beat here.
+"""Ceilings of this machine: what no kernel, copy or image decoder will beat here.
 
 python -m benchmarks.floors [--device cuda] [--json F]
 
 Copy rate of the device's memory (bytes read and written), bf16 and FP8 matrix products (large, and at the shapes of
 Moondream's vision tower and prefill), pinned host to device copies, the host's cost of a launch and of a captured
-graph's, and preprocessing of the trace's pictures on all cores.
+graph's, and preprocessing of the trace's images on all cores.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from kestrel_engine.types.model_config import VisionConfig
 from .device.rates import copy_rate, fp8_gemm_rate, gemm_rate, seconds_of, supports_fp8, synchronize
 from .reports.gpu_report import GpuReport, command_line
 from .reports.report import add_arguments, median
-from .traffic.chart_trace import draw_pictures
+from .traffic.chart_trace import draw_images
 
 PREPROCESSING_FROM = 2_000_000
-"""Numbers of the pictures that are preprocessed."""
+"""Numbers of the images that are preprocessed."""
 
 GEMMS = {
     "large": (8192, 8192, 8192),
     "vision qkv, 56 crops": (56 * 729, 3 * 1152, 1152),
     "vision fc1, 56 crops": (56 * 729, 4304, 1152),
     "vision fc2, 56 crops": (56 * 729, 1152, 4304),
-    "prefill qkv, 16 pictures": (16 * 730, 3 * 2048, 2048),
-    "prefill fc1, 16 pictures": (16 * 730, 8192, 2048),
-    "prefill fc2, 16 pictures": (16 * 730, 2048, 8192),
+    "prefill qkv, 16 images": (16 * 730, 3 * 2048, 2048),
+    "prefill fc1, 16 images": (16 * 730, 8192, 2048),
+    "prefill fc2, 16 images": (16 * 730, 2048, 8192),
 }
 """Rows, columns and inner dimension."""
 
@@ -63,7 +63,7 @@ def measure_gemms(report: GpuReport, device: torch.device, *, quick: bool) -> No
         report.figure(f"{name} GEMM, {shape}", rate / 1e12, "TFLOP/s")
     if not supports_fp8(device):
         return
-    for shape in ("large", "prefill fc1, 16 pictures"):
+    for shape in ("large", "prefill fc1, 16 images"):
         for row_scales in (False, True):
             scales = "a scale a row" if row_scales else "one scale"
             rate = fp8_gemm_rate(*GEMMS[shape], device, row_scales=row_scales)
@@ -103,29 +103,29 @@ def _host_us(work: Callable[[], object], device: torch.device, count: int) -> fl
 
 
 def measure_preprocessing(report: GpuReport, *, quick: bool) -> None:
-    """Pictures of the trace, from JPEG bytes to crops: on one thread, and on as many as there are cores."""
+    """Images of the trace, from JPEG bytes to crops: on one thread, and on as many as there are cores."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    pictures = draw_pictures(2 if quick else 16 * cores, first=PREPROCESSING_FROM)
+    images = draw_images(2 if quick else 16 * cores, first=PREPROCESSING_FROM)
     limits, vision = ImageLimits(), VisionConfig()
 
-    def work(picture: bytes) -> int:
-        return prepare(open_image(picture, limits), vision).num_crops
+    def work(image: bytes) -> int:
+        return prepare(open_image(image, limits), vision).num_crops
 
-    work(pictures[0])
-    few = pictures[: 2 if quick else 16]
+    work(images[0])
+    few = images[: 2 if quick else 16]
     began = time.perf_counter()
-    crops = sum(work(picture) for picture in few)
+    crops = sum(work(image) for image in few)
     alone = time.perf_counter() - began
-    report.figure("preprocessing, 1 thread", len(few) / alone, "pictures/s")
+    report.figure("preprocessing, 1 thread", len(few) / alone, "images/s")
     with ThreadPoolExecutor(cores) as pool:
         list(pool.map(work, few))
         began = time.perf_counter()
-        list(pool.map(work, pictures))
+        list(pool.map(work, images))
         together = time.perf_counter() - began
-    report.figure(f"preprocessing, {cores} threads", len(pictures) / together, "pictures/s")
-    report.add("Preprocessing", {"pictures": len(pictures), "crops a picture": crops / len(few)})
+    report.figure(f"preprocessing, {cores} threads", len(images) / together, "images/s")
+    report.add("Preprocessing", {"images": len(images), "crops an image": crops / len(few)})
 
 
 def measure(report: GpuReport, device: torch.device, *, quick: bool) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from .reports.gpu_report import Figure, GpuReport, command_line, line
-from .traffic.chart_trace import NUM_PICTURES, draw_pictures
+from .traffic.chart_trace import NUM_IMAGES, draw_images
 
 MODELS = ("moondream2", "moondream3-preview")
 RUNS = {"moondream2": ((64, 3), (64, 30), (1, 3)), "moondream3-preview": ((64, 3), (64, 30))}
@@ -208,14 +208,14 @@ def _prefill(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
     from .prefill import measure
 
     counts = (1,) if args.quick else (1, 4, 16)
-    measure(opened, report, picture_counts=counts, repeats=1 if args.quick else 7)
+    measure(opened, report, image_counts=counts, repeats=1 if args.quick else 7)
 
 
 def _quality(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
     from .quality import measure_drift
 
-    pictures, steps = (1, 1) if args.quick else (4, 16)
-    measure_drift(opened, report, pictures=pictures, steps=steps)
+    images, steps = (1, 1) if args.quick else (4, 16)
+    measure_drift(opened, report, images=images, steps=steps)
 
 
 MEASURES: dict[str, Callable[[Any, argparse.Namespace, GpuReport], None]] = {
@@ -262,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--device", default="cuda", help="[cuda]")
     parser.add_argument("--seconds", type=float, default=530.0, help="for all of it [530]")
-    parser.add_argument("--cache", type=Path, help="folder of the trace's pictures [OUT/pictures]")
+    parser.add_argument("--cache", type=Path, help="folder of the trace's images [OUT/images]")
     parser.add_argument("--quick", action="store_true", help="a smoke test with kestrel-tiny")
     parser.add_argument("--one", metavar="MODEL", help="only this model's parts, in this process")
     args = parser.parse_args(arguments)
@@ -274,11 +274,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.models, args.device = ["kestrel-tiny"], "cpu"
     for file in args.out.glob("*.json"):
         file.unlink()
-    cache = args.cache or args.out / "pictures"
+    cache = args.cache or args.out / "images"
     until = time.monotonic() + args.seconds
     failed = []
     if "trace" in args.parts and not args.quick:
-        draw_pictures(NUM_PICTURES, cache=cache)
+        draw_images(NUM_IMAGES, cache=cache)
     for job in jobs(args, cache):
         if job.name == "grpc":
             job = with_engine_alone(job, args.out / f"{args.models[0]}-saturate.json")

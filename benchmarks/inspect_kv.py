@@ -3,7 +3,7 @@
 python -m benchmarks.inspect_kv --model moondream3-preview --left=--no-compile --right='--attention triton'
 
 The left side answers; the right side hears the same tokens. Keys and values of every position are then compared, for
-the picture's prefix, the rest of the prompt and the decoded tokens by themselves: those are written by different code.
+the image's prefix, the rest of the prompt and the decoded tokens by themselves: those are written by different code.
 An error is a root mean square as a share of that of the left side's layer. It grows with depth, so the lowest layer
 that is beyond the tolerance, and its first position and head, say where to look. Exits with 1 if there is one. The
 tolerance is for a stretch of positions; a head of one position may be ten times as far off. Beyond that, too, one
@@ -76,7 +76,7 @@ def phases(request: Request, positions: int) -> Mapping[str, slice]:
     prompt = num_positions(request.prompt)
     prefix = 0 if request.image is None else request.context.model.image_prefix
     found = {
-        "picture": slice(0, prefix),
+        "image": slice(0, prefix),
         "prompt": slice(prefix, prompt),
         "decoded": slice(prompt, positions),
     }
@@ -141,7 +141,7 @@ def inspect(
             }
             for phase, stretch in stretches.items():
                 row[phase] = rms(a[stretch] - b[stretch]) / rms(a)
-            report.add("cache contents; of picture, prompt and decoded the error", row)
+            report.add("cache contents; of image, prompt and decoded the error", row)
     tolerance = tolerance or max(s.tolerance for s in (left, right))
     strays = 0.0 if left.exact and right.exact else STRAYS
     found = first_difference(*held, stretches, tolerance, strays)

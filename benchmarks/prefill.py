@@ -2,7 +2,7 @@
 
 python -m benchmarks.prefill --model moondream2 --random-weights --device cuda --json F
 
-Prefixes (BOS and picture, attending in both directions) and questions go through the runtime as steps without a
+Prefixes (BOS and image, attending in both directions) and questions go through the runtime as steps without a
 scheduler and are timed by the runtime's own clock. The MoE layers are called as the runtime's prefill calls them, on
 random activations of as many tokens as that many prefixes have; the routers choose.
 """
@@ -28,30 +28,30 @@ from .models.opening import Opened, model_arguments, open_model, parse
 from .reports import bars
 from .reports.gpu_report import GpuReport, command_line
 from .reports.report import add_arguments, median
-from .vision import prepared_pictures
+from .vision import prepared_images
 
 QUESTION = 25
 """Tokens of a question with its template."""
 
 
 def measure_prefixes(
-    opened: Opened, report: GpuReport, *, picture_counts: Sequence[int], repeats: int
+    opened: Opened, report: GpuReport, *, image_counts: Sequence[int], repeats: int
 ) -> None:
     config, device = opened.built.model, opened.device
     model = opened.runtime.model
     steps = HandMadeSteps(opened.runtime)
-    most = max(picture_counts)
+    most = max(image_counts)
     text, prefix = config.text, config.image_prefix
     # As large a product as there is: the ceiling of what is mostly fc1 and fc2.
     ceiling = gemm_rate(most * prefix, text.ff_dim, text.dim, model.dtype, device, repeats=repeats)
-    pictures = prepared_pictures(most, config.vision)
-    steps.encode(pictures)
-    held = [steps.hold(prefix + QUESTION) for _ in pictures]
+    images = prepared_images(most, config.vision)
+    steps.encode(images)
+    held = [steps.hold(prefix + QUESTION) for _ in images]
     rng, bos = random.Random(0), config.ids.bos_id
-    for count in picture_counts:
+    for count in image_counts:
         rows = [
             steps.row(h, (bos, ImageBlock(p.key, config.image_positions)), 0)
-            for h, p in zip(held[:count], pictures, strict=False)
+            for h, p in zip(held[:count], images, strict=False)
         ]
         took = median([steps.prefill(rows).prefill_s for _ in range(repeats + 1)][1:])
         tflops = prefix_flop(config, count) / took / 1e12
@@ -59,7 +59,7 @@ def measure_prefixes(
             "Image prefixes, by the runtime's clock",
             {
                 "model": opened.name,
-                "pictures": count,
+                "images": count,
                 "positions": count * prefix,
                 "ms": 1e3 * took,
                 "TFLOP/s": tflops,
@@ -69,14 +69,14 @@ def measure_prefixes(
         limits = bars.PREFILL_TFLOPS.get((opened.name, count), bars.NONE)
         limits = limits if opened.on_cuda else bars.NONE
         report.figure(
-            f"{opened.name}: prefix prefill, {count} pictures",
+            f"{opened.name}: prefix prefill, {count} images",
             tflops,
             "TFLOP/s",
             floor=ceiling / 1e12,
             bar=limits.bar,
             goal=limits.goal,
         )
-    for count in picture_counts:
+    for count in image_counts:
         words = range(FIRST_TEXT_ID, text.vocab_size)
         rows = [
             steps.row(h, tuple(rng.choices(words, k=QUESTION)), prefix, draw=0)
@@ -89,17 +89,17 @@ def measure_prefixes(
         )
         name = f"{opened.name}: prefill of {count} questions"
         report.figure(name, 1e3 * took, "ms", at_least=False)
-    steps.end(held, [p.key for p in pictures])
+    steps.end(held, [p.key for p in images])
 
 
-def measure_moe(opened: Opened, report: GpuReport, *, pictures: int, repeats: int) -> None:
+def measure_moe(opened: Opened, report: GpuReport, *, images: int, repeats: int) -> None:
     """Nothing for a model without experts."""
     config, device = opened.built.model, opened.device
     model = opened.runtime.model
     layers = [block.mlp for block in model.text.blocks if isinstance(block.mlp, Moe)]
     if not layers:
         return
-    tokens = pictures * config.image_prefix
+    tokens = images * config.image_prefix
     u = torch.randn(tokens, config.text.dim, device=device).to(model.dtype)
     call = moe_call(kernels=hasattr(opened.runtime, "vision"))
     with torch.inference_mode():
@@ -118,10 +118,10 @@ def measure_moe(opened: Opened, report: GpuReport, *, pictures: int, repeats: in
             "TFLOP/s": tflops,
         },
     )
-    judged = opened.on_cuda and opened.name.startswith("moondream3") and pictures == 16
+    judged = opened.on_cuda and opened.name.startswith("moondream3") and images == 16
     limits = bars.MOE_TFLOPS if judged else bars.NONE
     report.figure(
-        f"{opened.name}: MoE layer, {pictures} pictures, {stored}",
+        f"{opened.name}: MoE layer, {images} images, {stored}",
         tflops,
         "TFLOP/s",
         bar=limits.bar,
@@ -146,10 +146,10 @@ def moe_call(*, kernels: bool) -> Callable[[Moe, Tensor], Tensor]:
 
 
 def measure(
-    opened: Opened, report: GpuReport, *, picture_counts: Sequence[int], repeats: int
+    opened: Opened, report: GpuReport, *, image_counts: Sequence[int], repeats: int
 ) -> None:
-    measure_prefixes(opened, report, picture_counts=picture_counts, repeats=repeats)
-    measure_moe(opened, report, pictures=max(picture_counts), repeats=repeats)
+    measure_prefixes(opened, report, image_counts=image_counts, repeats=repeats)
+    measure_moe(opened, report, images=max(image_counts), repeats=repeats)
 
 
 def main(arguments: Sequence[str] | None = None) -> GpuReport:
@@ -160,15 +160,15 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
         allow_abbrev=False,
     )
     add_arguments(parser)
-    parser.add_argument("--pictures", type=int, nargs="+", default=[1, 4, 16], help="[1 4 16]")
+    parser.add_argument("--images", type=int, nargs="+", default=[1, 4, 16], help="[1 4 16]")
     parser.add_argument("--repeats", type=int, default=7, help="of which the median counts [7]")
     args, of_model = parse(parser, arguments)
     if args.quick:
-        args.pictures, args.repeats = [1, 2], 1
+        args.images, args.repeats = [1, 2], 1
     report = GpuReport("prefill", vars(args), command=command_line("benchmarks.prefill", arguments))
     opened = open_model(model_arguments(of_model, quick=args.quick))
     try:
-        measure(opened, report, picture_counts=args.pictures, repeats=args.repeats)
+        measure(opened, report, image_counts=args.images, repeats=args.repeats)
     finally:
         opened.runtime.close()
     report.finish(args.json)

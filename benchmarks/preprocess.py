@@ -1,9 +1,9 @@
-"""Preprocessing: milliseconds for one picture, pictures a second for many, and what the step thread notices of it.
+"""Preprocessing: milliseconds for one image, images a second for many, and what the step thread notices of it.
 
 python -m benchmarks.preprocess [--quick] [--json FILE]
 
-Pictures of 850x600, the first of the chart trace, at Moondream's shapes: 9 crops. Repeats are kept from being found
-again by eight bytes behind the picture's end.
+Images of 850x600, the first of the chart trace, at Moondream's shapes: 9 crops. Repeats are kept from being found
+again by eight bytes behind the image's end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .traffic.chart_trace import draw, shape_of
 VISION, LIMITS = VisionConfig(), ImageLimits()
 SHARES = (1, 2, 4, 8, 14)
 RATE_LIMIT = 70.0
-"""Pictures a second that one H200 asks for."""
+"""Images a second that one H200 asks for."""
 
 ONE_LIMIT_MS = 18.0
 """What a request of 38 ms leaves beside some 20 ms of GPU work."""
@@ -45,12 +45,12 @@ DEVICE_PIXELS = 2**24
 """What a runtime on a GPU makes crops of."""
 
 
-def new_pictures() -> Iterator[bytes]:
-    """The same picture again and again, each time with other bytes."""
+def new_images() -> Iterator[bytes]:
+    """The same image again and again, each time with other bytes."""
     number = next(i for i in itertools.count() if shape_of(i).width == 850)
-    picture = draw(0, number)
+    image = draw(0, number)
     for count in itertools.count():
-        yield picture + count.to_bytes(8, "big")
+        yield image + count.to_bytes(8, "big")
 
 
 def times(work: Callable[[], Any], count: int) -> tuple[float, float]:
@@ -65,25 +65,25 @@ def times(work: Callable[[], Any], count: int) -> tuple[float, float]:
 
 
 def measure_one(report: Report, count: int) -> None:
-    """Where the time of one picture goes, nobody else about."""
-    pictures = new_pictures()
-    picture = next(pictures)
-    decoded = open_image(picture, LIMITS)
+    """Where the time of one image goes, nobody else about."""
+    images = new_images()
+    image = next(images)
+    decoded = open_image(image, LIMITS)
     rows, columns = crops.select_tiling(decoded.width, decoded.height, VISION)
     stages: dict[str, Callable[[], Any]] = {
-        "source key": lambda: source_key(picture),
-        "decode": lambda: open_image(picture, LIMITS),
+        "source key": lambda: source_key(image),
+        "decode": lambda: open_image(image, LIMITS),
         "content key": lambda: crops._content_key(decoded, VISION),
     }
     for threads in SHARES:
         stages[f"tile and key, {threads} threads"] = _tiling(lambda: decoded, threads)
     for threads in SHARES:
-        begin = partial(begin_image, picture, LIMITS)
+        begin = partial(begin_image, image, LIMITS)
         stages[f"decode, tile and key, {threads} threads"] = _tiling(begin, threads)
     stages["decode and key, crops made on a device"] = lambda: crops.prepare(
-        open_image(picture, LIMITS), VISION, device_pixels=DEVICE_PIXELS
+        open_image(image, LIMITS), VISION, device_pixels=DEVICE_PIXELS
     )
-    title = f"One picture of {len(picture)} bytes, {rows} x {columns} crops"
+    title = f"One image of {len(image)} bytes, {rows} x {columns} crops"
     for name, work in stages.items():
         wall, cpu = times(work, count)
         report.add(title, {"ms": wall, "cpu ms": cpu, "of": name})
@@ -91,7 +91,7 @@ def measure_one(report: Report, count: int) -> None:
     async def repeated(pool: PreprocessPool, fresh: bool) -> list[float]:
         found = []
         for _ in range(count):
-            source = next(pictures) if fresh else picture
+            source = next(images) if fresh else image
             began = time.perf_counter()
             await pool.prepare(source)
             found.append(1e3 * (time.perf_counter() - began))
@@ -99,7 +99,7 @@ def measure_one(report: Report, count: int) -> None:
 
     async def through_pool() -> tuple[list[float], list[float]]:
         pool = PreprocessPool(_num_threads()[-1], LIMITS, VISION, cache_bytes=2**28)
-        await pool.prepare(picture)
+        await pool.prepare(image)
         found = await repeated(pool, True), await repeated(pool, False)
         pool.close()
         return found
@@ -107,7 +107,7 @@ def measure_one(report: Report, count: int) -> None:
     fresh, again = asyncio.run(through_pool())
     report.add(title, {"ms": median(fresh), "cpu ms": "-", "of": "new, through the pool"})
     report.add(title, {"ms": median(again), "cpu ms": "-", "of": "repeat, through the pool"})
-    report.bar("ms of one new picture, nobody else about", median(fresh), ONE_LIMIT_MS)
+    report.bar("ms of one new image, nobody else about", median(fresh), ONE_LIMIT_MS)
 
 
 def _tiling(image: Callable[[], DecodedImage], threads: int) -> Callable[[], Any]:
@@ -117,23 +117,23 @@ def _tiling(image: Callable[[], DecodedImage], threads: int) -> Callable[[], Any
 
 
 def measure_many(report: Report, seconds: float) -> None:
-    """New pictures without end, as many asked for as there are threads and two more; and beside them a thread that
+    """New images without end, as many asked for as there are threads and two more; and beside them a thread that
     wakes every millisecond, as the step thread does when a step ends."""
-    title = "New pictures by processes; how late a thread wakes that sleeps 1 ms"
+    title = "New images by processes; how late a thread wakes that sleeps 1 ms"
     best = 0.0
-    pictures = new_pictures()
+    images = new_images()
     late = _lateness(lambda: time.sleep(seconds / 2))
     report.add(title, _row(0, 0.0, 0.0, late))
     for threads in _num_threads():
         done: list[int] = []
         spent = time.process_time()
         began = time.perf_counter()
-        late = _lateness(lambda t=threads, d=done: asyncio.run(_prepare(pictures, t, seconds, d)))  # type: ignore[misc]
+        late = _lateness(lambda t=threads, d=done: asyncio.run(_prepare(images, t, seconds, d)))  # type: ignore[misc]
         rate = len(done) / (time.perf_counter() - began)
         cpu_ms = 1e3 * (time.process_time() - spent) / max(1, len(done))
         report.add(title, _row(threads, rate, cpu_ms, late))
         best = max(best, rate)
-    report.bar("new pictures/s", best, RATE_LIMIT, at_least=True)
+    report.bar("new images/s", best, RATE_LIMIT, at_least=True)
 
 
 def _num_threads() -> list[int]:
@@ -147,22 +147,20 @@ def _row(
 ) -> dict[str, float | int | str]:
     return {
         "processes": threads,
-        "pictures/s": rate,
+        "images/s": rate,
         "own cpu ms": cpu_ms,
         "late p50 us": median(late),
         "late p99 us": quantile(late, 0.99),
     }
 
 
-async def _prepare(
-    pictures: Iterator[bytes], threads: int, seconds: float, done: list[int]
-) -> None:
+async def _prepare(images: Iterator[bytes], threads: int, seconds: float, done: list[int]) -> None:
     pool = PreprocessPool(threads, LIMITS, VISION)
     end = time.perf_counter() + seconds
 
     async def caller() -> None:
         while time.perf_counter() < end:
-            await pool.prepare(next(pictures))
+            await pool.prepare(next(images))
             done.append(1)
 
     await asyncio.gather(*(caller() for _ in range(threads + 2)))

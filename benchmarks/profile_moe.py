@@ -2,7 +2,7 @@
 
     python -m benchmarks.profile_moe --mode prefill|decode [--iterations N] [--refresh-routing] [--nvtx]
 
-Prefill is one picture with its question (832 tokens), decode four sequences; each from the router on, by the kernels
+Prefill is one image with its question (832 tokens), decode four sequences; each from the router on, by the kernels
 that serve it. Without --refresh-routing every iteration uses the same experts, which the cache then holds. With --nvtx
 the measured iterations lie in a range "moe" for Nsight Compute: ncu --nvtx --nvtx-include "moe/" python -m
 benchmarks.profile_moe --nvtx. On a CPU it runs by Triton's interpreter, in float32: choose tiny sizes.

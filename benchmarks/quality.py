@@ -5,7 +5,7 @@ python -m benchmarks.quality --score-only --device cuda
 python -m benchmarks.quality --model moondream2 --random-weights --device cuda --fp8-gemms vision
 
 Drift: the same weights, widened to float32, run in plain torch beside the served dtype and kernels, both fed the same
-pictures, questions and continuations (teacher forcing). At the end of prompts whole rows of logits are compared; in
+images, questions and continuations (teacher forcing). At the end of prompts whole rows of logits are compared; in
 decode steps what a step tells, its best id and that id's log-probability. The score: the frozen evaluation's first
 scenes, asked of kestrel-tiny on the device in its default dtype and the products that --fp8-gemms names. Ends with
 status 1 if a limit is passed.
@@ -36,7 +36,7 @@ from .models.hand_made_steps import HandMadeSteps, Held
 from .models.opening import ModelRuntime, Opened, engine_on, model_arguments, open_model, parse
 from .reports.gpu_report import GpuReport, command_line
 from .reports.report import add_arguments
-from .vision import prepared_pictures
+from .vision import prepared_images
 
 RELATIVE_ERROR = {"float32": 1e-3, "float16": 0.01, "bfloat16": 0.03}
 """Most of ||served - float32|| / ||float32||, over the logits at the ends of prompts, each row less its mean."""
@@ -52,14 +52,14 @@ one (kestrel-tiny's in float32 by 0.018 of 0.04, the mean of its decoded log-pro
 LEAST_SCORE = 0.985
 """Share of the evaluation's tasks; the whole evaluation in float32 gives 0.997."""
 SCENES = 150
-QUESTIONS_A_PICTURE = 4
+QUESTIONS_A_IMAGE = 4
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Token ids of each sequence after BOS and its picture: a question, then what it is made to continue with."""
+    """Token ids of each sequence after BOS and its image: a question, then what it is made to continue with."""
 
-    pictures: list[int]
+    images: list[int]
     questions: list[tuple[int, ...]]
     continuations: list[tuple[int, ...]]
 
@@ -85,12 +85,12 @@ def widened(model: Moondream) -> Moondream:
     return copy.deepcopy(model, memo)
 
 
-def make_prompts(opened: Opened, *, pictures: int, steps: int) -> Prompts:
+def make_prompts(opened: Opened, *, images: int, steps: int) -> Prompts:
     rng = random.Random(0)
     words = range(FIRST_TEXT_ID, opened.built.model.text.vocab_size)
-    count = pictures * QUESTIONS_A_PICTURE
+    count = images * QUESTIONS_A_IMAGE
     return Prompts(
-        [i // QUESTIONS_A_PICTURE for i in range(count)],
+        [i // QUESTIONS_A_IMAGE for i in range(count)],
         [tuple(rng.choices(words, k=rng.randint(12, 30))) for _ in range(count)],
         [tuple(rng.choices(words, k=steps)) for _ in range(count)],
     )
@@ -109,11 +109,11 @@ class Forced:
     def prefill(self, *, at_once: int = 8) -> Tensor:
         """[sequences, vocab] float32 on the CPU: the logits at the end of each prompt."""
         config, prompts = self._config, self._prompts
-        pictures = prepared_pictures(1 + max(prompts.pictures), config.vision)
-        self._keys = [picture.key for picture in pictures]
-        self.steps.encode(pictures)
+        images = prepared_images(1 + max(prompts.images), config.vision)
+        self._keys = [image.key for image in images]
+        self.steps.encode(images)
         rows, found = [], []
-        for number, question in zip(prompts.pictures, prompts.questions, strict=True):
+        for number, question in zip(prompts.images, prompts.questions, strict=True):
             block = ImageBlock(self._keys[number], config.image_positions)
             tokens: tuple[Token, ...] = (config.ids.bos_id, block, *question)
             room = config.image_prefix + len(question) + len(prompts.continuations[0])
@@ -161,12 +161,12 @@ def relative_error(found: Tensor, reference: Tensor) -> float:
 
 
 def measure_drift(
-    opened: Opened, report: GpuReport, *, pictures: int, steps: int, fp8_gemms: str = "off"
+    opened: Opened, report: GpuReport, *, images: int, steps: int, fp8_gemms: str = "off"
 ) -> None:
     """Adds tables, figures and the bar of the relative error."""
     served = opened.runtime
     config, limits = opened.built.model, served.limits
-    prompts = make_prompts(opened, pictures=pictures, steps=steps)
+    prompts = make_prompts(opened, images=images, steps=steps)
     room = config.image_prefix + 32 + steps
     reference = TorchRuntime(
         widened(served.model),
@@ -311,16 +311,14 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
         allow_abbrev=False,
     )
     add_arguments(parser)
-    parser.add_argument(
-        "--pictures", type=int, default=4, help="of the drift, 4 questions each [4]"
-    )
+    parser.add_argument("--images", type=int, default=4, help="of the drift, 4 questions each [4]")
     parser.add_argument("--steps", type=int, default=16, help="decode steps of the drift [16]")
     parser.add_argument("--scenes", type=int, default=SCENES, help=f"of the score [{SCENES}]")
     parser.add_argument("--drift-only", action="store_true", help="leave the score out")
     parser.add_argument("--score-only", action="store_true", help="leave the drift out")
     args, of_model = parse(parser, arguments)
     if args.quick:
-        args.pictures, args.steps, args.scenes = 1, 2, 1
+        args.images, args.steps, args.scenes = 1, 2, 1
     report = GpuReport("quality", vars(args), command=command_line("benchmarks.quality", arguments))
     config = model_arguments(of_model, quick=args.quick)
     if not args.score_only:
@@ -329,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
             measure_drift(
                 opened,
                 report,
-                pictures=args.pictures,
+                images=args.images,
                 steps=args.steps,
                 fp8_gemms=config.fp8_gemms,
             )

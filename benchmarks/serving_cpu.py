@@ -1,4 +1,4 @@
-"""Serving the bundled model on a CPU: concurrent callers, batched decoding, fresh and repeated pictures.
+"""Serving the bundled model on a CPU: concurrent callers, batched decoding, fresh and repeated images.
 
 python -m benchmarks.serving_cpu [--quick] [--grpc] [--json FILE]
 """
@@ -24,7 +24,7 @@ NUM_CALLERS = (1, 4, 16, 64)
 QUESTIONS = ("What is this?", "How many red circles are there?", "Is there a star?")
 OBJECTS = ("red circle", "star")
 SIZE = (850, 600)
-"""Of the pictures, in pixels."""
+"""Of the images, in pixels."""
 
 
 async def closed_loop(num_callers: int, calls: Sequence[Call]) -> tuple[float, list[Answer]]:
@@ -41,34 +41,32 @@ async def closed_loop(num_callers: int, calls: Sequence[Call]) -> tuple[float, l
     return time.perf_counter() - began, answers
 
 
-def mixed_calls(
-    target: Target, rng: random.Random, pictures: list[bytes], count: int
-) -> list[Call]:
-    """Captions, questions and detections about pictures that come up again and again."""
+def mixed_calls(target: Target, rng: random.Random, images: list[bytes], count: int) -> list[Call]:
+    """Captions, questions and detections about images that come up again and again."""
 
     def call() -> Call:
-        picture, kind = rng.choice(pictures), rng.random()
+        image, kind = rng.choice(images), rng.random()
         if kind < 0.4:
-            return partial(target.caption, picture, 48)
+            return partial(target.caption, image, 48)
         if kind < 0.8:
-            return partial(target.query, picture, rng.choice(QUESTIONS))
-        return partial(target.detect, picture, rng.choice(OBJECTS))
+            return partial(target.query, image, rng.choice(QUESTIONS))
+        return partial(target.detect, image, rng.choice(OBJECTS))
 
     return [call() for _ in range(count)]
 
 
 async def measure_callers(target: Target, report: Report, *, quick: bool) -> None:
-    """Mixed skills; every count of callers gets pictures of its own, one for every four requests."""
+    """Mixed skills; every count of callers gets images of its own, one for every four requests."""
     for num_callers in NUM_CALLERS[:2] if quick else NUM_CALLERS:
         count = 2 if quick else max(24, 3 * num_callers)
-        pictures = [jpeg(1000 * num_callers + i, *SIZE) for i in range(-(-count // 4))]
-        calls = mixed_calls(target, random.Random(num_callers), pictures, count)
+        images = [jpeg(1000 * num_callers + i, *SIZE) for i in range(-(-count // 4))]
+        calls = mixed_calls(target, random.Random(num_callers), images, count)
         seconds, answers = await closed_loop(num_callers, calls)
         ttft = [a.ttft_ms for a in answers]
         gaps = [1e3 * gap for a in answers for gap in a.gaps_s]
         hits = sum(a.cached_tokens for a in answers) / sum(a.input_tokens for a in answers)
         report.add(
-            "Mixed skills, a picture for every four requests (ms)",
+            "Mixed skills, an image for every four requests (ms)",
             {
                 "callers": num_callers,
                 "requests": count,
@@ -85,18 +83,18 @@ async def measure_callers(target: Target, report: Report, *, quick: bool) -> Non
 
 
 async def measure_decode(target: EngineTarget, report: Report, *, quick: bool) -> None:
-    """The same cached picture for all, a forced number of tokens each: one caller and many by turns."""
-    picture, num_tokens, rounds = jpeg(1, *SIZE), (4 if quick else 64), (1 if quick else 5)
-    await target.forced(picture, num_tokens)
+    """The same cached image for all, a forced number of tokens each: one caller and many by turns."""
+    image, num_tokens, rounds = jpeg(1, *SIZE), (4 if quick else 64), (1 if quick else 5)
+    await target.forced(image, num_tokens)
     rates: dict[int, list[float]] = {n: [] for n in (1, 4, 16)}
     for _ in range(rounds):
         for num_callers, found in rates.items():
-            calls = [partial(target.forced, picture, num_tokens)] * num_callers
+            calls = [partial(target.forced, image, num_tokens)] * num_callers
             seconds, answers = await closed_loop(num_callers, calls)
             found.append(sum(a.output_tokens for a in answers) / seconds)
     for num_callers, found in rates.items():
         report.add(
-            f"Decoding on a cached picture, {num_tokens} forced tokens, median of {rounds}",
+            f"Decoding on a cached image, {num_tokens} forced tokens, median of {rounds}",
             {
                 "callers": num_callers,
                 "tokens/s": median(found),
@@ -112,23 +110,23 @@ async def measure_decode(target: EngineTarget, report: Report, *, quick: bool) -
 
 
 async def measure_fresh(target: Target, report: Report, *, quick: bool) -> None:
-    """Pictures never seen before, one token each: what preprocessing, vision and prefill give."""
+    """Images never seen before, one token each: what preprocessing, vision and prefill give."""
     count, rounds = (1 if quick else 16), (1 if quick else 3)
     rates: dict[int, list[float]] = {1: [], 16: []}
     seeds = iter(range(50_000, 60_000))
     for _ in range(rounds):
         for num_callers, found in rates.items():
-            pictures = [jpeg(next(seeds), *SIZE) for _ in range(count)]
-            calls = [partial(target.caption, picture, 1) for picture in pictures]
+            images = [jpeg(next(seeds), *SIZE) for _ in range(count)]
+            calls = [partial(target.caption, image, 1) for image in images]
             seconds, _ = await closed_loop(num_callers, calls)
             found.append(count / seconds)
     for num_callers, found in rates.items():
         report.add(
-            f"Fresh pictures of {SIZE[0]}x{SIZE[1]}, one token, median of {rounds}",
-            {"callers": num_callers, "pictures/s": median(found)},
+            f"Fresh images of {SIZE[0]}x{SIZE[1]}, one token, median of {rounds}",
+            {"callers": num_callers, "images/s": median(found)},
         )
     report.bar(
-        "fresh pictures/s, 16 callers over one",
+        "fresh images/s, 16 callers over one",
         median([many / one for many, one in zip(rates[16], rates[1], strict=True)]),
         1.0,
         at_least=True,
@@ -136,14 +134,14 @@ async def measure_fresh(target: Target, report: Report, *, quick: bool) -> None:
 
 
 async def measure_repeated(target: Target, report: Report, *, quick: bool) -> None:
-    """TTFT of a picture's first question and of a second, another question, nobody else about."""
+    """TTFT of an image's first question and of a second, another question, nobody else about."""
     first, again = [], []
     for i in range(1 if quick else 10):
-        picture = jpeg(70_000 + i, *SIZE)
-        first.append((await target.query(picture, QUESTIONS[0])).ttft_ms)
-        again.append((await target.query(picture, QUESTIONS[1])).ttft_ms)
+        image = jpeg(70_000 + i, *SIZE)
+        first.append((await target.query(image, QUESTIONS[0])).ttft_ms)
+        again.append((await target.query(image, QUESTIONS[1])).ttft_ms)
     report.add(
-        f"A second question about the same picture of {SIZE[0]}x{SIZE[1]}, TTFT in ms",
+        f"A second question about the same image of {SIZE[0]}x{SIZE[1]}, TTFT in ms",
         {"first": median(first), "second": median(again), "ratio": median(first) / median(again)},
     )
     report.bar(

@@ -201,7 +201,7 @@ def rest(server: Server, normal: Held | None) -> Held:
 
 
 def timed(stub: Any) -> list[float]:
-    """Milliseconds of calls that nobody else disturbs: eight tokens without a picture."""
+    """Milliseconds of calls that nobody else disturbs: eight tokens without an image."""
     sampling = common_pb2.Sampling(max_tokens=8, temperature=0.0)
     request = pb.QueryRequest(question="What is this?", sampling=sampling)
     latencies = []

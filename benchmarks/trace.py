@@ -5,7 +5,7 @@ python -m benchmarks.trace --model kestrel-tiny --num-prompts 50 --in-flight 8
 
 Every combination of --in-flight and --tokens runs on one loaded model, with empty caches at its start. The answer's end
 is forced: the skill ``forced_query`` is a query whose rule forbids the end token, at temperature 0 unless told
-otherwise. Callers ask again when answered (closed loop), in the trace's order, so that a picture's second question
+otherwise. Callers ask again when answered (closed loop), in the trace's order, so that an image's second question
 comes while or shortly after its first is answered. --saturate measures long answers of as many streams instead.
 """
 
@@ -33,7 +33,7 @@ from .traffic.chart_trace import (
     ChartTrace,
     Question,
     add_trace_arguments,
-    draw_pictures,
+    draw_images,
     trace_from,
 )
 from .traffic.step_log import StepLog
@@ -49,8 +49,8 @@ from .traffic.trace_run import (
 )
 
 WARM_UP_FROM = 1_000_000
-"""Numbers of the pictures that warm up: the trace has none of them."""
-WARM_UP_PICTURES = 24
+"""Numbers of the images that warm up: the trace has none of them."""
+WARM_UP_IMAGES = 24
 PROFILE_AFTER_S = 1.5
 """Seconds into a run at which the profiler begins to watch."""
 
@@ -79,7 +79,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--saturate",
         action="store_true",
-        help="long answers of all streams at once, each about a picture of its own: tokens/s while all decode",
+        help="long answers of all streams at once, each about an image of its own: tokens/s while all decode",
     )
     group.add_argument(
         "--saturate-tokens", type=int, default=768, metavar="N", help="of such an answer [768]"
@@ -96,7 +96,7 @@ def add_profile_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def settle(args: argparse.Namespace) -> None:
-    """No more pictures than a run needs; a hundredth of its size if it is to be quick."""
+    """No more images than a run needs; a hundredth of its size if it is to be quick."""
     if args.tokens is None:
         args.tokens = [] if args.saturate else [3]
     if not args.tokens and not (args.image or args.image_dir):
@@ -114,10 +114,10 @@ def sampling(args: argparse.Namespace) -> dict[str, float]:
 
 
 async def warm_up(running: RunningEngine, in_flight: int, *, quick: bool) -> None:
-    """Every path once with pictures of the trace's sizes: what is compiled or captured late is paid here."""
-    count = 1 if quick else min(max(in_flight // 2, 3), WARM_UP_PICTURES)
-    pictures = draw_pictures(count, first=WARM_UP_FROM)
-    base = ChartTrace(pictures, ())
+    """Every path once with images of the trace's sizes: what is compiled or captured late is paid here."""
+    count = 1 if quick else min(max(in_flight // 2, 3), WARM_UP_IMAGES)
+    images = draw_images(count, first=WARM_UP_FROM)
+    base = ChartTrace(images, ())
     for repeat in (False, True):
         trace = replace(base, questions=warm_up_questions(count, repeat=repeat))
         await run_trace(running.target, trace, RunPlan(in_flight, 8, {}))
@@ -148,7 +148,7 @@ async def measure_trace(
     key: Row = {"model": opened.name, "in flight": plan.in_flight, "tokens": plan.tokens}
     report.add("Trace through the engine (times in ms)", {**key, **whole})
     for part, those in parts(asked).items():
-        report.add("Uncached pictures and repeats (ms)", {**key, "of": part, **part_summary(those)})
+        report.add("Uncached images and repeats (ms)", {**key, "of": part, **part_summary(those)})
     report.add(
         "The device, by the runtime's own clocks (shares of the wall)",
         {
@@ -194,7 +194,7 @@ async def measure_saturated(
     """Long answers of ``plan.in_flight`` streams: tokens/s while all of them decode."""
     print(f"{opened.name}: {plan.in_flight} streams of {plan.tokens} tokens", flush=True)
     numbers = saturating(trace.questions, plan.in_flight)
-    # Their pictures are cached first, so that all begin to decode at about the same time.
+    # Their images are cached first, so that all begin to decode at about the same time.
     await run_trace(running.target, trace, replace(plan, tokens=1), numbers)
     log.clear()
     asked = await run_trace(running.target, trace, plan, numbers)
@@ -220,7 +220,7 @@ async def measure_saturated(
 
 
 def saturating(questions: Sequence[Question], streams: int) -> list[int]:
-    """As many first questions about pictures as there are streams; repeats if there are too few."""
+    """As many first questions about images as there are streams; repeats if there are too few."""
     first = [i for i, q in enumerate(questions) if not q.is_repeat]
     assert first, "a trace without questions"
     return [first[i % len(first)] for i in range(streams)]

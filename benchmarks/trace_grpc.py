@@ -42,7 +42,7 @@ from .trace import (
     settle,
     warm_up_questions,
 )
-from .traffic.chart_trace import ChartTrace, add_trace_arguments, draw_pictures, trace_from
+from .traffic.chart_trace import ChartTrace, add_trace_arguments, draw_images, trace_from
 from .traffic.grpc_clients import ClientProcesses
 from .traffic.trace_run import RunPlan, part_summary, parts, steady, summary
 
@@ -143,7 +143,7 @@ def measure_trace(
     key: Row = {"model": served.model, "in flight": plan.in_flight, "tokens": plan.tokens}
     report.add("Trace through gRPC (times in ms)", {**key, **whole})
     for part, those in parts(asked).items():
-        report.add("Uncached pictures and repeats (ms)", {**key, "of": part, **part_summary(those)})
+        report.add("Uncached images and repeats (ms)", {**key, "of": part, **part_summary(those)})
     name = f"{served.model}: {plan.in_flight} in flight, {plan.tokens} tokens, gRPC"
     report.figure(f"{name}: requests/s", float(whole["requests/s"]), "1/s")
 
@@ -237,20 +237,20 @@ def engine_alone(
 
 
 def trace_with_warm_up(args: argparse.Namespace, config: Any) -> tuple[ChartTrace, list[int]]:
-    """The trace, with questions about other pictures behind it that warm the server up: (all of it, their numbers)."""
+    """The trace, with questions about other images behind it that warm the server up: (all of it, their numbers)."""
     opened = open_model(config)
     codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=opened.config.text.vocab_size)
     trace = trace_from(args, codec.encode)
     count = 1 if args.quick else 24
-    pictures = [*trace.pictures, *draw_pictures(count, first=WARM_UP_FROM)]
+    images = [*trace.images, *draw_images(count, first=WARM_UP_FROM)]
     more = [
-        replace(q, picture=q.picture + len(trace.pictures))
+        replace(q, image=q.image + len(trace.images))
         for repeat in (False, True)
         for q in warm_up_questions(count, repeat=repeat)
     ]
     first = len(trace.questions)
     numbers = list(range(first, first + len(more)))
-    return ChartTrace(pictures, (*trace.questions, *more)), numbers
+    return ChartTrace(images, (*trace.questions, *more)), numbers
 
 
 def measure(

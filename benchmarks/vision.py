@@ -2,7 +2,7 @@
 
 python -m benchmarks.vision --model moondream2 --random-weights --device cuda --json F
 
-The crops are of the trace's pictures and lie on the device; what is timed is the tower alone (patch embedding, blocks
+The crops are of the trace's images and lie on the device; what is timed is the tower alone (patch embedding, blocks
 and the last LayerNorm) as steps run it, by the device's events: the captured pass, with the copies of crops and
 features in and out of its graph, or with --no-cuda-graphs its kernels launched one by one. A whole step - copying the
 crops there, the tower, stitching, pooling and the projector - is measured as well, as the runtime's own clock tells it.
@@ -30,17 +30,17 @@ from .models.opening import Opened, model_arguments, open_model, parse
 from .reports import bars
 from .reports.gpu_report import GpuReport, command_line
 from .reports.report import add_arguments, median
-from .traffic.chart_trace import draw_pictures
+from .traffic.chart_trace import draw_images
 
-PICTURES_FROM = 3_000_000
-"""Numbers of the pictures whose crops are encoded."""
+IMAGES_FROM = 3_000_000
+"""Numbers of the images whose crops are encoded."""
 
 
-def prepared_pictures(count: int, vision: VisionConfig) -> list[PreparedImage]:
-    """Pictures of the trace, decoded and tiled, each with a key of its own."""
+def prepared_images(count: int, vision: VisionConfig) -> list[PreparedImage]:
+    """Images of the trace, decoded and tiled, each with a key of its own."""
     limits = ImageLimits()
-    pictures = draw_pictures(min(count, 8), first=PICTURES_FROM)
-    drawn = [prepare(open_image(picture, limits), vision) for picture in pictures]
+    images = draw_images(min(count, 8), first=IMAGES_FROM)
+    drawn = [prepare(open_image(image, limits), vision) for image in images]
     return [replace(drawn[i % len(drawn)], key=f"benchmark-{i}") for i in range(count)]
 
 
@@ -49,8 +49,8 @@ def measure(opened: Opened, report: GpuReport, *, crop_counts: Sequence[int], re
     runtime = opened.runtime
     model = runtime.model
     encode_crops = getattr(runtime, "encode_crops", model.vision.encode_crops)
-    pictures = prepared_pictures(6, config.vision)
-    crops = np.concatenate([picture.crops for picture in pictures])
+    images = prepared_images(6, config.vision)
+    crops = np.concatenate([image.crops for image in images])
     most = max(crop_counts)
     crops = np.concatenate([crops] * -(-most // len(crops)))[:most]
     there = torch.from_numpy(crops).to(device)
@@ -81,7 +81,7 @@ def measure(opened: Opened, report: GpuReport, *, crop_counts: Sequence[int], re
             bar=limits.bar,
             goal=limits.goal,
         )
-    _whole_step(opened, report, pictures, repeats)
+    _whole_step(opened, report, images, repeats)
 
 
 def _ceiling(
@@ -96,25 +96,25 @@ def _ceiling(
 
 
 def _whole_step(
-    opened: Opened, report: GpuReport, pictures: Sequence[PreparedImage], repeats: int
+    opened: Opened, report: GpuReport, images: Sequence[PreparedImage], repeats: int
 ) -> None:
     steps = HandMadeSteps(opened.runtime)
     times = []
     for _ in range(repeats):
-        times.append(steps.encode(pictures).vision_s)
-        steps.end([], [picture.key for picture in pictures])
-    crops = sum(picture.num_crops for picture in pictures)
+        times.append(steps.encode(images).vision_s)
+        steps.end([], [image.key for image in images])
+    crops = sum(image.num_crops for image in images)
     report.add(
-        "A step that encodes whole pictures, by the runtime's clock",
+        "A step that encodes whole images, by the runtime's clock",
         {
             "model": opened.name,
-            "pictures": len(pictures),
+            "images": len(images),
             "crops": crops,
             "ms": 1e3 * median(times),
             "crops/s": crops / median(times),
         },
     )
-    name = f"{opened.name}: step of {len(pictures)} pictures"
+    name = f"{opened.name}: step of {len(images)} images"
     report.figure(name, 1e3 * median(times), "ms", at_least=False)
 
 

@@ -45,7 +45,7 @@ class Load:
     """Calls in progress on each connection."""
     tokens: int
     seconds: float
-    picture: bytes
+    image: bytes
 
 
 def call(load: Load, pipe: Connection) -> None:
@@ -75,7 +75,7 @@ async def _ask(load: Load, clients: Sequence[AsyncKestrelClient], pipe: Connecti
         nonlocal tokens
         while (start := time.monotonic()) < last:
             answer = await client.query(
-                load.picture, QUESTION, temperature=1.0, max_tokens=load.tokens
+                load.image, QUESTION, temperature=1.0, max_tokens=load.tokens
             )
             end = time.monotonic()
             within = max(0.0, min(end, last) - max(start, first))
@@ -129,12 +129,12 @@ def served(folder: Path, flags: Sequence[str]) -> Iterator[str]:
             server.wait(PATIENCE_S)
 
 
-def check_answers(addresses: Sequence[str], picture: bytes) -> None:
+def check_answers(addresses: Sequence[str], image: bytes) -> None:
     """Raises AssertionError unless all workers answer alike."""
     answers = set()
     for address in addresses:
         with KestrelClient(address) as client:
-            answer = client.query(picture, QUESTION, temperature=0.0, max_tokens=48)
+            answer = client.query(image, QUESTION, temperature=0.0, max_tokens=48)
             answers.add(answer.answer)
     assert len(answers) == 1, f"workers differ: {answers}"
     print(f"{len(addresses)} workers answer alike: {answers.pop()[:60]!r}", flush=True)
@@ -142,13 +142,13 @@ def check_answers(addresses: Sequence[str], picture: bytes) -> None:
 
 def measure(report: Report, args: argparse.Namespace, folder: Path, shared: str) -> None:
     own = [f"unix:{folder}/{index}" for index in range(args.workers)]
-    picture = jpeg(1, 756, 756)
-    check_answers(own, picture)
+    image = jpeg(1, 756, 756)
+    check_answers(own, image)
     per_connection = args.streams // args.connections
 
     def loads(addresses: Sequence[str], processes: int) -> list[Load]:
         return [
-            Load(part, per_connection, args.tokens, args.seconds, picture)
+            Load(part, per_connection, args.tokens, args.seconds, image)
             for part in dealt(addresses, processes)
         ]
 

@@ -24,7 +24,7 @@ CONTEXT_BYTES = 600 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Bytes, and what they hold. ``full_sequences``: at max_seq_length each. ``pictures``: cached image prefixes."""
+    """Bytes, and what they hold. ``full_sequences``: at max_seq_length each. ``images``: cached image prefixes."""
 
     weights_bytes: int
     reserve_bytes: int
@@ -34,7 +34,7 @@ class Fit:
     max_batch_size: int
     max_seq_length: int
     full_sequences: int
-    pictures: int
+    images: int
 
 
 def fit(
@@ -91,7 +91,7 @@ def fit(
         max_batch_size=sizes.max_batch_size,
         max_seq_length=pool.max_seq_length,
         full_sequences=pool.num_pages // -(-pool.max_seq_length // page_size),
-        pictures=pool.num_pages * page_size // model.image_prefix,
+        images=pool.num_pages * page_size // model.image_prefix,
     )
 
 
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fp8-gemms", default="off", help="off, vision, prefill or all")
     parser.add_argument("--no-fp8", action="store_true", help="a card without FP8 (below 8.9)")
     args = parser.parse_args(arguments)
-    columns = "GPU, GiB", "weights", "reserve", "KV cache", "batch", "context", "full", "pictures"
+    columns = "GPU, GiB", "weights", "reserve", "KV cache", "batch", "context", "full", "images"
     print("".join(f"{column:>10}" for column in columns))
     for gib in args.gpu_gib:
         try:
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{gib:>10g}  {error}")
             continue
         sizes = found.weights_bytes, found.reserve_bytes, found.pool_bytes
-        counts = found.max_batch_size, found.max_seq_length, found.full_sequences, found.pictures
+        counts = found.max_batch_size, found.max_seq_length, found.full_sequences, found.images
         print(
             f"{gib:>10g}"
             + "".join(f"{size / GIB:>10.2f}" for size in sizes)

@@ -1,4 +1,4 @@
-"""How kestrel-tiny is made: scenes, pictures, prompts, training, export and evaluation.
+"""How kestrel-tiny is made: scenes, images, prompts, training, export and evaluation.
 
 Nothing here is imported by the served packages; the engine only reads the files that ``training.export``
 writes into ``kestrel_engine/bundled/kestrel_tiny``.

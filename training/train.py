@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from training.export import export, load_exported
-from training.images.batch_images import PictureMaker
+from training.images.batch_images import ImageMaker
 from training.learning import checkpoints
 from training.learning.batches import Batch, StepData
 from training.learning.losses import JITTER, HelperHead, loss_of, run
@@ -42,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     p.add_argument(
         "--max-steps", type=int, default=1_000_000, help="end earlier, after this many steps"
     )
-    p.add_argument("--batch", type=int, default=192, help="pictures a step and GPU")
+    p.add_argument("--batch", type=int, default=192, help="images a step and GPU")
     p.add_argument("--lr", type=float, default=1.0, help="multiplies both learning rates")
     p.add_argument("--muon-lr", type=float, default=2e-3)
     p.add_argument("--adam-lr", type=float, default=1e-3)
@@ -54,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
         help="progress 0..1 at which annealed parts of the loss start",
     )
     p.add_argument(
-        "--warm", type=float, default=0.15, help="share of the run with mostly one-crop pictures"
+        "--warm", type=float, default=0.15, help="share of the run with mostly one-crop images"
     )
     p.add_argument("--seed", type=int, default=1, help="another seed, other scenes")
     p.add_argument(
@@ -72,9 +72,7 @@ def parse_arguments() -> argparse.Namespace:
         default=max(1, (os.cpu_count() or 2) - 2),
         help="scene processes a GPU",
     )
-    p.add_argument(
-        "--max-pixels", type=int, default=0, help="skip larger pictures (trials on a CPU)"
-    )
+    p.add_argument("--max-pixels", type=int, default=0, help="skip larger images (trials on a CPU)")
     p.add_argument(
         "--validate", type=int, default=4, help="validation batches, half way and at the end"
     )
@@ -214,7 +212,7 @@ def main() -> None:
         fused=args.device == "cuda",
     )
     everything = [*muon.parameters, *others]
-    maker = PictureMaker(compiled=not args.eager)
+    maker = ImageMaker(compiled=not args.eager)
     validation = (
         Validation(maker, args.validate, args.max_pixels) if rank == 0 and args.validate else None
     )
@@ -238,7 +236,7 @@ def main() -> None:
         watch.lap("data")
         with torch.autocast(device.type, torch.bfloat16):
             pixels = maker_crops(maker, batch)
-            watch.lap("pictures")
+            watch.lap("images")
             loss, parts = loss_of(run(model, pixels, batch, JITTER), batch, helper, annealed)
         watch.lap("forward")
         loss.backward()
@@ -260,7 +258,7 @@ def main() -> None:
             now = time.monotonic()
             figures = " ".join(f"{name} {float(value) / 100:.3f}" for name, value in sums.items())
             print(
-                f"step {step + 1} {now - clock.began:.0f} s {seen / (now - mark):.0f} pictures/s "
+                f"step {step + 1} {now - clock.began:.0f} s {seen / (now - mark):.0f} images/s "
                 f"lr {rate:.3f} {figures}",
                 flush=True,
             )
@@ -288,8 +286,8 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def maker_crops(maker: PictureMaker, batch: Batch) -> Tensor:
-    """Pictures are made in float32, outside autocast, and handed over as bfloat16."""
+def maker_crops(maker: ImageMaker, batch: Batch) -> Tensor:
+    """Images are made in float32, outside autocast, and handed over as bfloat16."""
     with torch.autocast(batch.ids.device.type, enabled=False):
         return maker(batch).bfloat16()
 

@@ -136,8 +136,8 @@ def vision_flop(config: ModelConfig, crops: int) -> float:
     return float(crops * (2 * n * patch * d + vision.enc_n_layers * block))
 
 
-def prefix_flop(config: ModelConfig, pictures: int) -> float:
-    """Of the decoder's blocks for the image prefixes of ``pictures``, which attend in both directions."""
+def prefix_flop(config: ModelConfig, images: int) -> float:
+    """Of the decoder's blocks for the image prefixes of ``images``, which attend in both directions."""
     text, n = config.text, config.image_prefix
     total = 0.0
     for layer in range(text.n_layers):
@@ -148,7 +148,7 @@ def prefix_flop(config: ModelConfig, pictures: int) -> float:
             total += 2 * n * 2 * text.dim * text.ff_dim
         if text.tau_attn:
             total += 2 * n * 3 * text.dim * 2 * text.n_heads
-    return pictures * total
+    return images * total
 
 
 def moe_flop(config: ModelConfig, tokens: int) -> float:

@@ -240,7 +240,7 @@ def passes(repeats: int, *, quick: bool) -> None:
         took = [us(partial(prefixes.fused, text), repeats) for text in texts]
         rates = [f"{t / 1e3:8.2f} ms {flop / t / 1e6:6.0f} TFLOP/s" for t in took]
         lost = off(rounded, plain.double())
-        print(f"  {count:>3} pictures   {'   FP8 '.join(rates)}   stream off by {lost:.4f}")
+        print(f"  {count:>3} images   {'   FP8 '.join(rates)}   stream off by {lost:.4f}")
 
 
 @torch.inference_mode()
@@ -257,8 +257,8 @@ def main() -> None:
     sets = {
         "tower, 56 crops": (56 * 729, 1152, 4304),
         "tower, 9 crops": (9 * 729, 1152, 4304),
-        "prefill, 16 pictures": (16 * 730, 2048, 8192),
-        "prefill, 1 picture": (730, 2048, 8192),
+        "prefill, 16 images": (16 * 730, 2048, 8192),
+        "prefill, 1 image": (730, 2048, 8192),
     }
     if args.quick:
         sets = {"tiny": (8, 64, 96)}

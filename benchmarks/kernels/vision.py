@@ -136,14 +136,14 @@ def tower_flops(config: VisionConfig, crops: int) -> float:
     return 2.0 * crops * patches * (weights + config.enc_n_layers * 2 * patches * dim)
 
 
-def prefix_flops(config: TextConfig, pictures: int, length: int) -> float:
+def prefix_flops(config: TextConfig, images: int, length: int) -> float:
     weights = 4 * config.dim**2 + 2 * config.dim * config.ff_dim
-    return 2.0 * pictures * length * config.n_layers * (weights + 2 * length * config.dim)
+    return 2.0 * images * length * config.n_layers * (weights + 2 * length * config.dim)
 
 
 def random_crops(config: VisionConfig, count: int) -> Tensor:
     shape = count, config.crop_size, config.crop_size, config.in_channels
-    # Smooth as pictures are, more than noise is.
+    # Smooth as images are, more than noise is.
     small = torch.rand(count, 3, 9, 9, device=DEVICE)
     smooth = F.interpolate(small, size=shape[1:3], mode="bilinear").permute(0, 2, 3, 1)
     return (smooth * 255).to(torch.uint8).contiguous()
@@ -228,8 +228,8 @@ def time_variants(bench: Bench, fused: FusedVision, tensors: dict[str, Tensor], 
         bench.note(f"{backend.name.lower()}, {count} crops", us=taken * 1e6)
 
 
-def embed_each(plain: VisionModel, pictures: list[tuple[Tensor, tuple[int, int]]]) -> list[Tensor]:
-    return [plain.embed(features, tiling) for features, tiling in pictures]
+def embed_each(plain: VisionModel, images: list[tuple[Tensor, tuple[int, int]]]) -> list[Tensor]:
+    return [plain.embed(features, tiling) for features, tiling in images]
 
 
 def time_embedding(bench: Bench, plain: VisionModel, fused: FusedVision, repeats: int) -> None:
@@ -237,15 +237,15 @@ def time_embedding(bench: Bench, plain: VisionModel, fused: FusedVision, repeats
     tiling = (2, 3)
     features = torch.randn(7, patches, dim, device=DEVICE, dtype=DTYPE)
     for count in (1, 4, 16) if ON_GPU else (1,):
-        pictures = [(features, tiling)] * count
-        eager = seconds(partial(embed_each, plain, pictures), repeats)
-        ours = seconds(partial(fused.embed_many, pictures), repeats)
-        bench.note(f"{count} pictures embedded, ms", eager=eager * 1e3, fused=ours * 1e3)
+        images = [(features, tiling)] * count
+        eager = seconds(partial(embed_each, plain, images), repeats)
+        ours = seconds(partial(fused.embed_many, images), repeats)
+        bench.note(f"{count} images embedded, ms", eager=eager * 1e3, fused=ours * 1e3)
 
 
 @dataclass
 class Prefixes:
-    """BOS and picture of several sequences: a prefill pass of blocks that attend both ways, and nothing else."""
+    """BOS and image of several sequences: a prefill pass of blocks that attend both ways, and nothing else."""
 
     count: int
     length: int
@@ -298,7 +298,7 @@ def time_prefixes(
     one = Prefixes.of(model.config, 1)
     pools = tuple(pool.float() for pool in one.pools)
     wanted = one.plain(exact, (pools[0], pools[1]))
-    bench.close_to("prefix of 1 picture", wanted, one.plain(model, one.pools), one.fused(text))
+    bench.close_to("prefix of 1 image", wanted, one.plain(model, one.pools), one.fused(text))
     for count in ((16,) if quick else (1, 4, 16)) if ON_GPU else (2,):
         prefixes = Prefixes.of(model.config, count)
         flops = prefix_flops(model.config.text, count, prefixes.length) / 1e12
@@ -331,7 +331,7 @@ def widened(config: ModelConfig, tensors: dict[str, Tensor]) -> Moondream:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--quick", action="store_true", help="9 and 56 crops, 16 pictures, no variants"
+        "--quick", action="store_true", help="9 and 56 crops, 16 images, no variants"
     )
     parser.add_argument("--json", type=Path, help="every figure")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model, also without a GPU")

@@ -59,7 +59,7 @@ class HandMadeSteps:
         return Held(next(_ids), pages)
 
     def end(self, held: Sequence[Held], images: Sequence[str] = ()) -> None:
-        """Gives pages back and lets the runtime forget sequences and pictures."""
+        """Gives pages back and lets the runtime forget sequences and images."""
         ended = tuple(h.sequence_id for h in held)
         for one in held:
             self._free += one.pages

@@ -174,7 +174,7 @@ class KeptRuntime:
         self._runtime = runtime
         self._out: deque[StepHandle] = deque()
         self._sequences: set[int] = set()
-        self._pictures: set[str] = set()
+        self._images: set[str] = set()
 
     @property
     def limits(self) -> RuntimeLimits:
@@ -186,8 +186,8 @@ class KeptRuntime:
         # Every sequence begins with a prefill row, so decode rows, of which there are many, need no look.
         self._sequences.update(row.sequence_id for row in plan.prefill)
         self._sequences.difference_update(plan.ended)
-        self._pictures.update(piece.image.key for piece in plan.encode)
-        self._pictures.difference_update(plan.drop_images)
+        self._images.update(piece.image.key for piece in plan.encode)
+        self._images.difference_update(plan.drop_images)
         return handle
 
     def collect(self, handle: StepHandle) -> StepResult:
@@ -197,9 +197,9 @@ class KeptRuntime:
     def close(self) -> None:
         while self._out:
             self._runtime.collect(self._out.popleft())
-        left = StepPlan(0, drop_images=tuple(self._pictures), ended=tuple(self._sequences))
+        left = StepPlan(0, drop_images=tuple(self._images), ended=tuple(self._sequences))
         self._runtime.collect(self._runtime.launch(left))
-        self._sequences, self._pictures = set(), set()
+        self._sequences, self._images = set(), set()
 
 
 @dataclass(frozen=True)

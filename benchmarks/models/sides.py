@@ -118,8 +118,8 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
         "--skill", default="query", choices=("query", "caption", "point", "detect"), help="[query]"
     )
     parser.add_argument("--text", default="What is in the picture?", help="question, or object")
-    parser.add_argument("--image", metavar="FILE", help="a picture [drawn]")
-    parser.add_argument("--no-image", action="store_true", help="ask without a picture (query)")
+    parser.add_argument("--image", metavar="FILE", help="an image [drawn]")
+    parser.add_argument("--no-image", action="store_true", help="ask without an image (query)")
     parser.add_argument("--max-tokens", type=int, default=16, help="tokens to compare [16]")
 
 
@@ -189,8 +189,8 @@ def make_request(args: argparse.Namespace, side: Side) -> Request:
     arguments = named.get(args.skill, {"object": args.text})
     greedy = {"temperature": 0.0} if args.skill in named else {}
     skill = SkillRegistry.default().get(args.skill).build(arguments, greedy, context)
-    picture = [] if image is None else [ImageBlock(image.key, config.image_positions)]
-    prompt = (config.ids.bos_id, *picture, *skill.prompt_suffix)
+    blocks = [] if image is None else [ImageBlock(image.key, config.image_positions)]
+    prompt = (config.ids.bos_id, *blocks, *skill.prompt_suffix)
     request = Request(skill, prompt, image, context, args.max_tokens)
     limit = side.runtime.limits.max_seq_length
     assert request.positions <= limit, f"{request.positions} positions of {limit}"

@@ -20,7 +20,7 @@ from .servers import QUESTION, Load, Pace, Setting, run_alone, run_asked, run_se
 
 SETTINGS = (
     Setting("as it is"),
-    Setting("70 pictures/s", pictures_per_s=70),
+    Setting("70 images/s", images_per_s=70),
     Setting("GIL 5 ms", switch_interval_s=0.005),
     Setting("GIL 0.1 ms", switch_interval_s=0.0001),
     Setting("every step", longest_pause_s=0.0),
@@ -101,7 +101,7 @@ def _row(
 
 
 def measure_unary(report: Report, load: Load, pace: Pace) -> None:
-    """Questions without a picture, paced, one token each. On the same device: one that took no time would make a step
+    """Questions without an image, paced, one token each. On the same device: one that took no time would make a step
     for every call, and the engine's share were another in the server than alone."""
     sampling = common_pb2.Sampling(max_tokens=1)
     request = pb.QueryRequest(question=QUESTION, sampling=sampling).SerializeToString()

@@ -52,8 +52,8 @@ class Setting:
     name: str
     switch_interval_s: float | None = None
     longest_pause_s: float | None = None
-    pictures_per_s: int = 0
-    """New pictures that are decoded besides, as uploads are."""
+    images_per_s: int = 0
+    """New images that are decoded besides, as uploads are."""
     watched: bool = False
     """With all that operators may turn on: access log in JSON, metrics, traces of which none is sampled, load in
     trailers."""
@@ -72,10 +72,10 @@ def run_server(pipe: Connection, load: Load, setting: Setting) -> None:
         await server.load()
         gc.freeze()
         pipe.send(server.addresses[0])
-        uploading = asyncio.create_task(_upload(server, setting.pictures_per_s))
+        uploading = asyncio.create_task(_upload(server, setting.images_per_s))
         await _answer(pipe, built.runtime)
         uploading.cancel()
-        await asyncio.sleep(0.1)  # Lets the last pictures be done.
+        await asyncio.sleep(0.1)  # Lets the last images be done.
         await server.stop(grace_s=0)
 
     _apply(setting)
@@ -128,7 +128,7 @@ def _watch(log: TextIO) -> None:
 
 
 QUESTION = "How many of the blue bars are higher than the red one?"
-"""Asked by unary calls: no picture, one token."""
+"""Asked by unary calls: no image, one token."""
 
 
 @dataclass(frozen=True)
@@ -176,9 +176,9 @@ def run_asked(pipe: Connection, load: Load, pace: Pace) -> None:
 def run_alone(pipe: Connection, load: Load) -> None:
     """The engine without gRPC; its streams are read on its event loop."""
 
-    async def read(engine: InferenceEngine, picture: bytes) -> None:
+    async def read(engine: InferenceEngine, image: bytes) -> None:
         settings = {"max_tokens": load.tokens}
-        async with await engine.submit("caption", picture, {}, settings) as stream:
+        async with await engine.submit("caption", image, {}, settings) as stream:
             async for _ in stream:
                 pass
 
@@ -187,8 +187,8 @@ def run_alone(pipe: Connection, load: Load) -> None:
         built = paced_build(config, step_s=load.step_s, staging_s=load.staging_s)
         async with InferenceEngine(config, built) as engine:
             gc.freeze()
-            picture = jpeg(1, 64, 64)
-            await asyncio.gather(*(read(engine, picture) for _ in range(load.streams)))
+            image = jpeg(1, 64, 64)
+            await asyncio.gather(*(read(engine, image) for _ in range(load.streams)))
             await _answer(pipe, built.runtime)
 
     _apply(Setting(""))
@@ -203,16 +203,16 @@ def _config(load: Load) -> RuntimeConfig:
     )
 
 
-async def _upload(server: KestrelServer, pictures_per_s: int) -> None:
-    """Has pictures decoded that nobody asks about, each of them new by its bytes, while there are requests; no more at
+async def _upload(server: KestrelServer, images_per_s: int) -> None:
+    """Has images decoded that nobody asks about, each of them new by its bytes, while there are requests; no more at
     a time than a decoder each can take."""
-    engine, picture = server.served.loaded, jpeg(2, 850, 600)
+    engine, image = server.served.loaded, jpeg(2, 850, 600)
     assert engine is not None
     waiting: set[asyncio.Task[Any]] = set()
     for number in itertools.count():
-        await asyncio.sleep(1 / pictures_per_s if pictures_per_s else 3600)
+        await asyncio.sleep(1 / images_per_s if images_per_s else 3600)
         if len(waiting) < _NUM_DECODERS and engine.num_requests > len(waiting):
-            data = picture + number.to_bytes(8, "big")
+            data = image + number.to_bytes(8, "big")
             task = asyncio.create_task(engine.prepare_image(data))
             waiting.add(task)
             task.add_done_callback(waiting.discard)

@@ -106,13 +106,13 @@ def measure_unary(
     rounds: int,
     settings: Sequence[Setting] = SETTINGS,
 ) -> None:
-    """Questions of one token each, without a picture and with a small one that is known by then. No pause: each caller
+    """Questions of one token each, without an image and with a small one that is known by then. No pause: each caller
     calls again as soon as it is answered."""
     num = load.streams
     few = Pace(num, 2, 0.01)
     with Callers(num) as callers, _Processes() as processes:
         servers = [processes.add(each.name, run_canned, load, each) for each in settings]
-        for name, image in (("a unary call", None), ("a call with a picture", jpeg(1, 64, 64))):
+        for name, image in (("a unary call", None), ("a call with an image", jpeg(1, 64, 64))):
             request = pb.QueryRequest(question=QUESTION, sampling=common_pb2.Sampling(max_tokens=1))
             if image is not None:
                 request.image.encoded = image

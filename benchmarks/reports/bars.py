@@ -40,10 +40,10 @@ VISION_TFLOPS = {56: Limits(490, 560), 9: Limits(440, 520)}
 """By crops; both models have one tower."""
 
 PREFILL_TFLOPS = {("moondream2", 16): Limits(560, 640)}
-"""By model and pictures."""
+"""By model and images."""
 
 MOE_TFLOPS = Limits(450, 700)
-"""MoE layers of Moondream 3 in the prefix prefill of 16 pictures; the goal is for FP8 arithmetic."""
+"""MoE layers of Moondream 3 in the prefix prefill of 16 images; the goal is for FP8 arithmetic."""
 
 GPU_BUSY = Limits(0.90, 0.97)
 """Kernel time over wall, saturated decode of 64 streams through gRPC."""

@@ -41,8 +41,8 @@ Made = tuple[Callable[..., Any], Message]
 class Caller:
     """One caller: a channel after the other, a call after the other."""
 
-    def __init__(self, address: str, token: str, rng: random.Random, pictures: list[bytes]) -> None:
-        self._address, self._rng, self._pictures = address, rng, pictures
+    def __init__(self, address: str, token: str, rng: random.Random, images: list[bytes]) -> None:
+        self._address, self._rng, self._images = address, rng, images
         self._metadata = (("authorization", f"Bearer {token}"),)
         self._seeds = 0
         self.came: Counter[str] = Counter()
@@ -52,7 +52,10 @@ class Caller:
             async with grpc.aio.insecure_channel(
                 self._address, options=[("grpc.use_local_subchannel_pool", 1)]
             ) as channel:
-                self._vision, self._images = VisionServiceStub(channel), ImageServiceStub(channel)
+                self._vision, self._image_service = (
+                    VisionServiceStub(channel),
+                    ImageServiceStub(channel),
+                )
                 self._models = ModelServiceStub(channel)
                 leaving: Awaitable[Any] | None = None
                 for _ in range(self._rng.randrange(1, 30)):
@@ -107,7 +110,7 @@ class Caller:
             await asyncio.sleep(pause)
 
     def _asked(self) -> Made:
-        rng, sampling, image = self._rng, self._sampling(), self._picture()
+        rng, sampling, image = self._rng, self._sampling(), self._image()
         what = rng.choice(QUESTIONS)
         made: list[Made] = [
             (self._vision.Query, pb.QueryRequest(question=what, sampling=sampling)),
@@ -122,14 +125,17 @@ class Caller:
             (self._vision.Analyze, self._analyze()),
             (self._vision.Query, pb.QueryRequest(question="")),
             (self._vision.Caption, pb.CaptionRequest(image=self._broken())),
-            (self._images.PutImage, image_service_pb2.PutImageRequest(image=image)),
-            (self._images.DeleteImage, image_service_pb2.DeleteImageRequest(image_id="none")),
+            (self._image_service.PutImage, image_service_pb2.PutImageRequest(image=image)),
+            (
+                self._image_service.DeleteImage,
+                image_service_pb2.DeleteImageRequest(image_id="none"),
+            ),
             (self._models.GetLoad, model_service_pb2.GetLoadRequest()),
         ]
         return rng.choice(made)
 
     def _streamed(self) -> Made:
-        image, sampling = self._picture(), self._sampling()
+        image, sampling = self._image(), self._sampling()
         query = pb.QueryRequest(
             image=image, question=self._rng.choice(QUESTIONS), sampling=sampling
         )
@@ -147,19 +153,19 @@ class Caller:
         query = pb.QueryTask(question=self._rng.choice(QUESTIONS), sampling=self._sampling())
         detect = pb.DetectTask(object="red circle", max_objects=3)
         tasks = [pb.AnalyzeTask(query=query), pb.AnalyzeTask(detect=detect)]
-        return pb.AnalyzeRequest(image=self._picture(), tasks=tasks)
+        return pb.AnalyzeRequest(image=self._image(), tasks=tasks)
 
-    def _picture(self) -> common_pb2.Image:
+    def _image(self) -> common_pb2.Image:
         """One of a few, or a new one: what caches keep must go round."""
-        data = self._rng.choice(self._pictures)
+        data = self._rng.choice(self._images)
         if self._rng.random() < 0.5:
             data += self._rng.randbytes(
                 8
-            )  # Other bytes, and so another picture to all caches by source.
+            )  # Other bytes, and so another image to all caches by source.
         return common_pb2.Image(encoded=data)
 
     def _broken(self) -> common_pb2.Image:
-        data = self._rng.choice(self._pictures)
+        data = self._rng.choice(self._images)
         return common_pb2.Image(encoded=data[: self._rng.randrange(1, len(data) - 10)])
 
     def _sampling(self) -> common_pb2.Sampling:
@@ -167,11 +173,11 @@ class Caller:
 
 
 async def _run(
-    seconds: float, address: str, token: str, rng: random.Random, pictures: list[bytes]
+    seconds: float, address: str, token: str, rng: random.Random, images: list[bytes]
 ) -> Counter[str]:
     until = time.monotonic() + seconds
     callers = [
-        Caller(address, token, random.Random(rng.random()), pictures) for _ in range(NUM_CALLERS)
+        Caller(address, token, random.Random(rng.random()), images) for _ in range(NUM_CALLERS)
     ]
     stream = pb.StreamQueryRequest(request=pb.QueryRequest(question=QUESTIONS[0]))
     asked = Asked("/kestrel.v1.VisionService/StreamQuery", stream.SerializeToString(), token)
@@ -195,7 +201,7 @@ async def _run(
 def traffic(pipe: Connection, address: str, token: str, seed: int) -> None:
     """Raises nothing; sends a Counter for every number of seconds that comes."""
     rng = random.Random(seed)
-    pictures = [jpeg(i, 320 + 40 * i, 240) for i in range(6)]
+    images = [jpeg(i, 320 + 40 * i, 240) for i in range(6)]
     pipe.send("ready")
     while (seconds := pipe.recv()) is not None:
-        pipe.send(asyncio.run(_run(seconds, address, token, rng, pictures)))
+        pipe.send(asyncio.run(_run(seconds, address, token, rng, images)))

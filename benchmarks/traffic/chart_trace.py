@@ -1,10 +1,10 @@
-"""The trace of the serving benchmarks: pictures and questions of the shape of ChartQA's test split, drawn by seed.
+"""The trace of the serving benchmarks: images and questions of the shape of ChartQA's test split, drawn by seed.
 
-python -m benchmarks.traffic.chart_trace [--cache FOLDER]      says what the pictures weigh
+python -m benchmarks.traffic.chart_trace [--cache FOLDER]      says what the images weigh
 
-1,509 pictures (60 % 850x600, 20 % 800x557, 20 % 420x520: a smooth background, drawn bars, discs and lines, a little
-noise, about 150 kB each as JPEG) and 2,500 questions of 12 to 30 tokens in picture order: each picture has one
-question, 991 of them a second. Own pictures and questions can be given instead. Knows no engine; what counts as a token
+1,509 images (60 % 850x600, 20 % 800x557, 20 % 420x520: a smooth background, drawn bars, discs and lines, a little
+noise, about 150 kB each as JPEG) and 2,500 questions of 12 to 30 tokens in image order: each image has one
+question, 991 of them a second. Own images and questions can be given instead. Knows no engine; what counts as a token
 is told by a tokenizer.
 """
 
@@ -24,18 +24,18 @@ from pathlib import Path
 import numpy as np
 import pyvips
 
-NUM_PICTURES, NUM_QUESTIONS = 1509, 2500
+NUM_IMAGES, NUM_QUESTIONS = 1509, 2500
 TOKENS = (12, 30)
 """Fewest and most of a question."""
 VERSION = 1
-"""Raise it when a seed gives other pictures than before: cached ones are then left alone."""
+"""Raise it when a seed gives other images than before: cached ones are then left alone."""
 IN_PROCESS = 48
-"""Up to so many pictures are drawn here: other processes take longer to start."""
+"""Up to so many images are drawn here: other processes take longer to start."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A kind of picture. ``noise``: standard deviation in grey levels; with ``quality`` it makes about 150 kB."""
+    """A kind of image. ``noise``: standard deviation in grey levels; with ``quality`` it makes about 150 kB."""
 
     width: int
     height: int
@@ -60,9 +60,9 @@ WORDS = tuple(
 
 @dataclass(frozen=True)
 class Question:
-    """``is_repeat``: an earlier question of the trace was about the same picture."""
+    """``is_repeat``: an earlier question of the trace was about the same image."""
 
-    picture: int
+    image: int
     text: str
     num_tokens: int
     is_repeat: bool
@@ -70,14 +70,14 @@ class Question:
 
 @dataclass(frozen=True)
 class ChartTrace:
-    """Encoded ``pictures``, and ``questions`` about them in picture order."""
+    """Encoded ``images``, and ``questions`` about them in image order."""
 
-    pictures: Sequence[bytes]
+    images: Sequence[bytes]
     questions: tuple[Question, ...]
 
 
 def shape_of(number: int) -> Shape:
-    """Which kind picture ``number`` is; the shares hold for every stretch of the trace."""
+    """Which kind image ``number`` is; the shares hold for every stretch of the trace."""
     place = (number * 0.6180339887498949) % 1.0
     for shape in SHAPES:
         if place < shape.share:
@@ -87,7 +87,7 @@ def shape_of(number: int) -> Shape:
 
 
 def draw(seed: int, number: int) -> bytes:
-    """Picture ``number`` of a seed as JPEG: the same on every run, another for every number."""
+    """Image ``number`` of a seed as JPEG: the same on every run, another for every number."""
     rng = np.random.default_rng((VERSION, seed, number))
     shape = shape_of(number)
     width, height = shape.width, shape.height
@@ -119,30 +119,30 @@ def _draw_some(seed: int, numbers: Sequence[int]) -> list[bytes]:
     return [draw(seed, number) for number in numbers]
 
 
-def draw_pictures(
+def draw_images(
     count: int, *, seed: int = 0, first: int = 0, cache: str | Path | None = None
 ) -> list[bytes]:
-    """Pictures ``first`` and after. Many are drawn by a pool of processes. ``cache``: a folder to keep them in."""
+    """Images ``first`` and after. Many are drawn by a pool of processes. ``cache``: a folder to keep them in."""
     if cache is None:
         return _drawn(count, seed, first)
-    path = Path(cache) / f"chart-pictures-{VERSION}-{seed}-{first}-{count}.npz"
+    path = Path(cache) / f"chart-images-{VERSION}-{seed}-{first}-{count}.npz"
     if path.exists():
-        return load_pictures(path)
-    pictures = _drawn(count, seed, first)
+        return load_images(path)
+    images = _drawn(count, seed, first)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.stem}-{os.getpid()}.npz")
-    store_pictures(partial, pictures)
+    store_images(partial, images)
     partial.replace(path)
-    return pictures
+    return images
 
 
-def store_pictures(path: Path, pictures: Sequence[bytes]) -> None:
+def store_images(path: Path, images: Sequence[bytes]) -> None:
     """One .npz file of them all."""
-    ends = np.cumsum([len(p) for p in pictures])
-    np.savez(path, ends=ends, data=np.frombuffer(b"".join(pictures), np.uint8))
+    ends = np.cumsum([len(p) for p in images])
+    np.savez(path, ends=ends, data=np.frombuffer(b"".join(images), np.uint8))
 
 
-def load_pictures(path: Path) -> list[bytes]:
+def load_images(path: Path) -> list[bytes]:
     with np.load(path) as stored:
         ends, data = stored["ends"], stored["data"].tobytes()
     return [data[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
@@ -153,15 +153,15 @@ def _drawn(count: int, seed: int, first: int) -> list[bytes]:
     if count <= IN_PROCESS:
         return _draw_some(seed, numbers)
     began, workers = time.perf_counter(), os.cpu_count() or 1
-    print(f"drawing {count} pictures with {workers} processes", flush=True)
+    print(f"drawing {count} images with {workers} processes", flush=True)
     portions = [numbers[i : i + 16] for i in range(0, count, 16)]
     # Started anew, not forked: this process may have threads and a GPU.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         drawn = pool.map(_draw_some, [seed] * len(portions), portions)
-        pictures = [picture for portion in drawn for picture in portion]
+        images = [image for portion in drawn for image in portion]
     print(f"drawn in {time.perf_counter() - began:.1f} s", flush=True)
-    return pictures
+    return images
 
 
 def write_question(rng: random.Random, encode: Callable[[str], list[int]]) -> tuple[str, int]:
@@ -184,49 +184,49 @@ def write_question(rng: random.Random, encode: Callable[[str], list[int]]) -> tu
     return text, count
 
 
-def order_of_questions(num_pictures: int, num_questions: int, seed: int) -> list[int]:
-    """The picture of each question, in picture order: one each, and a second one for a drawn few; more if asked."""
-    each, more = divmod(num_questions, num_pictures)
-    again = set(random.Random(f"{seed}/again").sample(range(num_pictures), more))
-    return [p for p in range(num_pictures) for _ in range(each + (p in again))]
+def order_of_questions(num_images: int, num_questions: int, seed: int) -> list[int]:
+    """The image of each question, in image order: one each, and a second one for a drawn few; more if asked."""
+    each, more = divmod(num_questions, num_images)
+    again = set(random.Random(f"{seed}/again").sample(range(num_images), more))
+    return [p for p in range(num_images) for _ in range(each + (p in again))]
 
 
 def make_trace(
     encode: Callable[[str], list[int]],
     *,
     num_prompts: int | None = None,
-    num_pictures: int | None = None,
-    pictures: Sequence[bytes] = (),
+    num_images: int | None = None,
+    images: Sequence[bytes] = (),
     prompts: Sequence[str] = (),
     seed: int = 0,
     cache: str | Path | None = None,
 ) -> ChartTrace:
-    """The trace, or its beginning: of the first ``num_prompts`` questions or ``num_pictures`` pictures.
+    """The trace, or its beginning: of the first ``num_prompts`` questions or ``num_images`` images.
 
-    ``pictures``: encoded ones to use instead of drawn ones; ``prompts``: questions asked in turn instead of drawn ones.
+    ``images``: encoded ones to use instead of drawn ones; ``prompts``: questions asked in turn instead of drawn ones.
     """
-    if pictures:
-        count = min(len(pictures), num_pictures or len(pictures))
-        asked = num_prompts or max(count, round(count * NUM_QUESTIONS / NUM_PICTURES))
+    if images:
+        count = min(len(images), num_images or len(images))
+        asked = num_prompts or max(count, round(count * NUM_QUESTIONS / NUM_IMAGES))
         order = order_of_questions(count, asked, seed)
     else:
-        count = num_pictures or NUM_PICTURES
-        order = order_of_questions(count, round(count * NUM_QUESTIONS / NUM_PICTURES), seed)
+        count = num_images or NUM_IMAGES
+        order = order_of_questions(count, round(count * NUM_QUESTIONS / NUM_IMAGES), seed)
         if num_prompts is not None:
             # A short trace is the beginning of the long one: its share of repeats is the same.
             order = [order[i % len(order)] for i in range(num_prompts)]
         count = max(order) + 1
     rng, questions = random.Random(f"{seed}/questions"), []
     seen: set[int] = set()
-    for index, picture in enumerate(order):
+    for index, image in enumerate(order):
         if prompts:
             text = prompts[index % len(prompts)]
             tokens = len(encode(text))
         else:
             text, tokens = write_question(rng, encode)
-        questions.append(Question(picture, text, tokens, picture in seen))
-        seen.add(picture)
-    drawn = pictures[:count] or draw_pictures(count, seed=seed, cache=cache)
+        questions.append(Question(image, text, tokens, image in seen))
+        seen.add(image)
+    drawn = images[:count] or draw_images(count, seed=seed, cache=cache)
     return ChartTrace(drawn, tuple(questions))
 
 
@@ -236,18 +236,16 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num-prompts", type=int, metavar="N", help="only the first N questions [2500]"
     )
-    group.add_argument(
-        "--num-pictures", type=int, metavar="N", help="only the first N pictures [1509]"
-    )
+    group.add_argument("--num-images", type=int, metavar="N", help="only the first N images [1509]")
     group.add_argument(
         "--image",
         action="append",
         type=Path,
         default=[],
         metavar="FILE",
-        help="a picture of your own instead of drawn ones; may be given several times",
+        help="an image of your own instead of drawn ones; may be given several times",
     )
-    group.add_argument("--image-dir", type=Path, metavar="FOLDER", help="all pictures of a folder")
+    group.add_argument("--image-dir", type=Path, metavar="FOLDER", help="all images of a folder")
     group.add_argument(
         "--prompt",
         action="append",
@@ -257,7 +255,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--trace-seed", type=int, default=0, metavar="N", help="of the drawing [0]")
     group.add_argument(
-        "--cache", type=Path, metavar="FOLDER", help="keep drawn pictures there for later runs"
+        "--cache", type=Path, metavar="FOLDER", help="keep drawn images there for later runs"
     )
 
 
@@ -269,8 +267,8 @@ def trace_from(args: argparse.Namespace, encode: Callable[[str], list[int]]) -> 
     return make_trace(
         encode,
         num_prompts=args.num_prompts,
-        num_pictures=args.num_pictures,
-        pictures=[path.read_bytes() for path in paths],
+        num_images=args.num_images,
+        images=[path.read_bytes() for path in paths],
         prompts=args.prompt,
         seed=args.trace_seed,
         cache=args.cache,
@@ -283,22 +281,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--num-pictures", type=int, default=NUM_PICTURES, help="[1509]")
+    parser.add_argument("--num-images", type=int, default=NUM_IMAGES, help="[1509]")
     parser.add_argument("--trace-seed", type=int, default=0, help="[0]")
-    parser.add_argument("--cache", type=Path, metavar="FOLDER", help="keep the pictures there")
+    parser.add_argument("--cache", type=Path, metavar="FOLDER", help="keep the images there")
     args = parser.parse_args(arguments)
-    pictures = draw_pictures(args.num_pictures, seed=args.trace_seed, cache=args.cache)
-    kinds = [shape_of(number) for number in range(len(pictures))]
+    images = draw_images(args.num_images, seed=args.trace_seed, cache=args.cache)
+    kinds = [shape_of(number) for number in range(len(images))]
     for shape, count in Counter(kinds).most_common():
-        sizes = [len(p) for p, kind in zip(pictures, kinds, strict=True) if kind is shape]
+        sizes = [len(p) for p, kind in zip(images, kinds, strict=True) if kind is shape]
         print(
-            f"{shape.width}x{shape.height}: {count} pictures ({count / len(pictures):.1%}), "
+            f"{shape.width}x{shape.height}: {count} images ({count / len(images):.1%}), "
             f"{min(sizes) / 1e3:.0f} to {max(sizes) / 1e3:.0f} kB, mean {np.mean(sizes) / 1e3:.0f} kB"
         )
-    total = sum(map(len, pictures))
-    print(
-        f"{len(pictures)} pictures, {total / 1e6:.1f} MB, mean {total / len(pictures) / 1e3:.0f} kB"
-    )
+    total = sum(map(len, images))
+    print(f"{len(images)} images, {total / 1e6:.1f} MB, mean {total / len(images) / 1e3:.0f} kB")
 
 
 if __name__ == "__main__":

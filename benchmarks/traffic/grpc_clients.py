@@ -1,7 +1,7 @@
 """ClientProcesses: callers of a server in processes of their own, so that asking costs the server's process nothing.
 
 Each process has its own connection and takes every n-th question of a run, with its share of the callers; all use the
-SDK's streams. Pictures come to them through a file.
+SDK's streams. Images come to them through a file.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from types import TracebackType
 from kestrel_client import AsyncKestrelClient
 
 from .callers import ServedTarget
-from .chart_trace import ChartTrace, Question, load_pictures, store_pictures
+from .chart_trace import ChartTrace, Question, load_images, store_images
 from .trace_run import Asked, RunPlan, run_trace
 
 
 class ClientProcesses:
-    """A context; ``folder`` holds the pictures meanwhile."""
+    """A context; ``folder`` holds the images meanwhile."""
 
     def __init__(self, address: str, trace: ChartTrace, *, count: int, folder: Path) -> None:
-        path = folder / "pictures.npz"
-        store_pictures(path, trace.pictures)
+        path = folder / "images.npz"
+        store_images(path, trace.images)
         # Started anew, not forked: gRPC forbids that.
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
@@ -89,7 +89,7 @@ class ClientProcesses:
 
 def _client(pipe: Connection, address: str, path: Path, questions: tuple[Question, ...]) -> None:
     """A client process: runs what comes through ``pipe`` until None comes."""
-    trace = ChartTrace(load_pictures(path), questions)
+    trace = ChartTrace(load_images(path), questions)
 
     async def main() -> None:
         async with AsyncKestrelClient(address) as client:

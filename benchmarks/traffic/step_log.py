@@ -37,7 +37,7 @@ class StepLog:
         """Requests are measured by those who ask."""
 
     def on_image(self, event: ImageEvent) -> None:
-        """Pictures are prepared with their requests."""
+        """Images are prepared with their requests."""
 
     def clear(self) -> None:
         self._events = []

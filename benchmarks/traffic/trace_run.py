@@ -56,7 +56,7 @@ async def run_trace(
             if start - began > plan.limit_s:
                 return
             answer = await target.forced_query(
-                trace.pictures[question.picture], question.text, plan.tokens, plan.sampling
+                trace.images[question.image], question.text, plan.tokens, plan.sampling
             )
             now = time.monotonic()
             asked.append(Asked(question.is_repeat, start, now, answer))
@@ -104,7 +104,7 @@ def summary(asked: Sequence[Asked]) -> Row:
 
 
 def parts(asked: Sequence[Asked]) -> dict[str, list[Asked]]:
-    """Pictures asked about for the first time, and repeats."""
+    """Images asked about for the first time, and repeats."""
     return {
         "uncached": [a for a in asked if not a.is_repeat],
         "repeats": [a for a in asked if a.is_repeat],

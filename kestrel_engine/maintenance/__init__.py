@@ -47,11 +47,11 @@ def check_names(config: RuntimeConfig) -> None:
 
 def diagnose(config: RuntimeConfig) -> Iterator[Finding]:
     """Whether this machine can serve ``config``, one finding each. Loads no model and asks no hub."""
-    from .device import check_device, check_pictures
+    from .device import check_device, check_images
     from .model import check_model
 
     yield from check_device(config)
-    yield from check_pictures()
+    yield from check_images()
     yield from check_model(config)
 
 
@@ -91,9 +91,9 @@ def verify(
 
 
 async def answer(
-    config: RuntimeConfig, picture: str | None = None, *, progress: Progress | None = None
+    config: RuntimeConfig, image: str | None = None, *, progress: Progress | None = None
 ) -> Finding:
     """Whether the model gives the answer that is known for it. Loads it. Raises KestrelError."""
     from .known_answers import answer
 
-    return await answer(config, picture, progress=progress)
+    return await answer(config, image, progress=progress)

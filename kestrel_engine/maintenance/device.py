@@ -63,7 +63,7 @@ def driver_version() -> str | None:
     return None
 
 
-def check_pictures() -> Iterator[Finding]:
+def check_images() -> Iterator[Finding]:
     """Which formats can be decoded."""
     import pyvips
 
@@ -73,7 +73,7 @@ def check_pictures() -> Iterator[Finding]:
     missing = [name for name in _FORMATS if name not in FORMATS]
     told = f"libvips {version} and Pillow decode {', '.join(FORMATS)}"
     if not missing:
-        yield Finding("pictures", "ok", told)
+        yield Finding("images", "ok", told)
         return
     told += f"; not {', '.join(missing)}"
     if missing == ["HEIC"]:
@@ -81,10 +81,10 @@ def check_pictures() -> Iterator[Finding]:
         remedy = (
             "pyvips without its binary package, over the system's libvips and libheif with libde265"
         )
-        yield Finding("pictures", "warn", told, remedy)
+        yield Finding("images", "warn", told, remedy)
     else:
         status: Status = "fail" if "JPEG" in missing or "PNG" in missing else "warn"
-        yield Finding("pictures", status, told, "install pyvips[binary]")
+        yield Finding("images", status, told, "install pyvips[binary]")
 
 
 def _cuda_problem() -> str | None:
@@ -175,7 +175,7 @@ def _compiled_for(capability: tuple[int, int], built_for: list[str]) -> bool:
 def _libraries(config: RuntimeConfig, device: torch.device) -> Iterator[Finding]:
     from ..runtime.gpu.device import library_version
 
-    extra = "install kestrel-grpc[gpu]"
+    extra = "pip install '.[gpu]' in the repository"
     if not config.compile:
         yield Finding(
             "triton", "warn", "not used: --no-compile", "leave --no-compile out to be fast"

@@ -22,17 +22,17 @@ TOLERANCE = 4 / 1024
 
 @dataclass(frozen=True, slots=True)
 class KnownAnswer:
-    """What ``skill`` says of a picture. ``picture``: where it is, if it is at hand; ``described``: else, in words."""
+    """What ``skill`` says of an image. ``image``: where it is, if it is at hand; ``described``: else, in words."""
 
     skill: str
     arguments: Mapping[str, str]
     output: Mapping[str, Any]
     described: str
-    picture: Path | None = None
+    image: Path | None = None
 
 
 _SAMPLE = BUNDLED / "kestrel_tiny" / "sample.jpg"
-_SIGN = "the picture of a stop sign among vLLM's test assets (stop_sign.jpg)"
+_SIGN = "the image of a stop sign among vLLM's test assets (stop_sign.jpg)"
 
 KNOWN_ANSWERS: dict[str, tuple[KnownAnswer, ...]] = {
     "kestrel-tiny": (
@@ -85,18 +85,18 @@ KNOWN_ANSWERS: dict[str, tuple[KnownAnswer, ...]] = {
 
 
 async def answer(
-    config: RuntimeConfig, picture: str | None = None, *, progress: Progress | None = None
+    config: RuntimeConfig, image: str | None = None, *, progress: Progress | None = None
 ) -> Finding:
-    """Loads the model and asks it. ``picture``: the file to ask about, where it isn't at hand. Raises KestrelError."""
+    """Loads the model and asks it. ``image``: the file to ask about, where it isn't at hand. Raises KestrelError."""
     known = _known(config)
     if isinstance(known, Finding):
         return known
-    missing = next((k for k in known if k.picture is None), None)
-    if picture is None and missing is not None:
+    missing = next((k for k in known if k.image is None), None)
+    if image is None and missing is not None:
         told = f"not asked: the answer is known of {missing.described}, which isn't here"
-        return Finding("answer", "warn", told, "give the picture with --image")
+        return Finding("answer", "warn", told, "give the image with --image")
     async with await InferenceEngine.create(config, progress=progress) as engine:
-        results = await asyncio.gather(*(_ask(engine, k, picture or str(k.picture)) for k in known))
+        results = await asyncio.gather(*(_ask(engine, k, image or str(k.image)) for k in known))
         info = engine.info
     where = f"{info.device}, {info.dtype}"
     for one, output in zip(known, results, strict=True):
@@ -104,10 +104,10 @@ async def answer(
             asked = f"{one.skill} {next(iter(one.arguments.values()))!r}"
             told = f"{asked} on {where}: {_short(output)} instead of {_short(one.output)}"
             return Finding(
-                "answer", "fail", told, f"is the picture {one.described}? If so, report it"
+                "answer", "fail", told, f"is the image {one.described}? If so, report it"
             )
     furthest = max(_distance(k.output, output) for k, output in zip(known, results, strict=True))
-    exact = "exactly" if furthest == 0 else f"within {furthest:.4f} of the picture"
+    exact = "exactly" if furthest == 0 else f"within {furthest:.4f} of the image"
     return Finding("answer", "ok", f"{len(known)} known answers on {where}, {exact}")
 
 
@@ -125,9 +125,9 @@ def _known(config: RuntimeConfig) -> tuple[KnownAnswer, ...] | Finding:
     return KNOWN_ANSWERS[name]
 
 
-async def _ask(engine: InferenceEngine, known: KnownAnswer, picture: str) -> Mapping[str, Any]:
+async def _ask(engine: InferenceEngine, known: KnownAnswer, image: str) -> Mapping[str, Any]:
     settings = {"temperature": 0.0} if known.skill == "query" else {}
-    stream = await engine.submit(known.skill, picture, dict(known.arguments), settings)
+    stream = await engine.submit(known.skill, image, dict(known.arguments), settings)
     async with stream:
         result = await stream.result()
     return {name: result.output[name] for name in known.output}

@@ -1,7 +1,7 @@
-"""The vision tower: crops of pictures in, one [grid * grid, dim] embedding per picture out.
+"""The vision tower: crops of images in, one [grid * grid, dim] embedding per image out.
 
-The sides of a crop and of the pooled picture are ``VisionConfig.grid`` patches (moondream.md sections 4 and 5).
-Decoding and tiling of pictures happen elsewhere.
+The sides of a crop and of the pooled image are ``VisionConfig.grid`` patches (moondream.md sections 4 and 5).
+Decoding and tiling of images happen elsewhere.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ class VisionModel:
         self.post_ln = LayerNorm.load(tensors, "vision.post_ln")
         self.projector = Mlp.load(tensors, "vision.proj_mlp")
 
-    def encode_images(self, pictures: Sequence[tuple[Tensor, tuple[int, int]]]) -> list[Tensor]:
-        """Embeds pictures together; each is its crops [n, crop_size, crop_size, 3] uint8 and its tiling.
+    def encode_images(self, images: Sequence[tuple[Tensor, tuple[int, int]]]) -> list[Tensor]:
+        """Embeds images together; each is its crops [n, crop_size, crop_size, 3] uint8 and its tiling.
 
-        A tiling of (1, 1) has two equal crops, the whole picture twice; it is computed once. Returns one
-        [grid * grid, proj_out_dim] per picture.
+        A tiling of (1, 1) has two equal crops, the whole image twice; it is computed once. Returns one
+        [grid * grid, proj_out_dim] per image.
         """
-        needed = [crops[: num_distinct(len(crops), tiling)] for crops, tiling in pictures]
+        needed = [crops[: num_distinct(len(crops), tiling)] for crops, tiling in images]
         features = self.encode_crops(torch.cat(needed))
         pieces = torch.split(features, [len(crops) for crops in needed])
-        return [self.embed(p, tiling) for p, (_, tiling) in zip(pieces, pictures, strict=True)]
+        return [self.embed(p, tiling) for p, (_, tiling) in zip(pieces, images, strict=True)]
 
     def embed(self, features: Tensor, tiling: tuple[int, int]) -> Tensor:
-        """Features of a picture's distinct crops [n, patches, enc_dim] -> its embedding [grid * grid, text dim]."""
+        """Features of an image's distinct crops [n, patches, enc_dim] -> its embedding [grid * grid, text dim]."""
         local = features if tiling == (1, 1) else features[1:]
         return self.project(features[0], self.pool(self.stitch(local, tiling)))
 
@@ -105,12 +105,12 @@ class VisionModel:
         return pooled.flatten(1).T.to(stitched.dtype)
 
     def project(self, whole: Tensor, pooled: Tensor) -> Tensor:
-        """Features of the whole picture beside those of its tiles, each [patches, enc_dim], to text embeddings."""
+        """Features of the whole image beside those of its tiles, each [patches, enc_dim], to text embeddings."""
         return self.projector(torch.cat([whole, pooled], dim=-1))
 
 
 def num_distinct(num_crops: int, tiling: tuple[int, int]) -> int:
-    """Crops that have to be encoded: with one tile the tile equals the whole picture, and once is enough."""
+    """Crops that have to be encoded: with one tile the tile equals the whole image, and once is enough."""
     return 1 if tiling == (1, 1) else num_crops
 
 

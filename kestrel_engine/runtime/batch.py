@@ -1,6 +1,6 @@
 """Rows of a StepPlan as tensors: input embeddings, positions, slots, and the spans that attend.
 
-Knows the model's input side (token, region and picture embeddings) and the K/V pool's layout; runs no layer.
+Knows the model's input side (token, region and image embeddings) and the K/V pool's layout; runs no layer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Batch:
 def build_batch(
     rows: Sequence[Row], model: Moondream, cache: KvCache, images: Mapping[str, Tensor]
 ) -> Batch:
-    """Lays ``rows`` (at least one, none empty) out for one forward pass. Pictures come from ``images`` by key."""
+    """Lays ``rows`` (at least one, none empty) out for one forward pass. Images come from ``images`` by key."""
     inputs = _Inputs()
     positions: list[Tensor] = []
     slots: list[Tensor] = []
@@ -108,7 +108,7 @@ class _Inputs:
             values = torch.tensor(list(self.sizes.values()), dtype=torch.float32, device=device)
             x[_places(self.sizes, device)] = region.embed_sizes(values)
         for place, block in self.images.items():
-            assert block.key in images, f"picture {block.key} was not encoded: {sorted(images)}"
+            assert block.key in images, f"image {block.key} was not encoded: {sorted(images)}"
             embedding = images[block.key]
             assert len(embedding) == block.num_positions, (len(embedding), block.num_positions)
             x[place : place + block.num_positions] = embedding
@@ -155,9 +155,9 @@ def _indices(slots: slice | Tensor) -> Tensor:
 def _spans(
     row: Row, begin: int, seen: slice | Tensor, model: Moondream, *, rounds: bool
 ) -> list[Span]:
-    """Cuts a row whose first token is at ``begin`` of the batch: BOS and picture attend both ways, all else is causal.
+    """Cuts a row whose first token is at ``begin`` of the batch: BOS and image attend both ways, all else is causal.
 
-    Every span sees the keys from position 0 to its own end. Where storing ``rounds`` them, only a picture's prefix sees
+    Every span sees the keys from position 0 to its own end. Where storing ``rounds`` them, only an image's prefix sees
     its own as they were computed, for it is always computed whole; text sees what is stored, so that nothing depends on
     what was cached or on where a prompt was cut.
     """
@@ -168,7 +168,7 @@ def _spans(
             position += 1
             continue
         assert before == model.config.ids.bos_id, (
-            f"sequence {row.sequence_id}: picture {token.key} does not follow a BOS in its row"
+            f"sequence {row.sequence_id}: image {token.key} does not follow a BOS in its row"
         )
         if start < position - 1:
             pieces.append((start, position - 1, False))

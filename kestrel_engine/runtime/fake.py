@@ -139,7 +139,7 @@ class FakeRuntime:
         for each in row.tokens:
             token = self._sampled[row.sequence_id].as_input() if each is PREVIOUS else each
             if isinstance(token, ImageBlock):
-                assert self._crops.get(token.key) == 10**9, f"picture {token.key} was not encoded"
+                assert self._crops.get(token.key) == 10**9, f"image {token.key} was not encoded"
             is_bad = row.sequence_id in self.bad_sequences or (
                 isinstance(token, ImageBlock) and token.key in self._spoiled
             )

@@ -19,30 +19,30 @@ class LostWork:
 
     def __init__(self) -> None:
         self._sequences: set[int] = set()
-        self._pictures: set[str] = set()
+        self._images: set[str] = set()
 
     def note(self, plan: StepPlan) -> None:
         self._sequences |= {row.sequence_id for row in plan.prefill + plan.decode}
-        self._pictures |= {piece.image.key for piece in plan.encode}
+        self._images |= {piece.image.key for piece in plan.encode}
 
     def note_sequences(self, sequence_ids: Iterable[int]) -> None:
         """Of a step that did not raise: rows of its own that are lost."""
         self._sequences.update(sequence_ids)
 
     def without(self, plan: StepPlan) -> StepPlan:
-        """The plan without lost rows and crops. A picture that begins again is no longer lost, a sequence never
+        """The plan without lost rows and crops. An image that begins again is no longer lost, a sequence never
         comes back."""
         self._sequences -= set(plan.ended)
-        self._pictures -= {piece.image.key for piece in plan.encode if piece.first == 0}
-        if not (self._sequences or self._pictures):
+        self._images -= {piece.image.key for piece in plan.encode if piece.first == 0}
+        if not (self._sequences or self._images):
             return plan
         self._sequences |= {row.sequence_id for row in plan.prefill if self._reads_lost(row)}
         return replace(
             plan,
-            encode=tuple(p for p in plan.encode if p.image.key not in self._pictures),
+            encode=tuple(p for p in plan.encode if p.image.key not in self._images),
             prefill=tuple(r for r in plan.prefill if r.sequence_id not in self._sequences),
             decode=tuple(r for r in plan.decode if r.sequence_id not in self._sequences),
         )
 
     def _reads_lost(self, row: Row) -> bool:
-        return any(isinstance(t, ImageBlock) and t.key in self._pictures for t in row.tokens)
+        return any(isinstance(t, ImageBlock) and t.key in self._images for t in row.tokens)

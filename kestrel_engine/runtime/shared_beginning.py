@@ -1,4 +1,4 @@
-"""Decode rows that begin with the same pages, as those of one picture do: their keys can be read once for all.
+"""Decode rows that begin with the same pages, as those of one image do: their keys can be read once for all.
 
 Ints only; knows no tensor. The idea is that of cascade inference (FlashInfer) and Hydragen (arXiv 2402.05099).
 """

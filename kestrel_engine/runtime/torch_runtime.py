@@ -1,6 +1,6 @@
 """Executes StepPlans with plain torch, on CPU or CUDA: the reference that every faster runtime is compared with.
 
-Owns the K/V pool and the embeddings of pictures between their encoding and ``drop_images``. Decides nothing: what is
+Owns the K/V pool and the embeddings of images between their encoding and ``drop_images``. Decides nothing: what is
 computed, where it is stored and what may be sampled stands in the plan.
 """
 
@@ -96,7 +96,7 @@ class TorchRuntime:
             scales=kv_scales,
         )
         self._features: dict[str, list[Tensor]] = {}
-        """Encoded crops of pictures that are not complete."""
+        """Encoded crops of images that are not complete."""
         self._images: dict[str, Tensor] = {}
         self._sampled: dict[int, StepToken] = {}
         """What each sequence's last row sampled, for rows launched before that was read."""
@@ -173,7 +173,7 @@ class TorchRuntime:
         return time.perf_counter()
 
     def _encode(self, pieces: Sequence[EncodeSlice]) -> None:
-        """All crops of the step in one pass; a picture's embedding is made once its last crop is there."""
+        """All crops of the step in one pass; an image's embedding is made once its last crop is there."""
         crops = []
         for piece in pieces:
             distinct = num_distinct(piece.image.num_crops, piece.image.tiling)
@@ -247,7 +247,7 @@ class TorchRuntime:
         return self.model.text(batch.embeddings, batch.positions, batch.attention)[batch.last]
 
     def batch(self, rows: Sequence[Row]) -> Batch:
-        """The rows as one pass's input, against this runtime's pool and pictures."""
+        """The rows as one pass's input, against this runtime's pool and images."""
         assert self._cache is not None, "the runtime is closed"
         for row in rows:
             self._check(row)

@@ -12,13 +12,13 @@ import pyvips
 
 from benchmarks.traffic import chart_trace
 from benchmarks.traffic.chart_trace import (
-    NUM_PICTURES,
+    NUM_IMAGES,
     NUM_QUESTIONS,
     SHAPES,
     TOKENS,
     add_trace_arguments,
     draw,
-    draw_pictures,
+    draw_images,
     make_trace,
     order_of_questions,
     shape_of,
@@ -39,15 +39,15 @@ def test_pictures_have_the_sizes_and_weights_that_are_stated():
     for shape, number in numbers.items():
         weights = []
         for seed in range(3):
-            picture = draw(seed, number)
-            image = pyvips.Image.new_from_buffer(picture, "")
+            encoded = draw(seed, number)
+            image = pyvips.Image.new_from_buffer(encoded, "")
             assert (image.width, image.height, image.bands) == (shape.width, shape.height, 3)
-            weights.append(len(picture))
+            weights.append(len(encoded))
         assert 120e3 < np.mean(weights) < 180e3, (shape, weights)
 
 
 def test_shares_of_the_sizes_hold_for_the_whole_and_for_its_beginning():
-    for count in (100, NUM_PICTURES):
+    for count in (100, NUM_IMAGES):
         kinds = Counter(shape_of(i) for i in range(count))
         for shape in SHAPES:
             assert kinds[shape] / count == pytest.approx(shape.share, abs=0.02)
@@ -59,20 +59,20 @@ def test_pictures_are_repeatable_and_all_different():
 
 
 def test_pictures_come_back_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    drawn = draw_pictures(2, seed=5, first=7, cache=tmp_path)
+    drawn = draw_images(2, seed=5, first=7, cache=tmp_path)
     monkeypatch.setattr(chart_trace, "draw", None)
-    assert draw_pictures(2, seed=5, first=7, cache=tmp_path) == drawn
+    assert draw_images(2, seed=5, first=7, cache=tmp_path) == drawn
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_many_pictures_are_drawn_by_processes_to_the_same_end(monkeypatch: pytest.MonkeyPatch):
-    alone = draw_pictures(2)
+    alone = draw_images(2)
     monkeypatch.setattr(chart_trace, "IN_PROCESS", 1)
-    assert draw_pictures(2) == alone
+    assert draw_images(2) == alone
 
 
 def test_questions_are_in_picture_order_one_or_two_each():
-    order = order_of_questions(NUM_PICTURES, NUM_QUESTIONS, 0)
+    order = order_of_questions(NUM_IMAGES, NUM_QUESTIONS, 0)
     assert len(order) == NUM_QUESTIONS
     assert order == sorted(order)
     assert Counter(Counter(order).values()) == {1: 518, 2: 991}
@@ -82,25 +82,25 @@ def test_questions_are_in_picture_order_one_or_two_each():
 def traces():
     """Whole traces, without their images, for each encoder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chart_trace, "draw_pictures", lambda count, **_: [b"x"] * count)
+        patch.setattr(chart_trace, "draw_images", lambda count, **_: [b"x"] * count)
         return {encode: make_trace(encode) for encode in (words, letters)}
 
 
 @pytest.mark.parametrize("encode", [words, letters])
 def test_questions_have_12_to_30_tokens_whatever_a_token_is(encode, traces):
     trace = traces[encode]
-    assert len(trace.pictures) == NUM_PICTURES
+    assert len(trace.images) == NUM_IMAGES
     counts = [q.num_tokens for q in trace.questions]
     assert counts == [len(encode(q.text)) for q in trace.questions]
     assert (min(counts), max(counts)) == TOKENS
-    assert sum(q.is_repeat for q in trace.questions) == NUM_QUESTIONS - NUM_PICTURES
+    assert sum(q.is_repeat for q in trace.questions) == NUM_QUESTIONS - NUM_IMAGES
 
 
 def test_a_short_trace_is_the_beginning_of_the_long_one(traces, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(chart_trace, "draw_pictures", lambda count, **_: [b"x"] * count)
+    monkeypatch.setattr(chart_trace, "draw_images", lambda count, **_: [b"x"] * count)
     whole, short = traces[words], make_trace(words, num_prompts=40)
     assert short.questions == whole.questions[:40]
-    assert len(short.pictures) == whole.questions[39].picture + 1
+    assert len(short.images) == whole.questions[39].image + 1
 
 
 def test_own_pictures_and_questions(tmp_path: Path):
@@ -111,7 +111,7 @@ def test_own_pictures_and_questions(tmp_path: Path):
     flags = ["--image-dir", str(tmp_path), "--image", str(tmp_path / "c"), "--num-prompts", "6"]
     args = parser.parse_args([*flags, "--prompt", "What?", "--prompt", "Why?"])
     trace = trace_from(args, words)
-    assert trace.pictures == [b"c", b"a", b"b", b"c"]
+    assert trace.images == [b"c", b"a", b"b", b"c"]
     assert [q.text for q in trace.questions] == ["What?", "Why?"] * 3
-    assert [q.picture for q in trace.questions] == sorted(q.picture for q in trace.questions)
-    assert {q.picture for q in trace.questions} == {0, 1, 2, 3}
+    assert [q.image for q in trace.questions] == sorted(q.image for q in trace.questions)
+    assert {q.image for q in trace.questions} == {0, 1, 2, 3}

@@ -132,10 +132,10 @@ def test_the_layer_that_differs_first_is_named(capsys):
         1,
         "values",
         0,
-        "picture",
+        "image",
         1,
     )
-    assert "layer 1, values, position 0 (picture), head 1" in capsys.readouterr().out
+    assert "layer 1, values, position 0 (image), head 1" in capsys.readouterr().out
     closing(left, right)
 
 

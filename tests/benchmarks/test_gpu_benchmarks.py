@@ -98,7 +98,7 @@ def test_vision(tmp_path: Path) -> None:
     report = run(vision, tmp_path, *MODEL)
     tower, step = report["tables"].values()
     assert [row["crops"] for row in tower] == [2, 1]
-    assert step[0]["pictures"] == 6 and step[0]["crops/s"] > 0
+    assert step[0]["images"] == 6 and step[0]["crops/s"] > 0
 
 
 def test_prefill(tmp_path: Path) -> None:

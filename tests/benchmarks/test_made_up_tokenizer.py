@@ -37,7 +37,7 @@ def test_words_are_tokens_and_text_comes_back(tmp_path: Path):
 
 @pytest.mark.slow
 def test_questions_have_their_length_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.traffic.chart_trace.draw_pictures", lambda n, **_: [b""] * n)
+    monkeypatch.setattr("benchmarks.traffic.chart_trace.draw_images", lambda n, **_: [b""] * n)
     codec = Tokenizer.from_file(tokenizer_file(51200, tmp_path), vocab_size=51200)
     trace = make_trace(codec.encode)
     assert {12, 30} <= {q.num_tokens for q in trace.questions} <= set(range(12, 31))

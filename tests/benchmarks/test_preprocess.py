@@ -13,5 +13,5 @@ def test_it_reports_one_picture_and_many(tmp_path):
     assert [row["of"] for row in one][:3] == ["source key", "decode", "content key"]
     assert all(row["ms"] > 0 for row in one)
     assert [row["processes"] for row in many][:2] == [0, 1]
-    assert all(row["pictures/s"] > 0 for row in many[1:])
+    assert all(row["images/s"] > 0 for row in many[1:])
     assert [bar["limit"] for bar in report["bars"]] == [18.0, 70.0]

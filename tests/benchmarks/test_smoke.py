@@ -59,7 +59,7 @@ def test_serving_cpu(tmp_path: Path) -> None:
 def test_serving_cpu_through_a_server(tmp_path: Path) -> None:
     report = run(serving_cpu, tmp_path, "--threads", "1", "--grpc")
     fresh, repeated, _mixed = report["tables"].values()
-    assert fresh[0]["pictures/s"] > 0
+    assert fresh[0]["images/s"] > 0
     assert repeated[0]["first"] > repeated[0]["second"] > 0
     assert len(report["bars"]) == 2
 

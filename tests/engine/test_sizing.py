@@ -25,7 +25,7 @@ def test_the_released_shapes_by_hand():
     room = 24 * GIB - sizing.CONTEXT_BYTES - found.weights_bytes - found.reserve_bytes
     assert found.num_pages == int(0.9 * room) // page_bytes
     assert found.full_sequences == found.num_pages // 205
-    assert found.pictures == found.num_pages // 73
+    assert found.images == found.num_pages // 73
 
 
 def test_keys_and_values_in_fp8_take_half():
@@ -86,14 +86,14 @@ def test_the_weights_are_what_loading_makes(keep):
 def test_what_does_not_fit_is_said():
     with pytest.raises(InsufficientMemoryError, match=r"the weights take 9\.8 GiB"):
         fit(config("moondream3.1-9b-a2b"), 8 * GIB)
-    with pytest.raises(InsufficientMemoryError, match="a picture takes 73 pages"):
+    with pytest.raises(InsufficientMemoryError, match="an image takes 73 pages"):
         fit(config(), 6 * GIB)
 
 
 def test_the_command_prints_a_line_a_card(capsys):
     assert sizing.main(["--model", "moondream3.1-9b-a2b", "--gpu-gib", "8", "24"]) == 0
     header, small, large = capsys.readouterr().out.splitlines()
-    assert header.split()[-3:] == ["context", "full", "pictures"]
+    assert header.split()[-3:] == ["context", "full", "images"]
     assert "the weights take" in small
     assert large.split()[:2] == ["24", "9.78"] and large.split()[5] == "32768"
 
@@ -144,4 +144,4 @@ def test_the_table_in_the_docs_is_what_the_command_says():
         assert cache == pytest.approx(found.pool_bytes / GIB, abs=0.1), flags
         assert context == found.max_seq_length, flags
         assert full == pytest.approx(found.full_sequences, abs=1), flags
-        assert pictures == pytest.approx(found.pictures, abs=2), flags
+        assert pictures == pytest.approx(found.images, abs=2), flags

@@ -183,7 +183,7 @@ def test_a_machine_that_can_serve_ends_with_0(tmp_path):
     done = here("doctor", "--json", "--listen", f"unix:{tmp_path}/a", "--device", "cpu")
     assert done.returncode == 0, done.stdout
     told = json.loads(done.stdout)
-    assert {"settings", "torch", "pictures", "model", "memory", "packages", "clock"} <= {
+    assert {"settings", "torch", "images", "model", "memory", "packages", "clock"} <= {
         f["check"] for f in told
     }
     assert all(f["status"] in ("ok", "warn") for f in told)

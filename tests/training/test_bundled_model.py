@@ -142,13 +142,13 @@ def test_run_and_decode_agree(bundled: Path, writer: PromptWriter) -> None:
     """The packed training path and the single-prompt path are the same function."""
     import random
 
-    from training.images.batch_images import PictureMaker
+    from training.images.batch_images import ImageMaker
     from training.learning.batches import draw_batch
 
     model = load_exported(bundled)
     batch = draw_batch(random.Random(12), writer, 1, 200, 180)
     with torch.no_grad():
-        pixels = PictureMaker(compiled=False)(batch)
+        pixels = ImageMaker(compiled=False)(batch)
         out = run(model, pixels, batch)
         right = (out.text.argmax(-1) == batch.text_target).float().mean()
     assert float(right) > 0.9

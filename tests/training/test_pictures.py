@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from training.images.batch_images import PictureMaker
+from training.images.batch_images import ImageMaker
 from training.images.jpeg import dct_matrix, jpeg_round_trip
 from training.images.resize import crops, resize
 from training.images.tiling import View
@@ -82,7 +82,7 @@ def test_crops_match_the_engine_on_a_jpeg() -> None:
 
 def test_a_batch_becomes_normalised_crops(writer: PromptWriter) -> None:
     batch = draw_batch(random.Random(2), writer, 3, 300, 280)
-    pixels = PictureMaker(compiled=False, chunk_pixels=100_000)(batch)
+    pixels = ImageMaker(compiled=False, chunk_pixels=100_000)(batch)
     assert pixels.shape == (3, batch.view.crops, 3, 252, 252)
     assert float(pixels.min()) >= -1 and float(pixels.max()) <= 1
     assert float(pixels.std()) > 0.05

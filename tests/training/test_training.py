@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.images.batch_images import PictureMaker
+from training.images.batch_images import ImageMaker
 from training.images.tiling import GRID, PREFIX
 from training.learning import checkpoints
 from training.learning.batches import SKILLS, TEXT_LENGTH, StepData, draw_batch
@@ -85,7 +85,7 @@ def test_a_few_steps_lower_the_loss(writer: PromptWriter) -> None:
     torch.manual_seed(0)
     model, helper = TinyModel(SMALL), HelperHead(SMALL.dim)
     batch = draw_batch(random.Random(4), writer, 2, 140, 130)
-    pixels = PictureMaker(compiled=False)(batch)
+    pixels = ImageMaker(compiled=False)(batch)
     muon = Muon(model, 2e-3)
     owned = {id(p) for p in muon.parameters}
     rest = [p for p in (*model.parameters(), *helper.parameters()) if id(p) not in owned]

@@ -14,7 +14,7 @@ from training.images.resize import crops, normalise, resize
 from training.learning.batches import Batch, Spoiling
 from training.scenes.render import paint_background, paint_shape, render
 
-CHUNK_PIXELS = 24_000_000  # pictures are drawn in chunks of about this many pixels
+CHUNK_PIXELS = 24_000_000  # images are drawn in chunks of about this many pixels
 
 
 def gaussian_blur(pixels: Tensor, sigma: float) -> Tensor:
@@ -27,7 +27,7 @@ def gaussian_blur(pixels: Tensor, sigma: float) -> Tensor:
     return F.conv2d(F.conv2d(x, taps), taps.transpose(2, 3)).view(b, c, h, w)
 
 
-class PictureMaker:
+class ImageMaker:
     """Makes the normalised crops [B, n, 3, 252, 252] of a batch; on a GPU compiled and in float16."""
 
     def __init__(self, compiled: bool, chunk_pixels: int = CHUNK_PIXELS) -> None:
@@ -36,7 +36,7 @@ class PictureMaker:
 
         self._paint, self._ground = maybe(paint_shape), maybe(paint_background)
         if compiled:
-            # One compilation must serve all picture sizes, equal sides or not.
+            # One compilation must serve all image sizes, equal sides or not.
             torch.fx.experimental._config.use_duck_shape = False
         self._stages = Stages.compiled() if compiled else Stages()
         self._dtype = torch.float16 if compiled else torch.float32
@@ -46,11 +46,11 @@ class PictureMaker:
     def __call__(self, batch: Batch) -> Tensor:
         view, factor = batch.view, batch.spoiling.factor
         largest = view.width * view.height * max(1.0, factor * factor)
-        pictures = len(batch.ids)
-        chunks = min(pictures, math.ceil(pictures * largest / self._chunk))
+        images = len(batch.ids)
+        chunks = min(images, math.ceil(images * largest / self._chunk))
         parts = []
         for chunk in range(chunks):
-            rows = slice(chunk * pictures // chunks, (chunk + 1) * pictures // chunks)
+            rows = slice(chunk * images // chunks, (chunk + 1) * images // chunks)
             pixels = self._draw(batch, rows)
             pixels = self._spoil(pixels, batch.spoiling, rows)
             parts.append(normalise(crops(pixels, view)))
@@ -77,7 +77,7 @@ class PictureMaker:
         return pixels if factor == 1.0 else resize(pixels, view.height, view.width)
 
     def _spoil(self, pixels: Tensor, spoiling: Spoiling, rows: slice) -> Tensor:
-        """Blur, noise and JPEG, for the pictures that get them."""
+        """Blur, noise and JPEG, for the images that get them."""
         which = spoiling.blurred[rows].nonzero().flatten()
         if len(which):
             on_device = which.to(pixels.device)

@@ -1,4 +1,4 @@
-"""What a JPEG round trip does to a picture, in torch: the served path as the training pictures see it.
+"""What a JPEG round trip does to an image, in torch: the served path as the training images see it.
 
 Colour conversion, chroma subsampling with libjpeg's smooth upsampling, the exact 8 x 8 DCT and libjpeg's
 quality-scaled tables.  No entropy coding: it loses nothing.

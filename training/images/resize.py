@@ -2,7 +2,7 @@
 
 libvips first shrinks by a whole factor (box), then reduces with Lanczos 3, or enlarges with Catmull-Rom bicubic;
 vertically before horizontally, rounding to whole grey levels after every pass.  Its enlarging step moves both axes
-by half a source pixel, so a picture that shrinks along one axis and grows along the other is shifted along both.
+by half a source pixel, so an image that shrinks along one axis and grows along the other is shifted along both.
 """
 
 from __future__ import annotations

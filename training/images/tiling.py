@@ -1,4 +1,4 @@
-"""The engine's tiling rule with kestrel-tiny's numbers: which crops a picture of a given size becomes."""
+"""The engine's tiling rule with kestrel-tiny's numbers: which crops an image of a given size becomes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PREFIX = 1 + GRID * GRID  # BOS and the image
 
 
 def choose_tiling(width: int, height: int) -> tuple[int, int]:
-    """Rows and columns of local crops for a picture of ``width`` x ``height`` pixels."""
+    """Rows and columns of local crops for an image of ``width`` x ``height`` pixels."""
     h, v = max(height - OVERLAP, 1), max(width - OVERLAP, 1)
     if h <= WINDOW or v <= WINDOW:
         return 1, 1
@@ -36,7 +36,7 @@ def choose_tiling(width: int, height: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class View:
-    """How the model sees a picture: its size, the tiling and the stretched size that is cut into tiles."""
+    """How the model sees an image: its size, the tiling and the stretched size that is cut into tiles."""
 
     width: int
     height: int
@@ -57,12 +57,12 @@ class View:
 
     @property
     def tiled_scale(self) -> tuple[float, float]:
-        """Tiled pixels per picture pixel, x and y."""
+        """Tiled pixels per image pixel, x and y."""
         return self.tiled_width / self.width, self.tiled_height / self.height
 
     @property
     def global_scale(self) -> tuple[float, float]:
-        """Global-crop pixels per picture pixel, x and y."""
+        """Global-crop pixels per image pixel, x and y."""
         return CROP / self.width, CROP / self.height
 
     @property

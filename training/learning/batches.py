@@ -1,7 +1,7 @@
-"""Training batches: scenes, packed prompts and how the pictures are to be spoilt, as plain arrays.
+"""Training batches: scenes, packed prompts and how the images are to be spoilt, as plain arrays.
 
 A batch is a pure function of (seed, step, rank), so that training resumes where it stopped.  Worker processes
-make them; the GPU draws the pictures from them.
+make them; the GPU draws the images from them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from training.texts.prompts import (
 )
 from training.texts.questions import draw_question
 
-TEXT_LENGTH = 395  # packed prompt positions a picture; with the prefix a multiple of 16
+TEXT_LENGTH = 395  # packed prompt positions an image; with the prefix a multiple of 16
 SKILLS: tuple[str, ...] = ("query", "reasoning", "point", "detect", "segment", "caption")
 PAD = -1
 LARGE = 500_000  # pixels
@@ -42,10 +42,10 @@ LARGE = 500_000  # pixels
 
 @dataclass(frozen=True)
 class Spoiling:
-    """What happens to a step's pictures between drawing and tiling. Arrays have one entry a picture.
+    """What happens to a step's images between drawing and tiling. Arrays have one entry an image.
 
-    factor: drawn at this multiple of the size and rescaled; blur: sigma in pixels for the pictures flagged in
-    ``blurred``; noise: standard deviation in grey levels; quality: 0 leaves the picture as it is.
+    factor: drawn at this multiple of the size and rescaled; blur: sigma in pixels for the images flagged in
+    ``blurred``; noise: standard deviation in grey levels; quality: 0 leaves the image as it is.
     """
 
     factor: float
@@ -58,14 +58,14 @@ class Spoiling:
 
 @dataclass(frozen=True)
 class Batch:
-    """B pictures of one size and their packed prompts (L positions)."""
+    """B images of one size and their packed prompts (L positions)."""
 
     view: View
     spoiling: Spoiling
     shapes: Tensor  # [B, 12, 16]
     lines: Tensor  # [B, 6, 9]
     background: Tensor  # [B, 11]
-    boxes: Tensor  # [B, 12, 4] picture shares, for the helper head
+    boxes: Tensor  # [B, 12, 4] image shares, for the helper head
     labels: Tensor  # [B, 12, 3] kind, colour, style; -1 where absent
     ids: Tensor  # [B, L]
     values: Tensor  # [B, L, 2]
@@ -130,28 +130,28 @@ def draw_prompts(rng: random.Random, writer: PromptWriter, scene: Scene, room: i
 class Packer:
     """Collects packed prompts of a batch and the flat positions that carry a loss."""
 
-    def __init__(self, pictures: int, length: int) -> None:
-        self.ids = np.zeros((pictures, length), np.int64)
-        self.values = np.zeros((pictures, length, 2), np.float32)
-        self.document = np.full((pictures, length), PAD, np.int64)
-        self.position = np.zeros((pictures, length), np.int64)
+    def __init__(self, images: int, length: int) -> None:
+        self.ids = np.zeros((images, length), np.int64)
+        self.values = np.zeros((images, length, 2), np.float32)
+        self.document = np.full((images, length), PAD, np.int64)
+        self.position = np.zeros((images, length), np.int64)
         self.length = length
         self.text: list[tuple[int, int, int]] = []
         self.coords: list[tuple[int, float]] = []
         self.sizes: list[tuple[int, float, float]] = []
 
-    def add(self, picture: int, prompts: list[Prompt]) -> None:
+    def add(self, image: int, prompts: list[Prompt]) -> None:
         at = 0
         for number, prompt in enumerate(prompts):
             n = len(prompt.ids) - 1  # the last id is only a target
             row = slice(at, at + n)
-            self.ids[picture, row] = prompt.ids[:-1]
-            self.values[picture, row] = prompt.values[:-1]
-            self.document[picture, row] = number
-            self.position[picture, row] = np.arange(PREFIX, PREFIX + n)
+            self.ids[image, row] = prompt.ids[:-1]
+            self.values[image, row] = prompt.values[:-1]
+            self.document[image, row] = number
+            self.position[image, row] = np.arange(PREFIX, PREFIX + n)
             skill = SKILLS.index(prompt.skill)
             for i in range(prompt.start - 1, n):
-                flat, target = picture * self.length + at + i, prompt.ids[i + 1]
+                flat, target = image * self.length + at + i, prompt.ids[i + 1]
                 self.text.append((flat, target, skill))
                 if target == COORD:
                     self.coords.append((flat, coord_bin(prompt.values[i + 1][0])))
@@ -161,34 +161,34 @@ class Packer:
             at += n
 
 
-def _draw_spoiling(rng: random.Random, pictures: int, width: int, height: int) -> Spoiling:
+def _draw_spoiling(rng: random.Random, images: int, width: int, height: int) -> Spoiling:
     factor = 1.0
     if rng.random() < 0.25:
         factor = math.exp(rng.uniform(math.log(0.6), math.log(1.6)))
         if width * height * factor * factor > 1.6e6:
             factor = rng.uniform(0.6, 1.0)
-    quality = [0 if rng.random() < 0.12 else rng.randint(58, 96) for _ in range(pictures)]
+    quality = [0 if rng.random() < 0.12 else rng.randint(58, 96) for _ in range(images)]
     scale = max(View.of(width, height).tiled_scale)
     blur = rng.uniform(0.3, 1.3) / min(scale, 1.0)
     return Spoiling(
         factor,
         blur,
-        torch.tensor([rng.random() < 0.3 for _ in range(pictures)]),
-        torch.tensor([rng.uniform(0, 10) if rng.random() < 0.4 else 0.0 for _ in range(pictures)]),
+        torch.tensor([rng.random() < 0.3 for _ in range(images)]),
+        torch.tensor([rng.uniform(0, 10) if rng.random() < 0.4 else 0.0 for _ in range(images)]),
         torch.tensor(quality),
         rng.random() < 0.8,
     )
 
 
 def draw_batch(
-    rng: random.Random, writer: PromptWriter, pictures: int, width: int, height: int
+    rng: random.Random, writer: PromptWriter, images: int, width: int, height: int
 ) -> Batch:
-    """A batch of fresh scenes of one picture size."""
-    packer = Packer(pictures, TEXT_LENGTH)
+    """A batch of fresh scenes of one image size."""
+    packer = Packer(images, TEXT_LENGTH)
     arrays: list[tuple[np.ndarray, ...]] = []
-    boxes = np.zeros((pictures, MAX_OBJECTS, 4), np.float32)
-    labels = np.full((pictures, MAX_OBJECTS, 3), -1, np.int64)
-    for row in range(pictures):
+    boxes = np.zeros((images, MAX_OBJECTS, 4), np.float32)
+    labels = np.full((images, MAX_OBJECTS, 3), -1, np.int64)
+    for row in range(images):
         scene = draw_scene(
             rng, width, height, palette=len(COLOURS) if rng.random() < 0.6 else MEASURED_COLOURS
         )
@@ -207,7 +207,7 @@ def draw_batch(
     sizes = np.array(packer.sizes, np.float64).reshape(-1, 3)
     return Batch(
         View.of(width, height),
-        _draw_spoiling(rng, pictures, width, height),
+        _draw_spoiling(rng, images, width, height),
         shapes[:, :used],
         lines,
         background,
@@ -228,9 +228,9 @@ def draw_batch(
 
 
 def draw_training_size(rng: random.Random, warm: bool) -> tuple[int, int]:
-    """A picture size; early in training mostly those that become one crop, which are cheap.
+    """An image size; early in training mostly those that become one crop, which are cheap.
 
-    Large pictures are rarer than in the evaluation: they are shrunk to the same few tilings, and drawing
+    Large images are rarer than in the evaluation: they are shrunk to the same few tilings, and drawing
     them takes most of the time.
     """
     for _ in range(20):
@@ -249,13 +249,13 @@ class StepData(Dataset[Batch]):
     def __init__(
         self,
         seed: int,
-        pictures: int,
+        images: int,
         steps: int,
         warm_steps: int,
         rank: int = 0,
         max_pixels: int = 0,
     ):
-        self.seed, self.pictures, self.steps = seed, pictures, steps
+        self.seed, self.images, self.steps = seed, images, steps
         self.warm_steps, self.rank, self.max_pixels = warm_steps, rank, max_pixels
         self._writer: PromptWriter | None = None
 
@@ -265,10 +265,10 @@ class StepData(Dataset[Batch]):
     def __getitem__(self, step: int) -> Batch:
         if self._writer is None:
             self._writer = PromptWriter.bundled()
-        # All ranks of a step share the picture size, so that they need the same time.
+        # All ranks of a step share the image size, so that they need the same time.
         shared = random.Random(f"{self.seed}/{step}")
         width, height = draw_training_size(shared, step < self.warm_steps)
         while self.max_pixels and width * height > self.max_pixels:
             width, height = draw_training_size(shared, step < self.warm_steps)
         rng = random.Random(f"{self.seed}/{step}/{self.rank}")
-        return draw_batch(rng, self._writer, self.pictures, width, height)
+        return draw_batch(rng, self._writer, self.images, width, height)

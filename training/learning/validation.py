@@ -10,7 +10,7 @@ import random
 
 import torch
 
-from training.images.batch_images import PictureMaker
+from training.images.batch_images import ImageMaker
 from training.learning.batches import SKILLS, Batch, draw_batch
 from training.learning.losses import run
 from training.learning.model import TinyModel
@@ -19,10 +19,10 @@ from training.texts.prompts import PromptWriter
 
 
 class Validation:
-    """A few fixed batches of 96 pictures each."""
+    """A few fixed batches of 96 images each."""
 
     def __init__(
-        self, maker: PictureMaker, count: int, max_pixels: int = 0, pictures: int = 96
+        self, maker: ImageMaker, count: int, max_pixels: int = 0, images: int = 96
     ) -> None:
         self.maker = maker
         writer = PromptWriter.bundled()
@@ -31,7 +31,7 @@ class Validation:
         while len(self.batches) < count:
             width, height = draw_size(rng)
             if not max_pixels or width * height <= max_pixels:
-                self.batches.append(draw_batch(rng, writer, pictures, width, height))
+                self.batches.append(draw_batch(rng, writer, images, width, height))
 
     def report(self, model: TinyModel, device: torch.device) -> None:
         """Print exactness per skill, and mean errors of coordinates (bins) and sizes (percent), per batch.

@@ -72,7 +72,7 @@ def path_polygon(path: str, box: Box) -> NDArray[np.float64] | None:
 
 
 def outline(shape: Shape) -> NDArray[np.float64]:
-    """The true outline [n, 2] in picture pixels."""
+    """The true outline [n, 2] in image pixels."""
     return place(geometry(shape.kind).outline, shape.cx, shape.cy, shape.radius, shape.angle)
 
 

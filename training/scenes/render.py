@@ -136,7 +136,7 @@ def paint_background(
 
 
 def paint_shape(canvas: Tensor, xs: Tensor, ys: Tensor, p: Tensor) -> Tensor:
-    """One object of every picture over its canvas. canvas [B, 3, H, W]; p [B, 16] -> new canvas."""
+    """One object of every image over its canvas. canvas [B, 3, H, W]; p [B, 16] -> new canvas."""
     q = p.view(-1, SHAPE_FIELDS, 1, 1, 1)
     radius = q[:, 2] + (1 - q[:, 15])  # an absent row must not divide by zero
     dx, dy = (xs.view(1, 1, 1, -1) - q[:, 0]) / radius, (ys.view(1, 1, -1, 1) - q[:, 1]) / radius
@@ -167,7 +167,7 @@ def render(
     ground: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = paint_background,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Pictures of one size as float grey levels [B, 3, H, W], 0..255, not yet rounded.
+    """Images of one size as float grey levels [B, 3, H, W], 0..255, not yet rounded.
 
     shapes [B, n, 16], lines [B, 6, 9], background [B, 11]; ``paint`` and ``ground`` may be compiled.  The canvas
     may be float16: its steps are an eighth of a grey level at most.

@@ -1,6 +1,6 @@
 """Scenes as plain data, and the rules by which they are drawn at random.
 
-Sizes are in pixels of the picture.  "The view" is what the model sees (``training.images.tiling.View``): the tiled
+Sizes are in pixels of the image.  "The view" is what the model sees (``training.images.tiling.View``): the tiled
 stretch and the global crop.  Every rule that keeps questions fair is stated in terms of the view.
 """
 
@@ -27,7 +27,7 @@ Rgb = tuple[float, float, float]
 
 MIN_VIEW_PX = 24.0  # shorter side of an object in the tiled view
 MIN_GLOBAL_PX = 18.0  # and in the global crop
-MAX_FRACTION = 0.45  # longest side as a share of the picture's
+MAX_FRACTION = 0.45  # longest side as a share of the image's
 MAX_OVERLAP = 0.2  # of the smaller bounding box
 MIN_STROKE_PX = 2.4  # an outline's stroke in the tiled view
 MIN_PERIOD_PX = 7.0  # of stripes, likewise
@@ -54,7 +54,7 @@ class Shape:
 
     @cached_property
     def box(self) -> tuple[float, float, float, float]:
-        """x0, y0, x1, y1 in picture pixels."""
+        """x0, y0, x1, y1 in image pixels."""
         x0, y0, x1, y1 = unit_bounds(self.kind, self.angle)
         r = self.radius
         return self.cx + r * x0, self.cy + r * y0, self.cx + r * x1, self.cy + r * y1
@@ -108,7 +108,7 @@ class Background:
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture to be drawn. ``shapes`` run left to right by centre; ``order`` is the painting order."""
+    """An image to be drawn. ``shapes`` run left to right by centre; ``order`` is the painting order."""
 
     width: int
     height: int

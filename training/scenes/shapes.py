@@ -154,7 +154,7 @@ def geometry(kind: int) -> Geometry:
 
 
 def place(points: Array, cx: float, cy: float, radius: float, angle: float) -> Array:
-    """Turn, scale and move local points [n, 2] into the picture."""
+    """Turn, scale and move local points [n, 2] into the image."""
     c, s = math.cos(angle) * radius, math.sin(angle) * radius
     x, y = points[:, 0], points[:, 1]
     return np.stack([cx + c * x - s * y, cy + s * x + c * y], axis=1)

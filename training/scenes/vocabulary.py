@@ -69,7 +69,7 @@ STYLE_WORDS: tuple[tuple[str, ...], ...] = (
     ("striped",),
 )
 
-# Pairs (colour, shape) that no training picture and no training text contains.
+# Pairs (colour, shape) that no training image and no training text contains.
 HELD_OUT: frozenset[tuple[int, int]] = frozenset(
     (COLOURS.index(colour), SHAPES.index(shape))
     for colour, shape in (
@@ -95,7 +95,7 @@ ANY_NOUNS: tuple[tuple[str, str], ...] = (
     ("figure", "figures"),
 )
 
-# Things that are never in a picture; asking for one must give nothing.
+# Things that are never in an image; asking for one must give nothing.
 FOREIGN_NOUNS: tuple[str, ...] = (
     "dog", "cat", "car", "person", "tree", "house", "bird", "horse", "chair", "table", "bottle", "cup",
     "face", "hand", "flower", "boat", "train", "bus", "phone", "book", "clock", "hat", "shoe", "ball",

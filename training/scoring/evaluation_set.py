@@ -123,7 +123,7 @@ def _format(rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 def encode(found: Example) -> bytes:
-    """The example's picture as a JPEG (60..95), PNG or WebP file, some rescaled, blurred or noisy."""
+    """The example's image as a JPEG (60..95), PNG or WebP file, some rescaled, blurred or noisy."""
     import pyvips
 
     scene = found.scene

@@ -69,7 +69,7 @@ def _vision(vision: VisionConfig) -> Shapes:
         out |= _linear(f"{block}.mlp.fc1", vision.enc_ff_dim, width)
         out |= _linear(f"{block}.mlp.fc2", width, vision.enc_ff_dim)
     out |= _norm("vision.post_ln", width)
-    # The projector sees the whole picture's features beside the stitched crops': twice the width.
+    # The projector sees the whole image's features beside the stitched crops': twice the width.
     out |= _linear("vision.proj_mlp.fc1", vision.proj_inner_dim, 2 * width)
     out |= _linear("vision.proj_mlp.fc2", vision.proj_out_dim, vision.proj_inner_dim)
     return out

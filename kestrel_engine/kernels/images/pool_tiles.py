@@ -1,6 +1,6 @@
-"""The projector's input from the features of a picture's crops: stitching and pooling by index arithmetic alone.
+"""The projector's input from the features of an image's crops: stitching and pooling by index arithmetic alone.
 
-Neighbouring tiles overlap by twice a margin, of which each keeps one (moondream.md section 5). The stitched picture is
+Neighbouring tiles overlap by twice a margin, of which each keeps one (moondream.md section 5). The stitched image is
 never built: each cell of the pooled one averages straight from the tiles' features.
 """
 
@@ -29,7 +29,7 @@ def _pool_tiles(
     CELLS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """A program: one row of the pooled picture, CHANNELS of its channels; CELLS >= grid_side."""
+    """A program: one row of the pooled image, CHANNELS of its channels; CELLS >= grid_side."""
     i = tl.program_id(0)
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     j = tl.arange(0, CELLS)
@@ -60,8 +60,8 @@ def _pool_tiles(
 def pool_tiles(
     features: Tensor, tiling: tuple[int, int], grid_side: int, margin: int, *, out: Tensor
 ) -> Tensor:
-    """``features`` [n, grid_side^2, dim] of a picture's distinct crops -> ``out`` [grid_side^2, 2 * dim]: beside the
-    features of the whole picture (crop 0) those of its tiles, stitched and averaged over what lies under each cell, in
+    """``features`` [n, grid_side^2, dim] of an image's distinct crops -> ``out`` [grid_side^2, 2 * dim]: beside the
+    features of the whole image (crop 0) those of its tiles, stitched and averaged over what lies under each cell, in
     float32. ``tiling``: (down, across); with (1, 1) crop 0 is the tile too, else tiles are crops 1 and on.
     """
     down, across = tiling

@@ -1,6 +1,6 @@
 """How much memory a GpuRuntime takes beside weights and K/V pool, from shapes alone: before anything is allocated.
 
-The largest passes count: pictures and prompts never run at once, so the larger of the two is what a step needs.
+The largest passes count: images and prompts never run at once, so the larger of the two is what a step needs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from ...types.model_config import ModelConfig
 
 PASS_POSITIONS = 12_288
-"""Positions of one prefill pass: bounds its activations. 16 pictures; larger passes are no faster."""
+"""Positions of one prefill pass: bounds its activations. 16 images; larger passes are no faster."""
 
 FP8_VISION, FP8_PREFILL = ("vision", "all"), ("prefill", "all")
 """Values of RuntimeConfig.fp8_gemms by which the tower and prefill compute in FP8."""

@@ -1,6 +1,6 @@
 """How large the K/V pool is: planned from what a device has free beside weights and everything else of the runtime.
 
-Arithmetic only. A pool larger than the running sequences need is not wasted: it is where prompts and pictures seen
+Arithmetic only. A pool larger than the running sequences need is not wasted: it is where prompts and images seen
 before are kept.
 """
 
@@ -56,7 +56,7 @@ def plan_pool(
         if pages * page_size < least_positions(model):
             raise InsufficientMemoryError(
                 f"{_size(free_bytes or 0)} are left beside the weights and {_size(reserve_bytes)} of them are needed "
-                f"to compute; {share:.0%} of the rest hold {pages} pages of the KV cache, and a picture takes "
+                f"to compute; {share:.0%} of the rest hold {pages} pages of the KV cache, and an image takes "
                 f"{model.image_prefix // page_size} pages of {page_bytes} bytes, with a prompt some more; lower "
                 f"--max-batch-size (now {max_batch_size}) or --step-crops, or take a narrower --dtype"
             )
@@ -77,7 +77,7 @@ def given_pages(config: RuntimeConfig, page_bytes: int) -> int | None:
 
 
 def least_positions(model: ModelConfig) -> int:
-    """Positions without which not even the warm-up runs: a picture, a caption's prompt, 2 tokens."""
+    """Positions without which not even the warm-up runs: an image, a caption's prompt, 2 tokens."""
     return model.image_prefix + max(map(len, model.templates.caption.values())) + 2
 
 

@@ -1,7 +1,7 @@
 """GpuRuntime: StepPlans through Triton kernels and captured decode passes.
 
-A step is enqueued on one stream and nothing waits: one decode pass, then pictures, then prompts; the token that a
-sequence sampled stays on the device for its next row. Owns the K/V pool, the pictures' embeddings and the state of
+A step is enqueued on one stream and nothing waits: one decode pass, then images, then prompts; the token that a
+sequence sampled stays on the device for its next row. Owns the K/V pool, the images' embeddings and the state of
 sequences; decides nothing. Runs on CPU tensors too when Triton interprets its kernels, without streams and graphs.
 """
 
@@ -41,7 +41,7 @@ from .state.sequence_state import SequenceState
 from .state.staging import Results, Uploader
 from .text.decoder import FusedText
 from .vision.graphs import VisionGraphs
-from .vision.images import EncodedPictures
+from .vision.images import EncodedImages
 from .vision.tower import MAX_CROPS, FusedVision
 from .weights import pack_weights
 
@@ -125,13 +125,13 @@ class GpuRuntime:
         if self._stream is not None and cuda_graphs:
             self._vision_graphs = VisionGraphs(self.vision, self._stream, max_crops=max_crops)
         bos = model.text.wte[config.ids.bos_id]
-        self._pictures = EncodedPictures(self.vision, self._vision_graphs, bos, self._upload)
+        self._images = EncodedImages(self.vision, self._vision_graphs, bos, self._upload)
         self._prompts = Prefill(
             config,
             model,
             self.text,
             self._cache,
-            self._pictures,
+            self._images,
             self.attention,
             self._upload,
             self._prefill_graphs(captured=cuda_graphs),
@@ -249,7 +249,7 @@ class GpuRuntime:
         if self._vision_graphs is not None:
             self._vision_graphs.clear()
         self._prompts.close()
-        self._pictures.clear()
+        self._images.clear()
         del self._cache
 
     @torch.inference_mode()
@@ -268,7 +268,7 @@ class GpuRuntime:
     @torch.inference_mode()
     def encode_crops(self, crops: Tensor) -> Tensor:
         """`FusedVision.encode_crops` by the passes that steps run, on the current stream, while no step is out."""
-        return self._pictures.encode_crops(crops)
+        return self._images.encode_crops(crops)
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -287,18 +287,18 @@ class GpuRuntime:
         return event
 
     def _enqueue(self, plan: StepPlan) -> PendingStep:
-        self._pictures.drop(plan.drop_images)
+        self._images.drop(plan.drop_images)
         for sequence_id in plan.ended:
             self._state.release(sequence_id)
         outputs: list[tuple[list[Row], Tensor]] = []
         flags: list[tuple[Sequence[Row], Tensor]] = []
         marks = [self._mark()]
-        # Decode goes first: rows of a step don't depend on one another, and while it runs the host gets pictures ready.
+        # Decode goes first: rows of a step don't depend on one another, and while it runs the host gets images ready.
         if plan.decode:
             sampled = self._decode.run(plan.decode, plan.step_id)
             outputs.append((list(plan.decode), self._results.fetch(sampled)))
         marks.append(self._mark())
-        self._pictures.encode(plan.encode)
+        self._images.encode(plan.encode)
         marks.append(self._mark())
         for rows in self._prompts.passes(plan.prefill):
             self._prefill(rows, plan.step_id, outputs, flags)
@@ -345,7 +345,7 @@ class GpuRuntime:
             return
         if self._vision_graphs is None:
             self.vision.warm_up()
-        self._pictures.warm_up()
+        self._images.warm_up()
         self._prompts.warm_up()
 
     @torch.inference_mode()

@@ -26,10 +26,10 @@ def found(findings):
 
 def test_this_machine_can_serve_the_bundled_model():
     told = found(maintenance.diagnose(RuntimeConfig(device="cpu")))
-    assert list(told) == ["torch", "cpu", "pictures", "model", "memory"]
-    assert {name for name, f in told.items() if f.status != "ok"} <= {"pictures"}
+    assert list(told) == ["torch", "cpu", "images", "model", "memory"]
+    assert {name for name, f in told.items() if f.status != "ok"} <= {"images"}
     assert torch.__version__ in told["torch"].message
-    assert "JPEG, PNG, WebP" in told["pictures"].message
+    assert "JPEG, PNG, WebP" in told["images"].message
     assert told["model"].message == "kestrel-tiny: a file of weights, 0.02 GB"
     assert told["memory"].message.startswith("weights take 41.")
 

@@ -232,7 +232,7 @@ async def test_another_picture_gives_another_answer() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (RuntimeConfig(model="moondream3-preview"), "the answer is known of the picture of a stop"),
+        (RuntimeConfig(model="moondream3-preview"), "the answer is known of the image of a stop"),
         (RuntimeConfig(model="moondream2"), "no answer is known of moondream2, only of kestrel-"),
         (RuntimeConfig(model_path="/models/md3"), "no answer is known of /models/md3"),
     ],

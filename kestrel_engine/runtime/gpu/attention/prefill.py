@@ -1,6 +1,6 @@
 """Attention of one prefill pass: image blocks among themselves, text over the pages.
 
-The flat batch begins with n blocks of BOS and picture, whose positions see each other both ways and nothing else; then
+The flat batch begins with n blocks of BOS and image, whose positions see each other both ways and nothing else; then
 comes the text of all rows, which is causal over everything stored. Blocks read queries, keys and values where the qkv
 GEMM left them; text reads the K/V pool. Which library computes is chosen once (`choose_attention`).
 """

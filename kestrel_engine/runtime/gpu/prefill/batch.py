@@ -1,6 +1,6 @@
 """Rows of prompt tokens as the arrays of one prefill pass. Host only: numpy in, numpy out, no tensor.
 
-The flat batch begins with all image prefixes (BOS and picture, which attend both ways), block by block, so that their
+The flat batch begins with all image prefixes (BOS and image, which attend both ways), block by block, so that their
 attention needs no gathering; then come the text tokens of all rows, row by row.
 """
 
@@ -28,14 +28,14 @@ class TextPart:
 @dataclass(frozen=True, slots=True)
 class PrefillBatch:
     """``ids`` int64, ``positions`` int64, ``slots`` int64, all [num_tokens]; ``last`` int64 [num_rows]: the place of
-    each row's last token. Ids where a picture or a value stands are 0."""
+    each row's last token. Ids where an image or a value stands are 0."""
 
     ids: np.ndarray
     positions: np.ndarray
     slots: np.ndarray
     last: np.ndarray
     blocks: tuple[str, ...]
-    """Picture keys, in the order of their blocks."""
+    """Image keys, in the order of their blocks."""
     block_length: int
     """Positions of a block, BOS included."""
     text: tuple[TextPart, ...]
@@ -54,16 +54,16 @@ class PrefillBatch:
 def prefill_batch(rows: Sequence[Row], page_size: int, block_length: int) -> PrefillBatch:
     """Lays ``rows`` out; ``block_length`` is the model's image prefix. Raises AssertionError for rows against the
     contract of StepPlan."""
-    pictures = [_picture(row, block_length) for row in rows]
-    keys = tuple(picture.key for picture in pictures if picture is not None)
+    images = [_image(row, block_length) for row in rows]
+    keys = tuple(image.key for image in images if image is not None)
     ids: list[int] = [0] * (len(keys) * block_length)
     coords: list[tuple[int, float]] = []
     sizes: list[tuple[int, float, float]] = []
     slots: list[np.ndarray] = []
     block_positions = np.arange(block_length)
     block = 0
-    for row, picture in zip(rows, pictures, strict=True):
-        if picture is not None:
+    for row, image in zip(rows, images, strict=True):
+        if image is not None:
             assert isinstance(row.tokens[0], int)
             ids[block * block_length] = row.tokens[0]
             slots.append(_slots(row.page_table, block_positions, page_size))
@@ -72,13 +72,13 @@ def prefill_batch(rows: Sequence[Row], page_size: int, block_length: int) -> Pre
     last: list[int] = []
     positions = [block_positions] * len(keys)
     block = 0
-    for row, picture in zip(rows, pictures, strict=True):
+    for row, image in zip(rows, images, strict=True):
         tokens, start = row.tokens, row.start
-        if picture is not None:
+        if image is not None:
             block += 1
             tokens, start = tokens[2:], block_length
         if not tokens:
-            assert picture is not None, f"sequence {row.sequence_id}: a row without tokens"
+            assert image is not None, f"sequence {row.sequence_id}: a row without tokens"
             last.append(block * block_length - 1)
             continue
         begin = len(ids)
@@ -95,7 +95,7 @@ def prefill_batch(rows: Sequence[Row], page_size: int, block_length: int) -> Pre
                 assert not isinstance(token, Previous), (
                     f"sequence {row.sequence_id}: a token that is not known"
                 )
-                raise AssertionError(f"sequence {row.sequence_id}: a picture amid the text")
+                raise AssertionError(f"sequence {row.sequence_id}: an image amid the text")
         own = np.arange(start, start + len(tokens))
         positions.append(own)
         slots.append(_slots(row.page_table, own, page_size))
@@ -116,12 +116,12 @@ def prefill_batch(rows: Sequence[Row], page_size: int, block_length: int) -> Pre
     )
 
 
-def _picture(row: Row, block_length: int) -> ImageBlock | None:
-    """The picture that the row begins with, behind its BOS."""
+def _image(row: Row, block_length: int) -> ImageBlock | None:
+    """The image that the row begins with, behind its BOS."""
     block = row.tokens[1] if len(row.tokens) > 1 else None
     if not isinstance(block, ImageBlock):
         return None
-    assert row.start == 0, f"sequence {row.sequence_id}: a picture at position {row.start + 1}"
+    assert row.start == 0, f"sequence {row.sequence_id}: an image at position {row.start + 1}"
     assert block.num_positions == block_length - 1, (block.num_positions, block_length)
     return block
 

@@ -1,4 +1,4 @@
-"""PrefillGraphs: prefill passes of a few pictures and questions as captured CUDA graphs.
+"""PrefillGraphs: prefill passes of a few images and questions as captured CUDA graphs.
 
 Launched one by one, the some 230 kernels of a pass cost the host more time than a question's few tokens cost the
 device. A graph holds a pass of so many image blocks and so many text rows; text that is shorter is padded. Attention
@@ -25,7 +25,7 @@ from .batch import PrefillBatch
 
 BLOCKS = (0, 1, 2, 3, 4, 5, 6)
 """Image blocks of a pass. Four fill the card; six are what a step's default of crops makes complete at most, and a
-lone one left over would run at half the speed (H200, Moondream 3: 240 TFLOP/s for one picture, 405 for four)."""
+lone one left over would run at half the speed (H200, Moondream 3: 240 TFLOP/s for one image, 405 for four)."""
 TEXT_ROWS = (32, 64, 96, 128, 192, 256)
 """Text rows of a pass."""
 MAX_BLOCKS, MAX_TEXT = BLOCKS[-1], TEXT_ROWS[-1]
@@ -151,7 +151,7 @@ class PrefillGraphs:
                     graph.capture_end()
             self._graphs[shape] = graph
             if progress is not None:
-                what = f"prefill graph of {shape.num_blocks} pictures, {shape.text_rows} tokens"
+                what = f"prefill graph of {shape.num_blocks} images, {shape.text_rows} tokens"
                 progress(index + 1, len(shapes), what)
 
     def clear(self) -> None:

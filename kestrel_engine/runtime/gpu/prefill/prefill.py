@@ -1,7 +1,7 @@
 """Prefill: rows of prompt tokens to the hidden states at their ends, by captured passes where one fits.
 
 Long prompts and large groups run launch by launch, which costs the host more than a few tokens cost the device: an
-answer about a repeated picture took 12.3 ms so, and takes 5.7 (H200).
+answer about a repeated image took 12.3 ms so, and takes 5.7 (H200).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..footprint import PASS_POSITIONS
 from ..graphs import Progress
 from ..state.staging import Uploader
 from ..text.decoder import FusedText
-from ..vision.images import EncodedPictures
+from ..vision.images import EncodedImages
 from .batch import PrefillBatch, prefill_batch
 from .graphs import MAX_BLOCKS, MAX_TEXT, PrefillGraphs, tiles_of
 from .passes import captured_passes, plain_passes, row_size
@@ -40,7 +40,7 @@ class Prefill:
         model: Moondream,
         text: FusedText,
         cache: KvCache,
-        pictures: EncodedPictures,
+        images: EncodedImages,
         attention: AttentionChoice,
         upload: Uploader,
         graphs: PrefillGraphs | None,
@@ -48,7 +48,7 @@ class Prefill:
         spare_slot: int,
     ) -> None:
         self._config, self._model, self._text, self._cache = config, model, text, cache
-        self._pictures, self._attention, self._upload = pictures, attention, upload
+        self._images, self._attention, self._upload = images, attention, upload
         self._graphs, self._spare_slot = graphs, spare_slot
 
     def passes(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
@@ -119,7 +119,7 @@ class Prefill:
         """The batch's embeddings into ``x`` [num_tokens, dim]."""
         length, region = batch.block_length, self._model.region
         for index, key in enumerate(batch.blocks):
-            x[index * length : (index + 1) * length] = self._pictures.prefix(key)
+            x[index * length : (index + 1) * length] = self._images.prefix(key)
         text = len(batch.blocks) * length
         if text < len(x):
             torch.index_select(self._model.text.wte, 0, there["ids"], out=x[text:])

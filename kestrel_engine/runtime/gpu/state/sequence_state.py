@@ -41,7 +41,7 @@ class SequenceState:
     def place_decoding(self, rows: Sequence[Row], step_id: int, new_pages: np.ndarray) -> list[int]:
         """As `place`, but one new page of a row goes into ``new_pages`` [len(rows), 2] int32, which holds -1, for the
         pass itself to write: a place of the flat page table, and the page. Apart, it cost a dozen calls that each give
-        the interpreter up, and a step waited milliseconds to get it back while pictures were decoded."""
+        the interpreter up, and a step waited milliseconds to get it back while images were decoded."""
         updates = TableUpdates()
         slots = []
         for index, row in enumerate(rows):

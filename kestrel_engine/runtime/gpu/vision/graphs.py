@@ -1,6 +1,6 @@
 """VisionGraphs: the vision tower's pass as captured CUDA graphs, one for each number of crops.
 
-Launched one by one, a pass is some 190 calls that each give the interpreter up and ask for it again: while pictures are
+Launched one by one, a pass is some 190 calls that each give the interpreter up and ask for it again: while images are
 decoded by other threads, the device waited for the host a tenth of the time.
 """
 

@@ -1,4 +1,4 @@
-"""EncodedPictures: crops in, and each picture's image prefix kept on the device until it is dropped."""
+"""EncodedImages: crops in, and each image's image prefix kept on the device until it is dropped."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .graphs import VisionGraphs
 from .tower import FusedVision
 
 
-class EncodedPictures:
-    """Owns embeddings, and features of pictures whose crops are not all there yet. ``bos`` [dim]: the embedding that
-    stands before a picture."""
+class EncodedImages:
+    """Owns embeddings, and features of images whose crops are not all there yet. ``bos`` [dim]: the embedding that
+    stands before an image."""
 
     def __init__(
         self, vision: FusedVision, graphs: VisionGraphs | None, bos: Tensor, upload: Uploader
@@ -45,12 +45,12 @@ class EncodedPictures:
         self._prefixes.clear()
 
     def prefix(self, key: str) -> Tensor:
-        """[image prefix, dim]: BOS and the picture."""
-        assert key in self._prefixes, f"picture {key} was not encoded: {sorted(self._prefixes)}"
+        """[image prefix, dim]: BOS and the image."""
+        assert key in self._prefixes, f"image {key} was not encoded: {sorted(self._prefixes)}"
         return self._prefixes[key]
 
     def encode(self, pieces: Sequence[EncodeSlice]) -> None:
-        """All crops of a step together; a picture's prefix is made once its last crop is there."""
+        """All crops of a step together; an image's prefix is made once its last crop is there."""
         if not pieces:
             return
         wanted = self._wanted(pieces)

@@ -30,8 +30,8 @@ from ..weights import PADDED_PATCHES, running_sums
 MAX_CROPS = BATCHES[-1]
 """Crops that go through the tower together: bounds the activations (full size, two bytes: about 12 MB a crop)."""
 
-MAX_PICTURES = 16
-"""Pictures that go through the projector together (full size, two bytes: about 16 MB a picture)."""
+MAX_IMAGES = 16
+"""Images that go through the projector together (full size, two bytes: about 16 MB an image)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,18 +186,18 @@ class FusedVision:
         heads, dim = self.config.enc_n_heads, self.config.enc_dim
         return self.attention(qkv.view(-1, patches, 3, heads, dim // heads)).view(-1, dim)
 
-    def embed_many(self, pictures: Sequence[tuple[Tensor, tuple[int, int]]]) -> list[Tensor]:
-        """Each picture is the features of its distinct crops [n, patches, enc_dim] and its tiling; returns the
+    def embed_many(self, images: Sequence[tuple[Tensor, tuple[int, int]]]) -> list[Tensor]:
+        """Each image is the features of its distinct crops [n, patches, enc_dim] and its tiling; returns the
         embedding [grid * grid, text dim] of each."""
         embeddings: list[Tensor] = []
-        for first in range(0, len(pictures), MAX_PICTURES):
-            embeddings += self._embed_pass(pictures[first : first + MAX_PICTURES])
+        for first in range(0, len(images), MAX_IMAGES):
+            embeddings += self._embed_pass(images[first : first + MAX_IMAGES])
         return embeddings
 
-    def _embed_pass(self, pictures: Sequence[tuple[Tensor, tuple[int, int]]]) -> list[Tensor]:
+    def _embed_pass(self, images: Sequence[tuple[Tensor, tuple[int, int]]]) -> list[Tensor]:
         grid, margin = self.config.grid, self.config.overlap_margin
-        both = self._patch_weight.new_empty(len(pictures), grid * grid, 2 * self.config.enc_dim)
-        for row, (features, tiling) in zip(both, pictures, strict=True):
+        both = self._patch_weight.new_empty(len(images), grid * grid, 2 * self.config.enc_dim)
+        for row, (features, tiling) in zip(both, images, strict=True):
             pool_tiles(features, tiling, grid, margin, out=row)
         embedded = linear(linear_gelu(both.flatten(0, 1), self._fc1), self._fc2)
-        return list(embedded.view(len(pictures), grid * grid, -1))
+        return list(embedded.view(len(images), grid * grid, -1))

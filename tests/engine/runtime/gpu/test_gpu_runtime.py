@@ -62,7 +62,7 @@ def test_crops_alone_go_through_the_passes_of_steps(both, monkeypatch):
     wanted = tested.vision.encode_crops(crops)
     torch.testing.assert_close(tested.encode_crops(crops), wanted, atol=1e-4, rtol=1e-4)
     # Where there are graphs, theirs: the tower itself isn't asked.
-    monkeypatch.setattr(tested._pictures, "encode_crops", lambda crops: crops.sum())
+    monkeypatch.setattr(tested._images, "encode_crops", lambda crops: crops.sum())
     assert tested.encode_crops(crops) == crops.sum()
 
 

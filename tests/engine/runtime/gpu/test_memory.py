@@ -63,7 +63,7 @@ def test_no_room_for_one_picture_says_what_to_lower():
         plan(1 * GIB, GIB - 2**20)
     for words in (
         "hold 0 pages",
-        "a picture takes 73 pages",
+        "an image takes 73 pages",
         "--max-batch-size (now 64)",
         "--step-crops",
     ):

@@ -46,7 +46,7 @@ def test_text_alone():
 @pytest.mark.parametrize(
     ("tokens", "start", "said"),
     [
-        ((0, picture("a")), 3, "a picture at position 4"),
+        ((0, picture("a")), 3, "an image at position 4"),
         ((1, 2, picture("a")), 0, "amid the text"),
         ((1, PREVIOUS), 0, "not known"),
         ((), 0, "without tokens"),

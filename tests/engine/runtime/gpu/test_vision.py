@@ -101,7 +101,7 @@ def test_pictures_are_embedded_together(towers, monkeypatch):
     pictures = [(f.to(DEVICE), t) for f, t in zip(features, tilings, strict=True)]
     assert fused.embed_many([]) == []
     for limit in (16, 2):
-        monkeypatch.setattr(fused_vision, "MAX_PICTURES", limit)
+        monkeypatch.setattr(fused_vision, "MAX_IMAGES", limit)
         for embedding, wanted in zip(fused.embed_many(pictures), expected, strict=True):
             torch.testing.assert_close(embedding.cpu(), wanted, atol=CLOSE, rtol=CLOSE)
 
