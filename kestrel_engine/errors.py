@@ -17,16 +17,16 @@
     │   ├── DownloadError        the hub refused, is unreachable, or the file is absent
     │   └── InsufficientMemoryError
     ├── EngineOverloaded         a bounded queue is full; try again later
-    │   ├── Displaced            it waited, and gave its place to a request of a better claim
-    │   ├── PixelsWaiting        the images that wait to be decoded are too many pixels
-    │   └── QueueTimeout         it waited longer than the engine's max_queue_wait_s
-    ├── DeadlineExceeded         the caller's own time ran out before the request was taken up
+    │   ├── Displaced            the request waited and lost its place to a request with a stronger claim
+    │   ├── PixelsWaiting        too many pixels wait to be decoded
+    │   └── QueueTimeout         the request waited longer than max_queue_wait_s
+    ├── DeadlineExceeded         the caller's deadline passed before the request was admitted
     ├── EngineClosed             the engine is shut down, or shutting down
-    ├── ProfileError             a profile can't be taken, or not be written
-    └── RuntimeFailure           our fault: a step failed
+    ├── ProfileError             a profile can't be taken or can't be written
+    └── RuntimeFailure           the server's fault: a step failed
         └── SkillFault           a skill gave a rule or a prompt that the model can't follow
 
-Nobody decides by the text of an error. What is impossible unless we made a mistake is an ``assert``.
+Code decides by the type of an error, never by its text. An ``assert`` guards what only a mistake in our code can cause.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class KestrelError(Exception):
 class ConfigError(KestrelError, ValueError):
     """A configuration field is invalid.
 
-    Attributes: ``field`` (name), ``value`` (as given), ``limit`` (what is allowed, in words).
+    Attributes: ``field`` (its name), ``value`` (as given), ``limit`` (the allowed values, in words).
     """
 
     def __init__(self, field: str, value: object, limit: str) -> None:
@@ -51,7 +51,7 @@ class ConfigError(KestrelError, ValueError):
 
 
 class RequestError(KestrelError, ValueError):
-    """The request can't be served as given; ``field`` names the part at fault."""
+    """The request can't be served as given. ``field`` names the invalid part, ``message`` describes the problem."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -83,7 +83,7 @@ class ImageTooLargeError(ImageError):
 
 
 class ImageTooSlowError(ImageError):
-    """Decoding the image took longer than it may."""
+    """Decoding the image took longer than the limit."""
 
 
 class ModelNotFoundError(RequestError):
@@ -91,7 +91,7 @@ class ModelNotFoundError(RequestError):
 
 
 class SkillUnavailable(RequestError):
-    """The model can't do this skill (segment on Moondream 2), or no such skill is registered."""
+    """The model can't do this skill (such as segment on Moondream 2), or no skill with this name is registered."""
 
 
 class ModelLoadError(KestrelError):
@@ -101,7 +101,7 @@ class ModelLoadError(KestrelError):
 class CheckpointError(ModelLoadError):
     """The checkpoint does not hold exactly the tensors that the architecture needs.
 
-    All findings come in one error: ``missing``, ``unexpected``, ``misshaped`` and ``nonfinite`` list tensor names.
+    One error reports all findings: ``missing``, ``unexpected``, ``misshaped`` and ``nonfinite`` list tensor names.
     """
 
     def __init__(
@@ -123,12 +123,13 @@ class DownloadError(ModelLoadError):
 
 
 class InsufficientMemoryError(ModelLoadError):
-    """Weights and cache don't fit the memory that is available."""
+    """The weights and the KV cache don't fit into the available memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a principal holds of something that is shared, and its share while others want some."""
+    """A principal's use of a shared resource. ``held``: what the principal holds now. ``share``: what it may hold while
+    other principals want some. ``what`` names the resource."""
 
     principal: str
     what: str
@@ -137,8 +138,8 @@ class Quota:
 
 
 class EngineOverloaded(KestrelError):
-    """A bounded queue is full. ``retry_after_s`` is a hint in seconds; ``quota`` tells the caller's share, if the
-    refusal is about one."""
+    """A bounded queue is full. ``retry_after_s``: when to try again, a hint in seconds. ``quota``: the caller's share,
+    if the caller exceeds it."""
 
     def __init__(
         self, message: str, *, retry_after_s: float = 1.0, quota: Quota | None = None
@@ -148,33 +149,33 @@ class EngineOverloaded(KestrelError):
 
 
 class Displaced(EngineOverloaded):
-    """The request waited, and gave its place to one of a better claim; nothing was computed for it."""
+    """The request waited and lost its place to a request with a stronger claim. Nothing was computed for it."""
 
 
 class PixelsWaiting(EngineOverloaded):
-    """With this image, more pixels would wait to be decoded than may."""
+    """With this image, the pixels that wait to be decoded would exceed the limit."""
 
 
 class QueueTimeout(EngineOverloaded):
-    """The request waited longer than the engine lets requests wait; nothing was computed for it."""
+    """The request waited longer than max_queue_wait_s. Nothing was computed for it."""
 
 
 class DeadlineExceeded(KestrelError):
-    """The caller's deadline passed while the request waited; nothing was computed for it."""
+    """The caller's deadline passed while the request waited. Nothing was computed for it."""
 
 
 class EngineClosed(KestrelError):
-    """The engine takes no more work."""
+    """The engine is shutting down or is shut down, and accepts no more requests."""
 
 
 class ProfileError(KestrelError):
-    """A profile can't be taken now, or could not be written."""
+    """A profile can't be taken now, or its file could not be written."""
 
 
 class RuntimeFailure(KestrelError):
-    """A step failed on the device or in our code; the request is lost, the engine goes on.
+    """A step failed on the device or in the engine's code. The request is lost; the engine goes on.
 
-    ``out_of_memory``: the device had none left for it.
+    ``out_of_memory``: the step failed because the device had no memory left.
     """
 
     def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
@@ -183,4 +184,4 @@ class RuntimeFailure(KestrelError):
 
 
 class SkillFault(RuntimeFailure):
-    """A skill gave a rule or a prompt that the model can't follow; the message tells its author what is wrong."""
+    """A skill gave a rule or a prompt that the model can't follow. The message is for the author of the skill."""

@@ -1,11 +1,12 @@
-"""The resize of libvips 8.18 for 8-bit RGB as integer arithmetic: which pixels a result reads, with which weights.
+"""The resize of libvips 8.18 for 8-bit RGB as integer arithmetic: the pixels that each result reads, and their weights.
 
-A resize is at most four passes, each along one axis: shrink rows, shrink columns, then, if either axis grows,
-interpolate columns and rows. A pass computes each result as a weighted sum of ``taps`` neighbours; positions are in
-1/64 of a pixel and weights in 1/4096, as in libvips, so the sum of the integers gives libvips' bytes. Knows no image
-and no device.
+A resize has at most four passes. Each pass works along one axis: shrink the rows, shrink the columns, and, if either
+axis grows, interpolate the columns and then the rows. A pass computes each result as a weighted sum of ``taps``
+neighbours. Positions are in units of 1/64 pixel and weights in units of 1/4096, as in libvips, so the integer sum
+equals libvips' bytes. This module computes tables only: it touches no pixels and no device.
 
-Shrinking: means of ``whole`` pixels, then Lanczos 3. Interpolating: Catmull-Rom. libvips 8.19 computes other bytes.
+To shrink, a pass first averages groups of ``whole`` pixels and then applies a Lanczos 3 filter. To interpolate, it
+applies a Catmull-Rom filter. libvips 8.19 computes different bytes.
 """
 
 from __future__ import annotations
@@ -17,28 +18,31 @@ from functools import lru_cache
 import numpy as np
 
 PHASES = 64
-"""Positions of a result between two pixels."""
+"""Number of filter positions between two neighbouring pixels."""
 
 ONE_BITS = 12
-"""A weight of 1 is 1 << ONE_BITS."""
+"""Fraction bits of a weight: ``1 << ONE_BITS`` stands for 1."""
 
 STRIP_ROWS = 16
-"""Rows resized at once. libvips' own writer takes as many (its FATSTRIP), and Lanczos 3 adds positions up in float64
-from the first row of each: other strips may round other pixels."""
+"""Rows that are resized at once. libvips' writer uses the same number (FATSTRIP). libvips accumulates the Lanczos
+positions in float64 from the first row of each strip, so another strip height may round some positions differently."""
 
 TABLES_KEPT = 512
-"""Weights of as many pairs of sizes are kept, 7 kB each at most."""
+"""Size of the cache of weight tables, in pairs of (size, target). One entry takes at most 7 kB."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AxisPass:
-    """One pass along rows or columns. Result i is the sum over j < taps of ``weights[p, j]`` times the mean number
-    (``positions[i] >> 6`` + j), clamped to the first and last, where p is ``positions[i] & 63``; then 1 << 11 is added,
-    and ONE_BITS bits are dropped.
+    """One pass along the rows or the columns.
 
-    ``size``: pixels along the axis before, ``target``: after. ``positions`` [target] int32. ``weights`` [64, taps]
-    int32. ``whole``: pixels of a mean, (sum + whole // 2) * (2**24 // whole) >> 24; the last one is filled up with the
-    last pixel. ``wide_in``, ``wide_out``: 16 signed bits instead of 8 before and after; a result of 8 bits is clipped.
+    Result i is the sum over j < taps of ``weights[p, j]`` times the mean with index ``(positions[i] >> 6) + j``, where
+    p is ``positions[i] & 63``. Indices outside the axis are clamped to its first or last mean. The pass then adds
+    ``1 << 11`` to the sum and drops ONE_BITS bits.
+
+    ``size`` and ``target`` are the pixels along the axis before and after the pass. ``positions``: [target] int32.
+    ``weights``: [64, taps] int32. ``whole``: the number of pixels in a mean, which is
+    ``(sum + whole // 2) * (2**24 // whole) >> 24``; the last group is padded with the last pixel. ``wide_in`` and
+    ``wide_out``: the input or output has 16 signed bits instead of 8 unsigned ones; an 8-bit output is clipped.
     """
 
     vertical: bool
@@ -56,28 +60,29 @@ class AxisPass:
 
     @property
     def groups(self) -> int:
-        """Means along the axis."""
+        """Number of means along the axis."""
         return -(-self.size // self.whole)
 
 
 def passes(width: int, height: int, to_width: int, to_height: int) -> tuple[AxisPass, ...]:
-    """The passes from ``width`` x ``height`` pixels to ``to_width`` x ``to_height``, in order; at least one."""
+    """Returns the passes from ``width`` x ``height`` pixels to ``to_width`` x ``to_height`` in order, at least one."""
     found = []
     if to_height < height:
         found.append(_shrink(height, to_height, vertical=True))
     if to_width < width:
         found.append(_shrink(width, to_width, vertical=False))
     if to_height > height or to_width > width:
-        # An axis that was shrunk, or is as long as before, is interpolated too: libvips moves it by half a pixel.
+        # libvips interpolates both axes, even an axis that was shrunk or keeps its length: it shifts by half a pixel.
         found.append(_interpolate(min(width, to_width), to_width, vertical=False))
         found.append(_interpolate(min(height, to_height), to_height, vertical=True))
     return tuple(found) or (_copy(height),)
 
 
 def is_exact(width: int, height: int, to_width: int, to_height: int) -> bool:
-    """Whether ``passes`` gives libvips' bytes. It doesn't where rows shrink while columns grow and a row's exact
-    position may lie halfway between two phases: libvips then computes strips that overlap, each with rounding errors of
-    its own.
+    """Returns whether ``passes`` gives libvips' bytes.
+
+    It does not if the rows shrink while the columns grow and the exact position of a row may lie halfway between two
+    phases. In that case libvips computes overlapping strips, each with different rounding errors.
     """
     return not (
         to_height < height
@@ -91,7 +96,7 @@ def _whole(size: int, target: int) -> int:
 
 
 def _has_ties(size: int, target: int, whole: int) -> bool:
-    """Whether a position may be halfway between two phases: then libvips' rounding errors decide."""
+    """Returns whether a position may lie halfway between two phases; libvips' rounding errors decide those."""
     scaled = size * PHASES
     return target * whole % (scaled & -scaled) == 0
 
@@ -122,7 +127,7 @@ def _interpolate(size: int, target: int, *, vertical: bool) -> AxisPass:
 
 
 def _copy(height: int) -> AxisPass:
-    """A pass that changes nothing."""
+    """Returns a pass that copies its input."""
     positions = np.arange(height, dtype=np.int32) * PHASES
     return AxisPass(
         True, height, height, positions, np.full((PHASES, 1), 1 << ONE_BITS, dtype=np.int32)
@@ -130,7 +135,7 @@ def _copy(height: int) -> AxisPass:
 
 
 def _shrunk_positions(size: int, target: int, whole: int, strip: int) -> np.ndarray:
-    """[target] int64, from half a pixel above the first."""
+    """Returns [target] int64, counted from half a pixel above the first pixel."""
     if not _has_ties(size, target, whole):
         steps = (2 * np.arange(target) + 1) * (size * PHASES)
         return (steps // (target * whole) + 1) >> 1
@@ -144,18 +149,22 @@ def _shrunk_positions(size: int, target: int, whole: int, strip: int) -> np.ndar
 
 
 def _lanczos(taps: int, shrink: float) -> np.ndarray:
-    """[64, taps] int32, truncated towards 0: a phase's weights need not add up to 1. Operations in libvips' order, for
-    a last bit may decide."""
+    """Returns [64, taps] int32, truncated towards 0, so the weights of a phase may not add up to 1.
+
+    The operations have libvips' order, because the last bit of a float may decide a weight.
+    """
     phases = np.arange(PHASES) / PHASES
     x = (np.arange(taps) - (phases[:, None] + taps / 2.0 - 1)) / shrink
     values = np.where(np.abs(x) <= 3, _sinc(x) * _sinc(x / 3), 0.0)
-    totals = np.cumsum(values, axis=1)[:, -1:]  # One after the other.
+    totals = np.cumsum(values, axis=1)[
+        :, -1:
+    ]  # Adds one value after the other, which np.sum does not.
     weights: np.ndarray = (values / totals * (1 << ONE_BITS)).astype(np.int32)
     return weights
 
 
 def _sinc(x: np.ndarray) -> np.ndarray:
-    """By the C library's sine: numpy's may differ in the last bit."""
+    """Uses the C library's sine, because numpy's may differ in the last bit."""
     angles = (x * math.pi).ravel()
     sines = np.fromiter(map(math.sin, angles.tolist()), np.float64, angles.size)
     return np.divide(sines, angles, out=np.ones_like(sines), where=angles != 0).reshape(x.shape)
@@ -163,7 +172,7 @@ def _sinc(x: np.ndarray) -> np.ndarray:
 
 @lru_cache(1)
 def _catmull_rom() -> np.ndarray:
-    """[64, 4] int32, truncated; exact before."""
+    """Returns [64, 4] int32, truncated from exact values."""
     t = np.arange(PHASES) / PHASES
     a, d = -0.5 * t * (1 - t) ** 2, -0.5 * t * t * (1 - t)
     weights = np.stack([a, 1 - t - 2 * a + d, t - 2 * d + a, d], 1)

@@ -1,8 +1,8 @@
-"""Ends a child process when its parent process has gone, also when the parent was killed by SIGKILL.
+"""Ends a child process when its parent process has ended, even if SIGKILL ended the parent.
 
-The parent keeps one end of a pipe or socket pair and never writes to it; the child watches the other end. The kernel
-closes the parent's end when the parent ends, however it ends. Loads no third-party package, so that a child can call it
-first of all.
+The parent keeps one end of a pipe or socket pair open and never writes to it. The child watches the other end. When the
+parent ends for any reason, the kernel closes the parent's end. This module imports no third-party package, so a child
+process can call it before anything else.
 """
 
 from __future__ import annotations
@@ -20,29 +20,31 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(fd: int, *, after_s: float = 0.0, kernel_signal: bool = False) -> None:
-    """Kills this process once the other end of ``fd`` is closed. Called by the child; returns at once.
+    """Kills this process once the other end of ``fd`` is closed. The child calls this function; it returns at once.
 
-    ``fd``: the read end of a pipe, or a socket, whose other end only the parent holds; this function reads nothing from
-    it. Close the child's copy of the parent's end before this call, if the child was forked. ``after_s``: seconds that
-    the child has to end by itself after the parent has gone.
+    ``fd``: the read end of a pipe, or a socket. Only the parent may hold the other end, so a forked child must close
+    its copy of that end before this call. This function reads no data from ``fd``. ``after_s``: seconds that the child
+    has to end by itself after the parent has ended.
 
-    ``kernel_signal``: on Linux, let the kernel send SIGKILL as well (PR_SET_PDEATHSIG), at once. That works even where
-    no Python code can run, for instance while an extension holds the interpreter. It has a trap: the kernel sends the
-    signal when the *thread* that started the child ends, so pass True only for children that the parent's main thread
-    starts. On other systems it has no effect.
+    ``kernel_signal``: on Linux, ask the kernel to send SIGKILL as well, without delay (PR_SET_PDEATHSIG). The signal
+    also works while no Python code can run, for instance while an extension holds the interpreter. The kernel sends the
+    signal when the *thread* that started the child ends, so pass True only if the parent's main thread starts the
+    child. On other systems the argument has no effect.
+
+    Raises OSError if the kernel refuses the request.
     """
     if kernel_signal and sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
-    # A parent that ended before prctl() sent no signal; the watcher sees its closed end all the same.
+    # A parent that ended before the call of prctl() causes no signal. The watcher still sees the closed pipe.
     threading.Thread(target=_watch, args=(fd, after_s), name="parent-watch", daemon=True).start()
 
 
 def _watch(fd: int, after_s: float) -> None:
     poller = select.poll()
-    poller.register(fd, 0)  # The end of the other side is reported unasked, data is not.
+    poller.register(fd, 0)  # With an empty mask, poll() reports a closed other end and no data.
     poller.poll()
     time.sleep(after_s)
     os.kill(os.getpid(), signal.SIGKILL)

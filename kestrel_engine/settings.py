@@ -1,8 +1,8 @@
-"""Setting: how a field of a configuration describes itself. Owns the kinds of values and the checks of their ranges.
+"""Setting: the description of a configuration field. Owns the kinds of values and their range checks.
 
-A frozen dataclass makes each field that an operator can set with ``setting``, and calls ``check_settings`` in
-``__post_init__``. The service builds its flags, variables, keys of the configuration file and reference pages from the
-same description. Knows no command line and reads no environment.
+A frozen dataclass declares each field that an operator can set with ``setting``, and calls ``check_settings`` in
+``__post_init__``. The service builds flags, environment variables, keys of the configuration file and reference pages
+from the same descriptions. This module reads neither the command line nor the environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _UNITS = ("_s",)
 
 @dataclass(frozen=True, slots=True)
 class SettingGroup:
-    """``title``: heading of the settings in a help text. ``section``: their table in a configuration file."""
+    """Settings that belong together. ``title``: their heading in a help text. ``section``: the table that holds them in
+    a configuration file."""
 
     title: str
     section: str
@@ -37,24 +38,24 @@ class Setting:
 
     group: SettingGroup
     help: str
-    """What it does, in one phrase without a full stop."""
+    """The effect of the setting, in one phrase without a full stop."""
     kind: Kind = "text"
     flag: str
-    """Its name on a command line, like "--max-queue"."""
+    """The flag on a command line, such as "--max-queue"."""
     aliases: tuple[str, ...] = ()
     """Other names of the flag."""
     metavar: str | None = None
     """Placeholder of the value in a help text."""
     choices: tuple[str, ...] = ()
-    """The only values that a text may have; empty: any."""
+    """The values that a text may have. Empty: any value."""
     low: float | None = None
-    """Smallest number, inclusive."""
+    """The smallest number, inclusive."""
     above: float | None = None
-    """A number must be greater than this."""
+    """The lower limit of a number, exclusive."""
     high: float | None = None
-    """Largest number, inclusive."""
+    """The largest number, inclusive."""
     shown: str | None = None
-    """The default in words, where the value does not explain itself."""
+    """The default in words, if the value alone does not explain it."""
     negated: bool = False
     """Whether the flag sets a bool to False. Without it, a bool flag takes "on" or "off"."""
     switch: bool = False
@@ -62,13 +63,13 @@ class Setting:
     bare: str | None = None
     """The value of a flag that is given without one."""
     zero_is_none: bool = False
-    """Whether an operator writes 0 for a field's None."""
+    """Whether an operator writes 0 to set the field to None."""
     parse: Callable[[str], Any] | None = None
-    """Reads a text that needs more than its kind; raises ValueError. May return a list where ``repeated``."""
+    """Converts a text to the value, if ``kind`` is not enough. Raises ValueError. May return a list if ``repeated``."""
     repeated: bool = False
     """Whether the flag may be given several times; the field is a tuple."""
     distinct: bool = False
-    """Whether the tuple holds each value once."""
+    """Whether each value may occur only once in the tuple."""
 
 
 def setting(
@@ -80,9 +81,11 @@ def setting(
     flag: str = "",
     **options: Any,
 ) -> Any:
-    """A dataclass field with ``default`` (dataclasses.MISSING: none) and a Setting of ``options``. ``kind``: by default
-    bool or text, as the default is. ``flag``: by default made of the field's name when the class is read
-    (``settings_of``)."""
+    """Returns a dataclass field with ``default`` (dataclasses.MISSING: no default) and a Setting made of ``options``.
+
+    ``kind``: if None, bool for a default of type bool, else text. ``flag``: if empty, ``settings_of`` derives it from
+    the field's name.
+    """
     if kind is None:
         kind = "bool" if isinstance(default, bool) else "text"
     made = Setting(group=group, help=help, kind=kind, flag=flag, **options)
@@ -90,7 +93,7 @@ def setting(
 
 
 def settings_of(config: Any) -> dict[str, Setting]:
-    """The settings of a configuration class or object by field, in the order of the fields."""
+    """Returns the settings of a configuration class or object by field name, in the order of the fields."""
     found: dict[str, Setting] = {}
     for field in dataclasses.fields(config):
         made = field.metadata.get(_METADATA_KEY)
@@ -100,14 +103,17 @@ def settings_of(config: Any) -> dict[str, Setting]:
 
 
 def default_of(config: Any, field: str) -> Any:
-    """The default of a field of a configuration class or object; None for a field that must be given."""
+    """Returns the default of a field of a configuration class or object; None for a field without a default."""
     default = config.__dataclass_fields__[field].default
     return None if default is dataclasses.MISSING else default
 
 
 def check_settings(config: Any, prefix: str = "") -> None:
-    """Raises ConfigError for the first field whose value is not of its kind or out of its range. None is allowed where
-    it is the default or written as 0. ``prefix``: put before the field's name."""
+    """Checks the kind and the range of every setting of ``config``.
+
+    None is valid if it is the field's default or if an operator writes it as 0. ``prefix`` goes before the field's name
+    in an error. Raises ConfigError for the first invalid field.
+    """
     for name, made in settings_of(config).items():
         value = getattr(config, name)
         if value is None and (made.zero_is_none or default_of(config, name) is None):
@@ -125,7 +131,7 @@ def _flag(field: dataclasses.Field[Any]) -> str:
 
 
 def _limit(made: Setting, value: object) -> str | None:
-    """What the value should be, in words; None if it is."""
+    """Returns what the value must be, in words; None if the value is valid."""
     if made.kind == "bool":
         return None if isinstance(value, bool) else "must be True or False"
     if made.kind == "text":
@@ -168,5 +174,5 @@ def _whole(number: float) -> str:
 
 
 def one_of(allowed: Sequence[str]) -> str:
-    """The values as words: "a, b or c"."""
+    """Returns the values as words: "a, b or c"."""
     return f"{', '.join(allowed[:-1])} or {allowed[-1]}"

@@ -1,9 +1,9 @@
-"""What a model takes of a GPU and what is left for the KV cache, by the arithmetic that the factory itself uses.
+"""Computes the GPU memory that a model takes and the memory that is left for the KV cache, as the factory does.
 
     python -m kestrel_engine.sizing --model moondream2 --gpu-gib 8 16 24 80
 
-Needs no GPU and reads no weights. Before torch can use any of a card's memory the driver takes some for itself:
-CONTEXT_BYTES is what we assume, the only figure here that is not computed.
+It needs no GPU and reads no weights. The CUDA context takes memory before torch can allocate any. CONTEXT_BYTES is an
+assumption about its size, and the only figure here that is not computed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from .types.model_config import ModelConfig
 
 GIB = 2**30
 CONTEXT_BYTES = 600 * 2**20
-"""CUDA's own memory in a process, kernels loaded."""
+"""Memory of the CUDA context of a process, including loaded kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Bytes, and what they hold. ``full_sequences``: at max_seq_length each. ``images``: cached image prefixes."""
+    """The memory plan for one card. ``full_sequences``: sequences of max_seq_length positions that the KV cache holds.
+    ``images``: image prefixes that the KV cache holds."""
 
     weights_bytes: int
     reserve_bytes: int
@@ -40,11 +41,14 @@ class Fit:
 def fit(
     config: RuntimeConfig, gpu_bytes: int, *, fp8: bool = True, model: ModelConfig | None = None
 ) -> Fit:
-    """How ``config`` is served by a card of ``gpu_bytes``. ``fp8``: it computes in FP8 (8.9 and newer), so experts that
-    are stored so, as moondream3.1-9b-a2b's and not moondream3-preview's, stay so. ``model``: its shape, if it is known.
-    ``kv_cache_dtype`` auto counts as model: no checkpoint is looked at for scales.
+    """Returns the memory plan for ``config`` on a card of ``gpu_bytes``.
 
-    Raises ConfigError, and InsufficientMemoryError as the start would.
+    ``fp8``: the card computes in FP8 (compute capability 8.9 and newer). Such a card keeps experts in FP8 if the
+    checkpoint stores them in FP8, as moondream3.1-9b-a2b does and moondream3-preview does not. ``model``: the model's
+    shape, if the caller knows it. A ``kv_cache_dtype`` of auto counts as model, because no checkpoint is read for KV
+    scales.
+
+    Raises ConfigError, and InsufficientMemoryError where a start would raise it.
     """
     import torch
 
@@ -70,7 +74,7 @@ def fit(
     free = gpu_bytes - CONTEXT_BYTES - weights
     if free <= 0:
         raise InsufficientMemoryError(
-            f"the weights take {weights / GIB:.1f} GiB and CUDA itself {CONTEXT_BYTES / GIB:.1f}"
+            f"the weights take {weights / GIB:.1f} GiB and the CUDA context {CONTEXT_BYTES / GIB:.1f} GiB"
         )
     reserve = reserve_of(model, dtype, sizes, fp8_gemms=config.fp8_gemms)
     pool = plan_pool(
@@ -99,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m kestrel_engine.sizing", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--model", default="moondream2", help="a released name or a config.json")
+    parser.add_argument("--model", default="moondream2", help="released model, or a config.json")
     parser.add_argument("--gpu-gib", type=float, nargs="+", default=[8, 16, 24, 80], metavar="N")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--max-batch-size", type=int, default=None)

@@ -1,1 +1,1 @@
-"""Checkpoints: finding, downloading, checking and loading a model's weights. Entry: ``open.py``."""
+"""Checkpoints: finding, downloading, checking and loading a model's weights. The entry point is ``open.py``."""

@@ -1,6 +1,7 @@
-"""What a user calls a model -> where its weights and tokenizer are. Touches neither the network nor any weight.
+"""Resolves the name of a model to the location of its weights and its tokenizer.
 
-Names: `KNOWN`; a hub id ``org/repo[@revision][:file]`` (a known name takes the same suffixes); a path.
+A name is one of `KNOWN`, a hub id ``org/repo[@revision][:file]``, or a path. A known name accepts the same suffixes as
+a hub id. This module uses no network and reads no weights.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class HubCheckpoint:
-    """A checkpoint on the hub. ``file``: weights or their index; None: whichever usual name the repository has."""
+    """A checkpoint on the hub. ``file``: the weights or their index; None: the first usual name that exists there."""
 
     repo: str
     revision: str = "main"
@@ -38,14 +39,15 @@ class HubCheckpoint:
 STARMIE = HubFile(
     "moondream/starmie-v1", "35192e10a54e36eabe0a7cc57a2c1aab371cafc5", "tokenizer.json"
 )
-"""The tokenizer of all released models. The files inside vikhyatk/moondream2 are an older vocabulary."""
+"""The tokenizer of all released models. The files in vikhyatk/moondream2 hold an older vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Exactly one of ``path`` and ``hub`` is set. ``tokenizer``: where to look first; None: beside the weights.
+    """The location of a model. Exactly one of ``path`` and ``hub`` is set.
 
-    ``family``: what the weights must be, when the name says so. ``fp8``: its released experts are stored in FP8.
+    ``tokenizer``: its location; None: beside the weights. ``family``: the family of the weights, if the name
+    implies one. ``fp8``: the released checkpoint stores its experts in FP8.
     """
 
     name: str
@@ -93,7 +95,10 @@ _PATH_END = (".safetensors", ".pt", ".pth", ".safetensors.index.json")
 def resolve(
     model: str, model_path: str | Path | None = None, tokenizer_path: str | Path | None = None
 ) -> ModelSource:
-    """Finds out what ``model`` or ``model_path`` means. Raises ConfigError naming what is known."""
+    """Returns the source of ``model``, or of ``model_path`` if it is given.
+
+    Raises ConfigError, which lists the valid names.
+    """
     if model_path is None:
         source = _from_name(model.strip())
     else:
@@ -106,8 +111,11 @@ def resolve(
 def architecture(
     model: str, model_path: str | Path | None = None
 ) -> tuple[str, Family | None, Path | None]:
-    """(name, family, config.json) of a model whose weights nobody has: a known name, or a path of a config.json or of a
-    folder with one. Without a file it is the released shape of the family. Raises ConfigError."""
+    """Returns (name, family, config.json) of a model for which weights are generated.
+
+    The model is a known name, or the path of a config.json or of its folder. Without a config.json, the model has the
+    released shape of its family. Raises ConfigError.
+    """
     field = "model" if model_path is None else "model_path"
     name = model.strip()
     known = KNOWN.get(name.lower())
@@ -132,7 +140,7 @@ def _from_path(field: str, path: Path, name: str) -> ModelSource:
     if not path.exists():
         raise ConfigError(field, str(path), "no such file or folder")
     known = KNOWN.get(name.lower())
-    # The default name says nothing about weights that were given by path.
+    # The default name does not describe weights that are given by path.
     if known is not None and known.name != DEFAULT_MODEL:
         return ModelSource(known.name, path=path, family=known.family)
     return ModelSource(_name_of(path), path=path)
@@ -152,7 +160,7 @@ def _from_name(model: str) -> ModelSource:
     if reference and _REPO.match(base):
         released = next((s for s in KNOWN.values() if s.hub and s.hub.repo == base), None)
         hub = HubCheckpoint(base, reference["revision"] or "main", reference["file"])
-        # However it is spelled, a released repository has the released tokenizer.
+        # A repository of a released model has the released tokenizer, under its hub id as well.
         tokenizer = released.tokenizer if released else None
         return ModelSource(
             model, hub=hub, tokenizer=tokenizer, family=released.family if released else None
@@ -169,14 +177,14 @@ def _from_name(model: str) -> ModelSource:
 
 
 def _at(hub: HubCheckpoint, revision: str | None, file: str | None) -> HubCheckpoint:
-    # Another revision may hold other files than the released one.
+    # Another revision may have other files than the released revision.
     return HubCheckpoint(
         hub.repo, revision or hub.revision, file or (hub.file if not revision else None)
     )
 
 
 def tokenizer_file(tokenizer_path: str | Path) -> Path:
-    """The tokenizer.json that was given, as a file or its folder. Raises ConfigError."""
+    """Returns the path of tokenizer.json for the path of the file or of its folder. Raises ConfigError."""
     path = Path(tokenizer_path).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"
@@ -186,7 +194,7 @@ def tokenizer_file(tokenizer_path: str | Path) -> Path:
 
 
 def _name_of(path: Path) -> str:
-    """A folder's own name; a file's, or its folder's for the usual names that say nothing."""
+    """Returns a folder's name, or a file's name without suffix. A file with a usual name gets its folder's name."""
     path = path.resolve()
     if path.is_dir():
         return path.name

@@ -1,7 +1,7 @@
-"""Checksums of files: SHA256SUMS as coreutils writes and checks it, and what the hub said of a file in its cache.
+"""Checksums of files: SHA256SUMS in the format of coreutils, and the checksums that the hub's cache records.
 
-The hub names a file by the SHA-256 of its contents if it is large, else by git's SHA-1 of it as a blob; its cache keeps
-files under these names.
+The hub identifies a large file by the SHA-256 of its contents, and a small file by git's SHA-1 of the blob. The hub's
+cache stores files under these names.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ if TYPE_CHECKING:
 NAME = "SHA256SUMS"
 _LINE = re.compile(r"(?P<sum>[0-9a-f]{64}) [ *](?P<name>[^/\\]+)")
 HUB_NAME = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-"""How the hub names contents: SHA-1 or SHA-256."""
+"""The hub's name of a file's contents: SHA-1 or SHA-256."""
 _PIECE = 8 * 2**20
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """File name -> SHA-256, as SHA256SUMS in ``folder`` records it; empty if there is none. Raises CheckpointError."""
+    """Returns the SHA-256 of each file name in ``folder``'s SHA256SUMS; an empty dict if there is no such file.
+
+    Raises CheckpointError.
+    """
     file = folder / NAME
     if not file.is_file():
         return {}
@@ -38,19 +41,19 @@ def read_sums(folder: Path) -> dict[str, str]:
     for number, line in enumerate(lines, 1):
         match = _LINE.fullmatch(line)
         if match is None:
-            raise CheckpointError(f"{file}: line {number} is no checksum and plain file name")
+            raise CheckpointError(f"{file}: line {number} must be a SHA-256 and a file name")
         sums[match["name"]] = match["sum"]
     return sums
 
 
 def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
-    """Raises OSError."""
+    """Writes ``sums``, a SHA-256 for each file name, to SHA256SUMS in ``folder``. Raises OSError."""
     lines = (f"{total}  {name}\n" for name, total in sorted(sums.items()))
     (folder / NAME).write_text("".join(lines), "utf-8")
 
 
 def recorded_by_hub(file: Path) -> str | None:
-    """What the hub called the file's contents when it was downloaded into the cache; None for other files."""
+    """Returns the hub's checksum of a file in the hub's cache; None for other files."""
     if not file.is_symlink():
         return None
     target = Path(os.readlink(file))
@@ -59,7 +62,7 @@ def recorded_by_hub(file: Path) -> str | None:
 
 
 def checksum(file: Path, *, like: str = "", progress: Progress | None = None) -> str:
-    """SHA-256 of a file's contents, or git's SHA-1 of it as a blob if ``like`` is one. Raises OSError."""
+    """Returns the SHA-256 of a file's contents, or git's SHA-1 of the blob if ``like`` is a SHA-1. Raises OSError."""
     size = file.stat().st_size
     if len(like) == 40:
         digest = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)

@@ -1,4 +1,4 @@
-"""config.json of a checkpoint: reading it, and checking what the user asked for against the model's limits."""
+"""Reads a checkpoint's config.json, and checks the user's settings against the model's limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = "config.json"
 
 
 def read_config(file: Path) -> Mapping[str, Any]:
-    """Contents of a config.json. Raises ConfigError if it isn't an object of JSON."""
+    """Returns the contents of a config.json. Raises ConfigError if the file is not a JSON object."""
     try:
         raw = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -26,20 +26,21 @@ def read_config(file: Path) -> Mapping[str, Any]:
 
 
 def config_beside(weights: Path) -> Mapping[str, Any] | None:
-    """Contents of the config.json in the folder of a weight file; None if there is none."""
+    """Returns the contents of the config.json beside a weight file; None if there is none. Raises ConfigError."""
     file = weights.parent / NAME
     return read_config(file) if file.is_file() else None
 
 
 def check_fits(runtime: RuntimeConfig, model: ModelConfig) -> None:
-    """Raises ConfigError for a runtime setting that this model can't have."""
+    """Raises ConfigError for a runtime setting that the model does not allow."""
     limit = model.text.max_context
     length = runtime.max_seq_length
     if length is not None and not model.image_prefix < length <= limit:
         raise ConfigError(
             "max_seq_length",
             length,
-            f"must exceed the image prefix of {model.image_prefix} positions and fit the model's context of {limit}",
+            f"must be above the image prefix of {model.image_prefix} positions and at most the model's context of "
+            f"{limit}",
         )
     if runtime.page_size is not None and model.image_prefix % runtime.page_size:
         raise ConfigError(

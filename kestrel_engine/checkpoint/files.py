@@ -1,7 +1,7 @@
-"""Checkpoint files on disk: which ones belong together, and the names, shapes and dtypes that they hold.
+"""Checkpoint files on disk: which files form a checkpoint, and the names, shapes and dtypes of their tensors.
 
-A checkpoint is a folder or one file: .safetensors (alone, or several behind ``*.safetensors.index.json``) or .pt/.pth.
-Reads headers only. Knows no model and no canonical names; torch is imported for .pt alone.
+A checkpoint is a folder or a file. Its format is .safetensors (one file, or several with a
+``*.safetensors.index.json``) or .pt/.pth. This module reads headers only and imports torch only for .pt files.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ..errors import CheckpointError
 INDEX_SUFFIX = ".safetensors.index.json"
 PICKLE_SUFFIXES = (".pt", ".pth")
 _SHARD = re.compile(r"^(.+)-\d+-of-(\d+)\.safetensors$")
-# Where training scripts put the weights inside a saved dictionary.
+# Keys under which training scripts store the weights in a saved dictionary.
 _NESTED_KEYS = ("state_dict", "model_state_dict", "model", "module", "weights")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """``dtype`` is safetensors' name of it: F32, BF16, F8_E4M3, I64."""
+    """A tensor in a file. ``dtype``: its name in safetensors, such as F32, BF16, F8_E4M3 or I64."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +44,10 @@ class StoredTensor:
 
 
 def find_files(path: Path) -> tuple[Path, ...]:
-    """The weight files of a checkpoint given as folder or file. Raises CheckpointError for none or several."""
+    """Returns the weight files of the checkpoint at ``path``, a folder or a file.
+
+    Raises CheckpointError if there is no checkpoint, if there are several, or if files are missing.
+    """
     if path.is_file():
         return _expand(path)
     if not path.is_dir():
@@ -62,7 +65,7 @@ def find_files(path: Path) -> tuple[Path, ...]:
     shards = [m for p in plain if (m := _SHARD.match(p.name))]
     if plain and len(shards) == len(plain) and len({m[1] for m in shards}) == 1:
         if len(shards) != int(shards[0][2]):
-            raise CheckpointError(f"{path}: {len(shards)} of {shards[0][2]} shards are there")
+            raise CheckpointError(f"{path}: holds {len(shards)} of {shards[0][2]} shards")
         return tuple(plain)
     choice = plain or pickles
     if len(choice) == 1:
@@ -88,7 +91,10 @@ def shard_names(index: Path) -> tuple[str, ...]:
 
 
 def read_headers(files: tuple[Path, ...]) -> dict[str, StoredTensor]:
-    """Stored name -> description, in the order of the data. Raises CheckpointError naming the broken file."""
+    """Returns the description of each stored tensor by name, in the order of the data.
+
+    Raises CheckpointError, which names the damaged file.
+    """
     out: dict[str, StoredTensor] = {}
     for file in files:
         for tensor in _pickle_header(file) if is_pickle(file) else _safetensors_header(file):
@@ -105,7 +111,10 @@ def is_pickle(file: Path) -> bool:
 
 
 def load_pickle(file: Path) -> dict[str, Any]:
-    """Name -> tensor of a .pt file, memory-mapped, on the CPU. Runs no code from the file (weights_only)."""
+    """Returns the tensors of a .pt file by name, memory-mapped, on the CPU. Raises CheckpointError.
+
+    It runs no code from the file (``weights_only``).
+    """
     import torch
 
     try:
@@ -130,7 +139,7 @@ def _expand(path: Path) -> tuple[Path, ...]:
         files = tuple(path.parent / name for name in shard_names(path))
         absent = [file.name for file in files if not file.is_file()]
         if absent:
-            raise CheckpointError(f"{path}: lists files that are not there: {', '.join(absent)}")
+            raise CheckpointError(f"{path}: lists files that do not exist: {', '.join(absent)}")
         return files
     if path.suffix == ".safetensors" or is_pickle(path):
         return (path,)
@@ -146,7 +155,7 @@ def _safetensors_header(file: Path) -> list[StoredTensor]:
                 out.append(StoredTensor(name, tuple(view.get_shape()), view.get_dtype(), file))
             return out
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: broken or truncated ({error})") from error
+        raise CheckpointError(f"{file}: damaged or truncated ({error})") from error
 
 
 def _pickle_header(file: Path) -> list[StoredTensor]:

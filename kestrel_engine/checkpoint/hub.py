@@ -1,7 +1,8 @@
-"""Files from the hub, through huggingface_hub: its cache, retries, resumption and tokens; our errors and progress.
+"""Downloads files from the hub with huggingface_hub, and turns its errors and progress into ours.
 
-Environment variables are the library's own (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). A broken transfer is taken
-up where it stopped while the process lives; complete files stay in the cache. Without network the cache is used.
+The library provides the cache, retries, resumption and tokens, and reads its own environment variables (HF_HOME,
+HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). While the process runs, an interrupted download resumes where it stopped.
+Complete files stay in the cache. Without a network, files come from the cache.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _PROBE_TIMEOUT_S = 10.0
 
 
 class Hub:
-    """One hub, asked for files. ``endpoint`` and ``cache_dir`` default to the library's settings. ``offline``: it is
-    not asked at all, only its cache is.
+    """A hub and its cache. ``endpoint`` and ``cache_dir`` default to the library's settings. With ``offline``, only the
+    cache is used.
 
-    Every method raises DownloadError with what to do about it.
+    Every method raises DownloadError, whose message names a remedy.
     """
 
     def __init__(
@@ -51,19 +52,19 @@ class Hub:
 
     @property
     def online(self) -> bool:
-        """False once the hub did not answer, or if it may not be asked: only the cache is used."""
+        """False if the hub is offline by configuration or did not answer. Then only the cache is used."""
         return self._online is not False
 
     def fetch(self, file: HubFile) -> Path:
-        """The file's path in the cache, downloaded if need be."""
+        """Returns the file's path in the cache. Downloads the file if it is not there."""
         try:
             return self._fetch(file)
         except (HTTPError, hf_errors.EntryNotFoundError, OSError, ValueError) as error:
-            # The library chains dozens of frames of transport; none of them helps a user.
+            # The library's chained exceptions hold dozens of transport frames, which don't help a user.
             raise self._explain(file, error) from None
 
     def fetch_optional(self, file: HubFile) -> Path | None:
-        """As `fetch`, but None if the repository (or, offline, the cache) has no such file."""
+        """As `fetch`, but returns None if the repository (or, offline, the cache) has no such file."""
         try:
             return self._fetch(file)
         except hf_errors.RemoteEntryNotFoundError:
@@ -76,7 +77,7 @@ class Hub:
             raise self._explain(file, error) from None
 
     def fetch_checkpoint(self, checkpoint: HubCheckpoint) -> Path:
-        """The path of the weights, or of their index with all shards beside it."""
+        """Returns the path of the weights, or of their index, with all shards beside it."""
         if checkpoint.file is None:
             first = self._first(checkpoint)
         else:
@@ -90,18 +91,20 @@ class Hub:
         return first
 
     def checksum(self, file: HubFile) -> str | None:
-        """What the hub says now of a file's contents: SHA-256 of a large one, git's SHA-1 of a small one as a blob.
-        None if it can't be asked, or says nothing. Downloads nothing."""
+        """Requests a file's checksum from the hub: the SHA-256 of a large file, git's SHA-1 of a small file's blob.
+
+        Returns None if the hub does not answer or reports no checksum. Downloads nothing.
+        """
         if self._online is None:
             self._online = self._probe(file)
         if not self._online:
             return None
         url = hf.hf_hub_url(file.repo, file.file, revision=file.revision, endpoint=self._endpoint)
         try:
-            said = hf.get_hf_file_metadata(url, timeout=_PROBE_TIMEOUT_S, endpoint=self._endpoint)
+            found = hf.get_hf_file_metadata(url, timeout=_PROBE_TIMEOUT_S, endpoint=self._endpoint)
         except (HTTPError, OSError, ValueError):
             return None
-        return said.etag if said.etag and HUB_NAME.fullmatch(said.etag) else None
+        return found.etag if found.etag and HUB_NAME.fullmatch(found.etag) else None
 
     def _first(self, checkpoint: HubCheckpoint) -> Path:
         for name in _USUAL_NAMES:
@@ -130,7 +133,7 @@ class Hub:
         return Path(path)
 
     def _probe(self, file: HubFile) -> bool:
-        """Whether the hub answers at all. The library would retry for half a minute before it says that it doesn't."""
+        """Returns whether the hub answers. The library itself would retry for half a minute before it gives up."""
         url = hf.hf_hub_url(file.repo, file.file, revision=file.revision, endpoint=self._endpoint)
         try:
             hf.get_hf_file_metadata(url, timeout=_PROBE_TIMEOUT_S, endpoint=self._endpoint)
@@ -158,7 +161,7 @@ class Hub:
             if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
                 return DownloadError(
                     f"no space left for {file.file} of {where} in {self._cache()}; "
-                    "free some, or point HF_HOME at another disk"
+                    "free some, or set HF_HOME to a folder on another disk"
                 )
             if isinstance(cause, PermissionError):
                 return DownloadError(f"{self._cache()} can't be written: {_first_line(cause)}")
@@ -167,8 +170,8 @@ class Hub:
         for cause in _chain(error):
             if isinstance(cause, HTTPError):
                 return DownloadError(
-                    f"the download of {file.file} of {where} broke off ({_first_line(cause)}); "
-                    "start again, complete files are kept"
+                    f"the download of {file.file} of {where} was interrupted ({_first_line(cause)}); "
+                    "start again: complete files are kept"
                 )
         return DownloadError(f"{file.file} of {where}: {_first_line(error)}")
 
@@ -207,7 +210,7 @@ class Hub:
 
 
 def sibling(checkpoint: HubCheckpoint, name: str) -> str:
-    """The name in the repository of a file in the same folder as the weights."""
+    """Returns the name in the repository of the file ``name`` beside the weights."""
     return str(PurePosixPath(checkpoint.file or "").parent / name)
 
 
@@ -228,13 +231,13 @@ def _first_line(error: BaseException) -> str:
 
 
 def _bar_class(report: Progress, name: str) -> type[hf_tqdm]:
-    """A progress bar for the library that draws nothing and calls ``report``."""
+    """Returns a progress bar class for the library that draws nothing and calls ``report``."""
     reporting: list[hf_tqdm] = []
 
     class Bar(hf_tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
-            # The library's fast transport draws a second bar of the raw traffic; the first one is the file's.
+            # The library's fast transport makes a second bar for the raw traffic. The first bar is the file's.
             if not reporting:
                 reporting.append(self)
 

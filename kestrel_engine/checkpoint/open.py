@@ -1,6 +1,7 @@
-"""From a RuntimeConfig to a model's files, and from there to its weights: the entry of this package.
+"""Opens the model that a RuntimeConfig names, and loads its weights. This is the entry point of the package.
 
-Two stages, so that a wrong setting, an absent file or a refused download shows before any weight is read.
+Opening and loading are two stages, so an invalid setting, a missing file or a failed download is reported before any
+weight is read.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model whose files are on this machine and whose settings are checked; no weight is read yet.
+    """A model whose files are on this machine and whose settings are valid. Its weights are not read yet.
 
-    ``name`` is what it is served as. ``plan`` is for `load_weights`. ``random_seed``: the weights are to be made up.
+    ``name``: the name under which it is served. ``plan``: for `load_weights`. ``hint``: an addition to errors about the
+    tensors. ``random_seed``: the seed, if the weights are to be generated.
     """
 
     name: str
@@ -54,9 +56,10 @@ class OpenedModel:
 def open_model(
     runtime: RuntimeConfig, *, hub: Hub | None = None, progress: Progress | None = None
 ) -> OpenedModel:
-    """Resolves, downloads if need be, and checks. ``progress`` is for the downloads.
+    """Resolves the model's name, downloads missing files and checks the files' headers.
 
-    Raises ConfigError (unknown name, setting beyond the model), DownloadError, CheckpointError (no or broken files).
+    ``progress``: called during downloads. Raises ConfigError (unknown name, or a setting beyond the model's limits),
+    DownloadError, and CheckpointError (missing or damaged files).
     """
     if runtime.random_weights:
         return _open_random(runtime)
@@ -90,9 +93,9 @@ def load_weights(
     keep_fp8: bool = False,
     progress: Progress | None = None,
 ) -> LoadedCheckpoint:
-    """Reads the weights of an opened model, checked, as ``dtype`` on ``device``; or makes them up.
+    """Reads and checks the weights of an opened model, or generates them, as ``dtype`` on ``device``.
 
-    ``keep_fp8``: experts stored in FP8 stay so. See `loader.LoadedCheckpoint`; raises as `loader.load_checkpoint`.
+    ``keep_fp8``: keep experts that are stored in FP8 as they are. Raises as `loader.load_checkpoint` does.
     """
     if opened.random_seed is not None:
         from .weights.random_weights import random_checkpoint
@@ -115,7 +118,7 @@ def load_weights(
 
 
 def _open_random(runtime: RuntimeConfig) -> OpenedModel:
-    """A model whose weights will be made up: an architecture is enough, and neither weights nor network are needed."""
+    """Opens a model with generated weights. It needs an architecture, but neither weights nor a network."""
     name, family, file = architecture(runtime.model, runtime.model_path)
     config = parse_model_config(read_config(file) if file is not None else {}, family=family)
     check_fits(runtime, config)
@@ -139,7 +142,7 @@ def _local(source: ModelSource) -> tuple[Path, Path | None]:
 
 
 def _download(source: ModelSource, runtime: RuntimeConfig, hub: Hub) -> tuple[Path, Path | None]:
-    """Small files first: a mistake in the settings must not cost gigabytes."""
+    """Downloads small files first, so that an invalid setting is reported before gigabytes are downloaded."""
     checkpoint = source.hub
     assert checkpoint is not None
 
@@ -160,7 +163,7 @@ def _download(source: ModelSource, runtime: RuntimeConfig, hub: Hub) -> tuple[Pa
     except DownloadError as error:
         if hub.online:
             raise
-        # Without network nothing is waited for: tell all that is absent at once.
+        # Without a network, the weights fail at once as well: report all missing files together.
         problems.append(str(error))
     try:
         weights = hub.fetch_checkpoint(checkpoint)

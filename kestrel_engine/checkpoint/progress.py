@@ -1,4 +1,4 @@
-"""Progress of downloading and loading: the callback's type, and one that writes to the log."""
+"""Progress of downloading and loading: the type of the callback, and a callback that writes to the log."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable
 
 Progress = Callable[[int, int, str], None]
-"""Called with bytes done, bytes in total (0: not known) and the name of what is being worked on."""
+"""Called with the bytes done, the bytes in total (0 if unknown) and the name of the current file or tensor."""
 
 logger = logging.getLogger(__name__)
 
 
 def log_progress(action: str, *, interval_s: float = 2.0) -> Progress:
-    """A callback that logs ``action`` with percentage and GiB, at most every ``interval_s``, and at the end.
+    """Returns a callback that logs ``action`` with percentage and size, at most every ``interval_s`` and at the end.
 
-    What is over within the interval logs nothing: a small model needs no progress.
+    It logs nothing if the work ends within the first interval.
     """
     started_at = last_at = time.monotonic()
 
@@ -37,7 +37,7 @@ def log_progress(action: str, *, interval_s: float = 2.0) -> Progress:
 
 
 def gib(size_bytes: int) -> str:
-    """A size in words: ``18.5 GiB``, ``21.0 MiB``."""
+    """Formats a size: ``18.5 GiB``, ``21.0 MiB``."""
     if size_bytes >= 2**30:
         return f"{size_bytes / 2**30:.1f} GiB"
     return f"{size_bytes / 2**20:.1f} MiB"

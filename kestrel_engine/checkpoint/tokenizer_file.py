@@ -1,6 +1,6 @@
-"""Which tokenizer.json belongs to a model: the given one, the one beside the weights, or the released one.
+"""Finds the tokenizer.json of a model: the given file, the file beside the weights, or the released file.
 
-Looks into the file only to refuse another model's vocabulary; prompts and decoding are elsewhere.
+It reads a file only to reject the vocabulary of another model.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _END_OF_TEXT = "<|endoftext|>"
 
 
 def find_tokenizer(source: ModelSource, beside: Path | None, config: ModelConfig, hub: Hub) -> Path:
-    """The tokenizer.json to use; ``beside`` is the one next to the weights, if there is one.
+    """Returns the tokenizer.json to use. ``beside``: the file next to the weights, if it exists.
 
-    Raises ConfigError when there is none or it is another model's, DownloadError when the hub is needed and fails.
+    Raises ConfigError if there is none or it is another model's, and DownloadError if a download fails.
     """
     if isinstance(source.tokenizer, Path):
         if problem := _problem(source.tokenizer, config):
@@ -39,7 +39,7 @@ def find_tokenizer(source: ModelSource, beside: Path | None, config: ModelConfig
         problem = _problem(beside, config)
         if not problem:
             return beside
-        # vikhyatk/moondream2 itself ships an older vocabulary's files.
+        # vikhyatk/moondream2 contains the files of an older vocabulary.
         if config.text.vocab_size != _RELEASED_VOCABULARY:
             raise ConfigError("tokenizer_path", str(beside), problem)
         logger.warning("%s %s; using %s instead", beside, problem, STARMIE.repo)
@@ -51,9 +51,10 @@ def find_tokenizer(source: ModelSource, beside: Path | None, config: ModelConfig
 
 
 def stand_in_tokenizer(given: str | Path | None, config_file: Path | None) -> Path:
-    """For weights that are made up: the given tokenizer.json, the one beside config.json, else the bundled model's.
+    """Returns the tokenizer.json for generated weights: the given one, the one beside config.json, or the bundled one.
 
-    The bundled one knows few of a released vocabulary's ids; the others decode to nothing. Raises ConfigError.
+    The bundled tokenizer has few of the ids of a released vocabulary. The other ids decode to an empty text. Raises
+    ConfigError.
     """
     if given is not None:
         return tokenizer_file(given)

@@ -1,6 +1,6 @@
-"""What is done with a model and a machine besides serving: fetching, verifying, diagnosing.
+"""Maintenance of a model and a machine: downloading, verifying and diagnosing.
 
-Loads nothing heavy until it is asked.
+The functions import torch and other large packages when they are called, so importing this package is cheap.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ __all__ = [
 
 
 def check_names(config: RuntimeConfig) -> None:
-    """Raises ConfigError if there is no such model, path or device, as creating an engine would.
+    """Checks that the model, the paths and the device of ``config`` exist, as creating an engine does.
 
-    Reads no weights and asks no hub. Loads torch only for a CUDA device that is named.
+    It reads no weights and sends no request to the hub. It imports torch only if ``config`` names a CUDA device. Raises
+    ConfigError.
     """
     from ..checkpoint.catalog import architecture, resolve
     from ..factory import check_device
@@ -46,7 +47,10 @@ def check_names(config: RuntimeConfig) -> None:
 
 
 def diagnose(config: RuntimeConfig) -> Iterator[Finding]:
-    """Whether this machine can serve ``config``, one finding each. Loads no model and asks no hub."""
+    """Checks whether this machine can serve ``config``. Yields one finding for each check.
+
+    It loads no model and sends no request to the hub.
+    """
     from .device import check_device, check_images
     from .model import check_model
 
@@ -58,9 +62,9 @@ def diagnose(config: RuntimeConfig) -> Iterator[Finding]:
 def download(
     config: RuntimeConfig, folder: Path | None = None, *, progress: Progress | None = None
 ) -> Download:
-    """Fetches a model's files into the hub's cache, or copies them into ``folder`` with their checksums.
+    """Downloads a model's files into the hub's cache, or copies them into ``folder`` with their checksums.
 
-    Raises ConfigError, DownloadError, CheckpointError.
+    Raises ConfigError, DownloadError and CheckpointError.
     """
     from .model_download import download
 
@@ -68,14 +72,14 @@ def download(
 
 
 def downloaded() -> tuple[Downloaded, ...]:
-    """Models in the hub's cache. Asks no hub."""
+    """Returns the models in the hub's cache. Sends no request to the hub."""
     from .model_cache import downloaded
 
     return downloaded()
 
 
 def remove(name: str) -> Downloaded:
-    """Deletes a model from the hub's cache. Raises ConfigError if it isn't there."""
+    """Deletes a model from the hub's cache and returns its description. Raises ConfigError if it isn't there."""
     from .model_cache import remove
 
     return remove(name)
@@ -84,7 +88,10 @@ def remove(name: str) -> Downloaded:
 def verify(
     config: RuntimeConfig, *, record: bool = False, progress: Progress | None = None
 ) -> Iterator[Finding]:
-    """Files, checksums, tensors and values, one finding each. ``record``: where nothing is recorded, SHA256SUMS is."""
+    """Checks files, checksums, tensors and values. Yields one finding for each check.
+
+    ``record``: write SHA256SUMS if no checksum is recorded for a file.
+    """
     from .model_verification import verify
 
     return verify(config, record=record, progress=progress)
@@ -93,7 +100,10 @@ def verify(
 async def answer(
     config: RuntimeConfig, image: str | None = None, *, progress: Progress | None = None
 ) -> Finding:
-    """Whether the model gives the answer that is known for it. Loads it. Raises KestrelError."""
+    """Loads the model and checks that it gives the known answer. ``image``: path of the image, if it is not bundled.
+
+    Raises KestrelError.
+    """
     from .known_answers import answer
 
     return await answer(config, image, progress=progress)

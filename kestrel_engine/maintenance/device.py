@@ -1,4 +1,4 @@
-"""Can this machine compute? Torch and its CUDA, driver and cards, the kernels' libraries, libvips and its loaders."""
+"""Checks of the machine: torch and its CUDA version, the driver, the GPUs, the kernel libraries, and libvips."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 _DRIVER = Path("/proc/driver/nvidia/version")
 _DRIVER_VERSION = re.compile(r"\s(\d{3,}\.\d+(?:\.\d+)?)\s")
 _OTHER_DRIVER = "install the driver that the card needs, at least as new as torch's CUDA"
-_CUDA_TORCH = "install torch's CUDA build; the one that is here computes on the CPU only"
+_CUDA_TORCH = "install torch's CUDA build; the installed build computes on the CPU only"
 _FORMATS = ("JPEG", "PNG", "WebP", "TIFF", "GIF", "AVIF", "HEIC", "BMP")
 
 
 def check_device(config: RuntimeConfig) -> Iterator[Finding]:
-    """Torch, then what ``config.device`` needs."""
+    """Checks torch, then the driver, the GPU and the libraries that ``config.device`` needs."""
     import torch
 
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for the CPU"
@@ -40,14 +40,14 @@ def check_device(config: RuntimeConfig) -> Iterator[Finding]:
     elif config.device != "auto":
         yield Finding("gpu", "fail", f"--device {config.device}: {found}", _remedy(driver))
     elif driver is not None:
-        yield Finding("gpu", "warn", f"driver {driver} is here, and {found}", _remedy(driver))
-        yield _cpu(torch.get_num_threads(), "computes instead")
+        yield Finding("gpu", "warn", f"driver {driver} is installed, but {found}", _remedy(driver))
+        yield _cpu(torch.get_num_threads(), "used instead of a GPU")
     else:
-        yield _cpu(torch.get_num_threads(), "computes: there is no NVIDIA driver")
+        yield _cpu(torch.get_num_threads(), "used because there is no NVIDIA driver")
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's, by the kernel or the CUDA that it supports; None if there is none."""
+    """Returns the version of the NVIDIA driver, or the CUDA version that it supports; None without a driver."""
     try:
         match = _DRIVER_VERSION.search(_DRIVER.read_text())
         if match is not None:
@@ -64,35 +64,36 @@ def driver_version() -> str | None:
 
 
 def check_images() -> Iterator[Finding]:
-    """Which formats can be decoded."""
+    """Checks which image formats can be decoded."""
     import pyvips
 
     from ..preprocess.images import FORMATS
 
     version = ".".join(str(pyvips.version(part)) for part in range(3))
     missing = [name for name in _FORMATS if name not in FORMATS]
-    told = f"libvips {version} and Pillow decode {', '.join(FORMATS)}"
+    message = f"libvips {version} and Pillow decode {', '.join(FORMATS)}"
     if not missing:
-        yield Finding("images", "ok", told)
+        yield Finding("images", "ok", message)
         return
-    told += f"; not {', '.join(missing)}"
+    message += f"; not {', '.join(missing)}"
     if missing == ["HEIC"]:
-        # pyvips-binary leaves its decoder out, because of patents.
+        # pyvips-binary has no HEIC decoder because of patents.
         remedy = (
-            "pyvips without its binary package, over the system's libvips and libheif with libde265"
+            "install pyvips without pyvips-binary, and the system's libvips and libheif with "
+            "libde265"
         )
-        yield Finding("images", "warn", told, remedy)
+        yield Finding("images", "warn", message, remedy)
     else:
         status: Status = "fail" if "JPEG" in missing or "PNG" in missing else "warn"
-        yield Finding("images", status, told, "install pyvips[binary]")
+        yield Finding("images", status, message, "install pyvips[binary]")
 
 
 def _cuda_problem() -> str | None:
-    """Why torch can't use CUDA; None if it can."""
+    """Returns why torch can't use CUDA; None if it can."""
     import torch
 
     if not torch.version.cuda:
-        return "this torch has no CUDA"
+        return "this torch build has no CUDA"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if torch.cuda.is_available():
@@ -101,7 +102,7 @@ def _cuda_problem() -> str | None:
             torch.cuda.init()  # type: ignore[no-untyped-call]
         except (RuntimeError, AssertionError) as error:
             return f"torch can't use it: {str(error).partition(chr(10))[0]}"
-    return "torch sees no card"
+    return "torch sees no GPU"
 
 
 def _remedy(driver: str | None) -> str:
@@ -128,46 +129,47 @@ def _cards(config: RuntimeConfig, driver: str | None) -> Iterator[Finding]:
     wanted = 0 if index is None else index
     count = torch.cuda.device_count()
     if wanted >= count:
-        told = f"--device {config.device}: there are {count} cards, from cuda:0 to cuda:{count - 1}"
-        yield Finding(
-            "gpu", "fail", told, "name one that is there, or look at CUDA_VISIBLE_DEVICES"
-        )
+        message = f"--device {config.device}: there are {count} GPUs, cuda:0 to cuda:{count - 1}"
+        yield Finding("gpu", "fail", message, "name one of them, or check CUDA_VISIBLE_DEVICES")
         return
     device = torch.device("cuda", wanted)
     found = capabilities(device)
     capability = found.compute_capability
-    told = f"cuda:{wanted} is a {found.name} of {found.memory / 2**30:.0f} GiB, compute capability "
-    told += f"{capability[0]}.{capability[1]}"
+    message = f"cuda:{wanted} is a {found.name} of {found.memory / 2**30:.0f} GiB, compute "
+    message += f"capability {capability[0]}.{capability[1]}"
     try:
         require_supported(device)
     except KestrelError:
-        remedy = "8.0 (Ampere) is the oldest that works; --device cpu works on any machine"
-        yield Finding("gpu", "fail", told, remedy)
+        remedy = "use a GPU of compute capability 8.0 (Ampere) or newer, or --device cpu"
+        yield Finding("gpu", "fail", message, remedy)
         return
     if not _compiled_for(capability, torch.cuda.get_arch_list()):
-        remedy = "install a torch that is built for this card"
-        yield Finding("gpu", "fail", f"{told}, for which this torch has no kernels", remedy)
+        remedy = "install a torch build for this GPU"
+        yield Finding("gpu", "fail", f"{message}; this torch has no kernels for it", remedy)
         return
     fast = [
         "FP8" if found.fp8 else "no FP8",
         "attention kernels fa3" if found.fa3 else "attention kernels fa2",
     ]
-    yield Finding("gpu", "ok", f"{told}; {', '.join(fast)}")
+    yield Finding("gpu", "ok", f"{message}; {', '.join(fast)}")
     yield from _libraries(config, device)
 
 
 def _compiled_for(capability: tuple[int, int], built_for: list[str]) -> bool:
-    """Whether torch's kernels run on a card: those of its generation up to its own, or any older code that the driver
-    compiles."""
+    """Returns whether torch's kernels run on a GPU of ``capability``.
+
+    A GPU runs machine code ("sm") for its generation that is not newer than the GPU. The driver compiles intermediate
+    code ("compute") of any older generation.
+    """
     if not built_for:
         return True
     for built in built_for:
         match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", built)
         if match is None:
             continue
-        made_for = int(match[2]), int(match[3])
-        same = made_for[0] == capability[0] or match[1] == "compute"
-        if same and made_for <= capability:
+        target = int(match[2]), int(match[3])
+        compatible = target[0] == capability[0] or match[1] == "compute"
+        if compatible and target <= capability:
             return True
     return False
 
@@ -177,34 +179,32 @@ def _libraries(config: RuntimeConfig, device: torch.device) -> Iterator[Finding]
 
     extra = "pip install '.[gpu]' in the repository"
     if not config.compile:
-        yield Finding(
-            "triton", "warn", "not used: --no-compile", "leave --no-compile out to be fast"
-        )
+        yield Finding("triton", "warn", "not used because of --no-compile", "omit --no-compile")
         return
     triton = library_version("triton")
     if triton is None:
-        told = "can't be imported: plain torch computes, at a fraction of the speed"
-        yield Finding("triton", "warn", told, extra)
+        message = "can't be imported; plain torch computes instead, which is much slower"
+        yield Finding("triton", "warn", message, extra)
         return
     try:
         _compile_something(device)
-    except Exception as error:  # A broken tool chain raises whatever its first mistake raises.
-        told = f"{triton} can't compile here: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        yield Finding(
-            "triton", "fail", told, "it needs a C compiler and Python's headers, or --no-compile"
-        )
+    except Exception as error:  # A broken tool chain can raise any exception.
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        message = f"{triton} can't compile here: {reason}"
+        remedy = "install a C compiler and Python's headers, or use --no-compile"
+        yield Finding("triton", "fail", message, remedy)
         return
     yield Finding("triton", "ok", f"{triton}, compiles")
     flashinfer = library_version("flashinfer")
     if flashinfer is not None:
         yield Finding("flashinfer", "ok", flashinfer)
     elif config.attention == "flashinfer":
-        told = "can't be imported, and --attention asks for it"
-        yield Finding("flashinfer", "fail", told, "pip install flashinfer-python")
+        message = "can't be imported, but --attention flashinfer needs it"
+        yield Finding("flashinfer", "fail", message, "pip install flashinfer-python")
 
 
 def _compile_something(device: torch.device) -> None:
-    """Compiles one of our kernels, which takes seconds once, and checks that it adds."""
+    """Compiles a small kernel, which takes seconds the first time, and checks its result. Raises any exception."""
     import torch
 
     from ..kernels.probe import add_one

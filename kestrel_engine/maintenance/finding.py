@@ -1,4 +1,4 @@
-"""Finding: what one check found, and what to do about it."""
+"""Finding: the result of one check, and its remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``warn``: it works, and something is lost or can't be told. ``remedy`` is what a person would do about it."""
+    """The result of the check named ``check``. A ``status`` of "warn" means that serving works, but something is slower
+    or missing, or could not be checked. ``remedy``: what the operator can do."""
 
     check: str
     status: Status

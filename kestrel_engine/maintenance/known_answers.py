@@ -1,4 +1,4 @@
-"""Answers that are known beforehand, and whether a model gives them: the one check that takes all of it together."""
+"""Known answers of released models, and the check that a model gives them. It tests all parts of the engine at once."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from ..checkpoint.progress import Progress
 
 TOLERANCE = 4 / 1024
-"""Between places. Positions come in steps of 1/1024; narrow dtypes and decoders of JPEG may move one by a few."""
+"""Largest allowed difference of a coordinate. Coordinates are multiples of 1/1024. Half-precision dtypes and other JPEG
+decoders may shift one by a few of these steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownAnswer:
-    """What ``skill`` says of an image. ``image``: where it is, if it is at hand; ``described``: else, in words."""
+    """The output of ``skill`` for an image. ``image``: its path, if bundled. ``described``: the image in words."""
 
     skill: str
     arguments: Mapping[str, str]
@@ -32,7 +33,7 @@ class KnownAnswer:
 
 
 _SAMPLE = BUNDLED / "kestrel_tiny" / "sample.jpg"
-_SIGN = "the image of a stop sign among vLLM's test assets (stop_sign.jpg)"
+_SIGN = "the stop sign among vLLM's test assets (stop_sign.jpg)"
 
 KNOWN_ANSWERS: dict[str, tuple[KnownAnswer, ...]] = {
     "kestrel-tiny": (
@@ -81,20 +82,23 @@ KNOWN_ANSWERS: dict[str, tuple[KnownAnswer, ...]] = {
         ),
     ),
 }
-"""By the model's name. Moondream 3's are those of its own code (revision 1dae073c)."""
+"""The known answers by model name. Those of Moondream 3 come from its own code (revision 1dae073c)."""
 
 
 async def answer(
     config: RuntimeConfig, image: str | None = None, *, progress: Progress | None = None
 ) -> Finding:
-    """Loads the model and asks it. ``image``: the file to ask about, where it isn't at hand. Raises KestrelError."""
+    """Loads the model and compares its answers with the known ones.
+
+    ``image``: path of the image, if it is not bundled. Raises KestrelError.
+    """
     known = _known(config)
     if isinstance(known, Finding):
         return known
     missing = next((k for k in known if k.image is None), None)
     if image is None and missing is not None:
-        told = f"not asked: the answer is known of {missing.described}, which isn't here"
-        return Finding("answer", "warn", told, "give the image with --image")
+        message = f"not checked: the known answer is about {missing.described}, which isn't bundled"
+        return Finding("answer", "warn", message, "name the image with --image")
     async with await InferenceEngine.create(config, progress=progress) as engine:
         results = await asyncio.gather(*(_ask(engine, k, image or str(k.image)) for k in known))
         info = engine.info
@@ -102,26 +106,27 @@ async def answer(
     for one, output in zip(known, results, strict=True):
         if _distance(one.output, output) > TOLERANCE:
             asked = f"{one.skill} {next(iter(one.arguments.values()))!r}"
-            told = f"{asked} on {where}: {_short(output)} instead of {_short(one.output)}"
-            return Finding(
-                "answer", "fail", told, f"is the image {one.described}? If so, report it"
-            )
+            message = f"{asked} on {where}: {_short(output)} instead of {_short(one.output)}"
+            remedy = f"check that the image is {one.described}; if it is, report the difference"
+            return Finding("answer", "fail", message, remedy)
     furthest = max(_distance(k.output, output) for k, output in zip(known, results, strict=True))
     exact = "exactly" if furthest == 0 else f"within {furthest:.4f} of the image"
     return Finding("answer", "ok", f"{len(known)} known answers on {where}, {exact}")
 
 
 def _known(config: RuntimeConfig) -> tuple[KnownAnswer, ...] | Finding:
-    """By the name the user gives, which must say what weights of a path are."""
+    """Returns the known answers of the model that ``config.model`` names, or a finding if there are none.
+
+    For weights that are given by path, only ``config.model`` says which model they are.
+    """
     name = config.model.strip().lower().partition("@")[0].partition(":")[0]
     if name == "kestrel-tiny" and config.model_path is not None:
         name = ""
     if name not in KNOWN_ANSWERS:
-        named = ", ".join(KNOWN_ANSWERS)
-        told = (
-            f"not asked: no answer is known of {config.model_path or config.model}, only of {named}"
-        )
-        return Finding("answer", "warn", told, "if it is one of them, say so with --model")
+        names = ", ".join(KNOWN_ANSWERS)
+        model = config.model_path or config.model
+        message = f"not checked: no answer is known for {model}, only for {names}"
+        return Finding("answer", "warn", message, "if it is one of these models, name it: --model")
     return KNOWN_ANSWERS[name]
 
 
@@ -134,7 +139,7 @@ async def _ask(engine: InferenceEngine, known: KnownAnswer, image: str) -> Mappi
 
 
 def _distance(expected: object, found: object) -> float:
-    """The largest between numbers at the same place; infinite where there is something else."""
+    """Returns the largest difference between corresponding numbers; infinity if anything else differs."""
     if isinstance(expected, Mapping) and isinstance(found, Mapping):
         if expected.keys() != found.keys():
             return float("inf")

@@ -1,4 +1,7 @@
-"""Is the configured model here, and does it fit? Reads headers of files; no weight and no network."""
+"""Checks whether the configured model is on this machine and fits into memory.
+
+It reads the headers of files. It reads no weights and does not use the network.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ GIB = 2**30
 
 
 def check_model(config: RuntimeConfig, *, hub: Hub | None = None) -> Iterator[Finding]:
-    """Files, then memory. ``hub``: an offline one, if not the library's."""
+    """Checks the files, then the memory. ``hub``: an offline hub; None for the default cache."""
     model = None
     for finding, found in _files(config, hub):
         model = found
@@ -31,8 +34,8 @@ def check_model(config: RuntimeConfig, *, hub: Hub | None = None) -> Iterator[Fi
             return
     model = model or _released(config)
     if model is None:
-        told = "can't be told before the model's files are here"
-        yield Finding("memory", "warn", told, "kestrel-grpc download")
+        message = "can't be checked before the model is downloaded"
+        yield Finding("memory", "warn", message, "kestrel-grpc download")
         return
     try:
         yield _memory(config, model)
@@ -51,38 +54,37 @@ def _files(config: RuntimeConfig, hub: Hub | None) -> Iterator[tuple[Finding, Mo
         yield _absent(config), None
         return
     except KestrelError as error:
-        yield Finding("model", "fail", str(error), "kestrel-grpc verify tells more"), None
+        yield Finding("model", "fail", str(error), "kestrel-grpc verify reports details"), None
         return
     if opened.random_seed is not None:
         yield Finding("model", "ok", opened.name), opened.config
     elif opened.plan.faults:
-        told = str(checkpoint_error(str(opened.files[0]), opened.plan.faults, hint=opened.hint))
-        yield Finding("model", "fail", told, "these are another model's weights, or broken"), None
+        message = str(checkpoint_error(str(opened.files[0]), opened.plan.faults, hint=opened.hint))
+        remedy = "check --weights: these are another model's weights, or damaged"
+        yield Finding("model", "fail", message, remedy), None
     else:
         size = sum(file.stat().st_size for file in opened.files)
         files = "a file" if len(opened.files) == 1 else f"{len(opened.files)} files"
-        told = f"{opened.name}: {files} of weights, {size / 1e9:.2f} GB"
-        yield Finding("model", "ok", told), opened.config
+        message = f"{opened.name}: {files} of weights, {size / 1e9:.2f} GB"
+        yield Finding("model", "ok", message), opened.config
 
 
 def _absent(config: RuntimeConfig) -> Finding:
     from huggingface_hub import constants
 
-    told, remedy = (
-        f"{config.model} isn't in the hub's cache",
-        f"kestrel-grpc download {config.model}",
-    )
+    message = f"{config.model} isn't in the hub's cache"
+    remedy = f"kestrel-grpc download {config.model}"
     if config.offline:
-        return Finding("model", "fail", f"{told}, and --offline forbids to fetch it", remedy)
+        return Finding("model", "fail", f"{message}, and --offline forbids a download", remedy)
     cache = Path(constants.HF_HUB_CACHE)
     there = next(folder for folder in (cache, *cache.parents) if folder.exists())
     free = shutil.disk_usage(there).free
-    told += f": the start fetches it, {free / 1e9:,.0f} GB are free in {cache}"
-    return Finding("model", "warn", told, f"{remedy} does so ahead")
+    message += f"; the server downloads it at its start; {free / 1e9:,.0f} GB are free in {cache}"
+    return Finding("model", "warn", message, f"{remedy} downloads it before the start")
 
 
 def _released(config: RuntimeConfig) -> ModelConfig | None:
-    """The shape of a model whose files aren't here, if its name tells it."""
+    """Returns the shape of a model whose files aren't on this machine; None if the name is not a released one."""
     from ..checkpoint.open import open_model
 
     try:
@@ -98,23 +100,24 @@ def _memory(config: RuntimeConfig, model: ModelConfig) -> Finding:
     if config.device != "cpu" and torch.cuda.is_available():
         return _card_memory(config, model)
     if config.device.startswith("cuda"):
-        return Finding("memory", "warn", "can't be told: torch sees no card")
+        return Finding("memory", "warn", "can't be checked: torch sees no GPU")
     from ..checkpoint.progress import gib
     from ..checkpoint.weights.memory import host_available
     from ..checkpoint.weights.random_weights import weight_bytes
 
     dtype = torch.float32 if config.dtype == "auto" else _dtype(config)
     needed, available = weight_bytes(model, dtype, keep_fp8=False), host_available()
-    told = f"weights take {gib(needed)} as {str(dtype).removeprefix('torch.')}"
+    message = f"weights take {gib(needed)} as {str(dtype).removeprefix('torch.')}"
     if available is None:
-        return Finding("memory", "warn", f"{told}; what is available can't be told")
-    told += f", {gib(available)} are available"
+        return Finding("memory", "warn", f"{message}; the available memory is unknown")
+    message += f", {gib(available)} are available"
     if needed > available:
         remedy = "a narrower --dtype (bfloat16), a smaller model, or more memory"
-        return Finding("memory", "fail", told, remedy)
+        return Finding("memory", "fail", message, remedy)
     if needed > 0.8 * available:
-        return Finding("memory", "warn", told, "little is left for the KV cache: --max-batch-size")
-    return Finding("memory", "ok", told)
+        remedy = "lower --max-batch-size: little memory is left for the KV cache"
+        return Finding("memory", "warn", message, remedy)
+    return Finding("memory", "ok", message)
 
 
 def _card_memory(config: RuntimeConfig, model: ModelConfig) -> Finding:
@@ -126,23 +129,26 @@ def _card_memory(config: RuntimeConfig, model: ModelConfig) -> Finding:
 
     device = torch.device("cuda" if config.device == "auto" else config.device)
     free, total = torch.cuda.mem_get_info(device)
-    # What is free now is what is left beside CUDA's own, which the arithmetic subtracts.
+    # The context of this process is not free memory, but ``fit`` subtracts it again.
     card = free + sizing.CONTEXT_BYTES
-    told = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
+    message = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
     try:
         found = sizing.fit(config, card, fp8=capabilities(device).fp8, model=model)
     except ConfigError:
         raise
     except KestrelError as error:
-        remedy = "python -m kestrel_engine.sizing tells what fits; is something else on the card?"
-        return Finding("memory", "fail", f"{told}: {error}", remedy)
-    told += (
+        remedy = (
+            "python -m kestrel_engine.sizing shows what fits; check whether other processes use "
+            "the GPU"
+        )
+        return Finding("memory", "fail", f"{message}: {error}", remedy)
+    message += (
         f": weights {found.weights_bytes / GIB:.1f}, reserve {found.reserve_bytes / GIB:.1f}, KV cache "
         f"{found.pool_bytes / GIB:.1f} GiB, or {found.full_sequences} requests of {found.max_seq_length} positions"
     )
     if found.full_sequences < found.max_batch_size:
-        told += f" for a batch of {found.max_batch_size}"
-    return Finding("memory", "ok", told)
+        message += f" for a batch of {found.max_batch_size}"
+    return Finding("memory", "ok", message)
 
 
 def _dtype(config: RuntimeConfig) -> torch.dtype:

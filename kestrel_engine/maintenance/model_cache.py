@@ -1,4 +1,4 @@
-"""Models in the hub's cache: what is there, and its removal. Asks no hub."""
+"""Lists and removes the models in the hub's cache. Sends no request to the hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Downloaded:
-    """A repository in the cache: ``name`` as --model takes it."""
+    """A repository in the cache. ``name``: the value of --model that names it."""
 
     name: str
     repository: str
@@ -20,7 +20,7 @@ class Downloaded:
 
 
 def downloaded() -> tuple[Downloaded, ...]:
-    """All models in the cache, whatever fetched them, by name."""
+    """Returns all models in the cache, sorted by name, including those that other programs downloaded."""
     found = []
     for repository in _repositories():
         name = next(
@@ -38,14 +38,14 @@ def downloaded() -> tuple[Downloaded, ...]:
 
 
 def remove(name: str) -> Downloaded:
-    """Deletes a model's files, of every revision, from the cache. Raises ConfigError if it isn't there."""
+    """Deletes a model's files, in all revisions, from the cache. Raises ConfigError if the model isn't there."""
     from huggingface_hub import scan_cache_dir
 
-    there = downloaded()
-    wanted = next((each for each in there if name in (each.name, each.repository)), None)
+    models = downloaded()
+    wanted = next((each for each in models if name in (each.name, each.repository)), None)
     if wanted is None:
-        names = ", ".join(each.name for each in there) or "nothing"
-        raise ConfigError("model", name, f"is not in the hub's cache; there is {names}")
+        names = ", ".join(each.name for each in models) or "no model"
+        raise ConfigError("model", name, f"is not in the hub's cache, which holds {names}")
     revisions = [
         revision.commit_hash
         for repository in _repositories()

@@ -1,4 +1,4 @@
-"""A model's files for later: in the hub's cache, or in a folder that needs no hub, with their checksums."""
+"""Downloads a model's files into the hub's cache, or into a folder with their checksums, for use without a hub."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PIECE = 8 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """``files``: where they are now. ``config`` of the model is served as ``name``."""
+    """A downloaded model. ``name``: the name under which it is served. ``files``: their paths."""
 
     name: str
     files: tuple[Path, ...]
@@ -41,10 +41,10 @@ def download(
     hub: Hub | None = None,
     progress: Progress | None = None,
 ) -> Download:
-    """Fetches what is not there and checks that names and shapes are the model's. Into ``folder`` everything is copied
-    under the names by which it is found there, with SHA256SUMS.
+    """Downloads missing files and checks that the tensors' names and shapes are the model's.
 
-    Raises ConfigError, DownloadError, CheckpointError.
+    With ``folder``, copies all files there, under names that --weights finds, and writes SHA256SUMS. Raises
+    ConfigError, DownloadError and CheckpointError.
     """
     opened = open_model(config, hub=hub, progress=progress)
     if opened.plan.faults:
@@ -61,7 +61,7 @@ def download(
 
 
 def named_files(opened: OpenedModel) -> dict[str, Path]:
-    """All that a model is made of, by the names under which one folder can hold it."""
+    """Returns all files of a model, by the name that each has in a folder that holds the whole model."""
     files = {file.name: file for file in opened.files}
     folder = opened.files[0].parent
     for index in sorted(folder.glob(f"*{INDEX_SUFFIX}")):
@@ -75,14 +75,14 @@ def named_files(opened: OpenedModel) -> dict[str, Path]:
 
 
 def _copy(files: dict[str, Path], folder: Path, report: Progress) -> tuple[Path, ...]:
-    """Hashes on the way; a file has its name only when it is whole. Raises OSError."""
+    """Copies and hashes files. A copy gets its final name only when it is complete. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     total, done = sum(file.stat().st_size for file in files.values()), 0
-    sums, copies = {}, []
+    digests, copies = {}, []
     for name, file in files.items():
         target, part = folder / name, folder / f"{name}.part"
         if target.exists() and target.samefile(file):
-            sums[name] = checksums.checksum(target)
+            digests[name] = checksums.checksum(target)
             copies.append(target)
             continue
         digest = hashlib.sha256()
@@ -96,7 +96,7 @@ def _copy(files: dict[str, Path], folder: Path, report: Progress) -> tuple[Path,
             os.replace(part, target)
         finally:
             part.unlink(missing_ok=True)
-        sums[name] = digest.hexdigest()
+        digests[name] = digest.hexdigest()
         copies.append(target)
-    checksums.write_sums(folder, sums)
+    checksums.write_sums(folder, digests)
     return tuple(copies)

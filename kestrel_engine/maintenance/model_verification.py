@@ -1,4 +1,4 @@
-"""Are a model's files what they should be? Checksums, names and shapes, values. Known answers: known_answers.py."""
+"""Verifies a model's files: checksums, names and shapes of tensors, and values. See also known_answers.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .model_download import named_files
 if TYPE_CHECKING:
     from ..checkpoint.progress import Progress
 
-_OTHER = "of another revision? Name it: --model NAME@REVISION; else download it again"
+_OTHER = "if it is of another revision, name that: --model NAME@REVISION; else download it again"
 _AGAIN = "delete the file and download it again (kestrel-grpc download)"
 
 
@@ -33,14 +33,12 @@ def verify(
     record: bool = False,
     progress: Progress | None = None,
 ) -> Iterator[Finding]:
-    """One finding for each check, as it is done. Reads every byte twice: for checksums, and as numbers."""
+    """Yields one finding after each check. It reads every byte twice, once for checksums and once as numbers."""
     hub = hub or Hub(progress=progress, offline=config.offline)
     try:
         opened = open_model(config, hub=hub, progress=progress)
     except KestrelError as error:
-        yield Finding(
-            "files", "fail", str(error), "name the model, or fetch it: kestrel-grpc download"
-        )
+        yield Finding("files", "fail", str(error), "name the model, or run kestrel-grpc download")
         return
     files = named_files(opened)
     size = sum(file.stat().st_size for file in files.values())
@@ -49,13 +47,14 @@ def verify(
         "files", "ok", f"{opened.name}: {len(files)} files, {size / 1e6:,.1f} MB in {folder}"
     )
     try:
-        asked = _asked(config, files, hub)
-        yield _checksums(files, asked, record, progress)
+        from_hub = _checksums_from_hub(config, files, hub)
+        yield _checksums(files, from_hub, record, progress)
     except (CheckpointError, OSError) as error:
         yield Finding("checksums", "fail", str(error), _AGAIN)
     if opened.plan.faults:
-        told = str(checkpoint_error(str(folder), opened.plan.faults, hint=opened.hint))
-        yield Finding("tensors", "fail", told, "these are another model's weights, or broken")
+        message = str(checkpoint_error(str(folder), opened.plan.faults, hint=opened.hint))
+        remedy = "check --weights: these are another model's weights, or damaged"
+        yield Finding("tensors", "fail", message, remedy)
         return
     yield _tensors(opened)
     try:
@@ -66,8 +65,10 @@ def verify(
         yield _kv_scales(opened)
 
 
-def _asked(config: RuntimeConfig, files: Mapping[str, Path], hub: Hub) -> dict[str, str]:
-    """What the hub says now of files that came by path and have no record, if ``config.model`` says what they are."""
+def _checksums_from_hub(
+    config: RuntimeConfig, files: Mapping[str, Path], hub: Hub
+) -> dict[str, str]:
+    """Requests the checksums of files without a recorded one from the hub, if ``config.model`` names the model."""
     unknown = [name for name, file in files.items() if not _recorded(file)]
     try:
         source = resolve(config.model)
@@ -75,60 +76,64 @@ def _asked(config: RuntimeConfig, files: Mapping[str, Path], hub: Hub) -> dict[s
         return {}
     if source.hub is None or not unknown:
         return {}
-    said = {}
+    sums = {}
     for name in unknown:
         place = HubFile(source.hub.repo, source.hub.revision, sibling(source.hub, name))
         if name == TOKENIZER_NAME and isinstance(source.tokenizer, HubFile):
             place = source.tokenizer
         if (found := hub.checksum(place)) is not None:
-            said[name] = found
-    return said
+            sums[name] = found
+    return sums
 
 
 def _recorded(file: Path) -> tuple[str, str] | None:
-    """A checksum and who recorded it. Raises CheckpointError."""
-    if (said := checksums.recorded_by_hub(file)) is not None:
-        return said, "the hub"
-    said = checksums.read_sums(file.parent).get(file.name)
-    return None if said is None else (said, checksums.NAME)
+    """Returns a file's recorded checksum and its source; None without a record. Raises CheckpointError."""
+    if (digest := checksums.recorded_by_hub(file)) is not None:
+        return digest, "the hub"
+    digest = checksums.read_sums(file.parent).get(file.name)
+    return None if digest is None else (digest, checksums.NAME)
 
 
 def _checksums(
-    files: Mapping[str, Path], asked: Mapping[str, str], record: bool, progress: Progress | None
+    files: Mapping[str, Path], from_hub: Mapping[str, str], record: bool, progress: Progress | None
 ) -> Finding:
-    """``asked``: what the hub says now. Raises CheckpointError, OSError."""
-    recorded: dict[str, str] = {}
-    by: dict[str, None] = {}
+    """Compares the files with their recorded checksums, or else with those ``from_hub``.
+
+    Raises CheckpointError and OSError.
+    """
+    expected: dict[str, str] = {}
+    sources: dict[str, None] = {}
     for name, file in files.items():
-        if (said := _recorded(file)) is not None:
-            recorded[name] = said[0]
-            by[said[1]] = None
-        elif name in asked:
-            recorded[name] = asked[name]
-            by["the hub"] = None
+        if (recorded := _recorded(file)) is not None:
+            expected[name] = recorded[0]
+            sources[recorded[1]] = None
+        elif name in from_hub:
+            expected[name] = from_hub[name]
+            sources["the hub"] = None
     wrong = [
         name
-        for name, said in recorded.items()
-        if checksums.checksum(files[name], like=said, progress=progress) != said
+        for name, digest in expected.items()
+        if checksums.checksum(files[name], like=digest, progress=progress) != digest
     ]
-    unknown = [name for name in files if name not in recorded]
-    source = " and ".join(by)
+    unknown = [name for name in files if name not in expected]
+    source = " and ".join(sources)
     if wrong:
-        told = f"{', '.join(wrong[:SHOWN])}: not what {source} recorded"
-        remedy = _OTHER if any(name in asked for name in wrong) else _AGAIN
-        return Finding("checksums", "fail", told, remedy)
+        message = f"{', '.join(wrong[:SHOWN])}: differs from the checksum recorded by {source}"
+        remedy = _OTHER if any(name in from_hub for name in wrong) else _AGAIN
+        return Finding("checksums", "fail", message, remedy)
+    matching = f"{len(expected)} files match the checksums recorded by {source}"
     if not unknown:
-        return Finding("checksums", "ok", f"{len(recorded)} files are what {source} recorded")
+        return Finding("checksums", "ok", matching)
     if record:
         return _record(files, progress)
-    told = f"nothing is recorded for {', '.join(unknown[:SHOWN])}"
-    if recorded:
-        told += f"; {len(recorded)} files are what {source} recorded"
-    return Finding("checksums", "warn", told, "--record writes SHA256SUMS, to be compared later")
+    message = f"no checksum is recorded for {', '.join(unknown[:SHOWN])}"
+    if expected:
+        message += f"; {matching}"
+    return Finding("checksums", "warn", message, "--record writes SHA256SUMS for later checks")
 
 
 def _record(files: Mapping[str, Path], progress: Progress | None) -> Finding:
-    """Raises OSError."""
+    """Writes SHA256SUMS beside the files. Raises OSError."""
     folders = {file.parent for file in files.values()}
     for folder in folders:
         own = [file for file in files.values() if file.parent == folder]
@@ -140,7 +145,7 @@ def _record(files: Mapping[str, Path], progress: Progress | None) -> Finding:
 
 def _tensors(opened: OpenedModel) -> Finding:
     plan = opened.plan
-    rest = f"; {len(plan.ignored)} more aren't needed" if plan.ignored else ""
+    rest = f"; {len(plan.ignored)} other tensors are not used" if plan.ignored else ""
     return Finding(
         "tensors",
         "ok",
@@ -150,12 +155,12 @@ def _tensors(opened: OpenedModel) -> Finding:
 
 
 def _values(opened: OpenedModel, progress: Progress | None) -> Finding:
-    """Raises CheckpointError."""
+    """Checks that all values are finite. Raises CheckpointError."""
     nonfinite, fingerprint = check_values(opened.plan, opened.files, progress)
     if nonfinite:
         more = f" and {len(nonfinite) - SHOWN} more" if len(nonfinite) > SHOWN else ""
-        told = f"NaN or infinite: {', '.join(nonfinite[:SHOWN])}{more}"
-        return Finding("values", "fail", told, _AGAIN)
+        message = f"NaN or infinite: {', '.join(nonfinite[:SHOWN])}{more}"
+        return Finding("values", "fail", message, _AGAIN)
     return Finding("values", "ok", f"all are finite; fingerprint {fingerprint}")
 
 
@@ -166,7 +171,7 @@ def _kv_scales(opened: OpenedModel) -> Finding:
     except CheckpointError as error:
         return Finding("KV scales", "fail", str(error), _AGAIN)
     if some := kv_scales.incomplete(opened.plan, layers):
-        told = "not used unless --kv-cache-dtype is fp8, which takes 1 for the others"
-        return Finding("KV scales", "warn", some, told)
+        remedy = "they are used only with --kv-cache-dtype fp8, which uses 1 for the missing ones"
+        return Finding("KV scales", "warn", some, remedy)
     found = [scale for pair in scales for scale in pair]
     return Finding("KV scales", "ok", f"all {layers} layers': {min(found):g} to {max(found):g}")

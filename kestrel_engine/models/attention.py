@@ -1,7 +1,8 @@
-"""The attention seam: what the text decoder asks for, and its plain torch answer over a paged KV pool.
+"""The attention interface of the text decoder, and its implementation in plain torch over a paged KV cache.
 
-The decoder hands over queries, keys and values of a flat batch of tokens; where keys live and who sees whom is the
-attention's business, so another implementation replaces this one without a change to the decoder.
+The decoder passes the queries, keys and values of a flat batch of tokens. The implementation decides where keys are
+stored and which keys each query attends to, so another implementation can replace this one without a change to the
+decoder.
 """
 
 from __future__ import annotations
@@ -18,20 +19,24 @@ from .kv_format import UNSCALED, Scales, gather, store
 
 
 class Attention(Protocol):
-    """Attention of one step; made anew for each batch."""
+    """Attention of one forward pass. Each batch has an object of its own."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """All [num_tokens, num_heads, head_dim]. Stores k and v, returns the attended values in q's shape."""
+        """Stores ``k`` and ``v`` and returns the attention output, in the shape of ``q``.
+
+        ``q``, ``k``, ``v``: [num_tokens, num_heads, head_dim].
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Neighbouring queries of one sequence that see one run of keys, from position 0 on.
+    """Consecutive queries of one sequence that attend to the same run of keys, from position 0 on.
 
-    ``queries``: their place in the flat batch. ``fresh``: the keys' place in the flat batch if all of them are in it;
-    else ``slots`` are their slots in the pool, position by position (a slice where pages lie in order: no copy is
-    made). ``mask``: [queries, keys] bool, True where seen; None with ``causal`` False: every query sees every key.
+    ``queries``: the rows of the queries in the flat batch. ``fresh``: the rows of the keys in the flat batch, if the
+    batch holds all of them. Otherwise ``slots`` are the slots of the keys in the KV cache, by position; a slice, which
+    avoids a copy, if the pages are consecutive. ``mask``: [queries, keys] bool, True where a query attends to a key.
+    Without a mask and with ``causal`` False, every query attends to every key.
     """
 
     queries: slice
@@ -43,11 +48,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Single queries of several sequences that begin with the same pages: these are read once for all of them.
+    """One query of each of several sequences that begin with the same pages, which are read once for all of them.
 
-    ``queries`` [n] int64: their places in the flat batch. ``shared``: slots of the positions that all have in common.
-    ``own`` [n, longest] int64: slots of each one's further positions, then any that hold numbers; ``unseen``
-    [n, 1, longest] bool: which those are.
+    ``queries``: [n] int64, the rows of the queries in the flat batch. ``shared``: the slots of the positions that all
+    sequences have in common. ``own``: [n, longest] int64, the slots of each sequence's further positions, padded with
+    slots that hold finite numbers. ``unseen``: [n, 1, longest] bool, True for the padding.
     """
 
     queries: Tensor
@@ -59,9 +64,9 @@ class Group:
 class PagedAttention:
     """Scaled dot product attention, span by span and group by group, over keys and values gathered from pages.
 
-    ``key_pool``/``value_pool``: [layers, num_slots, heads, head_dim]. ``slots``: [num_tokens] int64, where each token
-    of the batch is stored. ``scales``: each layer's, of pools in eight bits; ``fresh`` keys and values are seen as they
-    were before they were rounded.
+    ``key_pool``, ``value_pool``: [layers, num_slots, heads, head_dim]. ``slots``: [num_tokens] int64, the slot of each
+    token of the batch. ``scales``: for each layer, the scales of an FP8 KV cache; None if the cache has the model's
+    dtype. Queries attend to ``fresh`` keys and values as they were before rounding.
     """
 
     def __init__(
@@ -98,7 +103,7 @@ class PagedAttention:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
-    """[positions, heads, head_dim] in and out; the softmax is kept in float32 by torch's kernels."""
+    """Attention of [positions, heads, head_dim], in the same shape. torch's kernels compute the softmax in float32."""
     attended = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         k.transpose(0, 1).unsqueeze(0),
@@ -110,10 +115,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
 
 
 def _attend_group(q: Tensor, pools: Sequence[tuple[Tensor, float]], group: Group) -> Tensor:
-    """One softmax over shared and own positions, in float32; ``q`` [n, heads, head_dim], in and out. ``pools``: of keys
-    and of values, each with its scale."""
+    """Attention of ``q`` [n, heads, head_dim], in the same shape: one float32 softmax over shared and own positions.
+
+    ``pools``: the pool of keys and the pool of values, each with its scale.
+    """
     n, heads, size = q.shape
-    # [heads, positions, head_dim]; and one [positions, head_dim] for each of n * heads.
+    # Shared: [heads, positions, head_dim]. Own: [n * heads, positions, head_dim].
     shared_k, shared_v = (
         gather(pool, group.shared, scale, torch.float32).float().transpose(0, 1)
         for pool, scale in pools
@@ -131,7 +138,7 @@ def _attend_group(q: Tensor, pools: Sequence[tuple[Tensor, float]], group: Group
 
 
 def _gather_heads(pool: Tensor, slots: Tensor, scale: float) -> Tensor:
-    """[n, positions] slots of ``pool`` [num_slots, heads, head_dim] -> [n * heads, positions, head_dim]."""
+    """Gathers ``slots`` [n, positions] of ``pool`` [num_slots, heads, head_dim] to [n * heads, positions, head_dim]."""
     _, heads, size = pool.shape
     places = slots[:, None] * heads + torch.arange(heads, device=slots.device)[:, None]
     found = gather(pool.view(-1, size), places.flatten(), scale, torch.float32)

@@ -1,7 +1,7 @@
-"""The few layers that every part of Moondream is made of. They hold references to checkpoint tensors, never copies.
+"""The layers that all parts of Moondream use. They hold references to checkpoint tensors and copy none.
 
-``tensors`` is everywhere the checkpoint as a dict of canonical names without the leading ``model.``
-(moondream.md section 2.2), already in the type and on the device of the computation.
+``tensors`` is the checkpoint: a dict from canonical names without the leading ``model.`` (moondream.md section 2.2) to
+tensors in the dtype and on the device of the computation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LAYER_NORM_EPS = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """``x @ weight.T + bias``; weight [out, in], bias [out] or None."""
+    """``x @ weight.T + bias``. ``weight``: [out, in]. ``bias``: [out] or None."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -35,7 +35,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
-    """Normalises the last dimension; torch keeps the statistics in float32 for half types."""
+    """Normalises the last dimension. For half-precision inputs, torch computes the statistics in float32."""
 
     weight: Tensor
     bias: Tensor
@@ -50,7 +50,7 @@ class LayerNorm:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """``fc2(gelu_tanh(fc1(x)))``: vision blocks, projector, dense text layers and Moondream 2's region decoders."""
+    """``fc2(gelu_tanh(fc1(x)))``, in vision blocks, projector, dense text layers and Moondream 2's region decoders."""
 
     fc1: Linear
     fc2: Linear
@@ -64,10 +64,10 @@ class Mlp:
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh approximation of GELU: all MLPs."""
+    """The tanh approximation of GELU, used by all MLPs."""
     return F.gelu(x, approximate="tanh")
 
 
 def gelu_erf(x: Tensor) -> Tensor:
-    """The exact GELU: tau attention and experts (moondream.md section 15)."""
+    """The exact GELU, used by tau attention and by experts (moondream.md section 15)."""
     return F.gelu(x)

@@ -1,7 +1,7 @@
-"""Moondream 2 and 3: vision tower, text decoder and region model under one roof.
+"""Moondream 2 and 3: the vision tower, the text decoder and the region model.
 
-Built from a ModelConfig and a complete checkpoint; checking names and shapes is the checkpoint loader's task. All calls
-expect ``torch.inference_mode``; nothing here keeps state between calls.
+A model is built from a ModelConfig and a complete checkpoint. The checkpoint loader checks names and shapes. All calls
+expect ``torch.inference_mode``. A model keeps no state between calls.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from .vision import VisionModel
 
 
 class Moondream:
-    """``tensors``: canonical names without the leading ``model.``, all of one floating type on one device, kept by
-    reference. ``region.ln`` may be absent."""
+    """The whole model. ``tensors``: canonical names without the leading ``model.`` to tensors of one floating-point
+    dtype on one device, which the model references. ``region.ln`` may be absent."""
 
     def __init__(self, config: ModelConfig, tensors: Tensors) -> None:
         self.config = config
@@ -27,7 +27,7 @@ class Moondream:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The computation type: that of the weights."""
+        """The dtype of the weights and of the computation."""
         return self.text.wte.dtype
 
     @property

@@ -1,7 +1,7 @@
-"""The region model: coordinates and sizes to embeddings, hidden states to coordinate and size bins.
+"""The region model: embeddings of coordinates and sizes, and the heads that predict coordinate and size bins.
 
-Decoders read the residual stream before ``post_ln`` (moondream.md section 7). Feeding and sequencing are the skills'
-job.
+The heads read the residual stream before ``post_ln`` (moondream.md section 7). Skills decide when to embed a value and
+when to read one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from .layers import LayerNorm, Linear, Mlp, Tensors
 
 
 class RegionModel:
+    """Encoders and decoders of coordinates and sizes. Moondream 2 decodes with MLPs, Moondream 3 with linear layers."""
+
     def __init__(self, config: RegionConfig, tensors: Tensors) -> None:
         self.coord_features = tensors["region.coord_features"].float()
         self.size_features = tensors["region.size_features"].float()
@@ -32,16 +34,16 @@ class RegionModel:
         else:
             self.coord_decoder = Linear.load(tensors, "region.coord_decoder")
             self.size_decoder = Linear.load(tensors, "region.size_decoder")
-            # Early ports of Moondream 3 lack this LayerNorm; without it the heads read the stream as it is.
+            # Early ports of Moondream 3 lack this LayerNorm. Their heads read the stream as it is.
             if "region.ln.weight" in tensors:
                 self.ln = LayerNorm.load(tensors, "region.ln")
 
     def embed_coords(self, values: Tensor) -> Tensor:
-        """Coordinates [n] float32 -> [n, dim]."""
+        """Embeds coordinates [n] float32 to [n, dim]."""
         return self._embed(values[:, None], self.coord_features, self.coord_encoder)
 
     def embed_sizes(self, values: Tensor) -> Tensor:
-        """Widths and heights [n, 2] float32 -> [n, dim]."""
+        """Embeds widths and heights [n, 2] float32 to [n, dim]."""
         return self._embed(values, self.size_features, self.size_encoder)
 
     def _embed(self, values: Tensor, frequencies: Tensor, encoder: Linear) -> Tensor:
@@ -50,11 +52,11 @@ class RegionModel:
         return encoder(waves.to(encoder.weight.dtype))
 
     def coord_logits(self, hidden: Tensor) -> Tensor:
-        """Hidden [n, dim] -> [n, coord bins] float32."""
+        """Returns the logits of ``hidden`` [n, dim]: [n, coord bins] float32."""
         return self.coord_decoder(self._normed(hidden)).float()
 
     def size_logits(self, hidden: Tensor) -> Tensor:
-        """Hidden [n, dim] -> [n, 2, size bins] float32: width, then height."""
+        """Returns the logits of ``hidden`` [n, dim]: [n, 2, size bins] float32, width first, then height."""
         return self.size_decoder(self._normed(hidden)).float().view(len(hidden), 2, -1)
 
     def _normed(self, hidden: Tensor) -> Tensor:
@@ -62,10 +64,10 @@ class RegionModel:
 
 
 def coord_of_bin(index: int, num_bins: int = 1024) -> Coord:
-    """``index / num_bins``, exact in binary for 1024 bins."""
+    """Returns the coordinate ``index / num_bins``, which is exact in binary for 1024 bins (moondream.md section 7)."""
     return Coord(index / num_bins)
 
 
 def size_of_bins(width: int, height: int, num_bins: int = 1024) -> Size:
-    """Logarithmic bins: from 2^-10 at 0 to 1 at the last."""
+    """Returns the size of two logarithmic bins, from 2^-10 at bin 0 to 1 at the last bin (moondream.md section 7)."""
     return Size(*(2.0 ** (10 * index / (num_bins - 1) - 10) for index in (width, height)))

@@ -1,6 +1,6 @@
-"""Rotary position embedding: dimension j of a head turns with dimension j + rotary_dim / 2 (moondream.md section 6).
+"""Rotary position embedding: rotates dimension j of a head with dimension j + rotary_dim / 2 (moondream.md section 6).
 
-The reference stores rotated pairs interleaved; queries and keys being permuted alike, the scores are the same.
+The reference interleaves the rotated pairs. Queries and keys have the same order here, so the scores are the same.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ class Rotation:
     sin: Tensor
 
     def apply_(self, x: Tensor) -> None:
-        """Rotates ``x`` [num_tokens, num_heads, head_dim] in place; computed in float32, other dimensions untouched."""
+        """Rotates the first rotary_dim dimensions of ``x`` [num_tokens, num_heads, head_dim] in place, in float32."""
         half = self.cos.shape[-1]
         first, second = x[..., :half], x[..., half : 2 * half]
         # Both products are complete before either half is overwritten.
         a, b = first.float(), second.float()
-        turned = a * self.cos - b * self.sin
+        rotated = a * self.cos - b * self.sin
         second.copy_(a * self.sin + b * self.cos)
-        first.copy_(turned)
+        first.copy_(rotated)
 
 
 class RotaryTable:
-    """cos and sin of every position below ``max_positions``, computed once in float32."""
+    """The cosines and sines of every position below ``max_positions``, computed once in float32."""
 
     def __init__(
         self, theta: float, rotary_dim: int, max_positions: int, device: torch.device
@@ -41,5 +41,5 @@ class RotaryTable:
         self._cos, self._sin = angles.cos()[:, None], angles.sin()[:, None]
 
     def at(self, positions: Tensor) -> Rotation:
-        """``positions`` [num_tokens] int64."""
+        """Returns the rotation at ``positions`` [num_tokens] int64."""
         return Rotation(self._cos[positions], self._sin[positions])

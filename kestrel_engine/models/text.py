@@ -1,6 +1,6 @@
-"""The text decoder: parallel blocks with one LayerNorm, dense or mixture-of-experts MLPs, tau attention.
+"""The text decoder (moondream.md section 6): parallel blocks with one LayerNorm, dense or MoE MLPs, and tau attention.
 
-Works on a flat batch of tokens [num_tokens, dim]; knows no sequences, pages or sampling (moondream.md section 6).
+It works on a flat batch of tokens [num_tokens, dim] and has no notion of sequences, pages or sampling.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .rope import RotaryTable, Rotation
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What a batch's positions mean to the blocks: rotary angles, and ln(p + 1) [num_tokens, 1] float32 for tau."""
+    """What blocks need to know about positions: the rotation, and ln(p + 1) [num_tokens, 1] float32 for tau."""
 
     rotation: Rotation
     log_position: Tensor
@@ -28,9 +28,9 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Tau:
-    """Moondream 3's factors on queries and values, one per head, from content and position.
+    """Moondream 3's factors on queries and values, one for each head, from content and position.
 
-    ``weights`` [2 * heads, 3 * dim]: wq above wv. ``alpha`` [heads] float32.
+    ``weights``: [2 * heads, 3 * dim], wq above wv. ``alpha``: [heads] float32.
     """
 
     weights: Tensor
@@ -42,19 +42,20 @@ class Tau:
         return cls(weights, tensors[f"{name}.alpha"].float())
 
     def factors(self, qkv: Tensor, log_position: Tensor) -> tuple[Tensor, Tensor]:
-        """For ``qkv`` [num_tokens, 3 * dim]: the factors of q and of v, each [num_tokens, heads] float32."""
+        """Returns the factors of q and of v for ``qkv`` [num_tokens, 3 * dim], each [num_tokens, heads] float32."""
         content = torch.tanh(F.linear(gelu_erf(qkv), self.weights).float())
-        place = 0.5 + torch.sigmoid(self.alpha * log_position)
-        of_q, of_v = content.chunk(2, dim=-1)
-        return of_q + place, of_v + place
+        position_term = 0.5 + torch.sigmoid(self.alpha * log_position)
+        q_content, v_content = content.chunk(2, dim=-1)
+        return q_content + position_term, v_content + position_term
 
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """Mixture of experts: the chosen experts' outputs, weighted by a softmax over the chosen router logits.
+    """Mixture of experts: the sum of the chosen experts' outputs, weighted by a softmax over their router logits.
 
-    ``fc1`` [experts, 2 * inner, dim]: rows of h, then of g. ``fc2`` [experts, dim, inner]. Where they are float8_e4m3fn
-    each row has a float32 scale, ``fc1_scale`` [experts, 2 * inner] and ``fc2_scale`` [experts, dim]: W = fp8 * scale.
+    ``fc1``: [experts, 2 * inner, dim], the rows of h, then those of g. ``fc2``: [experts, dim, inner]. If both are
+    float8_e4m3fn, each row has a float32 scale, in ``fc1_scale`` [experts, 2 * inner] and ``fc2_scale`` [experts, dim]:
+    a weight is its stored value times the scale.
     """
 
     router: Linear
@@ -76,11 +77,14 @@ class Moe:
         )
 
     def __call__(self, u: Tensor) -> Tensor:
-        """[num_tokens, dim] in and out. Tokens are grouped by expert, so only chosen experts' weights are read."""
+        """Applies the experts to ``u`` [num_tokens, dim], in the same shape.
+
+        Tokens are grouped by expert, so only the weights of chosen experts are read.
+        """
         chosen_logits, chosen = self.router(u).topk(self.experts_per_token, dim=-1)
         weights = chosen_logits.float().softmax(dim=-1)
         if len(u) == 1:
-            # Sorting one token's experts costs more than running small ones.
+            # For one token, sorting the experts takes longer than running small experts.
             outputs = torch.cat([self.expert(index, u) for index in chosen[0].tolist()])
             return (weights @ outputs.float()).to(u.dtype)
         by_expert = chosen.flatten().argsort(stable=True)
@@ -99,7 +103,7 @@ class Moe:
         return total.index_add_(0, tokens, weighted).to(u.dtype)
 
     def expert(self, index: int, u: Tensor) -> Tensor:
-        """One expert's output for ``u`` [num_tokens, dim]."""
+        """Returns one expert's output for ``u`` [num_tokens, dim]."""
         fc1 = _dequantised(self.fc1, self.fc1_scale, index, u.dtype)
         fc2 = _dequantised(self.fc2, self.fc2_scale, index, u.dtype)
         h, g = F.linear(u, fc1).chunk(2, dim=-1)
@@ -107,14 +111,14 @@ class Moe:
 
 
 def _dequantised(weight: Tensor, scale: Tensor | None, index: int, dtype: torch.dtype) -> Tensor:
-    """One expert's weight [rows, columns], in the type of the computation."""
+    """Returns one expert's weight [rows, columns] in ``dtype``."""
     if scale is None:
         return weight[index]
     return (weight[index].float() * scale[index].unsqueeze(-1)).to(dtype)
 
 
 class TextBlock:
-    """``x + attention(LN(x)) + mlp(LN(x))``."""
+    """A parallel block: ``x + attention(LN(x)) + mlp(LN(x))``."""
 
     def __init__(self, config: TextConfig, tensors: Tensors, index: int) -> None:
         name = f"text.blocks.{index}"
@@ -138,15 +142,15 @@ class TextBlock:
         heads = qkv.view(u.shape[0], 3 * self.n_heads, -1)
         q, k, v = heads.chunk(3, dim=1)
         if self.tau is not None:
-            of_q, of_v = self.tau.factors(qkv, placement.log_position)
-            q.mul_(of_q.unsqueeze(-1))
-            v.mul_(of_v.unsqueeze(-1))
+            q_factors, v_factors = self.tau.factors(qkv, placement.log_position)
+            q.mul_(q_factors.unsqueeze(-1))
+            v.mul_(v_factors.unsqueeze(-1))
         placement.rotation.apply_(heads[:, : 2 * self.n_heads])
         return self.proj(attention(self.index, q, k, v).flatten(1))
 
 
 class TextModel:
-    """Embedding, blocks, final LayerNorm and vocabulary head."""
+    """The embedding, the blocks, the final LayerNorm and the vocabulary head."""
 
     def __init__(self, config: TextConfig, tensors: Tensors) -> None:
         self.wte = tensors["text.wte"]
@@ -158,20 +162,23 @@ class TextModel:
         )
 
     def embed(self, ids: Tensor) -> Tensor:
-        """[n] int64 -> [n, dim]."""
+        """Embeds token ids [n] int64 to [n, dim]."""
         return F.embedding(ids, self.wte)
 
     def place(self, positions: Tensor) -> Placement:
-        """[num_tokens] int64, below the model's context."""
+        """Returns the placement of ``positions`` [num_tokens] int64, which are below the model's context length."""
         return Placement(self._rotary.at(positions), positions.float().log1p().unsqueeze(-1))
 
     def __call__(self, x: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Embeddings [num_tokens, dim] -> residual stream after the last block, before ``post_ln``."""
+        """Returns the residual stream [num_tokens, dim] after the last block, before ``post_ln``.
+
+        ``x``: embeddings [num_tokens, dim]. ``positions``: [num_tokens] int64.
+        """
         placement = self.place(positions)
         for block in self.blocks:
             x = block(x, placement, attention)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Residual stream [n, dim] -> [n, vocab] float32."""
+        """Returns the logits [n, vocab] float32 of ``hidden`` [n, dim], the residual stream before ``post_ln``."""
         return self.lm_head(self.post_ln(hidden)).float()

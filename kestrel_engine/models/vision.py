@@ -1,7 +1,7 @@
-"""The vision tower: crops of images in, one [grid * grid, dim] embedding per image out.
+"""The vision tower: encodes the crops of an image to one embedding [grid * grid, dim] (moondream.md sections 4 and 5).
 
-The sides of a crop and of the pooled image are ``VisionConfig.grid`` patches (moondream.md sections 4 and 5).
-Decoding and tiling of images happen elsewhere.
+A crop and the pooled image each have ``VisionConfig.grid`` patches a side. The ``preprocess`` package decodes images
+and cuts them into crops.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ..types.model_config import VisionConfig
 from .layers import LayerNorm, Linear, Mlp, Tensors
 
 CROPS_PER_PASS = 8
-"""Crops that go through the tower together: bounds the activations (full size, float32: about 30 MB a crop)."""
+"""Crops of one pass through the tower. Bounds the activations: about 30 MB a crop for a released model in float32."""
 
 
 class VisionBlock:
-    """Pre-norm transformer block over the patches of each crop, unmasked."""
+    """A pre-norm transformer block. Each patch attends to all patches of its crop."""
 
     def __init__(self, config: VisionConfig, tensors: Tensors, index: int) -> None:
         name = f"vision.blocks.{index}"
@@ -32,7 +32,7 @@ class VisionBlock:
         self.mlp = Mlp.load(tensors, f"{name}.mlp")
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[num_crops, patches, enc_dim] in and out."""
+        """Applies the block to ``x`` [num_crops, patches, enc_dim], in the same shape."""
         crops, patch_count, dim = x.shape
         qkv = self.qkv(self.ln1(x)).view(crops, patch_count, 3, self.n_heads, dim // self.n_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -42,7 +42,7 @@ class VisionBlock:
 
 
 class VisionModel:
-    """Encoder, stitching, pooling and projector."""
+    """The encoder, the stitching, the pooling and the projector."""
 
     def __init__(self, config: VisionConfig, tensors: Tensors) -> None:
         self.config = config
@@ -53,10 +53,10 @@ class VisionModel:
         self.projector = Mlp.load(tensors, "vision.proj_mlp")
 
     def encode_images(self, images: Sequence[tuple[Tensor, tuple[int, int]]]) -> list[Tensor]:
-        """Embeds images together; each is its crops [n, crop_size, crop_size, 3] uint8 and its tiling.
+        """Returns the embedding [grid * grid, proj_out_dim] of each image.
 
-        A tiling of (1, 1) has two equal crops, the whole image twice; it is computed once. Returns one
-        [grid * grid, proj_out_dim] per image.
+        ``images``: for each image its crops [n, crop_size, crop_size, 3] uint8 and its tiling (rows, columns). An image
+        with a tiling of (1, 1) has two equal crops; only one of them is encoded.
         """
         needed = [crops[: num_distinct(len(crops), tiling)] for crops, tiling in images]
         features = self.encode_crops(torch.cat(needed))
@@ -64,12 +64,18 @@ class VisionModel:
         return [self.embed(p, tiling) for p, (_, tiling) in zip(pieces, images, strict=True)]
 
     def embed(self, features: Tensor, tiling: tuple[int, int]) -> Tensor:
-        """Features of an image's distinct crops [n, patches, enc_dim] -> its embedding [grid * grid, text dim]."""
+        """Returns an image's embedding [grid * grid, proj_out_dim].
+
+        ``features``: [n, patches, enc_dim] of the image's distinct crops.
+        """
         local = features if tiling == (1, 1) else features[1:]
         return self.project(features[0], self.pool(self.stitch(local, tiling)))
 
     def encode_crops(self, crops: Tensor) -> Tensor:
-        """[n, crop_size, crop_size, 3] uint8 on any device -> [n, patches, enc_dim], after the last LayerNorm."""
+        """Encodes ``crops`` [n, crop_size, crop_size, 3] uint8 on any device.
+
+        Returns [n, patches, enc_dim], the output of the last LayerNorm.
+        """
         passes = range(0, len(crops), CROPS_PER_PASS)
         return torch.cat([self._encode_pass(crops[i : i + CROPS_PER_PASS]) for i in passes])
 
@@ -82,46 +88,58 @@ class VisionModel:
         return self.post_ln(x)
 
     def stitch(self, local: Tensor, tiling: tuple[int, int]) -> Tensor:
-        """Tiles' features [th * tw, patches, enc_dim] -> one [rows, columns, enc_dim] grid; overlaps are cut."""
+        """Joins the features of tiles [th * tw, patches, enc_dim] to one grid [rows, columns, enc_dim].
+
+        ``tiling``: (th, tw). Overlapping patches are cut off.
+        """
         grid, margin = self.config.grid, self.config.overlap_margin
         th, tw = tiling
         assert local.shape[:2] == (th * tw, grid * grid), (tuple(local.shape), tiling, grid)
         tiles = local.view(th, tw, grid, grid, -1)
         rows = []
         for i in range(th):
-            top, bottom = _kept(i, th, grid, margin)
+            top, bottom = _contributed_range(i, th, grid, margin)
             row = []
             for j in range(tw):
-                left, right = _kept(j, tw, grid, margin)
+                left, right = _contributed_range(j, tw, grid, margin)
                 row.append(tiles[i, j, top:bottom, left:right])
             rows.append(torch.cat(row, dim=1))
         return torch.cat(rows)
 
     def pool(self, stitched: Tensor) -> Tensor:
-        """[rows, columns, enc_dim] -> [grid * grid, enc_dim]: output cell k averages inputs floor(k S / grid) up to
-        ceil((k + 1) S / grid), on each axis; in float32."""
+        """Averages ``stitched`` [rows, columns, enc_dim] to [grid * grid, enc_dim], in float32.
+
+        On an axis of S cells, output cell k averages the input cells from floor(k S / grid) up to, and not including,
+        ceil((k + 1) S / grid).
+        """
         grid = self.config.grid
         pooled = F.adaptive_avg_pool2d(stitched.float().permute(2, 0, 1), (grid, grid))
         return pooled.flatten(1).T.to(stitched.dtype)
 
-    def project(self, whole: Tensor, pooled: Tensor) -> Tensor:
-        """Features of the whole image beside those of its tiles, each [patches, enc_dim], to text embeddings."""
-        return self.projector(torch.cat([whole, pooled], dim=-1))
+    def project(self, overview: Tensor, pooled: Tensor) -> Tensor:
+        """Projects the features of the overview crop and the pooled features of the tiles, both [patches, enc_dim].
+
+        Returns the image's embedding [patches, proj_out_dim].
+        """
+        return self.projector(torch.cat([overview, pooled], dim=-1))
 
 
 def num_distinct(num_crops: int, tiling: tuple[int, int]) -> int:
-    """Crops that have to be encoded: with one tile the tile equals the whole image, and once is enough."""
+    """Returns how many crops have to be encoded. A single tile equals the overview crop and is not encoded again."""
     return 1 if tiling == (1, 1) else num_crops
 
 
 def patches(crops: Tensor, size: int) -> Tensor:
-    """[n, S, S, 3] uint8 -> [n, (S / size)^2, 3 * size^2] float32 in [-1, 1]; in a patch: channel, row, column."""
+    """Cuts ``crops`` [n, S, S, 3] uint8 into patches: [n, (S / size)^2, 3 * size^2] float32 in [-1, 1].
+
+    Within a patch, the order is channel, row, column.
+    """
     n, side, _, channels = crops.shape
     cells = crops.view(n, side // size, size, side // size, size, channels)
     rows = cells.permute(0, 1, 3, 5, 2, 4).reshape(n, -1, channels * size * size)
     return (rows.float() / 255 - 0.5) / 0.5
 
 
-def _kept(index: int, count: int, grid: int, margin: int) -> tuple[int, int]:
-    """First and one past the last cell that tile ``index`` of ``count`` contributes along one axis."""
+def _contributed_range(index: int, count: int, grid: int, margin: int) -> tuple[int, int]:
+    """Returns the range [first, end) of cells that tile ``index`` of ``count`` contributes along one axis."""
     return (0 if index == 0 else margin), (grid if index == count - 1 else grid - margin)

@@ -1,6 +1,6 @@
-"""Rows of a StepPlan as tensors: input embeddings, positions, slots, and the spans that attend.
+"""Converts rows of a StepPlan to tensors: input embeddings, positions, slots, and the spans for attention.
 
-Knows the model's input side (token, region and image embeddings) and the K/V pool's layout; runs no layer.
+This module computes the model's input embeddings (tokens, regions and images) and runs no layer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .shared_beginning import SharedBeginning, find_groups
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows laid end to end. ``embeddings`` [num_tokens, dim]; ``positions`` [num_tokens] int64; ``last`` [num_rows]
-    int64, the place of each row's last token; ``attention`` is good for one forward pass."""
+    """The tokens of all rows, end to end. ``embeddings``: [num_tokens, dim]. ``positions``: [num_tokens] int64.
+    ``last``: [num_rows] int64, the index of each row's last token. ``attention``: valid for one forward pass."""
 
     embeddings: Tensor
     positions: Tensor
@@ -33,7 +33,10 @@ class Batch:
 def build_batch(
     rows: Sequence[Row], model: Moondream, cache: KvCache, images: Mapping[str, Tensor]
 ) -> Batch:
-    """Lays ``rows`` (at least one, none empty) out for one forward pass. Images come from ``images`` by key."""
+    """Builds the input of one forward pass over ``rows``, which are not empty.
+
+    ``images``: the embedding [n, dim] of each image by key.
+    """
     inputs = _Inputs()
     positions: list[Tensor] = []
     slots: list[Tensor] = []
@@ -50,7 +53,7 @@ def build_batch(
             slots.append(torch.tensor([cache.slot(row.page_table, row.start)]))
         else:
             seen = cache.slots(row.page_table, end)
-            slots.append(_indices(seen)[row.start :])
+            slots.append(_as_tensor(seen)[row.start :])
             spans += _spans(row, begin, seen, model, rounds=cache.eight_bits)
         inputs.add(row, begin)
         begin += count
@@ -72,7 +75,7 @@ def build_batch(
 
 
 class _Inputs:
-    """Sorts tokens by how they are embedded, remembering their place in the batch."""
+    """The inputs of a batch, by kind. Each dict maps the index of a token in the batch to its value."""
 
     def __init__(self) -> None:
         self.ids: dict[int, int] = {}
@@ -80,48 +83,48 @@ class _Inputs:
         self.sizes: dict[int, tuple[float, float]] = {}
         self.images: dict[int, ImageBlock] = {}
 
-    def add(self, row: Row, place: int) -> None:
+    def add(self, row: Row, index: int) -> None:
         for token in known(row):
             if isinstance(token, ImageBlock):
-                self.images[place] = token
-                place += token.num_positions
+                self.images[index] = token
+                index += token.num_positions
                 continue
             if isinstance(token, Coord):
-                self.coords[place] = token.value
+                self.coords[index] = token.value
             elif isinstance(token, Size):
-                self.sizes[place] = (token.width, token.height)
+                self.sizes[index] = (token.width, token.height)
             else:
-                self.ids[place] = token
-            place += 1
+                self.ids[index] = token
+            index += 1
 
     def embed(self, count: int, model: Moondream, images: Mapping[str, Tensor]) -> Tensor:
-        """[count, dim] in the model's type."""
+        """Returns the embeddings [count, dim] of all tokens, in the model's dtype."""
         device, region = model.device, model.region
         x = torch.empty(count, model.config.text.dim, dtype=model.dtype, device=device)
         if self.ids:
             ids = torch.tensor(list(self.ids.values()), device=device)
-            x[_places(self.ids, device)] = model.text.embed(ids)
+            x[_indices_of(self.ids, device)] = model.text.embed(ids)
         if self.coords:
             values = torch.tensor(list(self.coords.values()), dtype=torch.float32, device=device)
-            x[_places(self.coords, device)] = region.embed_coords(values)
+            x[_indices_of(self.coords, device)] = region.embed_coords(values)
         if self.sizes:
             values = torch.tensor(list(self.sizes.values()), dtype=torch.float32, device=device)
-            x[_places(self.sizes, device)] = region.embed_sizes(values)
-        for place, block in self.images.items():
+            x[_indices_of(self.sizes, device)] = region.embed_sizes(values)
+        for index, block in self.images.items():
             assert block.key in images, f"image {block.key} was not encoded: {sorted(images)}"
             embedding = images[block.key]
             assert len(embedding) == block.num_positions, (len(embedding), block.num_positions)
-            x[place : place + block.num_positions] = embedding
+            x[index : index + block.num_positions] = embedding
         return x
 
 
 def _group(shared: SharedBeginning, last: list[int], cache: KvCache) -> Group:
-    """``last``: each row's place in the batch."""
+    """Converts a group of rows to tensors. ``last``: the index of each row's last token in the batch."""
     device, size = cache.keys.device, cache.page_size
     begin = shared.num_pages * size
     counts = [row.start + 1 - begin for row in shared.rows]
     longest = max(counts)
-    # Padding repeats the row's newest slot: it holds finite numbers, as slots that nobody wrote may not.
+    # The padding repeats the row's newest slot, which holds finite numbers. A slot that was never written may not.
     slots = [cache.slot(row.page_table, row.start) for row in shared.rows]
     tables = [row.page_table[shared.num_pages :] for row in shared.rows]
     most = max(map(len, tables))
@@ -138,28 +141,29 @@ def _group(shared: SharedBeginning, last: list[int], cache: KvCache) -> Group:
 
 
 def known(row: Row) -> tuple[Token, ...]:
-    """The row's tokens, none of them PREVIOUS: the runtime puts the sampled token in its place."""
+    """Returns the row's tokens. None of them may be PREVIOUS, which the runtime replaces by the sampled token."""
     tokens = tuple(t for t in row.tokens if not isinstance(t, Previous))
     assert len(tokens) == len(row.tokens), f"sequence {row.sequence_id}: a token that is not known"
     return tokens
 
 
-def _places(of: Mapping[int, object], device: torch.device) -> Tensor:
-    return torch.tensor(list(of), device=device)
+def _indices_of(tokens: Mapping[int, object], device: torch.device) -> Tensor:
+    return torch.tensor(list(tokens), device=device)
 
 
-def _indices(slots: slice | Tensor) -> Tensor:
+def _as_tensor(slots: slice | Tensor) -> Tensor:
     return torch.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots
 
 
 def _spans(
     row: Row, begin: int, seen: slice | Tensor, model: Moondream, *, rounds: bool
 ) -> list[Span]:
-    """Cuts a row whose first token is at ``begin`` of the batch: BOS and image attend both ways, all else is causal.
+    """Cuts a row into spans. ``begin``: the index of its first token in the batch.
 
-    Every span sees the keys from position 0 to its own end. Where storing ``rounds`` them, only an image's prefix sees
-    its own as they were computed, for it is always computed whole; text sees what is stored, so that nothing depends on
-    what was cached or on where a prompt was cut.
+    BOS and image attend to each other in both directions; all other tokens attend causally. A span attends to the keys
+    from position 0 to its own end. ``rounds``: the KV cache rounds what it stores. In that case an image prefix, which
+    is always computed as a whole, attends to its unrounded keys, and text attends to the stored ones. So the result
+    depends neither on what was cached nor on where a prompt was split.
     """
     pieces: list[tuple[int, int, bool]] = []  # first and one past the last position; bidirectional
     position = start = row.start

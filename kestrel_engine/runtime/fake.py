@@ -1,8 +1,8 @@
 """FakeRuntime: a scripted runtime without torch, for tests of the scheduler, the loop and the service.
 
-It keeps what every KV slot holds and samples by a hash of all that a sequence was fed, read back from its pages: a
-result depends on the sequence's own tokens only, and a page reused too early, shared wrongly or never computed shows as
-another token. Steps run when they are collected, in the order of their launch.
+It records the token in every KV slot, and samples with a hash of all tokens of a sequence, which it reads from the
+sequence's pages. So a result depends only on the sequence's own tokens. A page that is reused too early, shared by
+mistake or never computed changes the sampled token. Steps run when they are collected, in the order of their launch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ..types.step import PREVIOUS, Row, RuntimeLimits, StepPlan, StepResult, Ste
 from .lost_work import LostWork
 
 NOT_FINITE = ImageBlock("not finite", 1)
-"""Stands in a slot for keys and values that are not finite."""
+"""Marks a slot whose keys and values are not finite."""
 
 Script = Callable[[tuple[Token, ...]], int]
-"""From the tokens at all positions of a sequence to the id that the model would like next."""
+"""Returns the id that the model prefers next, given the tokens at all positions of a sequence."""
 
 
 def hashed(fed: tuple[Token, ...], vocab_size: int = 1000) -> int:
-    """A deterministic id above 20 from the tokens fed."""
+    """Returns a deterministic id above 20, a hash of the tokens ``fed``."""
     state = 1469598103934665603
     for byte in repr(fed).encode():
         state = ((state ^ byte) * 1099511628211) & (2**64 - 1)
@@ -31,7 +31,8 @@ def hashed(fed: tuple[Token, ...], vocab_size: int = 1000) -> int:
 
 
 class FakeRuntime:
-    """``cost`` gives a step's seconds, spent by ``sleep``: a cost model in place of a device, in real or other time."""
+    """Implements ``protocol.Runtime``. ``cost`` returns the seconds of a step, and ``sleep`` waits for them, in real or
+    simulated time."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class FakeRuntime:
         self._spoiled: set[str] = set()
         self._writes_bad = False
         self.bad_sequences: set[int] = set()
-        """What they write is not finite from now on."""
+        """Sequences that write values that are not finite from now on."""
         self.bad_images: set[str] = set()
         """Keys of images whose next embedding is not finite."""
         self.closed = False
@@ -120,7 +121,7 @@ class FakeRuntime:
         return StepResult(tokens=tokens, non_finite=frozenset(bad))
 
     def _check_writers(self, rows: tuple[Row, ...]) -> None:
-        """What one row writes no other row of the step may read or write."""
+        """Checks that no row reads or writes a page that another row of the step writes."""
         size = self._limits.page_size
         writers: dict[int, int] = {}
         for row in rows:
@@ -156,7 +157,7 @@ class FakeRuntime:
         return row.page_table[page] * self._limits.page_size + offset
 
     def _fed(self, row: Row) -> tuple[Token, ...]:
-        """What the pages of the row's sequence hold, up to its end."""
+        """Returns the tokens in the pages of the row's sequence, up to the end of the row."""
         length = row.start + sum(
             t.num_positions if isinstance(t, ImageBlock) else 1 for t in row.tokens
         )

@@ -1,7 +1,6 @@
-"""The device K/V pool: every position of every running sequence, in pages.
+"""The KV cache on the device: the keys and values of all positions, in pages.
 
-Owns the two tensors, what the numbers in them stand for, and how large they are. Which page belongs to whom is the
-scheduler's business.
+This module owns the two tensors, their format and their size. The scheduler assigns pages to sequences.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from ..types.model_config import TextConfig
 
 
 class KvCache:
-    """``keys`` and ``values``: [layers, num_pages * page_size, heads, head_dim], of ``dtype``. With ``scales``, a pair
-    for each layer, they are float8_e4m3fn instead, and a stored value times its scale is the real one; else all scales
-    are 1. Contents start undefined.
+    """The pools of keys and values. ``keys``, ``values``: [layers, num_pages * page_size, heads, head_dim].
+
+    The pools have ``dtype``, or float8_e4m3fn with ``scales``, a pair for each layer: a stored value times its scale is
+    the real value. Without ``scales``, all scales are 1. The initial contents are undefined.
     """
 
     def __init__(
@@ -41,7 +41,10 @@ class KvCache:
         self.values = torch.empty(shape, dtype=dtype, device=device)
 
     def read(self, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """Real keys and values of all layers at ``slots`` [n]: [layers, n, heads, head_dim] float32, copies."""
+        """Returns copies of the real keys and values of all layers at ``slots`` [n].
+
+        Both are [layers, n, heads, head_dim] float32.
+        """
         keys, values = zip(*self.scales, strict=True)
         return self._read(self.keys, slots, keys), self._read(self.values, slots, values)
 
@@ -53,12 +56,13 @@ class KvCache:
         return torch.stack(found)
 
     def slot(self, page_table: tuple[int, ...], position: int) -> int:
-        """The slot of one position."""
+        """Returns the slot of one position."""
         page, offset = divmod(position, self.page_size)
         return page_table[page] * self.page_size + offset
 
     def slots(self, page_table: tuple[int, ...], end: int) -> slice | Tensor:
-        """Slots of positions 0 up to ``end``, on the device; a slice if the pages lie in order."""
+        """Returns the slots of positions 0 to ``end``, exclusive: a slice if the pages are consecutive, else a
+        tensor."""
         size = self.page_size
         assert len(page_table) * size >= end, (
             f"{len(page_table)} pages of {size} for {end} positions"
@@ -72,10 +76,10 @@ class KvCache:
 
 
 def kv_dtype(model: torch.dtype, scales: Sequence[Scales] | None) -> torch.dtype:
-    """Of the pool of a model that computes in ``model``."""
+    """Returns the dtype of the KV cache of a model that computes in ``model``."""
     return model if scales is None else EIGHT_BITS
 
 
 def bytes_per_page(config: TextConfig, page_size: int, dtype: torch.dtype) -> int:
-    """Memory of one page: keys and values of all layers."""
+    """Returns the bytes of one page, with the keys and values of all layers."""
     return 2 * config.n_layers * page_size * config.n_kv_heads * config.head_dim * dtype.itemsize

@@ -1,7 +1,8 @@
-"""LostWork: keeps the failure of one step from spreading to steps that were launched before anybody knew of it.
+"""LostWork: removes work that depends on a failed step from the plans that follow it.
 
-Steps follow one another without waiting, so a later plan may hold rows and crops that build on what a failed step did
-not compute. Their requests are ended by the scheduler as soon as it hears; until then a runtime leaves them out.
+Steps are launched without waiting for earlier ones, so a later plan may hold rows and crops that depend on results that
+a failed step did not compute. The scheduler ends their requests when it learns about the failure. Until then, the
+runtime removes them from the plans.
 """
 
 from __future__ import annotations
@@ -14,24 +15,26 @@ from ..types.step import Row, StepPlan
 
 
 class LostWork:
-    """note() a plan that raised, note_sequences() those whose rows are lost; without() cuts what builds on either from
-    the plans that follow."""
+    """The sequences and images whose computation was lost."""
 
     def __init__(self) -> None:
         self._sequences: set[int] = set()
         self._images: set[str] = set()
 
     def note(self, plan: StepPlan) -> None:
+        """Records all rows and crops of a plan that raised an error."""
         self._sequences |= {row.sequence_id for row in plan.prefill + plan.decode}
         self._images |= {piece.image.key for piece in plan.encode}
 
     def note_sequences(self, sequence_ids: Iterable[int]) -> None:
-        """Of a step that did not raise: rows of its own that are lost."""
+        """Records sequences whose rows are lost in a step that raised no error."""
         self._sequences.update(sequence_ids)
 
     def without(self, plan: StepPlan) -> StepPlan:
-        """The plan without lost rows and crops. An image that begins again is no longer lost, a sequence never
-        comes back."""
+        """Returns the plan without lost rows and crops.
+
+        An image is no longer lost once its first crop is encoded again. A lost sequence stays lost until it ends.
+        """
         self._sequences -= set(plan.ended)
         self._images -= {piece.image.key for piece in plan.encode if piece.first == 0}
         if not (self._sequences or self._images):

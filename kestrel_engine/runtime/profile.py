@@ -1,8 +1,8 @@
-"""StepProfile: torch.profiler around the steps of the step thread. Owns the profiler while it records, and its file.
+"""StepProfile: records steps of the step thread with torch.profiler. Owns the profiler and the file it writes.
 
-Begun, told of steps and ended on the step thread, because the profiler records the thread that began it (and the device
-as a whole); written elsewhere. Bounded in steps by itself and in time by whoever made it; the memory that it takes
-meanwhile grows with the steps. Failing to measure never fails a step: what goes wrong comes out of ``ended``.
+The step thread calls ``begin``, ``step`` and ``end``, because the profiler records the thread that started it, and the
+whole device. Another thread writes the file. The profile ends after a number of steps; its creator limits its time. Its
+memory grows with the steps. A failed measurement never fails a step: ``begun`` or ``ended`` holds the error.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _COMPRESSION = 3
-
-
-_TEARS_DOWN_WELL = (12, 6)
+_FIRST_SAFE_TEARDOWN = (12, 6)
+"""The first CUDA version that can tear CUPTI down and start it again in a process with CUDA graphs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """One that was written. ``seconds``: of the recording; ``steps``: that came back meanwhile."""
+    """A written profile. ``seconds``: the duration of the recording. ``steps``: the steps that ended meanwhile."""
 
     path: str
     file_bytes: int
@@ -36,7 +35,7 @@ class Profile:
 
 
 class StepProfile:
-    """Made off the step thread, since loading torch's profiler takes a while. Used once."""
+    """Records once. Create it on another thread than the step thread, because importing torch's profiler is slow."""
 
     def __init__(self, max_steps: int, *, cuda: bool, python_functions: bool) -> None:
         from torch.profiler import ProfilerActivity, profile
@@ -48,19 +47,19 @@ class StepProfile:
         self._max_steps, self._cuda = max_steps, cuda
         self._began_at = 0.0
         self.begun: Future[None] = Future()
-        """Done once it records; has the error if it could not."""
+        """Done once the profiler records, or failed to start."""
         self.ended: Future[None] = Future()
-        """Done once it records no more."""
+        """Done once the profiler has stopped."""
         for future in (self.begun, self.ended):
-            future.set_running_or_notify_cancel()  # Who waits for it may give up; that must not cancel it.
+            future.set_running_or_notify_cancel()  # A waiting task may be cancelled, but not the future.
         self.steps = 0
         self.seconds = 0.0
 
     def begin(self) -> None:
-        """On the step thread, as the next two."""
+        """Starts to record. The step thread calls this method, `step` and `end`."""
         try:
             self._profiler.start()
-        except Exception as error:  # The measurement's edge.
+        except Exception as error:  # A failed measurement must not fail a step.
             self.begun.set_exception(error)
             self.ended.set_result(None)
             return
@@ -68,13 +67,13 @@ class StepProfile:
         self.begun.set_result(None)
 
     def step(self) -> None:
-        """One has come back."""
+        """Counts a step that has ended, and ends the profile after the last one."""
         self.steps += 1
         if self.steps >= self._max_steps:
             self.end()
 
     def end(self) -> None:
-        """Without effect if it has ended."""
+        """Stops to record. Has no effect on an ended profile."""
         if self.ended.done():
             return
         self.seconds = time.monotonic() - self._began_at
@@ -82,26 +81,29 @@ class StepProfile:
             if self._cuda:
                 import torch
 
-                torch.cuda.synchronize()  # What was launched meanwhile belongs to it.
+                torch.cuda.synchronize()  # The profile includes all work that is launched already.
             self._profiler.stop()
-        except Exception as error:  # The measurement's edge.
+        except Exception as error:  # A failed measurement must not fail a step.
             self.ended.set_exception(error)
         else:
             self.ended.set_result(None)
 
     def write(self, path: str, max_bytes: int) -> Profile:
-        """The trace as JSON for Perfetto with gzip, readable by its owner only. Off the step thread, once it has ended;
-        slow. Raises OSError, also for a file of more than ``max_bytes``; then nothing is left of it."""
+        """Writes the trace to ``path`` as gzipped JSON for Perfetto, readable by its owner only.
+
+        Call it after the end, and not on the step thread, because it is slow. Raises OSError, also for a file of more
+        than ``max_bytes``. After an error, no file remains.
+        """
         part = f"{path}.part"
         try:
-            for name in (part, path):  # torch would make it readable by others.
+            for name in (part, path):  # torch would create files that others can read.
                 os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             self._profiler.export_chrome_trace(part)
             with open(part, "rb") as plain, gzip.open(path, "wb", _COMPRESSION) as packed:
                 shutil.copyfileobj(plain, packed)
             size = os.path.getsize(path)
             if not 0 < size <= max_bytes:
-                raise OSError(f"the profile takes {size} bytes, there is room for {max_bytes}")
+                raise OSError(f"the profile has {size} bytes, the limit is {max_bytes}")
         except BaseException:
             with suppress(OSError):
                 os.unlink(path)
@@ -114,11 +116,13 @@ class StepProfile:
 
 
 def _keep_cupti() -> None:
-    """Before CUDA 12.6 a process with CUDA graphs crashes at its second profile, unless CUPTI stays once it is there.
-    torch sees to that for graphs that its own compiler captured; it can't know of ours."""
+    """Keeps CUPTI loaded before CUDA 12.6, where the second profile of a process with CUDA graphs crashes otherwise.
+
+    torch itself does so only for graphs that its own compiler captured.
+    """
     import torch
 
     version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
-    if version < _TEARS_DOWN_WELL:
+    if version < _FIRST_SAFE_TEARDOWN:
         os.environ.setdefault("TEARDOWN_CUPTI", "0")
         os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")

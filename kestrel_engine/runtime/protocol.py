@@ -1,4 +1,4 @@
-"""What a device must do. Small enough to fake: see fake.py."""
+"""The interface of a runtime, which executes steps on a device. ``fake.py`` implements it without a device."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from ..types.step import RuntimeLimits, StepPlan, StepResult
 
 
 class StepHandle(Protocol):
-    """An enqueued step; opaque to everybody but the runtime that made it."""
+    """An enqueued step. Only the runtime that returned it reads its contents."""
 
 
 class Runtime(Protocol):
-    """Executes steps in the order they are launched. All calls come from one thread."""
+    """Executes steps in the order of their launch. One thread makes all calls."""
 
     @property
     def limits(self) -> RuntimeLimits:
-        """Fixed for the runtime's life."""
+        """The limits of the runtime. They never change."""
         ...
 
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -24,11 +24,14 @@ class Runtime(Protocol):
         ...
 
     def collect(self, handle: StepHandle) -> StepResult:
-        """Waits for this step only. A row whose numbers are not finite is named in the result, the other rows are good.
-        Raises what the step raised, MemoryError if the device has no memory left; the pages that the step touched then
-        hold garbage."""
+        """Waits for this step, not for later ones, and returns its result.
+
+        The result names the rows whose values are not finite; all other rows are valid. Raises the error that the step
+        raised, or MemoryError if the device has no memory left. After an error, the pages that the step wrote hold
+        undefined values.
+        """
         ...
 
     def close(self) -> None:
-        """Frees the device. Idempotent."""
+        """Frees the device's memory. Further calls have no effect."""
         ...

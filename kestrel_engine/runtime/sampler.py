@@ -1,7 +1,8 @@
-"""Logits and TokenRules to ids and log-probabilities. Every row is computed for itself: neighbours change nothing.
+"""Samples ids with their log-probabilities from logits and TokenRules. No row depends on the other rows of its batch.
 
-Order: forced id; masks; temperature, then top-k, then top-p (the token that crosses the threshold stays), then one
-inverse-CDF draw with ``step.uniform(seed, draw)``; then ``otherwise``. Values of region heads are read elsewhere.
+The order of operations is: masks; temperature, top-k and top-p, which keeps the token that crosses the threshold; one
+inverse-CDF draw with ``step.uniform(seed, draw)``; then ``otherwise``. The caller handles forced ids and the values of
+the region heads.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from ..types.step import SampleSpec, TokenRule, uniform
 
 
 def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int, float] | None]:
-    """One (id, logprob) per row of ``logits`` [rows, vocab] float32, which is overwritten; waits for the device. None
-    for a row with logits that are not finite.
+    """Samples one (id, logprob) for each row of ``logits`` [rows, vocab] float32, and waits for the device.
 
-    The logprob is that of the id under the rule, before temperature and truncation; an id that stands for all but the
-    stop id (``otherwise``) has their joint probability.
+    The result is None for a row whose logits are not finite. ``logits`` is overwritten. The logprob is that of the id
+    under the rule, before temperature and truncation. An id that stands for all ids but the stop id (``otherwise``) has
+    the joint probability of these ids.
     """
     assert len(logits) == len(specs), (len(logits), len(specs))
     if not specs:
@@ -34,7 +35,7 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int, float
 
 
 def _sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int, float]]:
-    """As sample(), for finite logits."""
+    """As `sample`, for finite logits."""
     for row, spec in zip(logits, specs, strict=True):
         _mask_(row, spec.rule)
     ids = logits.argmax(dim=-1)
@@ -52,7 +53,7 @@ def _sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int, floa
 
 
 def _mask_(row: Tensor, rule: TokenRule) -> None:
-    """Sets what ``rule`` forbids to -inf, in place."""
+    """Sets the logits that ``rule`` forbids to -inf, in place."""
     assert rule.forced is None, f"id {rule.forced} is forced: nothing to sample"
     if rule.allowed is not None:
         allowed = torch.tensor(rule.allowed, device=row.device)
@@ -66,23 +67,23 @@ def _mask_(row: Tensor, rule: TokenRule) -> None:
 
 
 def _draw(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
-    """[rows] int64. In float64: a draw beside a boundary falls the same way on every device."""
+    """Draws [rows] int64 ids. It computes in float64, so that a draw close to a boundary is the same on all devices."""
     device = logits.device
 
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
 
     ranked, ids = logits.double().sort(dim=-1, descending=True, stable=True)
-    # The best is subtracted before dividing: a tiny temperature then tends to greedy, never to inf - inf.
+    # The largest logit is subtracted before the division, so a tiny temperature tends to greedy and never to inf - inf.
     scaled = (ranked - ranked[:, :1]) / column([s.sampling.temperature for s in specs])
     vocab_size = logits.shape[-1]
-    # Bounded before it becomes a float: any whole number is a valid top_k.
+    # Any integer is a valid top_k, so it is bounded before it becomes a float.
     top_k = column([min(s.sampling.top_k or vocab_size, vocab_size) for s in specs])
     ranks = torch.arange(logits.shape[-1], device=device)
     mass = scaled.masked_fill(ranks >= top_k, -math.inf).softmax(dim=-1)
     before = mass.cumsum(dim=-1) - mass
     mass = mass.masked_fill(before > column([s.sampling.top_p for s in specs]), 0.0)
-    # Rank 0 survives whatever top_p and top_k say, so the total is positive.
+    # Rank 0 remains for all values of top_p and top_k, so the total is positive.
     cumulative = mass.cumsum(dim=-1)
     points = column([uniform(s.sampling.seed, s.draw) for s in specs]) * cumulative[:, -1:]
     rank = torch.searchsorted(cumulative, points, right=True)

@@ -1,6 +1,7 @@
-"""Decode rows that begin with the same pages, as those of one image do: their keys can be read once for all.
+"""Finds decode rows whose page tables begin with the same pages, such as rows about the same image.
 
-Ints only; knows no tensor. The idea is that of cascade inference (FlashInfer) and Hydragen (arXiv 2402.05099).
+The keys and values of the common pages can be read once for all of these rows, as in FlashInfer's cascade inference and
+in Hydragen (arXiv 2402.05099). This module works on plain integers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from ..types.step import Row
 
 @dataclass(frozen=True, slots=True)
 class SharedBeginning:
-    """Two or more rows of one token, their ``indices`` in the batch, and how many leading pages all have in common."""
+    """Two or more rows of one token each that have their first ``num_pages`` pages in common. ``indices``: the places
+    of the rows in the batch."""
 
     rows: list[Row]
     indices: list[int]
@@ -21,7 +23,7 @@ class SharedBeginning:
 
 
 def find_groups(rows: Sequence[Row], page_size: int) -> tuple[list[SharedBeginning], set[int]]:
-    """The groups worth forming, and the indices of the rows in them."""
+    """Returns the groups that save reads, and the indices of all rows in these groups."""
     by_first_page: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         if len(row.tokens) == 1 and row.start >= page_size:
@@ -34,16 +36,16 @@ def find_groups(rows: Sequence[Row], page_size: int) -> tuple[list[SharedBeginni
         num_pages = _common_pages(members, page_size)
         shared = num_pages * page_size
         own = [row.start + 1 - shared for row in members]
-        # Rows are padded to the longest: that must not cost more than reading the beginning for each of them.
+        # Rows are padded to the longest row. The padding must not cost more than reading the common pages for each row.
         if max(own) * len(own) - sum(own) < shared * (len(own) - 1):
             groups.append(SharedBeginning(members, indices, num_pages))
     return groups, {index for group in groups for index in group.indices}
 
 
 def _common_pages(rows: Sequence[Row], page_size: int) -> int:
-    """Pages that all tables begin with and that nobody writes to in this step."""
+    """Returns how many leading pages all rows have in common, without pages that this step writes."""
     tables = [row.page_table for row in rows]
-    # What the first and the last in order have in common, all have.
+    # All tables share the beginning that the smallest and the largest table in sort order share.
     low, high = min(tables), max(tables)
     same = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
     return min(same, *(row.start // page_size for row in rows))

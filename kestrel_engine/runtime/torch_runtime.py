@@ -1,7 +1,7 @@
-"""Executes StepPlans with plain torch, on CPU or CUDA: the reference that every faster runtime is compared with.
+"""Executes StepPlans with plain torch on a CPU or a CUDA device. It is the reference for faster runtimes.
 
-Owns the K/V pool and the embeddings of images between their encoding and ``drop_images``. Decides nothing: what is
-computed, where it is stored and what may be sampled stands in the plan.
+It owns the KV cache, and the embeddings of images from their encoding until ``drop_images``. It makes no decisions: the
+plan says what to compute, where to store it and which ids may be sampled.
 """
 
 from __future__ import annotations
@@ -41,22 +41,24 @@ from .protocol import StepHandle
 from .sampler import sample
 
 SMALL_PASS = 12_000_000
-"""Multiply-adds of a layer's widest projection, up to which a pass runs on one thread of the CPU: threads that meet
-after every few microseconds wait for one another longer than they compute. kestrel-tiny on two cores, one thread
-against two: 1 row 4.3 and 4.7 ms, 16 rows 12 and 21 ms, 60 rows 26 and 31 ms. Released models are always above it."""
+"""The largest number of multiply-adds of a layer's qkv projection for which a pass runs on one CPU thread.
+
+In a small pass, threads that synchronise every few microseconds wait longer than they compute. kestrel-tiny on two
+cores, one thread against two: 1 row 4.3 and 4.7 ms, 16 rows 12 and 21 ms, 60 rows 26 and 31 ms. Released models always
+exceed the limit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingStep:
-    """A step that was launched and not yet collected."""
+    """A step that is launched and not yet collected."""
 
     plan: StepPlan
     result: Future[StepResult]
 
 
 class TorchRuntime:
-    """Implements ``protocol.Runtime``. Steps run in a thread of their own in the order of their launch, so ``launch``
-    never waits. A step that raises loses its own rows only."""
+    """Implements ``protocol.Runtime``. A separate thread runs the steps in the order of their launch, so ``launch``
+    never waits. A step that raises an error loses only its own rows."""
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class TorchRuntime:
         dtype: torch.dtype,
         kv_scales: Sequence[Scales] | None = None,
     ) -> None:
-        """``kv_scales``: each layer's, for keys and values in eight bits; None keeps them in ``dtype``."""
+        """``kv_scales``: the scales of each layer for an FP8 KV cache; None for a KV cache in ``dtype``."""
         device = torch.device(device)
         assert model.device.type == device.type, f"weights on {model.device}, runtime on {device}"
         assert model.dtype == dtype, f"weights are {model.dtype}, the runtime computes in {dtype}"
@@ -96,10 +98,10 @@ class TorchRuntime:
             scales=kv_scales,
         )
         self._features: dict[str, list[Tensor]] = {}
-        """Encoded crops of images that are not complete."""
+        """Features of the encoded crops of incomplete images, by image key."""
         self._images: dict[str, Tensor] = {}
         self._sampled: dict[int, StepToken] = {}
-        """What each sequence's last row sampled, for rows launched before that was read."""
+        """The token that each sequence sampled last. A row that is launched before this token is read refers to it."""
         self._lost = LostWork()
         self._device_thread = ThreadPoolExecutor(1, thread_name_prefix="kestrel-device")
         self._pending: deque[PendingStep] = deque()
@@ -115,7 +117,7 @@ class TorchRuntime:
         return handle
 
     def collect(self, handle: StepHandle) -> StepResult:
-        """Raises AssertionError for a wrong plan, and torch's own errors."""
+        """Raises AssertionError for an invalid plan, and torch's own errors."""
         assert isinstance(handle, PendingStep), handle
         assert self._pending and self._pending[0] is handle, "steps are collected as launched"
         self._pending.popleft()
@@ -157,7 +159,7 @@ class TorchRuntime:
         tokens |= decoded
         non_finite |= also
         self._sampled.update(tokens)
-        # Steps launched meanwhile may feed what these rows did not sample.
+        # Steps that are launched already may use the tokens that these rows did not sample.
         self._lost.note_sequences(non_finite)
         return StepResult(
             tokens=tokens,
@@ -173,7 +175,7 @@ class TorchRuntime:
         return time.perf_counter()
 
     def _encode(self, pieces: Sequence[EncodeSlice]) -> None:
-        """All crops of the step in one pass; an image's embedding is made once its last crop is there."""
+        """Encodes all crops of the step in one pass. Computes an image's embedding after its last crop."""
         crops = []
         for piece in pieces:
             distinct = num_distinct(piece.image.num_crops, piece.image.tiling)
@@ -195,12 +197,14 @@ class TorchRuntime:
                 self._features[key].append(features[begin : begin + len(own)])
                 begin += len(own)
             if piece.last == piece.image.num_crops:
-                whole = torch.cat(self._features.pop(key))
-                self._images[key] = self.model.vision.embed(whole, piece.image.tiling)
+                all_features = torch.cat(self._features.pop(key))
+                self._images[key] = self.model.vision.embed(all_features, piece.image.tiling)
 
     def _run(self, rows: Sequence[Row]) -> tuple[dict[int, StepToken], set[int]]:
-        """What was sampled, and the sequences whose row is not finite. NaN or infinity at any position shows at the
-        row's last one, which attends to all positions before it."""
+        """Returns the sampled token of each sequence, and the sequences whose rows are not finite.
+
+        NaN or infinity at any position reaches the row's last position, which attends to all positions before it.
+        """
         if not rows:
             return {}, set()
         rows = [self._resolved(row) for row in rows]
@@ -220,7 +224,7 @@ class TorchRuntime:
 
     @contextmanager
     def _threads(self, count: int) -> Iterator[None]:
-        """One thread an operator while a pass over ``count`` positions is small and runs on a CPU."""
+        """Limits torch to one thread if a pass over ``count`` positions is small and runs on a CPU."""
         threads = torch.get_num_threads()
         small = count * 3 * self._config.text.dim**2 <= SMALL_PASS
         if threads == 1 or self.model.device.type != "cpu" or not small:
@@ -233,7 +237,7 @@ class TorchRuntime:
             torch.set_num_threads(threads)
 
     def _resolved(self, row: Row) -> Row:
-        """The row with PREVIOUS replaced by what the sequence's last row sampled."""
+        """Returns the row with PREVIOUS replaced by the token that the sequence sampled last."""
         if row.tokens[-1:] != (PREVIOUS,):
             return row
         previous = self._sampled[row.sequence_id].as_input()
@@ -241,13 +245,16 @@ class TorchRuntime:
 
     @torch.inference_mode()
     def hidden(self, rows: Sequence[Row]) -> Tensor:
-        """One forward pass: stores the rows' keys and values and returns [num_rows, dim], the residual stream before
-        ``post_ln`` at each row's last position. ``model.text.logits`` and the region heads read it."""
+        """Runs one forward pass and stores the rows' keys and values.
+
+        Returns [num_rows, dim], the residual stream before ``post_ln`` at each row's last position, which
+        ``model.text.logits`` and the region heads read.
+        """
         batch = self.batch(rows)
         return self.model.text(batch.embeddings, batch.positions, batch.attention)[batch.last]
 
     def batch(self, rows: Sequence[Row]) -> Batch:
-        """The rows as one pass's input, against this runtime's pool and images."""
+        """Returns the rows as the input of one pass with this runtime's KV cache and images."""
         assert self._cache is not None, "the runtime is closed"
         for row in rows:
             self._check(row)
@@ -264,8 +271,10 @@ class TorchRuntime:
         ), f"sequence {row.sequence_id}: pages outside 0..{limits.num_pages - 1}"
 
     def _sample(self, hidden: Tensor, specs: Sequence[SampleSpec]) -> list[StepToken | None]:
-        """Ids from the vocabulary head, or forced, and values from the region heads where the rule reads them. None
-        where logits are not finite."""
+        """Returns the token of each row of ``hidden`` [n, dim], or None where the logits are not finite.
+
+        The id is forced or sampled from the vocabulary head. If the rule reads a value, it comes from a region head.
+        """
         free = [i for i, spec in enumerate(specs) if spec.rule.forced is None]
         ids: list[tuple[int, float] | None] = [(spec.rule.forced or 0, 0.0) for spec in specs]
         if free:
@@ -293,7 +302,7 @@ class TorchRuntime:
         return tokens
 
     def _read_coords(self, hidden: Tensor) -> list[tuple[Coord, float]]:
-        """Values and their log-probabilities, NaN where a logit is not finite."""
+        """Returns values and their log-probabilities, which are NaN where a logit is not finite."""
         logits = _finite_or_nan(self.model.region.coord_logits(hidden))
         best = logits.log_softmax(dim=-1).max(dim=-1)
         return [
@@ -302,7 +311,7 @@ class TorchRuntime:
         ]
 
     def _read_sizes(self, hidden: Tensor) -> list[tuple[Size, float]]:
-        """As _read_coords."""
+        """As `_read_coords`, for sizes."""
         logits = _finite_or_nan(self.model.region.size_logits(hidden))
         best = logits.log_softmax(dim=-1).max(dim=-1)
         return [
@@ -312,5 +321,5 @@ class TorchRuntime:
 
 
 def _finite_or_nan(logits: Tensor) -> Tensor:
-    """Infinite logits as NaN, which shows in every log-probability of the row; minus infinity would not."""
+    """Replaces infinite logits by NaN, which makes all log-probabilities of the row NaN. Minus infinity would not."""
     return logits.masked_fill(~torch.isfinite(logits), math.nan)

@@ -32,7 +32,7 @@ def test_keys_and_values_in_fp8_take_half():
     wide, half = (fit(config(kv_cache_dtype=kind), 24 * GIB) for kind in ("auto", "fp8"))
     assert wide == fit(config(kv_cache_dtype="model"), 24 * GIB)
     assert half.num_pages // 2 == wide.num_pages and wide.pool_bytes <= half.pool_bytes
-    assert half.pictures == half.num_pages // 73
+    assert half.images == half.num_pages // 73
 
 
 def test_a_card_without_fp8_holds_wide_experts():
@@ -136,7 +136,7 @@ def test_the_table_in_the_docs_is_what_the_command_says():
         values = dict(zip(rest[::2], map(int, rest[1::2]), strict=True))
         settings = {name.removeprefix("--").replace("-", "_"): v for name, v in values.items()}
         found = fit(config(model, **settings), int(gib) * GIB)
-        weights, reserve, cache, context, full, pictures = (
+        weights, reserve, cache, context, full, images = (
             float(cell.replace(",", "")) for cell in shown.split(" | ")
         )
         assert weights == pytest.approx(found.weights_bytes / GIB, abs=0.1), flags
@@ -144,4 +144,4 @@ def test_the_table_in_the_docs_is_what_the_command_says():
         assert cache == pytest.approx(found.pool_bytes / GIB, abs=0.1), flags
         assert context == found.max_seq_length, flags
         assert full == pytest.approx(found.full_sequences, abs=1), flags
-        assert pictures == pytest.approx(found.images, abs=2), flags
+        assert images == pytest.approx(found.images, abs=2), flags

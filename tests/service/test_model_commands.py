@@ -23,7 +23,10 @@ def test_a_model_goes_into_a_folder_and_is_verified_there(tmp_path):
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     done = here("verify", **weights)
     assert done.returncode == 1
-    assert "FAIL  checksums: tokenizer.json: not what SHA256SUMS recorded\n      -> " in done.stdout
+    assert (
+        "FAIL  checksums: tokenizer.json: differs from the checksum recorded by SHA256SUMS\n"
+        "      -> "
+    ) in done.stdout
     assert "warn  answer: not checked, because another check failed" in done.stdout
     assert "1 of 5 checks failed" in done.stderr
 

@@ -1,1 +1,1 @@
-"""Weights: which tensors a model needs, where a checkpoint stores them, and their way onto a device."""
+"""Weights: the tensors that a model needs, their names in a checkpoint, and loading them onto a device."""

@@ -1,8 +1,8 @@
-"""Stored tensors straight onto a device, at the speed of the disk: several threads read ahead of whoever takes them.
+"""Reads stored tensors onto a device at the speed of the disk. Several threads read ahead of the consumer.
 
-Each thread reads a piece of a file into a page-locked buffer of its own and copies it on a stream of its own, while the
-others read. Mapped files would be read by page faults of one thread. Owns files, threads and buffers while it is open;
-knows no canonical names.
+Each thread reads a piece of a file into its own page-locked buffer and copies the piece to the device on its own
+stream, while the other threads read. (A memory-mapped file would be read by the page faults of a single thread.) An
+open reader owns its files, threads and buffers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ...errors import CheckpointError
 from ..files import StoredTensor, is_pickle, load_pickle
 
 READERS = 8
-"""Threads. A disk's queue wants several requests; more than these have nothing left to hide."""
+"""Number of reader threads. A disk needs several requests in its queue; more threads than these gain nothing."""
 PIECE_BYTES = 16 * 1024 * 1024
 AHEAD_BYTES = 256 * 1024 * 1024
-"""What may lie on the device unasked for, beside the tensor that is asked for next."""
+"""Bytes of tensors on the device that may be read ahead, beside the tensor that is requested next."""
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -38,7 +38,7 @@ TORCH_DTYPES = {
 }
 
 _Fill = Callable[[torch.Tensor, int], None]
-"""Fills a CPU buffer of bytes with a tensor's bytes from an offset on."""
+"""Fills a CPU buffer of uint8 with a tensor's bytes, starting at an offset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +51,25 @@ class _Arriving:
 
 
 class DeviceReader:
-    """A context manager that gives a function from StoredTensor to device tensor. ``wanted``: all that will be asked
-    for, in that order; a tensor may come several times and is read each time. Raises CheckpointError naming file and
-    tensor."""
+    """A context manager that returns a function from StoredTensor to a tensor on ``device``.
+
+    ``wanted``: all tensors that will be requested, in this order. A tensor that occurs several times is read each time.
+    Raises CheckpointError, which names the file and the tensor.
+    """
 
     def __init__(self, wanted: Sequence[StoredTensor], device: torch.device) -> None:
         self._wanted = deque(wanted)
         self._device = device
         self._arriving: deque[_Arriving] = deque()
         self._ahead_bytes = 0
-        self._own = threading.local()
+        self._thread_state = threading.local()
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kestrel-weights")
         self._descriptors: dict[Path, int] = {}
-        self._places: dict[Path, dict[str, tuple[int, int]]] = {}
+        self._data_ranges: dict[Path, dict[str, tuple[int, int]]] = {}
         self._pickles: dict[Path, dict[str, torch.Tensor]] = {}
 
     def __enter__(self) -> Callable[[StoredTensor], torch.Tensor]:
-        return self._take
+        return self._read
 
     def __exit__(self, *exc: object) -> None:
         self._readers.shutdown(wait=True, cancel_futures=True)
@@ -76,10 +78,10 @@ class DeviceReader:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
 
-    def _take(self, stored: StoredTensor) -> torch.Tensor:
+    def _read(self, stored: StoredTensor) -> torch.Tensor:
         self._read_ahead()
         arriving = self._arriving.popleft()
-        assert arriving.stored == stored, f"asked for {stored.name}, {arriving.stored.name} is next"
+        assert arriving.stored == stored, f"{stored.name} requested, {arriving.stored.name} is next"
         for piece in arriving.pieces:
             piece.result()
         self._ahead_bytes -= arriving.data.nbytes
@@ -88,55 +90,59 @@ class DeviceReader:
 
     def _read_ahead(self) -> None:
         while self._wanted and (not self._arriving or self._ahead_bytes < AHEAD_BYTES):
-            arriving = self._begin(self._wanted.popleft())
+            arriving = self._start_read(self._wanted.popleft())
             self._ahead_bytes += arriving.data.nbytes
             self._arriving.append(arriving)
 
-    def _begin(self, stored: StoredTensor) -> _Arriving:
+    def _start_read(self, stored: StoredTensor) -> _Arriving:
         if stored.dtype not in TORCH_DTYPES:
-            raise CheckpointError(f"{stored.file}: {stored.name} is of type {stored.dtype}")
+            raise CheckpointError(
+                f"{stored.file}: {stored.name} has the unsupported type {stored.dtype}"
+            )
         size = prod(stored.shape) * TORCH_DTYPES[stored.dtype].itemsize
-        fill = self._pickled(stored) if is_pickle(stored.file) else self._plain(stored, size)
+        from_pickle = is_pickle(stored.file)
+        fill = self._fill_pickled(stored) if from_pickle else self._fill_plain(stored, size)
         data = torch.empty(size, dtype=torch.uint8, device=self._device)
         allocated = None
         if data.is_cuda:
-            # The memory may have been another tensor's, whose kernels are still to run.
+            # Kernels that use the previous tensor at this address may still have to run.
             allocated = torch.cuda.Event()  # type: ignore[no-untyped-call]
             allocated.record(torch.cuda.current_stream(self._device))
         pieces = tuple(
             self._readers.submit(
-                self._piece, fill, data[start : start + PIECE_BYTES], start, allocated
+                self._read_piece, fill, data[start : start + PIECE_BYTES], start, allocated
             )
             for start in range(0, size, PIECE_BYTES)
         )
         return _Arriving(stored, data, pieces)
 
-    def _piece(
+    def _read_piece(
         self, fill: _Fill, target: torch.Tensor, start: int, allocated: torch.cuda.Event | None
     ) -> None:
-        """On a reader's thread."""
+        """Reads one piece. Runs on a reader thread."""
         if allocated is None:
             fill(target, start)
             return
-        if not hasattr(self._own, "buffer"):
-            self._own.buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
-            self._own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        buffer, stream = self._own.buffer[: len(target)], self._own.stream
+        own = self._thread_state
+        if not hasattr(own, "buffer"):
+            own.buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+            own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        buffer, stream = own.buffer[: len(target)], own.stream
         fill(buffer, start)
         stream.wait_event(allocated)
         with torch.cuda.stream(stream):
             target.copy_(buffer, non_blocking=True)
-        # The buffer is filled anew next; the others read meanwhile.
+        # The next piece reuses the buffer. Other threads read while this one waits.
         stream.synchronize()
 
-    def _plain(self, stored: StoredTensor, size: int) -> _Fill:
-        """From a place in a .safetensors file."""
+    def _fill_plain(self, stored: StoredTensor, size: int) -> _Fill:
+        """Returns a function that reads a tensor from a .safetensors file. Raises CheckpointError."""
         file = stored.file
         if file not in self._descriptors:
             self._descriptors[file] = os.open(file, os.O_RDONLY)
-            self._places[file] = data_places(file)
+            self._data_ranges[file] = data_ranges(file)
         descriptor = self._descriptors[file]
-        begin, end = self._places[file][stored.name]
+        begin, end = self._data_ranges[file][stored.name]
         if end - begin != size:
             raise CheckpointError(f"{file}: {stored.name} holds {end - begin} bytes, not {size}")
 
@@ -151,13 +157,13 @@ class DeviceReader:
                         f"{file}: {stored.name} can't be read ({error})"
                     ) from error
                 if got == 0:
-                    raise CheckpointError(f"{file}: broken or truncated ({stored.name})")
+                    raise CheckpointError(f"{file}: damaged or truncated ({stored.name})")
                 done += got
 
         return fill
 
-    def _pickled(self, stored: StoredTensor) -> _Fill:
-        """From a mapped .pt file, whose pages the copying thread faults in."""
+    def _fill_pickled(self, stored: StoredTensor) -> _Fill:
+        """Returns a function that copies a tensor from a memory-mapped .pt file. Raises CheckpointError."""
         if stored.file not in self._pickles:
             self._pickles[stored.file] = load_pickle(stored.file)
         tensor = self._pickles[stored.file][stored.name].contiguous()
@@ -169,8 +175,11 @@ class DeviceReader:
         return fill
 
 
-def data_places(file: Path) -> dict[str, tuple[int, int]]:
-    """Name -> first byte and end of its data in a .safetensors file. Raises CheckpointError for a broken header."""
+def data_ranges(file: Path) -> dict[str, tuple[int, int]]:
+    """Returns the byte range [begin, end) of each tensor's data in a .safetensors file, by name.
+
+    Raises CheckpointError for a damaged header.
+    """
     try:
         with open(file, "rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
@@ -181,4 +190,4 @@ def data_places(file: Path) -> dict[str, tuple[int, int]]:
             if name != "__metadata__"
         }
     except (OSError, ValueError, LookupError, TypeError, AttributeError, MemoryError) as error:
-        raise CheckpointError(f"{file}: broken or truncated ({error})") from error
+        raise CheckpointError(f"{file}: damaged or truncated ({error})") from error

@@ -1,6 +1,6 @@
-"""The tensors that an architecture needs: canonical names and shapes, from the model's numbers alone.
+"""The tensors that an architecture needs: their canonical names and shapes, computed from the ModelConfig.
 
-Canonical names are the hub's (moondream.md section 2.2) without the leading ``model.``. Knows no files and no torch.
+Canonical names are the hub's names (moondream.md section 2.2) without the leading ``model.``.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from math import prod
 from ...types.model_config import ModelConfig, RegionConfig, TextConfig, VisionConfig
 
 OPTIONAL = frozenset({"region.ln.weight", "region.ln.bias"})
-"""Loaded if present; where absent, the region heads read the hidden state as it is (identity)."""
+"""Tensors that a checkpoint may lack. Without them, the region heads read the hidden state as it is."""
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def expected_tensors(config: ModelConfig) -> Shapes:
-    """Canonical name -> shape of every tensor, `OPTIONAL` ones included where the architecture can have them."""
+    """Returns the shape of every tensor by canonical name, including those `OPTIONAL` ones that the model may have."""
     return {**_text(config.text), **_vision(config.vision), **_region(config.region)}
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Elements of all expected tensors."""
+    """Returns the number of elements of all expected tensors."""
     return sum(prod(shape) for shape in expected_tensors(config).values())
 
 
@@ -69,7 +69,7 @@ def _vision(vision: VisionConfig) -> Shapes:
         out |= _linear(f"{block}.mlp.fc1", vision.enc_ff_dim, width)
         out |= _linear(f"{block}.mlp.fc2", width, vision.enc_ff_dim)
     out |= _norm("vision.post_ln", width)
-    # The projector sees the whole image's features beside the stitched crops': twice the width.
+    # The projector reads the features of the overview crop and those of the stitched tiles: twice the width.
     out |= _linear("vision.proj_mlp.fc1", vision.proj_inner_dim, 2 * width)
     out |= _linear("vision.proj_mlp.fc2", vision.proj_out_dim, vision.proj_inner_dim)
     return out

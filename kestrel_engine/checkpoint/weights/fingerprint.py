@@ -1,8 +1,8 @@
-"""A fingerprint of weights: equal for the same weights however they are stored, cheap for 20 GB.
+"""A fingerprint of weights: equal for equal weights in any file format, and cheap to compute for 20 GB.
 
-SHA-256 over canonical names, shapes, stored dtypes and *sampled* bytes: tensors up to 64 KiB whole, larger ones at 32
-evenly spaced places of 2 KiB, first and last bytes included. It tells models, training states and dtypes apart; it is
-no proof against a deliberate change between the samples.
+The fingerprint is a SHA-256 over canonical names, shapes, stored dtypes and *sampled* bytes: all bytes of tensors up to
+64 KiB, and of larger tensors 32 evenly spaced samples of 2 KiB, including the first and the last bytes. It
+distinguishes models, training states and dtypes. It does not detect a deliberate change between the samples.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ SAMPLE_BYTES = 2048
 
 
 class Fingerprint:
-    """Collects tensors in any order; the result does not depend on it."""
+    """Collects tensors. The result does not depend on their order."""
 
     def __init__(self) -> None:
         self._digests: dict[str, bytes] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Takes a tensor as stored (before conversion, on any device) under its canonical name. At most WHOLE_BYTES of
-        it are read, wherever it is."""
+        """Adds a tensor as stored, before conversion, under its canonical name. It may be on any device.
+
+        At most WHOLE_BYTES of its data are read.
+        """
         digest = hashlib.sha256(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         data = tensor.contiguous().view(-1).view(torch.uint8)
         size = data.nbytes
@@ -35,7 +37,7 @@ class Fingerprint:
         self._digests[name] = digest.digest()
 
     def hexdigest(self) -> str:
-        """64 hexadecimal digits."""
+        """Returns the fingerprint as 64 hexadecimal digits."""
         total = hashlib.sha256()
         for name in sorted(self._digests):
             total.update(self._digests[name])

@@ -1,6 +1,6 @@
-"""Are all weights numbers? Asked where they lie: on a GPU without waiting for each answer.
+"""Checks weights for NaN and infinity, on the device that holds them. On a GPU it waits only once, for all tensors.
 
-A NaN or an infinity anywhere makes every answer of the model wrong, and none of its outputs says why.
+A single NaN or infinity makes every answer of the model wrong, and no output shows the cause.
 """
 
 from __future__ import annotations
@@ -9,37 +9,39 @@ import torch
 
 _CHUNK_ELEMENTS = 1 << 22
 _NOT_A_NUMBER = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
-"""Eight-bit floats whose bits without the sign are no less than this are NaN, or infinite."""
+"""By 8-bit dtype: the smallest bit pattern, without the sign, that is NaN or infinite."""
 
 
 class FiniteCheck:
-    """Takes tensors one by one and says in the end which were not finite."""
+    """Collects tensors one by one, then reports the names of those that are not finite."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
         self._flags: list[torch.Tensor] = []
 
     def add(self, name: str, *tensors: torch.Tensor) -> None:
-        """Tensors of one name: all must be finite."""
+        """Adds the tensors that belong to ``name``. All of them must be finite."""
         for tensor in tensors:
             if tensor.numel():
                 self._names.append(name)
                 self._flags.append(all_finite(tensor))
 
     def nonfinite(self) -> list[str]:
-        """Each name once, as they were added. Waits for the device."""
+        """Returns the names of tensors that are not finite, each once, in the order of `add`. Waits for the device."""
         fine = torch.stack(self._flags).tolist() if self._flags else []
         return list(dict.fromkeys(n for n, ok in zip(self._names, fine, strict=True) if not ok))
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor infinity."""
+    """Returns whether a tensor holds neither NaN nor infinity. Waits for the device."""
     return tensor.numel() == 0 or bool(all_finite(tensor))
 
 
 def all_finite(tensor: torch.Tensor) -> torch.Tensor:
-    """The same as a boolean scalar on the tensor's device, not waited for. Reads in chunks, allocates next to nothing
-    on the CPU; ``tensor`` must not be empty."""
+    """As `is_finite`, but returns a bool scalar on the tensor's device without waiting. ``tensor`` must not be empty.
+
+    On a CPU it reads the tensor in chunks, so it allocates little memory.
+    """
     flat = tensor.reshape(-1)
     step = _CHUNK_ELEMENTS if tensor.device.type == "cpu" else flat.numel()
     parts = [_chunk(flat[start : start + step]) for start in range(0, flat.numel(), step)]
@@ -51,5 +53,5 @@ def _chunk(chunk: torch.Tensor) -> torch.Tensor:
         return (chunk.view(torch.uint8) & 0x7F).max() < _NOT_A_NUMBER[chunk.dtype]
     if chunk.dtype.itemsize == 1:
         chunk = chunk.float()
-    # Minimum and maximum carry NaN on, so two numbers tell about the whole chunk.
+    # Minimum and maximum propagate NaN, so two numbers show whether the whole chunk is finite.
     return torch.isfinite(torch.stack(torch.aminmax(chunk))).all()

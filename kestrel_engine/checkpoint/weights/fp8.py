@@ -1,6 +1,7 @@
-"""Experts in eight bits: one float32 scale for each row, W[e, o, :] = float(weight[e, o, :]) * scale[e, o].
+"""Experts in FP8 with one float32 scale for each row: W[e, o, :] = float(weight[e, o, :]) * scale[e, o].
 
-The released format (moondream.md section 2.4). One expert at a time is wide, so that memory stays near the result's.
+This is the released format (moondream.md section 2.4). The functions convert one expert at a time, so their peak memory
+stays close to the size of the result.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ LARGEST = 448.0
 def dequantise(
     weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """``weight`` [experts, rows, columns] in eight bits, ``scale`` [experts, rows] -> the same as ``dtype``."""
+    """Returns the real values of ``weight`` [experts, rows, columns] float8 with ``scale`` [experts, rows].
+
+    The result has the shape of ``weight``, in ``dtype`` on ``device``.
+    """
     out = torch.empty(weight.shape, dtype=dtype, device=device)
     wide = torch.empty(weight.shape[1:], dtype=torch.float32, device=device)
     scale = scale.to(device=device, dtype=torch.float32)
@@ -25,9 +29,10 @@ def dequantise(
 
 
 def quantise_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``weight`` [..., rows, columns] float32, which is overwritten -> (float8_e4m3fn, scales [..., rows] float32).
+    """Rounds ``weight`` [..., rows, columns] float32, which is overwritten, to FP8.
 
-    Every row uses the whole range: its largest magnitude becomes LARGEST.
+    Returns the weight as float8_e4m3fn, and its scales [..., rows] float32. Each row uses the whole range: its largest
+    magnitude becomes LARGEST.
     """
     scale = weight.abs().amax(dim=-1).div_(LARGEST)
     weight.div_(scale.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1))

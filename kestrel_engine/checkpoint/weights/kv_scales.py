@@ -1,7 +1,7 @@
-"""A checkpoint's scales of the KV cache in FP8: which layers have them, and their values, checked.
+"""A checkpoint's scales for an FP8 KV cache: which layers have scales, and their checked values.
 
-Each layer may have one for its keys and one for its values, a single number each: what is stored times it is the real
-value (moondream.md section 2.4). A checkpoint counts as made for such a cache only if all layers have both.
+A layer may have one scale for its keys and one for its values, a single number each. A stored value times its scale is
+the real value (moondream.md section 2.4). A checkpoint is made for an FP8 KV cache only if all layers have both scales.
 """
 
 from __future__ import annotations
@@ -17,42 +17,44 @@ from .plan import CheckpointPlan
 logger = logging.getLogger(__name__)
 
 SMALLEST = 2.0**-126
-"""Below it, the reciprocal that kernels multiply by isn't a float32 any more."""
-_FALLBACK = "; --kv-cache-dtype model goes without them"
+"""The smallest valid scale. The reciprocal of a smaller one, by which kernels multiply, exceeds float32."""
+_FALLBACK = "; --kv-cache-dtype model does not use them"
 
 
 def is_complete(plan: CheckpointPlan, n_layers: int) -> bool:
-    """Whether all layers have both scales. Says so in the log where only some have."""
+    """Returns whether all layers have both scales. Logs a warning if only some of the scales are there."""
     if some := incomplete(plan, n_layers):
         logger.warning(
-            "%s: the KV cache keeps the model's type, unless --kv-cache-dtype is fp8", some
+            "%s; the KV cache has the model's dtype, unless --kv-cache-dtype is fp8", some
         )
     return all(name in plan.kv_scales for name in _names(n_layers))
 
 
 def incomplete(plan: CheckpointPlan, n_layers: int) -> str:
-    """What there is if only some of the layers' scales are; else nothing."""
+    """Returns a description of the scales if some, but not all, of them are there; else an empty text."""
     names = _names(n_layers)
     missing = [name for name in names if name not in plan.kv_scales]
     if not missing or len(missing) == len(names):
         return ""
-    there = len(names) - len(missing)
-    return f"{there} of {len(names)} scales of an FP8 KV cache are there, {missing[0]} isn't"
+    found = len(names) - len(missing)
+    return f"the checkpoint has {found} of {len(names)} scales of an FP8 KV cache, not {missing[0]}"
 
 
 def read(
     plan: CheckpointPlan, files: tuple[Path, ...], n_layers: int
 ) -> tuple[tuple[float, float], ...]:
-    """Each layer's scales of keys and values; 1 where the checkpoint has none, which the log tells if it has others:
-    eight-bit floats have a range of 2**18 of their own, which keys and values are in without any scale.
+    """Returns each layer's scale of keys and scale of values. A missing scale is 1.
 
-    Raises CheckpointError, which names them all, for scales that aren't one positive finite number, and for files that
-    can't be read.
+    A scale of 1 works because float8_e4m3fn has a range of 2**18, which covers keys and values. The function logs a
+    warning if only some of the scales are missing.
+
+    Raises CheckpointError, which names all scales that are not one positive finite number, and for files that can't be
+    read.
     """
     from .loader import read_tensors
 
     if some := incomplete(plan, n_layers):
-        logger.warning("%s: 1 stands for what is missing", some)
+        logger.warning("%s; missing scales are taken as 1", some)
     names = [name for name in _names(n_layers) if name in plan.kv_scales]
     stored = [plan.kv_scales[name] for name in names]
     wrong, values = [], {}

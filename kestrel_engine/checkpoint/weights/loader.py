@@ -1,9 +1,8 @@
-"""Weights from files into tensors of the wanted dtype and device, one at a time.
+"""Loads weights from files into tensors of the requested dtype and device, one tensor at a time.
 
-For the CPU files are memory-mapped: a tensor that already has the wanted dtype stays mapped and costs no anonymous
-memory; every other one is converted alone, so the peak is the target's size plus one tensor. For other devices
-``device_reader`` reads ahead, a tensor and 256 MiB at most. Knows canonical names and shapes, not what the model does
-with them.
+For the CPU, files are memory-mapped. A tensor that already has the requested dtype stays mapped and takes no anonymous
+memory. Other tensors are converted one by one, so the peak is the size of the result plus one tensor. For other
+devices, ``device_reader`` reads ahead by one tensor and at most 256 MiB.
 """
 
 from __future__ import annotations
@@ -46,17 +45,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEPT_FP8 = "F8_E4M3"
-"""The stored type of experts that can stay as they are: the one that GPUs multiply weights in."""
+"""The stored dtype of experts that can stay in FP8: the dtype that the kernels read."""
 Read = Callable[[StoredTensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """``tensors``: canonical name -> tensor of the wanted dtype and device; ``region.ln`` may be absent (identity).
-    Experts kept in FP8 are float8_e4m3fn ``….mlp.fc1.weight`` with float32 row scales ``….mlp.fc1.scale``, fc2 alike.
+    """The weights of a model.
 
-    CPU tensors may be views of the mapped file: never write to them in place. ``fingerprint``: 64 hexadecimal digits,
-    the same for the same weights in other files, names or target dtypes. ``ignored``: stored names not needed.
+    ``tensors``: by canonical name, in the requested dtype and on the requested device. ``region.ln`` may be absent.
+    Experts that stay in FP8 are ``….mlp.fc1.weight`` float8_e4m3fn with the row scales ``….mlp.fc1.scale`` float32; fc2
+    likewise. CPU tensors may be views of the mapped file, so never write to them in place. ``fingerprint``: 64
+    hexadecimal digits, which depend on the stored weights and not on file format, stored names or requested dtype.
+    ``ignored``: stored names that the model does not need.
     """
 
     config: ModelConfig
@@ -75,9 +76,10 @@ def load_checkpoint(
     keep_fp8: bool = False,
     progress: Progress | None = None,
 ) -> LoadedCheckpoint:
-    """Loads a folder or file; ``config`` defaults to config.json beside it, and to the released shapes without one.
+    """Loads the checkpoint at ``path``, a folder or a file.
 
-    Raises CheckpointError (all names that are wrong, or the broken file), ConfigError, InsufficientMemoryError.
+    ``config`` defaults to the config.json beside the weights, or to the released shapes without one. Raises
+    CheckpointError (with all wrong names, or the damaged file), ConfigError and InsufficientMemoryError.
     """
     files = find_files(Path(path))
     stored = read_headers(files)
@@ -110,15 +112,15 @@ def load_planned(
     hint: str = "",
     read_ahead: bool | None = None,
 ) -> LoadedCheckpoint:
-    """Second stage of `load_checkpoint`: reads the values that ``plan`` names. Raises as it does.
+    """The second stage of `load_checkpoint`: reads the values of ``plan``. Raises the same errors.
 
-    ``read_ahead``: through DeviceReader instead of mapped files; by default on every device but the CPU.
+    ``read_ahead``: read with DeviceReader instead of mapped files. The default is True for every device but the CPU.
     """
     device = torch.device(device)
     where = str(files[0] if len(files) == 1 else files[0].parent)
     report = progress or log_progress("loading weights")
     if plan.faults:
-        # Still look at the values that fit, so that one error tells everything.
+        # Also check the values of tensors that fit, so that one error reports everything.
         bad = [name for name, ok in _scan(plan.tensors, files, report) if not ok]
         raise checkpoint_error(where, _with_nonfinite(plan, bad), hint=hint)
     total = sum(_loaded_bytes(item, dtype, keep_fp8) for item in plan.tensors)
@@ -128,7 +130,7 @@ def load_planned(
         present = any(tensor.name.startswith("region.ln.") for tensor in plan.tensors)
         logger.info("region.ln: %s", "loaded" if present else "absent, the identity is used")
     if plan.ignored:
-        logger.info("not needed: %d tensors such as %s", len(plan.ignored), plan.ignored[0])
+        logger.info("not used: %d tensors, such as %s", len(plan.ignored), plan.ignored[0])
     tensors: dict[str, torch.Tensor] = {}
     fingerprint = Fingerprint()
     finite = FiniteCheck()
@@ -145,7 +147,7 @@ def load_planned(
             else:
                 scale = read(item.scale)
                 fingerprint.add(f"{item.name}.scale", scale)
-                if _keeps(item, keep_fp8):
+                if _stays_fp8(item, keep_fp8):
                     row_scales = scale.to(device=device, dtype=torch.float32).contiguous()
                     made = {item.name: source.to(device), scale_of(item.name): row_scales}
                 else:
@@ -162,8 +164,11 @@ def load_planned(
 def check_values(
     plan: CheckpointPlan, files: tuple[Path, ...], progress: Progress | None = None
 ) -> tuple[list[str], str]:
-    """Reads every value once and keeps none: (names of tensors that aren't finite, fingerprint as `load_planned`
-    gives it). Raises CheckpointError for a file that can't be read."""
+    """Reads every value once and keeps none.
+
+    Returns the names of tensors that aren't finite, and the fingerprint that `load_planned` computes. Raises
+    CheckpointError for a file that can't be read.
+    """
     report = progress or log_progress("reading weights")
     fingerprint = Fingerprint()
     nonfinite: list[str] = []
@@ -183,22 +188,22 @@ def check_values(
 
 
 def read_tensors(files: tuple[Path, ...], wanted: Sequence[StoredTensor]) -> list[torch.Tensor]:
-    """As they are stored, on the CPU. Raises CheckpointError for a file that can't be read."""
+    """Reads the ``wanted`` tensors as they are stored, onto the CPU. Raises CheckpointError for an unreadable file."""
     with _Reader(files) as read:
         return [read(tensor).clone() for tensor in wanted]
 
 
 def scale_of(expert_weight: str) -> str:
-    """The canonical name of the row scales beside an expert weight that stays in FP8."""
+    """Returns the canonical name of the row scales of an expert weight that stays in FP8."""
     return expert_weight.removesuffix(".weight") + ".scale"
 
 
-def _keeps(item: TensorPlan, keep_fp8: bool) -> bool:
+def _stays_fp8(item: TensorPlan, keep_fp8: bool) -> bool:
     return keep_fp8 and item.scale is not None and item.stored.dtype == KEPT_FP8
 
 
 def _loaded_bytes(item: TensorPlan, dtype: torch.dtype, keep_fp8: bool) -> int:
-    if not _keeps(item, keep_fp8):
+    if not _stays_fp8(item, keep_fp8):
         return item.num_elements * dtype.itemsize
     return item.num_elements + 4 * prod(item.shape[:-1])
 
@@ -209,7 +214,7 @@ def _part(tensor: torch.Tensor, item: TensorPlan) -> torch.Tensor:
     if item.part in (Part.FIRST_ROWS, Part.LAST_ROWS):
         first = item.part is Part.FIRST_ROWS
         rows = tensor[: item.shape[0]] if first else tensor[item.shape[0] :]
-        # A view would keep the other half on the device; a mapped file costs nothing.
+        # On a device, a view would keep the other half allocated. On the CPU, the file is mapped.
         return rows.contiguous() if rows.device.type == "cpu" else rows.clone()
     return tensor.contiguous()
 
@@ -234,7 +239,7 @@ def _with_nonfinite(plan: CheckpointPlan, names: list[str]) -> Faults:
 
 
 class _Reader:
-    """Opens every file once and hands out mapped CPU tensors by description."""
+    """A context manager that returns a function from StoredTensor to a mapped CPU tensor. Opens every file once."""
 
     def __init__(self, files: tuple[Path, ...]) -> None:
         self._files = files
@@ -264,6 +269,6 @@ class _Reader:
         try:
             handle = self._stack.enter_context(safe_open(file, framework="pt", device="cpu"))
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: broken or truncated ({error})") from error
+            raise CheckpointError(f"{file}: damaged or truncated ({error})") from error
         get: Callable[[str], torch.Tensor] = handle.get_tensor
         return get

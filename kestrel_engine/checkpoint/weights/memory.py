@@ -1,4 +1,4 @@
-"""How much memory is there for weights, asked before they are loaded. Knows no files and no models."""
+"""Determines the memory that is available for weights on a device or on the host, before they are loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def require_memory(needed_bytes: int, device: torch.device, *, what: str) -> None:
-    """Raises InsufficientMemoryError when ``needed_bytes`` exceed what ``device`` has available now."""
+    """Raises InsufficientMemoryError if ``needed_bytes`` exceed the memory that ``device`` has available now."""
     available = device_available(device)
     if available is not None and needed_bytes > available:
         raise InsufficientMemoryError(
@@ -24,7 +24,7 @@ def require_memory(needed_bytes: int, device: torch.device, *, what: str) -> Non
 
 
 def device_available(device: torch.device) -> int | None:
-    """Bytes available on a device; None if the platform does not say."""
+    """Returns the bytes that are available on a device; None if the platform does not report them."""
     if device.type == "cuda":
         import torch
 
@@ -36,9 +36,10 @@ def device_available(device: torch.device) -> int | None:
 def host_available(
     *, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """Bytes a process can still use on this host, the limits of its control groups included.
+    """Returns the bytes that this process can still use on the host, within the limits of its control groups.
 
-    File cache counts as available: the kernel gives it up. Elsewhere than on Linux: the free pages, else all of them.
+    File cache counts as available, because the kernel frees it on demand. On systems other than Linux, the result is
+    the size of the free pages, or of all pages if the system does not report free ones.
     """
     limits = [_meminfo(proc / "meminfo"), *_cgroup_limits(proc / "self/cgroup", cgroups)]
     known = [limit for limit in limits if limit is not None]
@@ -61,7 +62,7 @@ def _meminfo(file: Path) -> int | None:
 
 
 def _cgroup_limits(membership: Path, root: Path) -> list[int | None]:
-    """Room left in each control group from the process's own up to the root, version 2 and 1."""
+    """Returns the bytes left in each control group (version 1 or 2), from the process's own group up to the root."""
     try:
         lines = membership.read_text("utf-8").splitlines()
     except OSError:
@@ -79,15 +80,15 @@ def _cgroup_limits(membership: Path, root: Path) -> list[int | None]:
         else:
             continue
         folder = base / group.lstrip("/")
-        # Inside a container the path may be the host's, which isn't mounted here: the root then is our own group.
+        # In a container, the path may be the host's, which isn't mounted. Then the root is the process's own group.
         for candidate in (folder, *folder.parents):
-            out.append(_room(candidate, *names))
+            out.append(_bytes_left(candidate, *names))
             if candidate == base:
                 break
     return out
 
 
-def _room(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
+def _bytes_left(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
     try:
         limit = (folder / limit_name).read_text("ascii").strip()
         if limit == "max":

@@ -1,9 +1,9 @@
-"""Every released spelling of a tensor's name -> its canonical name. Knows names only: no shapes, files or torch.
+"""Maps every released form of a tensor's name to its canonical name.
 
-Scheme A is the hub's naming with or without ``model.``; scheme B the training naming (``text_model.``,
+Scheme A is the hub's naming, with or without ``model.``. Scheme B is the training code's naming (``text_model.``,
 ``vision_encoder.``, ``region_model.``), which also fuses the tau projections, stores Fourier features transposed and
-carries FP8 scales (moondream.md sections 2.2 to 2.4). A file may mix them; what the model is follows from the canonical
-names, never from the scheme.
+contains FP8 scales (moondream.md sections 2.2 to 2.4). A file may mix both schemes. The canonical names, not the
+scheme, determine the model's family.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...types.model_config import Family
 
 
 class Part(Enum):
-    """How a stored tensor becomes the canonical one."""
+    """The part of a stored tensor that is the canonical tensor."""
 
     WHOLE = "whole"
     TRANSPOSED = "transposed"
@@ -28,7 +28,7 @@ class Part(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a canonical tensor comes from: a stored name, and the part of it."""
+    """The source of a canonical tensor: a stored name, and the part of that tensor."""
 
     stored: str
     part: Part = Part.WHOLE
@@ -36,10 +36,12 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """``tensors``: canonical name -> source. ``scales``: canonical expert weight -> stored name of its FP8 scale.
-    ``kv_scales``: ``text.blocks.N.attn.k_scale`` and ``….v_scale`` -> stored name, of the KV cache in FP8. ``ignored``:
-    buffers that we don't need. ``unknown``: names of no known scheme. ``prefix``: what scheme A names start with here,
-    for messages.
+    """The names of a checkpoint.
+
+    ``tensors``: the source of each canonical name. ``scales``: the stored name of the FP8 scale of each canonical
+    expert weight. ``kv_scales``: the stored name of each scale of an FP8 KV cache, by ``text.blocks.N.attn.k_scale``
+    and ``….v_scale``. ``ignored``: buffers that the model does not need. ``unknown``: names of no known scheme.
+    ``prefix``: the prefix of scheme A names in this checkpoint, for messages.
     """
 
     tensors: dict[str, Source] = field(default_factory=dict)
@@ -53,7 +55,7 @@ class NameMap:
 _KV_SCALE = re.compile(
     r"^(?:text_model\.transformer\.h|text\.blocks)\.(\d+)\.(?:\w+\.)?kv_quantizer\.([kv])_scale$"
 )
-# What else a quantiser of keys and values keeps says nothing about the weights.
+# The other buffers of a KV quantiser are not needed.
 _IGNORED = re.compile(
     r"(^|\.)(freqs_cis|inv_freq|attn_mask|k_cache|v_cache|rotary_emb\.\w+|kv_quantizer\.\w+)$"
 )
@@ -85,7 +87,7 @@ _VISION_LEAVES = {
     "mlp.fc1": "mlp.fc1",
     "mlp.fc2": "mlp.fc2",
 }
-# Module names outside the blocks; each has a weight and a bias.
+# Modules outside the blocks. Each has a weight and a bias.
 _MODULES_B = {
     "text_model.lm_head.ln": "text.post_ln",
     "text_model.lm_head.linear": "text.lm_head",
@@ -112,7 +114,7 @@ _PLAIN_B = {
 
 
 def map_names(stored_names: Iterable[str]) -> NameMap:
-    """Sorts the names of a checkpoint. Raises CheckpointError when two stored names mean the same tensor."""
+    """Maps the names of a checkpoint. Raises CheckpointError if two stored names mean the same tensor."""
     tensors: dict[str, Source] = {}
     scales: dict[str, str] = {}
     kv_scales: dict[str, str] = {}
@@ -121,7 +123,7 @@ def map_names(stored_names: Iterable[str]) -> NameMap:
     clashes: list[str] = []
     prefix = ""
     for stored in stored_names:
-        # torch.compile leaves its wrapper's name inside the parameters' names.
+        # torch.compile adds the name of its wrapper to the names of parameters.
         name = stored.replace("._orig_mod", "").removeprefix("_orig_mod.")
         if name.startswith("model.") and not name.startswith("model.text_model."):
             prefix = "model."
@@ -158,19 +160,22 @@ def map_names(stored_names: Iterable[str]) -> NameMap:
 
 
 def kv_scale_name(layer: int, side: str) -> str:
-    """The canonical name of a layer's scale of keys ("k") or values ("v")."""
+    """Returns the canonical name of a layer's scale of keys ("k") or values ("v")."""
     return f"text.blocks.{layer}.attn.{side}_scale"
 
 
 def scale_name(canonical: str) -> str:
-    """The usual stored name of the FP8 scale of an expert weight, for messages."""
+    """Returns the usual stored name of the FP8 scale of an expert weight, for messages."""
     layer = canonical.split(".")[2]
     side = "up" if ".fc1." in canonical else "down"
     return f"text_model.transformer.h.{layer}.moe_quant.{side}_scale"
 
 
 def detect_family(canonical: Iterable[str]) -> Family | None:
-    """Moondream 3 by experts, tau attention or linear region heads; Moondream 2 by its region MLPs; else None."""
+    """Returns the family that canonical names belong to, or None.
+
+    Moondream 3 has experts, tau attention or linear region heads. Moondream 2 has region MLPs.
+    """
     names = set(canonical)
     if "region.coord_decoder.weight" in names or any(
         name.endswith(".mlp.router.weight") or ".attn.tau." in name for name in names

@@ -1,6 +1,6 @@
-"""From what is stored to what is needed: which stored tensor makes which canonical one, and what doesn't fit.
+"""Matches the stored tensors of a checkpoint with the tensors that a model needs, and collects what does not fit.
 
-Works on names, shapes and dtypes alone: no values, no torch.
+It works on names, shapes and dtypes only and reads no values.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .expected import OPTIONAL, expected_tensors
 from .names import Part, detect_family, map_names, scale_name
 
 SHOWN = 10
-"""Names of one kind that an error message lists; its attributes hold all."""
+"""Number of names of one kind that an error message lists. The error's attributes hold all names."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One canonical tensor: its shape, the stored tensor and the part of it, and the FP8 scale if there is one."""
+    """One canonical tensor: its shape, the part of the stored tensor that it is, and its FP8 scale, if any."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,7 +38,8 @@ class TensorPlan:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What keeps a checkpoint from being loaded. ``details`` says for a name what is wrong, beyond the name."""
+    """The reasons why a checkpoint can't be loaded: names of tensors, by kind of fault. ``details``: by name, a text
+    that describes the fault and replaces the name in messages."""
 
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
@@ -52,8 +53,9 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
-    """``tensors`` in the order of the files' data. ``ignored``: stored names that are not needed. ``kv_scales``: by
-    `names.kv_scale_name`, those that there are; `kv_scales.read` checks them where they are wanted."""
+    """The stored tensors of a model. ``tensors``: in the order of the files' data. ``ignored``: stored names that are
+    not needed. ``kv_scales``: the existing scales of an FP8 KV cache, by `names.kv_scale_name`; `kv_scales.read` checks
+    their values."""
 
     tensors: tuple[TensorPlan, ...]
     ignored: tuple[str, ...]
@@ -68,10 +70,10 @@ class CheckpointPlan:
 def model_config_for(
     raw: Mapping[str, Any] | None, stored: Mapping[str, StoredTensor], *, hint: Family | None = None
 ) -> ModelConfig:
-    """The model's shape from config.json's contents (None: there is none) and the names in the checkpoint.
+    """Returns the model's shape for the contents of config.json (None without one) and the names in the checkpoint.
 
-    The names decide the family, because released configs may say nothing about it; numbers come from the config. Raises
-    ConfigError when config or ``hint`` (the family of a model asked for by name) say otherwise.
+    The names determine the family, because a released config may not mention it. Numbers come from the config. Raises
+    ConfigError if the config or ``hint``, the family that the model's name implies, contradicts the names.
     """
     raw = raw or {}
     found = detect_family(map_names(stored).tensors)
@@ -85,7 +87,7 @@ def model_config_for(
         raise ConfigError(
             "config.json",
             "moondream3",
-            "it names Moondream 3, tau attention or experts, but the tensors are a Moondream 2 model's",
+            "names Moondream 3, tau attention or experts, but the tensors are a Moondream 2 model's",
         )
     if found == "moondream3" and text.get("tau_attn") is False:
         raise ConfigError(
@@ -95,12 +97,12 @@ def model_config_for(
 
 
 def plan_checkpoint(stored: Mapping[str, StoredTensor], config: ModelConfig) -> CheckpointPlan:
-    """Matches stored tensors with the ones that ``config`` needs; what does not fit is in ``faults``.
+    """Matches the stored tensors with the tensors that ``config`` needs. ``faults`` lists what does not fit.
 
-    Raises CheckpointError when two stored names mean the same tensor, or for a format that we can't read.
+    Raises CheckpointError if two stored names mean the same tensor, or for an unsupported format.
     """
     if any(name.endswith(".weight.packed") for name in stored):
-        raise CheckpointError("this checkpoint is quantised to 4 bits, which can't be loaded")
+        raise CheckpointError("this checkpoint is quantised to 4 bits, which is not supported")
     names = map_names(stored)
     expected = expected_tensors(config)
     missing: list[str] = []
@@ -147,7 +149,7 @@ def plan_checkpoint(stored: Mapping[str, StoredTensor], config: ModelConfig) -> 
 
 
 def checkpoint_error(where: str, faults: Faults, *, hint: str = "") -> CheckpointError:
-    """One error for all that was found; its message shows the first names of each kind."""
+    """Returns one error for all ``faults``. Its message lists the first names of each kind."""
     kinds = (
         ("missing", faults.missing),
         ("unexpected", faults.unexpected),
@@ -170,15 +172,15 @@ def checkpoint_error(where: str, faults: Faults, *, hint: str = "") -> Checkpoin
 
 
 def states_numbers(raw: Mapping[str, Any] | None) -> bool:
-    """Whether config.json's contents give the model's numbers; released ones may not."""
+    """Returns whether the contents of config.json give the model's numbers. Those of a released model may not."""
     return bool(((raw or {}).get("config") or {}).get("text"))
 
 
 def no_config_hint(raw: Mapping[str, Any] | None, config: ModelConfig) -> str:
-    """What to add to an error when the model's numbers had to be assumed."""
+    """Returns an addition to an error if the model's numbers had to be assumed, else an empty text."""
     if states_numbers(raw):
         return ""
-    return f" (no config.json gives the model's numbers: the released {config.family} shape was assumed)"
+    return f" (without a config.json, the released {config.family} shape was assumed)"
 
 
 def _problem(

@@ -1,9 +1,10 @@
-"""Weights made up on the device: a model of the true shape without any file, to measure speed with and to try things.
+"""Generates random weights on the device: a model of the true shape without any file, for benchmarks and experiments.
 
-Values are drawn so that activations stay as those of a trained model: matrices keep their input's scale, branches into
-the residual stream are damped by depth, normalisations are near one, biases small, and tokens choose different experts.
-Each tensor has a generator of its own, seeded by its name: the same on every run, in any order; other devices and
-dtypes draw other values. What such a model says means nothing.
+The distributions keep activations similar to those of a trained model: matrices preserve the scale of their input,
+branches into the residual stream are damped by depth, norm weights are near one, biases are small, and different tokens
+choose different experts. Each tensor has its own generator, seeded with the tensor's name, so the values depend neither
+on the run nor on the order of the tensors. They do depend on the device and the dtype. The model's answers are
+meaningless.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .loader import LoadedCheckpoint, scale_of
 from .memory import require_memory
 
 ROUTER_SPREAD = 1.5
-"""Standard deviation of router logits: of 64 experts the eight chosen then have weights of about 0.05 to 0.4."""
+"""Standard deviation of router logits. With it, the eight chosen of 64 experts have weights of about 0.05 to 0.4."""
 BIAS_STD = 0.02
 NORM_STD = 0.1
 TABLE_STD = {
@@ -33,12 +34,12 @@ TABLE_STD = {
     "region.coord_features": 1.0,
     "region.size_features": 1.0,
 }
-"""Tables that are looked up or added, not multiplied by an input: as large as the stream that they enter."""
+"""Standard deviations of tables that are looked up or added. They match the scale of the residual stream."""
 ALPHA_STD = 0.5
-"""Of tau attention's weight of the position."""
+"""Standard deviation of tau attention's weight of the position."""
 
 _EXPERTS_AT_ONCE = 8
-"""On a GPU; their float32 values exist beside the result, 134 MB for the released shape."""
+"""Experts that are generated at once on a GPU. Their float32 values take 134 MB for the released shape."""
 
 
 def random_checkpoint(
@@ -50,11 +51,14 @@ def random_checkpoint(
     keep_fp8: bool = False,
     progress: Progress | None = None,
 ) -> LoadedCheckpoint:
-    """All tensors of ``config``. Experts are rounded to FP8 with a scale for each row, as released; ``keep_fp8`` says
-    whether they stay so or are widened to ``dtype``, to the same values. Raises InsufficientMemoryError."""
+    """Generates all tensors of ``config``.
+
+    Experts are rounded to FP8 with a scale for each row, as in released checkpoints. ``keep_fp8``: keep them in FP8
+    instead of converting them to ``dtype``. Raises InsufficientMemoryError.
+    """
     device = torch.device(device)
     shapes = expected_tensors(config)
-    report = progress or log_progress("making up weights")
+    report = progress or log_progress("generating weights")
     total = weight_bytes(config, dtype, keep_fp8=keep_fp8)
     require_memory(total, device, what=f"random weights as {str(dtype).removeprefix('torch.')}")
     tensors: dict[str, torch.Tensor] = {}
@@ -80,7 +84,7 @@ def random_checkpoint(
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, keep_fp8: bool) -> int:
-    """What all weights take, made up or read; ``keep_fp8``: experts are in FP8, with their scales."""
+    """Returns the bytes of all weights of a model. ``keep_fp8``: experts are in FP8, with scales."""
     total = 0
     for name, shape in expected_tensors(config).items():
         eight_bit = keep_fp8 and is_expert(config, name)
@@ -89,7 +93,7 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, keep_fp8: bool) -> 
 
 
 def moments(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
-    """Mean and standard deviation of a tensor's values."""
+    """Returns the mean and the standard deviation of a tensor's values."""
     if name in TABLE_STD:
         return 0.0, TABLE_STD[name]
     if name.endswith(".bias"):
@@ -109,7 +113,7 @@ def moments(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[flo
 
 
 def is_expert(config: ModelConfig, name: str) -> bool:
-    """Whether a tensor holds the weights of a layer's experts."""
+    """Returns whether a tensor holds the weights of a layer's experts."""
     moe = config.text.moe
     if moe is None or not name.endswith((".mlp.fc1.weight", ".mlp.fc2.weight")):
         return False
@@ -123,7 +127,7 @@ def _experts(
     device: torch.device,
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[experts, rows, columns] in FP8 and [experts, rows] float32."""
+    """Generates expert weights: [experts, rows, columns] float8_e4m3fn and their scales [experts, rows] float32."""
     weight = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
     scale = torch.empty(shape[:-1], dtype=torch.float32, device=device)
     mean, std = moments(config, name, shape)
@@ -138,7 +142,8 @@ def _experts(
 def _each(
     make: Callable[[str], dict[str, torch.Tensor]], names: list[str], device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """What ``make`` gives for each name; a CPU draws one tensor a thread, as torch's generators use one thread only."""
+    """Yields the result of ``make`` for each name. On a CPU, one thread makes each tensor, because a torch generator
+    uses a single thread."""
     if device.type != "cpu":
         yield from map(make, names)
         return

@@ -1,1 +1,1 @@
-"""The fast runtime: Triton kernels, FlashInfer or SDPA attention, captured decode steps. `runtime.py` is the entry."""
+"""The GPU runtime: Triton kernels, attention, and captured passes. The entry point is `runtime.py`."""

@@ -1,7 +1,4 @@
-"""What a CUDA device can do, asked once at the start: the only place that looks at compute capabilities.
-
-Knows no model and starts no kernel. What follows from an answer is decided by who asks.
-"""
+"""The capabilities of a CUDA device. Only this module reads compute capabilities; its callers decide what follows."""
 
 from __future__ import annotations
 
@@ -18,22 +15,22 @@ from ...errors import ConfigError
 logger = logging.getLogger(__name__)
 
 OLDEST = (8, 0)
-"""Ampere: the first with bfloat16 in its tensor cores, asynchronous copies, and attention kernels made for it."""
+"""Ampere, the first generation with bfloat16 tensor cores, asynchronous copies and suitable attention kernels."""
 FIRST_FP8 = (8, 9)
-"""Ada: the first that multiplies eight-bit floats."""
+"""Ada, the first generation whose tensor cores multiply FP8."""
 FA3 = (9, 0)
-"""Hopper, and only it: the third generation of attention kernels uses instructions that later cards have no more."""
+"""Hopper. FlashInfer's fa3 kernels use instructions that neither older nor newer GPUs have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Of one CUDA device. Sizes are bytes."""
+    """The capabilities of one CUDA device. Sizes are in bytes."""
 
     name: str
     compute_capability: tuple[int, int]
     num_sms: int
     shared_memory_per_block: int
-    """The most that one block of threads may ask for."""
+    """The most shared memory that a thread block may use."""
     memory: int
 
     @property
@@ -43,12 +40,12 @@ class Capabilities:
 
     @property
     def fa3(self) -> bool:
-        """Whether FlashInfer's fa3 kernels run; else fa2."""
+        """Whether FlashInfer's fa3 kernels run on the device. If not, it uses fa2."""
         return self.compute_capability == FA3
 
 
 def capabilities(device: torch.device) -> Capabilities:
-    """Of a CUDA device that torch sees."""
+    """Returns the capabilities of a CUDA device that torch sees."""
     properties = torch.cuda.get_device_properties(device)
     return Capabilities(
         name=properties.name,
@@ -70,25 +67,25 @@ def require_supported(device: torch.device) -> None:
         raise ConfigError(
             "device",
             str(device),
-            f"is a {found.name} of compute capability {_dotted(found.compute_capability)}; "
-            f"{_dotted(OLDEST)} (Ampere) is the oldest that works, or cpu",
+            f"is a {found.name} of compute capability {_dotted(found.compute_capability)}; use a "
+            f"GPU of at least {_dotted(OLDEST)} (Ampere), or cpu",
         )
 
 
 @functools.cache
 def library_version(name: str) -> str | None:
-    """The version of an optional library, "triton" or "flashinfer", if it is there and can be imported; else None.
+    """Returns the version of an optional library, "triton" or "flashinfer", or None if it can't be imported.
 
-    Imports it, which takes up to seconds: to be asked only when it is about to be used.
+    It imports the library, which may take seconds, so call it only if the library is about to be used.
     """
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name:
-            logger.warning("%s is installed and can't be imported: %s", name, error)
+            logger.warning("%s is installed but can't be imported: %s", name, error)
         return None
-    except Exception as error:  # A broken installation raises whatever its first mistake raises.
-        logger.warning("%s is installed and can't be imported: %s", name, error)
+    except Exception as error:  # A broken installation can raise any exception.
+        logger.warning("%s is installed but can't be imported: %s", name, error)
         return None
     version = getattr(module, "__version__", None)
     if isinstance(version, str):

@@ -1,7 +1,7 @@
-"""DecodeGraphs: one captured CUDA graph for each size of a decode batch and each kind of sampling.
+"""DecodeGraphs: a captured CUDA graph for each decode batch size and each kind of sampling.
 
-A graph replays a pass with one launch; it reads and writes the same buffers each time, so it serves a fixed number of
-rows. Batches between two rungs of the ladder are padded to the next.
+Replaying a graph runs a whole pass with one launch. A graph always uses the same buffers, so it has a fixed number of
+rows. A batch is padded to the next size for which there is a graph.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ import torch
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int, str], None]
-"""Called with (done, in all, what)."""
+"""Called with the number of graphs done, their total number and a description of the current graph."""
 
 
 class Variant(NamedTuple):
-    """What a pass is compiled for."""
+    """The properties for which a pass is compiled and captured."""
 
     num_rows: int
     greedy: bool
     """No row draws a random number."""
     spatial: bool
-    """Rows may be fed, and may sample, coordinates and sizes."""
+    """Rows may have coordinates and sizes as input, and may sample them."""
 
 
 def ladder(max_rows: int) -> tuple[int, ...]:
-    """1, 2, 4, then every 8 rows up to 64, every 16 up to 128, every 32 beyond: padding stays small where a row costs
-    most."""
+    """Returns the captured batch sizes: 1, 2, 4, then multiples of 8 up to 64, of 16 up to 128, and of 32 beyond.
+
+    The sizes are closest together for small batches, where a row of padding costs most.
+    """
     rungs = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 4097, 32)]
     return (*(n for n in rungs if n < max_rows), max_rows)
 
 
 class DecodeGraphs:
-    """``body`` enqueues one pass of a variant on the current stream, without waiting for the device."""
+    """The graphs of decode passes. ``body`` enqueues one pass of a variant on the current stream and does not wait."""
 
     def __init__(
         self, body: Callable[[Variant], None], max_rows: int, *, stream: torch.cuda.Stream | None
@@ -48,7 +50,7 @@ class DecodeGraphs:
 
     @property
     def variants(self) -> list[Variant]:
-        """All there are, the largest first: smaller ones then fit into the memory of larger ones."""
+        """All variants, the largest first, so that smaller graphs reuse the memory of larger ones."""
         return [
             Variant(rows, greedy, spatial)
             for rows in reversed(self._rungs)
@@ -57,11 +59,11 @@ class DecodeGraphs:
         ]
 
     def padded(self, num_rows: int) -> int:
-        """The rung that serves ``num_rows``."""
+        """Returns the captured batch size for ``num_rows``."""
         return self._rungs[bisect.bisect_left(self._rungs, num_rows)]
 
     def capture(self, progress: Progress | None = None) -> None:
-        """Runs and captures every variant; compiles what is not compiled yet. Only on a CUDA device."""
+        """Runs and captures every variant, which compiles missing kernels. Requires a CUDA device."""
         assert self._stream is not None, "graphs are captured on a stream of a CUDA device"
         variants = self.variants
         pool = torch.cuda.graph_pool_handle()
@@ -70,7 +72,7 @@ class DecodeGraphs:
             with torch.cuda.stream(self._stream):
                 self._body(variant)
                 self._stream.synchronize()
-                # Other threads may use the device while the server starts: that must not break the capture.
+                # Other threads may use the device during startup, which must not break the capture.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     self._body(variant)
@@ -81,7 +83,7 @@ class DecodeGraphs:
                 progress(index + 1, len(variants), f"decode graph of {variant.num_rows} rows")
 
     def run(self, variant: Variant) -> None:
-        """``variant.num_rows`` is a rung."""
+        """Runs a variant, whose ``num_rows`` is a captured batch size."""
         graph = self._graphs.get(variant)
         if graph is None:
             self._body(variant)

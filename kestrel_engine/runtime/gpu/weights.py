@@ -1,8 +1,8 @@
 """Packs weights that one GEMM of a decode step reads together into one tensor, without doubling memory.
 
-A block of the decoder is parallel: its attention and its MLP read the same LayerNorm and add to the same stream. So the
-weights that read lie above each other, and those that write beside each other. The checkpoint's own names stay and
-become views, so `models.moondream.Moondream` can be built over the packed tensors as well.
+A decoder block is parallel: its attention and its MLP read the same LayerNorm and add to the same residual stream. So
+the weights of the input projections are stacked by rows, and those of the output projections by columns. The
+checkpoint's names remain as views of the packed tensors, so `models.moondream.Moondream` also works on them.
 """
 
 from __future__ import annotations
@@ -15,29 +15,34 @@ from torch import Tensor
 from ...types.model_config import ModelConfig
 
 PATCH_ALIGNMENT = 16
-"""Columns of the patch embedding are padded to a multiple of it: 588 elements of two bytes are not a whole number of
-the 16 bytes that a tensor core's operand rows must be aligned to; 592 are."""
+"""The patch embedding's columns are padded to a multiple of this number. The rows of a tensor core's operands must be
+aligned to 16 bytes: 588 elements of two bytes are not, 592 are."""
 
 
 def packed_in(layer: int) -> str:
-    """Name of ``.weight`` [3 * dim + ff, dim] and ``.bias``: qkv above fc1; of an MoE layer above the router."""
+    """Returns the name of a layer's packed input projections: qkv above fc1, or above the router in an MoE layer.
+
+    ``.weight`` is [3 * dim + ff_dim, dim] or [3 * dim + experts, dim], and ``.bias`` has as many elements as rows.
+    """
     return f"text.blocks.{layer}.packed_in"
 
 
 def packed_out(layer: int) -> str:
-    """Name of ``.weight`` [dim, dim + ff] of a dense layer: proj left of fc2."""
+    """Returns the name of a dense layer's packed output projections: ``.weight`` [dim, dim + ff_dim], proj left of
+    fc2."""
     return f"text.blocks.{layer}.packed_out"
 
 
 PADDED_PATCHES = "vision.patch_emb.padded"
-"""Name of the patch embedding [enc_dim, padded], zeros in the columns beyond a patch."""
+"""The name of the padded patch embedding [enc_dim, padded columns], with zeros in the padding."""
 
 
 def pack_weights(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Adds the packed tensors to ``tensors`` (a checkpoint: canonical names without ``model.``), replaces their parts
-    by views and returns it. One layer at a time: at its peak one layer's packed weights exist twice.
+    """Adds the packed tensors to ``tensors``, replaces their parts by views, and returns ``tensors``.
 
-    Other holders of the parts keep them alive: nothing but ``tensors`` should. Packing twice changes nothing.
+    ``tensors``: a checkpoint, by canonical names without ``model.``. Layers are packed one after the other, so the peak
+    is the size of the weights plus one layer. Only ``tensors`` should reference the parts, because other references
+    keep them allocated. Packing twice has no effect.
     """
     for layer in range(config.text.n_layers):
         block, joined = f"text.blocks.{layer}", packed_in(layer)
@@ -45,22 +50,22 @@ def pack_weights(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, T
             continue
         moe = config.text.moe
         dense = moe is None or layer < moe.start_layer
-        readers = [f"{block}.attn.qkv", f"{block}.mlp.fc1" if dense else f"{block}.mlp.router"]
+        inputs = [f"{block}.attn.qkv", f"{block}.mlp.fc1" if dense else f"{block}.mlp.router"]
         for leaf in ("weight", "bias"):
-            _join(tensors, f"{joined}.{leaf}", [f"{name}.{leaf}" for name in readers], dim=0)
+            _join(tensors, f"{joined}.{leaf}", [f"{name}.{leaf}" for name in inputs], dim=0)
         if dense:
-            writers = [f"{block}.attn.proj.weight", f"{block}.mlp.fc2.weight"]
-            _join(tensors, f"{packed_out(layer)}.weight", writers, dim=1)
+            outputs = [f"{block}.attn.proj.weight", f"{block}.mlp.fc2.weight"]
+            _join(tensors, f"{packed_out(layer)}.weight", outputs, dim=1)
     if PADDED_PATCHES not in tensors:
         _pad_patches(tensors)
     return tensors
 
 
 def _join(tensors: dict[str, Tensor], joined: str, parts: list[str], *, dim: int) -> None:
-    whole = torch.cat([tensors[name] for name in parts], dim=dim)
+    packed = torch.cat([tensors[name] for name in parts], dim=dim)
     sizes = [tensors[name].shape[dim] for name in parts]
-    tensors[joined] = whole
-    tensors.update(zip(parts, torch.split(whole, sizes, dim), strict=True))
+    tensors[joined] = packed
+    tensors.update(zip(parts, torch.split(packed, sizes, dim), strict=True))
 
 
 def _pad_patches(tensors: dict[str, Tensor]) -> None:
@@ -73,10 +78,10 @@ def _pad_patches(tensors: dict[str, Tensor]) -> None:
 
 
 def running_sums(biases: Iterable[Tensor]) -> list[Tensor]:
-    """Float32 sums of the first 1, 2, ... of ``biases`` [dim].
+    """Returns the float32 sums of the first 1, 2, ... of ``biases`` [dim].
 
-    A residual GEMM of a fused pass adds no bias: what the biases so far would have added is added by each LayerNorm
-    while it reads the stream.
+    A residual GEMM of a fused pass adds no bias. Instead, each LayerNorm adds the sum of all biases so far while it
+    reads the residual stream.
     """
     sums: list[Tensor] = []
     for bias in biases:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from kestrel_engine.checkpoint.config_file import config_beside
 from kestrel_engine.checkpoint.files import find_files, read_headers
 from kestrel_engine.checkpoint.weights import device_reader
-from kestrel_engine.checkpoint.weights.device_reader import DeviceReader, data_places
+from kestrel_engine.checkpoint.weights.device_reader import DeviceReader, data_ranges
 from kestrel_engine.checkpoint.weights.finite import FiniteCheck, is_finite
 from kestrel_engine.checkpoint.weights.loader import load_planned
 from kestrel_engine.checkpoint.weights.plan import model_config_for, plan_checkpoint
@@ -76,7 +76,7 @@ def test_no_more_lies_ahead_than_allowed(stored):
 def test_places_are_those_of_the_format(stored):
     folder, tensors = stored
     data = (folder / "x.safetensors").read_bytes()
-    for name, (begin, end) in data_places(folder / "x.safetensors").items():
+    for name, (begin, end) in data_ranges(folder / "x.safetensors").items():
         assert data[begin:end] == tensors[name].view(torch.uint8).numpy().tobytes()
 
 
@@ -88,7 +88,7 @@ def test_a_file_that_shrinks_is_named(stored):
         opened.truncate(file.stat().st_size - 100)
     wanted = list(headers.values())
     with (
-        pytest.raises(CheckpointError, match=r"x\.safetensors: broken or truncated"),
+        pytest.raises(CheckpointError, match=r"x\.safetensors: damaged or truncated"),
         DeviceReader(wanted, CPU) as read,
     ):
         for one in wanted:
@@ -100,7 +100,7 @@ def test_a_broken_header_is_named(tmp_path, header):
     file = tmp_path / "y.safetensors"
     file.write_bytes(struct.pack("<Q", len(header)) + header)
     with pytest.raises(CheckpointError, match=r"y\.safetensors"):
-        data_places(file)
+        data_ranges(file)
 
 
 @pytest.mark.parametrize("scheme", ["a", "b"])

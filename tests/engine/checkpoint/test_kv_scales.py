@@ -79,10 +79,10 @@ def test_some_of_them(opened, caplog):
     del values[1, "v"]
     found = opened(values)
     assert not kv_scales.is_complete(found.plan, LAYERS)
-    some = "5 of 6 scales of an FP8 KV cache are there, text.blocks.1.attn.v_scale isn't: "
-    assert some + "the KV cache keeps the model's type" in caplog.text
+    some = "the checkpoint has 5 of 6 scales of an FP8 KV cache, not text.blocks.1.attn.v_scale; "
+    assert some + "the KV cache has the model's dtype" in caplog.text
     assert read(found)[1] == (pytest.approx(0.02), 1.0)
-    assert some + "1 stands for what is missing" in caplog.text
+    assert some + "missing scales are taken as 1" in caplog.text
 
 
 def test_such_as_cannot_be_are_all_named(opened):
@@ -112,7 +112,7 @@ def test_the_weights_load_whatever_the_scales_are(opened):
     [
         ({}, None, None),
         (ALL, "ok", "all 3 layers': 0.01 to 0.06"),
-        ({(1, "v"): 0.5}, "warn", "1 of 6 scales of an FP8 KV cache are there"),
+        ({(1, "v"): 0.5}, "warn", "1 of 6 scales of an FP8 KV cache"),
         ({(1, "v"): -0.5}, "fail", "h.1.kv_quantizer.v_scale = -0.5"),
     ],
 )

@@ -277,7 +277,7 @@ def test_folders_without_one_clear_checkpoint(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     for weight_map, message in (
         ({"x": "../a.safetensors"}, "is not the name"),
-        ({"x": "c.safetensors"}, "not there: c.safetensors"),
+        ({"x": "c.safetensors"}, "do not exist: c.safetensors"),
         ([], "not a readable index"),
     ):
         index.write_text(json.dumps({"weight_map": weight_map}))

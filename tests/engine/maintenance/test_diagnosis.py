@@ -54,7 +54,7 @@ def test_a_driver_that_torch_cannot_use_is_worth_a_warning(no_card, monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", None)
     told = found(device.check_device(RuntimeConfig(device="auto")))
     assert told["gpu"].status == "warn"
-    assert told["gpu"].message == "driver 570.124.06 is here, and this torch has no CUDA"
+    assert told["gpu"].message == "driver 570.124.06 is installed, but this torch build has no CUDA"
     assert told["gpu"].remedy.startswith("install torch's CUDA build")
 
 
@@ -91,8 +91,8 @@ def test_a_card_that_is_all_right(monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "built_for", "words"),
     [
-        ((7, 5), ("sm_70", "sm_75"), "8.0 (Ampere) is the oldest"),
-        ((9, 0), ("sm_80", "sm_100"), "built for this card"),
+        ((7, 5), ("sm_70", "sm_75"), "8.0 (Ampere) or newer"),
+        ((9, 0), ("sm_80", "sm_100"), "build for this GPU"),
     ],
 )
 def test_a_card_that_is_not_supported(monkeypatch, capability, built_for, words):
@@ -106,7 +106,7 @@ def test_a_card_that_is_not_there(monkeypatch):
     play_card(monkeypatch, (9, 0))
     told = found(device.check_device(RuntimeConfig(device="cuda:3")))
     assert told["gpu"].status == "fail"
-    assert told["gpu"].message == "--device cuda:3: there are 1 cards, from cuda:0 to cuda:0"
+    assert told["gpu"].message == "--device cuda:3: there are 1 GPUs, cuda:0 to cuda:0"
 
 
 def test_libraries_of_the_kernels(monkeypatch):
@@ -159,14 +159,14 @@ def test_the_kernel_tells_the_drivers_version(tmp_path: Path, monkeypatch):
 def test_a_model_that_is_not_here(tmp_path: Path):
     empty = Hub(cache_dir=tmp_path, offline=True)
     told = found(check_model(RuntimeConfig(model="moondream2", device="cpu"), hub=empty))
-    assert told["model"].status == "warn" and "the start fetches it" in told["model"].message
+    assert told["model"].status == "warn" and "downloads it at its start" in told["model"].message
     assert told["memory"].message.startswith("weights take 7.2 GiB as float32")
     told = found(check_model(RuntimeConfig(model="moondream2", offline=True), hub=empty))
     assert told["model"].status == "fail"
     assert told["model"].remedy == "kestrel-grpc download moondream2"
     told = found(check_model(RuntimeConfig(model="org/unknown", device="cpu"), hub=empty))
     assert (told["model"].status, told["memory"].status) == ("warn", "warn")
-    assert "can't be told" in told["memory"].message
+    assert "can't be checked" in told["memory"].message
 
 
 def test_files_that_are_no_model(tmp_path: Path):

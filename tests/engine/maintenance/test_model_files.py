@@ -132,7 +132,7 @@ def test_the_hub_said_what_its_files_are(model: Stand, hub: Hub) -> None:
     config = RuntimeConfig(model=REPO)
     found = verified(config, hub)
     assert [status for status, _ in found.values()] == ["ok"] * 4
-    assert found["checksums"][1] == "3 files are what the hub recorded"
+    assert found["checksums"][1] == "3 files match the checksums recorded by the hub"
     weights = download(config, hub=hub).files[0]
     fingerprint = load_checkpoint(weights).fingerprint
     assert found["values"][1].endswith(fingerprint)
@@ -141,7 +141,10 @@ def test_the_hub_said_what_its_files_are(model: Stand, hub: Hub) -> None:
     data[-1] ^= 1
     target.write_bytes(data)
     status, told = verified(config, hub)["checksums"]
-    assert (status, told) == ("fail", "model.safetensors: not what the hub recorded")
+    assert (status, told) == (
+        "fail",
+        "model.safetensors: differs from the checksum recorded by the hub",
+    )
 
 
 def test_the_hub_is_asked_for_files_that_came_another_way(
@@ -149,7 +152,10 @@ def test_the_hub_is_asked_for_files_that_came_another_way(
 ) -> None:
     (folder / "SHA256SUMS").unlink()
     config = RuntimeConfig(model=REPO, model_path=folder)
-    assert verified(config, hub)["checksums"] == ("ok", "3 files are what the hub recorded")
+    assert verified(config, hub)["checksums"] == (
+        "ok",
+        "3 files match the checksums recorded by the hub",
+    )
     assert verified(RuntimeConfig(model_path=folder), hub)["checksums"][0] == "warn"
     offline = Hub(endpoint=model.url, offline=True)
     assert verified(config, offline)["checksums"][0] == "warn"
@@ -158,7 +164,7 @@ def test_the_hub_is_asked_for_files_that_came_another_way(
     downloads = [method for method, _, _ in model.requests].count("GET")
     (folder / "tokenizer.json").write_bytes(TOKENIZER + b" ")
     found = verified(config, hub)["checksums"]
-    assert found == ("fail", "tokenizer.json: not what the hub recorded")
+    assert found == ("fail", "tokenizer.json: differs from the checksum recorded by the hub")
     assert [method for method, _, _ in model.requests].count("GET") == downloads
     del model.files[REPO, COMMIT, "tokenizer.json"]
     assert verified(config, hub)["checksums"][0] == "warn"
@@ -178,7 +184,10 @@ def test_small_files_have_gits_checksums(tmp_path: Path) -> None:
 def test_a_changed_file_is_named(folder: Path) -> None:
     (folder / "tokenizer.json").write_bytes(TOKENIZER + b" ")
     found = verified(RuntimeConfig(model_path=folder))
-    assert found["checksums"] == ("fail", "tokenizer.json: not what SHA256SUMS recorded")
+    assert found["checksums"] == (
+        "fail",
+        "tokenizer.json: differs from the checksum recorded by SHA256SUMS",
+    )
     assert found["values"][0] == "ok"
 
 
@@ -186,9 +195,12 @@ def test_without_a_record_one_can_be_made(folder: Path) -> None:
     config = RuntimeConfig(model_path=folder)
     (folder / "SHA256SUMS").unlink()
     status, told = verified(config)["checksums"]
-    assert (status, told.partition(" for ")[0]) == ("warn", "nothing is recorded")
+    assert (status, told.partition(" for ")[0]) == ("warn", "no checksum is recorded")
     assert verified(config, record=True)["checksums"][0] == "ok"
-    assert verified(config)["checksums"] == ("ok", "3 files are what SHA256SUMS recorded")
+    assert verified(config)["checksums"] == (
+        "ok",
+        "3 files match the checksums recorded by SHA256SUMS",
+    )
     (folder / "SHA256SUMS").write_text("abc  ../x\n")
     assert verified(config)["checksums"][0] == "fail"
 
@@ -213,7 +225,7 @@ def test_broken_weights_are_named(folder: Path) -> None:
 def test_the_bundled_model_is_as_recorded() -> None:
     found = verified(RuntimeConfig())
     assert [status for status, _ in found.values()] == ["ok"] * 4
-    assert found["checksums"][1] == "3 files are what SHA256SUMS recorded"
+    assert found["checksums"][1] == "3 files match the checksums recorded by SHA256SUMS"
 
 
 async def test_the_bundled_model_gives_its_known_answers() -> None:
@@ -232,15 +244,15 @@ async def test_another_picture_gives_another_answer() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (RuntimeConfig(model="moondream3-preview"), "the answer is known of the image of a stop"),
-        (RuntimeConfig(model="moondream2"), "no answer is known of moondream2, only of kestrel-"),
-        (RuntimeConfig(model_path="/models/md3"), "no answer is known of /models/md3"),
+        (RuntimeConfig(model="moondream3-preview"), "the known answer is about the stop sign"),
+        (RuntimeConfig(model="moondream2"), "no answer is known for moondream2, only for kestrel-"),
+        (RuntimeConfig(model_path="/models/md3"), "no answer is known for /models/md3"),
     ],
 )
 async def test_why_no_answer_can_be_had(config: RuntimeConfig, words: str) -> None:
     found = await maintenance.answer(config)
     assert found.status == "warn" and found.remedy
-    assert found.message.startswith("not asked: ") and words in found.message
+    assert found.message.startswith("not checked: ") and words in found.message
 
 
 def test_answers_may_differ_as_far_as_rounding_goes() -> None:
