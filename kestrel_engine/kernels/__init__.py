@@ -1,6 +1,6 @@
-"""Triton kernels, one family a module: each computes what a few lines of torch would, in one launch.
+"""Triton kernels, one family in each module. A kernel computes in one launch what takes several lines of torch.
 
-Nothing here knows sequences, requests or steps. A module loads Triton when it is imported, so only `runtime.gpu` may
-import it. Under TRITON_INTERPRET=1 (set before the import) every kernel runs on CPU tensors; that is how the tests
+Kernels have no notion of sequences, requests or steps. Importing a module loads Triton, so only `runtime.gpu` may
+import one. With TRITON_INTERPRET=1, set before the import, all kernels run on CPU tensors. The tests use this to
 compare them with plain torch on a machine without a GPU.
 """

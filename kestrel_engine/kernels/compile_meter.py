@@ -1,7 +1,7 @@
-"""CompileMeter: what Triton compiled, and how long that took. Owns Triton's compilation listener, one for the process.
+"""CompileMeter: counts and times Triton's compilations. Owns Triton's compilation listener, of which a process has one.
 
-Kernels are compiled when they are first launched: while graphs are captured, while the engine warms up, and, for a
-shape that nothing before has had, in the middle of serving, where all steps wait for it.
+A kernel is compiled at its first launch: during graph capture or warm-up, or, for a shape that was not used before,
+while the engine serves. In that case all steps wait for the compilation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class CompileMeter:
-    """Any thread. ``serving`` True: a kernel that is compiled from now on is worth a warning."""
+    """Thread-safe counters of compilations. While ``serving`` is True, every compilation logs a warning."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,7 +28,7 @@ class CompileMeter:
         return self._counts
 
     def note(self, name: str, seconds: float, *, cached: bool) -> None:
-        """``cached``: it had been compiled by an earlier process."""
+        """Counts a compilation. ``cached``: the kernel came from the cache of an earlier process."""
         with self._lock:
             before = self._counts
             self._counts = CompileCounts(
@@ -44,7 +44,7 @@ _meter: CompileMeter | None = None
 
 
 def watch_compiler() -> CompileMeter:
-    """The process's meter, which listens from the first call on; whoever listened before goes on to."""
+    """Returns the meter of the process, which listens from the first call on. An earlier listener stays active."""
     global _meter
     if _meter is None:
         from triton import knobs
@@ -55,14 +55,14 @@ def watch_compiler() -> CompileMeter:
 
 
 def _listener(meter: CompileMeter, before: Any) -> Any:
-    """Triton calls it with keywords only; its times are microseconds."""
+    """Returns a listener for Triton, which calls it with keyword arguments only, and with times in microseconds."""
 
-    def listen(**told: Any) -> None:
-        times = told["times"]
+    def listen(**event: Any) -> None:
+        times = event["times"]
         spent = times.ir_initialization + times.total_lowering + times.store_results
-        name = told["metadata"].get("name", "without a name")
-        meter.note(name, spent / 1e6, cached=told["cache_hit"])
+        name = event["metadata"].get("name", "without a name")
+        meter.note(name, spent / 1e6, cached=event["cache_hit"])
         if before is not None:
-            before(**told)
+            before(**event)
 
     return listen

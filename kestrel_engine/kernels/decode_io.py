@@ -1,7 +1,7 @@
-"""The two ends of a decode pass: what each row is fed, and what is kept of what it sampled.
+"""The input and the output of a decode pass: embedding each row's token, and storing the token that it samples.
 
-A row's input is either told by the host or what its sequence's last row sampled, which only the device may know yet:
-the tokens sampled last lie in arrays with a place for each sequence. Kinds of tokens: TEXT, COORD, SIZE.
+The host sends a row's input token, or the kind PREVIOUS for the token that the sequence sampled last, which the host
+may not know yet. The device stores the last sampled token of each sequence. Kinds of tokens: TEXT, COORD, SIZE.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .sampling.logits import LARGEST
 PREVIOUS, TEXT, COORD, SIZE = -1, 0, 1, 2
 
 RESULT_WIDTH = 8
-"""int32 columns of a result: id, bad, bits of the id's log-probability, coord bin, width bin, height bin, bits of the
-coord's log-probability, bits of the size's."""
+"""The number of int32 columns of a result: id, bad, the id's log-probability as bits, coord bin, width bin, height bin,
+the coord's log-probability as bits, the size's log-probability as bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The token that each sequence sampled last. ``ids``, ``kinds`` [num_seqs] int32; ``values`` [num_seqs, 2]
-    float32: a coordinate, or width and height."""
+    """The token that each sequence sampled last. ``ids``, ``kinds``: [num_seqs] int32. ``values``: [num_seqs, 2]
+    float32, a coordinate, or a width and a height."""
 
     ids: Tensor
     kinds: Tensor
@@ -51,11 +51,14 @@ def feed_rows(
     kinds_out: Tensor,
     values_out: Tensor,
 ) -> None:
-    """Resolves ``kinds`` [M] (PREVIOUS: see ``sampled`` at ``seqs``), and embeds. Writes ``new_pages`` [M, 2] int32
-    into ``page_table`` [num_seqs, max_pages] int32, contiguous: a place of it taken flat (negative: none), and a page.
+    """Embeds the input tokens of M rows, and adds new pages to the page table.
 
-    ``ids`` [M], ``values`` [M, 2] count where the kind is told. Writes ``x`` [M, dim]: the row of ``wte`` for TEXT,
-    undefined for others; ``kinds_out`` [M] int32 and ``values_out`` [M, 2] float32.
+    ``kinds``: [M]; a row of kind PREVIOUS reads its token from ``sampled`` at ``seqs``, other rows from ``ids`` [M] or
+    ``values`` [M, 2]. ``new_pages``: [M, 2] int32, an index into the flat ``page_table`` (negative for none) and the
+    page to write there. ``page_table``: [num_seqs, max_pages] int32, contiguous.
+
+    Writes ``x`` [M, dim], the rows of ``wte`` for TEXT and undefined values for other kinds, ``kinds_out`` [M] int32
+    and ``values_out`` [M, 2] float32.
     """
     dim = wte.shape[1]
     _feed_kernel[(len(x),)](
@@ -84,14 +87,15 @@ def _feed_kernel(
     tl.store(values_out + 2 * row + 1, second)
     columns = tl.arange(0, BLOCK)
     inside = columns < DIM
-    # A value's row may carry any id: it is not looked up.
+    # The id of a row with a value is not used.
     embedding = tl.load(wte + tl.where(kind == 0, token, 0) * DIM + columns, mask=inside)
     tl.store(x + row * DIM + columns, embedding, mask=inside)
 
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """What a region head's logits say: ``bins`` int32 and ``logprobs`` float32 [M, heads], of ``num_bins`` bins."""
+    """The best bins of a region head: ``bins`` int32 and ``logprobs`` float32, both [M, heads], of ``num_bins``
+    bins."""
 
     bins: Tensor
     logprobs: Tensor
@@ -99,7 +103,7 @@ class Bins:
 
 
 def flag_rows(hidden: Tensor, flags: Tensor) -> None:
-    """Writes to ``flags`` [M, 1] int32 whether a row of ``hidden`` [M, dim] has a number that is not finite."""
+    """Writes 1 to ``flags`` [M, 1] int32 for each row of ``hidden`` [M, dim] with a NaN or an infinity, else 0."""
     assert hidden.stride(1) == 1 and flags.is_contiguous(), (hidden.stride(), flags.stride())
     dim = hidden.shape[1]
     _flag_kernel[(len(hidden),)](
@@ -109,10 +113,10 @@ def flag_rows(hidden: Tensor, flags: Tensor) -> None:
 
 @triton.jit
 def _is_bad(hidden, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """1 if one of DIM numbers is not finite, else 0."""
+    """Returns 1 if one of DIM numbers is not finite, else 0."""
     columns = tl.arange(0, BLOCK)
     x = tl.load(hidden + columns, mask=columns < DIM, other=0.0).to(tl.float32)
-    # Written so that NaN fails.
+    # This comparison is false for NaN.
     return tl.max(((tl.abs(x) <= LARGEST) == 0).to(tl.int32))
 
 
@@ -139,13 +143,14 @@ def keep_rows(
     reads_coord: int,
     reads_size: int,
 ) -> None:
-    """Writes what M rows sampled to ``sampled`` at ``seqs`` and to ``results`` [M, RESULT_WIDTH] int32.
+    """Stores the sampled tokens of M rows in ``sampled`` at ``seqs`` and in ``results`` [M, RESULT_WIDTH] int32.
 
-    A result is bad if ``bad`` [M] int32 says so of its logits, if its row of ``hidden`` [M, dim] has a number that is
-    not finite, or if the value that it takes has NaN as its log-probability.
+    A result is bad if ``bad`` [M] int32 is set (its logits are not finite), if its row of ``hidden`` [M, dim] is not
+    finite, or if the log-probability of its value is NaN.
 
-    ``flags`` [M] int32, any stride: bits ``reads_coord`` and ``reads_size`` say that a row with that id takes a value
-    from ``coords`` [M, 1] or ``sizes`` [M, 2]. With None for both no row may ask for one.
+    ``flags``: [M] int32, any stride. If the bit ``reads_coord`` is set and the id is ``coord_id``, the row takes its
+    value from ``coords`` [M, 1]; likewise ``reads_size``, ``size_id`` and ``sizes`` [M, 2]. ``coords`` and ``sizes``
+    may both be None if no row sets a flag.
     """
     assert (coords is None) == (sizes is None), "coordinates and sizes are read together"
     spatial = coords is not None
@@ -196,7 +201,7 @@ def _keep_kernel(
         tl.store(out + 7, of_size.to(tl.int32, bitcast=True))
         value_logprob = tl.where(kind == 1, of_coord, tl.where(kind == 2, of_size, 0.0))
         is_bad = is_bad | (value_logprob != value_logprob).to(tl.int32)
-        # In float64, as models.region computes them on the host (moondream.md section 7).
+        # In float64, like models.region on the host (moondream.md section 7).
         coord = (place.to(tl.float64) / NUM_COORD).to(tl.float32)
         w = tl.exp2(10.0 * width.to(tl.float64) / (NUM_SIZE - 1) - 10.0).to(tl.float32)
         h = tl.exp2(10.0 * height.to(tl.float64) / (NUM_SIZE - 1) - 10.0).to(tl.float32)

@@ -1,7 +1,7 @@
-"""LayerNorm of rows, with the sums that come before it: a bias still owed, or a decode step's split-K partials.
+"""LayerNorm of rows, fused with the sums before it: a pending bias, or the split-K partial sums of a decode step.
 
-Rows of up to 4096 elements; statistics in float32, the variance from the centred row. Every sum has one fixed order, so
-a row's result depends neither on the batch nor on the run.
+A row has at most 4096 elements. The statistics are computed in float32, with the variance of the centred row. Every sum
+has a fixed order, so a row's result depends neither on the batch nor on the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_PARTS = 3
 
 @triton.jit
 def _normalised(v, mask, gain, shift, dim, eps):
-    """LN of one row ``v`` [BLOCK] float32 that is zero where ``mask`` is false."""
+    """Returns the LayerNorm of one row ``v`` [BLOCK] float32, which is zero where ``mask`` is false."""
     mean = tl.sum(v, axis=0) / dim
     centred = tl.where(mask, v - mean, 0.0)
     variance = tl.sum(centred * centred, axis=0) / dim
@@ -33,7 +33,7 @@ def _layer_norm_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = (row < rows)[:, None]
-    # A row is its longest power of two and what is left: masked lanes would cost as much as others.
+    # A row is split into its largest power of two and the rest, because masked lanes cost as much as others.
     at, to = x + row[:, None] * x_stride, out + row[:, None] * out_stride
     cols = tl.arange(0, MAIN)
     v = tl.load(at + cols[None, :], mask=there, other=0.0).to(tl.float32)
@@ -67,7 +67,7 @@ def _layer_norm_kernel(
 
 @triton.jit
 def _sum_of(part, row, cols, mask, split_stride, row_stride, SPLITS: tl.constexpr):
-    """``part[:, row]`` summed from the first split to the last, [BLOCK] float32."""
+    """Returns the sum of ``part[:, row]`` over the splits, in order: [BLOCK] float32."""
     at = part + row * row_stride + cols
     total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
@@ -87,7 +87,7 @@ def _add_layer_norm_kernel(
     mask = cols < dim
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    # Parameters first: no kernel before this one writes them.
+    # Load the parameters before the wait, because no preceding kernel writes them.
     gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
     shift = tl.load(bias + cols, mask=mask, other=0.0).to(tl.float32)
     added = tl.zeros([BLOCK], tl.float32)
@@ -105,7 +105,7 @@ def _add_layer_norm_kernel(
         added += _sum_of(part2, row, cols, mask, split_stride2, row_stride2, SPLITS2)
     stored = (v + added).to(x.dtype.element_ty)
     tl.store(stream, stored, mask=mask)
-    # LN of what was stored, not of the sum before rounding: u is then a function of the residual stream alone.
+    # The LayerNorm of the stored, rounded stream, so that the result depends on the residual stream only.
     u = _normalised(stored.to(tl.float32), mask, gain, shift, dim, eps)
     tl.store(out + row * out_stride + cols, u.to(out.dtype.element_ty), mask=mask)
 
@@ -113,17 +113,17 @@ def _add_layer_norm_kernel(
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, *, pending: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
-    """``LN(x + pending)``, [T, D].
+    """Returns ``LN(x + pending)`` [T, D], in ``out`` if that is given.
 
-    ``x`` [T, D], its rows any stride apart; ``weight`` and ``bias`` [D]; ``pending`` [D] float32 is what the residual
-    stream still lacks. ``out`` [T, D] may be ``x``.
+    ``x``: [T, D], with any row stride. ``weight``, ``bias``: [D]. ``pending``: [D] float32, biases that the residual
+    stream does not contain yet. ``out``: [T, D]; it may be ``x``.
     """
     rows, dim = x.shape
     out = torch.empty((rows, dim), dtype=x.dtype, device=x.device) if out is None else out
     if rows:
         main = 1 << (dim.bit_length() - 1)
         rest = triton.next_power_of_2(dim - main) if dim > main else 0
-        # One warp a row, so that no sum waits at a barrier; two rows where registers allow.
+        # One warp for each row, so that no sum needs a barrier. Two rows a program, where registers suffice.
         together = 2 if dim <= 1536 else 1
         _layer_norm_kernel[(triton.cdiv(rows, together),)](
             x, weight, bias, x if pending is None else pending, out, x.stride(0), out.stride(0),
@@ -143,12 +143,15 @@ def add_layer_norm(
     pdl: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The decode residual: ``x += bias + sum(parts)`` in place, rounded to x's type; returns ``LN(x)``, [M, D].
+    """Adds a decode step's residual: ``x += bias + sum(parts)`` in place, rounded to x's dtype. Returns ``LN(x)`` [M,
+    D].
 
-    ``x`` [M, D]; up to three ``parts``, each [S, M, D] or [M, D], float32 or x's type, last dimension contiguous;
-    ``bias`` [D] float32; ``weight`` and ``ln_bias`` [D]. Within a part splits are summed first to last; the order of
-    parts is the order given. ``pdl``: launched as a programmatic dependent (sm_90): the parameters are read while the
-    kernel before still runs. Raises ValueError on more than three parts.
+    ``x``: [M, D]. ``parts``: up to three tensors, each [S, M, D] or [M, D], in float32 or x's dtype, with a contiguous
+    last dimension. ``bias``: [D] float32. ``weight``, ``ln_bias``: [D]. The parts are added in the given order, and the
+    splits of a part from first to last. ``pdl``: launch as a programmatic dependent (sm_90), which reads the parameters
+    while the preceding kernel still runs.
+
+    Raises ValueError for more than three parts.
     """
     rows, dim = x.shape
     if len(parts) > MAX_PARTS:
@@ -163,7 +166,7 @@ def add_layer_norm(
     counts = [p.shape[0] for p in split] + [0] * absent
     block = triton.next_power_of_2(dim)
     pdl = pdl and x.is_cuda
-    # Only CUDA knows the launch attribute.
+    # Only CUDA supports the launch attribute.
     launch = {"launch_pdl": True} if pdl else {}
     _add_layer_norm_kernel[(rows,)](
         x, *tensors, x if bias is None else bias, weight, ln_bias, out, x.stride(0), out.stride(0),
@@ -174,5 +177,6 @@ def add_layer_norm(
 
 
 def _warps(block: int) -> int:
-    """Eight elements a thread: one 16-byte access of a half type; a row's latency matters more than occupancy."""
+    """Returns the warps for eight elements a thread, a 16-byte access in half precision. A row's latency matters more
+    than occupancy."""
     return min(max(block // 256, 1), 16)

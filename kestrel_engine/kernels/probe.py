@@ -1,4 +1,4 @@
-"""The smallest kernel: whether Triton can compile and launch on this machine at all."""
+"""A minimal kernel, which tests whether Triton can compile and launch on this machine."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def _add_one(numbers_ptr, count, BLOCK: tl.constexpr):
 
 
 def add_one(numbers: torch.Tensor) -> None:
-    """In place; ``numbers``: [up to 16] float32."""
+    """Adds 1 to ``numbers`` in place: at most 16 elements, float32."""
     assert numbers.numel() <= _BLOCK
     _add_one[(1,)](numbers, numbers.numel(), BLOCK=_BLOCK)

@@ -77,7 +77,7 @@ async def test_one_at_a_time(engine, tmp_path):
 
 
 async def test_what_goes_wrong_leaves_no_file_and_a_living_engine(engine, tmp_path, monkeypatch):
-    with pytest.raises(ProfileError, match="there is room for 10"):
+    with pytest.raises(ProfileError, match="the limit is 10"):
         await taken(engine, asked(tmp_path, max_bytes=10))
     with pytest.raises(ProfileError, match="No such file"):
         await taken(engine, asked(tmp_path / "gone"))

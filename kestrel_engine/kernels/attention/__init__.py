@@ -1,1 +1,1 @@
-"""Kernels of attention over pages, and of what is written there."""
+"""Kernels for attention over pages, and for storing keys and values."""

@@ -1,12 +1,13 @@
-"""Decode attention: one new token a row against its sequence's pages, in one launch (flash decoding).
+"""Decode attention: one new token a row attends to its sequence's pages, in one launch.
 
-Owns everything between the qkv GEMM and the output projection of a decode step: Moondream 3's tau factors, RoPE,
-storing the new key and value, and softmax attention over positions 0..p, all in float32. Positions of a row are
-divided among ``splits`` programs for each group of heads; they leave partial sums, and the program that finishes last
-adds them up, always in the order of the splits, so the result is deterministic.
+The kernel does all work between the qkv GEMM and the output projection of a decode step, in float32: Moondream 3's tau
+factors, RoPE, storing the new key and value, and softmax attention over positions 0..p. For each group of heads,
+``splits`` programs divide the positions of a row and write partial sums. The program that finishes last adds them, in
+the order of the splits, so the result is deterministic.
 
-The split-and-merge scheme is Flash-Decoding's (Dao et al. 2023). One query a row makes no use of matrix units: products
-are fused multiply-adds over tiles [positions, heads, head_dim], which read whole runs of ``heads * head_dim`` elements.
+The split-and-merge scheme is that of Flash-Decoding (Dao et al. 2023). Matrix units are of no use with one query a row.
+The products are fused multiply-adds over tiles [positions, heads, head_dim], which read contiguous runs of
+``heads * head_dim`` elements.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from ..e4m3 import as_bytes, has_units, stored, widened
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """A program's tile: ``heads`` heads by ``block`` positions at a time; ``stages`` > 1 copies tiles ahead through
-    shared memory. ``ahead`` (of one stage): a program has its first tile in registers before it waits for the kernel
-    in front. ``merge``: splits that the last program to finish adds up at a time."""
+    """A program's tile of ``heads`` heads by ``block`` positions. ``stages`` > 1: prefetch tiles through shared memory.
+    ``ahead`` (with one stage): load the first tile into registers before waiting for the preceding kernel. ``merge``:
+    the splits that the last program adds at once."""
 
     heads: int
     block: int
@@ -39,10 +40,10 @@ class DecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """Partial sums of the splits, for one launch at a time: launches on one stream may share it.
+    """Partial sums of the splits, for one launch at a time. Launches on one stream may share it.
 
-    ``sums`` [entries, num_heads * head_dim] and ``stats`` [entries, 2 * num_heads] float32, an entry for each row and
-    split; ``arrived`` [rows * num_heads] int32, zero between launches (every launch leaves it so).
+    ``sums``: [entries, num_heads * head_dim] float32, one entry for each row and split. ``stats``: [entries, 2 *
+    num_heads] float32. ``arrived``: [rows * num_heads] int32, which every launch leaves at zero.
     """
 
     sums: Tensor
@@ -53,7 +54,7 @@ class DecodeWorkspace:
     def allocate(
         cls, shapes: list[tuple[int, int]], num_heads: int, head_dim: int, device: torch.device
     ) -> DecodeWorkspace:
-        """Room for the largest of ``shapes``, pairs of (rows, splits)."""
+        """Allocates the workspace for the largest of ``shapes``, pairs of (rows, splits)."""
         entries = max(rows * splits for rows, splits in shapes)
         rows = max(rows for rows, _ in shapes)
         return cls(
@@ -64,13 +65,16 @@ class DecodeWorkspace:
 
 
 def candidates(head_dim: int, dtype: torch.dtype) -> list[DecodeConfig]:
-    """What the benchmark tries. A warp's 16-byte loads cover ``warp_heads`` heads of one position; with one warp for
-    every ``warp_heads`` heads no softmax crosses warps, with more warps more positions are in flight."""
+    """Returns the configurations that the benchmark measures.
+
+    A warp's 16-byte loads cover ``warp_heads`` heads of one position. With one warp for every ``warp_heads`` heads, no
+    softmax crosses warps. With more warps, more positions are in flight.
+    """
     lanes = max(1, head_dim * dtype.itemsize // 16)
     warp_heads = max(1, 32 // lanes)
     one, two, four = warp_heads, 2 * warp_heads, 4 * warp_heads
     return [
-        # From one round of the loop to the next a byte takes a register of its own: a tile of them spills thousands.
+        # Across iterations of the loop, each byte takes a whole register, so a prefetched FP8 tile spills thousands.
         DecodeConfig(one, 64, 4, ahead=dtype.itemsize > 1, merge=16),
         DecodeConfig(one, 64, 4),
         DecodeConfig(one, 32, 2),
@@ -89,7 +93,7 @@ def candidates(head_dim: int, dtype: torch.dtype) -> list[DecodeConfig]:
 
 
 def _of_bytes(one: int, two: int, four: int) -> list[DecodeConfig]:
-    """Widening takes registers: smaller tiles, or more warps for them."""
+    """Returns configurations for FP8 pools. Widening takes registers, so they have smaller tiles or more warps."""
     return [
         DecodeConfig(one, 32, 4),
         DecodeConfig(one, 16, 2),
@@ -107,20 +111,24 @@ def _of_bytes(one: int, two: int, four: int) -> list[DecodeConfig]:
 def _config(
     rows: int, head_dim: int, dtype: torch.dtype, *, units: bool = True, beside: bool = False
 ) -> DecodeConfig:
-    """Measured on an H200, 800 positions, 32 heads of 64 (``benchmarks.kernels.attention``): bf16 10.2, 33.2 and 104
-    us a layer at 1, 16 and 64 rows, FlashInfer with its own store of k and v 15.0, 43.7 and 111; e4m3 9.3, 23.9 and
-    59.8, and 14.8 at 4 rows, where the tile for more takes 16.4."""
+    """Returns the fastest configuration, measured on an H200 with 800 positions and 32 heads of 64
+    (``benchmarks.kernels.attention``).
+
+    Microseconds a layer for 1, 16 and 64 rows: bf16 10.2, 33.2 and 104; FlashInfer, including its store of k and v,
+    15.0, 43.7 and 111; e4m3 9.3, 23.9 and 59.8. For 4 rows, e4m3 takes 14.8 us; the tile for more rows would take 16.4.
+    """
     lanes = max(1, head_dim * dtype.itemsize // 16)
     warp_heads = max(1, 32 // lanes)
     if dtype.itemsize == 1:
         if not units:
-            # By integer arithmetic eight-bit numbers take more registers than larger tiles leave.
+            # Widening by integer arithmetic needs more registers than larger tiles leave free.
             return DecodeConfig(warp_heads, 16, 4, stages=3)
         if rows <= 8:
             return DecodeConfig(warp_heads, 64, 4, merge=16)
         return DecodeConfig(4 * warp_heads, 4, 4, stages=5)
     if rows <= 2:
-        # Among others each wait for memory is long: Moondream 3's 24 layers took 0.967 instead of 1.022 ms.
+        # Concurrent kernels make each wait for memory longer, so tiles are prefetched: with it, Moondream 3's 24 layers
+        # took 0.967 ms instead of 1.022.
         return DecodeConfig(warp_heads, 64, 4, ahead=beside, merge=16 if beside else 8)
     return DecodeConfig(4 * warp_heads, 8, 4, stages=3)
 
@@ -128,9 +136,11 @@ def _config(
 def choose_splits(
     rows: int, num_heads: int, head_dim: int, dtype: torch.dtype, *, units: bool = True
 ) -> int:
-    """Parts of a row's positions, at most 16: one to two programs a multiprocessor (H200: 132), and always two. Of
-    bytes two, for one may widen them while the other loads, and of each of many rows at most 8 parts. ``units``: as
-    `has_units` tells."""
+    """Returns the number of splits of a row's positions, from 2 to 16.
+
+    It gives one to two programs a multiprocessor (the H200 has 132). FP8 pools get two, because one program can widen
+    while the other loads, and at most 8 splits for more than 8 rows. ``units``: the result of `has_units`.
+    """
     groups = -(-num_heads // _config(rows, head_dim, dtype, units=units).heads)
     if dtype.itemsize == 1:
         return max(2, min(16 if rows <= 8 else 8, 264 // (rows * groups)))
@@ -157,21 +167,22 @@ def paged_decode(
     pdl: bool = False,
     beside: bool = False,
 ) -> Tensor:
-    """Stores each row's new key and value, and returns ``out`` [M, H*D]: its attention to positions 0..p of itself.
+    """Stores each row's new key and value, and returns ``out`` [M, H*D], the attention to positions 0..p.
 
-    ``qkv`` [M, >= 3*H*D]: q, k and v of all heads, neither rotated nor scaled; left as it is. ``key_pool`` and
-    ``value_pool`` [num_slots, H, D], one layer, contiguous. ``page_table`` [num_seqs, max_pages] int32; ``row_seq``
-    and ``positions`` [M] int32: whose pages a row uses and where its token stands. ``cos`` and ``sin``
-    [max_positions, rotary_dim / 2] float32. ``tau``: raw content [M, 2*H], or parts of it [P, M, 2*H] whose
-    sum it is, and alpha [H] float32. Pools of float8_e4m3fn hold keys and values divided by ``scales``. ``workspace``
-    is needed where ``splits`` > 1. Columns of ``qkv``, ``content`` and ``out`` are contiguous, row strides free;
-    ``out`` may be the columns of v in ``qkv``.
+    ``qkv``: [M, >= 3*H*D], q, k and v of all heads, before RoPE and tau factors; not modified, except that ``out`` may
+    be its columns of v. ``key_pool``, ``value_pool``: [num_slots, H, D] of one layer, contiguous; in FP8, they hold
+    keys and values divided by ``scales``. ``page_table``: [num_seqs, max_pages] int32. ``row_seq``: [M] int32, the row
+    of each sequence in the page table. ``positions``: [M] int32, the position p of each token. ``cos``, ``sin``:
+    [max_positions, rotary_dim / 2] float32. ``tau``: raw content [M, 2*H], or partial sums of it [P, M, 2*H], and alpha
+    [H], all float32. ``workspace``: required if ``splits`` > 1. The columns of ``qkv``, content and ``out`` must be
+    contiguous; row strides are free.
 
-    A row sees its own token and slots of positions below p, nothing else. Rows of one sequence must not meet in one
-    launch, except padding rows (position 0 of a spare sequence that nobody reads).
+    A row reads its own token and the slots of positions below p only. Two rows of one launch must not belong to the
+    same sequence, except for rows of padding (position 0 of a spare sequence that is never read).
 
-    ``pdl``: may begin before the previous kernel has ended, and then reads page table, positions and older keys. Those
-    must come from an earlier graph, or from a kernel that lets none start early. ``beside``: others run meanwhile.
+    ``pdl``: the kernel may start before the preceding kernel has ended. It then reads page table, positions and older
+    keys early, so these must come from an earlier graph or from a kernel that allows no early start. ``beside``: other
+    kernels run concurrently.
     """
     rows = qkv.shape[0]
     _, num_heads, head_dim = key_pool.shape
@@ -190,7 +201,7 @@ def paged_decode(
         assert len(workspace.sums) >= rows * splits and len(workspace.arrived) >= rows * groups
         sums, stats, arrived = workspace.sums, workspace.stats, workspace.arrived
     else:
-        sums = stats = arrived = positions  # Never touched.
+        sums = stats = arrived = positions  # Placeholders, which the kernel does not access.
     content, alpha = tau if tau is not None else (qkv, cos)
     assert tau is None or content.stride(-1) == 1
     parts = 1 if content.dim() == 2 else len(content)
@@ -241,7 +252,7 @@ def paged_decode(
 
 @triton.jit
 def _chunk(position, splits):
-    """Positions of one split: whole eights, so that few splits are needed for few positions."""
+    """Returns the positions of one split, a multiple of eight, so that few positions need few splits."""
     return tl.cdiv(tl.cdiv(position, splits), 8) * 8
 
 
@@ -267,8 +278,8 @@ def _prefetch(
     PAGE: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """Asks for RUN elements from ``head`` on of positions ``at`` [n] into L2, in lines of 128 bytes."""
-    # Past the end, the last position is asked for again.
+    """Prefetches RUN elements from ``head`` on of positions ``at`` [n] into L2, in lines of 128 bytes."""
+    # Past the end, prefetch the last position again.
     at = tl.minimum(at, tl.maximum(end - 1, 0))
     run = (tl.load(table + at // PAGE).to(tl.int64) * PAGE + at % PAGE) * (H * D)
     LINE: tl.constexpr = 1024 // pool.dtype.element_ty.primitive_bitwidth
@@ -286,7 +297,7 @@ def _prefetch(
 
 @triton.jit
 def _tau(content, part_stride, alpha, heads, known, position, PARTS: tl.constexpr):
-    """tanh(content) + 0.5 + sigmoid(alpha * ln(p + 1)), [HEADS] float32; content is the sum of its parts."""
+    """Returns tanh(content) + 0.5 + sigmoid(alpha * ln(p + 1)), [HEADS] float32. Content is the sum of its parts."""
     if PARTS == 1:
         raw = tl.load(content + heads, mask=known, other=0.0).to(tl.float32)
     else:
@@ -304,10 +315,10 @@ def _tau(content, part_stride, alpha, heads, known, position, PARTS: tl.constexp
 
 @triton.jit
 def _elements(group, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BD: tl.constexpr):
-    """Where the group's heads lie in one position's run, [HEADS * BD], and which of these are there.
+    """Returns the offsets of the group's heads in one position's run, [HEADS * BD], and a mask of the valid offsets.
 
-    Tiles are loaded as rows of a run and shaped [.., HEADS, BD] afterwards: that way every version of the compiler
-    lays a warp along heads, so that sums over positions stay within a thread.
+    Tiles are loaded as rows of a run and reshaped to [.., HEADS, BD] afterwards. In this way, every version of the
+    compiler distributes a warp along the heads, so sums over positions stay within a thread.
     """
     e = tl.arange(0, HEADS * BD)
     if BD == D:
@@ -324,7 +335,7 @@ def _elements(group, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BD: 
 @triton.jit
 def _tiles(key_pool, value_pool, pages, at, end, element, inside, H: tl.constexpr, D: tl.constexpr,
            PAGE: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """Keys and values of positions ``at`` [BLOCK], each [BLOCK, HEADS, BD] as stored; zeros from ``end`` on."""
+    """Loads the stored keys and values of positions ``at`` [BLOCK], both [BLOCK, HEADS, BD]; zeros from ``end`` on."""
     run = (pages.to(tl.int64) * PAGE + at % PAGE) * (H * D)
     offsets = run[:, None] + element[None, :]
     mask = (at < end)[:, None] & inside[None, :]
@@ -335,8 +346,9 @@ def _tiles(key_pool, value_pool, pages, at, end, element, inside, H: tl.constexp
 
 @triton.jit
 def _attend(q, k, v, seen, most, total, acc, UNITS: tl.constexpr):
-    """A step of the online softmax: ``most`` and ``total`` [1, HEADS], ``acc`` [1, HEADS, BD] with a tile's ``seen``
-    positions added."""
+    """Adds a tile's ``seen`` positions to the online softmax: ``most`` and ``total`` [1, HEADS], ``acc`` [1, HEADS,
+    BD].
+    """
     scores = tl.sum(widened(k, UNITS) * q[None, :, :], 2)
     scores = tl.where(seen[:, None], scores, float("-inf"))
     higher = tl.maximum(most, tl.max(scores, 0, keep_dims=True))
@@ -350,7 +362,7 @@ def _attend(q, k, v, seen, most, total, acc, UNITS: tl.constexpr):
 @triton.jit
 def _merged(sums, stats, entry, active, heads, known, element, inside, H: tl.constexpr, D: tl.constexpr,
             HEADS: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """[HEADS, BD]: the attention of one row from its splits, in their order. Reads past L1, which may be stale."""
+    """Merges the splits of one row in order, to [HEADS, BD]. Loads bypass the L1 cache, which may be stale."""
     most = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, BD], tl.float32)
@@ -369,7 +381,7 @@ def _merged(sums, stats, entry, active, heads, known, element, inside, H: tl.con
             cache_modifier=".cg",
         )
         higher = tl.maximum(most, tl.max(m, 0))
-        # A head beyond the last has no maximum; zero keeps -inf - -inf out.
+        # A head beyond the last one has no maximum. Zero avoids -inf - -inf.
         higher = tl.where(known, higher, 0.0)
         scale = tl.exp2(m - higher[None, :])
         before = tl.exp2(most - higher)
@@ -389,7 +401,7 @@ def _decode(
     HEADS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, TAU: tl.constexpr,
     AHEAD: tl.constexpr, MERGE: tl.constexpr, PDL: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    # Groups run fastest: neighbouring programs read neighbouring heads of the same positions.
+    # The group is the fastest dimension, so neighbouring programs read neighbouring heads of the same positions.
     group, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row)
     table = page_table + tl.load(row_seq + row).to(tl.int64) * table_stride
@@ -415,7 +427,7 @@ def _decode(
     sine = tl.where(d < half, -sine, sine)[None, :]
     page = tl.load(table + position // PAGE)
     slot = page.to(tl.int64) * PAGE + position % PAGE
-    # Pages are read a tile ahead, so that keys wait for one load, not two; with stages the compiler sees to that.
+    # Page ids are loaded one tile ahead, so that keys wait for one load, not two. With stages, the compiler does this.
     near = begin + tl.arange(0, BLOCK)
     element, inside = _elements(group, H, D, HEADS, BD)
     if STAGES == 1:
@@ -427,7 +439,7 @@ def _decode(
         near += BLOCK
         ahead = _pages(table, near, end, PAGE)
     if PDL:
-        # Older keys and values do not depend on the kernel before this one.
+        # Older keys and values do not depend on the preceding kernel.
         _prefetch(key_pool, table, near, end, group * HEADS, H, D, PAGE, HEADS * BD)
         _prefetch(value_pool, table, near, end, group * HEADS, H, D, PAGE, HEADS * BD)
         gdc_wait()
@@ -445,13 +457,13 @@ def _decode(
         v_new *= _tau(raw + H, part_stride, alpha, heads, known, position, TAU)[:, None]
     q *= scale
 
-    # The first split begins with the new token, as later steps will read it: rounded to the pool's type.
+    # The first split begins with the new token, rounded to the pool's dtype, as later steps will read it.
     first = split == 0
     k_low = stored(k_new, key_pool, per_key)
     v_low = stored(v_new, value_pool, per_value)
     tl.store(key_pool + slot * (H * D) + hd, k_low, mask=known_hd & first)
     tl.store(value_pool + slot * (H * D) + hd, v_low, mask=known_hd & first)
-    # A leading dimension of 1 keeps state and tiles in one layout: nothing crosses shared memory in the loop.
+    # A leading dimension of 1 gives state and tiles the same layout, so the loop does not use shared memory.
     score = tl.sum(q * widened(k_low, UNITS), 1)
     most = tl.where(first, score, float("-inf"))[None, :]
     total = tl.where(first, tl.full([1, HEADS], 1.0, tl.float32), 0.0)
@@ -471,12 +483,12 @@ def _decode(
         )
         most, total, acc = _attend(q, k, v, at < end, most, total, acc, UNITS)
 
-    # Sums over a dimension of 1 only drop it.
+    # These sums only remove the dimension of 1.
     acc, total, most = tl.sum(acc, 0), tl.sum(total, 0), tl.sum(most, 0)
     target = out + row.to(tl.int64) * out_stride
     active = _num_active(position, splits)
-    # ``out`` may be qkv's own columns of v: every thread has read the new value before one overwrites it. Other splits
-    # have either ended at once or arrived before the last one writes.
+    # ``out`` may be qkv's columns of v. All threads have read the new value before any thread overwrites it. The other
+    # splits have either ended at once or arrived before the last split writes.
     tl.debug_barrier()
     if (not SPLIT) or active == 1:
         whole = acc / total[:, None] * value_scale
@@ -488,7 +500,7 @@ def _decode(
         tl.store(stats + at_entry * (2 * H) + heads, most, mask=known)
         tl.store(stats + at_entry * (2 * H) + H + heads, total, mask=known)
         counter = arrived + row * tl.num_programs(0) + group
-        # All threads' partial sums are out before one says so.
+        # All threads have written their partial sums before one of them increments the counter.
         tl.debug_barrier()
         before_us = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
         if before_us == active - 1:

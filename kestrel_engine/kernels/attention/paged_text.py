@@ -1,7 +1,8 @@
-"""Causal attention of prompt text over the pages: several queries of a sequence a program, on tensor cores.
+"""Causal attention of prompt text over the pages. A program computes several queries of a sequence on tensor cores.
 
-Flash attention (Dao et al. 2022, arXiv 2205.14135) with keys and values read through the page table. What belongs to
-whom stands in a list of tiles on the device, so one grid serves every mix of sequences and a CUDA graph can hold it.
+It is flash attention (Dao et al. 2022, arXiv 2205.14135), with keys and values read through the page table. A list of
+tiles on the device assigns queries to sequences, so one grid works for every mix of sequences, and a CUDA graph can
+capture the launch.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from torch import Tensor
 from ..e4m3 import as_bytes, has_units, widened
 
 TILE_QUERIES = 16
-"""Queries of a tile at most: those of a question, and the fewest that tensor cores take."""
+"""The most queries of a tile: about those of a question, and the fewest that tensor cores support."""
 
 TILE_WIDTH = 4
-"""int32 columns of a tile: sequence, place of its first query, number of queries (0: no tile), their first position."""
+"""The number of int32 columns of a tile: sequence, row of its first query, number of queries (0: no tile), position of
+the first query."""
 
 
 def paged_text(
@@ -31,12 +33,12 @@ def paged_text(
     scales: tuple[float, float] = (1.0, 1.0),
     out: Tensor,
 ) -> Tensor:
-    """Writes to ``out`` [T, H*D] what the queries of all ``tiles`` see: positions from 0 to their own.
+    """Writes the attention output of all queries in ``tiles`` to ``out`` [T, H*D].
 
-    ``q`` [T, H, D], rotated; its keys and values are in the pools already. ``key_pool`` and ``value_pool``
-    [num_slots, H, D], one layer, contiguous; of float8_e4m3fn they hold keys and values divided by ``scales``.
-    ``page_table`` [num_seqs, max_pages] int32; ``tiles`` [N, TILE_WIDTH] int32. Rows of ``q`` and ``out`` may lie
-    apart. Rows that belong to no tile are left as they are.
+    A query attends to the positions from 0 to its own. ``q``: [T, H, D], rotated. The pools hold the keys and values of
+    the queries already. ``key_pool``, ``value_pool``: [num_slots, H, D] of one layer, contiguous; in FP8, they hold
+    keys and values divided by ``scales``. ``page_table``: [num_seqs, max_pages] int32. ``tiles``: [N, TILE_WIDTH]
+    int32. ``q`` and ``out`` may have any row stride. Rows that belong to no tile are not written.
     """
     _, num_heads, head_dim = key_pool.shape
     assert q.shape[1:] == (num_heads, head_dim) and q.stride(2) == 1, (q.shape, q.stride())
@@ -75,7 +77,7 @@ def paged_text(
 
 @triton.jit
 def _loaded(pointers, there, dtype: tl.constexpr, UNITS: tl.constexpr):
-    """Of a pool, in ``dtype``, which every e4m3 number fits."""
+    """Loads values from a pool as ``dtype``, which represents every e4m3 number exactly."""
     kept = tl.load(pointers, mask=there, other=0)
     if kept.dtype == dtype:
         return kept
@@ -121,7 +123,7 @@ def _text_kernel(
             scores = tl.dot(own, tl.trans(k), input_precision=precision) * scale
             seen = position[None, :] <= start + query[:, None]
             scores = tl.where(seen, scores, float("-inf"))
-            # Position 0 is in the first round and everybody sees it: the largest score is never -inf.
+            # All queries attend to position 0, which is in the first iteration, so the largest score is never -inf.
             larger = tl.maximum(best, tl.max(scores, 1))
             weights = tl.exp2(scores - larger[:, None])
             shrink = tl.exp2(best - larger)

@@ -1,8 +1,8 @@
-"""Prefill's step between the qkv GEMM and attention, in one launch: tau factors, RoPE, and keys and values to the pool.
+"""The step between the qkv GEMM and attention in prefill, in one launch: tau factors, RoPE, storing keys and values.
 
-A program owns one token: it reads each element once, turns queries and keys in place, and writes new keys and values
-to their slot as well. All arithmetic is float32, rounded once at the end; a pool of float8_e4m3fn gets each number
-rounded from float32 too, and what stays in qkv is in qkv's own type.
+A program handles one token. It reads each element once, rotates queries and keys in place, and writes the new keys and
+values to the token's slot. The arithmetic is float32, with one rounding at the end. An FP8 pool stores each number
+rounded from float32. The results in qkv have qkv's dtype.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..e4m3 import as_bytes, stored
 
 
 def _config(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Heads a program, and its warps: about 32 KB of q, k and v in flight."""
+    """Returns the heads and the warps of a program, for about 32 KB of q, k and v in flight."""
     heads = max(1, 4096 // (triton.next_power_of_2(head_dim) * dtype.itemsize))
     return triton.next_power_of_2(heads), 4
 
@@ -33,12 +33,13 @@ def rope_store(
     tau: tuple[Tensor, Tensor] | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
-    """Turns q and k of ``qkv`` [T, >= 3*H*D] in place, and stores k and v at ``slots``.
+    """Rotates q and k of ``qkv`` [T, >= 3*H*D] in place, and stores k and v at ``slots``.
 
-    With ``tau`` (raw content [T, 2*H] and alpha [H] float32) q and v are first scaled by their factors; v then changes
-    in ``qkv`` too. ``positions`` and ``slots`` [T] int64; no slot occurs twice. ``key_pool`` and ``value_pool``
-    [num_slots, H, D], one layer, contiguous; of float8_e4m3fn they get k and v divided by ``scales``. ``cos`` and
-    ``sin`` [max_positions, rotary_dim / 2] float32. Rows of ``qkv`` and content may lie apart; columns are contiguous.
+    ``tau``: raw content [T, 2*H] and alpha [H], both float32, or None. With tau, q and v are first multiplied by their
+    factors in place. ``positions``, ``slots``: [T] int64; no slot may occur twice. ``key_pool``, ``value_pool``:
+    [num_slots, H, D] of one layer, contiguous; in FP8, they store k and v divided by ``scales``. ``cos``, ``sin``:
+    [max_positions, rotary_dim / 2] float32. ``qkv`` and content may have any row stride; their columns must be
+    contiguous.
     """
     tokens = qkv.shape[0]
     _, num_heads, head_dim = key_pool.shape
@@ -81,7 +82,7 @@ def rope_store(
 
 @triton.jit
 def _factor(content, heads, known, place):
-    """tanh(content) + 0.5 + place, [HEADS, 1] float32; tanh(x) = 2 * sigmoid(2x) - 1."""
+    """Returns tanh(content) + 0.5 + place, [HEADS, 1] float32, with tanh(x) = 2 * sigmoid(2x) - 1."""
     raw = tl.load(content + heads, mask=known, other=0.0).to(tl.float32)
     return (2.0 * tl.sigmoid(2.0 * raw) - 0.5 + place)[:, None]
 
@@ -104,7 +105,7 @@ def _rope_store(
 
     heads = group * HEADS + tl.arange(0, HEADS)
     known = heads < H
-    # Both halves of a pair are in one thread: nobody reads what another has already turned.
+    # One thread holds both halves of a pair, so no thread reads a value that another thread has already rotated.
     j = tl.arange(0, BHALF)
     turns = known[:, None] & (j < HALF)[None, :]
     low = heads[:, None] * D + j[None, :]

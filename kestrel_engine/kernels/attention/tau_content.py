@@ -1,8 +1,8 @@
-"""What tau attention reads from a token's own queries, keys and values: ``gelu(qkv) @ weights.T``, exact GELU, in one
-launch (moondream.md section 6). The GELU never reaches memory.
+"""The content of tau attention, ``gelu(qkv) @ weights.T`` with the exact GELU, in one launch (moondream.md section 6).
 
-Few output columns over a long row give few programs, so the row's length is divided as well: each program leaves a
-partial sum, and the last of a tile's to finish adds them up in their order. The result is deterministic.
+The GELU is not written to memory. There are few output columns, so the sum over a row is divided among programs. Each
+program writes a partial sum, and the program of a tile that finishes last adds them in order, so the result is
+deterministic.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 _PROGRAMS = 264
-"""Two for each multiprocessor of an H200."""
+"""The most programs of a launch that divides rows: two for each multiprocessor of an H200."""
 _MAX_SPLITS = 32
 _MAX_ROWS = 64
 
@@ -30,16 +30,16 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class TauWorkspace:
-    """Partial sums, for one launch at a time. ``sums`` [entries] float32; ``arrived`` [tiles] int32, zero between
-    launches (every launch leaves it so)."""
+    """Partial sums, for one launch at a time. ``sums``: [entries] float32. ``arrived``: [tiles] int32, which every
+    launch leaves at zero."""
 
     sums: Tensor
     arrived: Tensor
 
     @classmethod
     def allocate(cls, columns: int, device: torch.device) -> TauWorkspace:
-        """For ``columns`` of output and any number of tokens: more tokens are divided less."""
-        # A launch that divides has at most _PROGRAMS programs.
+        """Allocates a workspace for ``columns`` of output and any number of tokens."""
+        # The more tokens, the fewer divisions: a launch that divides rows has at most _PROGRAMS programs.
         entries = _PROGRAMS * _MAX_ROWS * columns
         return cls(
             torch.empty(entries, dtype=torch.float32, device=device),
@@ -48,7 +48,7 @@ class TauWorkspace:
 
 
 def _config(tokens: int, element_bytes: int) -> Tiling:
-    """Measured on an H200 in bfloat16: 8 us at 1 token, 32 at 2,250."""
+    """Returns the tiling. In bfloat16 on an H200, it takes 8 us for 1 token and 32 us for 2,250 tokens."""
     if element_bytes == 4:
         return Tiling(16 if tokens <= 64 else 32, 32, 4, 2)
     return Tiling(16, 64, 8, 4) if tokens <= 64 else Tiling(_MAX_ROWS, 128, 4, 3)
@@ -57,9 +57,9 @@ def _config(tokens: int, element_bytes: int) -> Tiling:
 def tau_content(
     qkv: Tensor, weights: Tensor, workspace: TauWorkspace, *, out: Tensor | None = None
 ) -> Tensor:
-    """``qkv`` [T, >= K] before it is rotated, its rows any stride apart; ``weights`` [C, K] -> [T, C] float32.
+    """Returns the content [T, C] float32 of ``qkv`` [T, >= K] before RoPE, which may have any row stride.
 
-    The GELU is rounded to the weights' type, the sum is float32.
+    ``weights``: [C, K]. The GELU is rounded to the weights' dtype, and the sum is float32.
     """
     tokens, (columns, k) = qkv.shape[0], weights.shape
     assert qkv.stride(1) == 1 and qkv.shape[1] >= k and weights.is_contiguous()
@@ -126,13 +126,13 @@ def _tau_content(
         part = tl.arange(0, ROWS)[:, None] * columns + column[None, :]
         base = sums + tile * SPLITS * ROWS * columns
         tl.store(base + split * ROWS * columns + part, acc, mask=there & wanted)
-        # All threads' partial sums are out before one of them says so.
+        # All threads have written their partial sums before one of them increments the counter.
         tl.debug_barrier()
         if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
             tl.store(arrived + tile, 0)
             total = tl.zeros([ROWS, COLUMNS], tl.float32)
             for other in range(SPLITS):
-                # Past L1, which may be stale.
+                # Bypass the L1 cache, which may be stale.
                 total += tl.load(
                     base + other * ROWS * columns + part,
                     mask=there & wanted,

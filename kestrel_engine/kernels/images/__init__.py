@@ -1,1 +1,1 @@
-"""Kernels that make crops and patches of pixels."""
+"""Kernels that make crops and patches from pixels."""

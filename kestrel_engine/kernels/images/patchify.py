@@ -1,4 +1,4 @@
-"""Pixels to the rows of the patch embedding's GEMM: cut, normalised, reordered and padded in one pass."""
+"""Converts pixels to the rows of the patch embedding's GEMM. It cuts, normalises, reorders and pads in one pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _patchify(
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     patches = grid_side * grid_side
     crop, patch = rows // patches, rows % patches
-    # In a patch: channel, row, column.
+    # The order within a patch is channel, row, column.
     channel, inside = columns // (SIZE * SIZE), columns % (SIZE * SIZE)
     y = (patch // grid_side)[:, None] * SIZE + (inside // SIZE)[None, :]
     x = (patch % grid_side)[:, None] * SIZE + (inside % SIZE)[None, :]
@@ -45,9 +45,9 @@ def _patchify(
 def patchify(
     crops: Tensor, size: int, padded: int, dtype: torch.dtype, *, out: Tensor | None = None
 ) -> Tensor:
-    """Crops [n, S, S, channels] uint8, contiguous -> [n * (S / size)^2, padded] of ``dtype``.
+    """Converts crops [n, S, S, channels] uint8, contiguous, to rows [n * (S / size)^2, padded] of ``dtype``.
 
-    A row is a patch: channel, row, column of its pixels, in [-1, 1] (computed in float32), then zeros.
+    A row is a patch: its pixels in [-1, 1], computed in float32, in the order channel, row, column, then zeros.
     """
     n, side, _, channels = crops.shape
     grid_side = side // size

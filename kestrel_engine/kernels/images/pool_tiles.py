@@ -1,7 +1,7 @@
-"""The projector's input from the features of an image's crops: stitching and pooling by index arithmetic alone.
+"""Computes the projector's input from the features of an image's crops, with stitching and pooling by index arithmetic.
 
-Neighbouring tiles overlap by twice a margin, of which each keeps one (moondream.md section 5). The stitched image is
-never built: each cell of the pooled one averages straight from the tiles' features.
+Neighbouring tiles overlap by two margins, and each tile keeps one of them (moondream.md section 5). The stitched
+features are never stored: each pooled cell is an average of the tiles' features.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _pool_tiles(
     CELLS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """A program: one row of the pooled image, CHANNELS of its channels; CELLS >= grid_side."""
+    """A program computes one row of the pooled grid for CHANNELS channels. CELLS >= grid_side."""
     i = tl.program_id(0)
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     j = tl.arange(0, CELLS)
@@ -60,9 +60,11 @@ def _pool_tiles(
 def pool_tiles(
     features: Tensor, tiling: tuple[int, int], grid_side: int, margin: int, *, out: Tensor
 ) -> Tensor:
-    """``features`` [n, grid_side^2, dim] of an image's distinct crops -> ``out`` [grid_side^2, 2 * dim]: beside the
-    features of the whole image (crop 0) those of its tiles, stitched and averaged over what lies under each cell, in
-    float32. ``tiling``: (down, across); with (1, 1) crop 0 is the tile too, else tiles are crops 1 and on.
+    """Writes the projector's input to ``out`` [grid_side^2, 2 * dim].
+
+    The first half of a row is the feature of the overview crop (crop 0). The second half is the average of the stitched
+    tiles' features under the cell, computed in float32. ``features``: [n, grid_side^2, dim] of an image's distinct
+    crops. ``tiling``: (down, across). With (1, 1), crop 0 is also the tile; otherwise the tiles are crops 1 to n - 1.
     """
     down, across = tiling
     dim = features.shape[-1]

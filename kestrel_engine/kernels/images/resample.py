@@ -1,7 +1,7 @@
-"""One pass of an exact resize, for many images in one launch: `exact_resize.AxisPass` over 8-bit RGB.
+"""One pass of an exact resize for many images in one launch: `exact_resize.AxisPass` over 8-bit RGB.
 
-A job is a pass of one image. Its result is a plane, or the tiles that are cut out of it: tiles overlap, and each
-computes what it shares with its neighbours again.
+A job is a pass of one image. Its result is a plane, or the tiles that are cut out of the plane. Tiles overlap, and each
+tile computes its overlap again.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from torch import Tensor
 
 
 class Job(NamedTuple):
-    """Where a pass reads and writes, in elements of its buffers' types: a row of the source has ``pitch`` elements, its
-    pixels three each. ``size``, ``whole``, ``groups``, ``taps``: as in `AxisPass`. ``positions``, ``weights``: places
-    in the tables. The result is ``tiles`` tiles of ``rows`` x ``columns`` pixels, ``across`` beside each other; one
-    begins ``window`` pixels after the other, both ways. ``kept``: 1 writes to the crops, 0 to the arena."""
+    """The input and output of a pass. Offsets count elements of the buffers' dtypes.
+
+    A row of the source has ``pitch`` elements, three for each pixel. ``size``, ``whole``, ``groups``, ``taps``: as in
+    `AxisPass`. ``positions``, ``weights``: offsets in the tables. The result is ``tiles`` tiles of ``rows`` x
+    ``columns`` pixels, ``across`` of them side by side. Neighbouring tiles begin ``window`` pixels apart in both
+    directions. ``kept``: 1 to write to the crops, 0 to write to the arena.
+    """
 
     source: int
     result: int
@@ -41,7 +44,7 @@ class Job(NamedTuple):
 JOB_WIDTH = len(Job._fields)
 
 BLOCK = (8, 256)
-"""Rows and elements of a row that a program computes."""
+"""The rows, and the elements of a row, that a program computes."""
 
 
 @triton.jit
@@ -84,7 +87,7 @@ def _resample(
             group = tl.minimum(tl.maximum(first + tap, 0), groups - 1)
             weight = tl.load(weights + phase + tap)
             if WIDE_IN:
-                # Interpolated rows: nothing was left to shrink.
+                # The rows are interpolated, not shrunk.
                 place = source + group[:, None] * pitch + flat[None, :]
                 value = tl.load(wide_arena + place, mask=inside, other=0).to(tl.int32)
             else:
@@ -96,7 +99,7 @@ def _resample(
                     else:
                         place = source + y[:, None] * pitch + (pixel * 3 + flat % 3)[None, :]
                     mean += tl.load(bytes_arena + place, mask=inside, other=0).to(tl.int32)
-                # Below 2**32, as unsigned.
+                # The product fits 32 unsigned bits.
                 scaled = (mean + whole // 2).to(tl.uint32) * (16777216 // whole).to(tl.uint32)
                 value = (scaled >> 24).to(tl.int32)
             total += value * (weight[:, None] if VERTICAL else weight[None, :])
@@ -124,9 +127,11 @@ def resample(
     wide_out: bool = False,
     block: tuple[int, int] = BLOCK,
 ) -> None:
-    """Runs ``jobs``, one pass of each, in one launch. ``device_jobs`` [len(jobs), JOB_WIDTH] int32: the same on the
-    device. ``arena`` [n] uint8, n even: images and what lies between their passes; ``wide_in`` and ``wide_out`` read
-    and write it as int16. ``crops``: uint8, what results with ``kept`` are written to. ``tables`` [m] int32.
+    """Runs all ``jobs``, one pass of each image, in one launch.
+
+    ``device_jobs``: [len(jobs), JOB_WIDTH] int32, the jobs on the device. ``arena``: [n] uint8, n even, with images and
+    intermediate results, which ``wide_in`` and ``wide_out`` read and write as int16. ``crops``: uint8, the output of
+    jobs with ``kept``. ``tables``: [m] int32.
     """
     assert arena.dtype == crops.dtype == torch.uint8 and len(arena) % 2 == 0, (
         arena.dtype,

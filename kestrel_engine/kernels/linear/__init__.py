@@ -1,1 +1,1 @@
-"""Kernels of matrix products, and of activations that are stored in eight bits for them."""
+"""Kernels for matrix products, and for activations that are stored in FP8 as operands."""

@@ -1,10 +1,11 @@
-"""The first product of an MLP in FP8, with bias, tanh GELU and rounding to FP8 in its epilogue (Triton; Hopper).
+"""The first GEMM of an MLP in FP8, with bias, tanh GELU and rounding to FP8 in its epilogue (Triton, Hopper).
 
-A row's scale would be known after the whole row, of which a program sees one tile. A bound on it is known before: no
-sum is larger than the norms of its two rows multiplied (Cauchy and Schwarz), and GELU makes none larger. A bound eight
-times the peak costs nothing: FP8 keeps its 3 bits of fraction over 15 binary orders, and what is lost lies below the
-eleventh. In turn the hidden layer is written once, a byte each, instead of written, read and written again. One H200,
-[40824, 1152] by [4304, 1152]: 363 us, where cuBLAS and a pass with the GELU take 332 and 140.
+A program computes one tile, so the largest magnitude of a row, which its scale needs, is not known in the epilogue. A
+bound is known before: a dot product is at most the product of the norms of its operands (Cauchy-Schwarz), and GELU does
+not increase a magnitude. A bound of eight times the peak loses nothing relevant: FP8 keeps 3 bits of fraction over 15
+binary orders, and what is lost is below the eleventh. In return, the hidden layer is written once, with one byte an
+element, instead of being written, read and written again. For [40824, 1152] by [4304, 1152] on one H200, the kernel
+takes 363 us; cuBLAS and a GELU pass take 332 and 140 us.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .fp8_rows import FP8_MAX, LEAST_PEAK, Fp8Rows, gelu_tanh
 
 ROUNDED = 1.07
-"""What rounding to FP8 may make of a row's norm: half a step is a sixteenth."""
+"""The largest factor by which rounding to FP8 may increase a row's norm. Half a step is a sixteenth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows and outputs of a program's tile, inputs of a step, warps, and steps that are fetched ahead."""
+    """The rows and outputs of a program's tile, the inputs of a step, the warps, and the steps that are prefetched."""
 
     rows: int = 128
     outputs: int = 256
@@ -44,7 +45,7 @@ def _kernel(
 ):  # fmt: skip
     down, across = tl.cdiv(num_rows, M), tl.cdiv(num_outputs, N)
     for tile in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=True):
-        # GROUP tiles of rows by all outputs after each other: what they read stays in the cache.
+        # Process GROUP row tiles with all outputs before the next group, so that their operands stay in the L2 cache.
         first = tile // (GROUP * across) * GROUP
         high = min(down - first, GROUP)
         m0 = (first + tile % (GROUP * across) % high) * M
@@ -66,14 +67,15 @@ def _kernel(
 
 @functools.cache
 def programs(device: torch.device) -> int:
-    """Each of Hopper's multiprocessors takes one; 0 on other devices: too small for the tile, or nobody measured."""
+    """Returns one program for each of Hopper's multiprocessors, or 0 on other devices, which are too small or
+    untested."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def bounds(weight: Tensor, bias: Tensor) -> tuple[float, float]:
-    """``spread`` and ``least`` of `fp8_gelu`, of ``weight`` [N, K] and ``bias`` [N] before they are rounded."""
+    """Returns ``spread`` and ``least`` of `fp8_gelu` for ``weight`` [N, K] and ``bias`` [N] before rounding."""
     spread = ROUNDED**2 * float(weight.float().norm(dim=1).max()) / FP8_MAX
     return spread, max(float(bias.float().abs().max()), LEAST_PEAK) / FP8_MAX
 
@@ -89,10 +91,11 @@ def fp8_gelu(
     least: float,
     tile: Tile | None = None,
 ) -> Fp8Rows:
-    """``gelu_tanh(rows @ (weight * weight_scales.T).T + bias)`` [T, N] in FP8; scales are ``norms * spread + least``.
+    """Returns ``gelu_tanh(rows @ (weight * weight_scales.T).T + bias)`` [T, N] in FP8.
 
-    ``rows`` [T, K], ``norms`` [T] float32 theirs; ``weight`` [N, K] float8_e4m3fn, ``weight_scales`` [1, N] float32,
-    ``bias`` [N]; K and N multiples of 16.
+    The scales of the result's rows are ``norms * spread + least``. ``rows``: [T, K]. ``norms``: [T] float32, the norms
+    of the rows. ``weight``: [N, K] float8_e4m3fn. ``weight_scales``: [1, N] float32. ``bias``: [N]. K and N must be
+    multiples of 16.
     """
     tile = tile or Tile()
     (num_rows, num_inputs), num_outputs = rows.values.shape, weight.shape[0]

@@ -1,8 +1,9 @@
-"""Rows in FP8 with a scale each, written by what makes them: a LayerNorm, a GELU, or nothing but the copy.
+"""Rows in FP8 with one scale each, the operands of FP8 GEMMs (``runtime/gpu/gemm.py``).
 
-What a product of FP8 operands reads (``runtime/gpu/gemm.py``). A row's largest magnitude becomes FP8_MAX; float8_e4m3fn
-keeps 3 bits of fraction over 15 binary orders below that, so one scale a row loses no more than the type itself does.
-Rows of up to 16384 elements, each whole in one program's registers: nothing is read twice.
+The kernels compute a LayerNorm or a GELU, or only copy, and round the result. The largest magnitude of a row becomes
+FP8_MAX. float8_e4m3fn keeps 3 bits of fraction over 15 binary orders below FP8_MAX, so one scale a row loses no more
+precision than the dtype itself. A row has at most 16384 elements. One program holds a whole row in registers, so
+nothing is read twice.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """The largest number of float8_e4m3fn."""
 LEAST_PEAK = 1e-12
-"""A row of zeros has a scale as well."""
+"""The smallest peak of a row, so that a row of zeros has a valid scale."""
 
 
 class Fp8Rows(NamedTuple):
-    """``values[t] * scales[t]``: values [T, K] float8_e4m3fn, scales [T, 1] float32."""
+    """Rows ``values[t] * scales[t]``. ``values``: [T, K] float8_e4m3fn. ``scales``: [T, 1] float32."""
 
     values: Tensor
     scales: Tensor
 
     def at(self, rows: Tensor) -> Fp8Rows:
-        """Those rows [n] int64 only."""
+        """Returns the given rows [n] int64."""
         return Fp8Rows(self.values.view(torch.uint8)[rows].view(FP8), self.scales[rows])
 
     @classmethod
@@ -50,14 +51,14 @@ def _layer_norm_fp8_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = (row < rows)[:, None]
-    # A row is its longest power of two and what is left, as in the plain LayerNorm.
+    # A row is split into its largest power of two and the rest, as in the plain LayerNorm.
     at, to = x + row[:, None] * x_stride, values + row[:, None] * dim
     cols = tl.arange(0, MAIN)
     v = tl.load(at + cols[None, :], mask=there, other=0.0).to(tl.float32)
     if HAS_ADD:
         more_at = add + row[:, None] * add_stride
         v += tl.load(more_at + cols[None, :], mask=there, other=0.0).to(tl.float32)
-        # LN of what is stored: a function of the residual stream alone.
+        # The LayerNorm of the stored, rounded stream, so that the result depends on the residual stream only.
         stored = v.to(x.dtype.element_ty)
         tl.store(at + cols[None, :], stored, mask=there)
         v = stored.to(tl.float32)
@@ -112,8 +113,8 @@ def _layer_norm_fp8_kernel(
 
 @triton.jit
 def gelu_tanh(v, APPROXIMATE: tl.constexpr):
-    """The tanh form. ``APPROXIMATE``: by the GPU's own tanh, off by 2**-11: with the exponential and the division this
-    pass would compute for as long as it waits for memory."""
+    """Returns the tanh form of GELU. ``APPROXIMATE``: use the GPU's tanh instruction, with an error of 2**-11. With an
+    exponential and a division, this pass would compute for as long as it waits for memory."""
     z = 0.7978845608028654 * v * (1.0 + 0.044715 * v * v)
     if APPROXIMATE:
         t = tl.inline_asm_elementwise(
@@ -122,7 +123,7 @@ def gelu_tanh(v, APPROXIMATE: tl.constexpr):
         half = 0.5 * v
         gelu = half * t + half
     else:
-        # The logistic function of 2 * z; bounded so that nothing overflows.
+        # The logistic function of 2 * z, with a bounded exponent, so that it does not overflow.
         gelu = v / (1.0 + tl.exp(tl.minimum(-2.0 * z, 80.0)))
     return gelu
 
@@ -173,17 +174,18 @@ def layer_norm_fp8(
     out: Tensor | None = None,
     norms: Tensor | None = None,
 ) -> Fp8Rows:
-    """``x += add`` in place, rounded to x's type; then ``LN(x + pending)`` in FP8, and in ``out`` as it is.
+    """Adds ``add`` to ``x`` in place, rounded to x's dtype, and returns ``LN(x + pending)`` in FP8.
 
-    ``x`` [T, D] and, if given, ``add`` and ``out`` [T, D], their rows any stride apart; ``weight`` and ``bias`` [D];
-    ``pending`` [D] float32: what the residual stream still lacks, and keeps lacking. ``norms`` [T] float32 is filled
-    with the Euclidean norm of what is rounded. Statistics as in `layer_norm`.
+    ``x``: [T, D]. ``add``: [T, D] or None. ``out``: [T, D] or None, filled with the LayerNorm before rounding to FP8.
+    All may have any row stride. ``weight``, ``bias``: [D]. ``pending``: [D] float32, biases that the residual stream
+    does not contain; they are not added to ``x``. ``norms``: [T] float32 or None, filled with the Euclidean norms of
+    the LayerNorm's rows. The statistics are those of `layer_norm`.
     """
     rows, dim = x.shape
     result = Fp8Rows.empty(rows, dim, x.device)
     if rows:
         main, rest = _parts(dim)
-        # One warp a row, so that no sum waits at a barrier; two rows where registers allow.
+        # One warp for each row, so that no sum needs a barrier. Two rows a program, where registers suffice.
         together = 2 if dim <= 1536 else 1
         added, plain = x if add is None else add, x if out is None else out
         _layer_norm_fp8_kernel[(triton.cdiv(rows, together),)](
@@ -198,8 +200,10 @@ def layer_norm_fp8(
 
 
 def quantise_rows(x: Tensor, *, gelu: bool = False, left: Tensor | None = None) -> Fp8Rows:
-    """``x`` [T, K], its rows any stride apart, in FP8; with ``gelu`` the tanh GELU of it. ``left`` [T, L], likewise:
-    stands before it as it is, in rows of L + K."""
+    """Returns ``x`` [T, K] in FP8, or its tanh GELU with ``gelu``. ``x`` may have any row stride.
+
+    ``left``: [T, L] or None, with any row stride. It precedes x in the result's rows, without GELU: [T, L + K].
+    """
     rows, dim = x.shape
     before = 0 if left is None else left.shape[1]
     result = Fp8Rows.empty(rows, before + dim, x.device)
@@ -215,11 +219,11 @@ def quantise_rows(x: Tensor, *, gelu: bool = False, left: Tensor | None = None) 
 
 
 def _parts(dim: int) -> tuple[int, int]:
-    """The longest power of two in a row, and one that covers what is left: masked lanes cost as much as others."""
+    """Returns the largest power of two in a row, and a power of two that covers the rest. Masked lanes are not free."""
     main = 1 << (dim.bit_length() - 1)
     return main, triton.next_power_of_2(dim - main) if dim > main else 0
 
 
 def _warps(main: int) -> int:
-    """32 elements a thread."""
+    """Returns the warps for 32 elements a thread."""
     return min(max(main // 1024, 1), 8)

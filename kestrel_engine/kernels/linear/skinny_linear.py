@@ -1,17 +1,17 @@
-"""Linear layers of few rows (a decode step's M <= 128): kernels that do nothing but stream a weight once.
+"""Linear layers of few rows (M <= 128 in a decode step). The kernels are bound by reading the weight once.
 
-Two kernels. ``_dot_kernel`` gives each program BLOCK_N rows of the weight and one part of K, and multiplies on tensor
-cores with the operands swapped - weight [BLOCK_N, K] times x^T [K, BLOCK_M] - so that the big operand fills the
-64-row instruction and the few rows of x are its narrow side. ``_row_kernel`` is for one row of x: plain
-multiply-adds, the weight in registers.
+There are two kernels. ``_dot_kernel`` gives each program BLOCK_N rows of the weight and one part of K. It multiplies on
+tensor cores with swapped operands, weight [BLOCK_N, K] times x^T [K, BLOCK_M], so that the weight fills the 64-row
+instruction and the few rows of x are its narrow side. ``_row_kernel`` is for a single row of x: it uses plain
+multiply-adds, with the weight in registers.
 
-Programmatic dependent launch (``pdl``): before it waits for the kernel that makes x, a program asks for its first
-weight tiles (into L2, or into registers), so that the weight stream goes on between kernels.
+Programmatic dependent launch (``pdl``): before a program waits for the kernel that produces x, it requests its first
+weight tiles (into L2 or into registers), so that reading weights continues between kernels.
 
-Numerics: float32 accumulation. A row's result does not depend on the other rows. The number of splits depends on N and
-K alone, and ``_dot_kernel`` adds along K in one order whatever its tile, so a row's result does not depend on how many
-rows there are either - unless ``_config`` gives one row to ``_row_kernel``, or tiles of different depth to different
-numbers of rows where K / splits is no multiple of both (splits end on whole tiles).
+Numerics: sums are accumulated in float32. A row's result does not depend on the other rows. The number of splits
+depends on N and K only, and ``_dot_kernel`` adds along K in the same order for every tile, so a row's result does not
+depend on the number of rows either. There are two exceptions: ``_config`` may give a single row to ``_row_kernel``, and
+it may give tiles of different depth to different numbers of rows, if K / splits is not a multiple of both depths.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ MAX_ROWS = 128
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How the weight is cut.
+    """The tiling of the weight.
 
-    ``prefetch``: K tiles that a program asks into L2 before it waits (``pdl`` only). ``one_row``: by multiply-adds,
-    for one row of x. ``boxes``: tiles come by the tensor memory accelerator (sm_90) if the weight's alignment allows.
+    ``prefetch``: K tiles that a program prefetches into L2 before it waits (``pdl`` only). ``one_row``: use
+    multiply-adds for one row of x. ``boxes``: load tiles with the tensor memory accelerator (sm_90) if the weight's
+    alignment allows.
     """
 
     block_n: int
@@ -47,7 +48,7 @@ class Tiling:
 
 @triton.jit
 def _gelu_tanh(v):
-    """0.5 v (1 + tanh(z)) = v sigmoid(2 z), which needs no tanh; the exponential is of -|2 z|: it can't overflow."""
+    """Returns 0.5 v (1 + tanh(z)) as v sigmoid(2 z), which needs no tanh. The exponential of -|2 z| can't overflow."""
     twice_z = 1.5957691216057308 * (v + 0.044715 * v * v * v)
     small = tl.exp(-tl.abs(twice_z))
     return v * tl.where(twice_z >= 0, 1.0, small) / (1.0 + small)
@@ -55,14 +56,14 @@ def _gelu_tanh(v):
 
 @triton.jit
 def _prefetch_l2(address, BYTES: tl.constexpr):
-    """Asks for BYTES bytes (a multiple of 16) at each address of a block of int64, and does not wait."""
+    """Prefetches BYTES bytes (a multiple of 16) at each address of a block of int64 into L2, without waiting."""
     tl.inline_asm_elementwise(
         f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; // $0",
         "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
-# The number of rows and the depth of the prefetch change no code: one compilation serves them all.
+# The number of rows and the prefetch depth do not change the code, so they are not specialised.
 @triton.jit(do_not_specialize=["num_rows", "prefetch"])
 def _dot_kernel(
     x, weight, boxes, bias, out, tau, content, num_rows, n, k, k_per_split, x_stride, w_stride,
@@ -77,13 +78,13 @@ def _dot_kernel(
     rows_n = tl.arange(0, BLOCK_N)
     rows_m = tl.arange(0, BLOCK_M)
     within_k = tl.arange(0, BLOCK_K)
-    # Only the tile's start needs 64 bits.
+    # Only the start of the tile needs 64 bits.
     w_tile = weight + first.to(tl.int64) * w_stride
     w_at = w_tile + rows_n[:, None] * w_stride + within_k[None, :]
     x_at = x + rows_m[:, None] * x_stride + within_k[None, :]
     keep_n = first + rows_n < n
     keep_m = rows_m < num_rows
-    # Read now, needed last: at the end its latency would be in nobody's shadow.
+    # The bias is needed last but read now, so that the product hides the latency of the load.
     if HAS_BIAS:
         owed = tl.load(bias + first + rows_n, mask=keep_n, other=0.0).to(tl.float32)
     if TAU_PAD:
@@ -125,7 +126,7 @@ def _dot_kernel(
     tl.store(at_out, result, mask=keep_m[:, None] & keep_n[None, :])
     if TAU_PAD:
         if first < tau_k:
-            # Of what was stored, in the weights' type: as where the GELU is a tensor of its own.
+            # GELU reads the stored output, rounded to the weights' dtype, as a separate GELU kernel would.
             v = acc.to(out.dtype.element_ty).to(tl.float32)
             v = 0.5 * v * (1.0 + tl.erf(v * 0.7071067811865476))
             part = tl.dot(t, v.to(tau.dtype.element_ty), input_precision="ieee")
@@ -149,7 +150,7 @@ def _row_kernel(
     w_at = weight + first.to(tl.int64) * w_stride + rows_n[:, None] * w_stride + within_k[None, :]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    # The first tile is on its way, into registers, before the wait for x.
+    # Load the first tile into registers before waiting for x.
     if EVEN_N and EVEN_K:
         w = tl.load(w_at + begin)
     else:
@@ -190,14 +191,16 @@ def skinny_linear(
     tiling: Tiling | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``x @ weight.T + bias``, [M, N] in x's type; columns from ``gelu_from`` on go through the tanh GELU in float32.
+    """Returns ``x @ weight.T + bias`` [M, N] in x's dtype. Columns from ``gelu_from`` on get the tanh GELU, in float32.
 
-    ``x`` [M, K] with M <= 128 and ``weight`` [N, K] of one type (bfloat16, float16 or float32), rows any stride apart;
-    ``bias`` [N] or None. ``pdl``: launched as a programmatic dependent (sm_90), which changes no result.
-    ``tiling``: a candidate to measure instead of the table's. Raises ValueError on more rows.
+    ``x``: [M, K], M <= 128. ``weight``: [N, K]. Both have the same dtype (bfloat16, float16 or float32) and any row
+    stride. ``bias``: [N] or None. ``pdl``: launch as a programmatic dependent (sm_90), which does not change results.
+    ``tiling``: for benchmarks, a tiling to use instead of the one from the table.
 
-    ``tau``: weights [C, K'] in x's type and where to leave parts [`content_parts`, M, C] float32, whose sum is
-    ``gelu(out[:, :K']) @ weights.T`` with the exact GELU (`tau_content`): each program multiplies the columns it has.
+    ``tau``: weights [C, K'] in x's dtype, and a buffer [`content_parts`, M, C] float32 for partial sums of
+    ``gelu(out[:, :K']) @ weights.T`` with the exact GELU (see `tau_content`). Each program multiplies its own columns.
+
+    Raises ValueError for more than 128 rows.
     """
     out = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
     _launch(x, weight, bias, gelu_from, out.unsqueeze(0), pdl, tiling, tau)
@@ -205,7 +208,7 @@ def skinny_linear(
 
 
 def content_parts(rows: int, weight: Tensor, tau_k: int) -> int:
-    """Into how many parts `skinny_linear` divides the sum over ``tau_k`` of its columns."""
+    """Returns the number of partial sums over ``tau_k`` columns that `skinny_linear` writes."""
     n, k = weight.shape
     return -(-tau_k // _config(rows, n, k, 1, weight.element_size()).block_n)
 
@@ -219,10 +222,10 @@ def skinny_partials(
     tiling: Tiling | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``x @ weight.T`` as partial sums over ``splits`` parts of K, [S, M, N] float32; `add_layer_norm` adds them.
+    """Returns ``x @ weight.T`` as partial sums [S, M, N] float32 over S parts of K, which `add_layer_norm` adds.
 
-    ``splits=None``: `default_splits` of the weight's shape. Given ``out`` [S, M, N], its S counts. The rest as in
-    `skinny_linear`.
+    ``splits``: S; None for `default_splits` of the weight's shape. ``out``: [S, M, N], whose S replaces ``splits``. The
+    other arguments are those of `skinny_linear`.
     """
     if out is None:
         splits = default_splits(*weight.shape) if splits is None else splits
@@ -233,7 +236,10 @@ def skinny_partials(
 
 
 def default_splits(n: int, k: int) -> int:
-    """Parts of K, in multiples of 256 if K allows, that make about one tile of 64 rows a multiprocessor (of 132)."""
+    """Returns the parts of K for about one tile of 64 rows on each of 132 multiprocessors.
+
+    A part is a multiple of 256 if K allows.
+    """
     tiles = (n + 63) // 64
     most = max(min(128 // tiles, k // 256), 1)
     return next((s for s in range(most, 0, -1) if k % (256 * s) == 0), most)
@@ -249,7 +255,7 @@ def _launch(
     tiling: Tiling | None,
     tau: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """``out`` [S, M, N]."""
+    """Launches the kernel that ``tiling`` selects. ``out``: [S, M, N]."""
     (rows, k), n, splits = x.shape, weight.shape[0], out.shape[0]
     if rows > MAX_ROWS:
         raise ValueError(f"{rows} rows; this kernel is for {MAX_ROWS} at most")
@@ -272,7 +278,7 @@ def _launch(
     if pdl:
         options["launch_pdl"] = True
     gelu_from = n if gelu_from is None else gelu_from
-    # What has no bias still needs a pointer.
+    # Without a bias, the kernel still needs a pointer.
     given_bias = out if bias is None else bias
     if t.one_row:
         assert tau is None, "not of one row by multiply-adds"
@@ -303,7 +309,7 @@ def _launch(
 
 
 def _is_aligned(weight: Tensor) -> bool:
-    """Whether every row starts on 16 bytes, as bulk reads need it."""
+    """Returns whether every row is aligned to 16 bytes, which bulk loads require."""
     return weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.element_size() % 16 == 0
 
 
@@ -312,18 +318,20 @@ def _boxes(weight: Tensor, t: Tiling) -> TensorDescriptor:
 
 
 def _prefetchable(weight: Tensor, t: Tiling, k_per_split: int) -> int:
-    """Tiles to prefetch: none if a row is not aligned or the last program's rows would pass the weight's end."""
+    """Returns the tiles to prefetch; 0 if a row is not aligned, or if the last program's rows exceed the weight."""
     whole = weight.shape[0] % t.block_n == 0
     return min(t.prefetch, k_per_split // t.block_k) if whole and _is_aligned(weight) else 0
 
 
 def _config(rows: int, n: int, k: int, splits: int, element_bytes: int) -> Tiling:
-    """The tiling for a shape, measured on an H200 in a chain of 24 layers (``benchmarks.kernels.linear``): 30.7, 31.2
-    and 35.3 us a layer of Moondream 2 at 1, 16 and 64 rows, without attention; cuBLAS 37.6, 38.6 and 40.5; the floor
-    23.5. Prefetching into L2 before the wait cost more than it gained, so none is asked for. Tiles of one shape have
-    one depth for all numbers of rows: a row has the same bits in every batch."""
+    """Returns the tiling for a shape, measured on an H200 in a chain of 24 layers (``benchmarks.kernels.linear``).
+
+    A layer of Moondream 2 without attention takes 30.7, 31.2 and 35.3 us with 1, 16 and 64 rows; cuBLAS takes 37.6,
+    38.6 and 40.5 us; the memory floor is 23.5 us. Prefetching into L2 before the wait cost more than it gained, so it
+    is off. For one shape, all numbers of rows use tiles of the same depth, so a row has the same bits in every batch.
+    """
     if element_bytes == 4:
-        # Float32 multiplies on the plain units; nothing here is tuned for it.
+        # Float32 does not use tensor cores, and its tiling is not tuned.
         return Tiling(32, 32, stages=3)
     if n > 32768:
         return Tiling(64, 128, stages=4, boxes=True)

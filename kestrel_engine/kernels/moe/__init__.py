@@ -1,1 +1,1 @@
-"""Kernels of mixture-of-experts layers."""
+"""Kernels for mixture-of-experts layers."""

@@ -1,12 +1,13 @@
-"""Experts for up to 64 tokens: each chosen expert's weights are streamed once, by two kernels.
+"""Experts for up to 64 tokens. Two kernels read the weights of each chosen expert once.
 
-Programs are (slot, tile of output rows). A slot is an expert, or while there are fewer pairs than experts, a pair:
-then the first pair of an expert works for all of its tokens and the others exit. A program finds its tokens itself in
-the few routing entries, so nothing has to be sorted. Experts of at most 16 tokens use a narrow tile, others one that
-holds all tokens. A single token is multiplied without tensor cores.
+A program computes a tile of output rows of one work item. A work item is an expert or, if there are fewer pairs than
+experts, a pair: then the program of an expert's first pair works for all tokens of the expert, and the programs of the
+other pairs exit. A program finds its tokens in the few routing entries, so the pairs need no sorting. An expert of at
+most 16 tokens uses a narrow tile; other experts use a tile for all tokens. A single token is multiplied without tensor
+cores.
 
-Programmatic dependent launch (``pdl``): the up kernel lets the down kernel start only once the routing is complete, so
-that one's programs find their expert and ask for its weights in L2 while the up kernel still runs.
+Programmatic dependent launch (``pdl``): the up kernel lets the down kernel start once the routing is complete. So the
+programs of the down kernel find their expert and prefetch its weights into L2 while the up kernel still runs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _NARROW = 16
 
 
 class Tile(NamedTuple):
-    """Output rows of a program, inputs a step, warps, stages, and whether weights are the first operand."""
+    """The output rows of a program, the inputs of a step, warps, stages, and whether weights are the first operand."""
 
     rows: int
     block_k: int
@@ -39,7 +40,7 @@ class Tiles(NamedTuple):
     down: Tile
 
 
-# By bytes of a weight and class of batch: 1 token, up to 16, up to 64. Measured on an H200 by
+# By bytes of a weight and batch class (1 token, up to 16, up to 64). Measured on an H200 by
 # benchmarks/kernels/moe.py: 24, 111 and 141 us for FP8, 34, 176 and 207 us for bfloat16.
 TILES: dict[tuple[int, int], Tiles] = {
     (1, 1): Tiles(Tile(8, 512, 4, 3), Tile(16, 512, 4, 2)),
@@ -71,11 +72,13 @@ def moe_decode(
     pdl: bool = False,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """``u`` [T, D] through its experts (moe_route.route) -> parts [k, T, D] float32: part i is the output of
-    each token's i-th expert times its weight. Summed in order (add_layer_norm does) they are the layer's output.
+    """Applies each token's experts (see `route.route`) to ``u`` [T, D] and returns parts [k, T, D] float32.
 
-    ``out``: where the parts go, [k, T, D], also in the model's dtype. ``pdl``: launched as programmatic dependents
-    (sm_90), which changes no result. Raises ValueError beyond 64 tokens.
+    Part i is the output of each token's i-th expert times its weight. The sum of the parts, in order, is the layer's
+    output; `add_layer_norm` computes it. ``out``: [k, T, D] for the parts, in float32 or the model's dtype. ``pdl``:
+    launch as programmatic dependents (sm_90), which does not change results.
+
+    Raises ValueError for more than 64 tokens.
     """
     layer = Experts(fc1, fc2, fc1_scale, fc2_scale)
     num_tokens, k = experts.shape
@@ -145,14 +148,16 @@ def moe_decode(
 
 
 def _prefetchable(fc2: Tensor, rows: int) -> int:
-    """Bytes of one program's weights, which lie together; 0 if the last program's rows would pass the expert's end."""
+    """Returns the bytes of one program's weights, which are contiguous; 0 if the last program's rows exceed the
+    expert."""
     num_bytes = rows * fc2.shape[2] * fc2.element_size()
     return num_bytes if fc2.shape[1] % rows == 0 and num_bytes % (128 * 16) == 0 else 0
 
 
 @triton.jit
 def _prefetch_l2(address, BYTES: tl.constexpr):
-    """Asks for BYTES bytes (a multiple of 16) at each address of a block of int64: one thread each, without waiting."""
+    """Prefetches BYTES bytes (a multiple of 16) at each address of a block of int64, one thread each, without
+    waiting."""
     tl.inline_asm_elementwise(
         f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; // $0",
         "=r,l",
@@ -173,7 +178,7 @@ def _pairs_of_slot(
     TOKENS_PAD: tl.constexpr,
     CHOICES_PAD: tl.constexpr,
 ):
-    """The slot's expert, and for each token its pair with it, or -1. A slot without work has no pairs."""
+    """Returns the expert of a work item, and each token's pair with it, or -1. An item without work has no pairs."""
     token = tl.arange(0, TOKENS_PAD)
     choice = tl.arange(0, CHOICES_PAD)
     pair = token[:, None] * K_CHOICES + choice[None, :]
@@ -185,7 +190,7 @@ def _pairs_of_slot(
         expert = tl.load(experts_ptr + slot)
     pairs = tl.max(tl.where(chosen == expert, pair, -1), axis=1)
     if not BY_EXPERT:
-        # An earlier pair of the same expert does the work.
+        # The program of an earlier pair of the same expert does the work.
         earlier = tl.sum(((pairs >= 0) & (pairs < slot)).to(tl.int32), axis=0)
         pairs = tl.where(earlier > 0, -1, pairs)
     return expert, pairs
@@ -193,7 +198,7 @@ def _pairs_of_slot(
 
 @triton.jit
 def _compact(pairs, TOKENS_PAD: tl.constexpr, NARROW: tl.constexpr):
-    """The pairs that are not -1, in order, as [NARROW]."""
+    """Returns the pairs that are not -1, in order, as [NARROW]."""
     exists = pairs >= 0
     place = tl.cumsum(exists.to(tl.int32), axis=0) - 1
     to = tl.arange(0, NARROW)
@@ -215,7 +220,7 @@ def _product(
     SWAP: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Inputs times weights, [M, N] float32. Weights pass by once: they should not displace others from the cache."""
+    """Returns inputs times weights, [M, N] float32. Weights are read once, so they are evicted first from the cache."""
     at_k = tl.arange(0, BLOCK_K)
     if M == 1:
         sums = tl.zeros([N, BLOCK_K], tl.float32)
@@ -284,7 +289,7 @@ def _up_tile(
 ):
     valid = pairs >= 0
     token = tl.where(valid, pairs, 0) // K_CHOICES
-    # Rows of h, then the same rows of g: one product gives both.
+    # The rows of h, then the same rows of g, so that one product computes both.
     both = tl.arange(0, 2 * ROWS)
     column = tile * ROWS + both % ROWS
     row = column + (both // ROWS) * INNER
@@ -332,7 +337,7 @@ def _up_kernel(
     PRODUCT_SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """product[pair] = gelu(h) * (g + 1) of one slot's pairs and ROWS of its columns."""
+    """Computes product[pair] = gelu(h) * (g + 1) for the pairs of one work item and ROWS of its columns."""
     tile = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -427,7 +432,8 @@ def _down_kernel(
     PDL: tl.constexpr,
     TILE_BYTES: tl.constexpr,
 ):
-    """out[choice, token] = weight * (product[pair] @ fc2.T) of one slot's pairs and ROWS of its columns."""
+    """Computes out[choice, token] = weight * (product[pair] @ fc2.T) for the pairs of one work item and ROWS
+    columns."""
     tile = tl.program_id(0)
     expert, pairs = _pairs_of_slot(
         experts_ptr, tl.program_id(1), num_tokens, K_CHOICES, BY_EXPERT, TOKENS_PAD, CHOICES_PAD

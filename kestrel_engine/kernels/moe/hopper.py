@@ -1,13 +1,14 @@
-"""Experts' products on Hopper: one kernel for up and for down, whose warps divide the work (Gluon; sm_90 only).
+"""Experts' GEMMs on Hopper: a persistent, warp-specialised kernel for up and for down (Gluon, sm_90 only).
 
-132 programs stay on the chip and take tiles in turn. In each, one warp fetches weights and rows by the copy engine
-into a ring of stages; two groups of four warps each multiply half of the tile's weight rows with all of its tokens. A
-group may run ahead of the other by the depth of the ring, so that one's tensor cores work while the other stores.
+Each of 132 persistent programs computes tiles in turn. In a program, one warp loads weights and rows with the tensor
+memory accelerator into a ring of stages. Two groups of four warps each multiply half of the tile's weight rows with all
+of its tokens. One group may run ahead of the other by the depth of the ring, so that one group uses the tensor cores
+while the other stores.
 
-Weights come first (accumulators are [weight rows, tokens]): FP8 weights widened to float16 then never go back to
-shared memory, but are the register operand of the product. A thread reads 16 of its row's inputs that lie side by
-side, where the instruction wants them spread; so the other operand's inputs are stored in another order
-(``in_kernel_order``), which a sum doesn't notice. FP8 rows (W8A8) go straight from shared memory, in their natural
+Weights are the first operand, so accumulators are [weight rows, tokens]. So FP8 weights that are widened to float16
+need not return to shared memory: they are the register operand of the product. A thread reads 16 adjacent inputs of its
+row, while the instruction expects them in another order. Therefore the inputs of the other operand are stored in that
+order (``in_kernel_order``), which does not change the sum. FP8 rows (W8A8) are read from shared memory in their natural
 order.
 """
 
@@ -29,41 +30,42 @@ from .sort import sorted_fp8_rows, sorted_rows
 from .tile import Experts, product_scale
 
 WEIGHT_ROWS = 64
-"""Rows of one accumulator: what a group of four warps multiplies in one instruction."""
+"""The rows of one accumulator, which a group of four warps multiplies in one instruction."""
 RING_BYTES = 192 << 10
 MEAN_PAIRS = 24
-"""Of an expert, below which smaller tiles of `moe_prefill` are faster: at 32 they take 178 us a layer, this 147."""
+"""The least mean pairs of an expert. For fewer pairs, the smaller tiles of `moe_prefill` are faster; at 32 pairs, they
+take 178 us a layer and this kernel 147."""
 
 
 def pairs_of_a_tile(mean: float, *, fp8: bool) -> int:
-    """64 or 128 for experts of ``mean`` pairs.
+    """Returns the faster tile, 64 or 128 pairs, for experts of ``mean`` pairs.
 
-    H200, us a layer by tiles of 64 and of 128 (benchmarks/kernels/moe_prefill.py): 140 and 176 at a mean of 32, 207 and
-    191 at 95, 317 and 334 at 188, 706 and 673 at 475; in FP8, both with a loop that took up to 6 % longer, 139 and 153,
-    184 and 169, 259 and 253, 559 and 484.
+    Microseconds a layer on an H200 with tiles of 64 and of 128 (benchmarks/kernels/moe_prefill.py): 140 and 176 at a
+    mean of 32, 207 and 191 at 95, 317 and 334 at 188, 706 and 673 at 475. In FP8, both measured with a loop that took
+    up to 6 % longer: 139 and 153, 184 and 169, 259 and 253, 559 and 484.
     """
     if mean <= 56:
         return 64
-    # Of the second tile of 128 a half would stay empty.
+    # With tiles of 128, half of the second tile would be empty.
     return 64 if not fp8 and 128 < mean <= 192 else 128
 
 
 def in_kernel_order(x: Tensor) -> Tensor:
-    """``x`` [..., K] with every 64 inputs in the order in which the kernel multiplies them."""
+    """Returns ``x`` [..., K] with every 64 inputs in the order in which the kernel multiplies them."""
     blocks: Tensor = x.unflatten(-1, (-1, 4, 4, 2, 2))  # type: ignore[no-untyped-call]
     return blocks.transpose(-4, -3).transpose(-3, -2).flatten(-5)
 
 
 @functools.cache
 def _programs(device: torch.device) -> int:
-    """Of Hopper's multiprocessors each takes one; 0 anywhere else."""
+    """Returns one program for each of Hopper's multiprocessors; 0 on other devices."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def takes(u: Tensor, experts: Experts, num_pairs: int) -> bool:
-    """Whether `products` runs there, and is faster than smaller tiles."""
+    """Returns whether `products` supports the device and the experts, and is faster than smaller tiles."""
     if (
         not experts.is_fp8
         or u.dtype != torch.bfloat16
@@ -83,17 +85,18 @@ def products(
     in_fp8: Fp8Rows | None = None,
     tile: int | None = None,
 ) -> None:
-    """``outputs`` [T * k, D] = what every pair's expert makes of its token's row of ``u`` [T, D]; ``chosen`` [T, k].
+    """Writes the output of every pair's expert for its token's row of ``u`` [T, D] to ``outputs`` [T * k, D].
 
-    ``in_fp8``: ``u`` in FP8, which is then multiplied; GeGLU's products are rounded to FP8 as well. Sums of FP8
-    products have Hopper's own 14 bits. ``tile``: 64 or 128 pairs, else what is faster.
+    ``chosen``: [T, k], each token's experts. ``in_fp8``: ``u`` in FP8, which is multiplied instead of ``u``; GeGLU's
+    products are then rounded to FP8 as well. Hopper accumulates FP8 products with 14 bits. ``tile``: 64 or 128 pairs;
+    None for the faster one.
     """
     num_pairs, k = chosen.numel(), chosen.shape[1]
     tile = tile or pairs_of_a_tile(num_pairs / experts.num_experts, fp8=in_fp8 is not None)
     grouping = group_by_expert(chosen, experts.num_experts, tile)
     product = torch.empty((num_pairs, experts.inner), dtype=torch.float16, device=u.device)
     fc1, fc2 = (experts.fc1, experts.fc1_scale), (experts.fc2, experts.fc2_scale)
-    # Sorted rows lie where outputs will: nobody reads them by then.
+    # The sorted rows share memory with the outputs, because they are no longer read when the outputs are written.
     if in_fp8 is None:
         rows = outputs.view(torch.float16)
         sorted_rows(u, rows, grouping.order, k, kernel_order=True)
@@ -114,11 +117,12 @@ def _launch(
     scale: Tensor | None,
     outputs: Tensor,
 ) -> None:
-    """One of the two products. ``rows`` [P, K] lie in the order of ``grouping``: float16 in the kernel's order, or e4m3
-    with ``row_scale`` [P, 1] float32. ``weight`` [E, N, K] e4m3, ``scale`` [E, N] float32.
+    """Launches one of the two products.
 
-    up: ``outputs`` [P, N / 2] float16 = gelu(h) * (g + 1) * PRODUCT_SCALE, in the kernel's order unless ``rows`` are
-    FP8. down: ``outputs`` [P, N] at the pair of each place, over PRODUCT_SCALE.
+    ``rows``: [P, K] in the order of ``grouping``; float16 in the kernel's order, or e4m3 with ``row_scale`` [P, 1]
+    float32. ``weight``: [E, N, K] e4m3. ``scale``: [E, N] float32. With up, ``outputs`` [P, N / 2] float16 are
+    gelu(h) * (g + 1) * PRODUCT_SCALE, in the kernel's order unless ``rows`` are FP8. With down, ``outputs`` [P, N] are
+    the products divided by PRODUCT_SCALE, in the order of pairs.
     """
     num_inputs, fp8 = weight.shape[2], row_scale is not None
     block_k = 128 if fp8 else 64
@@ -150,7 +154,7 @@ def _launch(
     )
 
 
-# A number of tiles that 16 divides is no other kernel.
+# The number of tiles is not specialised, so a multiple of 16 does not compile another kernel.
 @gluon.jit(do_not_specialize=["num_tiles"])
 def _kernel(
     rows, weight, order, tiles, used, scale, row_scale, outputs, num_tiles,
@@ -169,7 +173,7 @@ def _kernel(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
     hopper.fence_async_shared()
-    # Of up a tile is 128 columns of h and as many of g, of down 256 columns.
+    # A tile of up has 128 columns of h and 128 of g. A tile of down has 256 columns.
     total = gl.load(used) * (NUM_ROWS // (4 * N))
     gl.warp_specialize(
         [
@@ -199,7 +203,7 @@ def _weight_row(
     N: gl.constexpr,
     UP: gl.constexpr,
 ):
-    """Within an expert, where the rows of a group's accumulator begin."""
+    """Returns the first row, within an expert, of a group's accumulator."""
     column = work % (NUM_ROWS // (4 * N))
     if UP:
         first = column * (2 * N) + group * N + part * (NUM_ROWS // 2)
@@ -247,7 +251,7 @@ def _fetch(
 
 @gluon.jit
 def _read(w):
-    """[64, 64] of FP8 weights, four times 16 that lie side by side a thread."""
+    """Reads [64, 64] FP8 weights: each thread reads four times 16 adjacent weights."""
     AS_READ: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [8, 0], [0, 2], [0, 4], [0, 8]],
         [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
@@ -260,15 +264,18 @@ def _read(w):
 
 @gluon.jit
 def _operand(read, MMA: gl.constexpr):
-    """`_read`'s weights as a float16 operand, in the kernel's order of inputs."""
+    """Returns the weights from `_read` as a float16 operand, in the kernel's order of inputs."""
     wide = read.to(gl.float16).reshape([64, 4, 4, 2, 2]).permute((0, 2, 3, 1, 4))
     return gl.convert_layout(wide.reshape([64, 64]), gl.DotOperandLayout(0, MMA, 2))
 
 
 @gluon.jit
 def _wait(count: gl.constexpr, sums, operand):
-    """The sums, once only ``count`` products run. A running product reads its operand's registers, which nobody else
-    knows: they are named here so that nothing is written to them before."""
+    """Waits until at most ``count`` products are in flight, and returns the sums.
+
+    A product in flight reads its operand's registers, which the compiler does not know. Naming the operand here keeps
+    the compiler from overwriting these registers earlier.
+    """
     sums, operand = hopper.warpgroup_mma_wait(count, deps=(sums, operand))
     return sums
 
@@ -305,7 +312,8 @@ def _multiply(
                     stage = 0
                     phase ^= 1
         elif M == 64:
-            # A half is widened while the other is multiplied. With 128 pairs that takes up to 2 % longer than below.
+            # Widen one half while the other is multiplied. With 128 pairs, this takes up to 2 % longer than the loop
+            # below.
             mbarrier.wait(full.index(stage), phase)
             of_tokens = x.index(stage).permute((1, 0))
             wa = _operand(_read(w.index(stage * 4 + group * 2)), MMA)
@@ -348,7 +356,7 @@ def _multiply(
                 if stage == STAGES:
                     stage = 0
                     phase ^= 1
-                # The next weights are widened while these are multiplied.
+                # Widen the next weights while these are multiplied.
                 mbarrier.wait(full.index(stage), phase)
                 wa_next = _operand(_read(w.index(stage * 4 + group * 2)), MMA)
                 wb_next = _operand(_read(w.index(stage * 4 + group * 2 + 1)), MMA)
@@ -412,7 +420,7 @@ def _store(
     if UP:
         product = _geglu(a, b, PRODUCT_SCALE).to(outputs.dtype.element_ty).permute((1, 0))
         if not FP8:
-            # The next product's inputs, in the order in which it takes them.
+            # Store the inputs of the next product, in the order in which it reads them.
             product = product.reshape([M, 4, 4, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([M, N])
         to = outputs + gl.expand_dims(place.to(gl.int64) * (NUM_ROWS // 2), 1) + a0 + at
         gl.store(to, gl.convert_layout(product, STORE), mask=valid)
@@ -430,8 +438,11 @@ def _store(
 
 @gluon.jit
 def _geglu(h, g, SCALE: gl.constexpr):
-    """gelu(h) * (g + 1) * SCALE, clamped to float16. erf by Abramowitz and Stegun 7.1.26, within 2e-7: half the
-    instructions of an exact one, and warps that store multiply nothing."""
+    """Returns gelu(h) * (g + 1) * SCALE, clamped to float16.
+
+    erf is computed by Abramowitz and Stegun 7.1.26, with an error of 2e-7. This takes half the instructions of an exact
+    erf, and warps that run this epilogue do not multiply meanwhile.
+    """
     t = _fast("rcp.approx.ftz.f32 $0, $1;", gl.fma(gl.abs(h), 0.3275911 * 0.7071067811865476, 1.0))
     p = (
         (((0.5307027145 * t - 0.7265760135) * t) + 0.7107068705) * t - 0.142248368

@@ -1,9 +1,9 @@
-"""Experts for many tokens: a grouped matrix product over the pairs sorted by expert, then each token's sum.
+"""Experts for many tokens: a grouped GEMM over the pairs, sorted by expert, then the sum over each token's pairs.
 
-FP8 experts of bfloat16 models have a kernel of their own on Hopper (moe_hopper). Anywhere else, and for few tokens,
-three kernels after the grouping (moe_route): up with GeGLU, which gathers its rows of ``u``; down, which scatters its
-rows back to their pairs; and the sum over a token's pairs, in the order of their choice, so results repeat. Tiles of
-one row tile lie next to one another, and so do an expert's row tiles: the programs that run together share weights.
+FP8 experts of bfloat16 models have a separate kernel on Hopper (hopper.py). On other GPUs, and for few tokens, three
+kernels run after the grouping (route.py): up with GeGLU, which gathers its rows of ``u``; down, which scatters its rows
+back to their pairs; and the sum over a token's pairs in the order of choice, so results are deterministic. Tiles of the
+same rows, and the row tiles of an expert, are adjacent, so programs that run at the same time share weights.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .tile import Experts, dot_tile, geglu, product_scale, triton_type
 logger = logging.getLogger(__name__)
 
 GLUON = ((3, 6), (3, 8))
-"""Triton from the first on and before the second: Gluon, which moe_hopper is written in, changes between releases."""
+"""The supported Triton versions, [first, second). hopper.py uses Gluon, which changes between releases."""
 
 
 class Tile(NamedTuple):
-    """Columns of outputs (up: of h, and as many of g), inputs a step, warps, stages; see moe_tile.dot_tile for
-    ``swap``. ``tma``: weights are fetched by the copy engine."""
+    """The output columns of a program (for up, of h and of g each), the inputs of a step, warps and stages. ``swap``:
+    see `tile.dot_tile`. ``tma``: load weights with the tensor memory accelerator."""
 
     block_n: int
     block_k: int
@@ -42,14 +42,14 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """``rows``: pairs of a tile, for both products."""
+    """The tiles of both products. ``rows``: the pairs of a tile."""
 
     rows: int
     up: Tile
     down: Tile
 
 
-# By bytes of a weight and mean pairs of an expert, at most (0: any more). Measured on an H200 by
+# By bytes of a weight and the largest mean pairs of an expert (0: no limit). Measured on an H200 by
 # benchmarks/kernels/moe.py at 64, 256, 730 and 11,680 tokens: 138, 176, 305 and 2,410 us for FP8 (489 TFLOP/s), 222,
 # 253, 287 and 2,237 us for bfloat16.
 TILES: dict[tuple[int, int], Tiles] = {
@@ -76,13 +76,13 @@ def tiles_for(element_size: int, num_pairs: int, num_experts: int) -> Tiles:
 
 @functools.cache
 def _hopper(device: torch.device) -> ModuleType | None:
-    """moe_hopper where it can be imported and run."""
+    """Returns the module hopper.py if it can be imported and run on ``device``, else None."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
     first, beyond = GLUON
     if not first <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < beyond:
         logger.warning(
-            "experts of prompts run a fifth slower: Triton %s is none that the kernel for Hopper is written for",
+            "the MoE kernel for Hopper does not support Triton %s; experts run a fifth slower in prefill",
             triton.__version__,
         )
         return None
@@ -105,12 +105,12 @@ def moe_prefill(
     tiles: Tiles | None = None,
     in_fp8: Fp8Rows | None = None,
 ) -> Tensor:
-    """``u`` [T, D] through its experts (moe_route.route) -> [T, D], the weighted sum over each token's experts, plus
-    ``add_to`` [T, D] if given. ``out`` may be ``add_to``.
+    """Applies each token's experts (see `route.route`) to ``u`` [T, D] and returns their weighted sum [T, D].
 
-    Experts' outputs are rounded to the model's dtype before they are weighted and summed in float32. ``in_fp8``:
-    ``u`` in FP8, which FP8 experts then multiply, their products as well, where moe_hopper runs. ``tiles``: these, by
-    the kernels below, on any machine.
+    ``add_to``: [T, D], added to the sum, or None. ``out`` may be ``add_to``. The experts' outputs are rounded to the
+    model's dtype, then weighted and summed in float32. ``in_fp8``: ``u`` in FP8. If hopper.py is used, FP8 experts
+    multiply it instead of ``u``, with FP8 products of GeGLU. ``tiles``: use these tiles, and the kernels of this
+    module, on any GPU.
     """
     layer = Experts(fc1, fc2, fc1_scale, fc2_scale)
     num_tokens, k = experts.shape
@@ -164,7 +164,7 @@ def _launch(
     rows: Any = weight
     tma = (
         tile.tma and num_inputs * weight.element_size() % 16 == 0
-    )  # what the copy engine can address
+    )  # What the tensor memory accelerator can address.
     if tma:
         rows = TensorDescriptor.from_tensor(
             weight.view(-1, num_inputs), [tile.block_n, tile.block_k]
@@ -205,7 +205,8 @@ def _weights(
     BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """[BLOCK_N, BLOCK_K] of weights from ``row`` on. Beyond the expert's columns they are another's, or zero."""
+    """Loads weights [BLOCK_N, BLOCK_K] from ``row`` on. Beyond the expert's rows, they belong to another expert or are
+    zero."""
     if TMA:
         tile = w.load([row, k])
     else:
@@ -218,7 +219,7 @@ def _weights(
     return tile
 
 
-# A number of tiles that 16 divides is no other kernel.
+# The number of tiles is not specialised, so a multiple of 16 does not compile another kernel.
 @triton.jit(do_not_specialize=["num_tiles"])
 def _up_kernel(
     u_ptr,
@@ -241,7 +242,7 @@ def _up_kernel(
     DOT: tl.constexpr,
     PRODUCT_SCALE: tl.constexpr,
 ):
-    """product[place] = gelu(h) * (g + 1), for the places of one tile and BLOCK_N columns."""
+    """Computes product[place] = gelu(h) * (g + 1) for the places of one tile and BLOCK_N columns."""
     tile = tl.program_id(0) // tl.cdiv(NUM_COLUMNS, BLOCK_N)
     first = (tl.program_id(0) % tl.cdiv(NUM_COLUMNS, BLOCK_N)) * BLOCK_N
     expert = tl.load(tiles_ptr + tile)
@@ -250,7 +251,7 @@ def _up_kernel(
         end = tl.load(tiles_ptr + 2 * num_tiles + tile)
         place = begin + tl.arange(0, BLOCK_M)
         valid = place < end
-        # Rows beyond the end are some other row: reading it costs less than masks do.
+        # Beyond the end, read some other row, which costs less than a mask.
         token = tl.load(order_ptr + place, mask=valid, other=0) // K_CHOICES
         rows = u_ptr + token.to(tl.int64) * stride
         row = expert * (2 * NUM_COLUMNS) + first
@@ -311,7 +312,7 @@ def _down_kernel(
     DOT: tl.constexpr,
     PRODUCT_SCALE: tl.constexpr,
 ):
-    """outputs[pair] = product[place] @ fc2.T, for the places of one tile and BLOCK_N columns."""
+    """Computes outputs[pair] = product[place] @ fc2.T for the places of one tile and BLOCK_N columns."""
     tile = tl.program_id(0) // tl.cdiv(NUM_COLUMNS, BLOCK_N)
     first = (tl.program_id(0) % tl.cdiv(NUM_COLUMNS, BLOCK_N)) * BLOCK_N
     expert = tl.load(tiles_ptr + tile)
@@ -367,7 +368,7 @@ def _sum_kernel(
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """out[token] = the token's pairs, weighted, in order (+ add_to[token])."""
+    """Computes out[token], the weighted sum of the token's pairs in order, plus add_to[token] if given."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < DIM

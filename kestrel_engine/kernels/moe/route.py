@@ -1,7 +1,7 @@
-"""Routing of a mixture of experts: each token's experts and their weights, and the pairs grouped by expert.
+"""Routing of a mixture of experts: chooses each token's experts and their weights, and groups the pairs by expert.
 
-A pair is one token with one of its experts: pair = token * k + choice. All of it stays on the device: grids depend on
-shapes only, so a captured graph replays it with any routing.
+A pair is a token with one of its experts: pair = token * k + choice. All results stay on the device, and grids depend
+on shapes only, so a captured graph works for every routing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Pairs in the order of their experts, cut into tiles of at most ``tile`` pairs of one expert.
+    """Pairs in the order of their experts, divided into tiles of at most ``tile`` pairs of one expert.
 
-    ``order`` [pairs] int32: the pair at each place. ``tiles`` [3, num_tiles] int32: expert of the tile (-1: none, the
-    tile is beyond the end), its first place, and the end of its expert's places (a tile may end before). ``used`` [1]
-    int32: how many tiles are before the end.
+    ``order``: [pairs] int32, the pair at each place of the order. ``tiles``: [3, num_tiles] int32, the expert of a tile
+    (-1 for an unused tile), its first place, and the end of its expert's places (a tile may end earlier). ``used``: [1]
+    int32, the number of used tiles.
     """
 
     order: Tensor
@@ -38,10 +38,13 @@ class Grouping:
 def route(
     logits: Tensor, k: int, *, pdl: bool = False, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Of ``logits`` [T, E]: weights [T, k] float32 and experts [T, k] int32, largest first, ties to the lower expert.
+    """Returns the weights [T, k] float32 and the experts [T, k] int32 of the k largest of ``logits`` [T, E].
 
-    The weights are a softmax over the chosen logits. NaN sorts above everything, and shows in the weights.
-    ``pdl``: launched as a programmatic dependent (sm_90), which changes no result.
+    The largest is first, and ties go to the lower expert. The weights are a softmax over the chosen logits. NaN counts
+    as the largest value and makes the weights NaN. ``pdl``: launch as a programmatic dependent (sm_90), which does not
+    change results.
+
+    Raises ValueError if k exceeds the number of experts.
     """
     num_tokens, num_experts = logits.shape
     if not 1 <= k <= num_experts:
@@ -51,7 +54,7 @@ def route(
         experts = torch.empty((num_tokens, k), dtype=torch.int32, device=logits.device)
     else:
         weights, experts = out
-    # A token a program while there are few: their latency is all that a decode step sees of this kernel.
+    # For few tokens, one program each: only the latency of this kernel matters in a decode step.
     rows = 1 if num_tokens <= 512 else 8
     pdl = pdl and logits.is_cuda
     launch = {"launch_pdl": True} if pdl else {}
@@ -88,7 +91,8 @@ def route(
 
 
 def group_by_expert(experts: Tensor, num_experts: int, tile: int) -> Grouping:
-    """Groups the pairs of ``experts`` [T, k] int32; within an expert they keep their order, so results repeat."""
+    """Groups the pairs of ``experts`` [T, k] int32. Pairs of an expert keep their order, so results are
+    deterministic."""
     num_pairs = experts.numel()
     device = experts.device
     num_chunks = triton.cdiv(num_pairs, _CHUNK)
@@ -127,8 +131,8 @@ def group_by_expert(experts: Tensor, num_experts: int, tile: int) -> Grouping:
 
 @triton.jit
 def _keys(logits, expert, EXPERTS_PAD: tl.constexpr):
-    """One integer that orders by logit, then by lower expert: float bits become monotonic when a negative's are
-    flipped."""
+    """Returns integers whose order is that of the logits, with ties to the lower expert. The bits of a float are
+    monotonic after those of negative numbers are flipped."""
     bits = logits.to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (bits.to(tl.int64) << 32) | (EXPERTS_PAD - 1 - expert).to(tl.int64)
@@ -138,8 +142,10 @@ def _keys(logits, expert, EXPERTS_PAD: tl.constexpr):
 def rank_token(
     logits, expert, valid, weights_ptr, experts_ptr, K: tl.constexpr, EXPERTS_PAD: tl.constexpr
 ):
-    """Of one token's ``logits`` [EXPERTS_PAD] float32 stores K weights and experts: every expert counts those before
-    it, all at once, where finding one after the other would take K rounds."""
+    """Stores the K weights and experts of one token's ``logits`` [EXPERTS_PAD] float32.
+
+    Each expert counts the experts before it, all in parallel. Finding the experts one by one would take K rounds.
+    """
     logits = tl.where(logits == 0.0, 0.0, logits)  # -0.0 ties with 0.0
     key = tl.where(valid, _keys(logits, expert, EXPERTS_PAD), -0x7FFFFFFFFFFFFFFF)
     rank = tl.sum((key[None, :] > key[:, None]).to(tl.int32), axis=1)
@@ -156,7 +162,7 @@ def _rank_kernel(
     logits_ptr, weights_ptr, experts_ptr, stride,
     NUM_EXPERTS: tl.constexpr, K: tl.constexpr, EXPERTS_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token a program."""
+    """Routes one token in each program."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -224,7 +230,7 @@ def _count_kernel(
     EXPERTS_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Counts of each expert in one chunk of pairs."""
+    """Counts the pairs of each expert in one chunk of pairs."""
     chunk = tl.program_id(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     expert = tl.arange(0, EXPERTS_PAD)
@@ -233,7 +239,7 @@ def _count_kernel(
     tl.store(counts_ptr + chunk * NUM_EXPERTS + expert, counts, mask=expert < NUM_EXPERTS)
 
 
-# Sizes that 16 divides are no other kernel.
+# Sizes are not specialised, so a multiple of 16 does not compile another kernel.
 @triton.jit(do_not_specialize=["num_pairs", "num_chunks", "num_tiles"])
 def _place_kernel(
     experts_ptr,
@@ -249,8 +255,8 @@ def _place_kernel(
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Places one chunk's pairs after those of lower experts and of the expert's earlier chunks; program 0 also cuts
-    the experts into tiles."""
+    """Places one chunk's pairs after the pairs of lower experts and of the same expert in earlier chunks. Program 0
+    also divides the experts into tiles."""
     chunk = tl.program_id(0)
     expert = tl.arange(0, EXPERTS_PAD)
     total = tl.zeros([EXPERTS_PAD], tl.int32)

@@ -1,7 +1,8 @@
-"""The router of a few tokens in one launch: logits and each token's experts, straight from the LayerNorm's output.
+"""The router for few tokens, in one launch: computes the logits and each token's experts from the LayerNorm's output.
 
-Needs nothing of what attention computes, so experts can begin while attention does. A program computes a few experts'
-logits for one token; the last of a token's to finish ranks them all. Every sum has one order: results repeat.
+It does not depend on attention, so experts can run concurrently with attention. A program computes the logits of a few
+experts for one token. The program of a token that finishes last ranks all experts. Every sum has a fixed order, so
+results are deterministic.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from .route import rank_token
 
 MAX_TOKENS = 64
 _ROWS = 4
-"""Experts of a program."""
+"""The experts whose logits a program computes."""
 
 
 class RouterWorkspace:
-    """For one launch at a time. ``logits`` [tokens, experts] in the model's type, left there for whoever wants to look;
-    ``arrived`` [tokens] int32, zero between launches (every launch leaves it so)."""
+    """Buffers for one launch at a time. ``logits``: [tokens, experts] in the model's dtype; they remain readable after
+    the launch. ``arrived``: [tokens] int32, which every launch leaves at zero."""
 
     def __init__(
         self, tokens: int, num_experts: int, dtype: torch.dtype, device: torch.device
@@ -39,11 +40,13 @@ def route_tokens(
     out: tuple[Tensor, Tensor] | None = None,
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``u`` [T, D] -> weights [T, k] float32 and experts [T, k] int32, as `moe_route.route` of ``u @ weight.T + bias``.
+    """Routes ``u`` [T, D] and returns weights [T, k] float32 and experts [T, k] int32, as `route.route` does.
 
-    ``weight`` [E, D] and ``bias`` [E] in u's type, to which logits are rounded, as those of prompts are. ``pdl``:
-    launched as a programmatic dependent (sm_90), and its own dependents may start at once; changes no result. Raises
-    ValueError beyond 64 tokens.
+    The logits are ``u @ weight.T + bias``, rounded to u's dtype, as in prefill. ``weight``: [E, D]. ``bias``: [E]. Both
+    have u's dtype. ``pdl``: launch as a programmatic dependent (sm_90), whose own dependents may start at once; this
+    does not change results.
+
+    Raises ValueError for more than 64 tokens.
     """
     tokens, (num_experts, dim) = u.shape[0], weight.shape
     if tokens > MAX_TOKENS:
@@ -97,7 +100,7 @@ def _router(
     known = mine < NUM_EXPERTS
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    # Weights first: no kernel writes them.
+    # Load the weights before the wait, because no kernel writes them.
     w = tl.load(
         weight + mine[:, None] * w_stride + column[None, :],
         mask=known[:, None] & inside[None, :],
@@ -111,13 +114,13 @@ def _router(
     v = tl.load(u + token.to(tl.int64) * u_stride + column, mask=inside, other=0.0)
     total = tl.sum(w.to(tl.float32) * v.to(tl.float32)[None, :], axis=1) + owed
     tl.store(logits + token * NUM_EXPERTS + mine, total.to(logits.dtype.element_ty), mask=known)
-    # All threads' logits are out before one of them says so.
+    # All threads have written their logits before one of them increments the counter.
     tl.debug_barrier()
     if tl.atomic_add(arrived + token, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(arrived + token, 0)
         expert = tl.arange(0, EXPERTS_PAD)
         valid = expert < NUM_EXPERTS
-        # Past L1, which may be stale.
+        # Bypass the L1 cache, which may be stale.
         all_logits = tl.load(
             logits + token * NUM_EXPERTS + expert, mask=valid, other=0.0, cache_modifier=".cg"
         ).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Tokens' rows put into the order of their experts, and their inputs into the order in which a product reads them."""
+"""Sorts tokens' rows by expert, and their inputs into the order in which a GEMM reads them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from ..linear.fp8_rows import Fp8Rows
 
 
 def sorted_rows(x: Tensor, out: Tensor, order: Tensor, k: int, *, kernel_order: bool) -> None:
-    """``out`` [P, D] = the rows order // k of ``x`` [T, D] in out's type; ``order`` [P] int32 (moe_route.Grouping).
+    """Writes the rows ``order // k`` of ``x`` [T, D] to ``out`` [P, D], in out's dtype.
 
-    ``kernel_order``: every 64 inputs as moe_hopper.in_kernel_order puts them.
+    ``order``: [P] int32 (see `route.Grouping`). ``kernel_order``: reorder every 64 inputs as `hopper.in_kernel_order`
+    does.
     """
     dim = out.shape[1]
     assert not kernel_order or dim % 64 == 0, dim
@@ -22,7 +23,8 @@ def sorted_rows(x: Tensor, out: Tensor, order: Tensor, k: int, *, kernel_order: 
 
 
 def sorted_fp8_rows(x: Fp8Rows, memory: Tensor, order: Tensor, k: int) -> Fp8Rows:
-    """Rows order // k of ``x`` [T, D], [P, D], as they are, in ``memory`` (at least P * D bytes, contiguous)."""
+    """Returns the rows ``order // k`` of ``x`` [T, D] as [P, D], stored in ``memory`` (at least P * D bytes,
+    contiguous)."""
     num_rows, dim = len(order), x.values.shape[1]
     values = memory.view(torch.float8_e4m3fn).flatten()[: num_rows * dim].view(num_rows, dim)
     scales = torch.empty((num_rows, 1), dtype=torch.float32, device=values.device)
@@ -69,7 +71,7 @@ def _sort_kernel(
     inside = column < DIM
     source = column
     if KERNEL_ORDER:
-        # Of 64 inputs: chunk, half, quad, one of two <- quad, chunk, half, one of two.
+        # Reorders 64 inputs from (quad, chunk, half, one of two) to (chunk, half, quad, one of two).
         chunk, half, quad = (column // 16) % 4, (column // 8) % 2, (column // 2) % 4
         source = (column // 64) * 64 + quad * 16 + chunk * 4 + half * 2 + column % 2
     x = tl.load(x_ptr + token * stride + source, mask=inside, other=0)

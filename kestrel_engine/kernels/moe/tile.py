@@ -1,8 +1,8 @@
-"""What both paths of a mixture of experts share: the forms weights may have, one tile's product, and GeGLU.
+"""The parts that all MoE kernels share: the formats of weights, the product of one tile, and GeGLU.
 
-FP8 weights are multiplied as float16, which holds every e4m3 value and costs one instruction for two of them (bfloat16
-would cost three more). LayerNorm's outputs fit float16 well. The product h * (g + 1) might not, so it is stored
-times 2^-6 and clamped there: up to 4 million is exact to 11 bits, and what falls below normal numbers is off by 4e-6.
+FP8 weights are multiplied as float16, which represents every e4m3 value and takes one instruction for two of them
+(bfloat16 would take three more). LayerNorm's outputs fit float16. The product h * (g + 1) may not, so it is stored
+times 2^-6 and clamped. In this way, values up to 4 million keep 11 bits, and subnormal values have an error of 4e-6.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ FIRST_CAPABILITY_WITH_FP8 = (8, 9)
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Weights of all experts of one layer.
+    """The weights of all experts of one layer.
 
-    ``fc1`` [E, 2 * inner, D], rows of h then g, and ``fc2`` [E, D, inner]: the model's dtype, or float8_e4m3fn with
-    ``fc1_scale`` [E, 2 * inner] and ``fc2_scale`` [E, D] float32, one factor a row.
+    ``fc1``: [E, 2 * inner, D], the rows of h, then those of g. ``fc2``: [E, D, inner]. Both have the model's dtype, or
+    float8_e4m3fn with row scales ``fc1_scale`` [E, 2 * inner] and ``fc2_scale`` [E, D], both float32.
+
+    Raises ValueError for inconsistent or unsupported tensors.
     """
 
     fc1: Tensor
@@ -52,7 +54,7 @@ class Experts:
             capability = torch.cuda.get_device_capability(self.fc1.device)
             if capability < FIRST_CAPABILITY_WITH_FP8:
                 raise ValueError(
-                    f"FP8 experts need compute capability 8.9, this card has {capability[0]}.{capability[1]}:"
+                    f"FP8 experts need compute capability 8.9, this GPU has {capability[0]}.{capability[1]};"
                     " load them as bfloat16"
                 )
 
@@ -73,7 +75,7 @@ class Experts:
         return self.fc2.shape[2]
 
     def product_type(self, dtype: torch.dtype) -> torch.dtype:
-        """In what type inputs of ``dtype`` are multiplied with these weights."""
+        """Returns the dtype in which inputs of ``dtype`` are multiplied with these weights."""
         if dtype == torch.float32:
             return dtype
         return torch.float16 if self.is_fp8 else dtype
@@ -84,14 +86,14 @@ def triton_type(dtype: torch.dtype) -> Any:
 
 
 def product_scale(product_type: torch.dtype) -> float:
-    """By what GeGLU's product is multiplied where it is stored."""
+    """Returns the factor by which GeGLU's product is multiplied before it is stored."""
     return 2.0**-6 if product_type == torch.float16 else 1.0
 
 
 @triton.jit
 def dot_tile(x, w, acc, SWAP: tl.constexpr, DOT: tl.constexpr):
-    """acc + x [M, K] @ w [N, K].T; with SWAP the accumulator is [N, M]: weights come first, which lets Hopper's
-    tensor cores take converted weights from registers, and few tokens as the narrow side."""
+    """Returns acc + x [M, K] @ w [N, K].T. With SWAP, the accumulator is [N, M] and weights are the first operand. Then
+    Hopper's tensor cores can read widened weights from registers, and few tokens are the narrow side."""
     if SWAP:
         acc = tl.dot(w.to(DOT), tl.trans(x.to(DOT)), acc, input_precision="ieee")
     else:
@@ -101,7 +103,7 @@ def dot_tile(x, w, acc, SWAP: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def geglu(h, g, SCALE: tl.constexpr):
-    """gelu(h) * (g + 1) * SCALE, by erf; where it is scaled it goes to float16, and is clamped to what fits."""
+    """Returns gelu(h) * (g + 1) * SCALE, with the exact GELU. A scaled result is clamped to the range of float16."""
     product = 0.5 * h * (1.0 + tl.erf(h * 0.7071067811865476)) * (g + 1.0)
     if SCALE != 1.0:
         product = tl.clamp(product * SCALE, -65504.0, 65504.0)

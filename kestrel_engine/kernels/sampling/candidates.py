@@ -1,12 +1,13 @@
-"""The few ids among which top-k, top-p and a draw are decided, found by many programs a row and no sort.
+"""Finds the few ids that decide top-k, top-p and a draw, with many programs a row and without sorting the row.
 
-Each of the three is the first id, best first, with which a sum passes a target. The weight above a few edges says
-between which two that happens; sums in float32 with a margin are enough to say so, and cost a third of float64's. The
-last program of a row adds them up. If too many ids lie there, each stretch is cut once more, more finely. Then what
-lies above each stretch is summed in float64, and its ids are listed.
+Each of the three decisions is the first id, in descending order, at which a sum passes a target. Comparing the weight
+above a few edges (logits) shows between which two edges this happens. Float32 sums with a margin are sufficient for
+that and take a third of the time of float64 sums. The last program of a row adds them up. If too many ids are between
+the two edges, that stretch is divided again. Then the weight above each stretch is summed in float64, and the ids in
+the stretch are listed.
 
-Ids whose weight is below exp(-48) of the best's are left out: all of a row's together they are less than the last bit
-of its sum.
+Ids whose weight is below exp(-48) of the best weight are omitted. All such ids of a row together weigh less than the
+last bit of the row's sum.
 """
 
 from __future__ import annotations
@@ -18,39 +19,39 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .logits import extent, load
 
 _LEAST_WEIGHT = tl.constexpr(48.0)
-"""-log of the smallest weight that counts, relative to the best's."""
+"""-log of the smallest weight that counts, relative to the best weight."""
 _MARGIN = tl.constexpr(2e-5)
-"""Of a float32 sum: exponents are right to 1.3e-5 of the weight, sums of 1,024 and of the chunks to 5e-6. A sum that
-is further off costs time and no result: what it puts into no list is searched for in the whole row."""
+"""The margin of a float32 sum. Exponentials have an error of 1.3e-5, sums of 1,024 weights and of chunks 5e-6. A larger
+error costs time but does not change the result: if the list lacks the id, the whole row is searched."""
 _LN_2 = tl.constexpr(0.6931471805599453)
 _ID_MASK = tl.constexpr(2**32 - 1)
 
 
 @triton.jit
 def weight(x, best, temperature):
-    """exp((x - best) / temperature) in float64, as the reference's softmax before it is normalised."""
-    # One division for all, and bounded: a tiny temperature would make 0 * inf of the best.
+    """Returns exp((x - best) / temperature) in float64, like the reference's softmax before normalisation."""
+    # Use one division for all ids. Bound the quotient, because a tiny temperature would give 0 * inf for the best id.
     scale = tl.minimum(1.0 / temperature.to(tl.float64), 1e300)
     return tl.exp((x.to(tl.float64) - best.to(tl.float64)) * scale)
 
 
 @triton.jit
 def ordered(x):
-    """float32 to int64, keeping the order; the two zeros are equal to a sort, so they are one here."""
+    """Maps float32 to int64 and keeps the order. Both zeros map to the same number, as a sort treats them as equal."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
 
 @triton.jit
 def key_of(x, ids):
-    """Orders by logit descending, then id ascending, as the reference's stable sort does; best is greatest."""
+    """Returns keys whose descending order is that of the reference's stable sort: by logit, then by ascending id."""
     return (ordered(x) << 32) + (ids.to(tl.int64) ^ _ID_MASK)
 
 
 @triton.jit
 def _light(x, best, temperature):
-    """weight() in float32, for ``x`` not above ``best``."""
-    # Bounded: a tiny temperature would make 0 * inf of the best.
+    """As `weight`, in float32, for ``x`` not above ``best``."""
+    # Bound the quotient, because a tiny temperature would give 0 * inf for the best id.
     scale = tl.minimum(1.0 / (temperature * _LN_2), 1e30).to(tl.float32)
     return tl.exp2(tl.minimum(x - best, 0.0) * scale)
 
@@ -60,8 +61,10 @@ def _measure(
     x, weights, high, low, least, is_first, edges, masses, counts,
     EDGES: tl.constexpr, PARTS: tl.constexpr, TO_LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Weight and number of ``x`` at or above each of EDGES logits: one, two ... PARTS-ths of the way from ``high`` down
-    to ``low``, none below ``least``, the last one there if TO_LEAST. ``is_first``: of the chunks, keeps the edges.
+    """Sums the weight and the number of ``x`` at or above each of EDGES logits.
+
+    The edges divide the way from ``high`` down to ``low`` into PARTS. No edge is below ``least``, and with TO_LEAST the
+    last edge is ``least``. ``is_first``: this is the first chunk, which stores the edges.
     """
     j = tl.arange(0, EDGES)
     mass = tl.zeros([EDGES], tl.float32)
@@ -71,7 +74,7 @@ def _measure(
         if TO_LEAST and i == EDGES - 1:
             edge = least
         tl.store(edges + i, edge, mask=is_first)
-        # A product and no choice: with its sum it is one instruction.
+        # A product instead of a select, because product and sum are one instruction.
         is_above = (x >= edge).to(tl.float32)
         mass = tl.where(j == i, tl.sum(is_above * weights), mass)
         count = tl.where(j == i, tl.sum(is_above), count)
@@ -81,7 +84,7 @@ def _measure(
 
 @triton.jit
 def _is_last(arrived, chunks):
-    """Whether all chunks of the row are through, this one last; their stores are visible then."""
+    """Returns whether this chunk is the last of the row to finish. The stores of all chunks are then visible."""
     tl.debug_barrier()
     is_last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == chunks - 1
     if is_last:
@@ -94,8 +97,8 @@ def _summed(
     columns, row, chunks,
     CHUNKS: tl.constexpr, USED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK] sums of the first USED of COLUMNS columns over a row's chunks."""
-    # All loads of a pass at once, in some 32 registers of one warp's threads.
+    """Returns the sums [BLOCK] of the first USED of COLUMNS columns over a row's chunks."""
+    # One iteration issues all its loads at once, into about 32 registers of each thread of one warp.
     MOST: tl.constexpr = 1024 // BLOCK
     PASS: tl.constexpr = MOST if MOST < CHUNKS else CHUNKS
     j = tl.arange(0, BLOCK)[None, :]
@@ -109,7 +112,8 @@ def _summed(
 
 @triton.jit
 def _around(edge, mass, least, most):
-    """The edges next to where a sum passes a target between ``least`` and ``most``; infinite if there is none."""
+    """Returns the edges around the point where a sum passes a target between ``least`` and ``most``; infinite if there
+    is no such edge."""
     high = tl.min(tl.where(mass * (1 + _MARGIN) <= least, edge, float("inf")))
     low = tl.max(tl.where(mass * (1 - _MARGIN) > most, edge, float("-inf")))
     return low, high
@@ -117,7 +121,7 @@ def _around(edge, mass, least, most):
 
 @triton.jit
 def _above(edge, values, x):
-    """What ``values`` says of edge ``x``; 0 if it is infinite, the greatest value if it is minus that."""
+    """Returns the entry of ``values`` for edge ``x``; 0 for infinity, and the greatest value for minus infinity."""
     return tl.max(tl.where(edge >= x, values, 0.0))
 
 
@@ -126,9 +130,10 @@ def _bound(
     edges, masses, counts, bounds, row, chunks, best, temperature, top_p, top_k, drawn,
     CHUNKS: tl.constexpr, USED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row's ``bounds``: [low, high) of where top-k cuts, of where top-p cuts and of where the draw is,
-    infinite where nothing cuts; how many lie above the first; how many count. Returns how many ids lie in the three.
-    The edges may have any order.
+    """Writes a row's ``bounds`` and returns the number of ids in the three stretches.
+
+    The bounds are [low, high) of the stretches in which top-k cuts, top-p cuts and the draw falls, infinite without a
+    cut; the number of ids above the first stretch; and the number of ids that count. The edges may have any order.
     """
     j = tl.arange(0, BLOCK)
     edge = tl.load(edges + row * COLUMNS + j, mask=j < USED, other=float("inf"))
@@ -145,7 +150,7 @@ def _bound(
         rank_low = tl.max(tl.where(is_before, float("-inf"), edge))
         least = tl.max(tl.where(is_before, mass, 0.0))
         most = tl.min(tl.where(is_before, most, mass))
-    # Which weight top-k leaves, and so where top-p cuts and the draw falls, is known to lie between two values only.
+    # The weight that top-k leaves is known only as an interval. So are the targets of top-p and of the draw.
     least *= 1 - _MARGIN
     most *= 1 + _MARGIN
     cut_low = float("inf")
@@ -153,7 +158,7 @@ def _bound(
     if top_p < 1:
         cut_low, cut_high = _around(edge, mass, top_p * least, top_p * most)
         least = top_p * least
-        # What is left passes that by a part of one id's weight, which lies below the upper edge.
+        # The remaining weight exceeds the target by a part of the weight of one id, which is below the upper edge.
         heaviest = _light(tl.minimum(cut_high, best), best, temperature) * (1 + _MARGIN)
         most = tl.minimum(top_p * most + heaviest, _above(edge, mass, cut_low) * (1 + _MARGIN))
     low, high = _around(edge, mass, drawn * least, drawn * most)
@@ -180,7 +185,7 @@ def locate_kernel(
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EDGES: tl.constexpr, FINE: tl.constexpr,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What one chunk weighs, and how many ids it has, at or above a row's first EDGES edges; then the row's bounds."""
+    """Sums one chunk's weights and ids at or above the row's EDGES edges. The last chunk computes the row's bounds."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -194,7 +199,8 @@ def locate_kernel(
         best, worst = extent(stats, row, chunks, CHUNKS)
         least = (best.to(tl.float64) - temperature * _LEAST_WEIGHT).to(tl.float32)
         least = tl.maximum(least, worst)
-        # Lighter ids weigh less than 1 - top_p of the best even if all others are such: top-p leaves none of them.
+        # Even if all other ids were lighter than this, together they would weigh less than 1 - top_p of the best id. So
+        # top-p keeps none of them.
         spared = tl.maximum(1 - top_p, 1e-30)
         reach = tl.minimum(tl.log(vocab / spared), _LEAST_WEIGHT)
         low = (best.to(tl.float64) - reach * temperature).to(tl.float32)
@@ -227,7 +233,7 @@ def refine_kernel(
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EDGES: tl.constexpr, FINE: tl.constexpr,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """If too many ids lie in the stretches: the same as locate_kernel for FINE edges within each stretch."""
+    """As `locate_kernel`, for FINE edges within each stretch, if too many ids are in the stretches."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -254,13 +260,13 @@ def refine_kernel(
                         to_edges, masses + to, counts + to, FINE, FINE + 1, False,
                     )  # fmt: skip
                 else:
-                    # An edge above which there is nothing.
+                    # An edge with no id above it.
                     j = tl.arange(0, FINE)
                     tl.store(masses + to + j, tl.zeros([FINE], tl.float32))
                     tl.store(counts + to + j, tl.zeros([FINE], tl.float32))
                     if part == 0:
                         tl.store(to_edges + j, tl.full([FINE], float("inf"), tl.float32))
-            # All have read the bounds when the last one writes them anew.
+            # All programs have read the bounds before the last program overwrites them.
             if _is_last(listed + 2, chunks):
                 _bound(
                     edges, masses, counts, bounds, row, chunks, best, temperature,
@@ -276,7 +282,8 @@ def list_kernel(
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Lists the keys of one chunk's ids in the stretches, in any order; sums its weights, those above each too."""
+    """Lists the keys of one chunk's ids in the stretches, in any order. Sums all weights, and those above each
+    stretch."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

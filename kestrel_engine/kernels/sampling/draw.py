@@ -1,9 +1,9 @@
-"""Top-k, top-p and the draw among a row's candidates (candidates.py): one program a row.
+"""Decides top-k, top-p and the draw among a row's candidates (candidates.py), with one program a row.
 
-The listed keys are sorted and their weights cumulated, as in `runtime.sampler`, from what lies above; short lists by
-counting for each key those before it, which takes as long as the list is. Where stretches
-have more ids than a list holds (thousands of equal logits), or a sum doesn't pass its target there after all, the whole
-row is searched instead, by splitting an interval of keys. Weights are float64 and all sums have a fixed order.
+The program sorts the listed keys and accumulates their weights, as `runtime.sampler` does, starting with the weight
+above them. It sorts a short list by counting, for each key, the keys before it. If the stretches have more ids than a
+list holds (thousands of equal logits), or a sum does not pass its target within a stretch, it searches the whole row by
+bisecting an interval of keys. Weights are float64, and all sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _NO_KEY = tl.constexpr(-(2**63))
 _ID_MASK = tl.constexpr(2**32 - 1)
 _BELOW_ONE = tl.constexpr(1 - 2**-52)
 _AT_ONCE = tl.constexpr(16)
-"""Keys that meet all others at once when a short list is sorted."""
+"""Keys that are compared with all others at once when a short list is sorted."""
 
 
 @triton.jit
 def _logit(key):
-    """The logit in a key."""
+    """Returns the logit of a key."""
     bits = (key >> 32).to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _passes(x, weights, reached, low, high, base, target, SIZE: tl.constexpr):
-    """The first of SIZE sorted candidates in [low, high) with which more than ``target`` is reached, or SIZE; what is
-    reached. ``base``: what lies at or above ``high``, listed or not."""
+    """Returns the index of the first of SIZE sorted candidates in [low, high) whose cumulative weight exceeds
+    ``target``, or SIZE, and that weight. ``base``: the weight of all ids at or above ``high``."""
     i = tl.arange(0, SIZE)
     sums = reached + (base - tl.sum(tl.where(x >= high, weights, 0.0)))
     is_over = (x >= low) & (x < high) & (sums > target)
@@ -42,7 +42,7 @@ def _passes(x, weights, reached, low, high, base, target, SIZE: tl.constexpr):
 
 @triton.jit
 def _ranked(candidates, number, SIZE: tl.constexpr):
-    """The ``number`` candidates, best first, then _NO_KEY; their list has that order then."""
+    """Sorts the list of ``number`` candidates in descending order and returns it, padded with _NO_KEY."""
     i = tl.arange(0, SIZE)
     key = tl.load(candidates + i, mask=i < number, other=_NO_KEY)
     before = tl.zeros([SIZE, _AT_ONCE], tl.int32)
@@ -50,7 +50,7 @@ def _ranked(candidates, number, SIZE: tl.constexpr):
         j = begin + tl.arange(0, _AT_ONCE)
         other = tl.load(candidates + j, mask=j < number, other=_NO_KEY)
         before += (other[None, :] > key[:, None]).to(tl.int32)
-    # No two keys are equal, so each has a place of its own.
+    # No two keys are equal, so each key has its own rank.
     place = tl.sum(before, axis=1)
     tl.debug_barrier()
     tl.store(candidates + place, key, mask=i < number)
@@ -63,7 +63,7 @@ def _among(
     candidates, number, bounds, total, base_rank, base_cut, base, best, temperature, top_p, top_k, drawn,
     SIZE: tl.constexpr, IS_SHORT: tl.constexpr,
 ):  # fmt: skip
-    """The key drawn from a list of at most SIZE; _NO_KEY if it isn't in the list."""
+    """Returns the key drawn from a list of at most SIZE keys; _NO_KEY if it isn't in the list."""
     i = tl.arange(0, SIZE)
     if IS_SHORT:
         key = _ranked(candidates, number, SIZE)
@@ -89,7 +89,7 @@ def _among(
         left = cut_reached
         is_found = is_found & (cut < SIZE)
         last = tl.minimum(last, cut)
-    # Below the sum even where the product rounds up to it.
+    # Keep the target below the sum, even if the product rounds up to it.
     target = tl.minimum(drawn * left, left * _BELOW_ONE)
     index, _reached = _passes(
         x, weights, reached, tl.load(bounds + 4), tl.load(bounds + 5), base, target, SIZE
@@ -101,7 +101,7 @@ def _among(
 
 @triton.jit
 def _element(logits, rule, vocab, least, begin, best, temperature, BLOCK: tl.constexpr):
-    """Keys and weights of BLOCK ids."""
+    """Returns the keys and the weights of BLOCK ids."""
     ids = begin + tl.arange(0, BLOCK)
     x, is_kept = load(logits, rule, ids, ids < vocab)
     is_kept = is_kept & (x >= least)
@@ -114,11 +114,12 @@ def _search(
     logits, rule, vocab, least, best, temperature, target, is_rank, low,
     BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """The first id of the row, best first, with which more than ``target`` is reached: its key, and the weight reached.
+    """Returns the key of the first id of the row, in descending order, whose cumulative weight exceeds ``target``, and
+    that weight.
 
-    What is compared with ``target`` is the weight, or the number of ids if ``is_rank``. The answer lies in [low, high]
-    throughout; each pass cuts that at ``high`` itself and at PIVOTS - 1 places below, evenly by logit, or by id between
-    equal logits, and ``high`` always moves to a key that is there, so every pass ends nearer.
+    With ``is_rank``, the number of ids is compared with ``target`` instead of the weight. The answer is always in [low,
+    high]. Each pass divides this interval at ``high`` and at PIVOTS - 1 keys below, evenly by logit, or by id between
+    equal logits. ``high`` always moves to an existing key, so every pass makes the interval smaller.
     """
     j = tl.arange(0, PIVOTS)
     share = j.to(tl.float32) / PIVOTS
@@ -157,10 +158,10 @@ def _among_all(
     logits, rule, vocab, least, num_kept, total, best, temperature, top_p, top_k, drawn,
     BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """The key drawn from the whole row."""
+    """Returns the key drawn from the whole row."""
     key = ordered(least) << 32
     left = total
-    # Top-k, top-p, the draw: one body, as each is a long one to compile.
+    # Top-k, top-p and the draw share one loop body, because the body takes long to compile.
     for step in range(3):
         target = tl.where(step == 1, top_p * left, tl.minimum(drawn * left, left * _BELOW_ONE))
         target = tl.where(step == 0, (top_k - 1).to(tl.float64), target)

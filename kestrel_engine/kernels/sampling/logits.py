@@ -1,6 +1,7 @@
-"""What a rule leaves of a row of logits: the chunks' statistics, the best id, and what is written for a row.
+"""Applies a rule to a row of logits, and computes the chunks' statistics, the best id and the row's output.
 
-Of every chunk: its largest logit and where, the sum of exp(logit - largest), its smallest, and whether all are finite.
+The statistics of a chunk are its largest logit and that logit's id, the sum of exp(logit - largest), its smallest
+logit, and whether all logits are finite.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 RULE_WIDTH = 32
-"""int32 columns of a rule: forced id or -1, id for all but the stop or -1, stop id, number suppressed, number allowed
-(0: all), three that are not read here, 8 suppressed ids, 16 allowed ids."""
+"""The number of int32 columns of a rule: forced id or -1, id for all but the stop id or -1, stop id, number of
+suppressed ids, number of allowed ids (0: all), three columns that are not read here, 8 suppressed ids, 16 allowed
+ids."""
 FORCED, OTHERWISE, STOP, NUM_SUPPRESSED, NUM_ALLOWED = 0, 1, 2, 3, 4
 SUPPRESSED, MAX_SUPPRESSED = 8, 8
 ALLOWED, MAX_ALLOWED = 16, 16
@@ -21,8 +23,8 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def masked(x, rule, ids):
-    """``x`` where the rule allows ``ids``, -inf elsewhere."""
-    # In x itself: predicates carried through a loop are packed and unpacked in each turn.
+    """Returns ``x`` where the rule allows ``ids``, -inf elsewhere."""
+    # Update x itself, because the compiler packs and unpacks a predicate in every iteration of a loop.
     for i in range(tl.load(rule + 3)):
         x = tl.where(ids == tl.load(rule + 8 + i), float("-inf"), x)
     num_allowed = tl.load(rule + 4)
@@ -36,8 +38,9 @@ def masked(x, rule, ids):
 
 @triton.jit
 def load(logits, rule, ids, inside):
-    """Finite logits of ``ids`` as float32, and whether the rule allows them; -inf if not."""
-    # Before the rule is looked at, whose loads wait for one another.
+    """Returns the logits of ``ids`` as float32, -inf where they are not finite or the rule forbids them, and whether
+    the rule allows them."""
+    # Load the logits before the rule, whose loads depend on one another.
     x = tl.load(logits + ids, mask=inside, other=float("-inf")).to(tl.float32)
     x = masked(x, rule, ids)
     return x, x > float("-inf")
@@ -56,7 +59,7 @@ def stats_kernel(
     ids = part * CHUNK + tl.arange(0, CHUNK)
     inside = ids < vocab
     x = tl.load(logits + row * stride + ids, mask=inside, other=0.0).to(tl.float32)
-    # Written so that NaN fails.
+    # This comparison is false for NaN.
     finite = tl.abs(x) <= LARGEST
     bad = tl.sum(tl.where(inside & (finite == 0), 1, 0))
     x = masked(tl.where(inside, x, float("-inf")), rules + row * WIDTH, ids)
@@ -76,7 +79,7 @@ def stats_kernel(
 
 @triton.jit
 def extent(stats, row, chunks, CHUNKS: tl.constexpr):
-    """The row's largest and smallest logit under its rule."""
+    """Returns the row's largest and smallest logit under its rule."""
     c = tl.arange(0, CHUNKS)
     stats += (row * chunks + c) * 3
     best = tl.max(tl.load(stats, mask=c < chunks, other=-LARGEST))
@@ -86,7 +89,7 @@ def extent(stats, row, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def first_best(stats, places, row, chunks, vocab, CHUNKS: tl.constexpr):
-    """The row's best id; 0 if nothing is left, which only a row that is not finite can bring about."""
+    """Returns the row's best id; 0 if there is none, which can only happen in a row that is not finite."""
     c = tl.arange(0, CHUNKS)
     largest = tl.load(stats + (row * chunks + c) * 3, mask=c < chunks, other=-LARGEST)
     place = tl.load(places + (row * chunks + c) * 2, mask=c < chunks, other=vocab)
@@ -98,20 +101,20 @@ def first_best(stats, places, row, chunks, vocab, CHUNKS: tl.constexpr):
 def settle(
     logits, rule, row, token, stats, places, chunks, ids, logprobs, bad, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the row's id and log-probability: its rule's forced id, or ``otherwise``, or ``token``."""
+    """Writes the row's id (its rule's forced id, or ``otherwise``, or ``token``) and its log-probability."""
     c = tl.arange(0, CHUNKS)
     here = c < chunks
     largest = tl.load(stats + (row * chunks + c) * 3, mask=here, other=-LARGEST)
     total = tl.load(stats + (row * chunks + c) * 3 + 1, mask=here, other=0.0)
     not_finite = tl.sum(tl.load(places + (row * chunks + c) * 2 + 1, mask=here, other=0))
     best = tl.max(largest)
-    # At least 1, the best's own share, unless no logit is finite.
+    # The sum is at least 1, the best id's own term, unless no logit is finite.
     log_total = tl.log(tl.maximum(tl.sum(total * tl.exp(largest - best)), 1.0))
     logprob = tl.load(logits + token).to(tl.float32) - best - log_total
     forced = tl.load(rule)
     otherwise = tl.load(rule + 1)
     stop = tl.load(rule + 2)
-    # A suppressed stop has no probability, so all the rest has all of it.
+    # A suppressed stop id has probability 0, so the other ids together have probability 1.
     stop_logit, stop_kept = load(logits, rule, stop + tl.arange(0, 1), tl.arange(0, 1) == 0)
     stopping = tl.sum(tl.where(stop_kept, tl.exp(stop_logit - best - log_total), 0.0))
     rest = tl.log(tl.maximum(1.0 - stopping.to(tl.float64), 1e-300)).to(tl.float32)

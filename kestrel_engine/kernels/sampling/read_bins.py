@@ -1,4 +1,4 @@
-"""What a region head says: the best bin of each row of logits, and its log-probability."""
+"""Reads a region head: the best bin of each row of logits, and its log-probability."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .logits import LARGEST
 
 
 def read_bins(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """``logits`` [R, B] (float32, bfloat16 or float16; row stride free) -> bins [R] int32, their logprobs [R] float32.
+    """Returns the best bin [R] int32 of each row of ``logits`` [R, B], and its log-probability [R] float32.
 
-    The first of equally good bins wins. The log-probability is NaN where a logit is not finite; the bin is then any of
-    them. Doesn't wait for the device.
+    ``logits``: float32, bfloat16 or float16, with any row stride. Of equally good bins, the first one wins. If a logit
+    is not finite, the log-probability is NaN and the bin is arbitrary. The function does not wait for the device.
     """
     rows, num_bins = logits.shape
     assert logits.stride(1) == 1, logits.stride()
@@ -39,13 +39,13 @@ def _read_kernel(logits, stride, num_bins, bins, logprobs, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     inside = column < num_bins
     x = tl.load(logits + row * stride + column, mask=inside, other=float("-inf")).to(tl.float32)
-    # Written so that NaN fails.
+    # This comparison is false for NaN.
     is_bad = inside & ((tl.abs(x) <= LARGEST) == 0)
     num_bad = tl.sum(is_bad.to(tl.int32))
     x = tl.where(is_bad, float("-inf"), x)
     best = tl.maximum(tl.max(x), -LARGEST)
     index = tl.min(tl.where(x == best, column, num_bins - 1))
     tl.store(bins + row, index)
-    # At least 1, the best's own share, unless no logit is finite.
+    # The sum is at least 1, the best bin's own term, unless no logit is finite.
     logprob = -tl.log(tl.maximum(tl.sum(tl.exp(x - best)), 1.0))
     tl.store(logprobs + row, tl.where(num_bad > 0, float("nan"), logprob))

@@ -1,8 +1,8 @@
-"""Logits and encoded rules to ids and log-probabilities on the device, exactly as `runtime.sampler` defines them.
+"""Samples ids and log-probabilities from logits and encoded rules on the device, exactly as `runtime.sampler` does.
 
-Every row is split into chunks, so that one row keeps many processors busy. Greedy takes two launches: each chunk's
-best, then the best of them (logits.py). Drawing takes five: three find a few candidates (candidates.py),
-one sorts them (draw.py).
+Every row is divided into chunks, so that a single row uses many multiprocessors. Greedy sampling takes two launches:
+the best id of each chunk, then the best of these (logits.py). Drawing takes five: the statistics, three launches that
+find a few candidates (candidates.py), and one that sorts them and draws (draw.py).
 """
 
 from __future__ import annotations
@@ -19,63 +19,64 @@ from .logits import RULE_WIDTH, best_kernel, stats_kernel
 
 
 class Tiles(NamedTuple):
-    """How the work is cut, in powers of two. None of it changes a result beyond the rounding of float64 sums."""
+    """The sizes of the kernels' tiles, powers of two. They change results only by the rounding of float64 sums."""
 
     chunk: int = 1024
-    """Ids a program in all launches but the last."""
+    """Ids of a program in all launches but the last."""
     edges: int = 8
-    """Logits above which weights are summed."""
+    """The number of edges, logits above which weights are summed."""
     fine: int = 32
-    """Logits above which they are summed within each stretch, if there are more candidates than ``short``."""
+    """The number of edges within each stretch, if there are more candidates than ``short``."""
     short: int = 512
-    """Candidates that are sorted by counting, which is quicker, the fewer they are; not more than ``listed``."""
+    """The most candidates that are sorted by counting, which is faster for few; at most ``listed``."""
     listed: int = 2048
-    """Candidates that are sorted at most; if there are more, the whole row is searched."""
+    """The most candidates that are sorted. If there are more, the whole row is searched."""
     block: int = 512
-    """Ids that meet the pivots at once in that search."""
+    """Ids that are compared with the pivots at once in that search."""
     pivots: int = 8
-    """Parts into which it cuts its interval at a time."""
+    """Parts into which that search divides its interval in each pass."""
     warps: int = 1
-    """Of a program that sums above edges: with one, its two sums for every edge wait for nobody."""
+    """Warps of a program that sums above edges. With one warp, its sums need no barrier."""
     list_warps: int = 2
-    """Of a program that lists candidates."""
+    """Warps of a program that lists candidates."""
     draw_warps: int = 8
-    """Of the program that sorts a row's candidates."""
+    """Warps of the program that sorts a row's candidates."""
 
     @property
     def columns(self) -> int:
-        """Room for a row's edges."""
+        """The number of a row's edges."""
         return int(triton.next_power_of_2(self.edges + 3 * self.fine))
 
 
 class Workspace(NamedTuple):
-    """What the launches hand to one another, for up to so many rows; nothing is kept between calls."""
+    """Buffers that pass results between the launches of one call."""
 
     stats: Tensor
-    """[rows, chunks, 3] float32: largest, sum of exp(logit - largest), smallest."""
+    """[rows, chunks, 3] float32: the largest logit, the sum of exp(logit - largest), the smallest logit."""
     places: Tensor
-    """[rows, chunks, 2] int32: id of the largest; how many are not finite."""
+    """[rows, chunks, 2] int32: the id of the largest logit, the number of logits that are not finite."""
     edges: Tensor
-    """[rows, columns] float32: logits, ``edges`` of the row and ``fine`` of each of its three stretches."""
+    """[rows, columns] float32: the row's edges: ``edges`` of the row, then ``fine`` of each of its three stretches."""
     masses: Tensor
-    """[rows, chunks, columns] float32: weight at or above each edge."""
+    """[rows, chunks, columns] float32: the weight at or above each edge."""
     counts: Tensor
-    """[rows, chunks, columns] float32: ids at or above each edge."""
+    """[rows, chunks, columns] float32: the number of ids at or above each edge."""
     listed: Tensor
-    """[rows, 3] int32: candidates; whether stretches were cut again; chunks that are through, 0 between launches."""
+    """[rows, 3] int32: the number of candidates; whether stretches were divided again; the number of finished chunks,
+    which is 0 between launches."""
     bounds: Tensor
-    """[rows, 8] float32: where top-k cuts, where top-p cuts and where the draw is, from (inclusive) and to; ids above
-    the first; ids that count."""
+    """[rows, 8] float32: the bounds [from, to) of the stretches of top-k, top-p and the draw; the number of ids above
+    the first stretch; the number of ids that count."""
     sums: Tensor
-    """[rows, chunks, 4] float64: weight of all, and above each stretch."""
+    """[rows, chunks, 4] float64: the weight of all ids, and of those above each stretch."""
     candidates: Tensor
-    """[rows, listed] int64: keys, in any order."""
+    """[rows, listed] int64: the keys of the candidates, in any order."""
 
 
 def allocate(
     rows: int, vocab: int, device: torch.device | str, tiles: Tiles | None = None
 ) -> Workspace:
-    """A workspace for ``sample_rows`` with up to ``rows`` rows of ``vocab`` logits."""
+    """Allocates a workspace for `sample_rows` with up to ``rows`` rows of ``vocab`` logits."""
     tiles = tiles or Tiles()
     chunks = triton.cdiv(vocab, tiles.chunk)
 
@@ -111,15 +112,19 @@ def sample_rows(
     tiles: Tiles | None = None,
     pdl: bool = False,
 ) -> None:
-    """Writes one id per row of ``logits`` [M, V] (float32, bfloat16 or float16; left as they are; row stride free).
+    """Samples one id for each row of ``logits`` [M, V] into ``ids``, without waiting for the device.
 
-    ``rules`` [M, RULE_WIDTH] int32 (logits.py). ``temperature`` (0: the best), ``top_p``, ``uniforms`` [M]
-    float64 and ``top_k`` [M] int32 (0: all) are as in SamplingParams and ``step.uniform``. ``ids`` [M] int32;
-    ``logprobs`` [M] float32, under the rule, before temperature and truncation, 0 if forced; ``bad`` [M] int32:
-    whether a row that is not forced has a logit that is not finite, which makes its id meaningless (but one of the
-    vocabulary). ``greedy``: no row has a temperature, which saves three launches. ``workspace``: from allocate() with
-    the same tiles; made anew if None. ``pdl``: each launch may be set up while the one before it ends, also the first
-    (sm_90). Doesn't wait for the device.
+    ``logits``: float32, bfloat16 or float16, with any row stride; not modified. ``rules``: [M, RULE_WIDTH] int32 (see
+    logits.py). ``temperature`` (0: greedy), ``top_p``, ``uniforms``: [M] float64. ``top_k``: [M] int32 (0: all ids).
+    They have the meaning of SamplingParams and ``step.uniform``.
+
+    Outputs: ``ids`` [M] int32. ``logprobs`` [M] float32, under the rule, before temperature and truncation; 0 for a
+    forced id. ``bad`` [M] int32, 1 if a row that is not forced has a logit that is not finite; its id is then
+    arbitrary.
+
+    ``greedy``: no row has a temperature, which saves three launches. ``workspace``: from `allocate` with the same
+    tiles; None to allocate one. ``pdl``: each launch, including the first, may start while the preceding one ends
+    (sm_90).
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1, logits.stride()
@@ -131,7 +136,8 @@ def sample_rows(
     if rows == 0:
         return
     tiles = tiles or Tiles()
-    # A list longer than its room would be taken for a short one, and sorted over the next row's.
+    # If ``short`` exceeded ``listed``, a list that is too long would be sorted as a short one, over the next row's
+    # list.
     assert tiles.short <= tiles.listed, tiles
     work = workspace or allocate(rows, vocab, logits.device, tiles)
     chunks = triton.cdiv(vocab, tiles.chunk)

@@ -1,6 +1,7 @@
-"""Decode: one token of every decoding sequence through captured passes, from what it sampled last to what comes next.
+"""Decode: runs decode passes, which take the last token of each sequence and sample the next one.
 
-Owns the fixed buffers of the passes. A batch is padded to a rung of the ladder with rows of the spare sequence.
+It owns the fixed buffers of the captured passes. A batch is padded with rows of the spare sequence to the next captured
+batch size.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from .text.decoder import FusedText
 
 
 class Decode:
-    """``planned``: attention that the host plans before each pass, if it is such a one. ``stream``: None on a CPU."""
+    """The decode passes of a runtime. ``planned``: FlashInfer's attention, which the host plans before each pass; None
+    for our own kernel. ``stream``: None on a CPU."""
 
     def __init__(
         self,
@@ -49,13 +51,16 @@ class Decode:
         self._graphs = DecodeGraphs(self._body, max_rows, stream=stream)
 
     def run(self, rows: Sequence[Row], step_id: int) -> Tensor:
-        """[len(rows), RESULT_WIDTH] int32 on the device: what was sampled; good until the next run."""
+        """Runs one pass over ``rows`` and returns the results on the device: [len(rows), RESULT_WIDTH] int32.
+
+        The results are valid until the next run.
+        """
         count = len(rows)
         assert count <= self._max_rows, f"{count} decode rows, limit {self._max_rows}"
         padded = self._graphs.padded(count)
         host = self._sampler.rows.host()
         host["new_pages"][:padded] = -1
-        host["seqs"][:count] = self._state.place_decoding(rows, step_id, host["new_pages"])
+        host["seqs"][:count] = self._state.assign_decoding(rows, step_id, host["new_pages"])
         spatial = self._fill_inputs(rows, host)
         host["seqs"][count:padded] = self._state.spare
         host["positions"][count:padded] = 0
@@ -72,7 +77,7 @@ class Decode:
         return self._sampler.head.results[:count]
 
     def capture(self, progress: Progress | None) -> None:
-        """Rows of the spare sequence stand in while graphs are made. Only on a CUDA device."""
+        """Captures all graphs, with rows of the spare sequence as input. Requires a CUDA device."""
         self._sampler.send_padding(self._max_rows)
         if self._planned is not None:
             with torch.cuda.stream(self._stream):
@@ -84,7 +89,7 @@ class Decode:
         self._graphs.clear()
 
     def _fill_inputs(self, rows: Sequence[Row], host: dict[str, np.ndarray]) -> bool:
-        """What each row is fed, and where; True if any of it may be a coordinate or a size."""
+        """Writes each row's input token and position. Returns True if an input may be a coordinate or a size."""
         kinds, ids, positions = [], [], []
         spatial = False
         seqs = host["seqs"].tolist()
@@ -117,7 +122,7 @@ class Decode:
         return spatial
 
     def _body(self, variant: Variant) -> None:
-        """One whole pass over the fixed buffers: what a graph captures."""
+        """Enqueues one complete pass over the fixed buffers, which a graph captures."""
         hidden = self._hidden(variant)
         self._sampler.head(
             hidden, self._sampler.rows.device, variant, normed=self._normed[: variant.num_rows]

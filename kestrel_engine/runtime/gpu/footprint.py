@@ -1,6 +1,7 @@
-"""How much memory a GpuRuntime takes beside weights and K/V pool, from shapes alone: before anything is allocated.
+"""Computes the memory that a GpuRuntime needs beside weights and KV cache, from shapes, before any allocation.
 
-The largest passes count: images and prompts never run at once, so the larger of the two is what a step needs.
+The largest pass determines the result. Images and prompts never run at the same time, so a step needs the larger of the
+two.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ import torch
 from ...types.model_config import ModelConfig
 
 PASS_POSITIONS = 12_288
-"""Positions of one prefill pass: bounds its activations. 16 images; larger passes are no faster."""
+"""The most positions of one prefill pass, which bounds its activations. 16 images fit; larger passes are not faster."""
 
 FP8_VISION, FP8_PREFILL = ("vision", "all"), ("prefill", "all")
-"""Values of RuntimeConfig.fp8_gemms by which the tower and prefill compute in FP8."""
+"""The values of RuntimeConfig.fp8_gemms with which the vision tower, or prefill, computes in FP8."""
 
 DEVICE_PIXELS = 16_000_000
-"""Width times height of the largest image whose crops the device makes; the CPU makes those of larger ones."""
+"""Width times height of the largest image whose crops the device makes. The CPU makes the crops of larger images."""
 
 ARENA_BYTES = 160 << 20
-"""Pixels, and what lies between the passes of their resizes, that are on the device at a time. The largest image's
-pixels take 48 MB; between passes there is at most twice as much again."""
+"""Bytes on the device for pixels and for the intermediate results of their resizes. The largest image takes 48 MB of
+pixels, and its intermediate results take at most twice as much."""
 
 FIXED_BYTES = 768 << 20
-"""Workspaces of cuBLAS, cuDNN and FlashInfer, captured graphs, compiled kernels and staging buffers."""
+"""Bytes for the workspaces of cuBLAS, cuDNN and FlashInfer, captured graphs, compiled kernels and staging buffers."""
 
 
 def reserve_bytes(
@@ -34,8 +35,11 @@ def reserve_bytes(
     max_crops: int,
     fp8_gemms: str = "off",
 ) -> int:
-    """Bytes that passes of PASS_POSITIONS positions and ``max_crops`` crops need at their peak, with all that is kept
-    from step to step, weights in FP8 among it (``RuntimeConfig.fp8_gemms``)."""
+    """Returns the peak bytes of passes over PASS_POSITIONS positions and ``max_crops`` crops, and of persistent
+    buffers.
+
+    The result includes the FP8 copies of weights for ``fp8_gemms`` (see RuntimeConfig).
+    """
     vision = _vision(config, max_crops, fp8=fp8_gemms in FP8_VISION)
     passes = max(vision, _prefill(config, fp8=fp8_gemms in FP8_PREFILL)) * dtype.itemsize
     logits = 4 * max_batch_size * config.text.vocab_size * 4
@@ -45,28 +49,30 @@ def reserve_bytes(
 
 
 def fp8_weight_bytes(config: ModelConfig, fp8_gemms: str) -> int:
-    """Of the weights that are there in FP8 as well, with a float32 scale for each row. The originals stay: decode steps
-    read the decoder's, and both are what the model is compared by."""
+    """Returns the bytes of the FP8 copies of weights, with a float32 scale for each row.
+
+    The original weights stay in memory: decode steps read those of the decoder, and benchmarks compare with them.
+    """
     vision, text = config.vision, config.text
     total = 0
     if fp8_gemms in FP8_VISION:
         total += vision.enc_n_layers * _fp8_block(vision.enc_dim, vision.enc_ff_dim)
     if fp8_gemms in FP8_PREFILL:
         dense = text.n_layers if text.moe is None else text.moe.start_layer
-        # proj is a part of the rows of fc2.
+        # The rows of proj are a part of the rows of fc2.
         total += dense * (_fp8_block(text.dim, text.ff_dim) + text.dim**2)
         total += (text.n_layers - dense) * _fp8_block(text.dim, 0)
     return total
 
 
 def _fp8_block(dim: int, ff_dim: int) -> int:
-    """qkv, and the MLP's two weights if it has them."""
+    """Returns the FP8 bytes of qkv and, if ``ff_dim`` is not 0, of the MLP's two weights."""
     return 3 * dim * (dim + 4) + ff_dim * (dim + 4) + (dim * (ff_dim + 4) if ff_dim else 0)
 
 
 def _vision(config: ModelConfig, max_crops: int, *, fp8: bool) -> int:
-    """Elements: stream, its norm, queries, keys, values, attended, features kept, and the MLP's hidden layer; in FP8
-    that layer's rows again and what the MLP gave."""
+    """Returns the elements of a vision pass: stream, norm, queries, keys, values, attention output, stored features and
+    the MLP's hidden layer; in FP8 also that layer's FP8 rows and the MLP's output."""
     vision = config.vision
     encoder = max_crops * vision.grid**2 * (8 * vision.enc_dim + vision.enc_ff_dim)
     if fp8:
@@ -87,7 +93,7 @@ def _prefill(config: ModelConfig, *, fp8: bool) -> int:
     pairs = PASS_POSITIONS * moe.experts_per_token + 128 * moe.num_experts
     experts = pairs * (moe.expert_inner_dim + text.dim)
     if fp8:
-        # The norm in FP8 with its scales; of each pair the product, its scale and its row's, in float32.
+        # The FP8 norm and its scales. For each pair, the product, its scale and the scale of its row in float32.
         stream += PASS_POSITIONS * (text.dim // 2 + 2)
         experts += pairs * (moe.expert_inner_dim // 2 + 4)
     one_layer = moe.num_experts * 3 * moe.expert_inner_dim * text.dim

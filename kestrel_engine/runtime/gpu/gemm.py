@@ -1,7 +1,7 @@
-"""GEMMs of the fused passes with what cuBLAS does in their epilogue: bias, tanh GELU, adding to the residual stream.
+"""GEMMs of the fused passes, with an epilogue by cuBLAS: bias, tanh GELU, or addition to the residual stream.
 
-Those of FP8 operands scale the rows of both and add a bias; GELU and residual are left to the kernels around them, but
-for an MLP's first product on Hopper, which is our own.
+GEMMs with FP8 operands scale the rows of both operands and add a bias. Other kernels apply GELU and the residual
+addition. The exception is an MLP's first GEMM on Hopper, for which our own kernel applies GELU as well.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from ...kernels.linear.fp8_rows import FP8, FP8_MAX, LEAST_PEAK, Fp8Rows, quanti
 from ...models.layers import Linear
 
 FP8_ALIGNMENT = 16
-"""Rows and columns of an FP8 weight come in multiples of it: what a tensor core's operands are aligned to, in bytes."""
+"""The rows and the columns of an FP8 weight must be multiples of this number: the alignment of tensor core operands."""
 
 
 def require_exact(dtype: torch.dtype) -> None:
-    """Float32 means float32: raises AssertionError if torch may multiply float32 matrices in TF32, 10 bits of fraction.
+    """Raises AssertionError if ``dtype`` is float32 and torch may multiply float32 matrices in TF32.
 
-    It doesn't unless the process told it to.
+    TF32 has 10 bits of fraction. torch uses it only if the process enables it.
     """
     precision = torch.get_float32_matmul_precision()
     assert dtype != torch.float32 or precision == "highest", f"float32 products are {precision}"
 
 
 def linear(x: Tensor, layer: Linear, *, out: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``; x [T, K], weight [N, K] (its row stride may exceed K), bias [N] or None; ``out`` [T, N].
+    """Returns ``x @ weight.T + bias`` [T, N], in ``out`` if that is given.
 
-    The form of torch.addmm that puts a one-dimensional bias into cuBLASLt's epilogue.
+    ``x``: [T, K]. The layer's weight: [N, K], whose row stride may exceed K. Its bias: [N] or None. torch.addmm with a
+    one-dimensional bias uses cuBLASLt's epilogue.
     """
     if layer.bias is None:
         return torch.mm(x, layer.weight.T, out=out)
@@ -41,10 +42,10 @@ def linear(x: Tensor, layer: Linear, *, out: Tensor | None = None) -> Tensor:
 
 
 def linear_gelu(x: Tensor, layer: Linear) -> Tensor:
-    """``gelu_tanh(x @ weight.T + bias)``, shapes as for `linear`, the bias not None.
+    """Returns ``gelu_tanh(x @ weight.T + bias)``. The shapes are those of `linear`; the bias must not be None.
 
-    On CUDA one kernel: cuBLASLt's GELU is the tanh form, as is torch's where it does without cuBLASLt. On the CPU the
-    same call would take the exact GELU.
+    On CUDA this is one kernel, because cuBLASLt's GELU is the tanh form, and so is torch's fallback. On a CPU, the same
+    call of torch would compute the exact GELU.
     """
     assert layer.bias is not None
     if x.is_cuda:
@@ -53,14 +54,15 @@ def linear_gelu(x: Tensor, layer: Linear) -> Tensor:
 
 
 def add_linear(stream: Tensor, x: Tensor, weight: Tensor) -> None:
-    """``stream += x @ weight.T`` in place, by the GEMM itself (beta = 1)."""
+    """Adds ``x @ weight.T`` to ``stream`` in place, in the GEMM itself (beta = 1)."""
     stream.addmm_(x, weight.T)
 
 
 def fp8_refused(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why torch doesn't multiply FP8 operands with a scale for each row there, though the card can; None if it does.
+    """Returns why torch can't multiply FP8 operands with row scales on ``device``; None if it can.
 
-    Which library does it depends on the generation and on the versions of torch and CUDA, and not all of them do.
+    The library that torch calls depends on the GPU generation and on the versions of torch and CUDA. Some combinations
+    do not support row scales, even if the GPU does.
     """
     rows = Fp8Rows.empty(2, FP8_ALIGNMENT, device)
     bias = torch.zeros(FP8_ALIGNMENT, dtype=dtype, device=device)
@@ -74,8 +76,8 @@ def fp8_refused(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Linear:
-    """``x @ weight.T + bias`` of FP8 operands: weight [N, K] float8_e4m3fn, scales [1, N] float32, one for each row of
-    the weight; bias [N] or None and the results are of ``dtype``."""
+    """``x @ weight.T + bias`` of FP8 operands. ``weight``: [N, K] float8_e4m3fn. ``scales``: [1, N] float32, one for
+    each row of the weight. ``bias``: [N] or None. Bias and result have ``dtype``."""
 
     weight: Tensor
     scales: Tensor
@@ -84,24 +86,24 @@ class Fp8Linear:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> Fp8Linear:
-        """Rounds ``weight`` [N, K]. Raises ConfigError unless N and K are multiples of FP8_ALIGNMENT."""
+        """Rounds ``weight`` [N, K] to FP8. Raises ConfigError unless N and K are multiples of FP8_ALIGNMENT."""
         if weight.shape[0] % FP8_ALIGNMENT or weight.shape[1] % FP8_ALIGNMENT:
             raise ConfigError(
                 "fp8_gemms",
                 list(weight.shape),
-                f"a weight whose rows and columns are no multiples of {FP8_ALIGNMENT}; only off will do",
+                f"this weight's rows and columns are not multiples of {FP8_ALIGNMENT}; use off",
             )
         scales = weight.float().abs().amax(1, keepdim=True).clamp_(min=LEAST_PEAK) / FP8_MAX
-        # At most FP8_MAX, whichever way the division rounds: beyond half a step above it, torch makes no number of it.
+        # The quotient rounds to at most FP8_MAX. torch converts only values half a step above FP8_MAX to NaN.
         rounded = (weight.float() / scales).to(FP8)
         return cls(rounded, scales.T.contiguous(), bias, weight.dtype)
 
     def __call__(self, x: Fp8Rows, *, out: Tensor | None = None) -> Tensor:
-        """[T, N]. ``out``: rows without gaps.
+        """Returns [T, N]. ``out`` must be contiguous.
 
-        Sums are the tensor core's own ("fast accumulation"): of Hopper's, 14 bits count. Moving them to float32 every
-        128 inputs takes 6 to 26 % of the time (one H200) and changes nothing that could be measured: a product of
-        8192 inputs is off by 0.26 % with it and by 0.17 % without, where rounding the operands costs 3.7 %.
+        Tensor cores accumulate the sums ("fast accumulation"), on Hopper with 14 bits. Moving the sums to float32 every
+        128 inputs would take 6 to 26 % longer (one H200), without a measurable gain: the error of a product of 8192
+        inputs is 0.26 % with it and 0.17 % without, while rounding the operands costs 3.7 %.
         """
         return torch._scaled_mm(
             x.values,
@@ -117,9 +119,9 @@ class Fp8Linear:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Gelu:
-    """``gelu_tanh(x @ weight.T + bias)`` in FP8: one kernel on Hopper, else a product and a pass over what it gives.
+    """``gelu_tanh(x @ weight.T + bias)`` in FP8: one kernel on Hopper, elsewhere a GEMM and a pass over its result.
 
-    ``spread`` and ``least``: what the rows' scales are bounded by.
+    ``spread`` and ``least``: bounds of the scales of the result's rows (see `fp8_gelu.bounds`).
     """
 
     layer: Fp8Linear
@@ -128,16 +130,16 @@ class Fp8Gelu:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor) -> Fp8Gelu:
-        """Raises ConfigError for shapes that can't."""
+        """Rounds ``weight`` [N, K] to FP8. Raises ConfigError for unsupported shapes."""
         return cls(Fp8Linear.of(weight, bias), *bounds(weight, bias))
 
     @property
     def wants_norms(self) -> bool:
-        """Whether calls need them."""
+        """Whether calls need the norms of the rows of ``x``."""
         return programs(self.layer.weight.device) > 0
 
     def __call__(self, x: Fp8Rows, norms: Tensor | None) -> Fp8Rows:
-        """[T, N]. ``norms`` [T] float32: Euclidean ones of ``x``; None where they aren't wanted."""
+        """Returns [T, N] in FP8. ``norms``: [T] float32, the Euclidean norms of the rows of ``x``, if `wants_norms`."""
         layer = self.layer
         if norms is None:
             return quantise_rows(layer(x), gelu=True)

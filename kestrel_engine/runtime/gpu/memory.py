@@ -1,7 +1,7 @@
-"""How large the K/V pool is: planned from what a device has free beside weights and everything else of the runtime.
+"""Plans the size of the KV cache from the memory that weights and the rest of the runtime leave free.
 
-Arithmetic only. A pool larger than the running sequences need is not wasted: it is where prompts and images seen
-before are kept.
+This module allocates nothing. A KV cache that is larger than the running sequences need is not wasted, because it also
+holds the prefixes of earlier prompts and images.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from ...types.model_config import ModelConfig
 
 GIB = 2**30
 CUDA_SHARE = 0.9
-"""Of what is left on a GPU after the reserve; the rest is for other processes and for fragments."""
+"""The KV cache's share of the GPU memory that is left after the reserve. The rest is for other processes and for
+fragmentation."""
 CACHED_CONTEXTS = 8
-"""On a GPU the pool holds at most so many times the running sequences at full length: a small model needs no more to
-keep what it has seen, and leaves the rest of the card alone."""
+"""The largest KV cache on a GPU, as a multiple of the running sequences at full length. A small model needs no more for
+its prefix cache and leaves the rest of the memory free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """``max_seq_length``: the longest sequence in positions, as wished for or as far as all pages together reach."""
+    """The planned KV cache. ``max_seq_length``: the longest sequence in positions, as configured, or as many as all
+    pages hold."""
 
     num_pages: int
     max_seq_length: int
@@ -40,11 +42,13 @@ def plan_pool(
     share: float = CUDA_SHARE,
     contexts: int = CACHED_CONTEXTS,
 ) -> Pool:
-    """``free_bytes``: what the device has left beside the weights, None if it doesn't tell. ``reserve_bytes``: what
-    computing takes of them. A size that the configuration gives holds exactly; else the pool is ``contexts`` times
-    ``max_batch_size`` full sequences, or ``share`` of the room if that is less.
+    """Plans the KV cache.
 
-    Raises InsufficientMemoryError saying what to lower.
+    ``free_bytes``: the bytes that the weights leave free, or None if the device does not report them.
+    ``reserve_bytes``: the part of them that computing needs. A configured size is used as it is. Otherwise the KV cache
+    holds ``contexts`` times ``max_batch_size`` full sequences, or takes ``share`` of the room if that is less.
+
+    Raises InsufficientMemoryError, whose message names the settings to lower.
     """
     longest = config.max_seq_length or model.text.max_context
     room = None if free_bytes is None else max(0, free_bytes - reserve_bytes)
@@ -55,36 +59,36 @@ def plan_pool(
             pages = min(pages, int(room * share) // page_bytes)
         if pages * page_size < least_positions(model):
             raise InsufficientMemoryError(
-                f"{_size(free_bytes or 0)} are left beside the weights and {_size(reserve_bytes)} of them are needed "
-                f"to compute; {share:.0%} of the rest hold {pages} pages of the KV cache, and an image takes "
-                f"{model.image_prefix // page_size} pages of {page_bytes} bytes, with a prompt some more; lower "
-                f"--max-batch-size (now {max_batch_size}) or --step-crops, or take a narrower --dtype"
+                f"the weights leave {_size(free_bytes or 0)} and computing needs {_size(reserve_bytes)} of them; "
+                f"{share:.0%} of the rest hold {pages} pages of the KV cache, but an image takes "
+                f"{model.image_prefix // page_size} pages of {page_bytes} bytes, and its prompt some more; lower "
+                f"--max-batch-size (now {max_batch_size}) or --step-crops, or use a narrower --dtype"
             )
     elif room is not None and pages * page_bytes > room:
         raise InsufficientMemoryError(
-            f"a KV cache of {pages} pages takes {_size(pages * page_bytes)}; {_size(free_bytes or 0)} are left beside "
-            f"the weights and {_size(reserve_bytes)} are needed to compute; {_lower(config, room, page_bytes)}, "
-            f"or --max-batch-size (now {max_batch_size})"
+            f"a KV cache of {pages} pages takes {_size(pages * page_bytes)}; the weights leave "
+            f"{_size(free_bytes or 0)} and computing needs {_size(reserve_bytes)} of them; "
+            f"{_lower(config, room, page_bytes)}, or --max-batch-size (now {max_batch_size})"
         )
     return Pool(pages, min(longest, pages * page_size))
 
 
 def given_pages(config: RuntimeConfig, page_bytes: int) -> int | None:
-    """Pages that the configuration asks for by number or size; None if it leaves them to the device."""
+    """Returns the pages that the configuration sets by number or by size; None if it sets neither."""
     if config.kv_cache_gib is not None:
         return int(config.kv_cache_gib * GIB) // page_bytes
     return config.kv_cache_pages
 
 
 def least_positions(model: ModelConfig) -> int:
-    """Positions without which not even the warm-up runs: an image, a caption's prompt, 2 tokens."""
+    """Returns the positions that the warm-up needs: an image, a caption's prompt and 2 tokens."""
     return model.image_prefix + max(map(len, model.templates.caption.values())) + 2
 
 
 def out_of_memory(
     config: RuntimeConfig, max_batch_size: int, reason: str
 ) -> InsufficientMemoryError:
-    """What a device's own refusal while starting becomes; ``reason`` is its words."""
+    """Returns the error for a device that ran out of memory during startup. ``reason``: the device's own message."""
     cache = "" if config.kv_cache_gib is None else f" (now {config.kv_cache_gib:g})"
     length = "the model's context" if config.max_seq_length is None else config.max_seq_length
     return InsufficientMemoryError(

@@ -1,8 +1,9 @@
-"""GpuRuntime: StepPlans through Triton kernels and captured decode passes.
+"""GpuRuntime: executes StepPlans with Triton kernels and captured passes.
 
-A step is enqueued on one stream and nothing waits: one decode pass, then images, then prompts; the token that a
-sequence sampled stays on the device for its next row. Owns the K/V pool, the images' embeddings and the state of
-sequences; decides nothing. Runs on CPU tensors too when Triton interprets its kernels, without streams and graphs.
+It enqueues a step on one stream without waiting: a decode pass, then images, then prompts. The token that a sequence
+samples stays on the device as the input of its next row. The runtime owns the KV cache, the embeddings of images and
+the per-sequence state on the device. It makes no decisions. If Triton interprets its kernels, the runtime also works on
+CPU tensors, without streams and graphs.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ from .weights import pack_weights
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingStep:
-    """A step that was enqueued. ``outputs``: sampled rows with their results; ``flags``: prompt rows of passes in which
-    some row sampled nothing, with 1 for each bad one, [rows, 1] int32. Both are good once ``marks`` have passed."""
+    """An enqueued step. ``outputs``: the sampling rows of each pass, with their results. ``flags``: the prompt rows of
+    each pass that has rows without sampling, with flags [rows, 1] int32 that are 1 for rows that are not finite. Both
+    are valid after the last of ``marks``, which time the parts of the step."""
 
     plan: StepPlan
     outputs: list[tuple[list[Row], Tensor]]
@@ -58,8 +60,11 @@ class PendingStep:
 
 
 class GpuRuntime:
-    """Implements ``protocol.Runtime``. Takes ``tensors`` over, a complete checkpoint (canonical names without
-    ``model.``) on one device, experts in FP8 or like the rest: they are packed, and their own entries become views."""
+    """Implements ``protocol.Runtime``.
+
+    ``tensors``: a complete checkpoint, by canonical names without ``model.``, on one device. Experts may be in FP8. The
+    runtime takes ownership: it packs the tensors and replaces the entries by views.
+    """
 
     def __init__(
         self,
@@ -77,9 +82,12 @@ class GpuRuntime:
         kv_scales: Sequence[Scales] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Captures the decode graphs on a CUDA device, unless told not to; ``progress`` hears of each. ``fp8_gemms``
-        as in RuntimeConfig. ``kv_scales``: each layer's, for keys and values in eight bits; None keeps them in the
-        model's type."""
+        """Captures the graphs on a CUDA device, unless ``cuda_graphs`` is False, and calls ``progress`` for each.
+
+        ``attention`` and ``fp8_gemms``: as in RuntimeConfig. ``kv_scales``: the scales of each layer for an FP8 KV
+        cache; None for a KV cache in the model's dtype. Raises ConfigError for an attention library or an FP8 setting
+        that is not available, and torch's own errors.
+        """
         assert max_seq_length <= config.text.max_context, (max_seq_length, config.text.max_context)
         pack_weights(config, tensors)
         self.model = model = Moondream(config, tensors)
@@ -93,7 +101,7 @@ class GpuRuntime:
         )
         device = model.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # One page more than the scheduler knows of: padding rows write there.
+        # One page more than the scheduler uses: rows of padding write to it.
         self._cache = KvCache(
             config.text,
             num_pages=num_pages + 1,
@@ -157,9 +165,9 @@ class GpuRuntime:
         self._pending: deque[PendingStep] = deque()
         self._closed = self._warm = False
         self.capture_s = 0.0
-        """Seconds that capturing graphs took, and compiling what was not compiled yet."""
+        """Seconds for capturing the graphs, including the compilation of missing kernels."""
         if self._stream is not None:
-            # The weights came by other streams.
+            # Other streams loaded the weights.
             torch.cuda.synchronize(device)
             if cuda_graphs:
                 began = time.monotonic()
@@ -167,7 +175,7 @@ class GpuRuntime:
                 self.capture_s = time.monotonic() - began
 
     def _prefill_graphs(self, *, captured: bool) -> PrefillGraphs | None:
-        """Without a device the same passes run uncaptured: that is how they are tested there."""
+        """Returns the captured passes, if they are used. On a CPU, the same passes run without capture, for tests."""
         if not self.attention.captures or not (captured or self._stream is None):
             return None
         limits = self._limits
@@ -187,7 +195,8 @@ class GpuRuntime:
         return self._limits
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Raises AssertionError for a wrong plan, MemoryError, and torch's own errors; its rows are lost then."""
+        """Raises AssertionError for an invalid plan, MemoryError, and torch's own errors. After an error, the plan's
+        rows are lost."""
         assert not self._closed, "the runtime is closed"
         plan = self._lost.without(plan)
         try:
@@ -254,20 +263,25 @@ class GpuRuntime:
 
     @torch.inference_mode()
     def hidden(self, rows: Sequence[Row]) -> Tensor:
-        """One prefill pass without sampling: stores keys and values and returns [num_rows, dim], the residual stream
-        before ``post_ln`` at each row's last position."""
+        """Runs one prefill pass without sampling, and stores its keys and values.
+
+        Returns [num_rows, dim], the residual stream before ``post_ln`` at each row's last position.
+        """
         with self._on_stream():
             for row in rows:
                 self._state.check(row)
             found = self._prompts.run(rows, None)
         if self._stream is not None:
-            # The caller reads it on a stream of its own.
+            # The caller reads the result on another stream.
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         return found
 
     @torch.inference_mode()
     def encode_crops(self, crops: Tensor) -> Tensor:
-        """`FusedVision.encode_crops` by the passes that steps run, on the current stream, while no step is out."""
+        """As `FusedVision.encode_crops`, with the captured passes of steps, on the current stream.
+
+        No step may be in flight.
+        """
         return self._images.encode_crops(crops)
 
     @contextmanager
@@ -293,7 +307,7 @@ class GpuRuntime:
         outputs: list[tuple[list[Row], Tensor]] = []
         flags: list[tuple[Sequence[Row], Tensor]] = []
         marks = [self._mark()]
-        # Decode goes first: rows of a step don't depend on one another, and while it runs the host gets images ready.
+        # The rows of a step don't depend on one another. Decode goes first, so the host prepares images while it runs.
         if plan.decode:
             sampled = self._decode.run(plan.decode, plan.step_id)
             outputs.append((list(plan.decode), self._results.fetch(sampled)))
@@ -314,10 +328,10 @@ class GpuRuntime:
         outputs: list[tuple[list[Row], Tensor]],
         flags: list[tuple[Sequence[Row], Tensor]],
     ) -> None:
-        """One pass; adds what comes back of it to ``outputs`` and ``flags``."""
+        """Enqueues one prefill pass and adds its results to ``outputs`` and ``flags``."""
         for row in rows:
             self._state.check(row)
-        seqs = self._state.place(rows, step_id)
+        seqs = self._state.assign(rows, step_id)
         hidden = self._prompts.run(rows, seqs)
         wanted = [i for i, row in enumerate(rows) if row.sample is not None]
         if len(wanted) < len(rows):
@@ -338,8 +352,10 @@ class GpuRuntime:
         outputs.append((sampled, self._results.fetch(sampler.head.results[: len(sampled)])))
 
     def _warm_up(self) -> None:
-        """Runs passes of the kinds that are compiled or planned apart, in the thread that launches: some libraries
-        keep their plans by thread. What they write lies in the page that nobody reads."""
+        """Runs every kind of pass that is compiled or planned separately. The passes write to the spare page.
+
+        The thread that launches steps calls this method, because some libraries keep their plans by thread.
+        """
         self._warm = True
         if self._stream is None:
             return
@@ -357,7 +373,7 @@ class GpuRuntime:
 
 
 def _seconds(marks: list[torch.cuda.Event | float]) -> list[float]:
-    """Between each two."""
+    """Returns the seconds between each two consecutive marks."""
     spans = []
     for before, after in itertools.pairwise(marks):
         if isinstance(before, torch.cuda.Event):

@@ -1,1 +1,1 @@
-"""Attention of each kind of pass: decode, prefill, and the patches of a crop."""
+"""Attention of the three kinds of passes: decode, prefill, and the patches of a crop."""

@@ -1,8 +1,9 @@
-"""Attention of a decode step behind one seam: our own kernel, or FlashInfer's where that was asked for by name.
+"""Attention of a decode step, with one interface for our own kernel and for FlashInfer.
 
-Either does all that stands between the qkv GEMM and the output projection: tau factors, RoPE, new keys and values to
-the pool, and attention to positions 0..p. FlashInfer only attends, so a launch of `rope_store` comes before it, and its
-work is laid out on the host before each step (`FlashInferRows.plan`); ours reads page tables on the device.
+An implementation does all work between the qkv GEMM and the output projection: it applies tau factors and RoPE, stores
+the new keys and values in the KV cache, and attends to positions 0..p. Our kernel reads the page tables on the device.
+FlashInfer computes the attention only, so `rope_store` runs before it, and the host plans FlashInfer's work before each
+step (`FlashInferRows.plan`).
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from ..state.staging import Field, RowBuffers
 from .flashinfer_paged import FlashInfer, FlashInferDecode
 
 EARLY_ROWS = 2
-"""Rows up to which attention begins before the GEMM in front of it has ended."""
+"""The most rows for which attention is launched before the preceding GEMM has ended."""
 
 
 class DecodeAttention(Protocol):
-    """One layer's, for M rows of one token."""
+    """Attention of one layer, for M rows of one token."""
 
     def __call__(
         self,
@@ -41,16 +42,18 @@ class DecodeAttention(Protocol):
         out: Tensor,
         scales: Scales = UNSCALED,
     ) -> object:
-        """``qkv`` [M, >= 3*H*D], neither turned nor scaled, may be changed; ``keys`` and ``values`` [num_slots, H, D],
-        of float8_e4m3fn divided by ``scales``.
-        ``rows``: positions and row_seq [M] int32, page_table [num_seqs, max_pages] int32. ``angles``: cos and sin
-        [max_positions, rotary_dim / 2] float32. ``tau``: raw content [M, 2*H] and alpha [H] float32. Fills ``out``
-        [M, H*D], which may be the columns of v."""
+        """Computes the attention output into ``out`` [M, H*D], which may be the columns of v.
+
+        ``qkv``: [M, >= 3*H*D], before RoPE and tau factors; it may be overwritten. ``keys``, ``values``: [num_slots, H,
+        D], in FP8 divided by ``scales``. ``rows``: positions and row_seq, both [M] int32, and page_table [num_seqs,
+        max_pages] int32. ``angles``: cos and sin, both [max_positions, rotary_dim / 2] float32. ``tau``: raw content
+        [M, 2*H] and alpha [H], both float32.
+        """
         ...
 
 
 class PagedDecode:
-    """Our kernel, in one launch. ``early``: it may begin before the kernel in front of it has ended (sm_90)."""
+    """Our kernel, in one launch. ``early``: the kernel may start before the preceding kernel has ended (sm_90)."""
 
     def __init__(
         self,
@@ -96,10 +99,10 @@ class PagedDecode:
             splits=self._splits(len(qkv), keys.dtype),
             workspace=self._workspace,
             out=out,
-            # More rows fill the card by themselves, and programs that wait stand in the GEMM's way: at 16 rows a layer
-            # took 84 us on an H200 where its kernels one by one take 65.
+            # More rows fill the GPU without overlap, and waiting programs take resources from the GEMM: with 16 rows, a
+            # layer took 84 us on an H200 with an early launch and takes 65 us without.
             pdl=self._early and len(qkv) <= EARLY_ROWS,
-            # Of layers without experts as well, as it was measured.
+            # Layers without experts are launched in the same way: that is what was measured.
             beside=self._config.moe is not None,
         )
 
@@ -109,10 +112,10 @@ class PagedDecode:
 
 
 class FlashInferRows:
-    """FlashInfer's, for steps of as many rows as were planned last: a wrapper for each number of rows that occurs, made
-    when it first does, so that a captured graph keeps the buffers it has seen.
+    """FlashInfer's attention, for steps of as many rows as the last plan.
 
-    ``max_pages``: of one row. Padding rows read and write the first position of ``spare_page``.
+    There is a wrapper for each number of rows, created at its first use, because a captured graph needs fixed buffers.
+    ``max_pages``: the most pages of one row. Rows of padding read and write the first position of ``spare_page``.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ class FlashInferRows:
         self._by_rows: dict[int, FlashInferDecode] = {}
 
     def plan(self, padded: int, rows: Sequence[Row]) -> None:
-        """Before each step of ``padded`` rows, on its stream. The first are ``rows``, the rest padding."""
+        """Plans a step of ``padded`` rows: ``rows``, then padding. Call it before each step, on the step's stream."""
         count, size = len(rows), self._page_size
         assert count <= padded, f"{count} rows in a step of {padded}"
         positions = [row.start for row in rows]
@@ -160,11 +163,11 @@ class FlashInferRows:
         out: Tensor,
         scales: Scales = UNSCALED,
     ) -> None:
-        """``rows`` is not read: positions and pages are those of the plan."""
-        assert scales == UNSCALED, "FlashInfer reads the model's type only"
+        """As `DecodeAttention`, but with the positions and pages of the plan instead of ``rows``."""
+        assert scales == UNSCALED, "FlashInfer reads the model's dtype only"
         count = len(qkv)
-        there = self._places.device
-        positions, slots = there["positions"][:count], there["slots"][:count]
+        on_device = self._places.device
+        positions, slots = on_device["positions"][:count], on_device["slots"][:count]
         rope_store(qkv, positions, slots, keys, values, *angles, tau=tau)
         heads = self._config.n_heads, self._config.head_dim
         q = qkv[:, : self._config.dim].unflatten(1, heads)

@@ -1,10 +1,10 @@
-"""FlashInfer's paged attention: text of a prefill pass, image blocks, and decode as the alternative to our kernel.
+"""FlashInfer's paged attention for the text and the image blocks of a prefill pass, and for decode.
 
-Owns one workspace on the device for all of them: they run one after the other on one stream. FlashInfer is imported
-when the first wrapper is made; without the package that raises ConfigError.
+All uses share one workspace on the device, because they run one after the other on one stream. `FlashInfer` imports the
+package and raises ConfigError without it.
 
-`plan` lays the work out on the host in a pinned buffer that FlashInfer copies to the device without waiting. A host
-that runs ahead must not plan into that buffer before the copy has happened, so each use is followed by an event.
+`plan` writes the plan to a pinned buffer, which FlashInfer copies to the device without waiting. The host must not
+overwrite that buffer before the copy is done, so each use records an event.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ....models.kv_format import UNSCALED, Scales
 from ..device import capabilities
 
 WORKSPACE_BYTES = 128 << 20
-"""What FlashInfer recommends for split-KV results."""
+"""The size that FlashInfer recommends for split-KV results."""
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Part(Protocol):
-    """``count`` queries of one sequence at positions ``start``.., which see the positions before and their own."""
+    """``count`` queries of one sequence from position ``start`` on, which attend causally."""
 
     @property
     def count(self) -> int: ...
@@ -40,8 +40,8 @@ class Part(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PageIndices:
-    """int32 arrays on the host. ``pages``: the pages of all sequences end to end, those of sequence i from
-    ``bounds[i]`` to ``bounds[i + 1]``; ``last`` [n]: positions in its last page, 1..page_size."""
+    """FlashInfer's page table: int32 arrays on the host. ``pages``: the pages of all sequences, end to end; sequence i
+    has those from ``bounds[i]`` to ``bounds[i + 1]``. ``last``: [n], the positions in its last page, 1..page_size."""
 
     pages: np.ndarray
     bounds: np.ndarray
@@ -51,7 +51,7 @@ class PageIndices:
 def page_indices(
     page_tables: Sequence[tuple[int, ...]], lengths: Sequence[int], page_size: int
 ) -> PageIndices:
-    """For sequences of ``lengths`` positions, each at least 1. A page table may be longer than that needs."""
+    """Returns the indices for sequences of ``lengths`` positions, each at least 1. A page table may hold more pages."""
     ends = np.array(lengths, dtype=np.int32)
     used = -(-ends // page_size)
     bounds = np.zeros(len(ends) + 1, dtype=np.int32)
@@ -63,9 +63,9 @@ def page_indices(
 
 
 class FlashInfer:
-    """The imported package, the one workspace, and which generation of kernels this device runs (fa3 or fa2).
+    """The imported package, its workspace, and the generation of kernels for the device (fa3 or fa2).
 
-    Raises ConfigError without the package, and for a type or device that it doesn't compute with.
+    Raises ConfigError without the package, and for a dtype or device that it does not support.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -85,36 +85,36 @@ class FlashInfer:
             ) from error
         self.device, self.dtype = device, dtype
         self.backend = "fa3" if capabilities(device).fa3 else "fa2"
-        # Zeros: the decode wrapper keeps counters in it.
+        # The decode wrapper keeps counters in the workspace, which must start at zero.
         self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 class _Ring:
-    """Wrappers that take turns, so that planning one seldom waits for the device to have taken the last plan."""
+    """Wrappers that are planned in turn, so that a plan rarely waits for the copy of an earlier plan."""
 
     def __init__(self, wrappers: Sequence[Any]) -> None:
         self._wrappers = wrappers
-        self._taken: list[torch.cuda.Event | None] = [None] * len(wrappers)
+        self._copied: list[torch.cuda.Event | None] = [None] * len(wrappers)
         self._next = 0
 
     def plan(self, *arrays: Tensor, **options: Any) -> Any:
-        """The wrapper that was planned."""
+        """Plans the next wrapper and returns it."""
         index, self._next = self._next, (self._next + 1) % len(self._wrappers)
-        taken = self._taken[index]
-        if taken is not None:
-            taken.synchronize()
+        copied = self._copied[index]
+        if copied is not None:
+            copied.synchronize()
         wrapper = self._wrappers[index]
         wrapper.plan(*arrays, **options)
-        # Without a device there is nothing to wait for, nor any pinned memory.
+        # On a CPU, memory is not pinned and there is nothing to wait for.
         if arrays[0].is_pinned():
             event = torch.cuda.Event()
             event.record()
-            self._taken[index] = event
+            self._copied[index] = event
         return wrapper
 
 
 class FlashInferText:
-    """Causal attention of a pass's text over the pages: planned once a pass, run for each layer."""
+    """Causal attention of a pass's text over the pages, planned once a pass and run for each layer."""
 
     def __init__(self, flashinfer: FlashInfer, *, depth: int = 4) -> None:
         self._flashinfer = flashinfer
@@ -126,7 +126,7 @@ class FlashInferText:
     def plan(
         self, parts: Sequence[Part], num_heads: int, head_dim: int, page_size: int
     ) -> PlannedFlashInfer:
-        """For parts whose queries follow one another in this order."""
+        """Plans a pass over ``parts``, whose queries follow one another in this order."""
         lengths = [part.start + part.count for part in parts]
         indices = page_indices([part.page_table for part in parts], lengths, page_size)
         device = self._flashinfer.device
@@ -150,7 +150,7 @@ class FlashInferText:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFlashInfer:
-    """Good for the layers of one pass."""
+    """A plan for the text of one pass."""
 
     wrapper: Any
     page_size: int
@@ -158,14 +158,17 @@ class PlannedFlashInfer:
     def __call__(
         self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scales: Scales = UNSCALED
     ) -> None:
-        """``q`` [n, H, D]; ``keys`` and ``values`` [num_slots, H, D] of one layer; ``out`` [n, H*D] is written."""
-        assert scales == UNSCALED, "FlashInfer reads the model's type only"
+        """Writes the attention output to ``out`` [n, H*D].
+
+        ``q``: [n, H, D]. ``keys``, ``values``: [num_slots, H, D] of one layer.
+        """
+        assert scales == UNSCALED, "FlashInfer reads the model's dtype only"
         pools = _paged(keys, self.page_size), _paged(values, self.page_size)
         _run(self.wrapper, q, (pools,), out)
 
 
 class FlashInferBlocks:
-    """Attention among the positions of each of n equal blocks, all seeing all."""
+    """Unmasked attention within each of n blocks of equal length."""
 
     def __init__(self, flashinfer: FlashInfer, *, depth: int = 3) -> None:
         self._flashinfer = flashinfer
@@ -192,19 +195,19 @@ class FlashInferBlocks:
 
 @dataclass(frozen=True, slots=True)
 class PlannedBlocks:
-    """Good for the layers of one pass."""
+    """A plan for the image blocks of one pass."""
 
     wrapper: Any
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """``q``, ``k``, ``v`` [n * length, H, D]; ``out`` [n * length, H*D] is written."""
+        """Writes the attention output of ``q``, ``k``, ``v`` [n * length, H, D] to ``out`` [n * length, H*D]."""
         _run(self.wrapper, q, (k, v), out)
 
 
 class FlashInferDecode:
-    """One query a row for a fixed number of rows, replayable from a CUDA graph: plan before each replay.
+    """Attention of one query a row, for a fixed number of rows. A CUDA graph can capture it; plan before each replay.
 
-    Expects rotated queries, and new keys and values stored (kernels/attention/rope_store.py).
+    Queries must be rotated, and the new keys and values stored (kernels/attention/rope_store.py).
     """
 
     def __init__(
@@ -217,7 +220,7 @@ class FlashInferDecode:
         head_dim: int,
         page_size: int,
     ) -> None:
-        """``max_pages``: of all rows together."""
+        """``max_pages``: the most pages of all rows together."""
         self._flashinfer, self.rows, self._page_size = flashinfer, rows, page_size
         self._num_heads, self._head_dim = num_heads, head_dim
 
@@ -235,14 +238,15 @@ class FlashInferDecode:
         self._ring = _Ring([self._wrapper])
 
     def plan(self, page_tables: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> None:
-        """``lengths`` [rows] count the new token. Padding rows take a spare page and length 1."""
+        """Plans a step. ``lengths``: [rows], including the new token. Rows of padding have a spare page and length
+        1."""
         assert len(page_tables) == len(lengths) == self.rows
         device = self._flashinfer.device
         indices = page_indices(page_tables, lengths, self._page_size)
         self._ring.plan(
             _pinned(indices.bounds, device),
-            # Pages are read on the device alone. Given on the host they would be copied into the wrapper's buffer with
-            # a wait for all that the device has yet to do.
+            # Only the device reads the pages. If they were on the host, FlashInfer would copy them to its buffer and
+            # wait for the device.
             _pinned(indices.pages, device).to(device, non_blocking=True),
             _pinned(indices.last, device),
             num_qo_heads=self._num_heads,
@@ -254,13 +258,16 @@ class FlashInferDecode:
         )
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """``q`` [rows, H, D]; ``keys`` and ``values`` [num_slots, H, D] of one layer; ``out`` [rows, H*D]."""
+        """Writes the attention output to ``out`` [rows, H*D].
+
+        ``q``: [rows, H, D]. ``keys``, ``values``: [num_slots, H, D] of one layer.
+        """
         pools = _paged(keys, self._page_size), _paged(values, self._page_size)
         _run(self._wrapper, q, (pools,), out)
 
 
 def _run(wrapper: Any, q: Tensor, keys_and_values: tuple[Any, ...], out: Tensor) -> None:
-    # FlashInfer writes whole rows only.
+    # FlashInfer writes contiguous output only.
     shaped = out.view(q.shape) if out.is_contiguous() else None
     attended = wrapper.run(q, *keys_and_values, out=shaped)
     if shaped is None:
@@ -268,11 +275,11 @@ def _run(wrapper: Any, q: Tensor, keys_and_values: tuple[Any, ...], out: Tensor)
 
 
 def _paged(pool: Tensor, page_size: int) -> Tensor:
-    """[num_slots, H, D] -> [num_pages, page_size, H, D], a view."""
+    """Returns ``pool`` [num_slots, H, D] as a view [num_pages, page_size, H, D]."""
     return pool.view(-1, page_size, *pool.shape[1:])
 
 
 def _pinned(array: np.ndarray, device: torch.device) -> Tensor:
-    """In pinned memory, so that FlashInfer's copies to the device don't wait; torch keeps it until they are done."""
-    there = torch.from_numpy(array)
-    return there.pin_memory() if device.type == "cuda" else there
+    """Returns ``array`` in pinned memory on CUDA, so that copies don't wait. torch keeps it until the copy is done."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor

@@ -1,4 +1,4 @@
-"""Attention among the patches of each crop: which kernel of torch does it, chosen once, and in which batch sizes."""
+"""Attention among the patches of each crop. It chooses a torch kernel once, and the batch sizes for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ PREFERRED = (
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 )
-"""56 crops of 729 patches, 16 heads of 72, one H200: cuDNN 496 us, flash 712 us (torch 2.11)."""
+"""The backends by speed. 56 crops of 729 patches, 16 heads of 72, on one H200 with torch 2.11: cuDNN takes 496 us,
+flash 712 us."""
 
 BATCHES: tuple[int, ...] = (
     *range(1, 11),
@@ -38,13 +39,13 @@ BATCHES: tuple[int, ...] = (
     60,
     64,
 )
-"""Numbers of crops that cuDNN is asked for: it plans each shape anew, which takes long, so others are rounded up."""
+"""The batch sizes for cuDNN. Planning a new shape is slow, so other batch sizes are rounded up to one of these."""
 
 
 class CropAttention:
     """Unmasked attention of [n, patches, 3, heads, head_dim] (queries, keys, values), n up to the last of `BATCHES`.
 
-    cuDNN keeps its plans per thread: `warm_up` belongs into the thread that encodes.
+    cuDNN keeps its plans by thread, so the thread that encodes must also warm up.
     """
 
     def __init__(self, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -56,18 +57,19 @@ class CropAttention:
 
     @property
     def backend(self) -> str:
-        """The one that is used, for logs and benchmarks."""
+        """The name of the backend, for logs and benchmarks."""
         return str(self._backends[0].name) if self._backends else "default"
 
     def padded(self, crops: int) -> int:
-        """How many crops a buffer for ``crops`` of them must hold. What the others contain doesn't matter."""
+        """Returns the number of crops that a buffer for ``crops`` crops must hold. The rest is padding of any value."""
         if not self._backends or self._backends[0] is not SDPBackend.CUDNN_ATTENTION:
             return crops
         return next(size for size in BATCHES if size >= crops)
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
-        """Calls belong inside: the choice is torch's global state, and setting it costs more than an attention."""
+        """Selects the backend for calls inside the context. Setting this global state of torch takes longer than a
+        call, so one context should hold many calls."""
         if not self._backends:
             yield
             return
@@ -75,18 +77,18 @@ class CropAttention:
             yield
 
     def __call__(self, qkv: Tensor) -> Tensor:
-        """[n, patches, 3, heads, head_dim] -> [n, patches, heads * head_dim]."""
+        """Returns the attention output [n, patches, heads * head_dim] of ``qkv`` [n, patches, 3, heads, head_dim]."""
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        # Its output is laid out like the queries: what follows is a view.
+        # The output has the memory layout of the queries, so the result is a view.
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 def works(backend: SDPBackend, probe: Tensor) -> bool:
-    """Whether torch's ``backend`` attends, unmasked, to ``probe`` [n, length, 3, heads, head_dim]."""
+    """Returns whether torch's ``backend`` computes unmasked attention of ``probe`` [n, length, 3, heads, head_dim]."""
     q, k, v = probe.permute(2, 0, 3, 1, 4)
     try:
         with warnings.catch_warnings(), sdpa_kernel(backend):
-            # A backend that refuses says why by a warning.
+            # A backend that refuses also warns about the reason.
             warnings.simplefilter("ignore")
             F.scaled_dot_product_attention(q, k, v)
     except RuntimeError:

@@ -1,8 +1,8 @@
-"""Attention of one prefill pass: image blocks among themselves, text over the pages.
+"""Attention of one prefill pass: within each image block, and of text over the pages.
 
-The flat batch begins with n blocks of BOS and image, whose positions see each other both ways and nothing else; then
-comes the text of all rows, which is causal over everything stored. Blocks read queries, keys and values where the qkv
-GEMM left them; text reads the K/V pool. Which library computes is chosen once (`choose_attention`).
+The flat batch starts with n blocks of BOS and image. The positions of a block attend to each other in both directions
+and to nothing else. The text of all rows follows; it attends causally to all stored positions. Blocks read the output
+of the qkv GEMM, and text reads the KV cache. `choose_attention` chooses the library once.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .flashinfer_paged import DTYPES, FlashInfer, FlashInferBlocks, FlashInferTe
 from .patches import works
 
 MAX_GATHERED = 16384
-"""Positions whose keys and values the torch path copies at a time."""
+"""The most positions whose keys and values the torch path copies at once."""
 
 
 class Batch(Protocol):
-    """What attention needs to know of a `PrefillBatch`."""
+    """The attributes of a `PrefillBatch` that attention reads."""
 
     @property
     def blocks(self) -> Sequence[object]: ...
@@ -40,20 +40,26 @@ class Batch(Protocol):
 
 
 class PlannedText(Protocol):
+    """Attention of a pass's text, in one layer."""
+
     def __call__(
         self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scales: Scales = UNSCALED
     ) -> None:
-        """``q`` [n, H, D], the text's queries; one layer's pools and their scales; writes ``out`` [n, H*D]."""
+        """Writes the attention output to ``out`` [n, H*D].
+
+        ``q``: [n, H, D], the text's queries. ``keys``, ``values``: the layer's pools [num_slots, H, D], with
+        ``scales``.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """Of what no captured pass holds: ``text`` and ``blocks`` are FlashInfer's, if there; else torch computes them.
-    Blocks of captured passes are always torch's, by ``block_backend`` (None leaves the choice to torch).
+    """The library of each kind of attention.
 
-    ``captures``: passes that fit may run captured, where our own kernel attends to the text whatever stands here.
-    ``decode``: FlashInfer computes decode steps, if there; else our own kernel does.
+    ``text`` and ``blocks``: FlashInfer's, for passes that are not captured; None for torch. ``block_backend``: torch's
+    backend for blocks, in captured passes too; None leaves the choice to torch. ``captures``: passes that fit may run
+    captured, with our own kernel for the text. ``decode``: FlashInfer for decode steps; None for our own kernel.
     """
 
     text: FlashInferText | None = None
@@ -70,16 +76,20 @@ class AttentionChoice:
 def choose_attention(
     name: str, device: torch.device, dtype: torch.dtype, pool: torch.dtype | None = None
 ) -> AttentionChoice:
-    """``name``: "auto" and "triton" take our kernels for decode and the text of captured passes, else torch: nothing
-    that needs nvcc. "flashinfer": it alone, which compiles its kernels for a minute or two when they are first used.
-    "torch": it alone for prompts; decode, for which it has nothing, is ours. ``pool``: the type of keys and values, if
-    it isn't ``dtype``: eight bits are read by our kernels and torch alone. Raises ConfigError where FlashInfer was
-    asked for by name and can't be had."""
+    """Chooses the library of each kind of attention.
+
+    With a ``name`` of "auto" or "triton", our kernels compute decode and the text of captured passes, and torch the
+    rest; nothing needs nvcc. With "flashinfer", FlashInfer computes everything, and compiles its kernels for a minute
+    or two at their first use. With "torch", torch computes prompts, and our kernel computes decode. ``pool``: the dtype
+    of the KV cache, if it isn't ``dtype``. FlashInfer does not read an FP8 KV cache.
+
+    Raises ConfigError for an unknown name, and if FlashInfer is named and not available.
+    """
     if name not in ("auto", "flashinfer", "triton", "torch"):
         raise ConfigError("attention", name, "must be auto, flashinfer, triton or torch")
     if name == "flashinfer" and pool == EIGHT_BITS:
         raise ConfigError(
-            "attention", name, "doesn't read a KV cache in FP8: auto, triton or torch"
+            "attention", name, "can't read a KV cache in FP8; use auto, triton or torch"
         )
     if name == "flashinfer":
         library = FlashInfer(device, dtype)
@@ -90,9 +100,12 @@ def choose_attention(
 
 
 def _block_backend(device: torch.device, dtype: torch.dtype) -> SDPBackend | None:
-    """cuDNN where it computes with ``dtype``. Microseconds a layer for 1 / 2 / 4 / 6 blocks of 730 positions, 32 heads
-    of 64, on an H100, with the copy of torch's result: cuDNN 25 / 36 / 70 / 105, flash 30 / 55 / 91 / 144; FlashInfer's
-    fa3, which nvcc compiles for 81 s, 19 / 34 / 65 / 95."""
+    """Returns cuDNN if it supports ``dtype``, else None.
+
+    Microseconds a layer for 1 / 2 / 4 / 6 blocks of 730 positions and 32 heads of 64 on an H100, including the copy of
+    torch's result: cuDNN 25 / 36 / 70 / 105; flash 30 / 55 / 91 / 144; FlashInfer's fa3, which nvcc compiles for 81 s,
+    19 / 34 / 65 / 95.
+    """
     if device.type != "cuda" or dtype not in DTYPES:
         return None
     probe = torch.zeros(1, 8, 3, 1, 64, dtype=dtype, device=device)
@@ -107,9 +120,11 @@ def attend_blocks(
     v: Tensor,
     out: Tensor,
 ) -> None:
-    """``blocks``: their number and length. ``q``, ``k``, ``v`` [number * length, H, D], any row stride; writes ``out``
-    [number * length, H*D], any row stride."""
-    # [n, H, length, D], views all: kernels take any strides but the last.
+    """Writes the attention output within each block to ``out`` [number * length, H*D], with any row stride.
+
+    ``blocks``: the number and the length of the blocks. ``q``, ``k``, ``v``: [number * length, H, D], any row stride.
+    """
+    # Views [n, H, length, D]. The kernels accept any stride but for the last dimension.
     q, k, v = (x.unflatten(0, blocks).transpose(1, 2) for x in (q, k, v))
     with (
         nullcontext()
@@ -121,8 +136,8 @@ def attend_blocks(
 
 
 class PrefillAttention:
-    """Made for one pass from plain data; called once a layer. ``key_pool`` and ``value_pool``
-    [layers, num_slots, H, D]; ``scales``: each layer's, where they are float8_e4m3fn."""
+    """Attention of one pass, called once for each layer. ``key_pool``, ``value_pool``: [layers, num_slots, H, D].
+    ``scales``: the scales of each layer for an FP8 KV cache."""
 
     def __init__(
         self,
@@ -153,8 +168,10 @@ class PrefillAttention:
                 self._text = GatheredText(batch.text, page_size, key_pool.device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
-        """``q``, ``k``, ``v`` [T, H, D], rotated, any row stride; k and v are in the pools already. Writes and returns
-        ``out`` [T, H*D], any row stride."""
+        """Writes the attention output to ``out`` [T, H*D] and returns it.
+
+        ``q``, ``k``, ``v``: [T, H, D], rotated. The KV cache holds k and v already. All may have any row stride.
+        """
         split = self._block_tokens
         if split and self._blocks is not None:
             self._blocks(q[:split], k[:split], v[:split], out[:split])
@@ -168,9 +185,10 @@ class PrefillAttention:
 
 
 class GatheredText:
-    """Torch's answer: keys and values of several rows gathered and padded to the longest, one masked call for them.
+    """Attention of the text with torch. It gathers the keys and values of several rows, pads them to the longest row,
+    and computes these rows in one masked call.
 
-    Rows of like lengths come together, as many as `MAX_GATHERED` positions hold.
+    Rows of similar lengths form a group of at most `MAX_GATHERED` positions.
     """
 
     def __init__(self, parts: Sequence[TextPart], page_size: int, device: torch.device) -> None:
@@ -178,7 +196,7 @@ class GatheredText:
         by_length = sorted(parts, key=lambda part: part.start + part.count)
         groups: list[list[TextPart]] = []
         for part in by_length:
-            # Sorted: this one is the longest of its group so far.
+            # The parts are sorted, so this one is the longest of its group so far.
             if groups and (len(groups[-1]) + 1) * (part.start + part.count) <= MAX_GATHERED:
                 groups[-1].append(part)
             else:
@@ -195,10 +213,13 @@ class GatheredText:
 
 @dataclass(frozen=True, slots=True)
 class _PaddedRows:
-    """``queries`` [n, longest] int64: places among the text's tokens; a short row repeats its last. ``slots``
-    [n, positions] int64; past a row's end its first, which holds finite numbers as others may not. ``seen``
-    [n, 1, longest, positions] bool. ``places`` and ``sources`` int64: where real results go, and where in
-    [n * longest] they are."""
+    """A group of rows, padded to equal lengths.
+
+    ``queries``: [n, longest] int64, indices of the text's tokens; a short row repeats its last token. ``slots``: [n,
+    positions] int64; past the end of a row its first slot, which holds finite numbers. ``seen``: [n, 1, longest,
+    positions] bool, the mask. ``places`` and ``sources``: int64, the indices of the results in the output and in
+    [n * longest].
+    """
 
     queries: Tensor
     slots: Tensor
@@ -227,10 +248,10 @@ class _PaddedRows:
         seen = position <= (starts[:, None] + query)[:, :, None]
 
         def upload(array: np.ndarray) -> Tensor:
-            there = torch.from_numpy(np.ascontiguousarray(array))
+            tensor = torch.from_numpy(np.ascontiguousarray(array))
             if device.type != "cuda":
-                return there.to(device)
-            return there.pin_memory().to(device, non_blocking=True)
+                return tensor.to(device)
+            return tensor.pin_memory().to(device, non_blocking=True)
 
         return cls(
             queries=upload(queries),

@@ -1,1 +1,1 @@
-"""Prefill: which rows of prompt tokens go together, and the pass that takes them."""
+"""Prefill: groups rows of prompt tokens into passes, and runs the passes."""

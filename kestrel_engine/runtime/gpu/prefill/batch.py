@@ -1,7 +1,7 @@
-"""Rows of prompt tokens as the arrays of one prefill pass. Host only: numpy in, numpy out, no tensor.
+"""Converts rows of prompt tokens to the arrays of one prefill pass, on the host with numpy.
 
-The flat batch begins with all image prefixes (BOS and image, which attend both ways), block by block, so that their
-attention needs no gathering; then come the text tokens of all rows, row by row.
+The flat batch starts with all image prefixes (BOS and image, which attend in both directions), block by block, so that
+their attention needs no gathering. The text tokens of all rows follow, row by row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ....types.step import Previous, Row
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """``count`` tokens from ``begin`` of the flat batch on, at positions ``start``.. of a sequence."""
+    """The text of one row: ``count`` tokens from index ``begin`` of the flat batch, at positions from ``start`` on."""
 
     begin: int
     count: int
@@ -27,8 +27,8 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class PrefillBatch:
-    """``ids`` int64, ``positions`` int64, ``slots`` int64, all [num_tokens]; ``last`` int64 [num_rows]: the place of
-    each row's last token. Ids where an image or a value stands are 0."""
+    """The arrays of a pass. ``ids``, ``positions`` and ``slots``: [num_tokens] int64. The id of an image position or a
+    value is 0. ``last``: [num_rows] int64, the index of each row's last token."""
 
     ids: np.ndarray
     positions: np.ndarray
@@ -37,14 +37,16 @@ class PrefillBatch:
     blocks: tuple[str, ...]
     """Image keys, in the order of their blocks."""
     block_length: int
-    """Positions of a block, BOS included."""
+    """Positions of a block, including BOS."""
     text: tuple[TextPart, ...]
     coord_places: np.ndarray
-    """int64: where coordinates stand; ``coord_values`` float32."""
+    """[n] int64, the indices of coordinates."""
     coord_values: np.ndarray
+    """[n] float32."""
     size_places: np.ndarray
+    """[n] int64, the indices of sizes."""
     size_values: np.ndarray
-    """float32 [n, 2]."""
+    """[n, 2] float32."""
 
     @property
     def num_tokens(self) -> int:
@@ -52,8 +54,10 @@ class PrefillBatch:
 
 
 def prefill_batch(rows: Sequence[Row], page_size: int, block_length: int) -> PrefillBatch:
-    """Lays ``rows`` out; ``block_length`` is the model's image prefix. Raises AssertionError for rows against the
-    contract of StepPlan."""
+    """Builds the arrays for ``rows``. ``block_length``: the positions of the model's image prefix.
+
+    Raises AssertionError for rows that violate the contract of StepPlan.
+    """
     images = [_image(row, block_length) for row in rows]
     keys = tuple(image.key for image in images if image is not None)
     ids: list[int] = [0] * (len(keys) * block_length)
@@ -117,7 +121,7 @@ def prefill_batch(rows: Sequence[Row], page_size: int, block_length: int) -> Pre
 
 
 def _image(row: Row, block_length: int) -> ImageBlock | None:
-    """The image that the row begins with, behind its BOS."""
+    """Returns the image at the beginning of the row, after BOS; None without an image."""
     block = row.tokens[1] if len(row.tokens) > 1 else None
     if not isinstance(block, ImageBlock):
         return None
@@ -127,7 +131,7 @@ def _image(row: Row, block_length: int) -> ImageBlock | None:
 
 
 def _slots(page_table: tuple[int, ...], positions: np.ndarray, page_size: int) -> np.ndarray:
-    """int64: where the pool keeps ``positions``, which follow one another."""
+    """Returns the slots of ``positions``, int64."""
     pages = np.array(page_table, dtype=np.int64)
     page, offset = np.divmod(positions, page_size)
     slots: np.ndarray = pages[page] * page_size + offset

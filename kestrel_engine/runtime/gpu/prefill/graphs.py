@@ -1,8 +1,8 @@
-"""PrefillGraphs: prefill passes of a few images and questions as captured CUDA graphs.
+"""PrefillGraphs: captured CUDA graphs of prefill passes over a few images and questions.
 
-Launched one by one, the some 230 kernels of a pass cost the host more time than a question's few tokens cost the
-device. A graph holds a pass of so many image blocks and so many text rows; text that is shorter is padded. Attention
-of the text reads tiles and page tables on the device, so one graph serves every mix of sequences.
+A pass has some 230 kernels. Launching them one by one takes the host longer than the device needs for the few tokens of
+a question. A graph has a fixed number of image blocks and text tokens; shorter text is padded. The text's attention
+reads tiles and page tables on the device, so one graph works for every mix of sequences.
 """
 
 from __future__ import annotations
@@ -24,21 +24,26 @@ from ..text.decoder import FusedText
 from .batch import PrefillBatch
 
 BLOCKS = (0, 1, 2, 3, 4, 5, 6)
-"""Image blocks of a pass. Four fill the card; six are what a step's default of crops makes complete at most, and a
-lone one left over would run at half the speed (H200, Moondream 3: 240 TFLOP/s for one image, 405 for four)."""
+"""The numbers of image blocks that are captured. Four blocks fill the GPU. A step completes at most six images with the
+default number of crops, and a separate pass for one of them would run at half the speed (H200, Moondream 3: 240 TFLOP/s
+for one image, 405 for four)."""
 TEXT_ROWS = (32, 64, 96, 128, 192, 256)
-"""Text rows of a pass."""
+"""The numbers of text tokens that are captured."""
 MAX_BLOCKS, MAX_TEXT = BLOCKS[-1], TEXT_ROWS[-1]
 
 
 class PassShape(NamedTuple):
+    """The shape of a captured pass."""
+
     num_blocks: int
     text_rows: int
 
 
 def tiles_of(batch: PrefillBatch, seqs: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """`paged_text`'s tiles for the batch's text, whose sequences have ``seqs`` in the page table; places count from
-    the first text row."""
+    """Returns the tiles of `paged_text` for the batch's text. Their row indices count from the first text token.
+
+    ``seqs``: the rows of the text's sequences in the page table.
+    """
     tiles = []
     begin = len(batch.blocks) * batch.block_length
     for part, seq in zip(batch.text, seqs, strict=True):
@@ -49,13 +54,13 @@ def tiles_of(batch: PrefillBatch, seqs: Sequence[int]) -> list[tuple[int, int, i
 
 
 def num_tiles(text_rows: int) -> int:
-    """Room for tiles in a pass: one for every four rows, for many short texts."""
+    """Returns the number of tiles in a pass: one for every four text tokens, which allows many short texts."""
     return text_rows // 4
 
 
 class PrefillGraphs:
-    """Owns the fixed buffers of captured passes. ``max_rows``: rows whose hidden state is wanted of a pass. Writes of
-    padding go to ``spare_slot``."""
+    """Owns the fixed buffers of captured passes. ``max_rows``: the most rows of a pass. Padding writes its keys and
+    values to ``spare_slot``."""
 
     def __init__(
         self,
@@ -88,7 +93,7 @@ class PrefillGraphs:
         self._graphs: dict[PassShape, torch.cuda.CUDAGraph] = {}
 
     def shape(self, batch: PrefillBatch, tiles: int) -> PassShape | None:
-        """The smallest pass that holds ``batch`` with so many tiles, if there is one."""
+        """Returns the smallest captured pass for ``batch`` with ``tiles`` tiles; None if there is none."""
         blocks, text = len(batch.blocks), sum(part.count for part in batch.text)
         if blocks > MAX_BLOCKS or len(batch.last) > self._max_rows:
             return None
@@ -97,14 +102,17 @@ class PrefillGraphs:
                 return PassShape(blocks, rows)
         return None
 
-    def room(self, num_tokens: int) -> Tensor:
-        """[num_tokens, dim], to be filled with a batch's embeddings before run()."""
+    def embeddings(self, num_tokens: int) -> Tensor:
+        """Returns the input buffer [num_tokens, dim]. The caller fills it with a batch's embeddings before `run`."""
         return self._x[:num_tokens]
 
     def run(
         self, shape: PassShape, batch: PrefillBatch, tiles: list[tuple[int, int, int, int]]
     ) -> Tensor:
-        """[num_rows, dim]: the residual stream at each row's last position; good until the next pass."""
+        """Runs a captured pass and returns [num_rows, dim], the residual stream at each row's last position.
+
+        The result is valid until the next pass.
+        """
         total = shape.num_blocks * self._length + shape.text_rows
         count, rows = batch.num_tokens, len(batch.last)
         places = self._places.host()
@@ -129,7 +137,7 @@ class PrefillGraphs:
         return self._hidden[:rows]
 
     def capture(self, progress: Progress | None = None) -> None:
-        """Runs and captures every pass, the largest first. Only on a CUDA device."""
+        """Runs and captures every pass, the largest first. Requires a CUDA device."""
         assert self._stream is not None, "graphs are captured on a stream of a CUDA device"
         pool = torch.cuda.graph_pool_handle()
         shapes = [PassShape(n, rows) for n in reversed(BLOCKS) for rows in reversed(TEXT_ROWS)]
@@ -172,7 +180,8 @@ class PrefillGraphs:
         self._hidden.copy_(hidden)
 
     def attend_blocks(self, blocks: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """``q``, ``k``, ``v`` [blocks * length, H, D], ``out`` [blocks * length, H*D]."""
+        """Attention within image blocks. ``q``, ``k``, ``v``: [blocks * length, H, D]. ``out``: [blocks * length,
+        H*D]."""
         attend_blocks(self._block_backend, (blocks, self._length), q, k, v, out)
 
     def attend_text(self, layer: int, q: Tensor, shape: PassShape, out: Tensor) -> None:
@@ -189,7 +198,7 @@ class PrefillGraphs:
 
 
 class _PassAttention:
-    """Attention of one captured pass, as `text.TokenAttention`."""
+    """Implements `TokenAttention` for one captured pass."""
 
     def __init__(self, graphs: PrefillGraphs, shape: PassShape) -> None:
         self._graphs, self._shape = graphs, shape
@@ -200,5 +209,5 @@ class _PassAttention:
             self._graphs.attend_blocks(
                 self._shape.num_blocks, q[:split], k[:split], v[:split], out[:split]
             )
-        # Rows of padding belong to no tile: they stay zero.
+        # Rows of padding belong to no tile, so their output stays zero.
         self._graphs.attend_text(layer, q[split:], self._shape, out[split:])

@@ -1,4 +1,4 @@
-"""Which prompt rows of a step go through the decoder together. Host only."""
+"""Groups the prompt rows of a step into passes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ....types.step import Row
 
 
 def row_size(row: Row) -> tuple[int, int]:
-    """Image blocks (0 or 1) and positions."""
+    """Returns the number of image blocks of a row (0 or 1) and its number of positions."""
     block = row.tokens[1] if len(row.tokens) > 1 else None
     if isinstance(block, ImageBlock):
         return 1, len(row.tokens) - 1 + block.num_positions
@@ -20,10 +20,11 @@ def row_size(row: Row) -> tuple[int, int]:
 def captured_passes(
     rows: Sequence[Row], block_length: int, *, max_blocks: int, max_text: int
 ) -> Iterator[list[Row]]:
-    """Rows in order, in as few groups as hold ``max_blocks`` image blocks (of ``block_length`` positions) and
-    ``max_text`` other positions each; a row that is larger goes alone.
+    """Groups rows, in order, into as few groups as possible.
 
-    Blocks are spread evenly, for a lone one left over would run at half the speed of four.
+    A group has at most ``max_blocks`` image blocks of ``block_length`` positions and at most ``max_text`` other
+    positions. A row that exceeds these limits is a group of its own. Blocks are distributed evenly, because a single
+    block runs at half the speed of four blocks.
     """
     blocks = sum(row_size(row)[0] for row in rows)
     even = math.ceil(blocks / max(1, math.ceil(blocks / max_blocks)))
@@ -43,7 +44,7 @@ def captured_passes(
 
 
 def plain_passes(rows: Sequence[Row], max_positions: int) -> Iterator[list[Row]]:
-    """Rows in order, in groups of at most ``max_positions``; a row that is larger goes alone."""
+    """Groups rows, in order, into groups of at most ``max_positions``. A longer row is a group of its own."""
     group: list[Row] = []
     held = 0
     for row in rows:

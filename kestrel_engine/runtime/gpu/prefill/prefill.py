@@ -1,7 +1,8 @@
-"""Prefill: rows of prompt tokens to the hidden states at their ends, by captured passes where one fits.
+"""Prefill: computes the hidden states at the ends of prompt rows, with a captured pass if one fits.
 
-Long prompts and large groups run launch by launch, which costs the host more than a few tokens cost the device: an
-answer about a repeated image took 12.3 ms so, and takes 5.7 (H200).
+Long prompts and large groups run without a graph, kernel by kernel. For a few tokens, launching the kernels takes the
+host longer than the device computes: with a graph, an answer about a repeated image takes 5.7 ms instead of 12.3
+(H200).
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from .graphs import MAX_BLOCKS, MAX_TEXT, PrefillGraphs, tiles_of
 from .passes import captured_passes, plain_passes, row_size
 
 WARM_UP_POSITIONS = (1, 16, 17, 300, 730, 2000)
-"""One size of every class for which a prefill kernel is compiled apart."""
+"""One number of positions for every variant of a prefill kernel that is compiled separately."""
 
 
 class Prefill:
-    """``graphs``: None launches every pass's kernels one by one. ``spare_slot``: the first of the page that nobody
-    reads."""
+    """The prefill passes of a runtime. ``graphs``: None to launch all kernels one by one. ``spare_slot``: the first
+    slot of the spare page, which no sequence reads."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class Prefill:
         self._graphs, self._spare_slot = graphs, spare_slot
 
     def passes(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
-        """Rows in groups that run together: as many as a captured pass holds, or PASS_POSITIONS positions."""
+        """Groups rows into passes: as many rows as a captured pass holds, or PASS_POSITIONS positions."""
         if self._graphs is None:
             return plain_passes(rows, PASS_POSITIONS)
         return captured_passes(
@@ -60,34 +61,38 @@ class Prefill:
         )
 
     def run(self, rows: Sequence[Row], seqs: Sequence[int] | None) -> Tensor:
-        """[num_rows, dim]: the residual stream at each row's last position. ``seqs``: the rows' places in the device's
-        page table, where their pages are known; None keeps to plain launches. Good until the next pass."""
+        """Runs one pass and returns [num_rows, dim], the residual stream at each row's last position.
+
+        ``seqs``: the rows' indices in the device's page table, which holds their pages; None for a pass without a
+        graph. The result is valid until the next pass.
+        """
         batch = prefill_batch(rows, self._cache.page_size, self._config.image_prefix)
         if self._graphs is not None and seqs is not None:
             with_text = [seq for seq, row in zip(seqs, rows, strict=True) if _has_text(row)]
             tiles = tiles_of(batch, with_text)
             shape = self._graphs.shape(batch, len(tiles))
             if shape is not None:
-                self._fill(batch, self._graphs.room(batch.num_tokens), self._arrays(batch, "ids"))
+                embeddings = self._graphs.embeddings(batch.num_tokens)
+                self._embed(batch, embeddings, self._arrays(batch, "ids"))
                 return self._graphs.run(shape, batch, tiles)
-        there = self._arrays(batch, "ids", "positions", "slots", "last")
+        arrays = self._arrays(batch, "ids", "positions", "slots", "last")
         x = torch.empty(
             batch.num_tokens,
             self._config.text.dim,
             dtype=self._model.dtype,
             device=self._model.device,
         )
-        self._fill(batch, x, there)
+        self._embed(batch, x, arrays)
         keys, values = self._cache.keys, self._cache.values
         attention = PrefillAttention(
             self._attention, batch, keys, values, self._cache.page_size, self._cache.scales
         )
         return self._text.prefill(
-            x, there["positions"], there["slots"], attention, keys, values, rows=there["last"]
+            x, arrays["positions"], arrays["slots"], attention, keys, values, rows=arrays["last"]
         )
 
     def warm_up(self) -> None:
-        """Runs passes of the kinds that are compiled apart. What they write lies in the spare page."""
+        """Runs every kind of pass that is compiled separately. The passes write to the spare page."""
         size, dim = self._cache.page_size, self._config.text.dim
         for count in WARM_UP_POSITIONS:
             x = torch.randn(count, dim, dtype=self._model.dtype, device=self._model.device)
@@ -106,7 +111,7 @@ class Prefill:
             self._graphs.clear()
 
     def _arrays(self, batch: PrefillBatch, *names: str) -> dict[str, Tensor]:
-        """Arrays of the batch on the device; values where there are any."""
+        """Returns the named arrays of the batch, and its coordinates and sizes, if any, on the device."""
         arrays = {name: getattr(batch, name) for name in names}
         if "ids" in arrays:
             arrays["ids"] = batch.ids[len(batch.blocks) * batch.block_length :]
@@ -115,22 +120,22 @@ class Prefill:
                 arrays[name] = getattr(batch, name)
         return self._upload({name: np.asarray(array) for name, array in arrays.items()})
 
-    def _fill(self, batch: PrefillBatch, x: Tensor, there: dict[str, Tensor]) -> None:
-        """The batch's embeddings into ``x`` [num_tokens, dim]."""
+    def _embed(self, batch: PrefillBatch, x: Tensor, arrays: dict[str, Tensor]) -> None:
+        """Writes the batch's embeddings to ``x`` [num_tokens, dim]."""
         length, region = batch.block_length, self._model.region
         for index, key in enumerate(batch.blocks):
             x[index * length : (index + 1) * length] = self._images.prefix(key)
         text = len(batch.blocks) * length
         if text < len(x):
-            torch.index_select(self._model.text.wte, 0, there["ids"], out=x[text:])
-        if "coord_places" in there:
-            x[there["coord_places"]] = region.embed_coords(there["coord_values"])
-        if "size_places" in there:
-            x[there["size_places"]] = region.embed_sizes(there["size_values"])
+            torch.index_select(self._model.text.wte, 0, arrays["ids"], out=x[text:])
+        if "coord_places" in arrays:
+            x[arrays["coord_places"]] = region.embed_coords(arrays["coord_values"])
+        if "size_places" in arrays:
+            x[arrays["size_places"]] = region.embed_sizes(arrays["size_values"])
 
 
 def _has_text(row: Row) -> bool:
-    """Whether there is more than an image prefix."""
+    """Returns whether the row has tokens beside an image prefix."""
     blocks, _ = row_size(row)
     return len(row.tokens) > 2 * blocks
 

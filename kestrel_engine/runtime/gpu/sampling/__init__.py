@@ -1,1 +1,1 @@
-"""From hidden states to sampled tokens: the rules of each row, and the head that obeys them."""
+"""Sampling on the device: encoding the rules of each row, and the head that samples by them."""

@@ -1,6 +1,6 @@
-"""SampleHead: from the residual stream of M rows to sampled tokens, kept on the device for the next pass.
+"""SampleHead: samples tokens from the residual stream of M rows and keeps them on the device for the next pass.
 
-One body for captured decode passes and for the ends of prefill. Its inputs lie in the fixed arrays of a RowBuffers.
+Captured decode passes and the ends of prefill passes use the same code. Its inputs are the arrays of a RowBuffers.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ ROW_FIELDS: Mapping[str, Field] = {
     "new_pages": Field(np.int32, (2,)),
     "temperature": Field(np.float64),
 }
-"""What the host tells about each row of a pass."""
+"""The inputs of each row of a pass, which the host writes."""
 
 
 class SampleHead:
-    """Holds the outputs of up to ``max_rows`` rows; ``sampled`` is shared by all passes of a runtime."""
+    """Owns the outputs of up to ``max_rows`` rows. All passes of a runtime share ``sampled``."""
 
     def __init__(
         self,
@@ -65,13 +65,16 @@ class SampleHead:
         *,
         normed: Tensor | None = None,
     ) -> None:
-        """``hidden`` [num_rows, dim], before ``post_ln``, and after it if that is there; ``rows``: a RowBuffers' device
-        arrays. Fills ``results``."""
+        """Samples a token for each row and fills ``results``.
+
+        ``hidden``: [num_rows, dim], the residual stream before ``post_ln``. ``normed``: the same after ``post_ln``, if
+        the caller has it. ``rows``: the device arrays of a RowBuffers.
+        """
         self.sample(self._text.logits(hidden, normed=normed), rows, variant)
         self.keep(hidden, rows, variant)
 
     def sample(self, logits: Tensor, rows: Mapping[str, Tensor], variant: Variant) -> None:
-        """``logits`` [num_rows, vocab]."""
+        """Samples ids and log-probabilities from ``logits`` [num_rows, vocab]."""
         n = variant.num_rows
         sample_rows(
             logits,
@@ -89,12 +92,12 @@ class SampleHead:
         )
 
     def replace(self, row: int, token: int, logprob: float) -> None:
-        """Puts a token that was drawn elsewhere in place of a row's, between sample() and keep()."""
+        """Replaces the token of one row, between `sample` and `keep`."""
         self._ids[row] = token
         self._logprobs[row] = logprob
 
     def keep(self, hidden: Tensor, rows: Mapping[str, Tensor], variant: Variant) -> None:
-        """Reads values where rules ask for them, and keeps all for the next pass."""
+        """Reads values from the region heads where rules demand it, and stores all tokens for the next pass."""
         n = variant.num_rows
         coords = sizes = None
         if variant.spatial:
@@ -119,7 +122,7 @@ class SampleHead:
 
 
 def _bins(logits: Tensor) -> Bins:
-    """``logits`` [M, heads, num_bins] float32."""
+    """Returns the best bins of ``logits`` [M, heads, num_bins] float32, with their log-probabilities."""
     rows, heads, num_bins = logits.shape
     bins, logprobs = read_bins(logits.reshape(rows * heads, num_bins))
     return Bins(bins.view(rows, heads), logprobs.view(rows, heads), num_bins)

@@ -1,7 +1,7 @@
-"""RowSampler: the rows of one kind of pass, from their rules to their sampled tokens.
+"""RowSampler: encodes the rules of a pass's rows and samples their tokens.
 
-Decode has one and prefill has one, since their passes keep fixed buffers. Rules that have no room in the kernel's
-numbers are drawn by the reference sampler, for which the host waits.
+Decode and prefill have one each, because captured passes need fixed buffers. If a rule exceeds the limits of the
+sampling kernel, the reference sampler draws the token, and the host waits for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .rules import RuleEncoder
 
 
 class RowSampler:
-    """``rows``: what the host tells of up to ``max_rows`` rows; the caller fills ``seqs`` and sends them."""
+    """Samples up to ``max_rows`` rows. ``rows``: the inputs of the rows; the caller fills ``seqs`` and sends them."""
 
     def __init__(
         self,
@@ -44,14 +44,17 @@ class RowSampler:
 
     @property
     def has_odd(self) -> bool:
-        """Whether a row of the last encode() has a rule without room in the kernel's numbers."""
+        """Whether a row of the last `encode` has a rule that exceeds the limits of the kernel."""
         return bool(self._odd)
 
     def encode(
         self, rows: Sequence[Row], host: dict[str, np.ndarray], padded: int, *, spatial: bool
     ) -> Variant:
-        """Fills the rule fields of ``padded`` rows of ``host`` (from ``rows.host()``), the first of which have ``seqs``
-        already. ``spatial``: what they are fed may be a value."""
+        """Fills the rule fields of ``padded`` rows of ``host`` and returns the variant of the pass.
+
+        ``host``: from ``rows.host()``, with ``seqs`` filled for ``rows``. ``spatial``: an input token may be a
+        coordinate or a size.
+        """
         specs = [spec_of(row) for row in rows]
         self._odd = self._rules.encode(specs, host, padded)
         reads = self._state.note_rules(host["seqs"][: len(rows)].tolist(), specs)
@@ -59,7 +62,7 @@ class RowSampler:
         return Variant(padded, greedy, spatial or reads)
 
     def send_padding(self, padded: int) -> None:
-        """Rows of the spare sequence, fed and forced to id 0."""
+        """Sends rows of the spare sequence, whose input and output are id 0."""
         host = self.rows.host()
         for name in ("positions", "kinds", "ids"):
             host[name][:padded] = 0
@@ -69,7 +72,8 @@ class RowSampler:
         self.rows.send()
 
     def __call__(self, hidden: Tensor, variant: Variant) -> None:
-        """``hidden`` [num_rows, dim], before ``post_ln``; fills ``head.results``."""
+        """Samples from ``hidden`` [num_rows, dim], the residual stream before ``post_ln``, and fills
+        ``head.results``."""
         if not self._odd:
             self.head(hidden, self.rows.device, variant)
             return
@@ -77,12 +81,12 @@ class RowSampler:
         self.head.sample(logits, self.rows.device, variant)
         drawn = sample(logits[self._odd].float(), [self._rules.odd[row] for row in self._odd])
         for row, found in zip(self._odd, drawn, strict=True):
-            if found is not None:  # The kernel has flagged the others, too.
+            if found is not None:  # If it is None, the kernel has flagged the row as well.
                 self.head.replace(row, *found)
         self.head.keep(hidden, self.rows.device, variant)
 
 
 def spec_of(row: Row) -> SampleSpec:
-    """What a row that samples samples by."""
+    """Returns the SampleSpec of a row. Raises AssertionError if the row does not sample."""
     assert row.sample is not None, f"sequence {row.sequence_id}: a row that samples nothing"
     return row.sample

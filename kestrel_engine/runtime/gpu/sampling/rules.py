@@ -1,6 +1,6 @@
-"""SampleSpecs to the rows of numbers that `kernels.sample` reads, and the numbers that come back to StepTokens.
+"""Encodes SampleSpecs as the rows of numbers that the sampling kernel reads, and decodes its results to StepTokens.
 
-Rules are few and repeat from step to step, so each is encoded once and its row copied.
+Rules are few and repeat from step to step, so each rule is encoded once and its row is copied.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from ....types.step import SampleSpec, StepToken, TokenRule, uniform
 
 RULE_WIDTH = kernel.RULE_WIDTH
 FLAGS_COLUMN = 5
-"""The column of a rule that says what is read; `kernels.sample` leaves it alone."""
+"""The column of a rule with its READS_ flags. The sampling kernel does not read it; `keep_rows` does."""
 READS_COORD, READS_SIZE = 1, 2
 
 _MAX_TOP_K = 2**31 - 1
 _MAX_CACHED = 4096
-"""Rules kept; a skill has a handful, but one from a plug-in may make rules as it goes."""
+"""The most cached rules. A built-in skill has few rules, but a plug-in may create many."""
 
 
 def fits(rule: TokenRule) -> bool:
-    """Whether the kernel has room for the rule's lists; if not, `runtime.sampler` must draw."""
+    """Returns whether the rule's lists fit the kernel's limits. If not, `runtime.sampler` must draw."""
     return len(rule.suppressed) <= kernel.MAX_SUPPRESSED and (
         rule.allowed is None or len(rule.allowed) <= kernel.MAX_ALLOWED
     )
 
 
 def encode_rule(rule: TokenRule) -> np.ndarray:
-    """[RULE_WIDTH] int32 of a rule that fits. Raises AssertionError if it forbids every id."""
+    """Encodes a rule that fits as [RULE_WIDTH] int32. Raises AssertionError if the rule forbids every id."""
     row = np.zeros(RULE_WIDTH, np.int32)
     row[kernel.FORCED] = -1 if rule.forced is None else rule.forced
     row[kernel.OTHERWISE] = -1 if rule.otherwise is None else rule.otherwise
@@ -58,7 +58,7 @@ _GREEDY = SamplingParams()
 
 
 class RuleEncoder:
-    """Fills the staging arrays of a pass. ``odd`` holds the specs of the last call that don't fit, by row."""
+    """Fills the host arrays of a pass. ``odd``: the specs of the last call that don't fit, by row."""
 
     def __init__(self) -> None:
         self.odd: dict[int, SampleSpec] = {}
@@ -69,21 +69,24 @@ class RuleEncoder:
     def encode(
         self, specs: Sequence[SampleSpec], host: Mapping[str, np.ndarray], padded: int
     ) -> list[int]:
-        """Writes rows 0..len(specs) of ``rules`` [., RULE_WIDTH] int32, ``temperature``, ``top_p`` and ``uniforms``
-        float64 and ``top_k`` int32; rows up to ``padded`` are forced to id 0. Returns the rows that don't fit,
-        ascending: they have a greedy row without a rule, but for what they read."""
+        """Writes ``padded`` rows of ``host`` and returns the rows whose rules don't fit, in ascending order.
+
+        ``host``: ``rules`` [rows, RULE_WIDTH] int32, ``temperature``, ``top_p`` and ``uniforms`` float64, and ``top_k``
+        int32. Rows after ``specs`` are forced to id 0. A row that doesn't fit becomes greedy and unrestricted, and
+        keeps its READS_ flags.
+        """
         count = len(specs)
         self.odd = {}
         places = []
         temperatures, top_ps, top_ks, uniforms = [], [], [], []
-        # Between calls only: rows of one call are copied out of the table at its end.
+        # The cache is cleared only between calls, because a call copies rows out of the table at its end.
         if len(self._by_identity) > _MAX_CACHED:
             self._places.clear()
             self._by_identity.clear()
         known = self._by_identity
         for index, spec in enumerate(specs):
             rule, sampling = spec.rule, spec.sampling
-            # By identity first: hashing a rule's eight fields costs more than all the rest of its row.
+            # Look up by identity first: hashing a rule's eight fields takes longer than the rest of its row.
             found = known.get(id(rule))
             place = found[1] if found is not None and found[0] is rule else self._place(rule)
             places.append(place)
@@ -104,7 +107,7 @@ class RuleEncoder:
             np.take(self._table, places, axis=0, out=host["rules"][:count], mode="wrap")
             host["temperature"][:count] = temperatures
             host["top_p"][:count] = top_ps
-            # Bounded here: any whole number is a valid top_k.
+            # Any integer is a valid top_k, so it is bounded here.
             host["top_k"][:count] = [k if k <= _MAX_TOP_K else _MAX_TOP_K for k in top_ks]
             host["uniforms"][:count] = uniforms
         if count < padded:
@@ -122,7 +125,7 @@ class RuleEncoder:
         return list(self.odd)
 
     def _place(self, rule: TokenRule) -> int:
-        """The rule's row in the table, made if it is new; -1 if it doesn't fit."""
+        """Returns the rule's row in the table, which is added if it is new; -1 if the rule doesn't fit."""
         if not fits(rule) and rule.forced is None:
             return -1
         place = self._places.get(rule)
@@ -132,7 +135,7 @@ class RuleEncoder:
                 self._table = np.concatenate([self._table, np.zeros_like(self._table)])
             self._table[place] = encode_rule(rule)
             self._places[rule] = place
-        # The rule is kept with its identity, so that no other can come to have the same.
+        # The reference to the rule keeps its id from being reused by another object.
         self._by_identity[id(rule)] = (rule, place)
         return place
 
@@ -140,8 +143,9 @@ class RuleEncoder:
 def decode_results(
     results: Tensor, specs: Sequence[SampleSpec], config: ModelConfig
 ) -> list[StepToken | None]:
-    """``results`` [len(specs), RESULT_WIDTH] int32 on the host, as `kernels.decode_io.keep_rows` writes them. None
-    stands for a bad one. The log-probability of a value is added to its id's.
+    """Decodes ``results`` [len(specs), RESULT_WIDTH] int32 on the host, which `kernels.decode_io.keep_rows` writes.
+
+    A row that is not finite becomes None. The log-probability of a value is added to that of its id.
     """
     assert len(results) == len(specs), (len(results), len(specs))
     numbers = results.numpy()
@@ -160,7 +164,7 @@ def decode_results(
 def _add_values(
     tokens: list[StepToken], results: Tensor, specs: Sequence[SampleSpec], config: ModelConfig
 ) -> None:
-    """Replaces the tokens from which a value was read."""
+    """Replaces tokens that have a value by tokens with the value."""
     coord_id, size_id = config.ids.coord_id, config.ids.size_id
     num_coords, num_sizes = config.region.coord_out_dim, config.region.size_out_dim // 2
     logprobs = results.view(torch.float32)[:, 6:8].tolist()

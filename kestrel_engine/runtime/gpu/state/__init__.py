@@ -1,1 +1,1 @@
-"""What the device keeps between steps for each sequence, and the copies between host and device."""
+"""The per-sequence state that the device keeps between steps, and copies between host and device."""

@@ -1,6 +1,6 @@
-"""SequenceState: what the device keeps of each running sequence: its page table and what it sampled last.
+"""SequenceState: the page table and the last sampled token of each running sequence, on the device.
 
-A sequence has a slot of both. Only what changed of a page table crosses the bus.
+A sequence has an index into both. Only changed entries of a page table are copied to the device.
 """
 
 from __future__ import annotations
@@ -12,62 +12,68 @@ import torch
 
 from ....kernels.decode_io import SampledTokens
 from ....types.step import Row, RuntimeLimits, SampleSpec
-from .slots import SequenceSlots, TableUpdates
+from .sequence_indices import SequenceIndices, TableUpdates
 from .staging import Uploader
 
 
 class SequenceState:
-    """``page_table`` [slots + 1, max_pages] int32 and ``sampled``, both on ``device``. Slot ``spare`` is nobody's:
-    rows of padding use it, and its pages are the one page beyond ``limits.num_pages``."""
+    """``page_table``: [num_sequences + 1, max_pages] int32. ``sampled``: the last sampled tokens. Both are on
+    ``device``. No sequence has the index ``spare``: rows of padding use it, and its page table names only the spare
+    page, ``limits.num_pages``."""
 
     def __init__(self, limits: RuntimeLimits, device: torch.device, upload: Uploader) -> None:
         self._limits, self._upload = limits, upload
         self.max_pages = -(-limits.max_seq_length // limits.page_size) + 1
-        self._slots = SequenceSlots(2 * limits.max_batch_size + 2, self.max_pages)
-        self.spare = self._slots.capacity
+        self._indices = SequenceIndices(2 * limits.max_batch_size + 2, self.max_pages)
+        self.spare = self._indices.capacity
         self.page_table = torch.full(
             (self.spare + 1, self.max_pages), limits.num_pages, dtype=torch.int32, device=device
         )
         self.sampled = SampledTokens.empty(self.spare + 1, device)
         self._reads_value = [False] * (self.spare + 1)
 
-    def place(self, rows: Sequence[Row], step_id: int) -> list[int]:
-        """Each row's slot. Enqueues what the device does not know of their page tables."""
+    def assign(self, rows: Sequence[Row], step_id: int) -> list[int]:
+        """Returns the sequence index of each row. Enqueues the copy of page table entries that the device lacks."""
         updates = TableUpdates()
-        slots = [self._slots.place(row, step_id, updates) for row in rows]
+        seqs = [self._indices.assign(row, step_id, updates) for row in rows]
         self._send(updates)
-        return slots
+        return seqs
 
-    def place_decoding(self, rows: Sequence[Row], step_id: int, new_pages: np.ndarray) -> list[int]:
-        """As `place`, but one new page of a row goes into ``new_pages`` [len(rows), 2] int32, which holds -1, for the
-        pass itself to write: a place of the flat page table, and the page. Apart, it cost a dozen calls that each give
-        the interpreter up, and a step waited milliseconds to get it back while images were decoded."""
+    def assign_decoding(
+        self, rows: Sequence[Row], step_id: int, new_pages: np.ndarray
+    ) -> list[int]:
+        """As `assign`, but a row's single new page goes into ``new_pages``, and the pass itself writes it.
+
+        ``new_pages``: [len(rows), 2] int32, filled with -1 by the caller. An entry becomes the index of the flat page
+        table, and the page. A separate copy would make a dozen calls that each release the GIL. While images were
+        decoded, a step waited milliseconds to get the GIL back.
+        """
         updates = TableUpdates()
-        slots = []
+        seqs = []
         for index, row in enumerate(rows):
             known = len(updates.indices)
-            slots.append(self._slots.place(row, step_id, updates))
+            seqs.append(self._indices.assign(row, step_id, updates))
             if len(updates.indices) == known + 1:
                 new_pages[index] = updates.indices.pop(), updates.pages.pop()
         self._send(updates)
-        return slots
+        return seqs
 
     def _send(self, updates: TableUpdates) -> None:
         if updates.indices:
-            there = self._upload(
+            on_device = self._upload(
                 {
                     "indices": np.array(updates.indices, dtype=np.int64),
                     "pages": np.array(updates.pages, dtype=np.int32),
                 }
             )
-            self.page_table.view(-1).index_copy_(0, there["indices"], there["pages"])
+            self.page_table.view(-1).index_copy_(0, on_device["indices"], on_device["pages"])
 
     def release(self, sequence_id: int) -> None:
-        """An unknown id is fine."""
-        self._slots.release(sequence_id)
+        """Frees the index of a sequence. An unknown id has no effect."""
+        self._indices.release(sequence_id)
 
     def check(self, row: Row) -> None:
-        """Raises AssertionError for a prompt row whose pages are not there."""
+        """Raises AssertionError for a prompt row whose pages do not exist."""
         assert len(row.page_table) <= self.max_pages, (
             f"sequence {row.sequence_id}: {len(row.page_table)} pages, limit {self.max_pages}"
         )
@@ -76,15 +82,15 @@ class SequenceState:
             f"sequence {row.sequence_id}: pages outside 0..{last}"
         )
 
-    def may_hold_value(self, slot: int) -> bool:
-        """Whether the slot's last sampled token may be a coordinate or a size."""
-        return self._reads_value[slot]
+    def may_hold_value(self, seq: int) -> bool:
+        """Returns whether the last token of the sequence with index ``seq`` may be a coordinate or a size."""
+        return self._reads_value[seq]
 
-    def note_rules(self, slots: Sequence[int], specs: Sequence[SampleSpec]) -> bool:
-        """Remembers which slots sample values next; True if any does."""
+    def note_rules(self, seqs: Sequence[int], specs: Sequence[SampleSpec]) -> bool:
+        """Records which sequences may sample a value next. Returns True if any may."""
         any_reads = False
-        for slot, spec in zip(slots, specs, strict=True):
+        for seq, spec in zip(seqs, specs, strict=True):
             reads = spec.rule.read_coord or spec.rule.read_size
-            self._reads_value[slot] = reads
+            self._reads_value[seq] = reads
             any_reads = any_reads or reads
         return any_reads

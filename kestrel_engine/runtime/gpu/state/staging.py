@@ -1,7 +1,7 @@
-"""Between host and device: arrays up in one copy from pinned memory, results down into pinned memory.
+"""Copies between host and device: arrays to the device in one copy from pinned memory, results back to pinned memory.
 
-Buffers go round in rings longer than the number of steps that can be out, so nothing is overwritten that a copy still
-reads. On a CPU device there is no pinning and copies are plain.
+Rings of buffers hold more buffers than there can be steps in flight, so a copy never reads an overwritten buffer. On a
+CPU device, memory is not pinned.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 RING = 32
-"""Sets of host buffers: several passes of each step that may be out use one, and none may wait for a step before."""
+"""Number of host buffers in a ring. Several passes of each step in flight use one each, and none should wait for an
+earlier step."""
 IMAGE_RING = 16
-"""The same for images that don't lie in pinned memory: each uses one."""
+"""Number of host buffers for images outside pinned memory. Each such image uses one."""
 _ALIGN = 16
 
 
 class _PinnedRing:
-    """Host buffers that grow as needed; one is handed out again only when the copy out of it is done."""
+    """Host buffers that grow on demand. A buffer is reused only after the copy out of it is done."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         self._device = device
@@ -29,8 +30,8 @@ class _PinnedRing:
         self._copied: list[torch.cuda.Event | None] = [None] * size
         self._next = 0
 
-    def take(self, size: int) -> Tensor:
-        """[size] uint8, to be filled and given to copy()."""
+    def next_buffer(self, size: int) -> Tensor:
+        """Returns a buffer [size] uint8. The caller fills it and passes it to `copy`."""
         self._next = (self._next + 1) % len(self._buffers)
         _wait_for(self._copied[self._next])
         if self._buffers[self._next].numel() < size:
@@ -38,36 +39,36 @@ class _PinnedRing:
         return self._buffers[self._next][:size]
 
     def copy(self, host: Tensor) -> Tensor:
-        """What take() gave last, on the device."""
+        """Returns a copy of the last buffer of `next_buffer` on the device."""
         if self._device.type != "cuda":
             return host.clone()
-        there = host.to(self._device, non_blocking=True)
+        on_device = host.to(self._device, non_blocking=True)
         event = self._copied[self._next] or torch.cuda.Event()
         event.record()
         self._copied[self._next] = event
-        return there
+        return on_device
 
 
 class Uploader:
-    """Brings the arrays of one pass to the device in a single copy."""
+    """Copies the arrays of one pass to the device in a single copy."""
 
     def __init__(self, device: torch.device) -> None:
         self._ring = _PinnedRing(device, RING)
 
     def __call__(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-        """The arrays as device tensors of the same shapes and dtypes."""
-        places, size = {}, 0
+        """Returns the arrays as tensors on the device, with the same shapes and dtypes."""
+        offsets, size = {}, 0
         for name, array in arrays.items():
-            places[name] = size
+            offsets[name] = size
             size += -(-array.nbytes // _ALIGN) * _ALIGN
-        host = self._ring.take(size)
+        host = self._ring.next_buffer(size)
         flat = host.numpy()
         for name, array in arrays.items():
-            end = places[name] + array.nbytes
-            flat[places[name] : end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        there = self._ring.copy(host)
+            end = offsets[name] + array.nbytes
+            flat[offsets[name] : end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        on_device = self._ring.copy(host)
         return {
-            name: there[places[name] : places[name] + array.nbytes]
+            name: on_device[offsets[name] : offsets[name] + array.nbytes]
             .view(_torch_dtype(array.dtype))
             .view(array.shape)
             for name, array in arrays.items()
@@ -75,42 +76,45 @@ class Uploader:
 
 
 def pinned_bytes(shape: tuple[int, ...]) -> np.ndarray:
-    """uint8 memory that a device copies from without the host: what `ImageUploader` likes its arrays in."""
+    """Returns a uint8 array in pinned memory, from which `ImageUploader` copies without another host buffer."""
     array: np.ndarray = torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy()
     return array
 
 
 class ImageUploader:
-    """Images' crops or pixels, uint8: straight to the device where they lie in pinned memory (`pinned_bytes`), else
-    through some, for they are megabytes. The caller keeps them until the device has got there."""
+    """Copies the crops or pixels of images, uint8, to the device.
+
+    Arrays in pinned memory (`pinned_bytes`) are copied directly, other arrays through a pinned buffer. The caller must
+    keep an array until the copy is done.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._ring = _PinnedRing(device, IMAGE_RING)
 
-    def __call__(self, array: np.ndarray, there: Tensor) -> None:
-        """Enqueues the copy of ``array``, C-contiguous, to ``there``, as many bytes in any shape."""
-        source, there = torch.from_numpy(array).view(-1), there.view(-1)
+    def __call__(self, array: np.ndarray, target: Tensor) -> None:
+        """Enqueues the copy of the C-contiguous ``array`` to ``target``, which has as many bytes in any shape."""
+        source, target = torch.from_numpy(array).view(-1), target.view(-1)
         if self._device.type != "cuda" or source.is_pinned():
-            there.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=True)
         else:
-            host = self._ring.take(source.nbytes)
+            host = self._ring.next_buffer(source.nbytes)
             np.copyto(host.numpy(), source.numpy())
-            there.copy_(self._ring.copy(host))
+            target.copy_(self._ring.copy(host))
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One array of a RowBuffers: ``dtype`` and what follows the row dimension."""
+    """One array of a RowBuffers: its ``dtype``, and ``tail``, its dimensions after the row dimension."""
 
     dtype: type[np.generic]
     tail: tuple[int, ...] = ()
 
 
 class RowBuffers:
-    """Fixed arrays of ``max_rows`` rows on the device, filled from the host in one copy: a captured graph reads them.
+    """Fixed arrays of ``max_rows`` rows on the device, for captured graphs, which one copy from the host fills.
 
-    Fields lie end to end, widest type first, so that each is aligned.
+    The arrays follow one another, the widest dtype first, so that each array is aligned.
     """
 
     def __init__(self, fields: Mapping[str, Field], max_rows: int, device: torch.device) -> None:
@@ -146,13 +150,13 @@ class RowBuffers:
         }
 
     def host(self) -> dict[str, np.ndarray]:
-        """The next set of host arrays, to be filled (they hold old values) and sent."""
+        """Returns the next set of host arrays, which hold old values. The caller fills them and calls `send`."""
         self._next = (self._next + 1) % RING
         _wait_for(self._copied[self._next])
         return self._ring[self._next][1]
 
     def send(self) -> None:
-        """Copies the set that host() gave last."""
+        """Enqueues the copy of the last set that `host` returned."""
         self._device_bytes.copy_(self._ring[self._next][0], non_blocking=True)
         if self._device_bytes.is_cuda:
             event = self._copied[self._next] or torch.cuda.Event()
@@ -161,14 +165,14 @@ class RowBuffers:
 
 
 class Results:
-    """Brings [rows, width] int32 back, each time into pinned memory that nobody else has until it is released."""
+    """Copies [rows, width] int32 to the host, each time into pinned memory that is not reused until `release`."""
 
     def __init__(self, max_rows: int, width: int, device: torch.device) -> None:
         self._shape, self._device = (max_rows, width), device
         self._free: list[Tensor] = []
 
     def fetch(self, rows: Tensor) -> Tensor:
-        """Enqueues the copy; the result is good once the stream has got there."""
+        """Enqueues the copy of ``rows``. The result is valid once the stream has executed the copy."""
         if not self._free:
             size = self._shape[0] * self._shape[1] * 4
             self._free.append(_host_bytes(size, self._device).view(torch.int32).view(self._shape))
@@ -177,12 +181,13 @@ class Results:
         return host
 
     def release(self, host: Tensor) -> None:
-        """Takes back what fetch() gave, once it was read."""
+        """Returns the memory of a result of `fetch` to the pool."""
         self._free.append(host.as_strided(self._shape, (self._shape[1], 1)))
 
 
 def _wait_for(event: torch.cuda.Event | None) -> None:
-    """Asks first: to wait is to give the interpreter up, which takes long to get back."""
+    """Waits for ``event``. It queries the event first, because waiting releases the GIL, and getting it back is
+    slow."""
     if event is not None and not event.query():
         event.synchronize()
 

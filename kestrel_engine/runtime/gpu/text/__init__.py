@@ -1,1 +1,1 @@
-"""The text decoder's passes, and its weights as they read them."""
+"""The passes of the text decoder, and the layout of their weights."""

@@ -1,9 +1,9 @@
-"""One decode step of the text decoder: a token a row, every launch and every buffer fixed by the number of rows.
+"""One decode step of the text decoder: one token a row. The number of rows determines all launches and buffers.
 
-A block is parallel, so it is at its shortest four launches: LayerNorm (which adds what the block before computed), one
-GEMM for qkv and fc1, attention, and one GEMM for proj and fc2 whose partial sums the next LayerNorm adds. Experts of up
-to 64 rows have a router of their own and run beside all of attention, on a second stream: then what one of the two
-waits for costs nothing while the other reads its weights.
+A block is parallel, so four launches are enough: the LayerNorm, which also adds the output of the previous block; one
+GEMM for qkv and fc1; attention; and one GEMM for proj and fc2, whose partial sums the next LayerNorm adds. For up to 64
+rows, experts have a separate router and run on a second stream, concurrently with attention. While one stream waits,
+the other one reads weights.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from ..gemm import linear
 from .layers import TextLayer
 
 INLINE_TAU_ROWS = 64
-"""Rows up to which the GEMM of qkv also leaves what tau attention needs of it, in parts that attention adds up, instead
-of a launch between the two. More rows were not measured."""
+"""The most rows for which the qkv GEMM also computes the tau content, as partial sums that attention adds up. This
+saves a launch between the two. More rows were not measured."""
 
 
 class DecodePass:
-    """Owns the buffers of a step of up to ``max_rows`` rows. Steps share them, so they run one after another.
+    """Owns the buffers of a step of up to ``max_rows`` rows. All steps share them, so they run one after the other.
 
-    ``attention``: None takes our own kernel.
+    ``pdl``: launch kernels early (programmatic dependent launch, sm_90). ``attention``: None for our own kernel.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class DecodePass:
         self._angles, self._tau = angles, tau
         weight = layers[0].proj
         device = weight.device
-        # Where experts run beside attention.
-        apart = config.moe is not None and weight.is_cuda
-        self._side = torch.cuda.Stream(device) if apart else None
+        # Experts run on this stream, concurrently with attention.
+        concurrent = config.moe is not None and weight.is_cuda
+        self._side = torch.cuda.Stream(device) if concurrent else None
         self._early = pdl and weight.is_cuda
         self._max_rows = max_rows
         dim, heads = config.dim, config.n_heads
@@ -77,19 +77,19 @@ class DecodePass:
 
         self._u = weight.new_empty(max_rows * dim)
         self._read = weight.new_empty(max_rows * widest)
-        self._written = floats(
-            max(default_splits(*w.shape) for w in _writers(layers)), max_rows, dim
+        self._partial_sums = floats(
+            max(default_splits(*w.shape) for w in _output_weights(layers)), max_rows, dim
         )
-        self._of_experts = floats(chosen, min(max_rows, MAX_TOKENS), dim)
-        # Other attention takes tau's content whole.
+        self._expert_outputs = floats(chosen, min(max_rows, MAX_TOKENS), dim)
+        # FlashInfer's attention does not add up partial tau content.
         self._inline_tau = INLINE_TAU_ROWS if attention is None else 0
-        of_tau = [
+        tau_parts = [
             content_parts(rows, layer.weight, 3 * dim)
             for each in layers
             for layer in (each.reads, each.qkv)
             for rows in range(1, min(self._inline_tau, max_rows) + 1)
         ]
-        self._content = floats(max([1, *of_tau]), max_rows, 2 * heads)
+        self._content = floats(max([1, *tau_parts]), max_rows, 2 * heads)
         self._router_weights = floats(max_rows, chosen)
         self._chosen = torch.empty(max_rows * chosen, dtype=torch.int32, device=device)
         if config.moe is not None:
@@ -111,7 +111,7 @@ class DecodePass:
         *,
         normed: Tensor | None,
     ) -> Tensor:
-        """As `text.FusedText.decode`."""
+        """As `FusedText.decode`."""
         assert len(x) <= self._max_rows, f"{len(x)} rows, buffers for {self._max_rows}"
         rows = positions, row_seq, page_table
         u = _shaped(self._u, *x.shape)
@@ -122,13 +122,13 @@ class DecodePass:
             parts = self._block(layer, u, rows, keys[layer.index], values[layer.index])
             if norm is self._post_ln and normed is not None:
                 u = normed
-            # What waits for its predecessor in the stream doesn't wait for the other stream's.
-            early = self._early and not self._is_apart(layer, len(x))
+            # An early launch waits for its predecessor in the same stream, but not for kernels of the other stream.
+            early = self._early and not self._is_concurrent(layer, len(x))
             add_layer_norm(x, parts, layer.owed, norm.weight, norm.bias, pdl=early, out=u)
         return x
 
-    def _is_apart(self, layer: TextLayer, rows: int) -> bool:
-        """Whether the layer's experts run beside its attention."""
+    def _is_concurrent(self, layer: TextLayer, rows: int) -> bool:
+        """Returns whether the layer's experts run concurrently with its attention."""
         return layer.moe is not None and rows <= MAX_TOKENS
 
     def _block(
@@ -139,11 +139,11 @@ class DecodePass:
         keys: Tensor,
         values: Tensor,
     ) -> list[Tensor]:
-        """What the block adds to the stream but for its biases: parts whose sum it is."""
+        """Returns tensors whose sum is the block's output, without its biases."""
         dim, moe = self._config.dim, layer.moe
         read = _shaped(self._read, len(u), layer.reads.weight.shape[0])
-        # Attention's result takes the place of the values that it has read, each head's after the last look at them:
-        # so it lies beside the MLP's in one operand.
+        # Attention overwrites the values v with its output, each head after its last read. So the output is next to the
+        # MLP's hidden layer, and both form one operand.
         attended, hidden = read[:, 2 * dim : 3 * dim], read[:, 3 * dim :]
 
         def attend(reads: Linear, *, gelu_from: int | None = None) -> None:
@@ -155,21 +155,21 @@ class DecodePass:
         if moe is None:
             attend(layer.reads, gelu_from=3 * dim)
             return [self._partials(read[:, 2 * dim :], layer.writes)]
-        if self._is_apart(layer, len(u)):
-            with self._beside():
-                of_experts = self._few_through_experts(moe, u)
+        if self._is_concurrent(layer, len(u)):
+            with self._on_side_stream():
+                expert_output = self._experts_of_few(moe, u)
             attend(layer.qkv)
-            of_attention = self._partials(attended, layer.proj)
+            attention_output = self._partials(attended, layer.proj)
             if self._side is not None:
                 torch.cuda.current_stream().wait_stream(self._side)
-            return [of_attention, of_experts]
-        # The router's few rows ride along with qkv.
+            return [attention_output, expert_output]
+        # One GEMM computes qkv and the router's logits.
         attend(layer.reads)
-        return [self._partials(attended, layer.proj), self._many_through_experts(moe, u, hidden)]
+        return [self._partials(attended, layer.proj), self._experts_of_many(moe, u, hidden)]
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """What is launched inside runs on the side stream, where there is one, after all that was launched before."""
+    def _on_side_stream(self) -> Iterator[None]:
+        """Launches inside the context run on the side stream, if there is one, after all earlier launches."""
         if self._side is None:
             yield
             return
@@ -186,8 +186,10 @@ class DecodePass:
         *,
         gelu_from: int | None = None,
     ) -> tuple[Tensor, Tensor] | None:
-        """Fills ``out`` with ``reads`` of ``u``, whose first columns are q, k and v; what attention needs of them for
-        tau: raw content (or its parts) and alpha."""
+        """Writes ``reads`` of ``u`` to ``out``, whose first columns are q, k and v.
+
+        Returns tau's raw content (or its partial sums) and alpha, or None without tau attention.
+        """
         if layer.tau is None:
             self._linear(u, reads, out, gelu_from=gelu_from)
             return None
@@ -195,13 +197,13 @@ class DecodePass:
         if rows <= self._inline_tau:
             count = content_parts(rows, reads.weight, layer.tau.weights.shape[1])
             parts = _shaped(self._content, count, rows, columns)
-            of_tau = layer.tau.weights, parts
+            weights_and_parts = layer.tau.weights, parts
             skinny_linear(
                 u,
                 reads.weight,
                 reads.bias,
                 gelu_from=gelu_from,
-                tau=of_tau,
+                tau=weights_and_parts,
                 pdl=self._early,
                 out=out,
             )
@@ -212,8 +214,9 @@ class DecodePass:
         tau_content(out, layer.tau.weights, self._tau, out=content)
         return content, layer.tau.alpha
 
-    def _few_through_experts(self, moe: Moe, u: Tensor) -> Tensor:
-        """Up to `MAX_TOKENS` rows, as the first on a stream -> parts [k, M, dim]."""
+    def _experts_of_few(self, moe: Moe, u: Tensor) -> Tensor:
+        """Routes up to `MAX_TOKENS` rows [M, dim] and returns the experts' outputs [k, M, dim], whose sum is the
+        MLP's."""
         rows, k = len(u), moe.experts_per_token
         routed = _shaped(self._router_weights, rows, k), _shaped(self._chosen, rows, k)
         route_tokens(u, moe.router.weight, moe.router.bias, k, self._router, out=routed)
@@ -224,12 +227,12 @@ class DecodePass:
             moe.fc2,
             moe.fc1_scale,
             moe.fc2_scale,
-            out=_shaped(self._of_experts, k, *u.shape),
+            out=_shaped(self._expert_outputs, k, *u.shape),
             pdl=self._early,
         )
 
-    def _many_through_experts(self, moe: Moe, u: Tensor, logits: Tensor) -> Tensor:
-        """[M, dim]; ``logits`` [M, experts] of the router."""
+    def _experts_of_many(self, moe: Moe, u: Tensor, logits: Tensor) -> Tensor:
+        """Returns the MLP's output [M, dim]. ``logits``: [M, experts], the router's."""
         rows, k = len(u), moe.experts_per_token
         routed = _shaped(self._router_weights, rows, k), _shaped(self._chosen, rows, k)
         route(logits, k, out=routed, pdl=self._early)
@@ -252,18 +255,18 @@ class DecodePass:
             torch.ops.aten.gelu_(out[:, gelu_from:], approximate="tanh")
 
     def _partials(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[S, M, dim] float32, or beyond `MAX_ROWS` rows [M, dim] in the model's type."""
+        """Returns ``x @ weight.T`` as partial sums [S, M, dim] float32, or as [M, dim] beyond `MAX_ROWS` rows."""
         if len(x) > MAX_ROWS:
             return torch.mm(x, weight.T)
         shape = default_splits(*weight.shape), len(x), weight.shape[0]
-        return skinny_partials(x, weight, pdl=self._early, out=_shaped(self._written, *shape))
+        return skinny_partials(x, weight, pdl=self._early, out=_shaped(self._partial_sums, *shape))
 
 
-def _writers(layers: list[TextLayer]) -> Iterator[Tensor]:
+def _output_weights(layers: list[TextLayer]) -> Iterator[Tensor]:
     for layer in layers:
         yield from (layer.proj, layer.writes)
 
 
 def _shaped(buffer: Tensor, *shape: int) -> Tensor:
-    """The beginning of a flat buffer."""
+    """Returns the beginning of a flat buffer as a view of ``shape``."""
     return buffer[: math.prod(shape)].view(shape)

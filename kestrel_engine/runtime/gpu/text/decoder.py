@@ -1,7 +1,6 @@
-"""The text decoder in few launches: what `models.text.TextModel` computes, for prompts and for decode steps.
+"""The text decoder in few launches. It computes the same as `models.text.TextModel`, for prefill and for decode.
 
-Works on a flat batch of tokens against the paged pool; knows no requests, sampling or graphs. Both passes overwrite the
-residual stream that they are given.
+It works on a flat batch of tokens and the paged KV cache. Both passes overwrite their input, the residual stream.
 """
 
 from __future__ import annotations
@@ -29,24 +28,32 @@ from .decode_step import DecodePass
 from .layers import Fp8Products, TextLayer, load_layers, rotary_angles
 
 SKINNY_LOGITS = 32
-"""Rows up to which the vocabulary head streams its weight by our own kernel; beyond, cuBLAS is faster (H200: 53 us
-against 57 at 16 rows, 60 against 59 at 64)."""
+"""The most rows for which our own kernel computes the vocabulary head. For more rows, cuBLAS is faster (H200: 53 us
+against cuBLAS' 57 us for 16 rows, 60 us against 59 us for 64 rows)."""
 
 
 class TokenAttention(Protocol):
-    """Attention of one prefill pass, after keys and values were stored to the pool."""
+    """Attention of one prefill pass, after its keys and values are stored in the KV cache."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> object:
-        """``q``, ``k``, ``v`` [T, heads, head_dim], turned, rows any stride apart; fills ``out`` [T, dim]."""
+        """Writes the attention output to ``out`` [T, dim].
+
+        ``q``, ``k``, ``v``: [T, heads, head_dim], rotated, with any row stride.
+        """
         ...
 
 
 class FusedText:
-    """``tensors``: a packed checkpoint (`weights.pack_weights`), in the type and on the device of the computation,
-    experts perhaps in FP8. ``max_rows``: of a decode step. ``pdl``: decode kernels begin while those before
-    them end (sm_90). ``attention``: of decode steps; None takes our own kernel. ``fp8``: prefill computes qkv and the
-    dense layers' fc1, proj and fc2 in FP8, of copies of their weights; ConfigError is raised for shapes that can't.
-    ``kv_scales``: each layer's, where pools are float8_e4m3fn."""
+    """The text decoder.
+
+    ``tensors``: a packed checkpoint (`weights.pack_weights`), in the dtype and on the device of the computation;
+    experts may be in FP8. ``max_rows``: the most rows of a decode step. ``pdl``: launch decode kernels before the
+    preceding kernels have ended (sm_90). ``attention``: for decode steps; None for our own kernel. ``fp8``: prefill
+    computes qkv and the dense layers' fc1, proj and fc2 in FP8, with FP8 copies of their weights. ``kv_scales``: the
+    scales of each layer for an FP8 KV cache.
+
+    Raises ConfigError for shapes that do not support FP8.
+    """
 
     def __init__(
         self,
@@ -85,12 +92,12 @@ class FusedText:
 
     @property
     def early(self) -> bool:
-        """Whether kernels are launched while those before them end."""
+        """Whether kernels are launched before the preceding kernels have ended."""
         return self._early
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the residual stream."""
+        """The dtype of the residual stream."""
         return self._lm_head.weight.dtype
 
     def prefill(
@@ -104,15 +111,16 @@ class FusedText:
         *,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Residual stream after the last block, before ``post_ln``: [T, dim], or its ``rows`` [n] int64 only.
+        """Returns the residual stream after the last block, before ``post_ln``: [T, dim], or only its ``rows`` [n]
+        int64.
 
-        ``x`` [T, dim], overwritten. ``positions`` and ``slots`` [T] int64. ``keys`` and ``values``: the pool, [layers,
-        num_slots, heads, head_dim].
+        ``x``: [T, dim], which is overwritten. ``positions``, ``slots``: [T] int64. ``keys``, ``values``: the KV cache,
+        [layers, num_slots, heads, head_dim].
         """
-        # Attention leaves rows of padding as they are: they must be numbers.
+        # Attention does not write rows of padding, so they must be initialised with numbers.
         u, attended = torch.empty_like(x), torch.zeros_like(x)
         heads = self.config.n_heads
-        # What attention and MLP of a block in FP8 gave and the stream still lacks.
+        # The output of a block in FP8 that is not yet added to the stream.
         owed: Tensor | None = None
         for layer in self._layers:
             u8: Fp8Rows | None = None
@@ -129,7 +137,7 @@ class FusedText:
             q, k, v = qkv.view(len(x), 3, heads, -1).unbind(1)
             attention(layer.index, q, k, v, attended)
             if rows is not None and layer is self._layers[-1]:
-                # Keys and values are stored: of the rest of the last layer nobody reads more than these rows.
+                # All keys and values are stored. The rest of the last layer needs these rows only.
                 x, u, attended = x[rows], u[rows], attended[rows]
                 u8 = None if u8 is None else u8.at(rows)
             if layer.moe is None and u8 is not None:
@@ -140,11 +148,11 @@ class FusedText:
             self._add_mlp(layer, x, u, u8)
         if owed is not None:
             x.add_(owed)
-        # The sum is rounded once: adding float32 to a half type in place is done in float32.
+        # The sum is rounded once: torch adds a float32 tensor in place to a half-precision one in float32.
         return x.add_(self._pending)
 
     def _norm_fp8(self, layer: TextLayer, x: Tensor, u: Tensor, add: Tensor | None) -> Fp8Rows:
-        """LayerNorm of ``x + add`` in FP8; in front of experts, whose router reads them, the plain rows are ``u``."""
+        """Returns the LayerNorm of ``x + add`` in FP8. In an MoE layer, also writes it to ``u``, for the router."""
         return layer_norm_fp8(
             x,
             layer.ln.weight,
@@ -161,13 +169,13 @@ class FusedText:
         return tau_content(qkv, layer.tau.weights, self._tau), layer.tau.alpha
 
     def _owed_in_fp8(self, layer: TextLayer, attended: Tensor, u8: Fp8Rows) -> Tensor:
-        """What a dense block adds to the stream, of its attention and of its MLP."""
+        """Returns the output of a dense block, the sum of its attention and its MLP."""
         fp8 = self._fp8[layer.index]
         assert fp8.fc1 is not None and fp8.writes is not None
         return fp8.writes(quantise_rows(fp8.fc1(u8), gelu=True, left=attended))
 
     def _add_mlp(self, layer: TextLayer, x: Tensor, u: Tensor, u8: Fp8Rows | None) -> None:
-        """Adds the MLP of ``u`` to ``x``. ``u8``: ``u`` in FP8, for experts that can multiply it."""
+        """Adds the MLP of ``u`` to ``x``. ``u8``: ``u`` in FP8, for experts with FP8 inputs."""
         moe = layer.moe
         if moe is None:
             assert layer.fc1 is not None and layer.fc2 is not None
@@ -198,17 +206,20 @@ class FusedText:
         *,
         normed: Tensor | None = None,
     ) -> Tensor:
-        """One token a row: ``x`` [M, dim] becomes the residual stream after the last block and is returned.
+        """Runs one token of each row: overwrites ``x`` [M, dim] with the stream after the last block, and returns it.
 
-        ``positions`` and ``row_seq`` [M] int32: where a row's token stands and whose pages it sees, ``page_table``
-        [num_seqs, max_pages] int32. ``keys`` and ``values`` as for `prefill`. ``normed`` [M, dim]: filled with
-        ``post_ln`` of the stream, which costs nothing here; `logits` takes it. A graph can capture this: the grids
-        depend on M alone and all memory is there before.
+        ``positions``: [M] int32, the positions of the tokens. ``row_seq``: [M] int32, the row of each token's sequence
+        in ``page_table`` [num_seqs, max_pages] int32. ``keys``, ``values``: as for `prefill`. ``normed``: [M, dim],
+        filled with ``post_ln`` of the stream at no cost, for `logits`. A graph can capture this pass, because the grids
+        depend on M only and all memory is allocated before.
         """
         return self._decode(x, positions, row_seq, page_table, keys, values, normed=normed)
 
     def logits(self, hidden: Tensor, *, normed: Tensor | None = None) -> Tensor:
-        """Residual stream [n, dim] -> [n, vocab] in the model's type. ``normed``: its ``post_ln``, if it is there."""
+        """Returns the logits [n, vocab], in the model's dtype, of ``hidden`` [n, dim], the residual stream.
+
+        ``normed``: ``post_ln`` of ``hidden``, if the caller has it.
+        """
         if normed is None:
             normed = layer_norm(hidden, self._post_ln.weight, self._post_ln.bias, pending=None)
         if len(normed) <= SKINNY_LOGITS:

@@ -1,4 +1,4 @@
-"""The decoder's weights as the fused passes read them: packed where one GEMM reads them, biases summed in float32."""
+"""The decoder's weights in the layout of the fused passes: packed for combined GEMMs, with biases summed in float32."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..weights import packed_in, packed_out, running_sums
 
 @dataclass(frozen=True, slots=True)
 class TextLayer:
-    """One block. A dense one has ``fc1`` and ``fc2``, any other ``moe``.
+    """One block. A dense block has ``fc1`` and ``fc2``, an MoE block has ``moe``.
 
-    ``reads`` [3 * dim + ff, dim]: qkv above fc1; of an MoE layer above the router, [3 * dim + experts, dim].
-    ``writes`` [dim, dim + ff]: proj left of fc2; of an MoE layer proj alone. ``owed`` [dim] float32: the biases that
-    this block adds to the stream. ``pending`` [dim] float32: those of all blocks before it; None in the first.
-    ``kv_scales``: of its keys and values in the pool.
+    ``reads``: [3 * dim + ff_dim, dim], qkv above fc1; in an MoE block, [3 * dim + experts, dim], qkv above the router.
+    ``writes``: [dim, dim + ff_dim], proj left of fc2; in an MoE block, proj alone. ``owed``: [dim] float32, the biases
+    that this block adds to the stream. ``pending``: [dim] float32, the biases of all earlier blocks; None in the first
+    block. ``kv_scales``: the scales of the block's keys and values in the KV cache.
     """
 
     index: int
@@ -44,8 +44,9 @@ class TextLayer:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Products:
-    """The products of a block that prefill computes in FP8; the biases of proj and fc2 are pending. Of an MoE layer qkv
-    alone. ``writes``: proj left of fc2, as one product, which costs less than proj alone in its own type."""
+    """The GEMMs of a block that prefill computes in FP8; in an MoE block, only qkv. The biases of proj and fc2 are
+    added later. ``writes``: proj left of fc2 as one GEMM, which takes less time than proj alone in the model's
+    dtype."""
 
     qkv: Fp8Linear
     fc1: Fp8Linear | None
@@ -53,7 +54,7 @@ class Fp8Products:
 
     @classmethod
     def of(cls, layer: TextLayer) -> Fp8Products:
-        """Raises ConfigError for shapes that can't."""
+        """Rounds the weights of ``layer``. Raises ConfigError for shapes that do not support FP8."""
         fc1 = layer.fc1
         return cls(
             Fp8Linear.of(layer.qkv.weight, layer.qkv.bias),
@@ -65,8 +66,10 @@ class Fp8Products:
 def load_layers(
     config: TextConfig, tensors: Tensors, kv_scales: Sequence[Scales] | None
 ) -> tuple[list[TextLayer], Tensor]:
-    """The blocks of a packed checkpoint, and [dim] float32: the biases of all of them. ``kv_scales``: each layer's of a
-    pool in eight bits."""
+    """Returns the blocks of a packed checkpoint, and the sum [dim] float32 of all their biases.
+
+    ``kv_scales``: the scales of each layer for an FP8 KV cache.
+    """
     owed = [_owed(tensors, f"text.blocks.{index}") for index in range(config.n_layers)]
     sums = running_sums(owed)
     layers = []
@@ -102,12 +105,12 @@ def _load_moe(config: TextConfig, tensors: Tensors, block: str) -> Moe:
 def _owed(tensors: Tensors, block: str) -> Tensor:
     bias = tensors[f"{block}.attn.proj.bias"].float()
     # Experts have no biases.
-    of_mlp = tensors.get(f"{block}.mlp.fc2.bias")
-    return bias if of_mlp is None else bias + of_mlp.float()
+    mlp_bias = tensors.get(f"{block}.mlp.fc2.bias")
+    return bias if mlp_bias is None else bias + mlp_bias.float()
 
 
 def rotary_angles(config: TextConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position, [max_context, rotary_dim / 2] float32."""
+    """Returns the cosines and the sines of every position, both [max_context, rotary_dim / 2] float32."""
     table = RotaryTable(config.rope_theta, config.rotary_dim, config.max_context, device)
     all_positions = table.at(torch.arange(config.max_context, device=device))
     return all_positions.cos.squeeze(1), all_positions.sin.squeeze(1)

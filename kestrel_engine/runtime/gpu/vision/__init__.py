@@ -1,1 +1,1 @@
-"""Images on the device: their crops, the vision tower, and the image prefixes that are kept."""
+"""Images on the device: making crops, the vision tower, and the stored image prefixes."""

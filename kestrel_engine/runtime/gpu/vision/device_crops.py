@@ -1,6 +1,7 @@
-"""DeviceCrops: images' pixels to their crops on the device, byte for byte those that libvips gives the CPU path.
+"""DeviceCrops: makes the crops of images on the device, byte for byte equal to those that libvips makes on the CPU.
 
-For a group of images: a copy of each one's pixels, one of tables, and at most four launches. Nothing waits.
+A group of images needs one copy of pixels for each image, one copy of tables, and at most four launches. Nothing waits
+for the device.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ from ..footprint import ARENA_BYTES
 from ..state.staging import ImageUploader, Uploader
 
 KINDS = ((True, False, False), (False, False, False), (False, False, True), (True, True, False))
-"""(vertical, wide_in, wide_out) of the passes in the order that every image has them: rows and columns that shrink,
-then columns and rows that are interpolated. All passes of a kind run in one launch."""
+"""The kinds of passes as (vertical, wide_in, wide_out), in the order of their execution: shrink rows, shrink columns,
+interpolate columns, interpolate rows. One launch runs all passes of a kind."""
 
 LAYOUTS_KEPT = 256
-"""Sizes of images whose passes are remembered, some 30 kB each."""
+"""The number of image sizes whose passes are cached, some 30 kB each."""
 
 _ALIGN = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layout:
-    """All passes of images of one size. ``jobs``: kind and job, whose places in arena, crops and tables count from the
-    image's own; ``num_bytes``: pixels and what lies between passes. ``tables`` [n] int32."""
+    """All passes for images of one size. ``jobs``: the kind of each job, and the job with offsets relative to the
+    image's own part of arena, crops and tables. ``tables``: [n] int32. ``num_bytes``: the image's part of the arena,
+    for its pixels and intermediate results."""
 
     jobs: tuple[tuple[int, Job], ...]
     tables: np.ndarray
@@ -42,7 +44,7 @@ class _Layout:
 
 
 class DeviceCrops:
-    """``block``: as `resample`'s."""
+    """Makes crops. ``block``: the block size of `resample`."""
 
     def __init__(
         self,
@@ -57,8 +59,11 @@ class DeviceCrops:
         self._upload, self._upload_pixels = upload, upload_pixels
 
     def __call__(self, images: Sequence[PreparedImage]) -> list[Tensor]:
-        """Each image's distinct crops [n, S, S, 3] uint8, contiguous, made of its ``pixels``. The caller keeps these
-        until the device has got there. ARENA_BYTES bound what is on the device at a time beside the crops."""
+        """Returns the distinct crops [n, S, S, 3] uint8 of each image, contiguous, made from its ``pixels``.
+
+        The caller must keep the pixels until the device has copied them. ARENA_BYTES bounds the device memory beside
+        the crops.
+        """
         found: list[Tensor] = []
         for group in self._groups(images):
             found += self._make(group)
@@ -106,7 +111,7 @@ class DeviceCrops:
             first_crop += count
             first_entry += len(layout.tables)
         jobs = np.array([job for same in by_kind for job in same], np.int32).reshape(-1, JOB_WIDTH)
-        there = self._upload(
+        on_device = self._upload(
             {"tables": np.concatenate([layout.tables for _, layout in group]), "jobs": jobs}
         )
         first = 0
@@ -116,8 +121,8 @@ class DeviceCrops:
                 resample(
                     arena,
                     crops,
-                    there["tables"],
-                    there["jobs"][first:last],
+                    on_device["tables"],
+                    on_device["jobs"][first:last],
                     same,
                     vertical=vertical,
                     wide_in=wide_in,
@@ -129,7 +134,8 @@ class DeviceCrops:
 
 
 def _moved(kind: int, job: Job, begin: int, crops: int, tables: int) -> Job:
-    """``job`` for an image at byte ``begin`` of the arena, element ``crops`` of the crops and entry ``tables``."""
+    """Returns ``job`` with absolute offsets, for an image at byte ``begin`` of the arena, element ``crops`` of the
+    crops and entry ``tables`` of the tables."""
     _, wide_in, wide_out = KINDS[kind]
     return job._replace(
         source=job.source + begin // (2 if wide_in else 1),

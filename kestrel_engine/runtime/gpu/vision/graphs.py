@@ -1,7 +1,7 @@
-"""VisionGraphs: the vision tower's pass as captured CUDA graphs, one for each number of crops.
+"""VisionGraphs: captured CUDA graphs of the vision tower's pass, one for each number of crops.
 
-Launched one by one, a pass is some 190 calls that each give the interpreter up and ask for it again: while images are
-decoded by other threads, the device waited for the host a tenth of the time.
+Without a graph, a pass is some 190 launches, each of which releases the GIL and acquires it again. While other threads
+decoded images, the device waited for the host for a tenth of the time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from .tower import MAX_CROPS, FusedVision
 
 
 class VisionGraphs:
-    """Owns the fixed input and output of the passes. ``max_crops`` of the largest decides how much memory they take."""
+    """Owns the graphs and their fixed input and output. ``max_crops``, the crops of the largest pass, determines their
+    memory."""
 
     def __init__(
         self, vision: FusedVision, stream: torch.cuda.Stream, *, max_crops: int = MAX_CROPS
@@ -32,7 +33,7 @@ class VisionGraphs:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def capture(self, progress: Progress | None = None) -> None:
-        """Runs every size for which attention makes a plan of its own, then captures all, the largest first."""
+        """Warms up every size for which attention makes a separate plan, then captures all sizes, the largest first."""
         pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._stream), self._vision.attention.chosen():
             self._vision.warm_up(self._max_crops)

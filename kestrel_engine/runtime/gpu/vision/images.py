@@ -1,4 +1,4 @@
-"""EncodedImages: crops in, and each image's image prefix kept on the device until it is dropped."""
+"""EncodedImages: encodes crops, and stores each image's prefix on the device until it is dropped."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from .tower import FusedVision
 
 
 class EncodedImages:
-    """Owns embeddings, and features of images whose crops are not all there yet. ``bos`` [dim]: the embedding that
-    stands before an image."""
+    """Owns the prefixes of images, and the features of images with crops that are not encoded yet. ``bos``: [dim], the
+    embedding of BOS, which precedes an image."""
 
     def __init__(
         self, vision: FusedVision, graphs: VisionGraphs | None, bos: Tensor, upload: Uploader
     ) -> None:
         self._vision, self._bos = vision, bos
         self.encode_crops = (vision if graphs is None else graphs).encode_crops
-        """The tower's passes as steps run them: captured where there are graphs."""
+        """Runs the tower's passes as steps do, with graphs if there are any."""
         self._upload = ImageUploader(bos.device)
         self._make_crops = DeviceCrops(vision.config, upload, self._upload, bos.device)
         self._crops: dict[str, Tensor] = {}
-        """Of images that came as pixels, until the last is encoded."""
+        """The crops of images that arrived as pixels, until the last crop is encoded."""
         self._features: dict[str, list[Tensor]] = {}
         self._prefixes: dict[str, Tensor] = {}
 
     def drop(self, keys: Iterable[str]) -> None:
-        """A key may be unknown."""
+        """Drops images. An unknown key has no effect."""
         for key in keys:
             self._crops.pop(key, None)
             self._features.pop(key, None)
@@ -45,21 +45,21 @@ class EncodedImages:
         self._prefixes.clear()
 
     def prefix(self, key: str) -> Tensor:
-        """[image prefix, dim]: BOS and the image."""
+        """Returns the embeddings of BOS and the image: [image prefix, dim]."""
         assert key in self._prefixes, f"image {key} was not encoded: {sorted(self._prefixes)}"
         return self._prefixes[key]
 
     def encode(self, pieces: Sequence[EncodeSlice]) -> None:
-        """All crops of a step together; an image's prefix is made once its last crop is there."""
+        """Encodes all crops of a step together. Makes an image's prefix after its last crop."""
         if not pieces:
             return
-        wanted = self._wanted(pieces)
+        crops = self._crops_of(pieces)
         features = None
-        if sum(map(len, wanted)):
-            features = self.encode_crops(wanted[0] if len(wanted) == 1 else torch.cat(wanted))
+        if sum(map(len, crops)):
+            features = self.encode_crops(crops[0] if len(crops) == 1 else torch.cat(crops))
         begin = 0
         complete: list[tuple[str, Tensor, tuple[int, int]]] = []
-        for piece, own in zip(pieces, wanted, strict=True):
+        for piece, own in zip(pieces, crops, strict=True):
             key = piece.image.key
             if piece.first == 0:
                 self._features[key] = []
@@ -69,11 +69,11 @@ class EncodedImages:
             if piece.last == piece.image.num_crops:
                 self._crops.pop(key, None)
                 parts = self._features.pop(key)
-                whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-                complete.append((key, whole, piece.image.tiling))
+                joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+                complete.append((key, joined, piece.image.tiling))
         if not complete:
             return
-        embedded = self._vision.embed_many([(whole, tiling) for _, whole, tiling in complete])
+        embedded = self._vision.embed_many([(joined, tiling) for _, joined, tiling in complete])
         for (key, _, _), embedding in zip(complete, embedded, strict=True):
             self._prefixes[key] = torch.cat([self._bos[None], embedding])
 
@@ -81,22 +81,22 @@ class EncodedImages:
         """Compiles the kernels that make crops."""
         self._make_crops.warm_up()
 
-    def _wanted(self, pieces: Sequence[EncodeSlice]) -> list[Tensor]:
-        """Each piece's crops [n, S, S, 3] uint8 on the device; n may be 0."""
+    def _crops_of(self, pieces: Sequence[EncodeSlice]) -> list[Tensor]:
+        """Returns each piece's crops [n, S, S, 3] uint8 on the device; n may be 0."""
         begun = [each.image for each in pieces if each.first == 0 and each.image.pixels is not None]
         for image, crops in zip(begun, self._make_crops(begun), strict=True):
             self._crops[image.key] = crops
-        wanted = []
+        found = []
         for piece in pieces:
             image = piece.image
             last = min(piece.last, num_distinct(image.num_crops, image.tiling))
             if image.pixels is not None:
-                wanted.append(self._crops[image.key][piece.first : last])
+                found.append(self._crops[image.key][piece.first : last])
             else:
                 assert image.crops is not None, image
                 own = image.crops[piece.first : last]
-                there = torch.empty(own.shape, dtype=torch.uint8, device=self._bos.device)
+                target = torch.empty(own.shape, dtype=torch.uint8, device=self._bos.device)
                 if len(own):
-                    self._upload(own, there)
-                wanted.append(there)
-        return wanted
+                    self._upload(own, target)
+                found.append(target)
+        return found

@@ -1,11 +1,12 @@
-"""The vision tower in few passes over memory: what `models.vision.VisionModel` computes, for many crops at a time.
+"""The vision tower in few passes over memory. It computes the same as `models.vision.VisionModel`, for many crops.
 
-The residual stream is touched by GEMMs that add to it and by LayerNorms that read it, by nothing else: the biases that
-the GEMMs leave out are summed over the layers when the weights are there and added by each LayerNorm.
+Only GEMMs that add to the residual stream and LayerNorms that read it access the stream. The GEMMs omit their biases;
+the biases are summed over the layers at startup, and each LayerNorm adds the sum.
 
-In FP8 (qkv, fc1 and fc2) the LayerNorms write FP8 rows, fc1 with its GELU writes the hidden layer in FP8, and what fc2
-gives is added by the next block's first LayerNorm. Attention and its projection, a twelfth of the products, stay as
-they are: rounding what the projection reads, and adding what it gives, takes what its product would gain.
+With FP8, qkv, fc1 and fc2 have FP8 operands. The LayerNorms write FP8 rows, fc1 with its GELU writes the hidden layer
+in FP8, and the next block's first LayerNorm adds the output of fc2. Attention and its projection, a twelfth of the
+multiplications, keep the model's dtype: rounding the projection's input and adding its output would take the time that
+an FP8 product gains.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from ..gemm import Fp8Gelu, Fp8Linear, add_linear, linear, linear_gelu, require_
 from ..weights import PADDED_PATCHES, running_sums
 
 MAX_CROPS = BATCHES[-1]
-"""Crops that go through the tower together: bounds the activations (full size, two bytes: about 12 MB a crop)."""
+"""The most crops of one pass. Bounds the activations: about 12 MB a crop for a released model with two-byte numbers."""
 
 MAX_IMAGES = 16
-"""Images that go through the projector together (full size, two bytes: about 16 MB an image)."""
+"""The most images of one pass of the projector: about 16 MB an image for a released model with two-byte numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisionBlock:
-    """``pending``: what LayerNorms 1 and 2 add to the stream, float32 [enc_dim]."""
+    """The weights of a block. ``pending``: the bias sums that LayerNorms 1 and 2 add, both [enc_dim] float32."""
 
     ln1: LayerNorm
     qkv: Linear
@@ -49,7 +50,7 @@ class VisionBlock:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Block:
-    """The products of a block that are computed in FP8; the bias of fc2 is pending."""
+    """The GEMMs of a block with FP8 operands. A LayerNorm adds the bias of fc2."""
 
     qkv: Fp8Linear
     fc1: Fp8Gelu
@@ -66,8 +67,11 @@ class Fp8Block:
 
 
 class FusedVision:
-    """``tensors``: a packed checkpoint (`weights.pack_weights`), in the type and on the device of the computation.
-    ``fp8``: the blocks compute in FP8, of copies of their weights. Raises ConfigError for shapes that can't."""
+    """The vision tower. ``tensors``: a packed checkpoint (`weights.pack_weights`), in the dtype and on the device of
+    the computation. ``fp8``: the blocks compute in FP8, with FP8 copies of their weights.
+
+    Raises ConfigError for shapes that do not support FP8.
+    """
 
     def __init__(self, config: VisionConfig, tensors: Tensors, *, fp8: bool = False) -> None:
         self.config = config
@@ -105,15 +109,17 @@ class FusedVision:
 
     @property
     def weight(self) -> Tensor:
-        """A weight of the tower: its type and device are the computation's."""
+        """A weight of the tower, which has the dtype and the device of the computation."""
         return self._patch_weight
 
     def encode_crops(self, crops: Tensor) -> Tensor:
-        """[n, crop_size, crop_size, channels] uint8 on the model's device, n > 0 -> [n, patches, enc_dim], after the
-        last LayerNorm."""
+        """Encodes ``crops`` [n, crop_size, crop_size, channels] uint8 on the model's device, n > 0.
+
+        Returns [n, patches, enc_dim], the output of the last LayerNorm.
+        """
         config = self.config
         out = self._patch_weight.new_empty(len(crops), config.grid**2, config.enc_dim)
-        # Passes of one size: few crops use the card worse than many.
+        # All passes have about the same size, because a pass with few crops uses the GPU poorly.
         size = math.ceil(len(crops) / math.ceil(len(crops) / MAX_CROPS))
         with self.attention.chosen():
             for first in range(0, len(crops), size):
@@ -122,7 +128,7 @@ class FusedVision:
         return out
 
     def warm_up(self, max_crops: int = MAX_CROPS) -> None:
-        """Runs every size of a pass for which attention makes a plan of its own. From the thread that will encode."""
+        """Runs every size of a pass for which attention makes a separate plan. Call it on the thread that encodes."""
         config = self.config
         largest = self.attention.padded(max_crops)
         shape = (largest, config.crop_size, config.crop_size, config.in_channels)
@@ -131,7 +137,7 @@ class FusedVision:
             self.encode_crops(crops[:size])
 
     def encode_pass(self, crops: Tensor, out: Tensor) -> None:
-        """One pass of up to MAX_CROPS crops, as `encode_crops`, into ``out``; inside ``attention.chosen()``."""
+        """Encodes up to MAX_CROPS crops into ``out``, as `encode_crops` does. Call it inside ``attention.chosen()``."""
         n, patches, dim = out.shape
         weight = self._patch_weight
         x = weight.new_empty(n, patches, dim)
@@ -141,7 +147,7 @@ class FusedVision:
         add_linear(x, rows, weight)
         qkv = weight.new_empty(self.attention.padded(n) * patches, 3 * dim)
         if len(qkv) > len(x):
-            # Never read, but numbers: some kernels are slow or loud about what is none.
+            # The padding is never read, but some kernels are slow or warn if it holds NaN.
             qkv[len(x) :].zero_()
         if self._fp8_blocks:
             self._blocks_in_fp8(x, qkv, patches)
@@ -156,7 +162,7 @@ class FusedVision:
         )
 
     def _blocks(self, x: Tensor, qkv: Tensor, patches: int) -> None:
-        """All of them, on the stream ``x`` [rows, enc_dim], which is changed; ``qkv`` has as many rows or more."""
+        """Runs all blocks on the stream ``x`` [rows, enc_dim], in place. ``qkv`` has as many rows, or more."""
         u = torch.empty_like(x)
         for block in self.blocks:
             layer_norm(x, block.ln1.weight, block.ln1.bias, pending=block.pending[0], out=u)
@@ -166,7 +172,7 @@ class FusedVision:
             add_linear(x, linear_gelu(u, block.fc1), block.fc2)
 
     def _blocks_in_fp8(self, x: Tensor, qkv: Tensor, patches: int) -> None:
-        """The same; here no GEMM of the MLP adds to the stream."""
+        """As `_blocks`, in FP8. The next LayerNorm, not the MLP's GEMM, adds the MLP's output to the stream."""
         from_mlp: Tensor | None = None
         wanted = self._fp8_blocks[0].fc1.wants_norms
         norms = self._post_pending.new_empty(len(x)) if wanted else None
@@ -182,13 +188,15 @@ class FusedVision:
             x.add_(from_mlp)
 
     def _attend(self, qkv: Tensor, patches: int) -> Tensor:
-        """[rows, 3 * enc_dim] -> [rows, enc_dim]."""
+        """Returns the attention output [rows, enc_dim] of ``qkv`` [rows, 3 * enc_dim]."""
         heads, dim = self.config.enc_n_heads, self.config.enc_dim
         return self.attention(qkv.view(-1, patches, 3, heads, dim // heads)).view(-1, dim)
 
     def embed_many(self, images: Sequence[tuple[Tensor, tuple[int, int]]]) -> list[Tensor]:
-        """Each image is the features of its distinct crops [n, patches, enc_dim] and its tiling; returns the
-        embedding [grid * grid, text dim] of each."""
+        """Returns the embedding [grid * grid, proj_out_dim] of each image.
+
+        ``images``: for each image the features [n, patches, enc_dim] of its distinct crops, and its tiling.
+        """
         embeddings: list[Tensor] = []
         for first in range(0, len(images), MAX_IMAGES):
             embeddings += self._embed_pass(images[first : first + MAX_IMAGES])

@@ -50,7 +50,7 @@ def test_a_given_size_holds_exactly():
 def test_what_cannot_be_held_says_what_to_lower():
     with pytest.raises(InsufficientMemoryError) as caught:
         plan(5 * GIB, GIB, kv_cache_gib=4.01)
-    assert "takes 4.01 GiB; 5.00 GiB are left beside the weights and 1.00 GiB are" in str(
+    assert "takes 4.01 GiB; the weights leave 5.00 GiB and computing needs 1.00 GiB" in str(
         caught.value
     )
     assert "lower --kv-cache-gib to at most 4, or --max-batch-size (now 64)" in str(caught.value)

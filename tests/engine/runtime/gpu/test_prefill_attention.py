@@ -147,7 +147,7 @@ def test_flashinfer_by_name_says_what_it_needs():
         choose_attention("flashinfer", CPU, torch.bfloat16)
     with pytest.raises(ConfigError, match="must be auto"):
         choose_attention("fastest", CPU, torch.bfloat16)
-    with pytest.raises(ConfigError, match="doesn't read a KV cache in FP8"):
+    with pytest.raises(ConfigError, match="can't read a KV cache in FP8"):
         choose_attention("flashinfer", CPU, torch.bfloat16, torch.float8_e4m3fn)
 
 
