@@ -29,7 +29,7 @@ from kestrel_grpc.security.identity.tokens import line_of, new_token
 from .reports.report import Report, add_arguments, median, quantile
 from .traffic.flood import Flood
 from .traffic.images import jpeg
-from .workers import served
+from .traffic.processes import serve
 
 NORMAL, HIGH = common_pb2.PRIORITY_NORMAL, common_pb2.PRIORITY_HIGH
 SIZE = (640, 480)
@@ -121,8 +121,8 @@ def main(arguments: list[str] | None = None) -> Report:
         path.write_text("".join(f"{line_of(n, scopes, t)}\n" for n, t in tokens.items()))
         batch = ("--max-batch-size", str(args.max_batch_size))
         flags = ("--auth-tokens", str(path), *batch)
-        with served(Path(folder), flags) as address:
-            measure(report, address, tokens, args)
+        with serve(flags, log=Path(folder) / "log") as server:
+            measure(report, server.address, tokens, args)
     report.finish(args.json)
     return report
 

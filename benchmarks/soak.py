@@ -12,20 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -39,6 +32,7 @@ from .reports.report import Report, add_arguments, median, quantile
 from .soaking.server import Held
 from .soaking.span_receiver import SpanReceiver
 from .soaking.traffic import traffic
+from .traffic.processes import ChildProcess, ServerProcess
 
 ROUND_S = 10.0
 REST_S = 20.0
@@ -63,8 +57,8 @@ GIVEN_BACK = ("calls", "admitted", "held_bytes", "requests", "lost_pages", "open
 """Fields of Held that are 0 at rest."""
 
 
-class Server:
-    """The server's process. A context; at its end ``status`` and what is in ``log``."""
+class Server(ServerProcess):
+    """The server of the soak. ``log``: its standard error, with a JSON record for each line."""
 
     def __init__(self, folder: Path, endpoint: str) -> None:
         self.log = folder / "log"
@@ -77,99 +71,47 @@ class Server:
             "OTEL_BSP_SCHEDULE_DELAY": "200",
             "OTEL_BSP_MAX_QUEUE_SIZE": "20000",
         }
-        with self.log.open("wb") as log:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.soaking.server", *FLAGS],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=environment,
-            )
-        ready = self._line()
-        self.address = ready.partition("listening on ")[2].partition(",")[0]
-        self.status: int | None = None
+        command = [sys.executable, "-m", "benchmarks.soaking.server", *FLAGS]
+        super().__init__(command, log=self.log, environment=environment)
 
     def probe(self) -> Held:
-        assert self._popen.stdin is not None
-        self._popen.stdin.write("probe\n")
-        self._popen.stdin.flush()
-        return Held(**json.loads(self._line()))
-
-    def _line(self) -> str:
-        assert self._popen.stdout is not None
-        line = self._popen.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the server ended:\n{self.log.read_text(errors='replace')[-4000:]}")
-        return line
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._popen.send_signal(signal.SIGTERM)
-        try:
-            self.status = self._popen.wait(30)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self.status = self._popen.wait()
-        for stream in (self._popen.stdin, self._popen.stdout):
-            assert stream is not None
-            stream.close()
+        """Returns what the server holds now, after a garbage collection."""
+        return Held(**json.loads(self.ask("probe")))
 
 
 class Callers:
-    """The callers' process, replaced whenever it was killed. A context."""
+    """The process of the callers. A killed process is replaced by a new one."""
 
     def __init__(self, address: str) -> None:
         self._address = address
-        # Started anew, not forked: gRPC forbids that.
-        self._context = multiprocessing.get_context("spawn")
         self._seed = 0
         self._start()
 
     def _start(self) -> None:
-        ours, theirs = self._context.Pipe()
-        self._pipe: Connection = ours
         self._seed += 1
-        self._process = self._context.Process(
-            target=traffic, args=(theirs, self._address, TOKEN, self._seed), daemon=True
-        )
-        self._process.start()
-        theirs.close()
-        assert ours.recv() == "ready"
+        self._child = ChildProcess(traffic, self._address, TOKEN, self._seed)
+        assert self._child.pipe.recv() == "ready"
 
     def run(self, seconds: float, *, killed: bool) -> Counter[str]:
-        """Traffic for so long. ``killed``: no one hears how it went, and the callers come back as others."""
+        """Runs traffic for ``seconds`` and returns the number of calls by outcome.
+
+        ``killed``: kill the process instead, while its calls are in progress, and start another one.
+        """
         if not killed:
-            self._pipe.send(seconds)
-            came: Counter[str] = self._pipe.recv()
-            return came
-        self._pipe.send(2 * seconds)
+            self._child.pipe.send(seconds)
+            outcomes: Counter[str] = self._child.pipe.recv()
+            return outcomes
+        self._child.pipe.send(2 * seconds)
         time.sleep(seconds)
-        self._process.kill()
-        self._process.join()
-        self._pipe.close()
+        self._child.kill()
         self._start()
         return Counter({"killed": 1})
 
     def __enter__(self) -> Callers:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._process.kill()
-        self._process.join()
-        self._pipe.close()
+    def __exit__(self, *exc_info: object) -> None:
+        self._child.kill()
 
 
 @dataclass
@@ -212,17 +154,14 @@ def timed(stub: Any) -> list[float]:
     return latencies
 
 
-@contextmanager
-def channel_to(address: str) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(address) as channel:
-        yield channel
-
-
 def soak(seconds: float, report: Report, folder: Path) -> None:
     rests: list[Rest] = []
     came: Counter[str] = Counter()
     with SpanReceiver() as receiver:
-        with Server(folder, receiver.endpoint) as server, channel_to(server.address) as channel:
+        with (
+            Server(folder, receiver.endpoint) as server,
+            grpc.insecure_channel(server.address) as channel,
+        ):
             vision, admin = VisionServiceStub(channel), AdminServiceStub(channel)
             timed(vision)
             normal = rest(server, None)

@@ -15,11 +15,7 @@ import argparse
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import threading
-import time
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +27,7 @@ from kestrel_engine.checkpoint.open import open_model
 from .reports import bars
 from .reports.gpu_report import GpuReport, command_line
 from .reports.report import add_arguments
-
-PATIENCE_S = 400.0
-"""A server that isn't ready by then has failed."""
+from .traffic.processes import START_PATIENCE_S, serve
 
 
 @dataclass(frozen=True)
@@ -85,25 +79,12 @@ def forget_pages(folder: Path) -> None:
 
 
 def start_server(flags: Sequence[str]) -> Start:
-    """Starts a server, waits for its ready line and ends it. Raises RuntimeError with its log if it fails."""
-    command = [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0"]
-    command += ["--drain-delay", "0", *flags]
-    began = time.perf_counter()
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as server:
-        assert server.stdout is not None and server.stderr is not None
-        overdue = threading.Timer(PATIENCE_S, server.kill)
-        overdue.start()
-        # Its log is short: it stays in the pipe until the end.
-        line = server.stdout.readline()
-        overdue.cancel()
-        ready_s = time.perf_counter() - began
-        server.send_signal(signal.SIGTERM)
-        _, log = server.communicate(timeout=PATIENCE_S)
-    if "ready" not in line:
-        raise RuntimeError(f"the server did not start:\n{log}")
-    return Start(ready_s, log)
+    """Starts a server, waits until it is ready, and ends it. Raises RuntimeError, with its log, if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with serve(flags, log=log, end_patience_s=START_PATIENCE_S) as server:
+            ready_s = server.ready_s
+        return Start(ready_s, log.read_text(errors="replace"))
 
 
 def measure(

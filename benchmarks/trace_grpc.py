@@ -44,6 +44,7 @@ from .trace import (
 )
 from .traffic.chart_trace import ChartTrace, add_trace_arguments, draw_images, trace_from
 from .traffic.grpc_clients import ClientProcesses
+from .traffic.processes import serve
 from .traffic.trace_run import RunPlan, part_summary, parts, steady, summary
 
 SKILLS = (
@@ -68,27 +69,12 @@ class Served:
 @contextmanager
 def server(flags: Sequence[str]) -> Iterator[Served]:
     """``kestrel-grpc serve`` on a port of its own, with the skills that are needed; ended at the end."""
-    command = [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0"]
-    command += ["--log-level", "warning", "--max-deadline", "600", "--drain-delay", "0"]
+    fixed = ["--log-level", "warning", "--max-deadline", "600"]
     for skill in SKILLS:
-        command += ["--skill", skill]
-    began = time.perf_counter()
-    process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if "listening on " not in line:
-            raise SystemExit(f"the server ended with status {process.wait()}")
-        ready = time.perf_counter() - began
-        address = line.split("listening on ")[1].split(",")[0].strip()
-        print(line.strip(), flush=True)
-        yield replace(described(address), ready_s=ready)
-    finally:
-        process.terminate()
-        try:
-            process.communicate(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        fixed += ["--skill", skill]
+    with serve([*fixed, *flags]) as process:
+        print(process.ready_line.strip(), flush=True)
+        yield replace(described(process.address), ready_s=process.ready_s)
 
 
 def described(address: str) -> Served:

@@ -11,14 +11,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,8 +26,8 @@ from kestrel_engine.checkpoint.open import open_model
 from .models.made_up_tokenizer import tokenizer_file
 from .reports.report import Report, add_arguments
 from .traffic.images import jpeg
+from .traffic.processes import START_PATIENCE_S, ChildProcess, serve
 
-PATIENCE_S = 400.0
 WARM_S = 2.0
 QUESTION = "What is in the middle of the picture?"
 
@@ -48,7 +44,7 @@ class Load:
     image: bytes
 
 
-def call(load: Load, pipe: Connection) -> None:
+def call(pipe: Connection, load: Load) -> None:
     """Sends the tokens a second of the window that begins WARM_S after it was told to begin."""
     pipe.send(asyncio.run(_call(load, pipe)))
 
@@ -87,46 +83,19 @@ async def _ask(load: Load, clients: Sequence[AsyncKestrelClient], pipe: Connecti
 
 def tokens_a_second(loads: Sequence[Load]) -> float:
     """Of all processes of callers together."""
-    context = multiprocessing.get_context("spawn")  # gRPC survives no fork
-    pipes = []
-    for load in loads:
-        ours, theirs = context.Pipe()
-        context.Process(target=call, args=(load, theirs), daemon=True).start()
-        theirs.close()
-        pipes.append(ours)
-    for pipe in pipes:
-        assert pipe.recv() == "connected"
-    began = time.monotonic()
-    for pipe in pipes:
-        pipe.send(began)
-    return float(sum(pipe.recv() for pipe in pipes))
+    with ExitStack() as stack:
+        pipes = [stack.enter_context(ChildProcess(call, load)) for load in loads]
+        for pipe in pipes:
+            assert pipe.recv() == "connected"
+        began = time.monotonic()
+        for pipe in pipes:
+            pipe.send(began)
+        return float(sum(pipe.recv() for pipe in pipes))
 
 
 def dealt(addresses: Sequence[str], processes: int) -> list[tuple[str, ...]]:
     """A connection to each of ``addresses``, in turn over ``processes``."""
     return [tuple(addresses[index::processes]) for index in range(processes)]
-
-
-@contextmanager
-def served(folder: Path, flags: Sequence[str]) -> Iterator[str]:
-    """The shared address of a server. Raises RuntimeError with its log if it fails."""
-    log = folder / "log"
-    command = [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0"]
-    command += ["--drain-delay", "0", *flags]
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as server,
-    ):
-        assert server.stdout is not None
-        try:
-            line = server.stdout.readline()
-            if "ready" not in line:
-                raise RuntimeError(f"the server did not start:\n{log.read_text()}")
-            print(line, end="", flush=True)
-            yield line.partition("listening on ")[2].partition(",")[0]
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(PATIENCE_S)
 
 
 def check_answers(addresses: Sequence[str], image: bytes) -> None:
@@ -208,9 +177,14 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     report = Report("workers", vars(args))
     with (
         tempfile.TemporaryDirectory() as name,
-        served(Path(name), [*flags, "--worker-listen", f"unix:{name}/{{index}}"]) as shared,
+        serve(
+            [*flags, "--worker-listen", f"unix:{name}/{{index}}"],
+            log=Path(name) / "log",
+            end_patience_s=START_PATIENCE_S,
+        ) as server,
     ):
-        measure(report, args, Path(name), shared)
+        print(server.ready_line, end="", flush=True)
+        measure(report, args, Path(name), server.address)
     report.finish(args.json)
     return report
 

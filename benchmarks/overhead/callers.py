@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import multiprocessing
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,13 +16,12 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 
 from ..traffic.images import jpeg
+from ..traffic.processes import ChildProcess
 from .echo_server import STREAM, UNARY
 from .servers import Pace
 
 CALLERS_A_CLIENT = 16
 """A client process takes that many callers, so that clients are not what is measured."""
-
-_CONTEXT = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +30,6 @@ class Heard:
 
     messages: list[bytes]
     times: list[float]
-
-
-@contextlib.contextmanager
-def process(target: Any, *arguments: Any) -> Iterator[Connection]:
-    """A process of its own that runs ``target(pipe, *arguments)``; it is told to end by None."""
-    ours, theirs = _CONTEXT.Pipe()
-    child = _CONTEXT.Process(target=target, args=(theirs, *arguments))
-    child.start()
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        with contextlib.suppress(OSError):
-            ours.send(None)
-        child.join(30)
-        if child.is_alive():
-            child.kill()
 
 
 def _client(pipe: Connection) -> None:
@@ -104,7 +84,7 @@ class Callers:
         self._pipes: list[Connection] = []
 
     def __enter__(self) -> Callers:
-        self._pipes = [self._stack.enter_context(process(_client)) for _ in self._shares]
+        self._pipes = [self._stack.enter_context(ChildProcess(_client)) for _ in self._shares]
         return self
 
     def __exit__(self, *exc_info: object) -> None:

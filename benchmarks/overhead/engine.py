@@ -13,7 +13,8 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 
 from ..reports.report import Report, median, quantile
-from .callers import Callers, Heard, gaps_ms, process, tokens_of
+from ..traffic.processes import ChildProcess
+from .callers import Callers, Heard, gaps_ms, tokens_of
 from .cpu_window import Window
 from .echo_server import STREAM, UNARY, run_echo
 from .servers import QUESTION, Load, Pace, Setting, run_alone, run_asked, run_server
@@ -32,7 +33,7 @@ STREAM_LIMIT_US, UNARY_LIMIT_US, RATE_LIMIT = 15.0, 150.0, 0.90
 
 def streamed(load: Load, setting: Setting) -> tuple[Window, list[Heard]]:
     """Streams through the server."""
-    with process(run_server, load, setting) as server, Callers(load.streams) as callers:
+    with ChildProcess(run_server, load, setting) as server, Callers(load.streams) as callers:
         heard = callers.read_streams(server.recv(), load.tokens)
         server.send("window")
         return server.recv(), heard
@@ -40,7 +41,7 @@ def streamed(load: Load, setting: Setting) -> tuple[Window, list[Heard]]:
 
 def echoed(load: Load, messages: list[bytes], pause_s: float) -> float:
     """Seconds of CPU that a bare server takes for ``messages`` to every stream, one every ``pause_s``."""
-    echo = process(run_echo, STREAM, messages, load.streams, pause_s)
+    echo = ChildProcess(run_echo, STREAM, messages, load.streams, pause_s)
     with echo as server, Callers(load.streams) as callers:
         callers.read_streams(server.recv(), load.tokens)
         server.send("streamed")
@@ -49,7 +50,7 @@ def echoed(load: Load, messages: list[bytes], pause_s: float) -> float:
 
 def measure_streams(report: Report, load: Load, others: Sequence[Setting]) -> None:
     title = f"{load.streams} streams, {1e3 * load.step_s:g} ms a step"
-    with process(run_alone, load) as engine:
+    with ChildProcess(run_alone, load) as engine:
         engine.send("window")
         alone: Window = engine.recv()
     rate = alone.steps / alone.wall_s
@@ -106,11 +107,11 @@ def measure_unary(report: Report, load: Load, pace: Pace) -> None:
     sampling = common_pb2.Sampling(max_tokens=1)
     request = pb.QueryRequest(question=QUESTION, sampling=sampling).SerializeToString()
     num_calls, rate = pace.calls * pace.callers, pace.callers / pace.pause_s
-    with process(run_asked, load, pace) as engine:
+    with ChildProcess(run_asked, load, pace) as engine:
         costs = {"engine alone": 1e6 * engine.recv() / num_calls}
-    with process(run_server, load, Setting("")) as server:
+    with ChildProcess(run_server, load, Setting("")) as server:
         costs["server"], answer, times = _asked(server, request, pace)
-    with process(run_echo, UNARY, [answer], load.streams, 0.0) as server:
+    with ChildProcess(run_echo, UNARY, [answer], load.streams, 0.0) as server:
         costs["echo"], _, echo_times = _asked(server, request, pace)
     seen = {"server": times, "echo": echo_times}
     for name, cost in costs.items():

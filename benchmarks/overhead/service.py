@@ -22,7 +22,8 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 
 from ..reports.report import Report, Row
 from ..traffic.images import jpeg
-from .callers import Callers, process, tokens_of
+from ..traffic.processes import ChildProcess
+from .callers import Callers, tokens_of
 from .cpu_window import NAMES, Snapshot
 from .echo_server import STREAM, UNARY, run_echo
 from .servers import QUESTION, Load, Pace, Setting, run_canned
@@ -69,7 +70,7 @@ class _Processes:
         self._stack.close()
 
     def add(self, name: str, target: Any, *arguments: Any) -> _Side:
-        pipe = self._stack.enter_context(process(target, *arguments))
+        pipe = self._stack.enter_context(ChildProcess(target, *arguments))
         return _Side(name, pipe, pipe.recv())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent import futures
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -48,10 +47,5 @@ class SpanReceiver(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore
         self._server.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._server.stop(None)

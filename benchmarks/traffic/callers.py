@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -17,6 +15,7 @@ from kestrel_client.calls.streams import AsyncStream
 from kestrel_engine import InferenceEngine, RuntimeConfig, SkillRegistry
 
 from ..models.forced_skill import ForcedCaption, ForcedQuery
+from .processes import serve
 
 GREEDY = {"temperature": 0.0}
 
@@ -161,23 +160,14 @@ async def served_target(config: RuntimeConfig) -> AsyncIterator[ServedTarget]:
             "--model": config.model,
             "--listen": address,
             "--log-level": "warning",
-            "--drain-delay": 0,
             "--max-batch-size": config.max_batch_size,
             "--max-seq-length": config.max_seq_length,
             "--threads": config.cpu_threads,
         }
         given = [str(part) for item in flags.items() if item[1] is not None for part in item]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kestrel_grpc", "serve", *given], stdout=subprocess.PIPE
-        )
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline(), f"the server ended with status {process.wait()}"
+        with serve(given):
             async with AsyncKestrelClient(address) as client:
                 yield ServedTarget(client)
-        finally:
-            process.terminate()
-            process.communicate(timeout=30)
 
 
 class _Gaps:

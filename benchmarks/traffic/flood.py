@@ -10,7 +10,6 @@ import collections
 import random
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -63,11 +62,6 @@ class Flood:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._stop.set()
         self._thread.join(30)

@@ -7,17 +7,17 @@ SDK's streams. Images come to them through a file.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 
 from kestrel_client import AsyncKestrelClient
 
 from .callers import ServedTarget
 from .chart_trace import ChartTrace, Question, load_images, store_images
+from .processes import ChildProcess
 from .trace_run import Asked, RunPlan, run_trace
 
 
@@ -27,19 +27,11 @@ class ClientProcesses:
     def __init__(self, address: str, trace: ChartTrace, *, count: int, folder: Path) -> None:
         path = folder / "images.npz"
         store_images(path, trace.images)
-        # Started anew, not forked: gRPC forbids that.
-        context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for _ in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_client, args=(theirs, address, path, trace.questions), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        self._stack = ExitStack()
+        self._pipes = [
+            self._stack.enter_context(ChildProcess(_client, address, path, trace.questions))
+            for _ in range(count)
+        ]
         for pipe in self._pipes:
             assert pipe.recv() == "ready"
 
@@ -70,21 +62,8 @@ class ClientProcesses:
     def __enter__(self) -> ClientProcesses:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for pipe in self._pipes:
-            try:
-                pipe.send(None)
-            except OSError:
-                pass  # It has ended by itself.
-        for process in self._processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
 
 
 def _client(pipe: Connection, address: str, path: Path, questions: tuple[Question, ...]) -> None:
