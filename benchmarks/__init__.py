@@ -1,1 +1,1 @@
-"""What Kestrel's speed is measured with: programs run as ``python -m benchmarks.<name>``."""
+"""Programs that measure Kestrel's speed. Run one as ``python -m benchmarks.<name>``."""

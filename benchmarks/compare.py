@@ -1,9 +1,9 @@
-"""Compares two runs, figure by figure, and fails beyond a stated slowdown.
+"""Compares two runs, figure by figure, and fails if a figure is worse by more than the tolerance.
 
 python -m benchmarks.compare OLD NEW [--tolerance 5]
 
-OLD and NEW: JSON files that the benchmarks wrote, or folders of them. Figures are matched by benchmark and name. Ends
-with status 1 if one got worse by more than the tolerance, 2 if nothing could be compared.
+OLD and NEW are JSON files that the benchmarks wrote, or folders of such files. Figures are matched by benchmark and
+name. The exit status is 1 if a figure is worse by more than the tolerance, and 2 if there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .reports.report import shown
 
 @dataclass(frozen=True)
 class Compared:
-    """``worse``: by which share the new figure is worse; negative if it is better."""
+    """``worse``: the share by which the new figure is worse; negative if it is better."""
 
     name: str
     old: float
@@ -32,14 +32,14 @@ class Compared:
 
 @dataclass(frozen=True)
 class Run:
-    """``figures``: value and whether more is better, by (benchmark, name). ``machines``: where they were taken."""
+    """``figures``: by (benchmark, name), the value and whether more is better. ``machines``: the measured machines."""
 
     figures: dict[tuple[str, str], tuple[float, bool]]
     machines: set[str]
 
 
 def read_run(path: Path) -> Run:
-    """A report or a list of them in one file, or all of a folder. Other content is passed over."""
+    """Reads a file with a report or a list of reports, or all files of a folder. Ignores other content."""
     figures: dict[tuple[str, str], tuple[float, bool]] = {}
     machines: set[str] = set()
     reports: list[Any] = []
@@ -61,7 +61,7 @@ def read_run(path: Path) -> Run:
 
 
 def compare(old: Run, new: Run) -> list[Compared]:
-    """Figures of both, the worst first."""
+    """Returns the figures that both runs have, the worst first."""
     found = []
     for key in old.figures.keys() & new.figures.keys():
         before, at_least = old.figures[key]

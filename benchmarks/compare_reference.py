@@ -1,11 +1,11 @@
-"""One image and prompt through two configurations, side by side: tokens, how far logits drift, where the two part.
+"""Runs one image and prompt through two configurations and compares their tokens and the drift of their logits.
 
 python -m benchmarks.compare_reference --model moondream2 --device cuda --left=--no-compile --right='--attention triton'
 
-The left side answers by itself. The right side answers by itself too, and then hears what the left side said, token for
-token: at each place both sides' logits are compared, and what the right side would have said. A place where the two
-would say different things is a tie if the left side's logits for them lie closer than the tolerance; then rounding
-decides, and nothing is wrong. Exits with 1 if the two part anywhere else, or drift further than the tolerance.
+First, each side generates an answer. Then the right side is fed the left side's tokens (teacher forcing), and the
+logits and the preferred tokens of both sides are compared at each step. If the preferred tokens differ, the step is a
+tie if the left side's logits for both tokens differ by less than the tolerance: then rounding decides, which is no
+error. The exit status is 1 if the tokens differ at any other step, or if the logits drift by more than the tolerance.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from .reports.report import Report, add_arguments
 
 @dataclass(frozen=True)
 class Place:
-    """What both sides make of the same past. ``drift``: of the logits, root mean square, as a share of the left's
-    standard deviation. ``margin``: by which the left side prefers its own token to the right's, in that unit."""
+    """Both sides' outputs for the same preceding tokens. ``drift``: the root mean square difference of the logits, as a
+    share of the left logits' standard deviation. ``margin``: the difference of the left logits of both preferred
+    tokens, in the same unit."""
 
     left: StepToken
     right: StepToken
@@ -42,14 +43,15 @@ class Place:
 
 
 def drift(left: Tensor, right: Tensor) -> tuple[float, float]:
-    """(root mean square, largest) difference of two rows of logits, as shares of ``left``'s standard deviation."""
+    """Returns the root mean square and the largest difference of two rows of logits, as shares of ``left``'s standard
+    deviation."""
     unit = float(left.std())
     apart = left - right
     return float(apart.square().mean().sqrt()) / unit, float(apart.abs().max()) / unit
 
 
 def walk(left: Side, right: Side, request: Request) -> list[Place]:
-    """Both sides along what the left one says."""
+    """Compares both sides at each token of the left side's answer."""
     talks = (Talk(left, request), Talk(right, request))
     control, places = request.control(), list[Place]()
     before: StepToken | None = None
@@ -92,7 +94,7 @@ def _value_differs(place: Place) -> bool:
 
 
 def shown(token: StepToken, side: Side) -> str:
-    """The id with its text, or with the value that was read."""
+    """Formats a token: its id with its text or its value."""
     if token.value is None:
         return f"{token.id} {side.codec.decode([token.id])!r}"
     numbers = [getattr(token.value, name) for name in token.value.__dataclass_fields__]
@@ -102,7 +104,7 @@ def shown(token: StepToken, side: Side) -> str:
 def compare(
     left: Side, right: Side, request: Request, report: Report, tolerance: float | None = None
 ) -> bool:
-    """Fills ``report``; whether all is well."""
+    """Fills ``report`` and returns whether the sides agree."""
     for name, side in (("left", left), ("right", right)):
         talk = Talk(side, request)
         said = answer(talk, request)

@@ -1,12 +1,12 @@
-"""The decode step against its memory floor, through the real runtime, without a scheduler.
+"""Measures the decode step of the real runtime, without a scheduler, against its memory floor.
 
 python -m benchmarks.decode --model moondream2 --random-weights --device cuda --json F
 
-Sequences of distinct text are prefilled to about 800 positions; then each step feeds back what the last one sampled
-(greedily or by --sampled, under the rule of an answer), two steps out at a time, as the engine's step thread does. The
-floor: weights and KV bytes read once, and the new KV written, at the copy rate measured in the same run. Of a mixture
-of experts the floor counts the experts that the batch touches, found by running the same sequences through plain torch
-and reading the routers, in the format they are stored in.
+Sequences of different texts are prefilled to about 800 positions. Then each step takes the tokens that the last step
+sampled as input, with two steps in flight, as in the engine's step thread. Sampling is greedy, or random with
+--sampled, under the rule of an answer. The floor is the time to read weights and KV cache once and to write the new
+keys and values, at the copy rate of the same run. In an MoE model, the floor counts the experts that the batch uses, in
+their stored format; plain torch runs the same sequences to find these experts.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .reports.report import add_arguments, median, quantile
 
 ROWS_A_PREFILL = 8
 FIRST_TEXT_ID = 10
-"""Ids below it are special in every family."""
+"""Smaller ids are special in every family."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """Prefilled sequences: their text, and the position that the first decode step writes."""
+    """Prefilled sequences, and the position that the first decode step writes."""
 
     held: list[Held]
     texts: list[list[int]]
@@ -49,7 +49,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Timed:
-    """Of steady steps: wall time each, host time in ``launch``, and the device's own time for decode."""
+    """Times of the measured steps: wall time, host time in ``launch``, and the device's time for decode."""
 
     step_s: list[float]
     launch_s: list[float]
@@ -59,7 +59,7 @@ class Timed:
 def prefill_contexts(
     steps: HandMadeSteps, config: ModelConfig, count: int, length: int, room: int
 ) -> Context:
-    """``count`` sequences of ``length`` positions of drawn text, with pages for ``room`` more."""
+    """Prefills ``count`` sequences of ``length`` positions of random text, with pages for ``room`` more positions."""
     rng = random.Random(0)
     texts = [
         [
@@ -78,7 +78,7 @@ def prefill_contexts(
 
 
 def run_pipelined(steps: HandMadeSteps, plans: Sequence[StepPlan], warm_up: int) -> Timed:
-    """Two steps out: N + 1 is launched before N is collected. The first ``warm_up`` steps are not counted."""
+    """Runs steps with two in flight: N + 1 is launched before N is collected. Does not count ``warm_up`` steps."""
     runtime, out = steps.runtime, list[StepHandle]()
     step_s: list[float] = []
     launch_s: list[float] = []
@@ -99,7 +99,7 @@ def run_pipelined(steps: HandMadeSteps, plans: Sequence[StepPlan], warm_up: int)
 
 
 def collect_cost(steps: HandMadeSteps, plans: Sequence[StepPlan], device: torch.device) -> float:
-    """Host seconds of ``collect`` when the device has ended before; nan where that can't be told."""
+    """Returns the host seconds of ``collect`` for a step that the device has already finished; nan if unknown."""
     if device.type != "cuda":
         return math.nan
     times = []
@@ -123,7 +123,8 @@ def measure(
     rate: float | None = None,
     sampled: bool = False,
 ) -> None:
-    """``rate``: bytes a second of a copy, measured if not given. ``sampled``: with the query's defaults."""
+    """Measures all batch sizes. ``rate``: copied bytes a second; None to measure it. ``sampled``: sample with the
+    defaults of query."""
     config, device = opened.built.model, opened.device
     model = opened.runtime.model
     rate = rate or copy_rate(device)
@@ -146,7 +147,7 @@ def measure(
         collected = collect_cost(steps, steps.decode_plans(held, prefilled.start, 5), device)
         experts = touched(routed[:batch]) if routed is not None else 0.0
         floor = work.step(batch, positions, experts) / rate
-        # The mean, for work that moves from one step to another must not be lost.
+        # Use the mean, so that work that moves from one step to another is counted.
         step_s = sum(timed.step_s) / len(timed.step_s)
         row: dict[str, float | int | str] = {
             "model": opened.name,
@@ -166,7 +167,7 @@ def measure(
         report.add(
             f"Decode at about {positions:.0f} positions; copy rate {rate / 1e12:.3g} TB/s", row
         )
-        # In FP8 there is less to read and as much else to do: the limits are for the model's type.
+        # The limits are for a KV cache in the model's dtype. In FP8, there is less to read but the same other work.
         judged = opened.on_cuda and context >= 800 and not sampled and not opened.kv_in_fp8
         limits = bars.DECODE_SHARE.get((opened.name, batch), bars.NONE) if judged else bars.NONE
         cache = ", FP8 KV cache" if opened.kv_in_fp8 else ""

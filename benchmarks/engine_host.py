@@ -1,11 +1,11 @@
-"""What the step thread costs: host time from a step's collect to the next launch, on a device that does nothing.
+"""Measures the step thread's host time from a step's collect to the next launch, on a device that computes nothing.
 
 python -m benchmarks.engine_host [--quick] [--json FILE]
 
-The real EngineLoop, scheduler, controls and delivery thread. Every sequence has an image's prefix of 730 positions in
-pages of 10 and decodes 1,000 tokens and more. The garbage collector is set as the server sets it. Delivery runs and is
-excluded: the device's step lasts until delivery has caught up, so both don't fight for the interpreter while the clock
-runs.
+It uses the real EngineLoop, scheduler, controls and delivery thread. Every sequence has an image prefix of 730
+positions in pages of 10 and decodes at least 1,000 tokens. The garbage collector has the server's settings. Delivery
+runs but is not measured: a step of the device lasts until delivery has caught up, so delivery and step thread do not
+compete for the GIL during the measured time.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .reports.report import Report, add_arguments, median, quantile
 
 PREFIX, PAGE_SIZE = 730, 10
 WARM_UP = 50
-"""Steps before the clock runs."""
+"""Steps before the measurement."""
 
 
 class LetterCodec:
-    """Every id is one letter."""
+    """A tokenizer in which every id is one letter."""
 
     def encode(self, text: str) -> list[int]:
         return [100 + ord(c) for c in text]
@@ -48,7 +48,7 @@ class LetterCodec:
 
 
 class CountingOutput(AnswerOutput):
-    """Counts all tokens that were delivered; only the delivery thread writes."""
+    """Counts all delivered tokens. Only the delivery thread writes the counter."""
 
     num_delivered = 0
 
@@ -59,7 +59,7 @@ class CountingOutput(AnswerOutput):
 
 
 class NullRuntime:
-    """Samples 200 everywhere, at once. Notes the time from each collect to the launch after it."""
+    """Samples id 200 in every row without delay. Records the time from each collect to the next launch."""
 
     def __init__(self, limits: RuntimeLimits, batch_size: int) -> None:
         self._limits, self._batch_size = limits, batch_size
@@ -68,7 +68,7 @@ class NullRuntime:
         self._collected_at = self._launched_at = 0.0
         self.before_launch: list[float] = []
         self.after_launch: list[float] = []
-        """Seconds from a launch to the collect after it, which the loop also spends."""
+        """Seconds from each launch to the next collect, which the loop spends as well."""
 
     @property
     def limits(self) -> RuntimeLimits:
@@ -98,7 +98,7 @@ class NullRuntime:
 
 
 def work(number: int, max_tokens: int, context: SkillContext) -> Work:
-    """A caption of an image that nobody else asks about."""
+    """Returns a caption request about an image of its own."""
     image = PreparedImage(f"p{number}", np.zeros((2, 1, 1, 3), np.uint8), (1, 1), 1, 1)
     control = AnswerControl(context)
     submission = Submission(
@@ -116,7 +116,7 @@ def work(number: int, max_tokens: int, context: SkillContext) -> Work:
 
 
 def measure(batch_size: int, queue_length: int, num_steps: int) -> dict[str, float | int | str]:
-    """Runs ``num_steps`` full decode steps while ``queue_length`` requests wait."""
+    """Runs ``num_steps`` full decode steps with ``queue_length`` waiting requests."""
     model = parse_model_config({"config": {}}, family="moondream3")
     context = SkillContext(model=model, codec=LetterCodec())
     max_tokens = num_steps + WARM_UP + PIPELINE_DEPTH + 10
@@ -132,7 +132,7 @@ def measure(batch_size: int, queue_length: int, num_steps: int) -> dict[str, flo
     runtime = NullRuntime(limits, batch_size)
 
     def deliver(deliveries: list[Delivery]) -> None:
-        """Where the engine hands over to its event loop."""
+        """Stands for the engine's call into its event loop."""
 
     delivery = DeliveryThread(deliver, lambda number: None)
     policy = SchedulerPolicy(budget=StepBudget(prefill_positions=10**9, crops=10**9))
@@ -176,7 +176,7 @@ def main(arguments: list[str] | None = None) -> Report:
         report.add(title, row)
     us = {key: float(row["us"]) for key, row in by_batch.items()}
     report.bar("us from collect to launch at a batch of 64", us[64], 300.0)
-    # Fixed costs make a small batch dear, so growth is compared where they no longer count.
+    # Fixed costs dominate a small batch, so growth is compared between batches in which they are negligible.
     report.bar("batch 512 over batch 64 (linear: 8)", us[512] / us[64], 8.0 * 1.1)
     waiting = {key: float(row["us"]) for key, row in by_queue.items()}
     report.bar("queue of 10,000 over queue of 10", waiting[10_000] / waiting[10], 1.2)

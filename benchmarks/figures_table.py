@@ -1,4 +1,4 @@
-"""Figures of a run as Markdown, for docs/performance.md.
+"""Formats the figures of a run as Markdown, for docs/performance.md.
 
 python -m benchmarks.figures_table out/bench/bench.json
 """
@@ -22,11 +22,11 @@ HEADS = {
     "quality": "Quality",
     "floors": "Ceilings of the machine",
 }
-"""Benchmarks in the order of the page; others follow."""
+"""The benchmarks in the order of the page. Other benchmarks follow."""
 
 
 def tables(reports: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Lines of Markdown: what was run where, then a table for each benchmark."""
+    """Yields lines of Markdown: the machine and the commands, then a table for each benchmark."""
     machine: dict[str, Any] = {}
     for report in reports:
         machine |= report.get("machine", {})
@@ -66,7 +66,7 @@ def _rows(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _number(value: float | None) -> str:
-    """Three figures, or all of a whole number's."""
+    """Formats a number with three significant digits, or an integer with all digits."""
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -1,10 +1,10 @@
-"""Ceilings of this machine: what no kernel, copy or image decoder will beat here.
+"""Measures the limits of this machine that no kernel, copy or image decoder can exceed.
 
 python -m benchmarks.floors [--device cuda] [--json F]
 
-Copy rate of the device's memory (bytes read and written), bf16 and FP8 matrix products (large, and at the shapes of
-Moondream's vision tower and prefill), pinned host to device copies, the host's cost of a launch and of a captured
-graph's, and preprocessing of the trace's images on all cores.
+It measures the copy rate of the device's memory (bytes read and written), bf16 and FP8 matrix products (a large one,
+and the shapes of Moondream's vision tower and prefill), copies from pinned host memory, the host time of a launch and
+of a graph launch, and preprocessing of the trace's images on all cores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .reports.report import add_arguments, median
 from .traffic.chart_trace import draw_images
 
 PREPROCESSING_FROM = 2_000_000
-"""Numbers of the images that are preprocessed."""
+"""The images of the trace that are preprocessed."""
 
 GEMMS = {
     "large": (8192, 8192, 8192),
@@ -71,7 +71,7 @@ def measure_gemms(report: GpuReport, device: torch.device, *, quick: bool) -> No
 
 
 def measure_launches(report: GpuReport, device: torch.device, *, quick: bool) -> None:
-    """Host time of enqueuing: a small operator, and on CUDA a graph of a hundred of them."""
+    """Measures the host time to enqueue a small operator and, on CUDA, a graph of a hundred operators."""
     x, count = torch.zeros(32, device=device), 100 if quick else 2000
     took = _host_us(lambda: x.add_(1), device, count)
     report.figure("host time of a small operator", took, "us", at_least=False)
@@ -90,7 +90,7 @@ def measure_launches(report: GpuReport, device: torch.device, *, quick: bool) ->
 
 
 def _host_us(work: Callable[[], object], device: torch.device, count: int) -> float:
-    """Median of rounds short enough that the device's queue never fills."""
+    """Returns the median of rounds that are short enough not to fill the device's queue."""
     rounds, portion = [], 50
     for _ in range(max(count // portion, 1)):
         synchronize(device)
@@ -103,7 +103,7 @@ def _host_us(work: Callable[[], object], device: torch.device, count: int) -> fl
 
 
 def measure_preprocessing(report: GpuReport, *, quick: bool) -> None:
-    """Images of the trace, from JPEG bytes to crops: on one thread, and on as many as there are cores."""
+    """Measures preprocessing of the trace's images, from JPEG bytes to crops, with one thread and on all cores."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -129,7 +129,7 @@ def measure_preprocessing(report: GpuReport, *, quick: bool) -> None:
 
 
 def measure(report: GpuReport, device: torch.device, *, quick: bool) -> None:
-    """All of it. A CPU is measured with a sixty-fourth of the work under ``quick``."""
+    """Measures everything. With ``quick``, a CPU gets a sixty-fourth of the work."""
     measure_memory(report, device, quick=quick)
     measure_gemms(report, device, quick=quick)
     measure_launches(report, device, quick=quick)

@@ -1,11 +1,11 @@
-"""All benchmarks of a GPU, the most important first, each within a time limit; what fails or hangs stops no other.
+"""Runs all GPU benchmarks, the most important first, each with a time limit. A failure does not stop the others.
 
 python -m benchmarks.gpu_suite [--out out/bench] [--seconds 530]      `make bench-gpu` runs this
 
-Each model is loaded once, with random weights at its true shape, and everything is measured on it that needs no
-server; the service, the ceilings and the quality gate have processes of their own. Every part writes its JSON into
---out as soon as it has ended, and bench.json there holds them all, for benchmarks.compare; an earlier run's files are
-removed first. Ends with status 1 if a part failed.
+Each model is loaded once, with random weights of its true shape, for all benchmarks that need no server. The service,
+the ceilings and the quality gate run in separate processes. Every part writes its JSON file to --out when it ends, and
+bench.json in that folder holds all of them, for benchmarks.compare. The files of an earlier run are removed first. The
+exit status is 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .traffic.chart_trace import NUM_IMAGES, draw_images
 
 MODELS = ("moondream2", "moondream3-preview")
 RUNS = {"moondream2": ((64, 3), (64, 30), (1, 3)), "moondream3-preview": ((64, 3), (64, 30))}
-"""Of the trace: requests in flight and tokens an answer."""
+"""The runs of the trace: requests in flight and tokens an answer."""
 PARTS = ("trace", "decode", "prefill", "vision", "saturate", "quality")
-"""Of a model, in this order. Both models have one vision tower, so it is measured on the first."""
+"""The parts of a model, in this order. Both models have the same vision tower, so only the first one's is measured."""
 ONE_IN_FLIGHT_S, TRACE_S = 14.0, 45.0
-"""Longest time of a run of the trace; one request at a time takes a part of the trace."""
+"""The time limit of a run of the trace in seconds. A run with one request at a time uses a part of the trace."""
 ROOT = Path(__file__).parents[1]
 
 
@@ -47,7 +47,7 @@ class Job:
 
 
 def jobs(args: argparse.Namespace, cache: Path) -> list[Job]:
-    """What is to be run, the most important first."""
+    """Returns the jobs, the most important first."""
     out, found = args.out, []
     quick = ["--quick"] if args.quick else []
     device = ["--device", args.device]
@@ -88,7 +88,7 @@ ALL_PARTS = (*PARTS, "grpc", "floors", "score", "startup")
 
 
 def with_engine_alone(job: Job, path: Path) -> Job:
-    """Tells the service's benchmark what the engine alone gave, so that it need not load the model for it."""
+    """Passes the engine's result to the service's benchmark, which then need not load the model to measure it."""
     if not path.exists():
         return job
     for figure in json.loads(path.read_text())["figures"]:
@@ -99,7 +99,7 @@ def with_engine_alone(job: Job, path: Path) -> Job:
 
 
 def run_job(job: Job, limit_s: float) -> bool:
-    """Runs a job to its end, or ends it and all that it started when its time is over. True: it went well."""
+    """Runs a job. Kills it and its children at the time limit. Returns whether it succeeded."""
     command = [sys.executable, "-m", *job.arguments]
     print(
         f"\n==== {job.name}, at most {limit_s:.0f} s: python -m {' '.join(job.arguments)}",
@@ -109,17 +109,17 @@ def run_job(job: Job, limit_s: float) -> bool:
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
         status = process.wait(limit_s)
-        told = f"ended with status {status}"
+        outcome = f"ended with status {status}"
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        status, told = -1, "was out of time"
-    print(f"==== {job.name} {told} after {time.monotonic() - began:.0f} s", flush=True)
+        status, outcome = -1, "exceeded its time limit"
+    print(f"==== {job.name} {outcome} after {time.monotonic() - began:.0f} s", flush=True)
     return status == 0
 
 
 def measure_model(args: argparse.Namespace) -> bool:
-    """The parts of one model, in this process. True: all went well."""
+    """Runs the parts of one model in this process. Returns whether all succeeded."""
     from .models.opening import model_arguments, open_model
 
     flags = ["--model", args.one, "--device", args.device]
@@ -134,7 +134,7 @@ def measure_model(args: argparse.Namespace) -> bool:
         print(f"\n-- {args.one}: {part}", flush=True)
         try:
             MEASURES[part](opened, args, report)
-        except Exception:  # The other parts are worth having.
+        except Exception:  # Continue with the other parts.
             traceback.print_exc()
             good = False
         print(f"-- {args.one}: {part} took {time.monotonic() - began:.0f} s", flush=True)
@@ -229,7 +229,7 @@ MEASURES: dict[str, Callable[[Any, argparse.Namespace, GpuReport], None]] = {
 
 
 def gather(out: Path) -> list[dict[str, Any]]:
-    """All reports of a folder, and bench.json made of them."""
+    """Reads all reports of a folder and writes bench.json."""
     files = sorted(file for file in out.glob("*.json") if file.name != "bench.json")
     reports = [json.loads(file.read_text()) for file in files]
     (out / "bench.json").write_text(json.dumps(reports, indent=1) + "\n")

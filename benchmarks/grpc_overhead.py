@@ -1,12 +1,12 @@
-"""What gRPC costs: CPU and steps a second of streams to 64 callers and of unary calls, against a bare gRPC echo.
+"""Measures the cost of gRPC: CPU time and steps a second, for 64 streams and for unary calls, against a bare gRPC echo.
 
 python -m benchmarks.grpc_overhead [--quick] [--json FILE] [--of service|engine|both] [--rounds N] [--seconds S]
     [--streams N] [--step-ms MS] [--staging-ms MS]
 
-First the service alone: the real server around an engine that says canned words at a device's pace (overhead_service).
-Then the real engine behind it, on a device that only waits (overhead_engine). The echo is a bare grpc.aio server that
-sends the same messages at the same pace, or answers a unary call with the same bytes. Callers have processes of their
-own.
+The first part measures the service alone: the real server with an engine that returns canned words at a device's pace
+(overhead/service.py). The second part uses the real engine, on a device that only waits (overhead/engine.py). The echo
+is a bare grpc.aio server that sends the same messages at the same pace, or answers a unary call with the same bytes.
+Callers run in separate processes.
 """
 
 from __future__ import annotations

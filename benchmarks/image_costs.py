@@ -1,9 +1,9 @@
-"""What decoding an image costs, by format: memory and processor time, beside what preprocess/costs.py reserves for it.
+"""Measures memory and CPU time of decoding an image, by format, and compares them with preprocess/costs.py.
 
 python -m benchmarks.image_costs [--quick] [--megapixels N] [--json FILE]
 
-Each image is prepared in a process of its own, as a decoder does. Noise is the dearest content, one colour the smallest
-file. What is measured must not exceed what is reserved.
+Each image is prepared in a separate process, as in a decoder. Noise is the most expensive content; a single colour
+makes the smallest file. The measured cost must not exceed the reserved cost.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ Save = Callable[[pyvips.Image], bytes]
 
 
 def turned(image: pyvips.Image) -> pyvips.Image:
-    """Its EXIF orientation turns it by a quarter."""
+    """Returns the image with an EXIF orientation of a quarter turn."""
     image = image.copy()
     image.set_type(pyvips.GValue.gint_type, "orientation", 6)
     return image
 
 
 def deep(image: pyvips.Image) -> pyvips.Image:
-    """16 bits a channel, and alpha."""
+    """Returns the image with 16 bits a channel and an alpha channel."""
     image = image.cast("ushort", shift=True).copy(interpretation="rgb16")
     return image.bandjoin(65535)
 
 
 def jpeg_of_many_scans(image: pyvips.Image) -> bytes:
-    """A progressive JPEG with an empty scan repeated until there are 99."""
+    """Returns a progressive JPEG with 99 scans, most of them empty."""
     data: bytes = image.jpegsave_buffer(interlace=True)
     at = data.rindex(b"\xff\xda")
     components = data[at + 4]
@@ -104,7 +104,7 @@ def contents(side: int) -> dict[str, pyvips.Image]:
 
 
 def _status(name: str) -> int:
-    """Bytes of a field of /proc/self/status."""
+    """Returns a field of /proc/self/status in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name):
             return int(line.split()[1]) * 1024
@@ -112,8 +112,7 @@ def _status(name: str) -> int:
 
 
 class _PrivateMemory:
-    """The most that this process has more while it is watched, of what RLIMIT_DATA limits: also what it has asked for
-    and not touched."""
+    """Measures the peak growth of this process's memory as RLIMIT_DATA counts it, including untouched allocations."""
 
     def __init__(self) -> None:
         self._ended, self._before, self.bytes = threading.Event(), 0, 0
@@ -134,10 +133,10 @@ class _PrivateMemory:
 
 
 def measure(path: Path) -> dict[str, float]:
-    """Prepares the image of a file in this process: what it took and what is reserved for it."""
+    """Prepares the image of a file in this process and returns its measured and its reserved cost."""
     data = path.read_bytes()
     with _PrivateMemory() as private:
-        Path("/proc/self/clear_refs").write_text("5")  # The peak is counted from now on.
+        Path("/proc/self/clear_refs").write_text("5")  # Resets the recorded peak.
         before = _status("VmRSS:") - len(data)
         spent = time.process_time()
         image = EncodedImage(data, LIMITS)

@@ -1,14 +1,14 @@
-"""What two configurations leave in the KV cache for the same request: statistics by layer, and where they first differ.
+"""Compares the KV caches of two configurations for the same request, by layer, and finds their first difference.
 
 python -m benchmarks.inspect_kv --model moondream3-preview --left=--no-compile --right='--attention triton'
 
-The left side answers; the right side hears the same tokens. Keys and values of every position are then compared, for
-the image's prefix, the rest of the prompt and the decoded tokens by themselves: those are written by different code.
-An error is a root mean square as a share of that of the left side's layer. It grows with depth, so the lowest layer
-that is beyond the tolerance, and its first position and head, say where to look. Exits with 1 if there is one. The
-tolerance is for a stretch of positions; a head of one position may be ten times as far off. Beyond that, too, one
-position in a hundred may be in half precision, or with a cache in FP8: where rounding sends a token to another expert,
-it alone differs.
+The left side generates an answer, and the right side is fed the same tokens. Then the keys and values of all positions
+are compared, separately for the image prefix, the rest of the prompt and the decoded tokens, because different code
+writes them. An error is a root mean square, as a share of the root mean square of the left side's layer. Errors grow
+with depth, so the lowest layer with an error above the tolerance, and its first position and head, show where to look.
+The exit status is 1 if there is one. The tolerance applies to a stretch of positions. A single head of one position may
+have ten times that error. In half precision or with an FP8 KV cache, one position in a hundred may exceed even that:
+rounding may route a token to another expert, and then only this token differs.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from .models.sides import (
 from .reports.report import Report, add_arguments
 
 OF_ONE_HEAD = 10
-"""Tolerances that one head of one position may be off by, while its stretch is within one."""
+"""The allowed error of one head of one position, in tolerances."""
 STRAYS = 0.01
-"""Share of a stretch's positions that may be further off than that, in half precision or with a cache in FP8."""
+"""The share of a stretch's positions that may exceed even that error, in half precision or with an FP8 KV cache."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first head vector that is beyond the tolerance. ``error``: as a share of the layer's root mean square."""
+    """The first head vector with an error above the tolerance. ``error``: a share of the layer's root mean square."""
 
     layer: int
     tensor: str
@@ -63,7 +63,7 @@ class Difference:
 
 
 def contents(side: Side, talk: Talk) -> Contents:
-    """What the pool holds for the positions that ``talk`` has stored."""
+    """Returns the contents of the KV cache for the positions of ``talk``."""
     cache = side.cache
     if cache.keys.is_cuda:
         torch.cuda.synchronize(cache.keys.device)
@@ -72,7 +72,7 @@ def contents(side: Side, talk: Talk) -> Contents:
 
 
 def phases(request: Request, positions: int) -> Mapping[str, slice]:
-    """Stretches of positions that are written by different code, none empty."""
+    """Returns the stretches of positions that different code writes. None is empty."""
     prompt = num_positions(request.prompt)
     prefix = 0 if request.image is None else request.context.model.image_prefix
     found = {
@@ -94,7 +94,7 @@ def first_difference(
     tolerance: float,
     strays: float = 0.0,
 ) -> Difference | None:
-    """The lowest layer's first, by position, keys before values. ``strays``: see STRAYS."""
+    """Returns the first difference of the lowest layer, by position, keys before values. ``strays``: see STRAYS."""
     for layer in range(len(left.keys)):
         found: list[Difference] = []
         for name in ("keys", "values"):
@@ -102,7 +102,7 @@ def first_difference(
             apart, unit = ours - theirs, rms(ours)
             for phase, stretch in stretches.items():
                 errors = apart[stretch].square().mean(dim=-1).sqrt() / unit
-                # Written so that NaN is beyond every tolerance.
+                # NaN exceeds every tolerance in this comparison.
                 within = rms(apart[stretch]) / unit <= tolerance
                 allowed = OF_ONE_HEAD * tolerance if within else tolerance
                 beyond = (~(errors <= allowed)).nonzero()
@@ -120,7 +120,7 @@ def first_difference(
 def inspect(
     left: Side, right: Side, request: Request, report: Report, tolerance: float | None = None
 ) -> Difference | None:
-    """Fills ``report``; where the two first differ beyond the tolerance."""
+    """Fills ``report`` and returns the first difference above the tolerance."""
     ours, theirs = Talk(left, request), Talk(right, request)
     said = answer(ours, request)
     follow(theirs, request, said)

@@ -1,10 +1,10 @@
-"""Prefill: image prefixes together, questions behind cached ones, and the MoE layers alone.
+"""Measures prefill: batches of image prefixes, questions after cached prefixes, and the MoE layers alone.
 
 python -m benchmarks.prefill --model moondream2 --random-weights --device cuda --json F
 
-Prefixes (BOS and image, attending in both directions) and questions go through the runtime as steps without a
-scheduler and are timed by the runtime's own clock. The MoE layers are called as the runtime's prefill calls them, on
-random activations of as many tokens as that many prefixes have; the routers choose.
+The runtime executes steps with prefixes (BOS and image, which attend in both directions) or with questions, without a
+scheduler, and reports their times. The MoE layers are called as in the runtime's prefill, with random activations for
+the tokens of as many prefixes. The routers choose the experts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def measure_prefixes(
     steps = HandMadeSteps(opened.runtime)
     most = max(image_counts)
     text, prefix = config.text, config.image_prefix
-    # As large a product as there is: the ceiling of what is mostly fc1 and fc2.
+    # The rate of the largest product is the ceiling, because most of the work is fc1 and fc2.
     ceiling = gemm_rate(most * prefix, text.ff_dim, text.dim, model.dtype, device, repeats=repeats)
     images = prepared_images(most, config.vision)
     steps.encode(images)
@@ -93,7 +93,7 @@ def measure_prefixes(
 
 
 def measure_moe(opened: Opened, report: GpuReport, *, images: int, repeats: int) -> None:
-    """Nothing for a model without experts."""
+    """Measures the MoE layers. Does nothing for a model without experts."""
     config, device = opened.built.model, opened.device
     model = opened.runtime.model
     layers = [block.mlp for block in model.text.blocks if isinstance(block.mlp, Moe)]
@@ -130,7 +130,7 @@ def measure_moe(opened: Opened, report: GpuReport, *, images: int, repeats: int)
 
 
 def moe_call(*, kernels: bool) -> Callable[[Moe, Tensor], Tensor]:
-    """How prefill computes a layer's experts: by the kernels, or in plain torch."""
+    """Returns the function that computes a layer's experts in prefill: the kernels, or plain torch."""
     if not kernels:
         return Moe.__call__
     from kestrel_engine.kernels.moe.prefill import moe_prefill

@@ -1,9 +1,9 @@
-"""Preprocessing: milliseconds for one image, images a second for many, and what the step thread notices of it.
+"""Measures preprocessing: milliseconds for one image, images a second for many, and its effect on the step thread.
 
 python -m benchmarks.preprocess [--quick] [--json FILE]
 
-Images of 850x600, the first of the chart trace, at Moondream's shapes: 9 crops. Repeats are kept from being found
-again by eight bytes behind the image's end.
+The images are the first ones of the chart trace, of 850x600 pixels, which give 9 crops at Moondream's shapes. Eight
+bytes after the end of an image make repeats differ, so that no cache finds them.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from .traffic.chart_trace import draw, shape_of
 VISION, LIMITS = VisionConfig(), ImageLimits()
 SHARES = (1, 2, 4, 8, 14)
 RATE_LIMIT = 70.0
-"""Images a second that one H200 asks for."""
+"""Images a second that one H200 can process."""
 
 ONE_LIMIT_MS = 18.0
-"""What a request of 38 ms leaves beside some 20 ms of GPU work."""
+"""The milliseconds that a request of 38 ms leaves beside some 20 ms of GPU work."""
 
 
 DEVICE_PIXELS = 2**24
-"""What a runtime on a GPU makes crops of."""
+"""The largest image whose crops the GPU makes."""
 
 
 def new_images() -> Iterator[bytes]:
-    """The same image again and again, each time with other bytes."""
+    """Yields the same image forever, each time with different bytes."""
     number = next(i for i in itertools.count() if shape_of(i).width == 850)
     image = draw(0, number)
     for count in itertools.count():
@@ -54,7 +54,7 @@ def new_images() -> Iterator[bytes]:
 
 
 def times(work: Callable[[], Any], count: int) -> tuple[float, float]:
-    """Median milliseconds by the wall, and of the process's CPU."""
+    """Returns the median milliseconds of wall time and of CPU time."""
     wall, cpu = [], []
     for _ in range(count):
         began, spent = time.perf_counter(), time.process_time()
@@ -65,7 +65,7 @@ def times(work: Callable[[], Any], count: int) -> tuple[float, float]:
 
 
 def measure_one(report: Report, count: int) -> None:
-    """Where the time of one image goes, nobody else about."""
+    """Measures the stages of preparing one image on an idle machine."""
     images = new_images()
     image = next(images)
     decoded = open_image(image, LIMITS)
@@ -111,14 +111,14 @@ def measure_one(report: Report, count: int) -> None:
 
 
 def _tiling(image: Callable[[], DecodedImage], threads: int) -> Callable[[], Any]:
-    """As a decoder does it, in this process."""
+    """Prepares an image in this process as a decoder does."""
     run = partial(Work(LIMITS, VISION).split, threads=threads) if threads > 1 else None
     return lambda: crops.prepare(image(), VISION, run=run)
 
 
 def measure_many(report: Report, seconds: float) -> None:
-    """New images without end, as many asked for as there are threads and two more; and beside them a thread that
-    wakes every millisecond, as the step thread does when a step ends."""
+    """Prepares new images continuously, two more at a time than there are threads, while another thread wakes every
+    millisecond, as the step thread does at the end of a step."""
     title = "New images by processes; how late a thread wakes that sleeps 1 ms"
     best = 0.0
     images = new_images()
@@ -137,7 +137,7 @@ def measure_many(report: Report, seconds: float) -> None:
 
 
 def _num_threads() -> list[int]:
-    """Up to what the machine has, less the two that the server keeps for itself."""
+    """Returns the thread counts to measure: up to the machine's cores less the two that the server uses itself."""
     most = max(2, (os.cpu_count() or 1) - 2)
     return [n for n in (1, 2, 4, 8) if n < most] + [most]
 
@@ -168,7 +168,7 @@ async def _prepare(images: Iterator[bytes], threads: int, seconds: float, done: 
 
 
 def _lateness(work: Callable[[], None]) -> list[float]:
-    """Microseconds beyond 1 ms that a thread slept while ``work`` ran, time and again."""
+    """Returns by how many microseconds a thread overslept 1 ms, repeatedly, while ``work`` ran."""
     found: list[float] = []
     ended = threading.Event()
 
