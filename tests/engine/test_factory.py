@@ -301,7 +301,7 @@ class TestChoiceOfRuntime:
     def test_an_older_card_is_refused_in_one_line(self, monkeypatch):
         self.says(monkeypatch, (7, 5))
         with pytest.raises(
-            ConfigError, match=r"a card of compute capability 7\.5; 8\.0 \(Ampere\)"
+            ConfigError, match=r"capability 7\.5; use a GPU of at least 8\.0 \(Ampere\)"
         ):
             factory._uses_kernels(RuntimeConfig(), self.CUDA)
 
