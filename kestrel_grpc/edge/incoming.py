@@ -65,8 +65,13 @@ class Incoming:
 
     async def _pull(self) -> Any:
         await self._hold.reserve(self._limits.reserved)
-        with self._use.pull():
+        use = self._use
+        use.pulls += 1
+        try:
             data = await self._pulls.within(self._context.read())
+        finally:
+            use.pulls -= 1
+            use.heard += 1
         self._hold.arrived(0 if data is _EOF else len(data))
         return data
 

@@ -20,7 +20,6 @@ import grpc
 from kestrel_client._pb.kestrel.v1 import common_pb2
 
 from ..security.admission.guard import Guard
-from ..security.identity.peers import address_of
 from ..security.identity.principal import Principal, Scope
 from .bounded_context import BoundedContext
 from .call import Call, Context, id_from_metadata, new_id
@@ -162,7 +161,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     call.owner = principal.name or call.owner
                     with (
                         guard.admit(principal, method),
-                        contextlib.closing(guard.hold(principal, address_of(call.peer))) as hold,
+                        contextlib.closing(guard.hold(principal, call.peer)) as hold,
                     ):
                         guard.check_room(method)
                         incoming = Incoming(context, decode, hold, guard.messages, self._pulls, use)

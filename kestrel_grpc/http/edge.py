@@ -29,7 +29,6 @@ from ..security.admission.admission import MessageTooLarge
 from ..security.admission.guard import Guard
 from ..security.admission.message_limits import COPIES
 from ..security.admission.message_room import Hold
-from ..security.identity.peers import address_of
 from .context import HttpContext, peer_of
 from .fields import Fields, json_fields
 from .refusals import Refusal, refusal
@@ -162,7 +161,7 @@ class HttpEdge:
         call.owner = principal.name or call.owner
         with (
             guard.admit(principal, call.method),
-            contextlib.closing(guard.hold(principal, address_of(call.peer))) as hold,
+            contextlib.closing(guard.hold(principal, call.peer)) as hold,
         ):
             guard.check_room(call.method)
             if endpoint.takes_body:

@@ -14,6 +14,7 @@ from ...settings.security import SecurityConfig
 from ..connections.accepted import AcceptedSockets
 from ..connections.connection_guard import ConnectionGuard
 from ..identity.callers import Callers, Metadata
+from ..identity.peers import address_of
 from ..identity.principal import ANONYMOUS, Principal, needed_scopes
 from .admission import Admission
 from .message_limits import MessageLimits
@@ -93,9 +94,9 @@ class Guard:
         if method.startswith(VISION_METHODS):
             self._check_room()
 
-    def hold(self, principal: Principal, address: str) -> Hold:
-        """What the messages of an admitted call hold. Where callers aren't told apart, addresses are."""
-        return self._room.hold(principal.name or address)
+    def hold(self, principal: Principal, peer: str) -> Hold:
+        """What the messages of an admitted call hold. Callers without names are told apart by their addresses."""
+        return self._room.hold(principal.name or address_of(peer))
 
     def visitor(self, method: str, metadata: Metadata, context: Any) -> Principal:
         """Who calls health, reflection or an unknown method; nobody in particular where these are open. A certificate

@@ -80,11 +80,15 @@ class MessageRoom:
         """What one call of ``who`` holds: nothing yet. To be closed at its end."""
         return Hold(self, who)
 
+    def take_now(self, who: str, num_bytes: int) -> bool:
+        """Takes ``num_bytes`` if ``who`` need not wait for them. Whether it did."""
+        if who in self._waiting or not self._fits(who, num_bytes):
+            return False
+        self._add(who, num_bytes)
+        return True
+
     async def take(self, who: str, num_bytes: int) -> None:
-        """Waits for ``num_bytes``. Raises MessagesFull."""
-        if who not in self._waiting and self._fits(who, num_bytes):
-            self._add(who, num_bytes)
-            return
+        """Waits for ``num_bytes``, after ``take_now`` did not take them. Raises MessagesFull."""
         if self.num_waiting >= self._max_waiting:
             raise self._full(f"{self.num_waiting} calls wait for room")
         entry = _Waiting(num_bytes, asyncio.get_running_loop().create_future())
@@ -221,7 +225,8 @@ class Hold:
     async def reserve(self, num_bytes: int) -> None:
         """For a message that is asked for next, in place of what is held now. Raises MessagesFull."""
         self.close()
-        await self._room.take(self._who, num_bytes)
+        if not self._room.take_now(self._who, num_bytes):
+            await self._room.take(self._who, num_bytes)
         self.num_bytes, self._is_reading = num_bytes, True
 
     def arrived(self, num_bytes: int) -> None:

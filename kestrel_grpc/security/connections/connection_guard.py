@@ -16,12 +16,11 @@ For one event loop. What the system shows of connections is in accepted.py.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import itemgetter
@@ -95,16 +94,6 @@ class ConnectionUse:
     def __exit__(self, *exc_info: object) -> None:
         self.heard += 1
         self.calls -= 1
-
-    @contextlib.contextmanager
-    def pull(self) -> Iterator[None]:
-        """Around the wait for a message."""
-        self.pulls += 1
-        try:
-            yield
-        finally:
-            self.heard += 1
-            self.pulls -= 1
 
 
 @dataclass(slots=True, eq=False)

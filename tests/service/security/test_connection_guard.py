@@ -102,7 +102,8 @@ def test_a_message_that_is_waited_for_explains_as_much_as_one_may_have():
     table, guard = guarded(streams=1)
     (caller,) = table.add()
     use = guard.use(caller.peer)
-    with use, use.pull():
+    with use:
+        use.pulls = 1
         guard.look()
         caller.received_bytes = MESSAGE
         assert not guard.look()
