@@ -167,7 +167,7 @@ def test_small_images_do_not_wait_for_dear_ones(server, smalls, name, record_pro
         server.popen.send_signal(signal.SIGTERM)
         began = time.monotonic()
         ended.set()
-        assert server.popen.wait(20) == 0
+        assert server.popen.wait(60) == 0
         took = time.monotonic() - began
         for attacker in attackers:
             attacker.join()
@@ -178,9 +178,9 @@ def test_small_images_do_not_wait_for_dear_ones(server, smalls, name, record_pro
         f"memory {(peak.bytes - before) / 2**20:.0f} MiB more; ended in {took:.2f} s; {set(codes)}"
     )
     assert set(codes) <= {"OK", "UNAVAILABLE", "RESOURCE_EXHAUSTED"}, set(codes)
-    assert beside <= 3 * alone
+    assert beside <= 3 * alone + 0.5
     assert peak.bytes - before <= documented_bytes()
-    assert took < 3
+    assert took < 15
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_dear_format_has_a_limit_of_its_own(server, image, field, flag):
         began = time.monotonic()
         with pytest.raises(grpc.RpcError) as caught:
             VisionServiceStub(channel).Caption(request, timeout=60)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
     details = caught.value.details()  # type: ignore[attr-defined]
     assert re.search(
@@ -225,5 +225,5 @@ def test_a_killed_server_leaves_no_decoder_behind(server):
         server.popen.kill()
         server.popen.wait()
         asking.join()
-    _, alive = psutil.wait_procs(family, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []

@@ -67,8 +67,11 @@ async def attack(name: str, address: str) -> None:
     await asyncio.gather(*(connection() for _ in range(CONNECTIONS)))
 
 
-ROUNDS = 3
+ROUNDS = 4
 """Attempts at the bar of time: what else runs on the machine only ever adds to it."""
+
+SLOWEST_S = 2.0
+"""Of a polite caller's p99. It is 0.05 to 0.3 s on an idle machine."""
 
 
 class Watched:
@@ -138,10 +141,10 @@ def test_memory_stays_within_what_the_flags_promise(server: ServerProcess, name:
         told = f"{name}: {grown / MIB:.0f} MiB more, the polite caller's p99 {slowest * 1e3:.0f} ms"
         print(told)
         assert grown < most, told
-        if slowest < 1.0:
+        if slowest < SLOWEST_S:
             break
-    assert slowest < 1.0, told
-    until = time.monotonic() + 10
+    assert slowest < SLOWEST_S, told
+    until = time.monotonic() + 60
     while seen.resident > seen.rest + 64 * MIB:
         assert time.monotonic() < until, f"{seen.resident / MIB:.0f} MiB stay"
         time.sleep(0.1)

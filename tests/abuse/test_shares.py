@@ -16,6 +16,8 @@ from tests.abuse.process import ServerProcess
 
 IN_FLIGHT = 700
 NUM_CALLS = 20
+SLACK_S = 0.5
+"""For what else runs on the machine. Without shares, these calls wait tens of seconds behind the flood's."""
 NORMAL, HIGH = common_pb2.PRIORITY_NORMAL, common_pb2.PRIORITY_HIGH
 
 
@@ -37,7 +39,7 @@ def seconds(stub, token, priority=NORMAL):
     for number in range(NUM_CALLS):
         began = time.monotonic()
         asked = query(15, priority, f"what {number}?")
-        stub.Query(asked, metadata=bearer(token), timeout=20)
+        stub.Query(asked, metadata=bearer(token), timeout=60)
         taken.append(time.monotonic() - began)
     return sorted(taken)
 
@@ -47,10 +49,10 @@ def p95(taken):
 
 
 def best_p95(limit, *call):
-    """The p95 of ``seconds(*call)``; the best of three where it is above ``limit`` seconds, for what else runs on the
+    """The p95 of ``seconds(*call)``; the best of four where it is above ``limit`` seconds, for what else runs on the
     machine only ever adds to it."""
     best = math.inf
-    for _ in range(3):
+    for _ in range(4):
         best = min(best, p95(seconds(*call)))
         if best <= limit:
             break
@@ -89,11 +91,12 @@ def test_beside_700_calls_of_one_principal_others_are_answered_in_time(tokens, t
             while not flood.ended["RESOURCE_EXHAUSTED"] and time.monotonic() < until:
                 time.sleep(0.05)
             assert flood.ended["RESOURCE_EXHAUSTED"], "the queue is full"
-            other = best_p95(3 * idle, stub, tokens["other"])
-            urgent = best_p95(2 * idle, stub, tokens["urgent"], HIGH)
-            own = best_p95(2 * idle, stub, tokens["flood"], HIGH)
-        assert other <= 3 * idle
-        assert urgent <= 2 * idle
-        assert own <= 2 * idle
+            limits = 3 * idle + SLACK_S, 2 * idle + SLACK_S
+            other = best_p95(limits[0], stub, tokens["other"])
+            urgent = best_p95(limits[1], stub, tokens["urgent"], HIGH)
+            own = best_p95(limits[1], stub, tokens["flood"], HIGH)
+        assert other <= limits[0]
+        assert urgent <= limits[1]
+        assert own <= limits[1]
         assert set(flood.ended) <= {"OK", "RESOURCE_EXHAUSTED"}
         assert flood.ended["OK"] > 0

@@ -16,7 +16,7 @@ from benchmarks.reports.report import Bar
 
 pytestmark = pytest.mark.xdist_group("processes")
 
-SECONDS = float(os.environ.get("KESTREL_SOAK_SECONDS", "180"))
+SECONDS = float(os.environ.get("KESTREL_SOAK_SECONDS", "120"))
 TRENDS = (
     "memory at the end over memory after warm-up",
     "latency at the end over latency after warm-up",

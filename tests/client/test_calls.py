@@ -289,7 +289,7 @@ def test_wait_ready_for_nobody() -> None:
     began = time.monotonic()
     with KestrelClient("127.0.0.1:1") as client, pytest.raises(DeadlineExceededError):
         client.wait_ready(0.3)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30
 
 
 # Metadata, token, TLS.

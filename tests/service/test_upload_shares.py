@@ -85,7 +85,7 @@ async def test_eight_stalled_uploads_of_one_principal_keep_no_other_out(serve, t
     served = await serve(
         server_config={
             "image_store_bytes": limit,
-            "upload_idle_s": 1.5,
+            "upload_idle_s": 4,
             "security": SecurityConfig(auth_tokens=str(tokens.path)),
         },
         image_limits=ImageLimits(max_bytes=limit),
@@ -100,7 +100,7 @@ async def test_eight_stalled_uploads_of_one_principal_keep_no_other_out(serve, t
     began = time.monotonic()
     stored = await served.images.UploadImage(messages(PNG), metadata=bearer(polite))
     assert stored.image.image_id
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 4
     told = await failure(calls[0])
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "UPLOADS_FULL")
     assert "to make room" in told.message and told.retry_after_s is not None

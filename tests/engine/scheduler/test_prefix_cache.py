@@ -186,8 +186,8 @@ def test_many_namespaces_are_forgotten_in_linear_time():
         assert node is not None
         cache.unlock(node)
         pool.release(pages)
-    began = time.perf_counter()
+    began = time.process_time()
     assert cache.flush() == count
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
     assert pool.num_free == count
     cache.check()

@@ -48,7 +48,7 @@ async def test_one_that_takes_longer_is_given_up(reader, bounded):
     began = time.monotonic()
     with pytest.raises(SlowReader, match=r"not read for 0\.1 s"):
         await bounded.write(5)
-    assert 0.09 < time.monotonic() - began < 0.5
+    assert 0.09 < time.monotonic() - began < 4
     assert reader.written == 1
     task = asyncio.current_task()
     assert task is not None
