@@ -33,7 +33,7 @@ serve: $(INSTALLED) ## Serve the bundled model on 127.0.0.1:50051
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-test: $(INSTALLED) ## Run the tests, but no slow ones and none that need a GPU; 12 minutes on 2 cores
+test: $(INSTALLED) ## Run the tests, but no slow ones and none that need a GPU
 	$(PYTEST) -m "not slow"
 
 test-slow: $(INSTALLED) ## Run the slow tests only

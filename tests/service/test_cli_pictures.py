@@ -55,9 +55,9 @@ async def test_a_picture_put_is_named_in_place_of_a_file(kestrel, monkeypatch):
     assert json.loads(told)["image_id"] == image_id
     assert await kestrel("forget", image_id) == (0, "", "")
     status, _, errors = await kestrel("forget", image_id)
-    assert status == 0 and "no picture" in errors
+    assert status == 0 and "was not stored" in errors
     status, _, errors = await kestrel("query", image_id, "what?")
-    assert status == 1 and "send the picture again" in errors and "NOT_FOUND" in errors
+    assert status == 1 and "send the image again" in errors and "NOT_FOUND" in errors
 
 
 TASKS = [
@@ -130,7 +130,7 @@ async def test_any_skill(kestrel):
     _, whole, _ = await kestrel("run", "query", *question, *plain)
     assert json.loads(whole)["answer"] == told.removesuffix("\n")
     status, _, errors = await kestrel("run", "dream")
-    assert status == 1 and "it has query, caption" in errors
+    assert status == 1 and "its skills are query, caption" in errors
     status, _, errors = await kestrel("run", "query", "--argument", "question")
     assert status == 2 and "NAME=VALUE" in errors
 
