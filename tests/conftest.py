@@ -30,7 +30,7 @@ if not torch.cuda.is_available():
 
         quicken(interpreter)
 
-LONG = ("processes", "equality", "abuse", "engine/runtime", "golden", "service", "benchmarks", "kernels", "docs")
+LONG = ("processes", "equality", "abuse", "engine/runtime", "golden", "service", "benchmarks")
 """Groups and folders whose tests take longest. They start first, so that the processes end at about the same time."""
 
 
