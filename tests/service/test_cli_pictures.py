@@ -151,6 +151,7 @@ async def test_priority_and_salt(kestrel, monkeypatch):
     assert seen == [("high", "mine")] * 3
 
 
+@pytest.mark.slow
 def test_serve_takes_the_guides_skill(tmp_path):
     """As the guide says: saved in the current folder, served, listed, called."""
     (tmp_path / "yes_no.py").write_text(SOURCE)

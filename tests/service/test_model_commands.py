@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.command_line import here, kestrel
+from tests.service.command_line import here
 
 
 def test_a_model_goes_into_a_folder_and_is_verified_there(tmp_path):
@@ -32,7 +32,7 @@ def test_a_model_goes_into_a_folder_and_is_verified_there(tmp_path):
 
 
 def test_the_bundled_model_verifies():
-    done = kestrel("verify")
+    done = here("verify")
     assert done.returncode == 0, done.stderr
     assert "ok    answer: 2 known answers on " in done.stdout
 

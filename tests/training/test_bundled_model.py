@@ -122,16 +122,16 @@ async def test_the_engine_says_what_the_reference_says(bundled: Path, writer: Pr
                     )
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
 async def test_a_few_frozen_scenes_through_the_engine(
-    bundled: Path, picture: Callable[[int], bytes], count: int
+    bundled: Path, picture: Callable[[int], bytes]
 ) -> None:
     from kestrel_engine import InferenceEngine, RuntimeConfig
 
     config = RuntimeConfig(model_path=bundled, device="cpu", cpu_threads=1, max_batch_size=16)
     records = []
     async with await InferenceEngine.create(config) as engine:
-        for index in range(count):
+        for index in range(4):
             found = example("seen", index)
             for task in found.tasks:
                 records.append(score(found.scene, task, await ask(engine, picture(index), task)))
