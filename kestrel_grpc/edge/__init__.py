@@ -1,1 +1,1 @@
-"""The edge of every call: its caller, its id, its limits, its status."""
+"""The code around every call: its caller, its id, its limits and its status."""

@@ -1,4 +1,4 @@
-"""Call: one call while it is handled, as the access log, the metrics and the services know it. Owns its ids."""
+"""Call: one call in progress, for the services, the access log and the metrics. Makes the ids of calls."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .request_ids import valid_request_id
 REQUEST_ID_KEY = "x-request-id"
 TRACE_ID_KEY = "x-trace-id"
 UNKNOWN_METHOD = "_OTHER"
-"""What a method is called that no service has: callers could make up any number of names."""
+"""The method's name in logs and metrics if no service has the method. It bounds the number of names."""
 _FOREVER_S = 10 * 365 * 86_400.0
-"""A deadline beyond this is how grpc says that there is none."""
+"""grpc reports a deadline beyond this if there is none."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = tuple[tuple[str, str | bytes], ...]
@@ -29,46 +29,45 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 @dataclass(slots=True)
 class Call:
-    """One call as the access log tells of it."""
+    """One call in progress."""
 
     method: str
     peer: str
     context: Context
     metadata: Metadata = ()
-    """What came with it."""
+    """The metadata that the client sent."""
     request_id: str = ""
     owner: str = ""
-    """To whom stored pictures belong: the principal's name."""
+    """The owner of stored images: the principal's name."""
     principal: Principal = ANONYMOUS
-    """Who calls."""
     longest_s: float | None = None
-    """Seconds that the server lets it take."""
+    """The server's limit on the duration of the call, in seconds."""
     started_at: float = field(default_factory=time.monotonic)
     asked: str = ""
-    """The beginning of the method's name, where it is UNKNOWN_METHOD."""
+    """The beginning of the requested method's name, if ``method`` is UNKNOWN_METHOD."""
     code: grpc.StatusCode = grpc.StatusCode.OK
     reason: str = ""
-    """Why it failed, as its ErrorInfo says; "" where it did not, or where its caller ended it."""
+    """The reason in the ErrorInfo of a call that failed; "" if it succeeded or its caller ended it."""
     message: Any = None
-    """Its request, once that is read. Of an upload that failed what came of it; else None where it is a stream."""
+    """The request message once it is read; for an upload that failed, its ReceivedParts; None for other streams."""
     stored: bytes | np.ndarray | None = None
-    """The picture that its request names by id, once that is found."""
+    """The stored image that the request names by id, once it is found."""
     result: EngineResult | None = None
     error: Exception | None = None
-    """What ended it, where that is the server's fault."""
+    """The exception that ended the call, if it is the server's fault."""
     trace_id: str = ""
     trace: object = None
-    """The watcher's own."""
+    """For the CallWatcher only."""
     _greeted: bool = False
 
     def release(self) -> None:
-        """Lets go of what is large, once the call has ended: a cancelled timer keeps its task's context, and so this
-        object, until the time that it was set for."""
+        """Drops large objects at the end of the call. A cancelled timer keeps its task's context, and so this object,
+        until its time."""
         self.context = cast(Context, None)
         self.message = self.stored = self.result = self.error = self.trace = None
 
     async def accept(self) -> None:
-        """Tells the caller the request's id; the call can't be retried transparently from here on."""
+        """Sends the request's id to the caller. From then on, clients do not retry the call transparently."""
         if not self._greeted:
             self._greeted = True
             await self.context.send_initial_metadata(self.ids)
@@ -81,7 +80,7 @@ class Call:
 
     @property
     def timeout_s(self) -> float | None:
-        """Seconds until the caller's deadline or the server's, whichever comes first; None without any."""
+        """Seconds until the earlier one of the caller's deadline and the server's limit; None without either."""
         left: float | None = self.context.time_remaining()
         own = None if left is None or left > _FOREVER_S else left
         if self.longest_s is None:
@@ -95,7 +94,7 @@ class Call:
 
 
 def new_id() -> str:
-    """Of a request that nobody named. Random bytes are fetched for many at once: each time is a system call."""
+    """A new request id. Random bytes are fetched for many ids at once, because each fetch is a system call."""
     if not _random:
         data = os.urandom(16 * 256)
         _random.extend(data[i : i + 16] for i in range(0, len(data), 16))
@@ -107,7 +106,7 @@ os.register_at_fork(after_in_child=_random.clear)
 
 
 def id_from_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    """An unusable id is passed over: proxies set this header, not the caller."""
+    """The request id in the metadata, or None. An invalid id is ignored, because a proxy may have set it."""
     for key, value in metadata:
         if key == REQUEST_ID_KEY and isinstance(value, str) and valid_request_id(value):
             return value

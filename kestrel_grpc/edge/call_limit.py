@@ -1,8 +1,8 @@
-"""CallLimit: how long the server lets a call take, or a part of it. Owns one timer for all calls.
+"""CallLimit: limits the duration of calls, or of a part of them, with one timer for all.
 
-All calls have the same limit, so the oldest is the first that reaches it. A timer for each would cost more than the
-rest of what the edge does with a clock, and a cancelled one stays in the event loop's heap, with its task's context,
-until the time that it was set for.
+All calls have the same limit, so the oldest call reaches it first. A timer for each call would cost more than all other
+work of the edge with the clock. A cancelled timer also stays in the event loop's heap, with its task's context, until
+its time.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from kestrel_engine import DeadlineExceeded
 
 
 def _too_long(limit_s: float) -> Exception:
-    return DeadlineExceeded(f"the call took {limit_s:g} s, as long as this server lets any")
+    return DeadlineExceeded(f"the call took {limit_s:g} s, the limit of this server")
 
 
 class CallLimit:
-    """For one event loop. ``limit_s`` None lets calls take as long as they like. ``error`` makes what is raised."""
+    """Limits durations on one event loop. ``limit_s``: seconds, None for no limit. ``error``: makes the exception."""
 
     def __init__(
         self, limit_s: float | None, error: Callable[[float], Exception] = _too_long
     ) -> None:
         self._limit_s, self._error = limit_s, error
         self._running: dict[asyncio.Task[Any], float] = {}
-        """When each must have ended, by the event loop's clock; oldest first."""
+        """The end of each task's time by the event loop's clock; the oldest task first."""
         self._expired: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     async def within(self, response: Awaitable[Any]) -> Any:
-        """Awaits ``response``, one at a time in a task. Raises DeadlineExceeded, or what ``error`` makes, when it takes
-        longer than the limit."""
+        """Awaits ``response``. A task can await only one at a time. Raises DeadlineExceeded, or the exception that
+        ``error`` makes, if it takes longer than the limit."""
         if self._limit_s is None:
             return await response
         task = asyncio.current_task()
@@ -41,7 +41,7 @@ class CallLimit:
         loop = asyncio.get_running_loop()
         self._running[task] = ends_at = loop.time() + self._limit_s
         if self._timer is None:
-            self._timer = loop.call_at(ends_at, self._look, loop, context=contextvars.Context())
+            self._timer = loop.call_at(ends_at, self._check, loop, context=contextvars.Context())
         cancelling = task.cancelling()
         try:
             return await response
@@ -53,14 +53,16 @@ class CallLimit:
             self._running.pop(task, None)
             self._expired.discard(task)
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Cancels what has reached its time; looks again when the next may have."""
+    def _check(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Cancels the tasks that have reached the limit. Checks again when the next task can reach it."""
         self._timer = None
         now = loop.time()
         while self._running:
             task, ends_at = next(iter(self._running.items()))
             if ends_at > now:
-                self._timer = loop.call_at(ends_at, self._look, loop, context=contextvars.Context())
+                self._timer = loop.call_at(
+                    ends_at, self._check, loop, context=contextvars.Context()
+                )
                 return
             del self._running[task]
             self._expired.add(task)

@@ -1,4 +1,4 @@
-"""Which call a task handles. Imports nothing of gRPC, so that logs can name a call wherever they are written."""
+"""The call that the current task handles. This module does not import gRPC, so that logging can use it everywhere."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from .call import Call
 
 current: contextvars.ContextVar[Call] = contextvars.ContextVar("kestrel_call")
-"""Set by the interceptor alone."""
+"""Only the interceptor sets it."""
 
 
 def current_call() -> Call:
-    """The call that this task handles."""
+    """The call that this task handles. Raises LookupError outside a call."""
     return current.get()
 
 
 def find_call() -> Call | None:
-    """The call that this task handles; None outside of one."""
+    """The call that this task handles; None outside a call."""
     return current.get(None)

@@ -1,4 +1,4 @@
-"""How a call ends that fails: its status, what goes with it, and what must not outlive it."""
+"""Ends calls that fail: sends their status and trailers, and drops references to their data."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 Trailers = tuple[tuple[str, str | bytes], ...]
 
 _LAST_WORD_S = 2.0
-"""How long a failed call waits for its status to be sent."""
+"""Seconds that a failed call waits until its status is sent."""
 
 
 class Endings:
-    """``trailers`` gives what goes with the status of a method's calls."""
+    """Ends calls with an error. ``trailers``: returns additional trailers for a method's calls."""
 
     def __init__(self, trailers: Callable[[str], Trailers] | None = None) -> None:
         self._trailers = trailers
@@ -41,13 +41,13 @@ class Endings:
             async with asyncio.timeout(_LAST_WORD_S):
                 await call.context.abort(call.code, message, trailers)
         except (TimeoutError, grpc.aio.InternalError):
-            # A reader who doesn't read: gRPC has the status, and sends it after what is unread, or drops both with the
-            # connection; or who has gone. Of any other exception than this gRPC would log a traceback.
+            # The client does not read, or its connection is closed. gRPC has the status and sends it after the unread
+            # messages, or drops it with the connection. gRPC would log the traceback of any other exception.
             raise asyncio.CancelledError from None
 
 
 def note(call: Call, error: Exception) -> None:
-    """Writes into the call how it failed, and logs what is the server's fault."""
+    """Sets the call's code, reason and error. Logs an error that is the server's fault."""
     row = row_of(error)
     call.code, call.reason = row.code, row.reason
     if isinstance(error, RuntimeFailure):
@@ -59,8 +59,11 @@ def note(call: Call, error: Exception) -> None:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Tracebacks hold frames, and these the request and its picture: with a cycle among them, until the garbage
-    collector comes, and ours comes seldom."""
+    """Removes the tracebacks of an exception and its causes.
+
+    A traceback holds frames, and these hold the request and its image. In a reference cycle they would stay until the
+    garbage collector runs, which this server configures to run rarely.
+    """
     chain: list[BaseException | None] = [error]
     while chain:
         if (each := chain.pop()) is not None:

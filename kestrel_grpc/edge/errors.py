@@ -1,4 +1,4 @@
-"""The server's own errors. Each has its status in statuses.py. Imports nothing of gRPC."""
+"""The server's own errors. statuses.py gives each its status. This module does not import gRPC."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ class ModelNotReady(engine.KestrelError):
 
 
 class ShuttingDown(ModelNotReady):
-    """The server takes no more requests."""
+    """The server refuses new requests because it is stopping."""
 
 
 class SkillNotFound(engine.RequestError):
-    """The request names a skill that the model doesn't have."""
+    """The request names a skill that the model does not have."""
 
 
 class UploadsFull(engine.EngineOverloaded):
-    """Unfinished uploads hold as much memory as they may."""
+    """Unfinished uploads have reached their memory limit."""
 
 
 class SlowReader(engine.KestrelError):
-    """The caller took too long to read what its stream was sent."""
+    """The client took too long to read its stream."""
 
 
 class SlowSender(engine.KestrelError):
-    """The caller took too long to send a message that was asked for."""
+    """The client took too long to send a message."""
 
 
 class NoMessage(engine.KestrelError):
-    """The call ended without the message that its method takes."""
+    """The call ended without a request message."""
 
 
 class MethodNotFound(engine.KestrelError):
-    """No service here has the method."""
+    """No service of this server has the method."""
 
 
 class CaptureError(engine.KestrelError):
-    """Requests can't be captured as asked."""
+    """The server cannot capture requests as requested."""
 
 
 class LocatedError(Exception):
-    """``error``, whose field has ``path`` in the request, where the engine's own name of it doesn't tell."""
+    """An ``error`` of the engine with the ``path`` of its field in the request, which the engine does not know."""
 
     def __init__(self, error: engine.RequestError, path: str) -> None:
         super().__init__(f"{path}: {error.message}")
@@ -50,12 +50,12 @@ class LocatedError(Exception):
 
 
 class ImageNotFound(engine.RequestError):
-    """No picture of this owner has the id, or no longer."""
+    """No stored image of this owner has the id."""
 
 
 class ImagesFull(engine.EngineOverloaded):
-    """The image is larger than the owner's share, and the other owners keep within theirs."""
+    """The image is larger than the owner's share, and the other owners use their shares."""
 
 
 class ImagesNotKept(engine.KestrelError):
-    """The server was told to keep no pictures."""
+    """The server is configured to store no images."""

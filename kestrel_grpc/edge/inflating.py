@@ -1,7 +1,7 @@
-"""Messages that arrive compressed: unpacked here, not by gRPC's core, which would do it without asking for room.
+"""Decompresses messages. gRPC's core would do it without reserving memory first.
 
-A gzip message begins with 0x1f, which no protobuf message does (field 3 of a wire type that doesn't exist); what gRPC
-calls deflate begins with the two bytes of a zlib header, which would be field 15, and no request has one.
+The first bytes identify a compressed message. gzip begins with 0x1f, which is invalid in protobuf (field 3 with an
+unknown wire type). gRPC's deflate begins with a zlib header of two bytes, which would be field 15; no request has it.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ import zlib
 from kestrel_engine import InvalidRequest
 
 MAX_RATIO = 32
-"""Unpacked bytes for one that came: text and drawings of few colours take less; what takes more is a bomb."""
+"""Limit on decompressed bytes per received byte. Text and simple drawings stay below it; decompression bombs do not."""
 _FREE_BYTES = 64 * 1024
-"""Small messages may unpack to this much, whatever their ratio."""
+"""A message may decompress to this many bytes with any ratio."""
 _INLINE_BYTES = 4096
-"""At most so much is unpacked on the event loop: a millisecond."""
+"""Messages of up to this many bytes are decompressed on the event loop, which takes at most a millisecond."""
 _GZIP, _DEFLATE = b"\x1f\x8b", (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 _EITHER = 32 + zlib.MAX_WBITS
-"""zlib's word for: gzip or zlib, by the header."""
+"""zlib's value for: detect gzip or zlib by the header."""
 
 
 def is_compressed(data: bytes) -> bool:
-    """Whether a message that arrived is packed by gzip or deflate."""
+    """Whether a received message is compressed with gzip or deflate."""
     return data[:2] == _GZIP or data[:2] in _DEFLATE
 
 
 async def inflated(data: bytes, max_bytes: int) -> bytes:
-    """Unpacks ``data``. One byte more than ``max_bytes`` says that the message is too large. Raises InvalidRequest."""
+    """Decompresses ``data``, up to ``max_bytes + 1`` bytes. A result longer than ``max_bytes`` is too large. Raises
+    InvalidRequest."""
     if len(data) <= _INLINE_BYTES:
         return _inflated(data, max_bytes)
     return await asyncio.to_thread(_inflated, data, max_bytes)
@@ -40,15 +41,15 @@ def _inflated(data: bytes, max_bytes: int) -> bytes:
     try:
         message = unpacker.decompress(data, min(most, max_bytes) + 1)
     except zlib.error:
-        raise InvalidRequest("", "the compressed message can't be unpacked") from None
+        raise InvalidRequest("", "the compressed message cannot be decompressed") from None
     if len(message) > max_bytes:
         return message
     if len(message) > most:
         raise InvalidRequest(
             "",
-            f"the message has {len(data)} bytes and unpacks to more than {most}, the limit is "
-            f"{MAX_RATIO} for each; send it without compression",
+            f"the message has {len(data)} bytes and decompresses to more than {most}; the limit is "
+            f"{MAX_RATIO} times its size; send it without compression",
         )
     if not unpacker.eof or unpacker.unused_data:
-        raise InvalidRequest("", "the compressed message is cut short or goes on after its end")
+        raise InvalidRequest("", "the compressed message is incomplete, or data follows its end")
     return message

@@ -1,7 +1,7 @@
-"""Answers that can't be sent because their connection went: nothing that an operator must read a traceback of.
+"""Removes gRPC's log records about responses that cannot be sent because the connection is lost.
 
-gRPC sends the end of a call by itself, after its handler has returned. If that fails before gRPC has told the call that
-its caller went, as it does for a caller who opens no window and vanishes, it logs a traceback for each.
+gRPC sends the end of a call after its handler has returned. If that fails before gRPC has noticed the lost connection,
+gRPC logs a traceback for each call. This happens with clients that open no window and disappear.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import grpc
 _GRPC_LOGGER = "grpc._cython.cygrpc"
 
 
-def _is_worth_a_line(record: logging.LogRecord) -> bool:
+def _is_other_record(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, grpc.aio.InternalError)
 
 
 def silence_lost_connections() -> None:
-    """Keeps these records out of the log. Idempotent."""
-    logging.getLogger(_GRPC_LOGGER).addFilter(_is_worth_a_line)
+    """Filters these records from the log. Idempotent."""
+    logging.getLogger(_GRPC_LOGGER).addFilter(_is_other_record)

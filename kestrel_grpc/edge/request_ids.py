@@ -1,4 +1,4 @@
-"""The id of a request, as its caller may give it."""
+"""Checks request ids that callers choose."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _VALID = re.compile(r"[!-~]{1,128}")
 
 
 def id_from_options(options: common_pb2.RequestOptions) -> str | None:
-    """The caller's id, None if it names none. Raises InvalidRequest."""
+    """The caller's request id; None if the options do not set it. Raises InvalidRequest."""
     if not options.HasField("request_id"):
         return None
     if not valid_request_id(options.request_id):

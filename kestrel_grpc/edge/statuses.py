@@ -1,9 +1,9 @@
-"""Which exception becomes which gRPC status. Owns that one table, and the details that go with a status.
+"""Converts exceptions to gRPC statuses, with the one table of codes and reasons, and adds error details.
 
-A status carries google.rpc details: BadRequest names the field at fault by its path in the request, ErrorInfo gives a
-machine-readable reason, RetryInfo says when to come back, QuotaFailure whose limit was reached, RequestInfo repeats the
-request's id. The caller sees the text of errors that are raised on purpose. For any other error it sees the request's
-id only.
+A status carries google.rpc details. BadRequest names the invalid field by its path in the request. ErrorInfo holds a
+machine-readable reason. RetryInfo holds the time to wait before a retry. QuotaFailure names the principal whose limit
+was reached. RequestInfo repeats the request's id. The caller sees the message of an error that is raised on purpose.
+For any other error it sees only the request's id.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ from .errors import (
 )
 
 DOMAIN = "kestrel.v1"
-"""The domain of every ErrorInfo: reasons are unique within it."""
+"""The domain of every ErrorInfo. Reasons are unique within it."""
 
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
-"""Trailer that gRPC clients with a retry policy obey (gRFC A6)."""
+"""The trailer that tells gRPC clients with a retry policy when to retry (gRFC A6)."""
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 SERVER, ANONYMOUS = "server", "anonymous"
-"""Subjects of a QuotaFailure besides principals: a limit of the whole server, and callers without a name."""
+"""Subjects of a QuotaFailure other than principals: the whole server, and callers without a name."""
 
 DONT_RETRY = "-1"
-"""Pushback that forbids a retry: the same call would fail again."""
+"""The pushback that forbids a retry, because the same call would fail again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
     code: grpc.StatusCode
     reason: str
-    """UPPER_SNAKE_CASE, stable: clients may branch on it."""
+    """The stable reason in UPPER_SNAKE_CASE, on which clients may depend."""
     public: bool = True
-    """Whether the exception's words are for the caller."""
+    """Whether the caller sees the exception's message."""
 
 
 _Code = grpc.StatusCode
@@ -111,7 +111,7 @@ TABLE: dict[type[Exception], _Row] = {
     CaptureError: _Row(_Code.FAILED_PRECONDITION, "CAPTURE_UNAVAILABLE"),
     engine.RuntimeFailure: _Row(_Code.INTERNAL, "COMPUTATION_FAILED", public=False),
     engine.SkillFault: _Row(_Code.INTERNAL, "SKILL_FAILED"),
-    # The rest happens while the server starts, never within a call.
+    # The following errors occur only while the server starts, never in a call.
     engine.ConfigError: _Row(_Code.INTERNAL, "INTERNAL", public=False),
     engine.CheckpointError: _Row(_Code.INTERNAL, "INTERNAL", public=False),
     engine.DownloadError: _Row(_Code.INTERNAL, "INTERNAL", public=False),
@@ -119,21 +119,21 @@ TABLE: dict[type[Exception], _Row] = {
     engine.ModelLoadError: _Row(_Code.INTERNAL, "INTERNAL", public=False),
     engine.KestrelError: _Row(_Code.INTERNAL, "INTERNAL", public=False),
 }
-"""A subclass without a row of its own takes its nearest base's."""
+"""A class without a row uses the row of its nearest base class."""
 
 _UNFORESEEN = _Row(_Code.INTERNAL, "INTERNAL", public=False)
 
 _MAX_MESSAGE_BYTES = 500
-"""A message travels three times in the trailers, escaped; clients take 8 KiB of trailers."""
+"""Limit on a message. The trailers hold it three times, escaped, and clients accept 8 KiB of trailers."""
 
 _SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "max_tokens", "seed"})
 _OPTION_FIELDS = frozenset({"request_id", "priority", "model", "cache_salt", "adapter"})
 _MODEL_FIELDS = frozenset({"skill", "segment"})
-"""The engine's names for "this model can't": what the caller may change is the model."""
+"""The engine's field names for a skill that the model does not have. The caller can change only options.model."""
 
 
 def row_of(error: BaseException) -> _Row:
-    """The row of the nearest class; what was not raised on purpose is INTERNAL."""
+    """The row of the error's nearest class; INTERNAL if no class has a row."""
     if isinstance(error, LocatedError):
         error = error.error
     for cls in type(error).__mro__:
@@ -144,7 +144,8 @@ def row_of(error: BaseException) -> _Row:
 
 
 def field_path(name: str, prefix: str = "") -> str:
-    """The engine's name of an argument as the path of its field; "" is the request, or what ``prefix`` names."""
+    """The path of the request field for the engine's name of an argument. "" stands for the whole request, or for the
+    message that ``prefix`` names."""
     root = name.partition("[")[0].partition(".")[0]
     if root in _SAMPLING_FIELDS:
         name = f"sampling.{name}"
@@ -157,7 +158,7 @@ def field_path(name: str, prefix: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """What the caller is told of an error, however it travels. ``violations``: field paths and what is wrong."""
+    """The description of an error for the caller, for any transport. ``violations``: field paths and descriptions."""
 
     code: grpc.StatusCode
     message: str
@@ -166,42 +167,43 @@ class Complaint:
 
 
 def complaint(error: BaseException, request_id: str, prefix: str = "") -> Complaint:
-    """``prefix`` stands before every field path: "request." where the fields lie one message deeper."""
+    """Describes an error. ``prefix`` precedes every field path: "request." if a stream's message holds the request."""
     row = row_of(error)
     if not row.public:
         what = "the computation failed" if row.reason == "COMPUTATION_FAILED" else "internal error"
-        message = f"{what}; the server's log has more under request id {request_id}"
+        message = f"{what}; the server's log has details under request id {request_id}"
         return Complaint(row.code, message, row.reason)
     if isinstance(error, LocatedError):
-        path, told = prefix + error.path, _bounded(error.error.message)
+        path, text = prefix + error.path, _bounded(error.error.message)
     elif isinstance(error, engine.RequestError):
-        path, told = field_path(error.field, prefix), _bounded(error.message)
+        path, text = field_path(error.field, prefix), _bounded(error.message)
     else:
         return Complaint(row.code, _bounded(str(error)), row.reason)
     if not path:
-        return Complaint(row.code, told, row.reason)
-    return Complaint(row.code, f"{path}: {told}", row.reason, ((path, told),))
+        return Complaint(row.code, text, row.reason)
+    return Complaint(row.code, f"{path}: {text}", row.reason, ((path, text),))
 
 
 def status_of(
     error: BaseException, request_id: str, prefix: str = ""
 ) -> tuple[grpc.StatusCode, str, Metadata]:
-    """Code, message and trailers that tell the caller of ``error``; ``prefix`` as for ``complaint``."""
-    told = complaint(error, request_id, prefix)
-    details: list[Message] = [error_details_pb2.ErrorInfo(reason=told.reason, domain=DOMAIN)]
+    """Code, message and trailers of the status for ``error``. ``prefix``: as for ``complaint``."""
+    described = complaint(error, request_id, prefix)
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=described.reason, domain=DOMAIN)]
     trailers: Metadata = ()
-    for path, description in told.violations:
-        details.append(_bad_request(path, description, told.reason))
+    for path, description in described.violations:
+        details.append(_bad_request(path, description, described.reason))
     if isinstance(error, engine.EngineOverloaded):
         details.append(_retry_after(error.retry_after_s))
-        details.append(_quota_failure(error.quota, told.message))
+        details.append(_quota_failure(error.quota, described.message))
         trailers = ((PUSHBACK_KEY, str(round(1000 * error.retry_after_s))),)
     elif isinstance(error, (MessageTooLarge, SlowReader, SlowSender)):
         trailers = ((PUSHBACK_KEY, DONT_RETRY),)
     elif isinstance(error, (ModelNotReady, engine.EngineClosed)):
         details.append(_retry_after(1.0))
     details.append(error_details_pb2.RequestInfo(request_id=request_id))
-    return told.code, told.message, (*_packed(told.code, told.message, details), *trailers)
+    code, message = described.code, described.message
+    return code, message, (*_packed(code, message, details), *trailers)
 
 
 def _bounded(text: str) -> str:
@@ -221,7 +223,7 @@ def _bad_request(path: str, description: str, reason: str) -> error_details_pb2.
 
 
 def _quota_failure(quota: engine.Quota | None, message: str) -> error_details_pb2.QuotaFailure:
-    """Whose limit it is: the principal's, or the whole server's where ``quota`` is None."""
+    """Names the principal whose limit was reached, or the server if ``quota`` is None."""
     subject = SERVER if quota is None else quota.principal or ANONYMOUS
     violation = error_details_pb2.QuotaFailure.Violation(subject=subject, description=message)
     return error_details_pb2.QuotaFailure(violations=[violation])

@@ -1,1 +1,1 @@
-"""Who may call and how much: TLS, principals and their tokens, admission, the edges of a connection."""
+"""Access to the server: TLS, principals and their tokens, and the limits of calls."""

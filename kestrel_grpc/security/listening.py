@@ -1,4 +1,4 @@
-"""Where the server may listen, given what protects it."""
+"""Checks that the server's addresses are protected, and adds them to the gRPC server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..settings.security import SecurityConfig
 
 
 def check_exposure(addresses: tuple[str, ...], security: SecurityConfig) -> None:
-    """Raises AddressError for an address that others could reach, unless TLS and callers' names protect it."""
+    """Raises AddressError for an address that other machines can reach, unless TLS and credentials protect it."""
     if security.insecure_listen or (security.tls is not None and security.knows_callers):
         return
     missing = [
@@ -19,19 +19,19 @@ def check_exposure(addresses: tuple[str, ...], security: SecurityConfig) -> None
         *(
             []
             if security.knows_callers
-            else ["a way to know who calls (--auth-tokens, KESTREL_API_KEY, --tls-client-ca)"]
+            else ["credentials (--auth-tokens, KESTREL_API_KEY or --tls-client-ca)"]
         ),
     ]
     for address in addresses:
         if not is_loopback(address):
             raise AddressError(
-                f"won't listen on {address}, which others can reach, without {' and '.join(missing)}; "
-                "--insecure-listen does it all the same"
+                f"refusing to listen on {address}, which other machines can reach, without {' and '.join(missing)}; "
+                "--insecure-listen allows it"
             )
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can connect. A name other than localhost may resolve to anything."""
+    """Whether only this machine can connect. False for names other than localhost, which may resolve to any address."""
     if unix_path(address) is not None:
         return True
     host = address.rpartition(":")[0].strip("[]").partition("%")[0]
@@ -46,11 +46,13 @@ def is_loopback(address: str) -> bool:
 def add_port(
     server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None
 ) -> int:
-    """Adds the address, with TLS if there are ``credentials`` and it isn't a unix socket; returns its port. Raises
-    AddressError."""
+    """Adds the address to ``server`` and returns its port. Raises AddressError.
+
+    The address uses TLS if ``credentials`` is set and the address is not a unix socket.
+    """
     try:
         if credentials is None or unix_path(address) is not None:
             return server.add_insecure_port(address)
         return server.add_secure_port(address, credentials)
-    except RuntimeError:  # gRPC says no more than that it failed.
+    except RuntimeError:  # gRPC's message does not name the cause.
         raise AddressError(f"cannot listen on {address}") from None

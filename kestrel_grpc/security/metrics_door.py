@@ -1,7 +1,8 @@
-"""MetricsDoor: who may scrape, and with which certificate the port shows itself. For the threads of its HTTP server.
+"""MetricsDoor: checks the credentials of scrapers, and holds the certificate of the metrics port.
 
-Tokens, certificate and revocation lists are those of the server, renewed with it. The authorities of scrapers'
-certificates are their own (--metrics-client-ca): who may ask the model isn't who may scrape.
+It uses the server's tokens, certificate and revocation lists, and renews them like the server. The authorities of
+scrapers' certificates are separate (--metrics-client-ca), because callers of the model and scrapers differ. The threads
+of the HTTP server use a MetricsDoor.
 """
 
 from __future__ import annotations
@@ -22,23 +23,25 @@ from .identity.tls import TlsError, server_context, watched_paths
 from .listening import is_loopback
 
 logger = logging.getLogger(__name__)
-_WAYS = "a way to know who scrapes (--auth-tokens or KESTREL_API_KEY with --open-metrics off, --metrics-client-ca)"
+_WAYS = (
+    "credentials (--auth-tokens or KESTREL_API_KEY with --open-metrics off, or --metrics-client-ca)"
+)
 UNAUTHORIZED, FORBIDDEN = "401 Unauthorized", "403 Forbidden"
 _SPIFFE = "spiffe://"
 
 
 class MetricsDoor:
-    """Any thread."""
+    """The access check of the metrics port. Any thread may use it."""
 
     def __init__(self, address: str, security: SecurityConfig) -> None:
-        """``address`` is HOST:PORT. Raises AddressError for one that others can reach and nothing protects, TlsError,
-        TokenFileError."""
+        """``address`` is HOST:PORT. Raises TlsError, TokenFileError, and AddressError for an unprotected address that
+        other machines can reach."""
         tls = security.tls if security.metrics_tls else None
         if tls is not None:
             tls = replace(tls, client_ca=security.metrics_client_ca)
         client_ca = None if tls is None else tls.client_ca
         self._open = security.open_metrics
-        """To whoever can connect."""
+        """Whether scrapers need no token."""
         asks = client_ca is not None or (security.has_tokens and not self._open)
         _check_exposure(address, security, asks=asks, talks_tls=tls is not None)
         self._lock = threading.Lock()
@@ -52,7 +55,8 @@ class MetricsDoor:
     def refusal(
         self, authorization: str | None, connection: AuthContext | None = None
     ) -> tuple[str, str] | None:
-        """HTTP's status and why; None lets it in. ``connection``: what ``shown_by`` found."""
+        """The HTTP status and the message of a refusal; None if the scraper may read. ``connection``: the result of
+        ``shown_by``."""
         if self._callers is None:
             return None
         header = () if authorization is None else ((AUTHORIZATION, authorization),)
@@ -70,7 +74,7 @@ class MetricsDoor:
         return None
 
     def context(self) -> ssl.SSLContext | None:
-        """For the next connection; None talks plainly."""
+        """The TLS context of the next connection; None without TLS."""
         if self._tls is None:
             return None
         with self._lock:
@@ -78,7 +82,8 @@ class MetricsDoor:
 
 
 class _Https:
-    """Looked at for every connection; what doesn't fit together is logged once, and the old keeps serving."""
+    """The TLS context of the port. The files are checked for every connection. If changed files are invalid, that is
+    logged once and the old context stays in use."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
@@ -91,7 +96,7 @@ class _Https:
             try:
                 self._context = self._read()
             except TlsError as error:
-                logger.error("metrics kept the old certificate: %s", error)
+                logger.error("the metrics port is keeping the old certificate: %s", error)
         return self._context
 
     def _read(self) -> ssl.SSLContext:
@@ -99,7 +104,7 @@ class _Https:
 
 
 def shown_by(connection: socket.socket) -> AuthContext:
-    """What the other side's certificate says, by gRPC's names; nothing without one."""
+    """The names in the peer's certificate, under gRPC's keys; empty without a certificate."""
     shown = (
         connection.getpeercert(binary_form=True) if isinstance(connection, ssl.SSLSocket) else None
     )
@@ -111,7 +116,7 @@ def shown_by(connection: socket.socket) -> AuthContext:
     others = found.get("subjectAltName", ())
     ids = [name for kind, name in others if kind == "URI"]
     return {
-        # As gRPC has it: no id if there are several.
+        # Like gRPC, sets no id if there are several.
         "peer_spiffe_id": [
             uri.encode() for uri in ids if len(ids) == 1 and uri.startswith(_SPIFFE)
         ],
@@ -129,6 +134,6 @@ def _check_exposure(address: str, security: SecurityConfig, *, asks: bool, talks
         *([] if asks else [_WAYS]),
     ]
     raise AddressError(
-        f"won't serve metrics on {address}, which others can reach, without {' and '.join(missing)}; "
-        "--insecure-listen does it all the same"
+        f"refusing to serve metrics on {address}, which other machines can reach, without {' and '.join(missing)}; "
+        "--insecure-listen allows it"
     )

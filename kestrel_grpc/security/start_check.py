@@ -1,4 +1,4 @@
-"""What would keep a server from protecting itself, found without starting one. For ``serve --print-config``."""
+"""Checks the security settings without starting a server, for ``serve --print-config``."""
 
 from __future__ import annotations
 

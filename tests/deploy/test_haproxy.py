@@ -182,7 +182,7 @@ async def test_statuses_of_the_server_pass_with_their_details(front):
         wrong = (("authorization", "Bearer wrong"),)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await vision.Query(pb.QueryRequest(question="?"), metadata=wrong)
-        assert caught.value.details() == "the token is not known here"
+        assert caught.value.details() == "the token is not known to this server"
 
 
 async def test_who_has_no_token_or_asks_for_another_service_stays_outside(front):

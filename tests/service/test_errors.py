@@ -305,7 +305,7 @@ async def test_an_unforeseen_exception_tells_nothing_but_the_request_id(serve, c
     served.engine.submit = break_down
     told = await failure(served.vision.Query(query(options=options(request_id="r-1"))))
     assert told.code is grpc.StatusCode.INTERNAL
-    assert told.message == "internal error; the server's log has more under request id r-1"
+    assert told.message == "internal error; the server's log has details under request id r-1"
     assert "secret" not in repr(told)
     (record,) = [r for r in caplog.records if "r-1" in r.getMessage()]
     assert record.exc_info[0] is LookupError

@@ -1,1 +1,1 @@
-"""What a caller may take: the order of questions before a message is read, and the room for it."""
+"""The checks of a call before its message is read, and the limits on messages in memory."""

@@ -1,4 +1,4 @@
-"""Admission: whether a call is taken up, before its message is asked for. Owns what is counted for each principal.
+"""Admission: limits the rate and the number of each principal's calls, before a call's message is read.
 
 A data structure without I/O, for one event loop.
 """
@@ -16,19 +16,19 @@ from kestrel_engine import EngineOverloaded, Quota, RequestError
 from ...settings.security import CallLimits
 
 _MAX_REMEMBERED = 10_000
-"""Principals whose buckets are kept: one that is forgotten starts with a full one."""
+"""Number of principals whose token buckets are stored. A principal that was dropped starts with a full bucket."""
 
 
 class RateExceeded(EngineOverloaded):
-    """The principal calls more often than it may."""
+    """The principal exceeds its rate of calls."""
 
 
 class TooManyCalls(EngineOverloaded):
-    """The principal has as many calls in progress as it may."""
+    """The principal has reached its limit on calls in progress."""
 
 
 class MessageTooLarge(RequestError):
-    """One message is larger than the server takes: it would be the next time too."""
+    """A message exceeds the server's limit. A retry would fail too."""
 
 
 @dataclass(slots=True)
@@ -39,22 +39,22 @@ class _Account:
 
 
 class Admission:
-    """``admit`` around every call."""
+    """Counts and limits calls. Use ``admit`` as a context manager around every call."""
 
     def __init__(self, limits: CallLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
-        """Least recently seen first."""
+        """By principal, the least recently seen first."""
         self.calls = 0
         self.refused = 0
-        """How many calls were told to come back later, since the start."""
+        """Number of calls refused since the start."""
 
     def admit(self, principal: str) -> AbstractContextManager[None]:
-        """Entering raises RateExceeded, TooManyCalls."""
+        """A context manager around a call. Entering it raises RateExceeded, TooManyCalls."""
         return _Admitted(self, principal)
 
     def enter(self, principal: str) -> _Account:
-        """One more call; ``leave`` at its end. Raises as ``admit``."""
+        """Counts one more call. Call ``leave`` at its end. Raises RateExceeded, TooManyCalls."""
         account = self._account(principal)
         try:
             self._check(principal, account)
@@ -73,7 +73,7 @@ class Admission:
         limits = self._limits
         if limits.calls is not None and account.calls >= limits.calls:
             raise TooManyCalls(
-                f"{_of(principal)}{account.calls} calls are in progress, the limit is {limits.calls}",
+                f"{_prefix(principal)}{account.calls} calls are in progress; the limit is {limits.calls}",
                 quota=Quota(principal, "calls in progress", account.calls, limits.calls),
             )
         self._take_token(principal, account)
@@ -86,7 +86,7 @@ class Admission:
         account.tokens, account.filled_at = min(float(limits.burst), grown), now
         if account.tokens < 1:
             raise RateExceeded(
-                f"{_of(principal)}the limit is {limits.rate:g} calls a second, {limits.burst} at once",
+                f"{_prefix(principal)}the limit is {limits.rate:g} calls per second, {limits.burst} at once",
                 retry_after_s=(1 - account.tokens) / limits.rate,
                 quota=Quota(principal, "calls at once", limits.burst, limits.burst),
             )
@@ -98,18 +98,18 @@ class Admission:
             account = _Account(tokens=self._limits.burst, filled_at=self._clock())
             self._accounts[principal] = account
             if len(self._accounts) > _MAX_REMEMBERED:
-                self._forget_one()
+                self._drop_idle_account()
         self._accounts.move_to_end(principal)
         return account
 
-    def _forget_one(self) -> None:
+    def _drop_idle_account(self) -> None:
         idle = next((name for name, account in self._accounts.items() if account.calls == 0), None)
         if idle is not None:
             del self._accounts[idle]
 
 
 class _Admitted(AbstractContextManager[None]):
-    """One call's admission. A generator would do the same for three times the CPU, once a call."""
+    """The admission of one call. A context manager made from a generator would take three times the CPU time."""
 
     __slots__ = ("_account", "_admission", "_principal")
 
@@ -123,5 +123,5 @@ class _Admitted(AbstractContextManager[None]):
         self._admission.leave(self._account)
 
 
-def _of(principal: str) -> str:
+def _prefix(principal: str) -> str:
     return f"{principal}: " if principal else ""

@@ -1,29 +1,30 @@
-"""MessageLimits: how large a message may be, and what is reserved for one that has not come yet."""
+"""MessageLimits: the limits on the bytes of messages, and the reservation for a message that is to be read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 COPIES = 2
-"""How often a message's bytes are in memory while its call runs: the message, and the image taken from it."""
+"""Number of copies of a message's bytes in memory during its call: the message, and the image in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageLimits:
-    """Bytes of a message."""
+    """Limits in bytes."""
 
     largest: int
-    """What the server takes, unpacked."""
+    """Limit on one decompressed message."""
     held: int | None
-    """What all messages may hold together; None: no limit."""
+    """Limit on all messages in memory together; None for no limit."""
 
     @property
     def received(self) -> int:
-        """What gRPC receives. A somewhat larger message is refused with a reason, which gRPC's own refusal lacks."""
+        """Limit for gRPC itself. It is larger than ``largest``, so that this server refuses slightly larger messages
+        with a reason, which gRPC's own refusal lacks."""
         return self.largest + self.largest // 4
 
     @property
     def reserved(self) -> int:
-        """What is reserved before a message is asked for."""
+        """Bytes to reserve before a message is read."""
         most = COPIES * self.largest
         return most if self.held is None else min(most, self.held)

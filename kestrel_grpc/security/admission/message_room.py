@@ -1,14 +1,15 @@
-"""MessageRoom: the bytes that requests' messages may hold, given out before a message is asked for.
+"""MessageRoom: limits the memory of request messages. A call reserves memory before it reads a message.
 
-gRPC can't say how large a message is before it has come, and once it is asked for, all of it comes. So room for the
-largest message is reserved first; once the message is there, the reservation shrinks to what it holds. Callers who
-wait for room get it in turns, one each; none may hold more than a share, so that one caller never fills the room.
+gRPC does not report the size of a message before the message has arrived, and a read receives all of it. So a call
+reserves memory for the largest message first. When the message has arrived, the reservation shrinks to its size.
+Callers that wait for memory get it in turns, one call each. Each caller is limited to a share, so that one caller
+cannot use all memory.
 
-A large message keeps the event loop busy when it is there: gRPC's binding copies it twice, the decoder once more. A
-caller whose messages take more than half of the event loop's time is read one message at a time, with pauses as long as
-the copies, so that others' calls come between.
+A large message keeps the event loop busy when it arrives: gRPC's binding copies it twice, the decoder once more. If a
+caller's messages take more than half of the event loop's time, its messages are read one at a time, with pauses as long
+as the copies, so that other callers' calls run in between.
 
-A data structure for one event loop. It knows nothing of gRPC.
+A data structure for one event loop. It does not use gRPC.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from dataclasses import dataclass
 from kestrel_engine import EngineOverloaded
 
 SHARE = 0.75
-"""Of the room, for one caller; another one finds the rest free."""
+"""The share of the room that one caller may hold. The rest stays free for other callers."""
 _AHEAD_S = 0.25
-"""How far a caller may be ahead of half of the event loop's time."""
+"""Seconds of copying that a caller may be ahead of half of the event loop's time."""
 _HEAVY_S = 2.0
-"""How long one who was is read one message at a time."""
+"""Seconds for which the messages of a caller that was further ahead are read one at a time."""
 _NUM_COPIES = 3
 _TRIED_BYTES = 4 * 1024 * 1024
 _MOST_REMEMBERED = 1000
 
 
 class MessagesFull(EngineOverloaded):
-    """The messages of all calls in progress hold as much memory as they may."""
+    """The messages of all calls in progress have reached their memory limit."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,74 +45,78 @@ class _Waiting:
 
 @functools.cache
 def copy_s_per_byte() -> float:
-    """Seconds that the event loop is busy for a byte of a message: mostly the system's time to provide memory, which
-    differs from one machine to another by a factor of 30. Takes a few milliseconds, once."""
+    """Seconds that the event loop is busy for each byte of a message, measured on this machine.
+
+    This is mostly the system's time to provide memory, which differs between machines by a factor of 30. The first call
+    takes a few milliseconds.
+    """
     began = time.perf_counter()
     bytes(bytearray(_TRIED_BYTES))
     return (time.perf_counter() - began) / 2 * _NUM_COPIES / _TRIED_BYTES
 
 
 class MessageRoom:
-    """``max_bytes`` None: no limit. ``wait_s``: how long a call waits for room. ``max_waiting``: how many calls may."""
+    """The memory of messages. ``max_bytes``: the limit, None for none. ``wait_s``: seconds that a call waits for
+    memory. ``max_waiting``: limit on the calls that wait."""
 
     def __init__(self, max_bytes: int | None, *, wait_s: float, max_waiting: int = 4096) -> None:
         self.max_bytes = max_bytes
         self._wait_s, self._max_waiting = wait_s, max_waiting
         self._held: dict[str, int] = {}
-        """By caller; a caller that holds nothing is absent."""
+        """Held bytes by caller. A caller that holds none is absent."""
         self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
-        """By caller, whose turn is next first; none is empty."""
+        """Waiting calls by caller, in the order of turns. No queue is empty."""
         self._reading: Counter[str] = Counter()
-        """Messages that are asked for and not there, by caller."""
+        """Number of messages that are being read, by caller."""
         self._paid_at: dict[str, float] = {}
-        """By caller, when what it had read is made up for."""
+        """By caller, the time when the pauses for its messages are over."""
         self._heavy_until: dict[str, float] = {}
-        """By caller who was too far ahead."""
-        self._looking: set[str] = set()
-        """Callers for whom a timer runs."""
+        """By caller that was too far ahead, the time until which its messages are read one at a time."""
+        self._timed: set[str] = set()
+        """Callers that have a timer."""
         self.num_waiting = 0
         self.held_bytes = 0
         self.peak_bytes = 0
-        """The most that was held since this was last set."""
+        """The largest value of ``held_bytes`` since this was last set."""
         self.refused = 0
-        """How many calls got no room, since the start."""
+        """Number of calls since the start that got no memory."""
 
     def hold(self, who: str) -> Hold:
-        """What one call of ``who`` holds: nothing yet. To be closed at its end."""
+        """The part of the room that a call of ``who`` holds, empty at first. Close it at the end of the call."""
         return Hold(self, who)
 
-    def take_now(self, who: str, num_bytes: int) -> bool:
-        """Takes ``num_bytes`` if ``who`` need not wait for them. Whether it did."""
+    def reserve_now(self, who: str, num_bytes: int) -> bool:
+        """Reserves ``num_bytes`` if ``who`` need not wait for them. Returns whether it has reserved them."""
         if who in self._waiting or not self._fits(who, num_bytes):
             return False
         self._add(who, num_bytes)
         return True
 
-    async def take(self, who: str, num_bytes: int) -> None:
-        """Waits for ``num_bytes``, after ``take_now`` did not take them. Raises MessagesFull."""
+    async def reserve(self, who: str, num_bytes: int) -> None:
+        """Waits for ``num_bytes`` and reserves them. Call this if ``reserve_now`` returned False. Raises MessagesFull."""
         if self.num_waiting >= self._max_waiting:
             raise self._full(f"{self.num_waiting} calls wait for room")
         entry = _Waiting(num_bytes, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(who, deque()).append(entry)
         self.num_waiting += 1
-        self._look_later(who)
+        self._schedule(who)
         try:
             async with asyncio.timeout(self._wait_s):
                 await entry.granted
         except BaseException as error:
             if entry.granted.done() and not entry.granted.cancelled():
-                # It was granted just as the wait ended.
+                # The memory was granted at the moment when the wait ended.
                 self.end_reading(who, 0)
                 self.give_back(who, num_bytes)
             else:
                 self._remove(who, entry)
-                self._serve()  # What came after it may be smaller.
+                self._serve()  # The next call may need less memory.
             if isinstance(error, TimeoutError):
-                raise self._full(f"no room came free in {self._wait_s:g} s") from None
+                raise self._full(f"no room became free in {self._wait_s:g} s") from None
             raise
 
     def end_reading(self, who: str, num_bytes: int) -> None:
-        """The message that was asked for is there, with ``num_bytes``, or will not come."""
+        """A message has arrived with ``num_bytes``, or will not arrive."""
         self._reading[who] -= 1
         if not self._reading[who]:
             del self._reading[who]
@@ -122,13 +127,13 @@ class MessageRoom:
         if paid_at - now > _AHEAD_S:
             self._heavy_until[who] = paid_at + _HEAVY_S
         if who in self._waiting:
-            self._look_later(who)
+            self._schedule(who)
         if len(self._paid_at) > _MOST_REMEMBERED:
             self._paid_at = {who: at for who, at in self._paid_at.items() if at > now}
             self._heavy_until = {who: at for who, at in self._heavy_until.items() if at > now}
 
     def give_back(self, who: str, num_bytes: int) -> None:
-        """Gives back ``num_bytes``, and grants them to waiting calls."""
+        """Frees ``num_bytes``, and grants them to waiting calls."""
         if num_bytes:
             self.held_bytes -= num_bytes
             left = self._held[who] - num_bytes
@@ -139,29 +144,29 @@ class MessageRoom:
         if self._waiting:
             self._serve()
 
-    def _look_later(self, who: str) -> None:
-        """Serves ``who``, who waits, when it may be read again, which nothing else tells."""
+    def _schedule(self, who: str) -> None:
+        """Sets a timer for the end of the pauses of ``who``, which waits."""
         now, loop = time.monotonic(), asyncio.get_running_loop()
         times = (self._paid_at.get(who, now) - _AHEAD_S, self._heavy_until.get(who, now))
         later = [at - now for at in times if at > now]
-        if later and who not in self._looking:
-            self._looking.add(who)
-            loop.call_later(min(later), self._look, who)
+        if later and who not in self._timed:
+            self._timed.add(who)
+            loop.call_later(min(later), self._end_pause, who)
 
-    def _look(self, who: str) -> None:
-        self._looking.discard(who)
+    def _end_pause(self, who: str) -> None:
+        self._timed.discard(who)
         self._serve()
         if who in self._waiting:
-            self._look_later(who)
+            self._schedule(who)
 
     def _serve(self) -> None:
-        """Grants what fits, one call of each caller a turn."""
+        """Grants memory to the waiting calls that fit, one call of each caller per turn."""
         passed_over = 0
         while passed_over < len(self._waiting):
             who, entries = next(iter(self._waiting.items()))
             self._waiting.move_to_end(who)
             entry = entries[0]
-            # A wait that was given up is still there until its task runs.
+            # A cancelled wait stays in the queue until its task runs.
             if not entry.granted.cancelled():
                 if not self._fits(who, entry.num_bytes):
                     passed_over += 1
@@ -181,7 +186,7 @@ class MessageRoom:
             del self._waiting[who]
 
     def _ahead_s(self, who: str) -> float:
-        """Seconds until ``who`` may have another message read; 0 or less if it may."""
+        """Seconds until another message of ``who`` may be read; 0 or less if it may be read now."""
         return self._paid_at.get(who, 0.0) - _AHEAD_S - time.monotonic()
 
     def _fits(self, who: str, num_bytes: int) -> bool:
@@ -195,9 +200,9 @@ class MessageRoom:
             return True
         if self.held_bytes + num_bytes > self.max_bytes:
             return False
-        mine = self._held.get(who, 0)
-        # A caller that holds nothing may have one message of any size.
-        return not mine or mine + num_bytes <= SHARE * self.max_bytes
+        held = self._held.get(who, 0)
+        # A caller that holds nothing may reserve one message of any size.
+        return not held or held + num_bytes <= SHARE * self.max_bytes
 
     def _add(self, who: str, num_bytes: int) -> None:
         self.held_bytes += num_bytes
@@ -213,7 +218,7 @@ class MessageRoom:
 
 
 class Hold:
-    """One call's part of a room."""
+    """The part of a room that one call holds."""
 
     __slots__ = ("_is_reading", "_room", "_who", "num_bytes")
 
@@ -223,26 +228,26 @@ class Hold:
         self.num_bytes = 0
 
     async def reserve(self, num_bytes: int) -> None:
-        """For a message that is asked for next, in place of what is held now. Raises MessagesFull."""
+        """Reserves memory for the next message, in place of the memory that is held now. Raises MessagesFull."""
         self.close()
-        if not self._room.take_now(self._who, num_bytes):
-            await self._room.take(self._who, num_bytes)
+        if not self._room.reserve_now(self._who, num_bytes):
+            await self._room.reserve(self._who, num_bytes)
         self.num_bytes, self._is_reading = num_bytes, True
 
     def arrived(self, num_bytes: int) -> None:
-        """The message is there, and has ``num_bytes``."""
+        """The message has arrived and has ``num_bytes``."""
         assert self._is_reading, "nothing was reserved"
         self._is_reading = False
         self._room.end_reading(self._who, num_bytes)
 
     def settle(self, num_bytes: int) -> None:
-        """``num_bytes`` of the reservation are enough."""
+        """Shrinks the reservation to ``num_bytes``."""
         assert num_bytes <= self.num_bytes, (num_bytes, self.num_bytes)
         self._room.give_back(self._who, self.num_bytes - num_bytes)
         self.num_bytes = num_bytes
 
     def close(self) -> None:
-        """Lets go of everything. Idempotent."""
+        """Frees all memory of the call. Idempotent."""
         if self._is_reading:
             self.arrived(0)
         if self.num_bytes:

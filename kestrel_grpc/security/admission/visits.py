@@ -1,4 +1,4 @@
-"""Visits: calls of health and reflection in progress, by caller. Such a call may last as long as its connection."""
+"""Visits: limits the calls of health and reflection in progress. Such a call may last as long as its connection."""
 
 from __future__ import annotations
 
@@ -9,37 +9,40 @@ from collections.abc import Iterator
 from .admission import TooManyCalls
 
 MOST_OF_ONE = 256
-"""Calls of one caller: as many clients watch health behind one address or name."""
+"""Limit on the calls of one caller. Many clients may watch health behind one address or name."""
 MOST_STREAMS = 2048
-"""Streams of all callers. A watched stream holds about 40 KiB."""
+"""Limit on the streams of all callers. A stream that watches health holds about 40 KiB."""
 
 
 class Visits:
-    """For one event loop. Calls with one answer end by themselves: they are bounded for each caller only, so that
-    strangers who fill the streams don't keep probes out."""
+    """Counts and limits visits on one event loop.
+
+    Unary calls end by themselves, so they are limited only for each caller. Callers that use up the streams then cannot
+    prevent the unary calls of probes.
+    """
 
     def __init__(self, most_of_one: int = MOST_OF_ONE, most_streams: int = MOST_STREAMS) -> None:
         self._most_of_one, self._most_streams = most_of_one, most_streams
         self._calls: Counter[tuple[str, bool]] = Counter()
-        """By caller and whether the call is a stream."""
+        """Number of calls in progress, by caller and by whether the call is a stream."""
         self.streams = 0
 
     @property
     def num_calls(self) -> int:
-        """In progress."""
+        """Number of calls in progress."""
         return self._calls.total()
 
     @contextlib.contextmanager
     def admit(self, who: str, *, stream: bool) -> Iterator[None]:
-        """Around a call. Raises TooManyCalls."""
-        mine = self._calls[who, stream]
-        if mine >= self._most_of_one:
+        """A context manager around a call. Raises TooManyCalls."""
+        calls = self._calls[who, stream]
+        if calls >= self._most_of_one:
             raise TooManyCalls(
-                f"{mine} such calls are in progress, the limit is {self._most_of_one}"
+                f"{calls} such calls are in progress; the limit is {self._most_of_one}"
             )
         if stream and self.streams >= self._most_streams:
             raise TooManyCalls(
-                f"{self.streams} such streams are open, the limit is {self._most_streams}"
+                f"{self.streams} such streams are open; the limit is {self._most_streams}"
             )
         self._calls[who, stream] += 1
         self.streams += stream

@@ -1,1 +1,1 @@
-"""The files that protect the server: who may read them, and when they have changed."""
+"""The files that protect the server: checks of their permissions, and detection of changes."""

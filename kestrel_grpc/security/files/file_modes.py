@@ -1,9 +1,9 @@
-"""Which users of this machine may read or change the files that protect the server. Owns the decision.
+"""Checks the permissions of the files that protect the server.
 
-A file of tokens or a private key that every user may write is refused: anyone could let himself in. One that every
-user may read is warned of. The file of tokens holds hashes of 256 random bits, which give no token away, and
-Kubernetes mounts secrets with mode 0644 unless the manifest says otherwise, so refusing it would gain little. For a
-private key the warning says that the key must be replaced.
+A file of tokens that every user may write is refused, because any user could add a token. A file that every user may
+read causes a warning. The file of tokens holds hashes of 256 random bits, which do not reveal the tokens. Kubernetes
+mounts secrets with mode 0644 by default, so refusing such a file would gain little. For a private key, the warning says
+to replace the key.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ...settings.security import SecurityConfig
 
 
 def writable_by_all(path: str) -> bool:
-    """False for a file that can't be looked at."""
+    """Whether every user may write the file. False if its mode cannot be read."""
     return bool(_mode(path) & stat.S_IWOTH)
 
 
 def exposures(security: SecurityConfig) -> Iterator[str]:
-    """One sentence with a remedy for each file that every user of this machine may read."""
+    """A warning with a remedy for each file that every user of this machine may read."""
     if security.auth_tokens is not None and _readable_by_all(security.auth_tokens):
         yield (
-            f"every user of this machine may read {security.auth_tokens} and learn who has which access: "
+            f"every user of this machine may read {security.auth_tokens} and so learn the principals and their scopes: "
             "chmod o-r (in Kubernetes defaultMode: 0440)"
         )
     if security.tls is not None and _readable_by_all(security.tls.private_key):

@@ -1,4 +1,4 @@
-"""WatchedFiles: whether files changed since they were last read. Told by time, size and inode, not by contents."""
+"""WatchedFiles: detects changes of files by modification time, size and inode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _Stamp = tuple[tuple[int, int, int] | None, ...]
 
 
 class WatchedFiles:
-    """Any thread. ``interval_s``: the files are looked at no more often."""
+    """Watches ``paths``. Any thread may use it. ``interval_s``: least number of seconds between two checks."""
 
     def __init__(
         self,
@@ -20,15 +20,15 @@ class WatchedFiles:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._paths, self._interval_s, self._clock = tuple(paths), interval_s, clock
-        self._looked_at = -float("inf")
+        self._checked_at = -float("inf")
         self._seen: _Stamp | None = None
 
     def changed(self) -> bool:
-        """Whether a file is another than at the last call, or this is the first one. A file that is gone is another."""
+        """Whether a file has changed or disappeared since the last call. True for the first call."""
         now = self._clock()
-        if now - self._looked_at < self._interval_s:
+        if now - self._checked_at < self._interval_s:
             return False
-        self._looked_at = now
+        self._checked_at = now
         stamp = tuple(_stamp(path) for path in self._paths)
         before, self._seen = self._seen, stamp
         return stamp != before

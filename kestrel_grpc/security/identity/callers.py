@@ -1,6 +1,6 @@
-"""Callers: from a call's metadata and connection to its principal. Owns the credentials in force and their renewal.
+"""Callers: finds the principal of a call from its metadata and connection. Holds and renews the credentials.
 
-The token counts if the call brings one, else the certificate of its connection.
+If the call has a token, the token identifies the caller. Otherwise the certificate of the connection does.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ logger = logging.getLogger(__name__)
 
 AUTHORIZATION = "authorization"
 CERTIFICATE, CHAIN = "x509_pem_cert", "x509_pem_cert_chain"
-"""What a connection shows: its certificate, and those between it and its authority; gRPC's names, PEM."""
-_LOOK_EVERY_S = 1.0
+"""gRPC's names for the peer's certificate and for the chain between it and its authority, both PEM."""
+_CHECK_EVERY_S = 1.0
 
 Metadata = Iterable[tuple[str, str | bytes]]
 AuthContext = Mapping[str, Iterable[bytes]]
 
 
 class Callers:
-    """For one event loop. The file of tokens is looked at once a second, when somebody calls."""
+    """The callers of one port, for one event loop. A call checks the file of tokens, at most once a second."""
 
     def __init__(self, security: SecurityConfig, client_ca: str | None = None) -> None:
-        """``client_ca``: of this port, None where it asks for no certificates. Raises TokenFileError, TlsError."""
+        """``client_ca``: this port's authorities; None if clients need no certificate. Raises TokenFileError,
+        TlsError."""
         self._security = security
         path = security.auth_tokens
-        self._watched = WatchedFiles([path] if path else [], interval_s=_LOOK_EVERY_S)
+        self._watched = WatchedFiles([path] if path else [], interval_s=_CHECK_EVERY_S)
         self._watched.changed()
         self._credentials = self._read()
         self.asks_certificate = client_ca is not None
         self.asks = security.has_tokens or self.asks_certificate
-        """Whether callers must say who they are."""
+        """Whether callers need credentials."""
         self.revocation = _revocation(security) if self.asks_certificate else None
-        """None where nobody's certificate is looked up."""
+        """None if certificates are not checked for revocation."""
 
     def of(self, metadata: Metadata, connection: AuthContext) -> Principal:
-        """Raises CredentialsMissing, CredentialsInvalid, CertificateRevoked."""
+        """The principal of a call. Raises CredentialsMissing, CredentialsInvalid, CertificateRevoked."""
         if not self.asks:
             return ANONYMOUS
         self._renew()
@@ -58,27 +59,27 @@ class Callers:
         if token is not None and self._security.has_tokens:
             principal = self._credentials.of_token(token)
             if principal is None:
-                raise CredentialsInvalid("the token is not known here")
+                raise CredentialsInvalid("the token is not known to this server")
             return principal
         identity = identity_of(connection) if self.asks_certificate else ""
         if not identity:
             raise CredentialsMissing(
                 "the call needs a token: metadata 'authorization: Bearer TOKEN'"
             )
-        return self._of_identity(identity)
+        return self._find_identity(identity)
 
     def check_revoked(self, connection: AuthContext) -> None:
-        """Whatever else the caller shows. Raises CertificateRevoked."""
+        """Checks the certificates of a connection, also if the call has a token. Raises CertificateRevoked."""
         if self.revocation is not None:
             shown = [pem for key in (CERTIFICATE, CHAIN) for pem in connection.get(key, ())]
             self.revocation.check(shown)
 
-    def _of_identity(self, identity: str) -> Principal:
+    def _find_identity(self, identity: str) -> Principal:
         listed = self._credentials.by_identity.get(identity)
         if listed is not None:
             return listed
         if self._security.has_tokens:
-            raise CredentialsInvalid(f"the certificate {identity!r} has no line among the tokens")
+            raise CredentialsInvalid(f"the certificate {identity!r} is not in the file of tokens")
         return Principal(f"cert:{identity}", ALL_SCOPES - {Scope.ADMIN})
 
     def _renew(self) -> None:
@@ -87,9 +88,9 @@ class Callers:
         try:
             self._credentials = self._read()
         except TokenFileError as error:
-            logger.error("kept the old tokens: %s", error)
+            logger.error("keeping the old tokens: %s", error)
         else:
-            logger.info("took the new tokens of %s", self._security.auth_tokens)
+            logger.info("using the new tokens of %s", self._security.auth_tokens)
 
     def _read(self) -> Credentials:
         path, key = self._security.auth_tokens, self._security.api_key
@@ -103,13 +104,14 @@ def _revocation(security: SecurityConfig) -> RevocationLists | None:
     """Raises TlsError."""
     if security.tls is None or security.tls.client_crl is None:
         return None
-    # One file has the lists of both ports' authorities.
+    # One file holds the lists of both ports' authorities.
     authorities = {security.tls.client_ca, security.metrics_client_ca} - {None}
     return RevocationLists(security.tls.client_crl, sorted(filter(None, authorities)))
 
 
 def identity_of(connection: AuthContext) -> str:
-    """Whose certificate the connection has: its SPIFFE id, else its common name, else its first alternative name."""
+    """The name in the connection's certificate: its SPIFFE id, or else its common name, or else its first alternative
+    name; "" without a certificate."""
     for key in ("peer_spiffe_id", "x509_common_name", "x509_subject_alternative_name"):
         for value in connection.get(key, ()):
             if value:
@@ -118,7 +120,7 @@ def identity_of(connection: AuthContext) -> str:
 
 
 def _bearer(metadata: Metadata) -> str | None:
-    """The call's token; None without the header. Raises CredentialsInvalid."""
+    """The token in the call's metadata; None without the header. Raises CredentialsInvalid."""
     values = [value for key, value in metadata if key == AUTHORIZATION]
     if not values:
         return None

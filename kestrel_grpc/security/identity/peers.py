@@ -1,16 +1,19 @@
-"""Of whom a connection is, where callers aren't told apart: the address in what gRPC calls a peer."""
+"""The client address in gRPC's name of a peer. It identifies callers that need no credentials."""
 
 from __future__ import annotations
 
 import ipaddress
 from urllib.parse import unquote
 
-_OURS = 64
-"""Bits of an IPv6 address that its owner can't choose freely."""
+_NETWORK_BITS = 64
+"""Bits of an IPv6 address that a client cannot choose freely."""
 
 
 def address_of(peer: str) -> str:
-    """Of "ipv4:127.0.0.1:50000" the address without the port, of IPv6 the network; a unix socket has one for all."""
+    """The address of a peer such as "ipv4:127.0.0.1:50000", without the port.
+
+    For IPv6 it is the network. All clients of unix sockets have the same address, "unix".
+    """
     kind, _, rest = peer.partition(":")
     if kind == "ipv4":
         return rest.rpartition(":")[0]
@@ -23,4 +26,4 @@ def address_of(peer: str) -> str:
         return kind
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
-    return str(ipaddress.IPv6Network((int(address), _OURS), strict=False))
+    return str(ipaddress.IPv6Network((int(address), _NETWORK_BITS), strict=False))

@@ -1,6 +1,6 @@
-"""Principal: who calls, and what that allows. Owns the scopes and which method asks for which.
+"""Principal: the name, scopes and weight of a caller, and the scopes that methods need.
 
-Stored pictures, shared prefixes and limits belong to a principal, by its name.
+Stored images, shared prefixes and limits belong to a principal, by its name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...service_names import ADMIN_METHODS, MODEL_METHODS
 
 
 class Scope(enum.StrEnum):
-    """What a token may be good for."""
+    """A permission of a token."""
 
     INFER = "infer"
     """VisionService, ImageService, ModelService."""
@@ -30,54 +30,54 @@ ALL_SCOPES = frozenset(Scope)
 
 
 class NotAuthenticated(KestrelError):
-    """Base of the errors about who calls."""
+    """Base class of the errors about credentials."""
 
 
 class CredentialsMissing(NotAuthenticated):
-    """The caller does not say who it is."""
+    """The call has no credentials."""
 
 
 class CredentialsInvalid(NotAuthenticated):
-    """What the caller shows is no token, or none that is known."""
+    """The call's credentials are malformed or unknown."""
 
 
 class CertificateRevoked(NotAuthenticated):
-    """The caller's certificate, or one between it and its authority, was taken back."""
+    """The caller's certificate, or one between it and its authority, was revoked."""
 
 
 class ScopeMissing(KestrelError):
-    """The caller is known, but may not do this."""
+    """The caller is known, but lacks the scope that the method needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """``name`` is "" for everyone where callers aren't told apart."""
+    """A caller. ``name`` is "" for all callers if the server needs no credentials."""
 
     name: str
     scopes: frozenset[Scope]
     weight: float = 1.0
-    """Its share of the server, relative to the principals that call at the same time."""
+    """The principal's share of the server, relative to the other principals that call at the same time."""
 
     def namespace(self, salt: str) -> str:
-        """Of the prefix cache: a principal's own, and within it one for every salt."""
+        """The namespace of the prefix cache. Each principal has its own, with one for every salt in it."""
         return f"{len(self.name)}:{self.name}{salt}" if self.name else salt
 
     def check(self, *needed: Scope) -> None:
-        """Raises ScopeMissing unless it has one of the scopes ``needed``."""
+        """Raises ScopeMissing unless the principal has one of the scopes ``needed``."""
         if self.scopes.isdisjoint(needed):
             who = f"{self.name} lacks" if self.name else "callers without credentials lack"
             raise ScopeMissing(f"{who} the scope {' or '.join(needed)}")
 
 
 ANONYMOUS = Principal("", frozenset({Scope.INFER, Scope.HIGH, Scope.METRICS}))
-"""Everyone, where callers aren't told apart. Admin is for those who are."""
+"""All callers of a server that needs no credentials. They do not have the scope admin."""
 
 _STATISTICS = f"{ADMIN_METHODS}GetStatistics"
 _LOAD = f"{MODEL_METHODS}GetLoad"
 
 
 def needed_scopes(method: str) -> tuple[Scope, ...]:
-    """One of them is enough. ``method``: like "/kestrel.v1.VisionService/Query"."""
+    """The scopes for a method, of which one is enough. ``method``: for example "/kestrel.v1.VisionService/Query"."""
     if method == _STATISTICS:
         return (Scope.METRICS, Scope.ADMIN)
     if method == _LOAD:

@@ -1,11 +1,12 @@
-"""RevocationLists: client certificates that their authorities took back. Owns the lists in force and their renewal.
+"""RevocationLists: refuses client certificates that their authorities have revoked. Holds and renews the lists.
 
-gRPC's core can ask lists during a handshake, but Python can't tell it to: its credentials take certificates and keys
-only (grpcio 1.85). So the handshake succeeds, and every call asks here. cryptography reads the lists; the extra
-kestrel-grpc[crl] brings it.
+gRPC's core can check lists during a handshake, but its Python API cannot set them (grpcio 1.85). So the handshake
+succeeds, and every call is checked here. The package cryptography reads the lists; the extra kestrel-grpc[crl] installs
+it.
 
-A list that is out of date still says who is on it; it is logged, and shuts nobody else out, as gRPC's own default is
-(gRFC A69): a renewal that failed would otherwise stop the service. The same holds for an authority without a list.
+An expired list still applies to the certificates on it. The server logs that the list has expired, and accepts other
+certificates, as gRPC does by default (gRFC A69). Otherwise a failed renewal would stop the service. The same holds for
+an authority without a list.
 """
 
 from __future__ import annotations
@@ -27,31 +28,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 1.0
+_CHECK_EVERY_S = 1.0
 _MOST_KNOWN = 4096
-"""Certificates whose verdict is kept: reading one takes 30 µs."""
+"""Number of certificates whose result is cached. Reading a certificate takes 30 µs."""
 _LIST = re.compile(rb"-----BEGIN X509 CRL-----.+?-----END X509 CRL-----", re.DOTALL)
 
 
 class RevocationLists:
-    """Any thread. The file of lists and those of authorities are looked at once a second, when somebody calls."""
+    """The lists in one file. Any thread may use it. A call checks the files for changes, at most once a second."""
 
     def __init__(self, path: str, authorities: Sequence[str]) -> None:
-        """``path``: lists, PEM. ``authorities``: files of certificates, PEM; one of them must have signed each list.
-        Raises TlsError."""
+        """``path``: file of lists (PEM). ``authorities``: files of certificates (PEM), one of which must have signed
+        each list. Raises TlsError."""
         self._path, self._authorities = path, tuple(authorities)
-        self._watched = WatchedFiles([path, *authorities], interval_s=_LOOK_EVERY_S)
+        self._watched = WatchedFiles([path, *authorities], interval_s=_CHECK_EVERY_S)
         self._watched.changed()
         self._lock = threading.Lock()
         self._lists = _read(path, self._authorities)
         self._known: dict[bytes, str] = {}
-        """By certificate: why it is refused; "" for one that is not."""
+        """The reason for the refusal of each certificate; "" for a valid certificate."""
         self._old: set[x509.Name] = set()
-        """Of whom a list was said to be out of date."""
-        self._tell_old()
+        """The issuers whose lists were logged as expired."""
+        self._log_expired()
 
     def check(self, certificates: Sequence[bytes]) -> None:
-        """``certificates``: a caller's, PEM, and those between it and its authority, one or more in each. Raises
+        """Checks the certificate of a caller and its chain (PEM; an element may hold several certificates). Raises
         CertificateRevoked."""
         with self._lock:
             self._renew()
@@ -60,11 +61,11 @@ class RevocationLists:
                 if why is None:
                     if len(self._known) >= _MOST_KNOWN:
                         self._known.clear()
-                    why = self._known[certificate] = self._why(certificate)
+                    why = self._known[certificate] = self._find_refusal(certificate)
                 if why:
                     raise CertificateRevoked(why)
 
-    def _why(self, certificate: bytes) -> str:
+    def _find_refusal(self, certificate: bytes) -> str:
         from cryptography import x509
 
         for shown in x509.load_pem_x509_certificates(certificate):
@@ -80,26 +81,26 @@ class RevocationLists:
 
     def _renew(self) -> None:
         if not self._watched.changed():
-            self._tell_old()
+            self._log_expired()
             return
         try:
             self._lists = _read(self._path, self._authorities)
         except TlsError as error:
-            logger.error("kept the old revocation lists: %s", error)
+            logger.error("keeping the old revocation lists: %s", error)
         else:
-            logger.info("took the new revocation lists of %s", self._path)
+            logger.info("using the new revocation lists of %s", self._path)
             self._old.clear()
         self._known.clear()
-        self._tell_old()
+        self._log_expired()
 
-    def _tell_old(self) -> None:
-        """Logs which lists are out of date, each once."""
+    def _log_expired(self) -> None:
+        """Logs the expired lists, each once."""
         for each in self._lists:
             until = each.next_update_utc
             if until is not None and until < datetime.now(UTC) and each.issuer not in self._old:
                 self._old.add(each.issuer)
                 logger.error(
-                    "the revocation list of %r in %s is out of date since %s; who is on it stays refused",
+                    "the revocation list of %r in %s expired at %s; the certificates on it are still refused",
                     *(each.issuer.rfc4514_string(), self._path, f"{until:%Y-%m-%d %H:%M} UTC"),
                 )
 
@@ -110,44 +111,42 @@ def _read(path: str, authorities: Sequence[str]) -> list[x509.CertificateRevocat
         from cryptography import x509
     except ImportError:
         raise TlsError(
-            f"revocation lists {path}: cryptography is not installed; the extra kestrel-grpc[crl] brings it"
+            f"revocation lists {path}: cryptography is not installed; install the extra kestrel-grpc[crl]"
         ) from None
     signers: list[x509.Certificate] = []
     for file in authorities:
         try:
             signers += x509.load_pem_x509_certificates(_contents(file))
         except ValueError as error:
-            raise TlsError(f"client CA {file} can't be used: {error}") from None
+            raise TlsError(f"client CA {file} cannot be used: {error}") from None
     try:
         lists = [x509.load_pem_x509_crl(part) for part in _LIST.findall(_contents(path))]
     except ValueError as error:
-        raise TlsError(f"revocation lists {path} can't be used: {error}") from None
+        raise TlsError(f"revocation lists {path} cannot be used: {error}") from None
     if not lists:
-        raise TlsError(f"revocation lists {path} can't be used: there is none in PEM")
+        raise TlsError(f"revocation lists {path} cannot be used: the file has no list in PEM form")
     for each in lists:
         _check(each, signers, path)
     listed = {each.issuer for each in lists}
     for signer in signers:
         if signer.subject not in listed:
-            logger.warning("%s has no list of %r", path, signer.subject.rfc4514_string())
+            logger.warning("%s has no list from %r", path, signer.subject.rfc4514_string())
     return lists
 
 
 def _check(
     each: x509.CertificateRevocationList, signers: Sequence[x509.Certificate], path: str
 ) -> None:
-    """Raises TlsError for a list that nobody we know signed, or that isn't whole."""
-    of = each.issuer.rfc4514_string()
+    """Raises TlsError for a list that no client CA has signed, and for a partial list."""
+    issuer = each.issuer.rfc4514_string()
     if not any(
         signer.subject == each.issuer and each.is_signature_valid(signer.public_key())  # type: ignore[arg-type]
         for signer in signers
     ):
-        raise TlsError(
-            f"revocation lists {path}: that of {of!r} is signed by none of the client CAs"
-        )
+        raise TlsError(f"revocation lists {path}: no client CA has signed the list from {issuer!r}")
     if any(extension.critical for extension in each.extensions):
         raise TlsError(
-            f"revocation lists {path}: that of {of!r} is a part of one or an update to one"
+            f"revocation lists {path}: the list from {issuer!r} is a partial list or an update"
         )
 
 
@@ -165,4 +164,4 @@ def _contents(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise TlsError(f"can't read {path}: {error.strerror or error}") from None
+        raise TlsError(f"cannot read {path}: {error.strerror or error}") from None

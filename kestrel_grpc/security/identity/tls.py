@@ -1,7 +1,8 @@
-"""TLS of the listeners: certificate, key and client authorities. Owns their check and their renewal.
+"""TLS of the listeners: reads, checks and renews certificate, key and client authorities.
 
-The files are looked at when a connection is made. What has changed is checked as a whole and used from then on; what
-doesn't fit together (half of a renewal, a truncated file) is logged once and the old keeps serving.
+Each new connection checks the files for changes. Changed files are read and checked together, and used if they are
+valid. If they are invalid (a renewal is incomplete, a file is truncated), that is logged once and the old ones stay in
+use.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ logger = logging.getLogger(__name__)
 
 
 class TlsError(Exception):
-    """Certificate, key or authorities can't be used; the message says which and why, in one line."""
+    """A certificate, key or file of authorities cannot be used. The message names file and cause in one line."""
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Credentials that follow the files. Raises TlsError if they are of no use now."""
+    """Credentials that renew themselves when the files change. Raises TlsError if the files are invalid now."""
     renewal = _Renewal(files)
     return grpc.dynamic_ssl_server_credentials(
         renewal.first,
-        renewal.fetch,  # type: ignore[arg-type]  # None is allowed: no change
+        renewal.fetch,  # type: ignore[arg-type]  # None is allowed and means no change
         require_client_authentication=files.client_ca is not None,
     )
 
 
 class _Renewal:
-    """``fetch`` is called by gRPC, on a thread of its own, before every handshake."""
+    """Reads changed files. gRPC calls ``fetch`` before every handshake, on its own thread."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
@@ -42,20 +43,20 @@ class _Renewal:
         self.first = _read(files)
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """None: go on with what there is."""
+        """The new certificates, or None to keep the current ones."""
         if not self._watched.changed():
             return None
         try:
             renewed = _read(self._files)
         except TlsError as error:
-            logger.error("kept the old certificate: %s", error)
+            logger.error("keeping the old certificate: %s", error)
             return None
-        logger.info("took the new certificate %s", self._files.certificate)
+        logger.info("using the new certificate %s", self._files.certificate)
         return renewed
 
 
 def watched_paths(files: TlsFiles) -> list[str]:
-    """The files whose change is a renewal."""
+    """The files whose change causes a renewal."""
     paths = [files.certificate, files.private_key]
     return paths if files.client_ca is None else [*paths, files.client_ca]
 
@@ -69,21 +70,23 @@ def _read(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """A context with all of the files. gRPC would fail every handshake with a pair that doesn't match, and say so
-    nowhere. Raises TlsError."""
+    """A TLS context made from all files. Raises TlsError.
+
+    gRPC does not report a certificate and key that do not match; every handshake would fail.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        # Without a password function OpenSSL would ask for an encrypted key's on the terminal.
+        # Without this function, OpenSSL would ask for an encrypted key's password on the terminal.
         context.load_cert_chain(files.certificate, files.private_key, password=lambda: "")
     except (OSError, ValueError) as error:
         raise TlsError(
-            f"certificate {files.certificate} and key {files.private_key} can't be used together: {_why(error)}"
+            f"certificate {files.certificate} and key {files.private_key} cannot be used together: {_why(error)}"
         ) from None
     if files.client_ca is not None:
         try:
             context.load_verify_locations(files.client_ca)
         except OSError as error:
-            raise TlsError(f"client CA {files.client_ca} can't be used: {_why(error)}") from None
+            raise TlsError(f"client CA {files.client_ca} cannot be used: {_why(error)}") from None
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
@@ -92,7 +95,7 @@ def _contents(what: str, path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise TlsError(f"can't read the {what} {path}: {error.strerror or error}") from None
+        raise TlsError(f"cannot read the {what} {path}: {error.strerror or error}") from None
 
 
 def _why(error: Exception) -> str:

@@ -1,6 +1,7 @@
-"""Bearer tokens: how one is made, and the file that says whose they are. Holds hashes only.
+"""Bearer tokens: makes tokens, and reads the file of tokens and principals. The server holds only hashes of tokens.
 
-A token has 256 random bits. So a plain SHA-256 is as good as any slow hash, which would let strangers burn our time.
+A token has 256 random bits, so a plain SHA-256 is as safe as a slow hash. A slow hash would let attackers consume the
+server's time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..files.file_modes import writable_by_all
 from .principal import Principal, Scope
 
 TOKEN_PREFIX = "kst_"
-"""Lets secret scanners, and people, recognise one."""
+"""Lets secret scanners and users recognise a token."""
 _TOKEN_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/:-]{0,127}")
 _SHA256 = re.compile(r"sha256:([0-9a-fA-F]{64})")
@@ -27,23 +28,23 @@ MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
 
 
 class TokenFileError(Exception):
-    """The file of tokens, or the key, can't be used; the message says where and why, in one line."""
+    """The file of tokens, or the key, cannot be used. The message names the place and the cause in one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """Who has which token or certificate. Looking a token up takes the same time whoever has it, and if none has."""
+    """The principals by token and by certificate. A lookup takes the same time for every token, known or unknown."""
 
     by_identity: dict[str, Principal] = field(default_factory=dict)
-    """By what a client's certificate says (principal.py)."""
+    """The principals by the name in a client's certificate (callers.py)."""
     weights: dict[str, float] = field(default_factory=dict)
-    """By the principal's name: all lines of a principal agree."""
+    """The weights by principal. All lines of a principal have the same weight."""
     _by_tag: dict[bytes, tuple[bytes, Principal]] = field(default_factory=dict, repr=False)
-    """Digest and principal by the digest's own keyed hash: how long a lookup takes tells nothing about the digests."""
+    """Digest and principal by a keyed hash of the digest, so that the time of a lookup reveals no digest."""
     _key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     def add(self, digest: bytes, principal: Principal) -> bool:
-        """Whether the digest is a new one."""
+        """Adds a token's digest. Returns whether it is new."""
         tag = self._tag(digest)
         known = tag in self._by_tag
         self._by_tag.setdefault(tag, (digest, principal))
@@ -67,7 +68,7 @@ def digest_of(token: str) -> bytes:
 
 
 def line_of(name: str, scopes: Iterable[Scope], token: str) -> str:
-    """The token's line in the file. Raises ValueError for a name that can't be one."""
+    """The token's line in the file. Raises ValueError for an invalid name."""
     check_name(name)
     return f"{name} {','.join(scopes)} sha256:{digest_of(token).hex()}"
 
@@ -75,28 +76,31 @@ def line_of(name: str, scopes: Iterable[Scope], token: str) -> str:
 def check_name(name: str) -> str:
     if _NAME.fullmatch(name) is None:
         raise ValueError(
-            f"{name!r}: a name has 1 to 128 letters, digits and . _ @ / : - and begins with a letter or digit"
+            f"{name!r}: a name must have 1 to 128 letters, digits and . _ @ / : - and begin with a letter or digit"
         )
     return name
 
 
 def parse_scopes(text: str) -> frozenset[Scope]:
-    """From names with commas between. Raises ValueError."""
+    """Scopes from names that are separated by commas. Raises ValueError."""
     try:
         return frozenset(Scope(name) for name in text.split(","))
     except ValueError:
-        raise ValueError(f"{text!r}: scopes are {', '.join(Scope)}, with commas between") from None
+        raise ValueError(f"{text!r}: scopes are {', '.join(Scope)}, separated by commas") from None
 
 
 def read_credentials(path: str) -> Credentials:
-    """Lines: NAME SCOPES [weight=W] sha256:HEX, or NAME SCOPES [weight=W] cert:IDENTITY; # begins a comment. Raises
-    TokenFileError."""
+    """Reads the file of tokens. Raises TokenFileError.
+
+    A line is NAME SCOPES [weight=W] sha256:HEX or NAME SCOPES [weight=W] cert:IDENTITY. A line that begins with # is a
+    comment.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             lines = file.read().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "is not UTF-8"
-        raise TokenFileError(f"can't read the tokens {path}: {why}") from None
+        raise TokenFileError(f"cannot read the tokens {path}: {why}") from None
     if writable_by_all(path):
         raise TokenFileError(
             f"every user of this machine may write the tokens {path}: chmod o-w, and check its lines"
@@ -107,15 +111,15 @@ def read_credentials(path: str) -> Credentials:
         if not text or text.startswith("#"):
             continue
         try:
-            _take(credentials, text)
+            _add_line(credentials, text)
         except ValueError as error:
-            # The line itself is not told: somebody may have pasted the token.
+            # The message does not show the line, because it may hold a token by mistake.
             raise TokenFileError(f"{path}, line {number}: {error}") from None
     return credentials
 
 
 def add_api_key(credentials: Credentials, key: str) -> None:
-    """One key that may do everything, for a principal named "default". Raises TokenFileError."""
+    """Adds a key with all scopes, for a principal named "default". Raises TokenFileError."""
     if re.fullmatch(r"[!-~]+", key) is None or len(key) < _MIN_KEY_LENGTH:
         raise TokenFileError(
             f"KESTREL_API_KEY: must have at least {_MIN_KEY_LENGTH} visible ASCII characters"
@@ -123,7 +127,8 @@ def add_api_key(credentials: Credentials, key: str) -> None:
     credentials.add(digest_of(key), Principal("default", frozenset(Scope)))
 
 
-def _take(credentials: Credentials, text: str) -> None:
+def _add_line(credentials: Credentials, text: str) -> None:
+    """Adds the token or certificate of one line. Raises ValueError."""
     parts = text.split(maxsplit=2)
     if len(parts) != 3:
         raise ValueError(
@@ -139,13 +144,13 @@ def _take(credentials: Credentials, text: str) -> None:
     if shown.startswith(_CERTIFICATE):
         identity = shown.removeprefix(_CERTIFICATE)
         if credentials.by_identity.setdefault(identity, principal) is not principal:
-            raise ValueError(f"the certificate {identity!r} has a line already")
+            raise ValueError(f"an earlier line has the certificate {identity!r} too")
         return
     match = _SHA256.fullmatch(shown)
     if match is None:
         raise ValueError("the third part must be sha256: and 64 hexadecimal digits, or cert:…")
     if not credentials.add(bytes.fromhex(match[1]), principal):
-        raise ValueError("the token has a line already")
+        raise ValueError("an earlier line has the same token")
 
 
 def _parse_weight(text: str) -> float:

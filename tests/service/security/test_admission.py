@@ -81,7 +81,7 @@ def test_a_bucket_fills_at_its_rate_up_to_its_burst():
 def test_calls_are_counted_for_each_principal():
     admission = Admission(CallLimits(calls=2))
     with admission.admit("a"), admission.admit("a"):
-        with pytest.raises(TooManyCalls, match="a: 2 calls are in progress, the limit is 2"):
+        with pytest.raises(TooManyCalls, match="a: 2 calls are in progress; the limit is 2"):
             with admission.admit("a"):
                 pass
         with admission.admit("b"):

@@ -100,11 +100,11 @@ def test_a_server_is_managed_by_who_may(served, authority, token, admin_token):
 @pytest.mark.parametrize(
     ("flags", "status", "words"),
     [
-        (["--listen", "0.0.0.0:0"], 1, "won't listen on 0.0.0.0:0"),
-        (["--tls-cert", "absent", "--tls-key", "absent"], 1, "can't read the certificate absent"),
+        (["--listen", "0.0.0.0:0"], 1, "refusing to listen on 0.0.0.0:0"),
+        (["--tls-cert", "absent", "--tls-key", "absent"], 1, "cannot read the certificate absent"),
         (["--tls-key", "k"], 2, "TLS needs both --tls-cert and --tls-key"),
-        (["--auth-tokens", "absent"], 1, "can't read the tokens absent"),
-        (["--metrics-listen", "0.0.0.0:0"], 1, "won't serve metrics on 0.0.0.0:0"),
+        (["--auth-tokens", "absent"], 1, "cannot read the tokens absent"),
+        (["--metrics-listen", "0.0.0.0:0"], 1, "refusing to serve metrics on 0.0.0.0:0"),
     ],
 )
 def test_a_server_that_cannot_protect_itself_does_not_start(flags, status, words):

@@ -35,7 +35,7 @@ async def test_one_caller_never_has_all_room() -> None:
     holds = [ours.hold("a") for _ in range(4)]
     for hold in holds[:3]:
         await hold.reserve(25)
-    with pytest.raises(MessagesFull, match=r"hold 75 of 100 bytes; no room came free in 0\.05 s"):
+    with pytest.raises(MessagesFull, match=r"hold 75 of 100 bytes; no room became free in 0\.05 s"):
         await holds[3].reserve(25)
     await ours.hold("b").reserve(25)
     assert (ours.held_bytes, ours.num_waiting, ours.refused) == (100, 0, 1)

@@ -87,7 +87,7 @@ async def test_new_files_serve_new_connections_and_half_a_renewal_does_not(
         shutil.copy(new.cert, files.cert)  # The key is still the old one.
         assert await served_name(address) == old.cert.read_text()
         assert await served_name(address) == old.cert.read_text()
-        assert sum("kept the old certificate" in r.message for r in caplog.records) == 1
+        assert sum("keeping the old certificate" in r.message for r in caplog.records) == 1
         shutil.copy(new.key, files.key)
         assert await served_name(address) == new.cert.read_text()
         files.cert.unlink()

@@ -345,7 +345,10 @@ async def test_a_file_that_everyone_may_read_is_warned_of(serve, tokens, tmp_pat
     tokens.add("a")
     tokens.path.chmod(0o604)
     await serve(server_config=tokens.config())
-    assert f"may read {tokens.path} and learn who has which access: chmod o-r" in caplog.text
+    assert (
+        f"may read {tokens.path} and so learn the principals and their scopes: chmod o-r"
+        in caplog.text
+    )
     caplog.clear()
     tokens.path.chmod(0o640)
     await serve(server_config=tokens.config())

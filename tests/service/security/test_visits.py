@@ -37,11 +37,11 @@ async def logged(caplog, *texts):
 def test_one_caller_holds_so_many_and_all_together_so_many_streams():
     visits = Visits(most_of_one=2, most_streams=3)
     with visits.admit("a", stream=True), visits.admit("a", stream=True):
-        with pytest.raises(TooManyCalls, match="2 such calls are in progress, the limit is 2"):
+        with pytest.raises(TooManyCalls, match="2 such calls are in progress; the limit is 2"):
             with visits.admit("a", stream=True):
                 pass
         with visits.admit("b", stream=True):
-            with pytest.raises(TooManyCalls, match="3 such streams are open, the limit is 3"):
+            with pytest.raises(TooManyCalls, match="3 such streams are open; the limit is 3"):
                 with visits.admit("c", stream=True):
                     pass
             with visits.admit("c", stream=False), visits.admit("a", stream=False):
