@@ -23,7 +23,7 @@ def test_every_flag_that_is_named_exists():
     known = {flag for setting in known_settings() for flag in setting.flags}
     ours = {
         *("--config", "--print-config", "--append", "--scopes", "--wait", "--seconds"),
-        *("--python-functions", "--requests", "--pictures", "--in-process", "--image"),
+        *("--python-functions", "--requests", "--images", "--in-process", "--image"),
     }
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", WRITTEN))
     assert named - ours <= known, named - ours - known

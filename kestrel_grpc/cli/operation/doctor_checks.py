@@ -193,7 +193,7 @@ def check_security(security: SecurityConfig) -> Iterator[Finding]:
             "callers", "fail", str(error), "'kestrel-grpc token' writes lines of the file"
         )
     except TlsError as error:
-        yield Finding("callers", "fail", str(error), "docs/service.md, Certificates taken back")
+        yield Finding("callers", "fail", str(error), "docs/service.md, Revoked certificates")
     else:
         yield Finding("callers", "ok", "callers need a token or a certificate")
     for exposure in exposures(security):
