@@ -1,8 +1,8 @@
-"""Incoming: the messages of one call, asked for one by one. Owns what is checked between gRPC and a decoded message.
+"""Incoming: reads the messages of one call one by one, checks their size, and decompresses and decodes them.
 
-gRPC brings a message only once it is asked for: until then a caller may send as much as a stream's window holds, 64
-KiB. So every method is registered as one that takes a stream of requests, and its handler asks for the first, when the
-caller is known and there is room for the largest message (security/admission/message_room.py).
+gRPC receives a message only when a handler reads it. Until then, a client can send only as much as a stream's window
+holds, 64 KiB. So every method is registered as one with a stream of requests. Its handler reads the first message after
+the caller is identified and memory for the largest message is reserved (security/admission/message_room.py).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .inflating import inflated, is_compressed
 
 _EOF: Any = cast(Any, grpc.aio).EOF
 _A_MOMENT_S = 0.05
-"""The cancellation of a call comes a moment after the end of its messages."""
+"""Seconds to wait after the end of a call's messages, because a cancellation arrives a moment later."""
 
 
 class Incoming:
-    """``decode`` makes a message of its bytes. ``pulls`` limits how long one may take to arrive. ``use``: of the
-    call's connection."""
+    """The messages of one call. ``decode``: converts bytes to a message. ``pulls``: limits the time in which a message
+    must arrive. ``use``: the use of the call's connection."""
 
     def __init__(
         self,
@@ -46,17 +46,17 @@ class Incoming:
         self._hold, self._limits, self._pulls = hold, limits, pulls
 
     async def only(self) -> Any:
-        """The message of a method that takes one. What comes after it is not asked for. Raises MessagesFull,
-        MessageTooLarge, NoMessage, SlowSender, InvalidRequest."""
+        """The message of a method with one request. Later messages are not read. Raises MessagesFull, MessageTooLarge,
+        NoMessage, SlowSender, InvalidRequest."""
         data = await self._pull()
         if data is _EOF:
             await asyncio.sleep(_A_MOMENT_S)
-            raise NoMessage("the call ended without a message, the method takes one")
+            raise NoMessage("the call ended without a request message; the method needs one")
         return await self._message(data)
 
     async def all(self) -> AsyncIterator[Any]:
-        """The messages of a method that takes a stream; each holds its room until the next is asked for. Raises as
-        ``only``."""
+        """The messages of a method with a stream of requests. The memory of a message is reserved until the next one is
+        read. Raises the same errors as ``only``."""
         while (data := await self._pull()) is not _EOF:
             message = await self._message(data)
             del data
@@ -84,7 +84,7 @@ class Incoming:
         try:
             return self._decode(data)
         except DecodeError:
-            # Left alone, gRPC would answer with INTERNAL and log a traceback.
+            # Without this, gRPC would answer with INTERNAL and log a traceback.
             raise InvalidRequest("", "the request is not a valid message of its type") from None
 
     def _check_size(self, num_bytes: int) -> None:
@@ -92,10 +92,11 @@ class Incoming:
         limits = self._limits
         if num_bytes > limits.largest:
             raise MessageTooLarge(
-                "", f"the message has {num_bytes} bytes, the limit is {limits.largest}"
+                "", f"the message has {num_bytes} bytes; the limit is {limits.largest}"
             )
         if limits.held is not None and COPIES * num_bytes > limits.held:
             raise MessageTooLarge(
                 "",
-                f"the message has {num_bytes} bytes and is held {COPIES} times, all together may have {limits.held}",
+                f"the message has {num_bytes} bytes and is held {COPIES} times; all messages together may have "
+                f"{limits.held}",
             )

@@ -1,10 +1,13 @@
-"""The edge of every call: who calls, its id, its errors, its line in the access log, the count of calls in flight.
+"""The edge of every call: identifies the caller, sets the request's id, converts errors, and counts and reports calls.
 
-Around each method of kestrel.v1; calls of health and reflection are visitors'. A message is asked for once its caller
-is known and admitted and there is room for it. Handlers raise; only here an exception becomes a status. The request's
-id: the request's own field, else ``x-request-id`` metadata, else made here; it is echoed in the initial metadata of an
-accepted call and in the trailers of a failed one, with ``x-trace-id`` where calls are traced. Initial metadata waits
-until the engine has accepted the request, because a client's retry policy gives up once it has seen them.
+CallInterceptor wraps each method of kestrel.v1. visitors.py wraps the methods of health and reflection. A message is
+read after its caller is identified and admitted, and after memory is reserved for it. Handlers raise exceptions, and
+only this module converts them to statuses.
+
+The request's id comes from the request's field, or else from ``x-request-id`` metadata, or else it is made here. It is
+returned in the initial metadata of an accepted call and in the trailers of a failed call, with ``x-trace-id`` if calls
+are traced. Initial metadata is sent only after the engine has accepted the request, because a client does not retry a
+call after it has received initial metadata.
 """
 
 from __future__ import annotations
@@ -35,22 +38,24 @@ from .visitors import Visitors
 
 _INTERCEPTED = "/kestrel.v1."
 _ENTRY_BYTES = 32
-"""What an entry of the metadata counts beside its name and value, as in HTTP/2 (RFC 9113, 6.5.2)."""
+"""Bytes that an entry of the metadata counts in addition to its name and value, as in HTTP/2 (RFC 9113, 6.5.2)."""
 
 
 class CallWatcher(Protocol):
-    """Notified of every call: ``begin``, ``take`` once its request is read (None for one that comes as a stream) and
-    its id known, ``end``. Must not raise."""
+    """Receives the events of every call. Its methods must not raise.
+
+    ``on_message`` is called when the request is read and its id is known. ``message`` is None for a stream of requests.
+    """
 
     def begin(self, call: Call) -> None: ...
 
-    def take(self, call: Call, message: Any) -> None: ...
+    def on_message(self, call: Call, message: Any) -> None: ...
 
     def end(self, call: Call) -> None: ...
 
 
 class InFlight:
-    """How many calls are being handled, so that a stopping server can wait for the last."""
+    """Counts the calls in progress, so that a stopping server can wait for their end."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -71,7 +76,7 @@ class InFlight:
             self._idle.set()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Whether all calls ended within ``timeout_s`` seconds."""
+        """Waits for the end of all calls. Returns whether they ended within ``timeout_s`` seconds."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
@@ -80,8 +85,8 @@ class InFlight:
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """``end_call`` is called once at the end of every call; what ``trailers`` gives for its method goes with its
-    status."""
+    """Wraps the handlers of all methods. ``end_call`` is called once at the end of every call. ``trailers`` returns
+    additional trailers for the calls of a method."""
 
     def __init__(
         self,
@@ -100,7 +105,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._visitors = Visitors(guard, self._endings, self._end_visit)
         self._most_metadata_bytes = guard.connections.most_metadata_bytes
         self._made: dict[int, tuple[Any, Any]] = {}
-        """By the identity of a method's handler: itself, and what is called in its place."""
+        """The handler of each method and its wrapped handler, by the identity of the handler."""
 
     async def intercept_service(
         self,
@@ -109,13 +114,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     ) -> Any:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        # The core applies its limit to clients only that have acknowledged its settings, and to complete headers.
+        # gRPC's core applies its limit only to clients that have acknowledged its settings, and to complete headers.
         num_bytes = sum(
             len(key) + len(value) + _ENTRY_BYTES
             for key, value in handler_call_details.invocation_metadata or ()
         )
         if num_bytes > self._most_metadata_bytes:
-            return self._visitors.crammed("" if handler is None else method, num_bytes)
+            return self._visitors.refuse_metadata("" if handler is None else method, num_bytes)
         if handler is None:
             return self._visitors.unknown(method)
         made = self._made.get(id(handler))
@@ -130,8 +135,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             self._watcher.end(call)
 
     def _edge(self, method: str, handler: Any) -> Any:
-        """What is called in the place of ``handler``. gRPC takes it for a method with a stream of requests, and so
-        leaves it to us to ask for them."""
+        """A handler that wraps ``handler``. It is registered as a method with a stream of requests, so that it decides
+        when to read them."""
         guard, limits, decode = self._guard, self._guard.limits, handler.request_deserializer
         streaming, limit, watcher = handler.response_streaming, self._limit, self._watcher
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary
@@ -168,7 +173,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                         if takes_stream:
                             request = incoming.all()
                             if watcher is not None:
-                                watcher.take(call, None)
+                                watcher.on_message(call, None)
                         else:
                             request = await incoming.only() if empty is None else empty()
                             call.message = request
@@ -177,7 +182,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                             if options is not None:
                                 call.request_id = id_from_options(options) or call.request_id
                             if watcher is not None:
-                                watcher.take(call, request)
+                                watcher.on_message(call, request)
                             if options is not None:
                                 _check_priority(options, principal)
                         if streaming and limits.write_s is not None:
@@ -198,14 +203,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     call.code = (
                         grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED
                     )
-                    raise  # Swallowing it leaks memory inside grpc.
+                    raise  # Without this, grpc leaks memory.
                 except grpc.aio.InternalError as error:
-                    # What was written can't be sent: the connection went, and this call hears of it only now.
+                    # A message could not be sent, because the connection is lost.
                     failed, call.code = error, grpc.StatusCode.CANCELLED
                     await self._endings.abort(call, "the connection was lost", ())
-                except (
-                    Exception
-                ) as error:  # The servicer's edge: the one place where errors become statuses.
+                except Exception as error:  # This is the one place where errors become statuses.
                     failed = error
                     await self._endings.fail(call, error, prefix)
                 finally:
@@ -213,7 +216,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     if watcher is not None:
                         watcher.end(call)
                     call.release()
-                    # gRPC keeps the exception that aborts a call, and with it this frame, in a cycle with its context.
+                    # gRPC keeps the exception that aborts a call, and so this frame, in a reference cycle with its
+                    # context.
                     incoming = request = response = options = None
                     if failed is not None:
                         forget_frames(failed)
@@ -228,11 +232,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def _too_slow(limit_s: float) -> Exception:
-    return SlowSender(f"the request's message did not arrive within {limit_s:g} s")
+    return SlowSender(f"the request message did not arrive within {limit_s:g} s")
 
 
 def _empty(decode: Callable[[bytes], Any]) -> Callable[[], Any] | None:
-    """The type of a method's messages if it has no fields, like GetLoad's: there is nothing to ask for. Else None."""
+    """The type of a method's request if it has no fields, like GetLoad's, so that nothing must be read; otherwise
+    None."""
     kind: Any = getattr(decode, "__self__", None)
     return None if kind is None or kind.DESCRIPTOR.fields else cast(Callable[[], Any], kind)
 

@@ -1,7 +1,7 @@
-"""The edge of calls to health, reflection and methods that don't exist: they may be strangers'.
+"""The edge of calls to health, reflection and unknown methods, which may come from clients without credentials.
 
-Such a call is no request: it has a line in the access log only if it is refused, and is not counted among the calls in
-flight, because a watched stream never ends by itself.
+Such a call has a line in the access log only if it is refused. It does not count among the calls in flight, because a
+stream that watches health never ends by itself.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from .incoming import Incoming
 from .statuses import row_of, status_of
 
 _READ_S = 5.0
-"""How long a message may take to arrive: they are small, and room for them is scarce."""
+"""Seconds in which a message must arrive. The messages are small, and the memory for them is limited."""
 _LOGGED_CHARS = 100
 
 
 class Visitors:
-    """``end_call`` is called with every call that was refused."""
+    """Wraps the handlers of health and reflection. ``end_call`` is called with every refused call."""
 
     def __init__(self, guard: Guard, endings: Endings, end_call: Callable[[Call], None]) -> None:
         self._guard, self._endings, self._end_call = guard, endings, end_call
         self._pulls = CallLimit(
-            _READ_S, lambda limit_s: SlowSender(f"no message came within {limit_s:g} s")
+            _READ_S, lambda limit_s: SlowSender(f"no message arrived within {limit_s:g} s")
         )
 
     def edge(self, method: str, handler: Any) -> Any:
-        """What is called in the place of ``handler``."""
+        """A handler that wraps ``handler``."""
         behaviour = (
             handler.unary_unary
             or handler.unary_stream
@@ -85,7 +85,7 @@ class Visitors:
         )
 
     def unknown(self, method: str) -> Any:
-        """A handler for a method that no service has. A caller that may know gets MethodNotFound."""
+        """A handler for a method that no service has. It raises MethodNotFound for callers with valid credentials."""
 
         async def refuse(call: Call, context: Context) -> None:
             call.principal = self._guard.visitor(method, call.metadata, context)
@@ -95,9 +95,9 @@ class Visitors:
             self._answering(UNKNOWN_METHOD, method[:_LOGGED_CHARS], refuse)
         )
 
-    def crammed(self, method: str, num_bytes: int) -> Any:
-        """A handler for a call with ``num_bytes`` of metadata, more than the limit, which it doesn't read again.
-        ``method``: "" for one that no service has."""
+    def refuse_metadata(self, method: str, num_bytes: int) -> Any:
+        """A handler that refuses a call with ``num_bytes`` of metadata, which exceed the limit. It does not read the
+        metadata again. ``method``: "" for a method that no service has."""
 
         async def refuse(_messages: Any, context: Context) -> None:
             peer = context.peer()
@@ -105,7 +105,7 @@ class Visitors:
             error = self._guard.connections.refuse_headers(peer, num_bytes)
             call.reason = row_of(error).reason
             call.code, message, trailers = status_of(error, call.request_id)
-            # An exception would keep the context in a cycle, and with it what the core holds of the metadata.
+            # An exception would keep the context in a reference cycle, and so the metadata that the core holds.
             context.set_code(call.code)
             context.set_details(message)
             context.set_trailing_metadata((*trailers, *call.ids))
@@ -135,7 +135,8 @@ class Visitors:
                 with self._guard.connections.use(call.peer):
                     return await answer(call, context)
             except grpc.aio.InternalError:
-                # What was written can't be sent: the connection went. Of any other exception gRPC logs a traceback.
+                # A message could not be sent, because the connection is lost. gRPC logs the traceback of any other
+                # exception.
                 raise asyncio.CancelledError from None
             except KestrelError as error:
                 failed = error
@@ -151,7 +152,7 @@ class Visitors:
 
 
 async def _until_idle(incoming: Incoming) -> AsyncIterator[Any]:
-    """The messages, until none comes for a while: a stream that waits for the next keeps room for it."""
+    """The messages of a stream. Ends when none arrives for some time, because a stream that waits reserves memory."""
     with contextlib.suppress(SlowSender):
         async for message in incoming.all():
             yield message

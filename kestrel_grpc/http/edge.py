@@ -175,7 +175,7 @@ class HttpEdge:
                 asked = endpoint.read(Fields({}))
             call.message = asked.message
             if watcher is not None:
-                watcher.take(call, asked.message)
+                watcher.on_message(call, asked.message)
             writer.events = asked.events
             async with _cancelled_with(receive):
                 response = await self._limit.within(asked.behaviour(asked.message, call.context))

@@ -93,7 +93,7 @@ class Telemetry:
             self._tracing.begin(call)
 
     @_harmless
-    def take(self, call: Call, message: Any) -> None:
+    def on_message(self, call: Call, message: Any) -> None:
         if self._tracing is not None:
             self._tracing.on_message(call, message)
 

@@ -1,6 +1,6 @@
-"""Guard: what the edge of every call asks first. Owns the order: who calls, whether they may, whether there is room.
+"""Guard: the checks at the beginning of every call: its caller, the caller's scopes and limits, and memory.
 
-All of it is decided from a call's metadata and connection, before any of its messages is asked for.
+The checks use only the call's metadata and connection, and run before any of its messages is read.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from .message_room import Hold, MessageRoom, copy_s_per_byte
 from .visits import Visits
 
 _ROOM_WAIT_S = 5.0
-"""How long a call waits for room: longer than most messages take to arrive and be decoded."""
+"""Seconds that a call waits for memory. Most messages take less time to arrive and to be decoded."""
 _STRANGERS_SHARE = 8
-"""One part in so many of all room is for messages to health and reflection, which may be strangers'."""
+"""One part in this many of the memory is for messages to health and reflection, whose callers may have no
+credentials."""
 _STRANGERS_WAITING = 512
 
 
 class Guard:
-    """Made once a server; nothing of a call's message is known to it but its size."""
+    """The checks of one server. Of a call's message, the guard knows only the size."""
 
     def __init__(
         self,
@@ -38,8 +39,14 @@ class Guard:
         check_room: Callable[[], None] = lambda: None,
         ports: Callable[[], Collection[int]] = lambda: (),
     ) -> None:
-        """``check_room`` raises if the model could not take a request now. ``ports``: those that the server listens on.
-        Raises TokenFileError, TlsError."""
+        """Raises TokenFileError, TlsError.
+
+        Args:
+            security: The limits and credentials.
+            max_message_bytes: Limit on a message.
+            check_room: Raises an error if the engine could not accept a request now.
+            ports: Returns the ports that the server listens on.
+        """
         self._check_room = check_room
         self.limits = security.calls
         self.messages = MessageLimits(max_message_bytes, security.calls.held_bytes)
@@ -54,20 +61,20 @@ class Guard:
         self._security = security
         self._callers = Callers(security, security.client_ca)
         copy_s_per_byte()  # Measured now, not during a call.
-        ours, strangers = _divided(self.messages)
-        self._room = MessageRoom(ours, wait_s=_ROOM_WAIT_S)
+        callers, strangers = _divided(self.messages)
+        self._room = MessageRoom(callers, wait_s=_ROOM_WAIT_S)
         self._strangers_room = MessageRoom(
             strangers, wait_s=_ROOM_WAIT_S, max_waiting=_STRANGERS_WAITING
         )
 
     @property
     def held_bytes(self) -> int:
-        """What messages hold, or have reserved, of all calls in progress."""
+        """Bytes that the messages of all calls in progress hold or have reserved."""
         return self._room.held_bytes + self._strangers_room.held_bytes
 
     def take_freed_bytes(self) -> int:
-        """How much more messages held at their most, since this was last asked, than they hold now; and what
-        connections held that were ended."""
+        """Bytes freed since the last call of this method: the difference between the messages' largest and current
+        sizes, and the memory of connections that were ended."""
         freed = self.connections.take_freed_bytes()
         for room in (self._room, self._strangers_room):
             freed += room.peak_bytes - room.held_bytes
@@ -76,32 +83,36 @@ class Guard:
 
     @property
     def refused(self) -> int:
-        """How many calls were told to come back later, since the start."""
+        """Number of calls refused since the start because of a limit."""
         return self.admission.refused + self._room.refused + self._strangers_room.refused
 
     def principal(self, metadata: Metadata, context: Any) -> Principal:
-        """Who calls. Raises NotAuthenticated."""
+        """The principal of a call. Raises NotAuthenticated."""
         connection = context.auth_context() if self._callers.asks_certificate else {}
         return self._callers.of(metadata, connection)
 
     def admit(self, principal: Principal, method: str) -> AbstractContextManager[None]:
-        """Around a call of kestrel.v1. Raises ScopeMissing; entering raises RateExceeded, TooManyCalls."""
+        """A context manager around a call of kestrel.v1. Raises ScopeMissing. Entering it raises RateExceeded,
+        TooManyCalls."""
         principal.check(*needed_scopes(method))
         return self.admission.admit(principal.name)
 
     def check_room(self, method: str) -> None:
-        """For a call that was admitted: whether the model could take its request. Raises EngineOverloaded."""
+        """Checks whether the engine could accept the request of an admitted call. Raises EngineOverloaded."""
         if method.startswith(VISION_METHODS):
             self._check_room()
 
     def hold(self, principal: Principal, peer: str) -> Hold:
-        """What the messages of an admitted call hold. Callers without names are told apart by their addresses."""
+        """The memory of an admitted call's messages. It counts for the principal, or for the address if callers need no
+        credentials."""
         return self._room.hold(principal.name or address_of(peer))
 
     def visitor(self, method: str, metadata: Metadata, context: Any) -> Principal:
-        """Who calls health, reflection or an unknown method; nobody in particular where these are open. A certificate
-        was checked when the connection was made, so on one that asks for certificates the caller is known by now.
-        Raises NotAuthenticated."""
+        """The principal of a call of health, reflection or an unknown method. Raises NotAuthenticated.
+
+        It is ANONYMOUS if the method needs no credentials, or if connections need a certificate, which was checked when
+        the connection was made.
+        """
         is_open = (method.startswith(HEALTH_METHODS) and self._security.open_health) or (
             method.startswith(REFLECTION_METHODS) and self._security.open_reflection
         )
@@ -112,17 +123,20 @@ class Guard:
         return ANONYMOUS if is_open else self._callers.of(metadata, {})
 
     def hold_visit(self, address: str) -> Hold:
-        """What the messages of a call of health or reflection hold."""
+        """The memory of the messages of a call of health or reflection."""
         return self._strangers_room.hold(address)
 
 
 def _divided(messages: MessageLimits) -> tuple[int | None, int]:
-    """The room of callers, and of strangers: two messages at least where that is at most a quarter of all."""
+    """The memory for messages of kestrel.v1, and of health and reflection.
+
+    The second holds at least two messages if that is at most a quarter of all memory.
+    """
     if messages.held is None:
         return None, 2 * messages.reserved
     strangers = max(messages.held // _STRANGERS_SHARE, messages.reserved)
     if 8 * messages.reserved <= messages.held:
         strangers = max(strangers, 2 * messages.reserved)
-    # Where all room is that of a message or two, both kinds have it.
-    ours = messages.held - strangers
-    return (ours if ours >= messages.reserved else messages.held), strangers
+    # If the memory holds only one or two messages, both kinds may use all of it.
+    callers = messages.held - strangers
+    return (callers if callers >= messages.reserved else messages.held), strangers

@@ -93,7 +93,7 @@ class MessageRoom:
         return True
 
     async def reserve(self, who: str, num_bytes: int) -> None:
-        """Waits for ``num_bytes`` and reserves them. Call this if ``reserve_now`` returned False. Raises MessagesFull."""
+        """Waits for ``num_bytes`` and reserves them, if ``reserve_now`` returned False. Raises MessagesFull."""
         if self.num_waiting >= self._max_waiting:
             raise self._full(f"{self.num_waiting} calls wait for room")
         entry = _Waiting(num_bytes, asyncio.get_running_loop().create_future())

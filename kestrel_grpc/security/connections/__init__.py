@@ -1,1 +1,1 @@
-"""The TCP connections of the server: which there are, what each receives, and which are ended."""
+"""Observes the server's TCP connections, and ends those that exceed limits."""

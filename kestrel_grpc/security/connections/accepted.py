@@ -1,8 +1,8 @@
-"""AcceptedSockets: the TCP connections that gRPC accepted in this process. Owns how Linux shows and ends them.
+"""AcceptedSockets: finds, observes and ends the TCP connections that gRPC has accepted in this process. Linux only.
 
-gRPC's core keeps its sockets to itself. But they are descriptors of this process: /proc/self/fd lists them, TCP_INFO
-tells how many bytes each received, and ``shutdown`` on a duplicate makes the core see the end of the connection, so
-that it closes and frees it.
+gRPC's core has no API for its sockets, but they are file descriptors of this process. /proc/self/fd lists them, and
+TCP_INFO reports how many bytes each has received. ``shutdown`` on a duplicate ends a connection: the core detects the
+end, closes the connection and frees it.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from dataclasses import dataclass
 
 _FOLDER = "/proc/self/fd"
 _INFO_BYTES, _RECEIVED = 136, slice(128, 136)
-"""Of the kernel's struct tcp_info: as much as is read, and tcpi_bytes_received in it (Linux 4.1 and later)."""
+"""Bytes of the kernel's struct tcp_info to read, and the place of tcpi_bytes_received in it (Linux 4.1 and later)."""
 _ENDED = (errno.EBADF, errno.ENOTCONN, errno.ENOTSOCK, errno.EINVAL)
-"""What the system says of a descriptor that gRPC closed meanwhile, or whose connection has ended."""
+"""Errors for a descriptor that gRPC has closed since, or whose connection has ended."""
 
 _SCRAP = bytearray(1024 * 1024)
-"""MSG_TRUNC drops what arrived and writes nothing here."""
+"""The buffer of reads that drop data. MSG_TRUNC writes nothing to it."""
 
 
 @dataclass(slots=True, eq=False)
 class Accepted:
-    """One connection."""
+    """One accepted connection."""
 
     descriptor: int
     inode: int
-    """Names the socket as long as it is open, as its descriptor alone does not."""
+    """Identifies the socket while it is open. The descriptor alone does not, because it may be reused."""
     peer: str
-    """As gRPC names it: "ipv4:127.0.0.1:50000"."""
+    """The peer in gRPC's form: "ipv4:127.0.0.1:50000"."""
     received_bytes: int = 0
-    """Of TCP, with TLS and all frames."""
+    """Received bytes of TCP, including TLS and all frames."""
 
 
 class AcceptedSockets:
-    """``ports``: those that the server listens on."""
+    """The connections of this process. ``ports``: returns the ports that the server listens on."""
 
     def __init__(self, ports: Callable[[], Collection[int]]) -> None:
         self._ports = ports
         self._known: dict[int, Accepted | None] = {}
-        """By inode; None for a socket that is no connection to one of the ports."""
+        """The sockets by inode; None for a socket that is not a connection to one of the ports."""
 
     @staticmethod
     def can_look() -> bool:
-        """Whether this system shows what is needed."""
+        """Whether this system supports observing connections."""
         return sys.platform == "linux" and os.path.isdir(_FOLDER)
 
     def look(self) -> list[Accepted]:
-        """The open connections, with the bytes that each has received by now, in the order in which they were first
-        seen. Raises OSError if the process has no descriptor left to look with."""
+        """The open connections with their current counts of received bytes, in the order in which they were first seen.
+        Raises OSError if the process has no free descriptor."""
         seen: set[int] = set()
         for name in os.listdir(_FOLDER):
             descriptor = int(name)
@@ -77,7 +77,7 @@ class AcceptedSockets:
         return [known for known in self._known.values() if known is not None]
 
     def end(self, connection: Accepted) -> None:
-        """Ends the connection, if it is still open. Raises OSError if the process has no descriptor left for it."""
+        """Ends the connection if it is still open. Raises OSError if the process has no free descriptor."""
         try:
             descriptor = os.dup(connection.descriptor)
         except OSError as error:
@@ -85,12 +85,12 @@ class AcceptedSockets:
                 return
             raise
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor) as duplicate:
-            # gRPC may have closed it since, and the system given the number to another file.
+            # gRPC may have closed the socket, and the system may have reused the descriptor for another file.
             if os.fstat(descriptor).st_ino != connection.inode:
                 return
             try:
                 duplicate.shutdown(socket.SHUT_RDWR)
-                # Else the core would first take what has arrived, megabytes of headers in the case of an attack.
+                # Drops the received data. Otherwise the core would process it first: megabytes of headers in an attack.
                 while duplicate.recv_into(_SCRAP, 0, socket.MSG_DONTWAIT | socket.MSG_TRUNC):
                     pass
             except OSError as error:
@@ -106,7 +106,7 @@ class AcceptedSockets:
                 return None
             try:
                 host, port, *_ = borrowed.getpeername()
-            except OSError:  # It listens, or its peer has gone.
+            except OSError:  # The socket listens, or its connection has ended.
                 return None
         finally:
             borrowed.detach()
@@ -114,7 +114,7 @@ class AcceptedSockets:
 
 
 def _received_bytes(descriptor: int) -> int:
-    # The descriptor is gRPC's: a socket object that kept it would close it.
+    # detach() prevents the socket object from closing gRPC's descriptor.
     borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)
     try:
         info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)

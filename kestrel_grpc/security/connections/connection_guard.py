@@ -1,16 +1,17 @@
-"""ConnectionGuard: which connections are ended, so that no caller takes all of them or fills the core's memory.
+"""ConnectionGuard: ends connections, so that no client uses all of them or fills the memory of gRPC's core.
 
-gRPC bounds the number of all connections, and nothing else of them. It tells the server of a call once its headers are
-complete: headers without end stay in the core's memory unseen. Nor does the core bound headers until the client has
-acknowledged its settings. So the guard compares what each connection received with what the edge heard of it, and ends
+gRPC limits only the number of all connections. It reports a call to the server when the call's headers are complete, so
+endless headers stay in the core's memory unnoticed. The core also does not limit headers until the client has
+acknowledged its settings. So the guard compares the bytes that each connection has received with the calls and messages
+that the edge has handled, and ends
 
 - the newest connections of an address beyond its limit;
-- a connection that received more bytes, since the edge last heard of it, than its calls explain; and if all of them
-  received too many together, the largest;
-- a connection whose headers are far beyond the limit, which only a client sends that acknowledges no settings;
-- idle connections, if few are left: first those without any call so far, then those whose last call is oldest.
+- a connection that has received more bytes since its last call or message than its calls explain; and if all
+  connections together have received too many such bytes, the largest of them;
+- a connection whose headers are far beyond the limit, which only clients send that do not acknowledge settings;
+- idle connections, if few connections are left: first those without any call, then those with the oldest last call.
 
-For one event loop. What the system shows of connections is in accepted.py.
+Runs on one event loop. accepted.py reads the state of connections from the system.
 """
 
 from __future__ import annotations
@@ -35,30 +36,30 @@ logger = logging.getLogger(__name__)
 
 MIB = 1024 * 1024
 WINDOW_BYTES = 64 * 1024
-"""What the core receives of a call before a message is asked for."""
+"""Bytes that the core receives of a call before a message is read."""
 FREE_BYTES = MIB
-"""What any connection may receive without a call: the handshake, pings, headers that are too large."""
+"""Bytes that any connection may receive without a call: the handshake, pings, headers that are too large."""
 TOTAL_BYTES = 8 * MIB
-"""What all connections may receive together without calls; small amounts don't count."""
+"""Bytes that all connections together may receive without calls. Small amounts do not count."""
 HOSTILE_HEADERS = 4
-"""Headers of so many times the limit end their connection. The core refuses them if the client knows the limit."""
+"""Headers of this many times the limit end their connection. The core refuses them if the client knows the limit."""
 COPIES = 6
-"""The core holds two bytes for each of unfinished headers, and six for a moment when their connection ends."""
+"""Bytes that the core holds for each byte of unfinished headers when their connection ends. Before, it holds two."""
 IDLE_S = 10.0
-"""A connection with a call in the last seconds is not idle."""
+"""A connection is idle if it had no call for this many seconds."""
 _SHORT = 7 / 8
 """Share of --max-connections from which on idle connections are ended."""
 _INTERVAL_S, _HASTY_S = 0.1, 0.02
-"""Between two looks; after one that ended a connection, since others may come in its place."""
+"""Seconds between two looks; and after a look that has ended a connection, because others may take its place."""
 _LAZINESS = 50
-"""A look may take one part in so many of a processor's time, or five times as much if it is hasty."""
-_TELL_EVERY_S = 60.0
+"""Looks may take one part in this many of a processor's time, or five times as much after an ended connection."""
+_LOG_EVERY_S = 60.0
 _FEW = 64
-"""Connections that have gone are forgotten once so many are remembered."""
+"""Closed connections are dropped when this many are stored."""
 
 
 class Reason(StrEnum):
-    """Why a connection was ended."""
+    """The reason for which a connection was ended."""
 
     ADDRESS = "address_limit"
     UNEXPLAINED = "unexplained_bytes"
@@ -67,7 +68,7 @@ class Reason(StrEnum):
 
 
 class Sockets(Protocol):
-    """As AcceptedSockets."""
+    """The interface of AcceptedSockets."""
 
     def look(self) -> list[Accepted]: ...
 
@@ -76,16 +77,16 @@ class Sockets(Protocol):
 
 @dataclass(slots=True, eq=False)
 class ConnectionUse:
-    """What the edge heard of one connection. A context: around each of its calls."""
+    """The calls and messages of one connection that the edge has handled. A context manager around each call."""
 
     heard: int = 0
-    """Grows with each call, message and end of a call."""
+    """Number of events: begins of calls, messages and ends of calls."""
     calls: int = 0
-    """In progress."""
+    """Calls in progress."""
     pulls: int = 0
     """Messages that the edge waits for."""
     is_hostile: bool = False
-    """Whether the connection is to be ended, for its headers."""
+    """Whether the guard must end the connection because of its headers."""
 
     def __enter__(self) -> None:
         self.heard += 1
@@ -102,10 +103,10 @@ class _Connection:
     use: ConnectionUse
     address: str
     heard_at: float
-    """When the edge last heard of it, or when it was first seen."""
+    """Time of the connection's last event, or of the first look at it."""
     heard: int = 0
     explained_bytes: int = 0
-    """What it had received then."""
+    """Bytes that the connection had received at ``heard_at``."""
     is_ended: bool = False
 
     @property
@@ -114,17 +115,17 @@ class _Connection:
 
 
 @dataclass(slots=True)
-class _Told:
-    """What the next line of the log says."""
+class _Report:
+    """The ended connections that the next line of the log reports. ``logged_at``: time of the previous line."""
 
-    at: float = -float("inf")
+    logged_at: float = -float("inf")
     reasons: Counter[Reason] = field(default_factory=Counter)
     addresses: Counter[str] = field(default_factory=Counter)
 
 
 class ConnectionGuard:
-    """``received_bytes``: of the largest message. ``sockets`` None: the system does not show connections, and the guard
-    ends none."""
+    """Observes and ends connections. ``received_bytes``: size of the largest message. ``sockets``: None if the system
+    does not support observing connections; the guard then ends none."""
 
     def __init__(
         self,
@@ -136,45 +137,46 @@ class ConnectionGuard:
         self._limits, self._received_bytes = limits, received_bytes
         self._sockets, self._clock = sockets, clock
         self._most_bytes = FREE_BYTES + limits.streams * (WINDOW_BYTES + limits.metadata_bytes)
-        """A server that is behind may not have heard yet of as many calls as a connection may have."""
+        """Limit on unexplained bytes. A busy server may not know yet of as many calls as a connection may have."""
         self._uses: dict[str, ConnectionUse] = {}
-        """By peer; where connections aren't seen, there is one for all."""
+        """By peer; if connections cannot be observed, there is one for all."""
         self._connections: dict[int, _Connection] = {}
-        """By inode, oldest first."""
-        self._told = _Told()
+        """By inode, the oldest first."""
+        self._report = _Report()
         self._freed_bytes = 0
-        self._crammed_bytes = 0
-        """Of metadata of refused calls: grpcio keeps that of every call in a cycle."""
+        self._refused_bytes = 0
+        """Bytes of the metadata of refused calls since the last collection. grpcio keeps the metadata of every call in
+        a reference cycle."""
         self.ended: Counter[str] = Counter(dict.fromkeys(Reason, 0))
-        """How many connections were ended, since the start."""
+        """Number of connections ended since the start, by reason."""
 
     @property
     def most_metadata_bytes(self) -> int:
-        """Of one call."""
+        """Limit on the metadata of one call."""
         return self._limits.metadata_bytes
 
     @property
     def num_connections(self) -> int | None:
-        """TCP connections at the last look; None where the system doesn't tell. Any thread."""
+        """Number of TCP connections at the last look; None if they cannot be observed. Any thread may read it."""
         return None if self._sockets is None else len(self._connections)
 
     def refuse_headers(self, peer: str, num_bytes: int) -> MessageTooLarge:
-        """What a call ends with whose headers have more than ``most_metadata_bytes``."""
+        """The error for a call whose metadata has ``num_bytes``, which is more than ``most_metadata_bytes``."""
         most = self.most_metadata_bytes
         if num_bytes > HOSTILE_HEADERS * most:
             self.use(peer).is_hostile = True
         self._freed_bytes += COPIES * num_bytes
-        self._crammed_bytes += num_bytes
+        self._refused_bytes += num_bytes
         self._collect(TOTAL_BYTES)
-        return MessageTooLarge("", f"the metadata has {num_bytes} bytes, the limit is {most}")
+        return MessageTooLarge("", f"the metadata has {num_bytes} bytes; the limit is {most}")
 
     def take_freed_bytes(self) -> int:
-        """What the core freed, since this was last asked, of connections that were ended."""
+        """Bytes that the core has freed for ended connections since the last call of this method."""
         freed, self._freed_bytes = self._freed_bytes, 0
         return freed
 
     def use(self, peer: str) -> ConnectionUse:
-        """Of the connection of a call."""
+        """The use of a call's connection."""
         if self._sockets is None or not peer.startswith("ip"):
             peer = ""
         use = self._uses.get(peer)
@@ -183,10 +185,10 @@ class ConnectionGuard:
         return use
 
     async def run(self) -> None:
-        """Looks until cancelled."""
+        """Looks at all connections again and again until it is cancelled."""
         if self._sockets is None:
             logger.info(
-                "this system does not show the connections of a process: --max-connections-per-address is off"
+                "--max-connections-per-address is off: this system does not support observing connections"
             )
             return
         while True:
@@ -199,12 +201,12 @@ class ConnectionGuard:
                 await asyncio.sleep(max(_INTERVAL_S, took * _LAZINESS))
 
     def look(self) -> bool:
-        """Looks at all connections, and ends some. Whether it did."""
+        """Looks at all connections and ends some. Returns whether it has ended any."""
         assert self._sockets is not None, "run() checks it"
         now = self._clock()
         try:
             sockets = self._sockets.look()
-        except OSError:  # No descriptor is left. The watch of files reports it.
+        except OSError:  # No descriptor is free. FileWatch reports it.
             return False
         self._follow(sockets, now)
         self._collect(MIB)
@@ -212,12 +214,12 @@ class ConnectionGuard:
         self._end_hostile()
         self._end_beyond_address()
         self._end_idle(now)
-        self._tell(now)
+        self._log_ended(now)
         return self.ended.total() > before
 
     def _collect(self, most_bytes: int) -> None:
-        if self._crammed_bytes > most_bytes:
-            self._crammed_bytes = 0
+        if self._refused_bytes > most_bytes:
+            self._refused_bytes = 0
             gc.collect(1)
 
     def _follow(self, sockets: list[Accepted], now: float) -> None:
@@ -295,23 +297,23 @@ class ConnectionGuard:
         assert self._sockets is not None
         try:
             self._sockets.end(connection.socket)
-        except OSError:  # No descriptor is left: the next look tries again.
+        except OSError:  # No descriptor is free. The next look tries again.
             return
         connection.is_ended = True
         self.ended[reason] += 1
-        self._told.reasons[reason] += 1
-        self._told.addresses[connection.address] += 1
+        self._report.reasons[reason] += 1
+        self._report.addresses[connection.address] += 1
         self._freed_bytes += COPIES * max(0, connection.unexplained_bytes)
 
-    def _tell(self, now: float) -> None:
-        """One line a minute."""
-        told = self._told
-        if not told.reasons or now - told.at < _TELL_EVERY_S:
+    def _log_ended(self, now: float) -> None:
+        """Logs the ended connections, at most one line a minute."""
+        report = self._report
+        if not report.reasons or now - report.logged_at < _LOG_EVERY_S:
             return
-        what = ", ".join(f"{reason} {count}" for reason, count in sorted(told.reasons.items()))
-        address, count = told.addresses.most_common(1)[0]
+        what = ", ".join(f"{reason} {count}" for reason, count in sorted(report.reasons.items()))
+        address, count = report.addresses.most_common(1)[0]
         logger.warning(
-            "ended %d connections (%s), %d of them of %s; see --max-connections-per-address in docs/security.md",
-            *(told.reasons.total(), what, count, address),
+            "ended %d connections (%s), %d of them from %s; see --max-connections-per-address in docs/security.md",
+            *(report.reasons.total(), what, count, address),
         )
-        self._told = _Told(now)
+        self._report = _Report(now)

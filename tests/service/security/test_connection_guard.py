@@ -128,7 +128,7 @@ def test_headers_beyond_the_limit_are_refused_and_far_beyond_it_end_the_connecti
     (one,) = table.add()
     error = guard.refuse_headers(one.peer, 20_000)
     assert isinstance(error, MessageTooLarge)
-    assert error.message == "the metadata has 20000 bytes, the limit is 16384"
+    assert error.message == "the metadata has 20000 bytes; the limit is 16384"
     assert not guard.look()
     guard.refuse_headers(one.peer, 100_000)
     assert guard.look() and table.open == [] and guard.ended[Reason.HEADERS] == 1
