@@ -130,7 +130,7 @@ def test_a_thousand_silent_connections_of_one_address_leave_another_served(
     assert not polite.failed and len(polite.seconds) > 10, str(polite)
     time.sleep(0.2)
     text = server.log.read_text()
-    assert text.count("(address_limit ") == 1 and f"of them of {STRANGER};" in text, "one line"
+    assert text.count("(address_limit ") == 1 and f"of them from {STRANGER};" in text, "one line"
 
 
 @contextlib.asynccontextmanager

@@ -162,7 +162,7 @@ def test_it_logs_once_a_minute(caplog):
         guard.look()
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2, lines
-    assert "ended 1 connections (address_limit 1), 1 of them of 10.0.0.7" in lines[0]
+    assert "ended 1 connections (address_limit 1), 1 of them from 10.0.0.7" in lines[0]
     assert "ended 6 connections (address_limit 6)" in lines[1]
 
 
