@@ -30,8 +30,8 @@ QUERY = pb.QueryRequest(question="what?", sampling={"max_tokens": 2, "temperatur
 
 @pytest.fixture(autouse=True)
 def looks_every_time(monkeypatch):
-    monkeypatch.setattr(revocation, "_LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(callers, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(revocation, "_CHECK_EVERY_S", 0.0)
+    monkeypatch.setattr(callers, "_CHECK_EVERY_S", 0.0)
 
 
 def list_of(authority, *pairs, until=NOW + timedelta(days=1), extra=None, signer=None, reason=None):

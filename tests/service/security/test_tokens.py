@@ -87,9 +87,12 @@ def test_tokens_are_long_and_never_the_same():
         ("a infer kst_secret", "line 2: the third part must be sha256:"),
         ("a infer sha256:12", "64 hexadecimal digits"),
         ("a rule sha256:" + 64 * "0", "scopes are infer, high, metrics, admin"),
-        ("ä infer sha256:" + 64 * "0", "a name has 1 to 128"),
-        ("a infer sha256:" + 64 * "0" + "\nb infer sha256:" + 64 * "0", "line 3: the token has"),
-        ("a infer cert:x\nb infer cert:x", "line 3: the certificate 'x' has"),
+        ("ä infer sha256:" + 64 * "0", "a name must have 1 to 128"),
+        (
+            "a infer sha256:" + 64 * "0" + "\nb infer sha256:" + 64 * "0",
+            "line 3: an earlier line has the same token",
+        ),
+        ("a infer cert:x\nb infer cert:x", "line 3: an earlier line has the certificate 'x'"),
         ("a infer weight=0 cert:x", "line 2: weight=0: a weight is a number from 0.01 to 100"),
         ("a infer weight=nan cert:x", "line 2: weight=nan: a weight is"),
         ("a infer weight=much cert:x", "line 2: weight=much: a weight is"),
@@ -249,7 +252,7 @@ def test_namespaces_of_principals_and_salts_never_meet():
 
 
 async def test_new_tokens_hold_without_a_restart_and_deleted_ones_end(serve, tokens, monkeypatch):
-    monkeypatch.setattr(callers, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(callers, "_CHECK_EVERY_S", 0.0)
     old = tokens.add("a")
     served = await serve(server_config=tokens.config())
     await served.vision.Query(query(), metadata=bearer(old))
@@ -309,7 +312,7 @@ async def test_a_certificate_says_who_calls(serve, tokens, authority, server_pai
     served = await serve(server_config=tokens.config(tls=tls))
     with pytest.raises(PermissionDeniedError, match="seven lacks the scope high"):
         await priority_high(served, seven)
-    with pytest.raises(UnauthenticatedError, match="'camera 8' has no line"):
+    with pytest.raises(UnauthenticatedError, match="'camera 8' is not in the file of tokens"):
         await priority_high(served, stranger)
     await priority_high(served, gate)
     alone = await serve(server_config={"security": SecurityConfig(tls=tls), "access_log": "text"})

@@ -164,7 +164,7 @@ async def test_a_scrapers_certificate_says_who_it_is(served, tmp_path):
     assert (await ask("prometheus"))[0] == 200
     assert (await ask("anything", names="DNS:a.b,URI:spiffe://a/prom"))[0] == 200
     status, text = await ask("anything", names="URI:spiffe://a/prom,URI:spiffe://a/b")
-    assert status == 401 and "the certificate 'anything' has no line" in text
+    assert status == 401 and "the certificate 'anything' is not in the file of tokens" in text
     assert (await ask("camera"))[0] == 403
     assert (await ask("camera", token=TOKENS[Scope.METRICS]))[0] == 200, "the token counts"
     for nobody in (ask(None), ask("prometheus", theirs)):
@@ -208,7 +208,7 @@ async def test_scrapers_authorities_are_taken_anew(served, tmp_path):
 async def test_a_scrapers_certificate_can_be_taken_back(
     served, tmp_path, open_metrics, monkeypatch
 ):
-    monkeypatch.setattr(revocation, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(revocation, "_CHECK_EVERY_S", 0.0)
     callers_ca, authority = make_authority(tmp_path), make_authority(folder(tmp_path, "scrapers"))
     lists = tmp_path / "crl.pem"
     lists.write_bytes(list_of(authority))
