@@ -11,7 +11,8 @@ _ROWS = 8
 _COLUMNS = 128
 
 
-@triton.jit
+# The number of rows is that of the crops of a pass: one kernel serves all.
+@triton.jit(do_not_specialize=["num_rows"])
 def _patchify(
     crops,
     out,

@@ -13,7 +13,9 @@ from torch import Tensor
 _CHANNELS = 64
 
 
-@triton.jit
+# These differ from image to image. Triton would compile a kernel for each kind of value (1, a multiple of 16, any
+# other) when it first comes, in the middle of serving.
+@triton.jit(do_not_specialize=["tiles_down", "tiles_across", "first_tile", "widest"])
 def _pool_tiles(
     features,
     out,

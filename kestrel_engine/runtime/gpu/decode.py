@@ -85,6 +85,14 @@ class Decode:
                     self._planned.plan(padded, ())
         self._graphs.capture(progress)
 
+    def warm_up(self) -> None:
+        """Runs every variant of a pass uncaptured, on rows of the spare sequence: for a runtime without graphs."""
+        self._sampler.send_padding(self._max_rows)
+        if self._planned is not None:
+            for padded in ladder(self._max_rows):
+                self._planned.plan(padded, ())
+        self._graphs.warm_up()
+
     def close(self) -> None:
         self._graphs.clear()
 

@@ -82,6 +82,11 @@ class DecodeGraphs:
             if progress is not None:
                 progress(index + 1, len(variants), f"decode graph of {variant.num_rows} rows")
 
+    def warm_up(self) -> None:
+        """Runs every variant without capturing it; compiles what is not compiled yet."""
+        for variant in self.variants:
+            self._body(variant)
+
     def run(self, variant: Variant) -> None:
         """Runs a variant, whose ``num_rows`` is a captured batch size."""
         graph = self._graphs.get(variant)

@@ -164,12 +164,13 @@ class GpuRuntime:
         self._lost = LostWork()
         self._pending: deque[PendingStep] = deque()
         self._closed = self._warm = False
+        self._captured = self._stream is not None and cuda_graphs
         self.capture_s = 0.0
         """Seconds for capturing the graphs, including the compilation of missing kernels."""
         if self._stream is not None:
             # Other streams loaded the weights.
             torch.cuda.synchronize(device)
-            if cuda_graphs:
+            if self._captured:
                 began = time.monotonic()
                 self._capture(progress)
                 self.capture_s = time.monotonic() - began
@@ -363,6 +364,16 @@ class GpuRuntime:
             self.vision.warm_up()
         self._images.warm_up()
         self._prompts.warm_up()
+        self._warm_up_samples()
+        if not self._captured:
+            self._decode.warm_up()
+
+    def _warm_up_samples(self) -> None:
+        """What follows a prefill pass: sampling for any number of prompts, and the check of prompts that go on."""
+        rows, dim = self._limits.max_batch_size, self._config.text.dim
+        hidden = torch.zeros(rows, dim, dtype=self.model.dtype, device=self.model.device)
+        self._prefill_sampler.warm_up(hidden)
+        flag_rows(hidden, torch.empty(rows, 1, dtype=torch.int32, device=hidden.device))
 
     @torch.inference_mode()
     def _capture(self, progress: Progress | None) -> None:

@@ -16,7 +16,7 @@ from ....models.moondream import Moondream
 from ....types.model_config import ModelConfig
 from ....types.step import Row, SampleSpec
 from ...sampler import sample
-from ..graphs import Variant
+from ..graphs import Variant, ladder
 from ..state.sequence_state import SequenceState
 from ..state.staging import RowBuffers
 from ..text.decoder import FusedText
@@ -70,6 +70,15 @@ class RowSampler:
         host["new_pages"][:padded] = -1
         self._odd = self._rules.encode([], host, padded)
         self.rows.send()
+
+    def warm_up(self, hidden: Tensor) -> None:
+        """Samples for the spare sequence in every variant: compiles what is not compiled yet. ``hidden`` [M, dim]: as
+        many rows as a pass may have."""
+        self.send_padding(len(hidden))
+        for count in ladder(len(hidden)):
+            for greedy in (True, False):
+                for spatial in (True, False):
+                    self(hidden[:count], Variant(count, greedy, spatial))
 
     def __call__(self, hidden: Tensor, variant: Variant) -> None:
         """Samples from ``hidden`` [num_rows, dim], the residual stream before ``post_ln``, and fills

@@ -1,0 +1,124 @@
+"""Warm-up launches every kind of kernel that serving launches, so that nothing is compiled while requests wait.
+
+Triton compiles a kernel for each kind of arguments: types, constants, integers that are 1 or multiples of 16, pointers
+that are aligned. The interpreter compiles nothing, so these tests record the kinds. tests/gpu/test_compiled_early.py
+counts real compilations.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+from kestrel_engine.kernels.decode_io import flag_rows
+from kestrel_engine.kernels.images.patchify import patchify
+from kestrel_engine.kernels.images.pool_tiles import pool_tiles
+from kestrel_engine.kernels.layer_norm import layer_norm
+from kestrel_engine.runtime.gpu.graphs import Variant
+from kestrel_engine.runtime.gpu.runtime import GpuRuntime
+from kestrel_engine.types.step import EncodeSlice, StepPlan
+from tests.engine.runtime.gpu.small_models import picture, small_model
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="records the interpreter's launches"
+)
+
+TILINGS = ((1, 1), (1, 2), (2, 1), (1, 3), (2, 2), (3, 1))
+
+
+class Launches:
+    """The kinds of kernels that were launched since ``start``."""
+
+    def __init__(self) -> None:
+        self.kinds: set[tuple[Any, ...]] = set()
+
+    def start(self) -> None:
+        self.kinds = set()
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    found = Launches()
+    run = InterpretedFunction.run
+
+    def recorded(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        found.kinds.add(kind_of(self, args, kwargs))
+        return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", recorded)
+    yield found
+
+
+def kind_of(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    parameters = inspect.signature(kernel.fn).parameters
+    given = dict(zip(parameters, args, strict=False)) | kwargs
+    same = kernel.kwargs.get("do_not_specialize") or ()
+    kinds: list[Any] = [kernel.__name__]
+    for name, value in sorted(given.items()):
+        constant = name not in parameters or "constexpr" in str(parameters[name].annotation)
+        kinds.append((name, value if constant else kind_of_value(value, name in same)))
+    return tuple(map(str, kinds))
+
+
+def kind_of_value(value: Any, same: bool) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int) and not same:
+        return 1 if value == 1 else value % 16 == 0
+    return type(value).__name__
+
+
+def test_the_recorder_tells_kinds_apart(launches: Launches) -> None:
+    weight = torch.ones(32)
+    for rows in (1, 2, 3, 16, 32):
+        layer_norm(torch.zeros(rows, 32), weight, weight, pending=None)
+    assert len(launches.kinds) == 3
+
+
+def test_one_kernel_serves_all_tilings_and_all_numbers_of_crops(launches: Launches) -> None:
+    for down, across in TILINGS:
+        count = 1 if (down, across) == (1, 1) else 1 + down * across
+        pool_tiles(torch.zeros(count, 25, 64), (down, across), 5, 1, out=torch.empty(25, 128))
+    assert len(launches.kinds) == 1
+    launches.start()
+    for count in (1, 2, 16):
+        patchify(torch.zeros(count, 14, 14, 3, dtype=torch.uint8), 14, 592, torch.float32)
+    assert len(launches.kinds) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["moondream2", "moondream3"])
+@torch.inference_mode()
+def test_serving_launches_nothing_that_warm_up_did_not(family: str, launches: Launches) -> None:
+    config, tensors = small_model(family)
+    sizes = {"num_pages": 30, "page_size": 17, "max_batch_size": 3, "max_seq_length": 200}
+    runtime = GpuRuntime(config, tensors, **sizes)
+    runtime._decode.warm_up()
+    runtime._warm_up_samples()
+    first = picture("first", (1, 1), config, seed=1)
+    runtime.collect(runtime.launch(StepPlan(0, encode=(EncodeSlice(first, 0, first.num_crops),))))
+    warm = set(launches.kinds)
+    assert {kind[0] for kind in warm} >= {"_flag_kernel", "_keep_kernel", "_pool_tiles"}
+    launches.start()
+
+    hidden = torch.zeros(3, config.text.dim)
+    for count in range(1, 4):
+        flag_rows(hidden[:count], torch.empty(count, 1, dtype=torch.int32))
+        for greedy in (True, False):
+            for spatial in (True, False):
+                runtime._prefill_sampler(hidden[:count], Variant(count, greedy, spatial))
+    for variant in runtime._decode._graphs.variants:
+        runtime._decode._body(variant)
+    for step, tiling in enumerate(((1, 2), (2, 1), (2, 2)), 1):
+        image = picture(str(tiling), tiling, config, seed=step)
+        plan = StepPlan(step, encode=(EncodeSlice(image, 0, image.num_crops),))
+        runtime.collect(runtime.launch(plan))
+    # Prefill.warm_up has a size of each kind of rows for layer_norm; its 2,000 rows take too long here.
+    late = {kind for kind in launches.kinds - warm if kind[0] != "_layer_norm_kernel"}
+    assert not late, "\n".join(map(str, sorted(late)))
+    runtime.close()

@@ -1,0 +1,98 @@
+"""Nothing is compiled after an engine is ready, whatever requests come: a request would wait for the compiler.
+
+tests/engine/runtime/gpu/test_warm_up.py shows a part of this without a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kestrel_engine import ConfigError, InferenceEngine, RuntimeConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SIDES = ((378, 378), (200, 900), (900, 200), (1200, 900), (2000, 700), (3000, 3000), (50, 31))
+"""Images of every shape of tiling: one tile, a row, a column, a field."""
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.7, "top_p": 0.5, "seed": 2},
+    {"temperature": 1.3, "top_k": 5, "seed": 3},
+)
+
+
+def image(number: int, side: tuple[int, int]) -> np.ndarray:
+    rng = np.random.default_rng(number)
+    return rng.integers(0, 256, (side[1], side[0], 3), dtype=np.uint8)
+
+
+async def ask_everything(engine: InferenceEngine, *, segments: bool) -> None:
+    """All skills, tilings, ways to sample and sizes of a batch; prompts of one token to several steps."""
+    words = "is there a green crescent beside the pink star "
+    for number, side in enumerate(SIDES):
+        await engine.caption(image(number, side), settings={"max_tokens": 3})
+    for count in (1, 2, 3, 5, 8, 16):
+        questions = []
+        for index in range(count):
+            settings = {"max_tokens": 4 + index, **SAMPLING[index % len(SAMPLING)]}
+            question = words * (1 + 7 * (index % 5))
+            source = None if index % 3 else image(index, SIDES[index % len(SIDES)])
+            questions.append(engine.query(source, question, settings=settings))
+        await asyncio.gather(*questions)
+    some = [image(100 + number, side) for number, side in enumerate(SIDES)]
+    limit = {"max_objects": 3}
+    await asyncio.gather(
+        *(engine.detect(source, "star", settings=limit) for source in some),
+        *(engine.point(source, "star", settings=limit) for source in some),
+        engine.query(some[1], words * 60, reasoning=True, settings={"max_tokens": 20}),
+    )
+    if segments:
+        await engine.segment(some[0], "star", settings={"max_tokens": 20})
+
+
+@pytest.mark.parametrize("model", ["md2", "md3"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "float32"},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "attention": "torch"},
+        {"dtype": "bfloat16", "cuda_graphs": False},
+        {"dtype": "float32", "cuda_graphs": False},
+        {"dtype": "bfloat16", "fp8_gemms": "all"},
+        {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+    ],
+    ids=str,
+)
+async def test_nothing_is_compiled_after_ready(
+    model: str,
+    settings: dict[str, Any],
+    golden_folder: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # nothing is found compiled on the disk
+    config = RuntimeConfig(
+        model_path=golden_folder(model),
+        device="cuda",
+        max_batch_size=16,
+        kv_cache_gib=2.0,
+        **settings,
+    )
+    try:
+        started = await InferenceEngine.create(config)
+    except ConfigError as error:
+        pytest.skip(f"this card or this model can't: {error}")
+    async with started as engine:
+        ready = engine.compiled
+        await ask_everything(engine, segments=model == "md3")
+        assert engine.compiled == ready
