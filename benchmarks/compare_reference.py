@@ -74,19 +74,19 @@ def walk(left: Side, right: Side, request: Request) -> list[Place]:
 
 
 def verdict(places: Sequence[Place], tolerance: float) -> tuple[str, bool]:
-    """(what to tell, whether all is well)."""
+    """Returns a summary, and whether the sides agree."""
     worst = max(place.drift for place in places)
     parted = [i for i, place in enumerate(places) if not place.agrees]
     wrong = [i for i in parted if places[i].margin > tolerance or _value_differs(places[i])]
-    told = [f"drift at most {worst:.2g} of a standard deviation, tolerance {tolerance:.2g}"]
+    findings = [f"drift at most {worst:.2g} of a standard deviation, tolerance {tolerance:.2g}"]
     if not parted:
-        told.append(f"the same {len(places)} tokens")
+        findings.append(f"the same {len(places)} tokens")
     else:
-        told.append(
+        findings.append(
             f"they part first at token {parted[0]}, in all at {len(parted)} of {len(places)}"
         )
-        told.append("all of them ties" if not wrong else f"no ties: {wrong}")
-    return "; ".join(told), not wrong and worst <= tolerance
+        findings.append("all of them ties" if not wrong else f"no ties: {wrong}")
+    return "; ".join(findings), not wrong and worst <= tolerance
 
 
 def _value_differs(place: Place) -> bool:
@@ -125,8 +125,8 @@ def compare(
             "right": shown(place.right, right),
         }
         report.add("along what the left side says", row)
-    told, well = verdict(places, tolerance or max(s.tolerance for s in (left, right)))
-    print(f"\n{'well' if well else 'WRONG'}: {told}")
+    summary, well = verdict(places, tolerance or max(s.tolerance for s in (left, right)))
+    print(f"\n{'well' if well else 'WRONG'}: {summary}")
     return well
 
 

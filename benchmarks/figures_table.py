@@ -30,8 +30,8 @@ def tables(reports: Sequence[dict[str, Any]]) -> Iterator[str]:
     machine: dict[str, Any] = {}
     for report in reports:
         machine |= report.get("machine", {})
-    told = ("gpu", "cores", "python", "torch", "triton", "cuda", "date")
-    yield ", ".join(f"{name} {machine[name]}" for name in told if name in machine) + "."
+    keys = ("gpu", "cores", "python", "torch", "triton", "cuda", "date")
+    yield ", ".join(f"{name} {machine[name]}" for name in keys if name in machine) + "."
     names = dict.fromkeys([*HEADS, *(str(report["benchmark"]) for report in reports)])
     for name in names:
         some = [report for report in reports if report["benchmark"] == name]

@@ -1,11 +1,11 @@
-"""Moondream 3's tau factors, by layer and head: what the kernels scale queries and values by, against plain torch.
+"""Compares Moondream 3's tau factors, by layer and head, between the kernels and plain torch.
 
 python -m benchmarks.probe_tau --model moondream3-preview --device cuda [--layer 7]
 
-A request's prompt runs through plain torch. Each layer's qkv, as it is there, is given to the kernels of prefill and,
-for the last position, to that of decode; the factors are then measured from the queries and values that come out of
-them. Errors don't add up over layers, so any layer beyond the tolerance is itself at fault. --layer shows its heads.
-Exits with 1 if a factor is beyond the tolerance.
+A request's prompt runs through plain torch. Each layer's qkv from this run is the input of the prefill kernels and, for
+the last position, of the decode kernel. The factors are computed from the queries and values that the kernels return.
+Errors do not accumulate over layers, so every layer above the tolerance is faulty itself. --layer shows its heads. The
+exit status is 1 if the error of a factor exceeds the tolerance.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 @dataclass(frozen=True)
 class Layer:
-    """One block's qkv [num_tokens, 3 * dim], neither scaled nor turned, and where its tokens stand."""
+    """One block's qkv [num_tokens, 3 * dim], before tau factors and RoPE, and the positions of its tokens."""
 
     block: TextBlock
     tau: Tau
@@ -53,8 +53,8 @@ class Factors:
 
 @dataclass(frozen=True)
 class Probe:
-    """One layer's factors by plain torch and by the kernels. ``decode_values``: of the last token alone, [1, heads];
-    what decode makes of queries never leaves its kernel."""
+    """One layer's factors by plain torch and by the kernels. ``decode_values``: [1, heads], for the last token only.
+    The decode kernel does not return its scaled queries."""
 
     index: int
     plain: Factors
@@ -78,7 +78,7 @@ class Probe:
 
 @torch.inference_mode()
 def layers(side: Side, request: Request) -> Iterator[Layer]:
-    """Every block's qkv for the request's prompt, by plain torch."""
+    """Returns every block's qkv for the request's prompt, computed by plain torch."""
     from kestrel_engine.runtime.torch_runtime import TorchRuntime
 
     runtime = side.runtime
@@ -99,7 +99,7 @@ def layers(side: Side, request: Request) -> Iterator[Layer]:
 
 @torch.inference_mode()
 def probe(model: Moondream, layer: Layer) -> Probe:
-    """Runs the kernels on one layer's qkv and measures what they scaled it by."""
+    """Runs the kernels on one layer's qkv and computes the factors that they applied."""
     from kestrel_engine.kernels.attention.paged_decode import paged_decode
     from kestrel_engine.kernels.attention.rope_store import rope_store
     from kestrel_engine.kernels.attention.tau_content import TauWorkspace, tau_content
@@ -143,7 +143,7 @@ def probe(model: Moondream, layer: Layer) -> Probe:
 
 
 def ratio(scaled: Tensor, raw: Tensor) -> Tensor:
-    """The factor between head vectors [tokens, heads, head_dim], with its sign, by least squares: [tokens, heads]."""
+    """Returns the signed factor between head vectors [tokens, heads, head_dim] by least squares: [tokens, heads]."""
     scaled, raw = scaled.float(), raw.float()
     return (scaled * raw).sum(dim=-1) / raw.square().sum(dim=-1).clamp_min(1e-30)
 
@@ -186,14 +186,14 @@ def report_heads(report: Report, found: Probe) -> None:
 def run(
     side: Side, request: Request, report: Report, *, tolerance: float | None, heads_of: int | None
 ) -> list[Probe]:
-    """Fills ``report``; the layers that are beyond the tolerance."""
+    """Fills ``report`` and returns the layers whose errors exceed the tolerance."""
     model = side.runtime.model
     tolerance = tolerance or TOLERANCES[side.dtype]
     beyond, shown = [], None
     for layer in layers(side, request):
         found = probe(model, layer)
         report_layer(report, found)
-        # Written so that NaN is beyond every tolerance.
+        # NaN exceeds every tolerance in this comparison.
         if not found.worst <= tolerance:
             beyond.append(found)
         if found.index == heads_of:
@@ -201,8 +201,8 @@ def run(
     if shown is not None:
         report_heads(report, shown)
     named = ", ".join(f"{found.index} ({found.worst:.3g})" for found in beyond)
-    told = f"WRONG: layers {named}" if beyond else "well: every factor"
-    print(f"\n{told} {'beyond' if beyond else 'within'} {tolerance:.2g}")
+    verdict = f"WRONG: layers {named}" if beyond else "well: every factor"
+    print(f"\n{verdict} {'beyond' if beyond else 'within'} {tolerance:.2g}")
     return beyond
 
 

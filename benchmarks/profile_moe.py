@@ -1,11 +1,11 @@
-"""One layer of experts again and again, for a profiler: nothing else runs between its warm-up and its end.
+"""Runs one MoE layer repeatedly, for a profiler. Nothing else runs between the warm-up and the end.
 
     python -m benchmarks.profile_moe --mode prefill|decode [--iterations N] [--refresh-routing] [--nvtx]
 
-Prefill is one image with its question (832 tokens), decode four sequences; each from the router on, by the kernels
-that serve it. Without --refresh-routing every iteration uses the same experts, which the cache then holds. With --nvtx
-the measured iterations lie in a range "moe" for Nsight Compute: ncu --nvtx --nvtx-include "moe/" python -m
-benchmarks.profile_moe --nvtx. On a CPU it runs by Triton's interpreter, in float32: choose tiny sizes.
+Prefill runs one image with its question (832 tokens), and decode runs four sequences. Both include the router and use
+the kernels of the server. Without --refresh-routing, every iteration uses the same experts, whose weights are then in
+the cache. With --nvtx, the measured iterations form a range "moe" for Nsight Compute: ncu --nvtx --nvtx-include "moe/"
+python -m benchmarks.profile_moe --nvtx. On a CPU, Triton's interpreter runs the kernels in float32, so use tiny sizes.
 """
 
 from __future__ import annotations

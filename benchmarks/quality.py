@@ -1,14 +1,14 @@
-"""What speed costs in quality, as a gate: drift of the served logits from float32, and kestrel-tiny's score.
+"""A quality gate: the drift of the served logits from float32, and kestrel-tiny's score.
 
 python -m benchmarks.quality --model moondream2 --random-weights --device cuda --json F
 python -m benchmarks.quality --score-only --device cuda
 python -m benchmarks.quality --model moondream2 --random-weights --device cuda --fp8-gemms vision
 
-Drift: the same weights, widened to float32, run in plain torch beside the served dtype and kernels, both fed the same
-images, questions and continuations (teacher forcing). At the end of prompts whole rows of logits are compared; in
-decode steps what a step tells, its best id and that id's log-probability. The score: the frozen evaluation's first
-scenes, asked of kestrel-tiny on the device in its default dtype and the products that --fp8-gemms names. Ends with
-status 1 if a limit is passed.
+Drift: plain torch runs the same weights, widened to float32, with the same images, questions and continuations as the
+served dtype and kernels (teacher forcing). At the end of prompts, all logits are compared. In decode steps, the best id
+and its log-probability are compared, because a step returns only these. Score: kestrel-tiny answers the first scenes of
+the frozen evaluation, on the device, in its default dtype and with the FP8 GEMMs that --fp8-gemms names. The exit
+status is 1 if a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from .reports.report import add_arguments
 from .vision import prepared_images
 
 RELATIVE_ERROR = {"float32": 1e-3, "float16": 0.01, "bfloat16": 0.03}
-"""Most of ||served - float32|| / ||float32||, over the logits at the ends of prompts, each row less its mean."""
+"""The limit of ||served - float32|| / ||float32|| over the logits at the ends of prompts, each row less its mean."""
 WITH_EXPERTS = 2.5
-"""Times as much for a mixture of experts: a router's near tie may fall otherwise, and one token gets another expert."""
+"""The factor of the limit for MoE models, in which rounding may route a token to another expert."""
 IN_FP8 = {"off": 1.0, "vision": 1.0, "prefill": 1.5, "all": 1.5}
 """Times as much by --fp8-gemms. A product in FP8 is off by 3.7 %, and the stream that sums them by less: on Moondream 2
 logits are off by 0.011 in bfloat16, 0.013 with the tower in FP8, 0.034 with prefill or with both."""
@@ -57,7 +57,7 @@ QUESTIONS_A_IMAGE = 4
 
 @dataclass(frozen=True)
 class Prompts:
-    """Token ids of each sequence after BOS and its image: a question, then what it is made to continue with."""
+    """The token ids of each sequence after BOS and its image: a question, then the forced continuation."""
 
     images: list[int]
     questions: list[tuple[int, ...]]
@@ -65,7 +65,7 @@ class Prompts:
 
 
 def tensors_of(value: object) -> Iterator[Tensor]:
-    """Every tensor that a model is made of."""
+    """Yields every tensor of a model."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -80,7 +80,7 @@ def tensors_of(value: object) -> Iterator[Tensor]:
 
 
 def widened(model: Moondream) -> Moondream:
-    """A copy whose tensors are float32: the same values, FP8 experts beside their scales."""
+    """Returns a copy with float32 tensors of the same values. FP8 experts keep their scales."""
     memo = {id(tensor): tensor.float() for tensor in tensors_of(model)}
     return copy.deepcopy(model, memo)
 
@@ -97,7 +97,7 @@ def make_prompts(opened: Opened, *, images: int, steps: int) -> Prompts:
 
 
 class Forced:
-    """One runtime that is fed ``prompts``."""
+    """A runtime that runs ``prompts``."""
 
     def __init__(self, runtime: ModelRuntime, opened: Opened, prompts: Prompts) -> None:
         self.runtime, self._prompts = runtime, prompts
@@ -107,7 +107,7 @@ class Forced:
         self._held: list[Held] = []
 
     def prefill(self, *, at_once: int = 8) -> Tensor:
-        """[sequences, vocab] float32 on the CPU: the logits at the end of each prompt."""
+        """Returns the logits at the end of each prompt: [sequences, vocab] float32 on the CPU."""
         config, prompts = self._config, self._prompts
         images = prepared_images(1 + max(prompts.images), config.vision)
         self._keys = [image.key for image in images]
@@ -141,11 +141,11 @@ class Forced:
         ]
 
     def decode_logits(self, step: int) -> Tensor:
-        """The same after feeding continuation ``step``."""
+        """Returns the logits after token ``step`` of each continuation."""
         return self._logits(self._next_rows(step, sampled=False))
 
     def decode_best(self, step: int) -> tuple[list[int], list[float]]:
-        """Through a decode step: each row's best id and its log-probability."""
+        """Runs a decode step and returns each row's best id and its log-probability."""
         result = self.steps.decode(self._next_rows(step, sampled=True))
         tokens = [result.tokens[held.sequence_id] for held in self._held]
         return [t.id for t in tokens], [t.logprob or 0.0 for t in tokens]
@@ -155,7 +155,7 @@ class Forced:
 
 
 def relative_error(found: Tensor, reference: Tensor) -> float:
-    """Of rows that are equal up to a constant, which a softmax doesn't see."""
+    """Returns the relative error of rows of logits, less their means, which do not affect a softmax."""
     found, reference = (t - t.mean(dim=-1, keepdim=True) for t in (found, reference))
     return float((found - reference).norm() / reference.norm())
 
@@ -235,7 +235,7 @@ def measure_drift(
 
 
 def computed_in(opened: Opened, fp8_gemms: str) -> str:
-    """The type, and what is in FP8 besides."""
+    """Formats the dtype, and the parts that are in FP8."""
     cache = ", FP8 KV cache" if opened.kv_in_fp8 else ""
     return opened.built.info.dtype + ("" if fp8_gemms == "off" else f", FP8 {fp8_gemms}") + cache
 
@@ -243,7 +243,7 @@ def computed_in(opened: Opened, fp8_gemms: str) -> str:
 async def measure_score(
     opened: Opened, report: GpuReport, *, scenes: int, fp8_gemms: str = "off"
 ) -> None:
-    """Share of kestrel-tiny's tasks that are right."""
+    """Returns the share of tasks that kestrel-tiny answers correctly."""
     from training.evaluate import ask
     from training.scoring.evaluation_set import encode, example
     from training.scoring.scoring import Record, score
@@ -287,7 +287,7 @@ def score_on(
     fp8_gemms: str = "off",
     kv_cache_dtype: str = "auto",
 ) -> None:
-    """Loads kestrel-tiny, asks it and closes it."""
+    """Loads kestrel-tiny, measures its score, and closes it."""
     flags = ["--model", "kestrel-tiny", "--device", device, "--max-batch-size", "32"]
     flags += ["--fp8-gemms", fp8_gemms, "--kv-cache-dtype", kv_cache_dtype]
     if threads:

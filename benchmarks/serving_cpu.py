@@ -1,4 +1,4 @@
-"""Serving the bundled model on a CPU: concurrent callers, batched decoding, fresh and repeated images.
+"""Measures serving the bundled model on a CPU: concurrent callers, batched decoding, fresh and repeated images.
 
 python -m benchmarks.serving_cpu [--quick] [--grpc] [--json FILE]
 """
@@ -28,7 +28,7 @@ SIZE = (850, 600)
 
 
 async def closed_loop(num_callers: int, calls: Sequence[Call]) -> tuple[float, list[Answer]]:
-    """Makes ``calls`` by ``num_callers`` callers, each of whom calls again when answered: (seconds, answers)."""
+    """Makes ``calls`` from ``num_callers`` callers, which call again after each answer. Returns (seconds, answers)."""
     waiting = iter(calls)
     answers: list[Answer] = []
 
@@ -42,7 +42,7 @@ async def closed_loop(num_callers: int, calls: Sequence[Call]) -> tuple[float, l
 
 
 def mixed_calls(target: Target, rng: random.Random, images: list[bytes], count: int) -> list[Call]:
-    """Captions, questions and detections about images that come up again and again."""
+    """Returns captions, questions and detections about a few images that repeat."""
 
     def call() -> Call:
         image, kind = rng.choice(images), rng.random()
@@ -56,7 +56,7 @@ def mixed_calls(target: Target, rng: random.Random, images: list[bytes], count: 
 
 
 async def measure_callers(target: Target, report: Report, *, quick: bool) -> None:
-    """Mixed skills; every count of callers gets images of its own, one for every four requests."""
+    """Measures mixed skills. Each number of callers has different images, one for every four requests."""
     for num_callers in NUM_CALLERS[:2] if quick else NUM_CALLERS:
         count = 2 if quick else max(24, 3 * num_callers)
         images = [jpeg(1000 * num_callers + i, *SIZE) for i in range(-(-count // 4))]
@@ -83,7 +83,7 @@ async def measure_callers(target: Target, report: Report, *, quick: bool) -> Non
 
 
 async def measure_decode(target: EngineTarget, report: Report, *, quick: bool) -> None:
-    """The same cached image for all, a forced number of tokens each: one caller and many by turns."""
+    """Measures decoding with a forced number of tokens on one cached image, with one caller and many in turn."""
     image, num_tokens, rounds = jpeg(1, *SIZE), (4 if quick else 64), (1 if quick else 5)
     await target.forced(image, num_tokens)
     rates: dict[int, list[float]] = {n: [] for n in (1, 4, 16)}
@@ -110,7 +110,7 @@ async def measure_decode(target: EngineTarget, report: Report, *, quick: bool) -
 
 
 async def measure_fresh(target: Target, report: Report, *, quick: bool) -> None:
-    """Images never seen before, one token each: what preprocessing, vision and prefill give."""
+    """Measures preprocessing, vision and prefill: new images, with one token each."""
     count, rounds = (1 if quick else 16), (1 if quick else 3)
     rates: dict[int, list[float]] = {1: [], 16: []}
     seeds = iter(range(50_000, 60_000))
@@ -134,7 +134,7 @@ async def measure_fresh(target: Target, report: Report, *, quick: bool) -> None:
 
 
 async def measure_repeated(target: Target, report: Report, *, quick: bool) -> None:
-    """TTFT of an image's first question and of a second, another question, nobody else about."""
+    """Measures the TTFT of an image's first and second question, which differ, on an idle server."""
     first, again = [], []
     for i in range(1 if quick else 10):
         image = jpeg(70_000 + i, *SIZE)

@@ -1,11 +1,10 @@
-"""What one principal's flood costs others: kestrel-tiny on a CPU, through a server process, callers by token.
+"""Measures how a flood of one principal's calls affects other principals: kestrel-tiny on a CPU, in a server process.
 
 python -m benchmarks.shares [--quick] [--in-flight N] [--json FILE]
 
-One principal keeps many questions in flight, about images that come up again and again, and asks again when it is
-refused. Beside it another principal, one that asks with the best priority, and the flooding principal itself with the
-best priority make one call after the other, each about an image never seen before. The callers share the processors
-with the server.
+One principal keeps many questions about a few images in flight, and repeats refused calls. Meanwhile another principal,
+a principal with the highest priority, and the flooding principal with the highest priority make one call after the
+other, each about a new image. The callers share the processors with the server.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ SIZE = (640, 480)
 """Of the images, in pixels."""
 QUESTIONS = ("What is this?", "How many red circles are there?", "Is there a star?")
 MOST = {"other": 3.0, "urgent": 2.0, "flood itself, urgent": 2.0}
-"""p95 over that of an idle server."""
+"""The limits of the p95 latency, as multiples of an idle server's p95."""
 
 
 def query(image: bytes, question: str, priority: Any) -> pb.QueryRequest:

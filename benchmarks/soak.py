@@ -1,11 +1,12 @@
-"""Soak: a real server under mixed and rude traffic; nothing may grow, be lost, or become slower.
+"""Soak test: a real server under mixed and malformed traffic. Nothing may grow, be lost or become slower.
 
 python -m benchmarks.soak [--minutes 30 | --seconds N] [--json FILE]
 
-``kestrel-grpc serve`` with the bundled model runs in a process of its own, its callers in another, which is killed in
-the middle of every third round. Between rounds all callers are gone: then the server's process is looked at (after a
-garbage collection), a few calls are timed, and whatever a call brought must be given back. The first third, at least
-one round, is for caches to fill. Every call in the access log must have told its end to the collector.
+``kestrel-grpc serve`` runs in one process, with the bundled model, and its callers in another, which is killed in the
+middle of every third round. Between rounds there are no callers. Then the benchmark reads the resources that the server
+process holds, after a garbage collection, and times a few calls. The server must hold no resource of an earlier call.
+During the first third of the rounds, at least one, caches fill. The collector must have received the server span of
+every call in the access log.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from .traffic.processes import ChildProcess, ServerProcess
 
 ROUND_S = 10.0
 REST_S = 20.0
-"""How long what a call brought may take to be given back, once the callers are gone."""
+"""Seconds after the end of the calls within which the server must release their resources."""
 
 TIMED_CALLS = 30
 TOKEN = "token-of-the-soak"
@@ -47,14 +48,15 @@ FLAGS = (
     "--max-batch-size", "8", "--max-seq-length", "1024", "--kv-cache-pages", "320", "--grace", "10",
     "--drain-delay", "0",
 )  # fmt: skip
-"""Caches are small, so that they are full soon."""
+"""The caches are small, so that they fill quickly."""
 
 MOST_GROWTH = 1.03
 MOST_SLOWDOWN = 1.25
-"""The fastest tenth of calls is compared, which others on the machine disturb least."""
+"""Limits of the growth of memory and of latency. The latency is that of the fastest tenth of calls, which other
+processes on the machine affect least."""
 
 GIVEN_BACK = ("calls", "admitted", "held_bytes", "requests", "lost_pages", "open_traces")
-"""Fields of Held that are 0 at rest."""
+"""The fields of Held that are 0 without calls."""
 
 
 class Server(ServerProcess):
@@ -116,7 +118,7 @@ class Callers:
 
 @dataclass
 class Rest:
-    """What was found between two rounds."""
+    """The measurements between two rounds."""
 
     round: int
     held: Held
@@ -125,11 +127,12 @@ class Rest:
 
 
 DECODERS = 2
-"""Decoder processes that may be idle besides those before the traffic: each has one descriptor in the server."""
+"""The idle decoder processes that traffic may add. Each has one descriptor in the server."""
 
 
 def rest(server: Server, normal: Held | None) -> Held:
-    """Waits until the server holds no more than at rest, ``normal``; what it holds then or at the end of patience."""
+    """Waits until the server holds no more than before the traffic (``normal``), at most REST_S. Returns what it
+    holds."""
     until = time.monotonic() + REST_S
     while True:
         held = server.probe()
@@ -143,7 +146,7 @@ def rest(server: Server, normal: Held | None) -> Held:
 
 
 def timed(stub: Any) -> list[float]:
-    """Milliseconds of calls that nobody else disturbs: eight tokens without an image."""
+    """Returns the milliseconds of calls on an idle server, each with eight tokens and no image."""
     sampling = common_pb2.Sampling(max_tokens=8, temperature=0.0)
     request = pb.QueryRequest(question="What is this?", sampling=sampling)
     latencies = []
@@ -174,15 +177,15 @@ def soak(seconds: float, report: Report, folder: Path) -> None:
                     came += outcome
                     held = rest(server, normal)
                     rests.append(Rest(number, held, timed(vision), outcome))
-                    _tell(report, rests[-1], time.monotonic() - began)
+                    _report_rest(report, rests[-1], time.monotonic() - began)
             request = admin_service_pb2.GetStatisticsRequest()
             statistics = admin.GetStatistics(request, timeout=30, metadata=METADATA)
-        # The server has ended, and told all that was left to tell.
+        # The server has ended and has exported all its spans.
         _judge(report, rests, normal, came)
         _judge_end(report, server, receiver, statistics)
 
 
-def _tell(report: Report, rest: Rest, seconds: float) -> None:
+def _report_rest(report: Report, rest: Rest, seconds: float) -> None:
     held = rest.held
     report.add(
         "At rest after each round",

@@ -1,12 +1,11 @@
-"""From the start of the server's process until it is ready, weights on a local disk.
+"""Measures the time from the start of the server's process until it is ready, with weights on a local disk.
 
 python -m benchmarks.startup --model moondream2 --device cuda --folder /tmp/weights --json F
 
-Writes a checkpoint of the named model's true size, made of random weights, into --folder (and leaves it there for the
-next run; experts are FP8 as released in moondream3.1-9b-a2b, and so for moondream3-preview with --fp8), then starts
-``kestrel-grpc serve`` on it several times. Before each run the kernel is asked to forget the files' pages, so they are
-read from the disk, unless --warm. The first run compiles what is not compiled yet; the last one counts. The server's
-own log says where the time goes.
+It writes a checkpoint of the model's true size, with random weights, to --folder, and keeps it for later runs. Experts
+are in FP8 for moondream3.1-9b-a2b, as released, and for moondream3-preview with --fp8. Then it starts ``kestrel-grpc
+serve`` several times. Without --warm, it asks the kernel before each run to drop the files' pages, so they are read
+from the disk. The first run compiles kernels; the last run counts. The server's log shows the time of each stage.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from .traffic.processes import START_PATIENCE_S, serve
 
 @dataclass(frozen=True)
 class Start:
-    """``ready_s``: from the process's start. ``log``: what the server said meanwhile."""
+    """A start of the server. ``ready_s``: seconds from the process's start until ready. ``log``: the server's log."""
 
     ready_s: float
     log: str
 
 
 def write_checkpoint(model: str, folder: Path, *, device: str, keep_fp8: bool) -> int:
-    """Writes weights, config.json and a tokenizer unless they are there; returns the weights' bytes."""
+    """Writes weights, config.json and a tokenizer, unless they exist. Returns the bytes of the weights."""
     weights = folder / "model.safetensors"
     if not weights.is_file():
         import torch
@@ -63,7 +62,7 @@ def write_checkpoint(model: str, folder: Path, *, device: str, keep_fp8: bool) -
 
 
 def _stored_name(name: str) -> str:
-    """Row scales are stored under the released names."""
+    """Returns the stored name of a tensor. Row scales have the released names."""
     for leaf, side in (("fc1", "up"), ("fc2", "down")):
         if name.endswith(f".mlp.{leaf}.scale"):
             return name.replace(f"mlp.{leaf}.scale", f"mlp.moe_quant.{side}_scale")

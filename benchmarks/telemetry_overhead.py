@@ -1,10 +1,10 @@
-"""What telemetry costs a call in the server process: tracing unsampled and sampled, and metrics.
+"""Measures the cost of telemetry for a call in the server process: tracing, unsampled and sampled, and metrics.
 
 python -m benchmarks.telemetry_overhead [--quick] [--json FILE]
 
-Drives watcher and observer as the server does - a call begins, is taken, steps work for it, its request ends, it
-ends - with nothing else around them, so that a microsecond shows. Spans go through the batch processor to an exporter
-that drops them: what a collector's protocol costs runs in another thread, and is not in these figures.
+It calls watcher and observer in the same order as the server: a call begins and is accepted, steps run, its request
+ends, the call ends. Nothing else runs, so single microseconds are visible. Spans pass through the batch processor to an
+exporter that drops them. The cost of the collector's protocol, which another thread pays, is not included.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CALLERS = {
     "unsampled traceparent": (*COMMON, ("traceparent", TRACEPARENT + "0")),
     "sampled traceparent": (*COMMON, ("traceparent", TRACEPARENT + "1")),
 }
-"""What comes with a call."""
+"""The metadata of a call."""
 
 
 def step(now: float, step_id: int) -> StepEvent:
@@ -108,12 +108,12 @@ def traced(telemetry: Telemetry, metadata: Metadata, steps: Sequence[StepEvent])
 
 
 def untraced(metadata: Metadata) -> None:
-    """The same without tracing: the baseline."""
+    """The baseline: the same without tracing."""
     request(call_with(metadata).started_at)
 
 
 def microseconds(work: Callable[[], None], count: int) -> float:
-    """Of the process's CPU, the exporting thread included; a call's mean, the median of rounds."""
+    """Returns the process's CPU time of a call, including the exporting thread: the median of the rounds' means."""
     rounds = []
     for _ in range(ROUNDS):
         began = time.process_time()

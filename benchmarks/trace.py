@@ -1,12 +1,12 @@
-"""The trace through the engine: requests from encoded JPEG bytes to the last token, in one process.
+"""Runs the trace through the engine: requests from encoded JPEG bytes to the last token, in one process.
 
 python -m benchmarks.trace --model moondream2 --random-weights --device cuda --in-flight 64 1 --tokens 3 30 --json F
 python -m benchmarks.trace --model kestrel-tiny --num-prompts 50 --in-flight 8
 
-Every combination of --in-flight and --tokens runs on one loaded model, with empty caches at its start. The answer's end
-is forced: the skill ``forced_query`` is a query whose rule forbids the end token, at temperature 0 unless told
-otherwise. Callers ask again when answered (closed loop), in the trace's order, so that an image's second question
-comes while or shortly after its first is answered. --saturate measures long answers of as many streams instead.
+Every combination of --in-flight and --tokens starts with empty caches, on one loaded model. The length of an answer is
+forced: the skill ``forced_query`` is a query whose rule forbids the end token. The default temperature is 0. A caller
+sends the next question of the trace when its last one is answered (closed loop), so an image's second question is asked
+while its first one is answered, or shortly after. --saturate measures long answers of as many streams instead.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from .traffic.trace_run import (
 )
 
 WARM_UP_FROM = 1_000_000
-"""Numbers of the images that warm up: the trace has none of them."""
+"""The images of the warm-up, which are not in the trace."""
 WARM_UP_IMAGES = 24
 PROFILE_AFTER_S = 1.5
-"""Seconds into a run at which the profiler begins to watch."""
+"""Seconds of a run after which the profiler starts."""
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +114,7 @@ def sampling(args: argparse.Namespace) -> dict[str, float]:
 
 
 async def warm_up(running: RunningEngine, in_flight: int, *, quick: bool) -> None:
-    """Every path once with images of the trace's sizes: what is compiled or captured late is paid here."""
+    """Runs every path once with images of the trace's sizes, so that nothing is compiled during the measurement."""
     count = 1 if quick else min(max(in_flight // 2, 3), WARM_UP_IMAGES)
     images = draw_images(count, first=WARM_UP_FROM)
     base = ChartTrace(images, ())
@@ -235,10 +235,10 @@ async def profile(
     report: GpuReport,
     name: str,
 ) -> None:
-    """Runs once more while the GPU is watched: how busy it was with kernels, and with which."""
+    """Runs once more with torch's profiler, and reports how busy the GPU was with kernels, and with which ones."""
     from .device.trace import record
 
-    # The first time it takes the profiler seconds to get ready.
+    # The profiler's first start takes seconds.
     await asyncio.to_thread(record, 0.05)
     if numbers is None:
         running.engine.flush_caches()

@@ -1,13 +1,13 @@
-"""The trace through the service: a server process, client processes on the same host, streaming RPCs.
+"""Runs the trace through the service: a server process, client processes on the same host, streaming RPCs.
 
 python -m benchmarks.trace_grpc --model moondream2 --random-weights --device cuda --in-flight 64 --tokens 3 --json F
 python -m benchmarks.trace_grpc --model moondream2 --random-weights --device cuda --saturate
 
-Starts ``kestrel-grpc serve`` with the model's flags (or asks the server at --server, which must have been started with
---skill benchmarks.models.forced_skill:ForcedQuery) and asks by StreamSkill: StreamQuery can force no end.
---saturate: long answers of all streams at once, first by the engine alone in a process of its own (benchmarks.trace
---saturate), then through gRPC: tokens/s and their ratio. How busy the GPU is comes from torch's profiler inside the
-server, by the skill benchmarks.models.profile_skill:DeviceProfile, in a run of its own.
+It starts ``kestrel-grpc serve`` with the model's flags, or uses the server at --server, which must have been started
+with --skill benchmarks.models.forced_skill:ForcedQuery. It calls StreamSkill, because StreamQuery can't force the
+length of an answer. With --saturate, all streams generate long answers at once, first with the engine alone in a
+separate process (benchmarks.trace --saturate), then through gRPC; the result is tokens/s and their ratio. A separate
+run with the skill benchmarks.models.profile_skill:DeviceProfile measures with torch's profiler how busy the GPU is.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Served:
 
 @contextmanager
 def server(flags: Sequence[str]) -> Iterator[Served]:
-    """``kestrel-grpc serve`` on a port of its own, with the skills that are needed; ended at the end."""
+    """Runs ``kestrel-grpc serve`` on a free port, with the benchmark's skills, for the duration of the context."""
     fixed = ["--log-level", "warning", "--max-deadline", "600"]
     for skill in SKILLS:
         fixed += ["--skill", skill]
@@ -78,7 +78,7 @@ def server(flags: Sequence[str]) -> Iterator[Served]:
 
 
 def described(address: str) -> Served:
-    """What a server says of itself."""
+    """Asks a server for its description."""
 
     async def ask() -> Served:
         async with AsyncKestrelClient(address) as client:
@@ -90,7 +90,7 @@ def described(address: str) -> Served:
 
 
 class Profile:
-    """The server's device, watched by the skill that was plugged in."""
+    """The profiler of the server's device, which the skill DeviceProfile controls."""
 
     def __init__(self, served: Served) -> None:
         self._served = served

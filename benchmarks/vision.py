@@ -1,11 +1,11 @@
-"""The vision tower: TFLOP/s and crops/s by how many crops go through it together.
+"""Measures the vision tower: TFLOP/s and crops/s by the number of crops of a pass.
 
 python -m benchmarks.vision --model moondream2 --random-weights --device cuda --json F
 
-The crops are of the trace's images and lie on the device; what is timed is the tower alone (patch embedding, blocks
-and the last LayerNorm) as steps run it, by the device's events: the captured pass, with the copies of crops and
-features in and out of its graph, or with --no-cuda-graphs its kernels launched one by one. A whole step - copying the
-crops there, the tower, stitching, pooling and the projector - is measured as well, as the runtime's own clock tells it.
+The crops of the trace's images are on the device. Device events time the tower alone (patch embedding, blocks and the
+last LayerNorm) as steps run it: the captured pass, with the copies of crops and features to and from its graph, or with
+--no-cuda-graphs its kernels, launched one by one. The benchmark also measures whole steps, with the copy of the crops,
+the tower, stitching, pooling and the projector, by the times that the runtime reports.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .reports.report import add_arguments, median
 from .traffic.chart_trace import draw_images
 
 IMAGES_FROM = 3_000_000
-"""Numbers of the images whose crops are encoded."""
+"""The images of the trace whose crops are encoded."""
 
 
 def prepared_images(count: int, vision: VisionConfig) -> list[PreparedImage]:

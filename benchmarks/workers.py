@@ -1,10 +1,10 @@
-"""Several processes behind one port: tokens a second of one worker alone, of all by their own addresses, and of all by
-the shared one, where the kernel deals connections out.
+"""Measures several workers behind one port: tokens a second of one worker, of all workers by their own addresses, and
+of all workers by the shared address, for which the kernel distributes connections.
 
 python -m benchmarks.workers --model moondream2 --random-weights --device cuda --workers 2 --json F
 
-Starts ``kestrel-grpc serve --workers N`` once. First each worker is asked the same, and must answer the same. Callers
-are processes of their own; each connection has as many calls in progress as --streams over --connections.
+It starts ``kestrel-grpc serve --workers N`` once. First, all workers must give the same answer to the same question.
+Callers run in separate processes. Each connection has --streams divided by --connections calls in progress.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ QUESTION = "What is in the middle of the picture?"
 
 @dataclass(frozen=True)
 class Load:
-    """What one process of callers does, a connection to each of ``addresses``."""
+    """The load of one process of callers, with a connection to each of ``addresses``."""
 
     addresses: tuple[str, ...]
     streams: int
@@ -45,7 +45,7 @@ class Load:
 
 
 def call(pipe: Connection, load: Load) -> None:
-    """Sends the tokens a second of the window that begins WARM_S after it was told to begin."""
+    """Sends the tokens a second of a window that begins WARM_S after the start time from ``pipe``."""
     pipe.send(asyncio.run(_call(load, pipe)))
 
 
@@ -63,7 +63,7 @@ async def _call(load: Load, pipe: Connection) -> float:
 
 
 async def _ask(load: Load, clients: Sequence[AsyncKestrelClient], pipe: Connection) -> float:
-    began = pipe.recv()  # a time of this machine's monotonic clock
+    began = pipe.recv()  # A time of the monotonic clock, which all processes share.
     first, last = began + WARM_S, began + WARM_S + load.seconds
     tokens = 0.0
 
@@ -82,7 +82,7 @@ async def _ask(load: Load, clients: Sequence[AsyncKestrelClient], pipe: Connecti
 
 
 def tokens_a_second(loads: Sequence[Load]) -> float:
-    """Of all processes of callers together."""
+    """Returns the tokens a second of all processes of callers together."""
     with ExitStack() as stack:
         pipes = [stack.enter_context(ChildProcess(call, load)) for load in loads]
         for pipe in pipes:
@@ -94,12 +94,12 @@ def tokens_a_second(loads: Sequence[Load]) -> float:
 
 
 def dealt(addresses: Sequence[str], processes: int) -> list[tuple[str, ...]]:
-    """A connection to each of ``addresses``, in turn over ``processes``."""
+    """Distributes the connections to ``addresses`` over ``processes`` in turn."""
     return [tuple(addresses[index::processes]) for index in range(processes)]
 
 
 def check_answers(addresses: Sequence[str], image: bytes) -> None:
-    """Raises AssertionError unless all workers answer alike."""
+    """Raises AssertionError unless all workers give the same answer."""
     answers = set()
     for address in addresses:
         with KestrelClient(address) as client:

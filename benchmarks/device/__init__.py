@@ -1,1 +1,1 @@
-"""What a device does and can do: rates, traces, the work that a model needs."""
+"""Measurements of a device: rates, traces, and the work that a model needs."""

@@ -1,4 +1,4 @@
-"""Work that can't be avoided: bytes that a decode step reads, as they are stored; operations of vision and prefill."""
+"""The minimum work of a model: the stored bytes that a decode step reads, and the FLOP of vision and prefill."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from kestrel_engine.models.text import Moe, TextBlock
 from kestrel_engine.types.model_config import ModelConfig
 
 SEQUENCES_A_PASS = 8
-"""That are routed together: bounds the activations."""
+"""The sequences that are routed together, which bounds the activations."""
 
 
 @dataclass(frozen=True)
 class DecoderBytes:
-    """``dense``: read by every step. ``expert``: one expert of one layer; ``moe_layers`` have ``num_experts`` each."""
+    """The stored bytes of weights. ``dense``: those that every step reads. ``expert``: one expert of one layer.
+    ``moe_layers``: the number of layers with ``num_experts`` experts each."""
 
     dense: int
     expert: int
@@ -30,13 +31,13 @@ class DecoderBytes:
     kv_position: int
 
     def step(self, batch: int, positions: float, experts: float) -> float:
-        """Bytes of one step: all that is read, and the keys and values written. ``positions``: seen by each row.
-        ``experts``: touched, mean of the MoE layers."""
+        """Returns the bytes that one step reads and the keys and values that it writes. ``positions``: the positions
+        that each row attends to. ``experts``: the experts in use, as a mean of the MoE layers."""
         weights = self.dense + self.moe_layers * experts * self.expert
         return weights + batch * (positions + 1) * self.kv_position
 
     def expected_experts(self, batch: int) -> float:
-        """Touched by ``batch`` tokens if the routers chose evenly and independently."""
+        """Returns the experts that ``batch`` tokens would use if routers chose evenly and independently."""
         if not self.moe_layers:
             return 0.0
         missed = (1 - self.experts_per_token / self.num_experts) ** batch
@@ -44,7 +45,7 @@ class DecoderBytes:
 
 
 def decoder_bytes(model: Moondream, kv_dtype: torch.dtype) -> DecoderBytes:
-    """The embedding table is left out: a step reads a row of it for each token."""
+    """Returns the bytes of a model's weights, without the embedding table, of which a step reads one row a token."""
     text, config = model.text, model.config.text
     dense = _bytes(*_linear(text.lm_head), *_norm(text.post_ln))
     expert = moe_layers = 0
@@ -86,8 +87,10 @@ def _norm(layer: LayerNorm) -> list[Tensor]:
 
 @torch.inference_mode()
 def chosen_experts(model: Moondream, sequences: Sequence[Sequence[int]]) -> Tensor:
-    """[sequences, MoE layers, experts a token] int64 on the CPU: which experts the last token of each sequence is
-    routed to, by plain torch on the weights as they are stored. Sequences are text ids, all of one length."""
+    """Returns the experts of each sequence's last token: [sequences, MoE layers, experts a token] int64 on the CPU.
+
+    Plain torch computes them with the stored weights. ``sequences``: text ids, all of the same length.
+    """
     assert len({len(ids) for ids in sequences}) == 1, "sequences of one length are needed"
     found = []
     for first in range(0, len(sequences), SEQUENCES_A_PASS):
@@ -122,13 +125,13 @@ def _top(block: TextBlock, x: Tensor) -> Tensor:
 
 
 def touched(chosen: Tensor) -> float:
-    """Different experts that a batch's tokens were routed to, mean of the layers. ``chosen``: see chosen_experts."""
+    """Returns the number of different experts of a batch, as a mean of the layers. ``chosen``: see chosen_experts."""
     layers = chosen.transpose(0, 1).flatten(1)
     return sum(len(set(layer.tolist())) for layer in layers) / len(layers)
 
 
 def vision_flop(config: ModelConfig, crops: int) -> float:
-    """Of the tower for ``crops`` crops: patch embedding and blocks, a multiply-add counted as two."""
+    """Returns the FLOP of the vision tower's patch embedding and blocks. A multiply-add counts as two."""
     vision = config.vision
     n, d = vision.grid**2, vision.enc_dim
     patch = vision.in_channels * vision.enc_patch_size**2
@@ -137,7 +140,8 @@ def vision_flop(config: ModelConfig, crops: int) -> float:
 
 
 def prefix_flop(config: ModelConfig, images: int) -> float:
-    """Of the decoder's blocks for the image prefixes of ``images``, which attend in both directions."""
+    """Returns the FLOP of the decoder's blocks for the image prefixes of ``images``, with attention in both
+    directions."""
     text, n = config.text, config.image_prefix
     total = 0.0
     for layer in range(text.n_layers):
@@ -152,7 +156,7 @@ def prefix_flop(config: ModelConfig, images: int) -> float:
 
 
 def moe_flop(config: ModelConfig, tokens: int) -> float:
-    """Of one MoE layer's experts and router."""
+    """Returns the FLOP of one MoE layer's experts and router."""
     moe, dim = config.text.moe, config.text.dim
     assert moe is not None
     expert = 2 * 3 * dim * moe.expert_inner_dim

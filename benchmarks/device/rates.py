@@ -1,4 +1,4 @@
-"""Ceilings of a device, measured: bytes copied and matrix products computed a second. Times are the device's own."""
+"""Measures the limits of a device: copied bytes a second and matrix products a second, by the device's own clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..reports.report import median
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for all that was enqueued; a CPU computes at once."""
+    """Waits for all enqueued work. On a CPU there is nothing to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -21,7 +21,7 @@ def synchronize(device: torch.device) -> None:
 def seconds_of(
     work: Callable[[], object], device: torch.device, *, repeats: int, warm_up: int = 2
 ) -> float:
-    """Median time of ``work``, by events of the device's current stream, or by the clock on a CPU."""
+    """Returns the median seconds of ``work``, by events of the device's current stream, or by the clock on a CPU."""
     for _ in range(warm_up):
         work()
     synchronize(device)
@@ -42,7 +42,7 @@ def seconds_of(
 
 
 def copy_rate(device: torch.device, *, num_bytes: int | None = None) -> float:
-    """Bytes a second, those read and those written, of a copy many times larger than any cache."""
+    """Returns the bytes a second, read and written, of a copy that is much larger than any cache."""
     if num_bytes is None:
         num_bytes = 4 << 30 if device.type == "cuda" else 64 << 20
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
@@ -59,8 +59,7 @@ def gemm_rate(
     *,
     repeats: int = 9,
 ) -> float:
-    """FLOP/s of x [rows, inner] @ weight [columns, inner].T on random numbers; operands beyond the caches' reach by
-    their size alone."""
+    """Returns the FLOP/s of x [rows, inner] @ weight [columns, inner].T on random numbers. Caches are not flushed."""
     x = torch.randn(rows, inner, device=device).to(dtype)
     weight = (torch.randn(columns, inner, device=device) * inner**-0.5).to(dtype)
     out = torch.empty(rows, columns, dtype=dtype, device=device)
@@ -71,7 +70,7 @@ def gemm_rate(
 def fp8_gemm_rate(
     rows: int, columns: int, inner: int, device: torch.device, *, row_scales: bool, repeats: int = 9
 ) -> float:
-    """The same for float8_e4m3fn operands and bfloat16 results; needs a GPU of compute capability 8.9 or more.
+    """As `matmul_rate`, for float8_e4m3fn operands and bfloat16 results. Requires compute capability 8.9 or newer.
 
     ``row_scales``: a scale for each row of both operands instead of one for each operand.
     """

@@ -1,4 +1,4 @@
-"""DeviceTrace: what a GPU did for a while, by torch's profiler: the time in which a kernel ran, and which ones did."""
+"""DeviceTrace: the activity of a GPU by torch's profiler: the time in which kernels ran, and the kernels' shares."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 import torch
 
 LONGEST_LISTED = 15
-"""Kernels of the list by name."""
+"""The most kernels that a trace lists by name."""
 
 
 @dataclass(frozen=True)
 class DeviceTrace:
-    """``busy_s``: in which at least one kernel ran; ``wall_s``: from the first one's start to the last one's end.
-    ``begin`` and ``end``: instants of the monotonic clock. ``kernels``: name, share of all kernel time, calls."""
+    """``busy_s``: seconds in which at least one kernel ran. ``wall_s``: seconds from the first kernel's start to the
+    last kernel's end. ``begin``, ``end``: times of the monotonic clock. ``kernels``: name, share of kernel time,
+    calls."""
 
     busy_s: float
     wall_s: float
@@ -27,12 +28,12 @@ class DeviceTrace:
 
     @property
     def busy(self) -> float:
-        """Share of the wall; nan if no kernel ran."""
+        """The share of the wall time; nan if no kernel ran."""
         return self.busy_s / self.wall_s if self.wall_s else float("nan")
 
 
 def record(seconds: float) -> DeviceTrace:
-    """Watches the device for so long, whatever thread works on it; blocks. Needs CUDA."""
+    """Profiles the device for a number of seconds, for work of all threads. Blocks. Requires CUDA."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

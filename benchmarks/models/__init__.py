@@ -1,1 +1,1 @@
-"""Loaded models and hand-made work for the benchmarks."""
+"""Loading models for benchmarks, and steps and skills for them."""

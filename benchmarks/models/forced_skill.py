@@ -1,8 +1,6 @@
-"""Skills that write exactly max_tokens tokens, so that serving is measured and not the model's wish to end.
+"""Skills that generate exactly max_tokens tokens, so that the model's choice to end does not affect a measurement.
 
-A constraint is data, so a skill in one file is all it takes.
-
-A server takes them by ``--skill benchmarks.models.forced_skill:ForcedQuery``; RunSkill reaches them.
+A server loads one with ``--skill benchmarks.models.forced_skill:ForcedQuery``, and RunSkill calls it.
 """
 
 from __future__ import annotations
@@ -45,8 +43,8 @@ class ForcedCaption:
 
 
 class ForcedQuery:
-    """A direct query in all but its end. Arguments: question. Settings: max_tokens, which is needed, and sampling, by
-    default greedy. Output: {"answer"}."""
+    """A direct query of a forced length. Arguments: question. Settings: max_tokens, which is required, and sampling,
+    which is greedy by default. Output: {"answer"}."""
 
     name = "forced_query"
     _query = QuerySkill()
@@ -57,7 +55,7 @@ class ForcedQuery:
         greedy = {"temperature": 0.0, "top_p": 1.0}
         request = self._query.build(arguments, {**greedy, **settings}, context)
         if request.max_tokens is None:
-            raise InvalidRequest("max_tokens", "is needed: the answer has no other end")
+            raise InvalidRequest("max_tokens", "is required: nothing else ends the answer")
         return replace(request, skill=self.name, needs_image=True)
 
     def new_control(
@@ -70,7 +68,7 @@ class ForcedQuery:
 
 
 class _NeverEnds:
-    """The end token is never allowed; else the rule of an ordinary answer, so that it costs the same."""
+    """The rule of an ordinary answer, so that it costs the same, but without the end token."""
 
     def __init__(self, context: SkillContext) -> None:
         ids = context.model.ids

@@ -1,6 +1,6 @@
-"""HandMadeSteps: StepPlans without a scheduler, for measuring what a runtime does with them.
+"""HandMadeSteps: creates StepPlans without a scheduler, to measure a runtime.
 
-Owns which pages and sequence ids its sequences have. The runtime must serve nobody else meanwhile.
+It owns the pages and the sequence ids of its sequences. Nothing else may use the runtime at the same time.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _ids = itertools.count(1 << 40)
 
 @dataclass(frozen=True)
 class Held:
-    """A sequence with pages for all the positions it may reach."""
+    """A sequence with pages for all its positions."""
 
     sequence_id: int
     pages: tuple[int, ...]
 
 
 class HandMadeSteps:
-    """``rule``: what may be sampled; ``sampling``: how, greedily if not given. Pages are handed out in a drawn order,
-    as a pool in use has them."""
+    """``rule``: the ids that may be sampled. ``sampling``: the sampling parameters; None for greedy. Pages are
+    allocated in a random order, as in a KV cache in use."""
 
     def __init__(
         self,
@@ -52,21 +52,21 @@ class HandMadeSteps:
         random.Random(0).shuffle(self._free)
 
     def hold(self, positions: int) -> Held:
-        """Takes pages for ``positions``."""
+        """Allocates pages for ``positions``."""
         count = -(-positions // self.runtime.limits.page_size)
         assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
         pages = tuple(self._free.pop() for _ in range(count))
         return Held(next(_ids), pages)
 
     def end(self, held: Sequence[Held], images: Sequence[str] = ()) -> None:
-        """Gives pages back and lets the runtime forget sequences and images."""
+        """Frees the pages and ends the sequences and images in the runtime."""
         ended = tuple(h.sequence_id for h in held)
         for one in held:
             self._free += one.pages
         self.run(StepPlan(next(_ids), ended=ended, drop_images=tuple(images)))
 
     def run(self, plan: StepPlan) -> StepResult:
-        """One step, waited for."""
+        """Runs one step and waits for its result."""
         return self.runtime.collect(self.runtime.launch(plan))
 
     def row(

@@ -1,8 +1,8 @@
-"""A tokenizer.json of any vocabulary's size for weights that are made up: byte-level BPE in which every id has text.
+"""Generates a tokenizer.json of any vocabulary size for random weights: byte-level BPE in which every id has a text.
 
-Such a model draws its ids from the whole vocabulary. With a smaller tokenizer most of them would decode to nothing,
-streams would carry no text, and serving would look cheaper than it is. The words of the trace are single tokens, as in
-a released tokenizer; the rest are made of syllables.
+A model with random weights samples ids from the whole vocabulary. With a smaller tokenizer, most ids would decode to an
+empty text, streams would contain no text, and serving would seem cheaper than it is. The words of the trace are single
+tokens, as in a released tokenizer. The other tokens are words of random syllables.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..traffic.chart_trace import WORDS
 
 VERSION = 1
 NUM_SPECIAL = 10
-"""Ids that mean something to every family; the first ends a text."""
+"""The ids that are special in every family. The first one ends a text."""
 SPACE = "\u0120"
 """How byte-level BPE writes a space."""
 
 
 def tokenizer_file(vocab_size: int, folder: Path | None = None) -> Path:
-    """The path of a tokenizer.json of ``vocab_size`` ids; written to ``folder`` (the temporary files') unless there."""
+    """Returns the path of a tokenizer.json of ``vocab_size`` ids. Writes it to ``folder`` unless it exists there."""
     folder = folder or Path(tempfile.gettempdir())
     path = folder / f"kestrel-made-up-tokenizer-{VERSION}-{vocab_size}.json"
     if not path.exists():
@@ -60,7 +60,7 @@ def made_up(vocab_size: int) -> tokenizers.Tokenizer:
 
 
 def _words() -> Iterator[str]:
-    """The trace's words, then made-up ones without end."""
+    """Yields the trace's words, then generated words without end."""
     yield from (SPACE + word for word in WORDS if word.isalpha())
     rng = random.Random(VERSION)
     while True:

@@ -1,6 +1,6 @@
-"""From a benchmark's flags to a loaded model: the flags of ``kestrel-grpc serve`` about the model and its steps.
+"""Loads the model that a benchmark's flags name: the flags of ``kestrel-grpc serve`` about the model and its steps.
 
-Several engines and benchmarks may use one loaded model, one after the other.
+Several engines and benchmarks can use one loaded model, one after the other.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ if TYPE_CHECKING:
     from kestrel_engine.models.moondream import Moondream
 
 QUICK = ("--model", "kestrel-tiny", "--device", "cpu", "--max-seq-length", "640")
-"""Flags of the model under --quick, before those that are given."""
+"""Flags of the model with --quick. The user's flags follow them."""
 
 KV_CACHE_GIB = 24.0
-"""On CUDA, unless told otherwise: 64 sequences of 2,048 positions. By default the pool takes nearly all the memory that
-is left, and a float32 reference or a second process would find none."""
+"""The default size of the KV cache on CUDA: 64 sequences of 2,048 positions. The server's default takes nearly all free
+memory, and would leave none for a float32 reference or a second process."""
 
 
 class ModelRuntime(Runtime, Protocol):
-    """What every runtime that computes has besides: its model, and a forward pass to look into."""
+    """A runtime with a model, and with a forward pass that returns hidden states."""
 
     @property
     def model(self) -> Moondream: ...
 
     def hidden(self, rows: Sequence[Row]) -> torch.Tensor:
-        """[num_rows, dim]: the residual stream at each row's last position, before the last LayerNorm."""
+        """Returns [num_rows, dim], the residual stream at each row's last position, before the last LayerNorm."""
         ...
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A loaded model. ``seconds``: what loading took. ``config``: what it was loaded with."""
+    """A loaded model. ``seconds``: the time of loading. ``config``: the configuration of loading."""
 
     config: RuntimeConfig
     built: Built
@@ -62,7 +62,7 @@ class Opened:
 
     @property
     def name(self) -> str:
-        """The architecture's, whether its weights are read or made up."""
+        """The name of the architecture, for read and for random weights."""
         return self.built.info.model.partition(" (")[0]
 
     @property
@@ -81,7 +81,7 @@ class Opened:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Of keys and values as they are kept."""
+        """Whether the KV cache is in FP8."""
         import torch
 
         found = getattr(torch, self.built.info.kv_cache_dtype)
@@ -94,7 +94,7 @@ class Opened:
 
 
 def model_arguments(arguments: Sequence[str], *, quick: bool = False) -> RuntimeConfig:
-    """The configuration that flags of ``kestrel-grpc serve`` stand for."""
+    """Returns the configuration for flags of ``kestrel-grpc serve``."""
     parser = Parser(prog="model", allow_abbrev=False)
     add_model_flags(parser)
     given = [*(QUICK if quick else ()), *arguments]
@@ -102,14 +102,14 @@ def model_arguments(arguments: Sequence[str], *, quick: bool = False) -> Runtime
     if config.kv_cache_gib is None and config.kv_cache_pages is None and _is_cuda(config.device):
         config = replace(config, kv_cache_gib=KV_CACHE_GIB)
     if config.random_weights and config.tokenizer_path is None:
-        # The bundled stand-in knows few ids of a released vocabulary: streams would carry no text.
+        # The bundled tokenizer has few ids of a released vocabulary, so streams would contain no text.
         vocab_size = open_files(config).config.text.vocab_size
         config = replace(config, tokenizer_path=tokenizer_file(vocab_size))
     return config
 
 
 def server_flags(arguments: Sequence[str], config: RuntimeConfig) -> list[str]:
-    """``arguments`` with what `model_arguments` chose besides, for ``kestrel-grpc serve``."""
+    """Returns ``arguments`` with the defaults that `model_arguments` chose, for ``kestrel-grpc serve``."""
     flags = list(arguments)
     chosen = {"--kv-cache-gib": config.kv_cache_gib, "--tokenizer": config.tokenizer_path}
     for flag, value in chosen.items():
@@ -136,7 +136,7 @@ def parse(
 
 
 def open_model(config: RuntimeConfig) -> Opened:
-    """Loads what ``config`` names and says how long it took."""
+    """Loads the model of ``config`` and prints the time that it took."""
     print(f"loading {config.model} on {config.device}", flush=True)
     began = time.perf_counter()
     built = build(config)
@@ -152,8 +152,7 @@ def open_model(config: RuntimeConfig) -> Opened:
 
 @contextmanager
 def server_gc() -> Iterator[None]:
-    """The collector of garbage and the interpreter's hand-over as the server sets them, once what lives long is
-    loaded."""
+    """Sets the garbage collector and the switch interval as the server does after startup."""
     before, interval = gc.get_threshold(), sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.set_threshold(*GC_THRESHOLDS)
@@ -168,7 +167,7 @@ def server_gc() -> Iterator[None]:
 
 
 class KeptRuntime:
-    """A runtime that outlives the engine which uses it: ``close`` makes it forget that engine's work and stay."""
+    """A runtime that outlives its engine. ``close`` ends the engine's sequences and keeps the runtime open."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -212,7 +211,7 @@ class RunningEngine:
 async def engine_on(
     opened: Opened, observer: Observer | None = None
 ) -> AsyncIterator[RunningEngine]:
-    """An engine on a loaded model, with the skills that never end; leaves the model loaded."""
+    """An engine on a loaded model, with the skills of forced length. The model stays loaded afterwards."""
     skills = SkillRegistry([*SkillRegistry.default(), ForcedCaption(), ForcedQuery()])
     built = replace(opened.built, runtime=KeptRuntime(opened.built.runtime))
     async with InferenceEngine(opened.config, built, skills, observer=observer) as engine:

@@ -1,8 +1,8 @@
-"""DeviceProfile: a skill that watches the GPU of the server it is plugged into: a server is profiled as it is.
+"""DeviceProfile: a skill that profiles the GPU of a running server.
 
 A server loads it with ``--skill benchmarks.models.profile_skill:DeviceProfile``. RunSkill with the argument ``seconds``
-starts to watch in a thread and answers at once. Without the argument, it returns what it saw: {"state", "trace"}. It
-costs the server one token of a short prompt.
+starts a profile in a thread and returns at once. Without the argument, it returns the result: {"state", "trace"}. A
+call costs the server one token of a short prompt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LONGEST_S = 10.0
 
 
 class Watcher:
-    """One trace at a time. ``state``: "idle", "watching", "done" or what went wrong."""
+    """Takes one trace at a time. ``state``: "idle", "watching", "done", or an error message."""
 
     def __init__(self) -> None:
         self.state = "idle"
@@ -43,7 +43,9 @@ class Watcher:
 
         try:
             trace = record(seconds)
-        except Exception as error:  # Told to who asked: nobody else waits for this thread.
+        except (
+            Exception
+        ) as error:  # The next call reports it, because nothing waits for this thread.
             self.state = f"{type(error).__name__}: {error}"
             return
         self.trace = asdict(trace)
@@ -54,7 +56,7 @@ _WATCHER = Watcher()
 
 
 class DeviceProfile:
-    """Arguments: seconds, or none to ask for what was seen."""
+    """Arguments: seconds, or none to request the result."""
 
     name = "device_profile"
 

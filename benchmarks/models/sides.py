@@ -1,7 +1,7 @@
-"""Sides: one model under two configurations, fed the same tokens by hand, to see where they part.
+"""Sides: one model in two configurations, which get the same tokens, to find their first difference.
 
-Owns the flags that name the two sides and the request, and the steps of one sequence on one side. On a machine without
-CUDA the kernels run by interpretation (slow: for small models), in float32.
+This module owns the flags for the two sides and the request, and runs the steps of one sequence on one side. Without
+CUDA, Triton's interpreter runs the kernels in float32, which is slow and suits small models only.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from kestrel_engine.runtime.kv_cache import KvCache
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-"""What a computation type may move values by, as a share of their root mean square, several layers on."""
+"""By dtype: the allowed error of values after several layers, as a share of their root mean square."""
 IN_FP8 = 6e-2
-"""The same of keys and values in FP8: 0.026 of each, if one side alone rounds them; if both do, one of them may round a
-number up and the other down."""
+"""The allowed error with an FP8 KV cache. If one side rounds, the error of a number is 0.026. If both sides round, one
+may round up and the other down."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What both sides are asked."""
+    """The request for both sides."""
 
     skill: SkillRequest
     prompt: Prompt
@@ -56,7 +56,7 @@ class Request:
 
     @property
     def positions(self) -> int:
-        """Of the prompt and of all that is sampled."""
+        """Positions of the prompt and of all sampled tokens."""
         return num_positions(self.prompt) + self.max_tokens
 
     def control(self) -> SkillControl:
@@ -69,7 +69,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Side:
-    """A loaded runtime. ``label``: the flags that make it what it is."""
+    """A loaded runtime. ``label``: its type, dtype and flags."""
 
     label: str
     runtime: ModelRuntime
@@ -82,24 +82,24 @@ class Side:
 
     @property
     def tolerance(self) -> float:
-        """What values may be moved by here."""
+        """The allowed error of values on this side."""
         own = TOLERANCES[self.dtype]
         return max(own, IN_FP8) if self.cache.eight_bits else own
 
     @property
     def exact(self) -> bool:
-        """Whether nothing here is rounded to less than float32."""
+        """Whether this side computes and stores everything in float32."""
         return self.dtype == torch.float32 and not self.cache.eight_bits
 
     @property
     def cache(self) -> KvCache:
-        """The runtime's pool: a diagnostic looks where nobody else may."""
+        """The runtime's KV cache, a private attribute that only this diagnostic reads."""
         cache: KvCache = self.runtime._cache  # type: ignore[attr-defined]
         return cache
 
 
 def add_side_arguments(parser: argparse.ArgumentParser) -> None:
-    """The two sides, and what they are asked."""
+    """Adds the flags for the two sides and for the request."""
     parser.add_argument(
         "--left",
         default="--no-compile",
@@ -124,9 +124,9 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def open_side(flags: str, shared: Sequence[str]) -> Side:
-    """Loads the model that ``shared`` and ``flags`` name, those of ``kestrel-grpc serve``, with room for one sequence.
+    """Loads the model for ``shared`` and ``flags``, which are flags of ``kestrel-grpc serve``.
 
-    Plain torch with --no-compile, else the kernels.
+    The side uses plain torch with --no-compile, else the kernels.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -142,12 +142,12 @@ def open_side(flags: str, shared: Sequence[str]) -> Side:
     dtype = default if config.dtype == "auto" else getattr(torch, str(config.dtype))
     opened = open_model(config)
     model = opened.config
-    # The same weights on both sides, though plain torch has no use for FP8.
+    # Both sides use the same weights, although plain torch does not benefit from FP8.
     keep_fp8 = config.fp8_experts == "keep" or (config.fp8_experts == "auto" and cuda)
     tensors = load_weights(opened, dtype=dtype, device=device, keep_fp8=keep_fp8).tensors
     page_size = config.page_size or max(n for n in range(1, 17) if model.image_prefix % n == 0)
     length = min(config.max_seq_length or model.text.max_context, model.text.max_context)
-    # Two sequences: one that is compared, and room to spare.
+    # The KV cache holds two sequences: the compared one, and a reserve.
     sizes: dict[str, Any] = {
         "num_pages": 2 * -(-length // page_size),
         "page_size": page_size,
@@ -174,7 +174,7 @@ def open_side(flags: str, shared: Sequence[str]) -> Side:
 
 
 def make_request(args: argparse.Namespace, side: Side) -> Request:
-    """The request that the flags name, greedy."""
+    """Returns the greedy request for the flags."""
     from kestrel_engine.config import ImageLimits
     from kestrel_engine.preprocess.crops import prepare
     from kestrel_engine.preprocess.images import open_image
@@ -198,7 +198,7 @@ def make_request(args: argparse.Namespace, side: Side) -> Request:
 
 
 class Talk:
-    """One sequence on one side: a prompt, then tokens one by one, all greedy."""
+    """One greedy sequence on one side: a prompt, then tokens one by one."""
 
     def __init__(self, side: Side, request: Request) -> None:
         self._side, self._request = side, request
@@ -211,7 +211,7 @@ class Talk:
 
     @property
     def positions(self) -> int:
-        """Whose keys and values are stored."""
+        """The positions whose keys and values are stored."""
         return self._position
 
     @property
@@ -225,15 +225,16 @@ class Talk:
         return self._sampled(self._steps.prefill([row]).tokens)
 
     def feed(self, token: StepToken, rule: TokenRule) -> StepToken:
-        """One decode step that feeds ``token``, and samples."""
+        """Runs one decode step with the input ``token``, and samples."""
         row = self._row((token.as_input(),), rule)
         self._position += 1
         return self._sampled(self._steps.decode([row]).tokens)
 
     def logits(self, token: StepToken | None) -> Tensor:
-        """[vocab] float32 on the CPU: after the prompt (None), or after ``token`` at the next position.
+        """Returns the logits [vocab] float32 on the CPU, after the prompt (None) or after ``token`` at the next
+        position.
 
-        By a prefill pass, which stores what it computes: begin() or feed() with the same token comes after it.
+        It runs a prefill pass, which stores keys and values. Call begin() or feed() with the same token afterwards.
         """
         tokens = self._request.prompt if token is None else (token.as_input(),)
         hidden = self._side.runtime.hidden([self._row(tokens, None)])
@@ -256,7 +257,7 @@ class Talk:
 
 
 def answer(talk: Talk, request: Request) -> list[StepToken]:
-    """What the side says by itself, its stop token included."""
+    """Returns the tokens that a side generates, including its stop token."""
     control, said = request.control(), list[StepToken]()
     while len(said) < request.max_tokens:
         rule = control.rule(len(said))
@@ -268,7 +269,7 @@ def answer(talk: Talk, request: Request) -> list[StepToken]:
 
 
 def follow(talk: Talk, request: Request, said: Sequence[StepToken]) -> list[StepToken]:
-    """What the side would say at each place, having heard the same as the one that said ``said``."""
+    """Returns the tokens that a side prefers at each position of ``said``, the answer of the other side."""
     control, picked = request.control(), list[StepToken]()
     for index, token in enumerate(said):
         rule = control.rule(index)

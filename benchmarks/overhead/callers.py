@@ -1,4 +1,4 @@
-"""The callers of grpc_overhead.py, in processes of their own so that they are not what is measured."""
+"""The callers of grpc_overhead.py, in separate processes, so that their cost is not measured."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from .echo_server import STREAM, UNARY
 from .servers import Pace
 
 CALLERS_A_CLIENT = 16
-"""A client process takes that many callers, so that clients are not what is measured."""
+"""Callers of one client process. So few callers do not limit the measured rates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What one caller heard of a stream: its messages and when they came, seconds of a clock all processes share."""
+    """The messages that one caller received from a stream, and their times on a clock that all processes share."""
 
     messages: list[bytes]
     times: list[float]
 
 
 def _client(pipe: Connection) -> None:
-    """Does what it is told, one thing at a time: ("streams", address, request, count) or ("calls", address, request,
-    pace); answers with a Heard for each stream, or with (an answer, seconds of each call). Connections stay."""
+    """Executes orders from ``pipe`` one after the other: ("streams", address, request, count) or ("calls", address,
+    request, pace). Sends a Heard for each stream, or (an answer, seconds of each call). Connections stay open."""
 
     async def read(call: Any, request: bytes) -> Heard:
         messages, times = [], []
@@ -57,8 +57,8 @@ def _client(pipe: Connection) -> None:
 
     async def main() -> None:
         channels: dict[str, grpc.aio.Channel] = {}
-        while (told := await asyncio.to_thread(pipe.recv)) is not None:
-            kind, address, request, share = told
+        while (order := await asyncio.to_thread(pipe.recv)) is not None:
+            kind, address, request, share = order
             if address not in channels:
                 channels[address] = grpc.aio.insecure_channel(address)
                 await channels[address].channel_ready()
@@ -75,7 +75,7 @@ def _client(pipe: Connection) -> None:
 
 
 class Callers:
-    """``num`` callers in processes that live as long as the context; they call one server at a time."""
+    """``num`` callers, whose processes run during the context. They call one server at a time."""
 
     def __init__(self, num: int) -> None:
         clients = -(-num // CALLERS_A_CLIENT)
@@ -91,7 +91,7 @@ class Callers:
         self._stack.close()
 
     def read_streams(self, address: str, tokens: int) -> list[Heard]:
-        """A stream each, begun together and read to the ends."""
+        """Each caller starts a stream, all at the same time, and reads it to its end."""
         inner = pb.CaptionRequest(image=common_pb2.Image(encoded=jpeg(1, 64, 64)))
         inner.sampling.max_tokens = tokens
         request = pb.StreamCaptionRequest(request=inner).SerializeToString()
@@ -100,7 +100,7 @@ class Callers:
         return [heard for pipe in self._pipes for heard in pipe.recv()]
 
     def call(self, address: str, request: bytes, pace: Pace) -> tuple[bytes, list[float]]:
-        """An answer, and seconds of each call."""
+        """Makes unary calls and returns an answer and the seconds of each call."""
         for pipe, count in zip(self._pipes, self._shares, strict=True):
             pipe.send(("calls", address, request, replace(pace, callers=count)))
         answers = [pipe.recv() for pipe in self._pipes]
@@ -108,13 +108,13 @@ class Callers:
 
 
 def tokens_of(message: bytes) -> int:
-    """How many there were when the message was made; 0 of a message that is no text."""
+    """Returns the number of tokens up to a message; 0 for a message without text."""
     event = pb.StreamCaptionResponse.FromString(message)
     return event.text_delta.output_tokens if event.HasField("text_delta") else 0
 
 
 def gaps_ms(heard: list[Heard]) -> list[float]:
-    """Between text messages of a stream, the first and the last few left out."""
+    """Returns the milliseconds between text messages of a stream, without the first and the last few."""
     found = []
     for each in heard:
         times = [t for t, m in zip(each.times, each.messages, strict=True) if tokens_of(m)]

@@ -1,10 +1,10 @@
-"""CannedEngine: what the service sees of an engine, and nothing behind it: no scheduler, tokenizer, step thread, skill.
+"""CannedEngine: implements the engine's public interface without scheduler, tokenizer, step thread or skills.
 
-It stands at the engine's public seam - ``submit``, EngineStream, EngineResult, the observer - and says the same words
-to everyone at the pace of a device: a step every ``step_s`` gives each request a token. As with the real one, a thread
-of its own hands what is new to the event loop, all streams in one call, as often as delivery.py does. So what a server
-around it takes is the service's own. Its thread looks for new requests at every step instead of being woken, which the
-event loop would pay for.
+It provides ``submit``, EngineStream, EngineResult and the observer. It sends the same words to all requests at the pace
+of a device: every ``step_s``, a step gives each request a token. As in the real engine, a separate thread passes new
+updates to the event loop, for all streams in one call, as often as delivery.py does. So the cost of a server with this
+engine is the cost of the service. The thread polls for new requests at every step, because waking it would cost the
+event loop time.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ WORDS = ("the", "red", "bars", "are", "higher", "than", "most", "blue", "ones", 
 MOST_TOKENS = 4096
 IMAGE_SIZE = (64, 64)
 _UPDATES = [(n + 1, StreamUpdate(text=f" {WORDS[n % len(WORDS)]}")) for n in range(MOST_TOKENS)]
-"""By how many tokens came before: all that is ever said."""
+"""All updates, by the number of earlier tokens."""
 _OUTPUTS = {"query": "answer", "caption": "caption"}
 """The field of a skill's output."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """``sampled`` and ``told`` tokens and ``ended`` are the thread's, all else is fixed but ``aborted``."""
+    """Only the engine's thread writes ``sampled``, ``delivered`` and ``ended``. All else but ``aborted`` is
+    constant."""
 
     skill: str
     stream: EngineStream
@@ -53,17 +54,17 @@ class _Request:
     scheduled_at: float = 0.0
     first_token_at: float = 0.0
     sampled: int = 0
-    told: int = 0
+    delivered: int = 0
     ended: bool = False
     aborted: bool = False
 
 
-_Told = tuple[_Request, list[tuple[int, StreamUpdate]], EngineResult | None]
+_Delivery = tuple[_Request, list[tuple[int, StreamUpdate]], EngineResult | None]
 """A request, its new updates, and its result if it has ended."""
 
 
 class CannedEngine:
-    """Stands in for InferenceEngine where a server uses it. Made on the event loop; ``streams`` make a full step."""
+    """Replaces InferenceEngine in a server. Create it on the event loop. ``streams`` requests make a full step."""
 
     def __init__(
         self, info: EngineInfo, *, step_s: float, streams: int, observer: Observer | None = None
@@ -95,7 +96,7 @@ class CannedEngine:
         principal: str = "",
         weight: float = 1.0,
     ) -> EngineStream:
-        """As the real one's; of all that is asked it heeds ``max_tokens``."""
+        """As the real engine's, but only ``max_tokens`` has an effect."""
         wanted = min(MOST_TOKENS, (settings or {}).get("max_tokens", 64))
         stream = EngineStream(request_id or "canned", lambda: setattr(request, "aborted", True))
         request = _Request(skill, stream, wanted, image is not None, time.monotonic())
@@ -104,10 +105,10 @@ class CannedEngine:
         return stream
 
     def check_admission(self, *args: Any, **kwargs: Any) -> None:
-        """There is always room."""
+        """Admits every request."""
 
     def window(self) -> Window:
-        """Of the latest run of full steps. Raises RuntimeError if there was none for long enough."""
+        """Returns the window of the latest run of full steps. Raises RuntimeError if there was no run long enough."""
         return self._kept.window()
 
     async def shutdown(self, *, grace_s: float = 10.0) -> None:
@@ -137,7 +138,7 @@ class CannedEngine:
                 while self._new:
                     running.append(self._new.popleft())
                     running[-1].scheduled_at = now
-            waiting = [r for r in running if r.sampled > r.told]
+            waiting = [r for r in running if r.sampled > r.delivered]
             if waiting and now >= due:
                 pause_s = delivery.PAUSE_PER_STREAM_S * len(waiting)
                 due = now + min(delivery.LONGEST_PAUSE_S, pause_s)
@@ -147,7 +148,7 @@ class CannedEngine:
             time.sleep(max(0.0, until - time.monotonic()))
 
     def _step(self, running: list[_Request], step_id: int, now: float) -> list[_Request]:
-        """One token for each; those whose stream should hear at once."""
+        """Samples one token for each request. Returns the requests whose streams must be updated at once."""
         for request in running:
             request.sampled += 1
         if self._observer is not None:
@@ -163,18 +164,18 @@ class CannedEngine:
         return urgent
 
     def _tell(self, requests: list[_Request]) -> None:
-        told: list[_Told] = []
+        deliveries: list[_Delivery] = []
         for request in requests:
-            updates = _UPDATES[request.told : request.sampled]
-            request.told = request.sampled
-            request.ended = request.aborted or request.told >= request.wanted
+            updates = _UPDATES[request.delivered : request.sampled]
+            request.delivered = request.sampled
+            request.ended = request.aborted or request.delivered >= request.wanted
             result = _result(request, self.info.model) if request.ended else None
-            told.append((request, updates, result))
-        self._loop.call_soon_threadsafe(self._deliver, told)
+            deliveries.append((request, updates, result))
+        self._loop.call_soon_threadsafe(self._deliver, deliveries)
 
-    def _deliver(self, told: list[_Told]) -> None:
+    def _deliver(self, deliveries: list[_Delivery]) -> None:
         """On the event loop."""
-        for request, updates, result in told:
+        for request, updates, result in deliveries:
             request.stream.push(updates)
             if result is not None:
                 self.num_requests -= 1
@@ -186,14 +187,14 @@ class CannedEngine:
 def _result(request: _Request, model: str) -> EngineResult:
     now = time.monotonic()
     accepted, scheduled, first = request.accepted_at, request.scheduled_at, request.first_token_at
-    text = " ".join(WORDS[: request.told])
+    text = " ".join(WORDS[: request.delivered])
     return EngineResult(
         request_id=request.stream.request_id,
         output={_OUTPUTS[request.skill]: text},
         finish_reason="cancelled" if request.aborted else "length",
         metrics=EngineMetrics(
             input_tokens=20,
-            output_tokens=request.told,
+            output_tokens=request.delivered,
             queue_time_ms=1e3 * (scheduled - accepted),
             prefill_time_ms=1e3 * (first - scheduled),
             decode_time_ms=1e3 * (now - first),

@@ -1,7 +1,4 @@
-"""Where a process's CPU went between two instants, by thread.
-
-Owns the names under which threads are told apart. Knows no engine.
-"""
+"""Measures a process's CPU time between two instants, by thread. Owns the names of the threads."""
 
 from __future__ import annotations
 
@@ -15,14 +12,14 @@ NAMES = {
     "kestrel-delivery": "delivery",
     "kestrel-canned": "fake engine",
 }
-"""Threads of a server that are told apart; all others are gRPC's and the pool's."""
+"""The threads of a server that are reported separately. All other threads belong to gRPC and to the pool."""
 
 OTHERS = "others"
 
 
 @dataclass
 class Window:
-    """What happened from one full step to a later one: seconds by the wall, and of CPU by thread name."""
+    """The time from one full step to a later one: seconds of wall time, and of CPU time by thread name."""
 
     steps: int
     wall_s: float

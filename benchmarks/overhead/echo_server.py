@@ -1,7 +1,7 @@
-"""The bare grpc.aio server that grpc_overhead.py compares with: no interceptor, no engine, messages made beforehand.
+"""The bare grpc.aio server that grpc_overhead.py compares with: no interceptors, no engine, prepared messages.
 
-Run in a process of its own with one end of a pipe: it tells its address, then answers "streamed" with the CPU of the
-latest round of streams and "cpu" with a Snapshot, and ends when it is told None.
+It runs in a separate process with one end of a pipe. It sends its address, then replies to "streamed" with the CPU time
+of the latest round of streams and to "cpu" with a Snapshot. It ends when it receives None.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _TYPES: dict[str, tuple[Any, Any]] = {
     STREAM: (pb.StreamCaptionResponse, pb.StreamCaptionRequest),
     UNARY: (pb.QueryResponse, pb.QueryRequest),
 }
-"""By the method: its response and its request."""
+"""The response and the request of each method."""
 
 _ID = (("x-request-id", 32 * "0"),)
-"""As long as the service's: making one up is the service's own."""
+"""A constant id with the length of the service's ids. Generating an id is a cost of the service."""
 
 
 class _Echo:
-    """Streams begin together, when the last of ``callers`` has come. All that wait hear of each turn of a device
-    together: one every ``pause_s`` while anybody waits; 0 answers unary calls at once."""
+    """Streams start together, when ``callers`` streams are open. Every ``pause_s``, all waiting calls are answered
+    together, as after a step of a device. With a ``pause_s`` of 0, unary calls are answered at once."""
 
     def __init__(self, messages: list[Any], callers: int, pause_s: float, metadata: bool) -> None:
         self._messages, self._callers, self._pause_s = messages, callers, pause_s
@@ -47,7 +47,7 @@ class _Echo:
 
     @property
     def cpu_s(self) -> float:
-        """Of the latest streams, from the first message of all to the last."""
+        """CPU time of the latest round of streams, from the first message to the last."""
         return self._cpu[1] - self._cpu[0]
 
     async def unary(self, request: Any, context: Any) -> Any:
@@ -98,9 +98,8 @@ def run_echo(
     pause_s: float,
     metadata: bool = False,
 ) -> None:
-    """Sends ``messages`` to each stream, one every ``pause_s`` and to all together, or answers unary calls with the
-    first, as soon as the next turn of a device of that pace ends. ``metadata``: with the headers ahead of it that the
-    service sends."""
+    """Runs the server. Every ``pause_s``, it sends the next of ``messages`` to all streams and answers waiting unary
+    calls with the first message. ``metadata``: send the service's headers before an answer."""
 
     async def main() -> None:
         kind, asked = _TYPES[method]

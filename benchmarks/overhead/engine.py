@@ -1,7 +1,6 @@
-"""What the real engine's streams and calls cost behind gRPC, against the engine alone and an echo of the same messages.
+"""Measures the real engine's streams and calls through gRPC, against the engine alone and an echo of the same messages.
 
-The wider figure: engine, tokenizer and step thread on a device that only takes its time (paced_device.py), with the
-service around them.
+It includes the service, the engine, the tokenizer and the step thread, on a device that only waits (paced_device.py).
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ SETTINGS = (
     Setting("GIL 0.1 ms", switch_interval_s=0.0001),
     Setting("every step", longest_pause_s=0.0),
 )
-"""The first is what the server does; GIL: how long a thread may keep the interpreter while another waits."""
+"""The measured settings. The first is the server's default. GIL: the switch interval of the interpreter."""
 
 STREAM_LIMIT_US, UNARY_LIMIT_US, RATE_LIMIT = 15.0, 150.0, 0.90
 
 
 def streamed(load: Load, setting: Setting) -> tuple[Window, list[Heard]]:
-    """Streams through the server."""
+    """Measures streams through the server."""
     with ChildProcess(run_server, load, setting) as server, Callers(load.streams) as callers:
         heard = callers.read_streams(server.recv(), load.tokens)
         server.send("window")
@@ -40,7 +39,7 @@ def streamed(load: Load, setting: Setting) -> tuple[Window, list[Heard]]:
 
 
 def echoed(load: Load, messages: list[bytes], pause_s: float) -> float:
-    """Seconds of CPU that a bare server takes for ``messages`` to every stream, one every ``pause_s``."""
+    """Returns the CPU seconds that a bare server needs to send ``messages`` to every stream, one every ``pause_s``."""
     echo = ChildProcess(run_echo, STREAM, messages, load.streams, pause_s)
     with echo as server, Callers(load.streams) as callers:
         callers.read_streams(server.recv(), load.tokens)
@@ -102,8 +101,11 @@ def _row(
 
 
 def measure_unary(report: Report, load: Load, pace: Pace) -> None:
-    """Questions without an image, paced, one token each. On the same device: one that took no time would make a step
-    for every call, and the engine's share were another in the server than alone."""
+    """Measures questions without an image at a fixed rate, one token each.
+
+    The device has the same pace as for streams. A device without a pace would run a step for every call, and the
+    engine's cost in the server would differ from its cost alone.
+    """
     sampling = common_pb2.Sampling(max_tokens=1)
     request = pb.QueryRequest(question=QUESTION, sampling=sampling).SerializeToString()
     num_calls, rate = pace.calls * pace.callers, pace.callers / pace.pause_s
@@ -123,7 +125,7 @@ def measure_unary(report: Report, load: Load, pace: Pace) -> None:
 
 
 def _asked(server: Connection, request: bytes, pace: Pace) -> tuple[float, bytes, list[float]]:
-    """Microseconds of the server's CPU a call, an answer, and seconds of each call."""
+    """Returns the server's CPU microseconds a call, an answer, and the seconds of each call."""
     address = server.recv()
     with Callers(pace.callers) as callers:
         callers.call(address, request, Pace(pace.callers, 2, 0.01))

@@ -1,8 +1,8 @@
-"""PacedRuntime: a device that takes a set time for a step and computes nothing, and an engine's parts around it.
+"""PacedRuntime: a device that needs a fixed time for a step and computes nothing, and the parts of an engine for it.
 
-It does to the interpreter what a GPU's runtime does: ``launch`` holds it while inputs are staged, ``collect`` waits
-without it until the step's end, and steps follow one another without a gap as long as the next was launched in time.
-What is missing from a rate of 1 / ``step_s`` is what the host cost the device.
+It uses the GIL as a GPU runtime does: ``launch`` holds the GIL while it stages inputs, ``collect`` releases it until
+the step ends, and steps follow one another without a gap if the next step is launched in time. The difference between
+the measured rate and 1 / ``step_s`` is the time for which the device waited for the host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAGE_SIZE = 10
 
 
 class PacedRuntime:
-    """``batch_size`` rows make a full step; the window runs from the ``warm_up``-th of these to the latest."""
+    """``batch_size`` rows make a full step. The window begins with full step ``warm_up`` and ends with the latest."""
 
     def __init__(
         self, limits: RuntimeLimits, *, step_s: float, staging_s: float, warm_up: int = 20
@@ -77,7 +77,7 @@ class PacedRuntime:
 
 
 def paced_build(config: RuntimeConfig, *, step_s: float, staging_s: float) -> Built:
-    """The parts of an engine that thinks it serves Moondream 2 on a device of its own."""
+    """Returns the parts of an engine that serves Moondream 2 on a paced device."""
     model = parse_model_config({"config": {}}, family="moondream2")
     positions = model.text.max_context
     limits = RuntimeLimits(
@@ -110,7 +110,8 @@ def paced_build(config: RuntimeConfig, *, step_s: float, staging_s: float) -> Bu
 
 
 def _plain_tokens() -> list[tuple[int, str]]:
-    """Ids whose text is plain, so that every token gives text at once; none of the first few, which are special."""
+    """Returns ids with plain text, so that every token gives text at once. The first ids, which are special, are not
+    among them."""
     vocabulary = json.loads(TOKENIZER.read_text())["model"]["vocab"]
     return [
         (i, text) for text, i in vocabulary.items() if i > 20 and text.removeprefix("Ġ").isascii()

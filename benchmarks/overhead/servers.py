@@ -1,8 +1,8 @@
-"""The measured processes of grpc_overhead.py, besides its echo: the server around an engine, real or canned, and the
-engine alone.
+"""The measured processes of grpc_overhead.py beside its echo: a server with a real or a canned engine, and the engine
+alone.
 
-Each is run in a process of its own with one end of a pipe: it tells its address, if it has one, answers what it is
-asked ("window": a Window; "cpu": a Snapshot), and ends when it is told None.
+Each runs in a separate process with one end of a pipe. It sends its address, if it has one, replies to "window" with a
+Window and to "cpu" with a Snapshot, and ends when it receives None.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _NUM_DECODERS = max(2, (os.cpu_count() or 1) - 2)
 
 @dataclass(frozen=True)
 class Load:
-    """``streams`` callers read ``tokens`` tokens each; the device takes ``step_s`` a step, staging ``staging_s``."""
+    """``streams`` callers read ``tokens`` tokens each. The device needs ``step_s`` a step, and staging
+    ``staging_s``."""
 
     streams: int
     tokens: int
@@ -47,16 +48,15 @@ class Load:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a server is set up; None leaves what it does by itself."""
+    """The settings of a server. None: the server's default."""
 
     name: str
     switch_interval_s: float | None = None
     longest_pause_s: float | None = None
     images_per_s: int = 0
-    """New images that are decoded besides, as uploads are."""
+    """New images a second that the server decodes in addition, as for uploads."""
     watched: bool = False
-    """With all that operators may turn on: access log in JSON, metrics, traces of which none is sampled, load in
-    trailers."""
+    """Whether all optional monitoring is on: the access log in JSON, metrics, unsampled traces, load in trailers."""
 
 
 def run_server(pipe: Connection, load: Load, setting: Setting) -> None:
@@ -83,7 +83,7 @@ def run_server(pipe: Connection, load: Load, setting: Setting) -> None:
 
 
 def run_canned(pipe: Connection, load: Load, setting: Setting) -> None:
-    """The server around an engine that is nothing but its public seam."""
+    """Runs the server with a CannedEngine."""
 
     async def main() -> None:
         config = _config(load)
@@ -121,19 +121,19 @@ def _server_config(setting: Setting) -> ServerConfig:
 
 
 def _watch(log: TextIO) -> None:
-    """The parts of ``watched`` that are the process's: where records go, and that no trace is sampled."""
+    """Sets the process-wide parts of ``watched``: the log's destination, and a sampler that samples no trace."""
     set_up_logging("info", "json", log)
     os.environ["OTEL_TRACES_SAMPLER"] = "parentbased_traceidratio"
     os.environ["OTEL_TRACES_SAMPLER_ARG"] = "0"
 
 
 QUESTION = "How many of the blue bars are higher than the red one?"
-"""Asked by unary calls: no image, one token."""
+"""The question of unary calls, which have no image and one token."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """``callers`` who each call ``calls`` times, every ``pause_s``, by turns; 0: as soon as they are answered."""
+    """``callers`` callers make ``calls`` calls each, one every ``pause_s``, in turn; 0: without a pause."""
 
     callers: int
     calls: int
@@ -152,7 +152,7 @@ class Pace:
 
 
 def run_asked(pipe: Connection, load: Load, pace: Pace) -> None:
-    """The engine without gRPC, asked at a pace; tells the CPU of all calls."""
+    """Runs the engine without gRPC, calls it at a pace, and sends the CPU time of all calls."""
 
     async def main() -> None:
         config = _config(load)
@@ -174,7 +174,7 @@ def run_asked(pipe: Connection, load: Load, pace: Pace) -> None:
 
 
 def run_alone(pipe: Connection, load: Load) -> None:
-    """The engine without gRPC; its streams are read on its event loop."""
+    """Runs the engine without gRPC, and reads its streams on its event loop."""
 
     async def read(engine: InferenceEngine, image: bytes) -> None:
         settings = {"max_tokens": load.tokens}
@@ -204,8 +204,7 @@ def _config(load: Load) -> RuntimeConfig:
 
 
 async def _upload(server: KestrelServer, images_per_s: int) -> None:
-    """Has images decoded that nobody asks about, each of them new by its bytes, while there are requests; no more at
-    a time than a decoder each can take."""
+    """Decodes new images that no request uses, while there are requests. At most one image for each decoder waits."""
     engine, image = server.served.loaded, jpeg(2, 850, 600)
     assert engine is not None
     waiting: set[asyncio.Task[Any]] = set()
@@ -228,7 +227,7 @@ def _apply(setting: Setting) -> None:
 
 
 async def _answer(pipe: Connection, source: Any) -> None:
-    """Answers until told to end; ``source``, a device or what stands for one, knows its window."""
+    """Replies to requests from ``pipe`` until None arrives. ``source``: the device, which provides the window."""
     while (asked := await asyncio.to_thread(pipe.recv)) is not None:
         if asked == "window":
             pipe.send(source.window())

@@ -1,11 +1,11 @@
-"""What the service itself costs: a server around canned words (canned_engine.py) against an echo of the same messages.
+"""Measures the cost of the service itself: a server with canned_engine.py, against an echo of the same messages.
 
-Server and echo take turns, so that what else the machine does falls on both; figures are medians over rounds. Both give
-their answers at a device's pace. What the canned engine's thread takes for that is not the service's.
+Server and echo run in turn, so that other load on the machine affects both. Figures are medians over rounds. Both
+answer at a device's pace. The time of the canned engine's thread is not part of the service's cost.
 
-A unary call is measured against two echoes. The service tells a request's id ahead of the answer, which grpc.aio can
-only do in an exchange with its core of its own. "echo, headers too" does the same, so that both sides send the same;
-the bar is by that one, in the column "headers too". "added" is beyond the echo without headers.
+A unary call is compared with two echoes. The service sends a request's id before the answer, for which grpc.aio needs a
+separate exchange with its core. "echo, headers too" does the same, and the bar is relative to it, in the column
+"headers too". The column "added" is relative to the echo without headers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _ENGINE = NAMES["kestrel-canned"]
 
 @dataclass
 class _Side:
-    """A process that is measured by turns with others; ``seen``: us of CPU of each turn, of that its canned engine."""
+    """A process that is measured in turn with others. ``seen``: for each turn, the CPU microseconds of the process and
+    those of its canned engine."""
 
     name: str
     pipe: Connection
@@ -52,13 +53,13 @@ class _Side:
         return self.pipe.recv()
 
     def cost(self, turn: int) -> float:
-        """Without the canned engine's own."""
+        """The CPU microseconds of a turn without the canned engine."""
         cpu, engine = self.seen[turn]
         return cpu - engine
 
 
 class _Processes:
-    """Starts sides, each in a process, and ends them with the context."""
+    """Starts each side in a process, and ends them with the context."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
@@ -77,7 +78,7 @@ class _Processes:
 def measure_streams(
     report: Report, load: Load, rounds: int, settings: Sequence[Setting] = SETTINGS
 ) -> None:
-    """Streams of ``load``, all begun at once. The server's from its first steps with all to the last of these."""
+    """Measures the streams of ``load``, which start at the same time, from the first full step to the last."""
 
     def measure(side: _Side) -> tuple[float, float]:
         callers.read_streams(side.address, load.tokens)
@@ -97,7 +98,7 @@ def measure_streams(
         sides.append(processes.add(ECHO, run_echo, STREAM, messages, load.streams, pause_s))
         _take_turns(sides, rounds, measure)
     title = f"service alone: a token of {load.streams} streams"
-    _tell(report, sides, title, "a streamed token", STREAM_LIMIT_US)
+    _report_sides(report, sides, title, "a streamed token", STREAM_LIMIT_US)
 
 
 def measure_unary(
@@ -107,8 +108,8 @@ def measure_unary(
     rounds: int,
     settings: Sequence[Setting] = SETTINGS,
 ) -> None:
-    """Questions of one token each, without an image and with a small one that is known by then. No pause: each caller
-    calls again as soon as it is answered."""
+    """Measures questions of one token each, without an image and with a small cached image. Without a pause, each
+    caller calls again after each answer."""
     num = load.streams
     few = Pace(num, 2, 0.01)
     with Callers(num) as callers, _Processes() as processes:
@@ -131,8 +132,8 @@ def measure_unary(
                 sides = [replace(side, seen=[]) for side in (*servers, *echoes)]
                 _take_turns(sides, rounds, lambda side: _asked(side, callers, data, pace))  # noqa: B023
                 when = f"{num / pace.pause_s:g} a second" if pace.pause_s else "without a pause"
-                told = f"{name}, {num} callers, {when}"
-                _tell(report, sides, f"service alone: {told}", told, UNARY_LIMIT_US)
+                label = f"{name}, {num} callers, {when}"
+                _report_sides(report, sides, f"service alone: {label}", label, UNARY_LIMIT_US)
 
 
 def _take_turns(
@@ -143,8 +144,10 @@ def _take_turns(
             side.seen.append(measure(side))
 
 
-def _tell(report: Report, sides: Sequence[_Side], title: str, what: str, limit_us: float) -> None:
-    """A row for each; a bar for the server as it is, by the echo that sends what it sends."""
+def _report_sides(
+    report: Report, sides: Sequence[_Side], title: str, what: str, limit_us: float
+) -> None:
+    """Reports a row for each side, and a bar for the server's default relative to the echo with the same headers."""
     echoes = {side.name: side for side in sides if side.is_echo}
     bare = echoes[ECHO]
     same = echoes.get(HEADERS_ECHO, bare)  # A stream's headers are one message of hundreds.
@@ -161,8 +164,8 @@ def _tell(report: Report, sides: Sequence[_Side], title: str, what: str, limit_u
         }
         report.add(title, row)
     served = sides[0]
-    told = f"us of CPU that the service adds to {what}"
-    report.bar(told, statistics.median(_added(served, same)), limit_us)
+    label = f"us of CPU that the service adds to {what}"
+    report.bar(label, statistics.median(_added(served, same)), limit_us)
 
 
 def _added(side: _Side, echo: _Side) -> list[float]:

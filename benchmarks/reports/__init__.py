@@ -1,1 +1,1 @@
-"""What a benchmark reports: figures beside bars and machine, as tables and JSON."""
+"""The reports of benchmarks: figures, bars and the machine, as tables and JSON."""

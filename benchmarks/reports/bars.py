@@ -1,4 +1,4 @@
-"""What one NVIDIA H200 must reach with random weights at the true shapes: bar and goal of each figure."""
+"""The bar and the goal of each figure for one NVIDIA H200, with random weights of the true shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GpuReport: figures with what the machine allows, what is asked of them, and where and how they were taken."""
+"""GpuReport: figures with the machine's limits, their bars, the machine and the command."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class GpuReport(Report):
         bar: float | None = None,
         goal: float | None = None,
     ) -> Figure:
-        """Notes a figure and shows it. ``name`` must be new."""
+        """Records a figure and prints it. ``name`` must be new."""
         assert all(f.name != name for f in self.figures), f"two figures named {name!r}"
         figure = Figure(
             name=name, value=value, unit=unit, at_least=at_least, floor=floor, bar=bar, goal=goal
@@ -73,7 +73,7 @@ class GpuReport(Report):
         return figure
 
     def take(self, other: GpuReport) -> None:
-        """Adds all that ``other`` found."""
+        """Adds the contents of ``other``."""
         for title, rows in other.tables.items():
             self.tables.setdefault(title, []).extend(rows)
         self.bars += other.bars
@@ -95,7 +95,7 @@ class GpuReport(Report):
 
 
 def line(figure: Figure) -> str:
-    """A figure as one line of text."""
+    """Formats a figure as one line of text."""
     parts = [f"{figure.name}: {shown(float(figure.value))} {figure.unit}"]
     share = figure.share
     if share is not None and figure.floor is not None:
@@ -110,13 +110,13 @@ def line(figure: Figure) -> str:
 
 
 def command_line(module: str, arguments: Sequence[str] | None) -> str:
-    """How ``python -m module`` was called."""
+    """Formats the command line of ``python -m module``."""
     given = sys.argv[1:] if arguments is None else arguments
     return shlex.join(["python", "-m", module, *given])
 
 
 def describe_device() -> dict[str, Any]:
-    """GPU and versions, as far as torch is loaded and sees one."""
+    """Returns the GPU and versions, if torch is imported and sees a GPU."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}

@@ -1,4 +1,4 @@
-"""Report: what a benchmark found, as a table for people and JSON for programs. Knows no engine."""
+"""Report: the results of a benchmark, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Row = dict[str, float | int | str]
 
 @dataclass(frozen=True)
 class Bar:
-    """What a figure must reach: ``value`` at most ``limit``, or at least if ``at_least``."""
+    """The limit of a figure: ``value`` must be at most ``limit``, or at least ``limit`` with ``at_least``."""
 
     what: str
     value: float
@@ -33,7 +33,7 @@ class Bar:
 
 @dataclass
 class Report:
-    """Tables by title, and bars. ``settings``: what the run was asked for."""
+    """Tables by title, and bars. ``settings``: the settings of the run."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Report:
     bars: list[Bar] = field(default_factory=list)
 
     def add(self, title: str, row: Row) -> None:
-        """Adds a row to a table and shows it at once: runs are long. What could not be measured (nan) becomes "-"."""
+        """Adds a row to a table and prints it at once, because runs are long. A nan becomes "-"."""
         row = {
             name: "-" if isinstance(v, float) and math.isnan(v) else v for name, v in row.items()
         }
@@ -55,7 +55,7 @@ class Report:
         self.bars.append(Bar(what, value, limit, at_least))
 
     def finish(self, path: str | None) -> None:
-        """Prints the bars and the machine; writes all of it to ``path`` if there is one."""
+        """Prints the bars and the machine, and writes the whole report to ``path``, if given."""
         machine = describe_machine()
         if self.bars:
             print()
@@ -69,7 +69,7 @@ class Report:
             Path(path).write_text(json.dumps(self.content(machine), indent=1, default=str) + "\n")
 
     def content(self, machine: dict[str, Any]) -> dict[str, Any]:
-        """What goes into the JSON file."""
+        """Returns the contents of the JSON file."""
         return {
             "benchmark": self.name,
             "machine": machine,
@@ -88,7 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least ``share`` of ``values`` do not exceed (nearest rank); nan for none."""
+    """Returns the smallest value that at least ``share`` of ``values`` do not exceed (nearest rank); nan without
+    any."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
@@ -99,7 +100,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Where and when; load tells whether others were at work."""
+    """Returns the machine, the date and the load, which shows whether other processes were active."""
     return {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "cores": os.cpu_count(),

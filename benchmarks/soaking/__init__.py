@@ -1,1 +1,1 @@
-"""The parts of benchmarks.soak: its server, its traffic, its rude connections."""
+"""The parts of benchmarks.soak: its server, its traffic and its malformed connections."""

@@ -1,8 +1,8 @@
-"""Connections that no gRPC client makes: silent, half open, garbage, cut short, reset in a row, never read.
+"""Malformed connections: silent, half open, garbage, truncated, reset repeatedly, or never read.
 
-Each rudeness is a coroutine of (address, rng, hold_s) that connects, misbehaves and closes; none raises for what the
-server does about it. HTTP/2 is written by hand: frames are nine bytes and a payload (RFC 9113), headers literals
-without an index (RFC 7541, 6.2.2).
+Each kind is a coroutine that connects, violates the protocol and closes. It raises no error for the server's reaction.
+HTTP/2 is written by hand: a frame is nine bytes and a payload (RFC 9113), and headers are literals without an index
+(RFC 7541, section 6.2.2).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RESET, _SETTINGS, _CONTINUATION = 0, 1, 3, 4, 9
 _END_STREAM, _END_HEADERS = 1, 4
 _NO_WINDOW = b"\x00\x04\x00\x00\x00\x00"
-"""SETTINGS_INITIAL_WINDOW_SIZE = 0: not a byte of a message may be sent."""
+"""SETTINGS_INITIAL_WINDOW_SIZE = 0: the server may send no byte of a message."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is sent where a rudeness begins as a good call does."""
+    """A valid call, with which some kinds of malformed connections begin."""
 
     path: str
     message: bytes
@@ -52,7 +52,7 @@ def headers(asked: Asked) -> bytes:
 
 
 def call(asked: Asked, stream: int = 1) -> bytes:
-    """A whole call."""
+    """Returns the bytes of a complete call."""
     body = b"\x00" + len(asked.message).to_bytes(4, "big") + asked.message
     return frame(_HEADERS, _END_HEADERS, stream, headers(asked)) + frame(
         _DATA, _END_STREAM, stream, body
@@ -60,7 +60,7 @@ def call(asked: Asked, stream: int = 1) -> bytes:
 
 
 class RudeCaller:
-    """``asked`` calls a method that streams."""
+    """Makes malformed connections. ``asked``: a call of a streaming method."""
 
     def __init__(self, address: str, asked: Asked, rng: random.Random) -> None:
         self._host, _, self._port = address.rpartition(":")
@@ -79,11 +79,11 @@ class RudeCaller:
         )
 
     async def __call__(self, hold_s: float) -> str:
-        """Misbehaves in one way, for about ``hold_s`` seconds; its name."""
+        """Makes a connection of a random kind for about ``hold_s`` seconds. Returns the name of the kind."""
         kind = self.rng.choice(self.kinds)
         try:
             await kind(hold_s)
-        except OSError:  # The server has had enough.
+        except OSError:  # The server has closed the connection.
             pass
         return kind.__name__
 
@@ -117,7 +117,7 @@ class RudeCaller:
         await self._send(data, hold_s)
 
     async def announces_much(self, hold_s: float) -> None:
-        """A frame of 16 MB; then, as a good call, a message of 4 GB."""
+        """Announces a frame of 16 MB, or a message of 4 GB in a valid call."""
         start = PREFACE + frame(_SETTINGS, 0, 0)
         if self.rng.random() < 0.5:
             await self._send(start + b"\xff\xff\xff\x00\x00\x00\x00\x00\x01", hold_s)
@@ -129,19 +129,19 @@ class RudeCaller:
         await self._send(data[: self.rng.randrange(len(PREFACE), len(data))], hold_s)
 
     async def resets_in_a_row(self, hold_s: float) -> None:
-        """Rapid reset: calls given up in the packet that makes them."""
+        """Rapid reset: cancels each call in the packet that starts it."""
         data = PREFACE + frame(_SETTINGS, 0, 0)
         for stream in range(1, 401, 2):
             data += call(self._asked, stream) + frame(_RESET, 0, stream, b"\x00\x00\x00\x08")
         await self._send(data, min(hold_s, 1.0))
 
     async def never_reads(self, hold_s: float) -> None:
-        """A stream whose reader opens no window: the answer stays in the server."""
+        """Opens a stream without a flow-control window, so the answer stays in the server."""
         data = PREFACE + frame(_SETTINGS, 0, 0, _NO_WINDOW) + frame(_SETTINGS, 1, 0)
         await self._send(data + call(self._asked), hold_s)
 
     async def _send(self, data: bytes, hold_s: float) -> None:
-        """Sends, then takes what comes until the server closes or the time is over."""
+        """Sends data, then reads until the server closes the connection or the time is over."""
         async with self._connection() as (reader, writer):
             writer.write(data)
             try:
@@ -159,6 +159,6 @@ class RudeCaller:
             yield reader, writer
         finally:
             if self.rng.random() < 0.5:
-                writer.transport.abort()  # By a reset, without a goodbye.
+                writer.transport.abort()  # Closes with a TCP reset.
             else:
                 writer.close()

@@ -1,8 +1,8 @@
-"""The server of soak.py: ``kestrel-grpc serve`` as it is, and a thread that tells what the process holds when asked.
+"""The server of soak.py: ``kestrel-grpc serve``, with a thread that reports the resources of the process on request.
 
 python -m benchmarks.soaking.server FLAGS OF SERVE…
 
-For each line "probe" on standard input one JSON object (Held) goes to standard output, after a garbage collection.
+For each line "probe" on standard input, it collects garbage and writes one JSON object (Held) to standard output.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kestrel_grpc.process.server import KestrelServer
 
 @dataclass(frozen=True)
 class Held:
-    """What the process holds. Memory in KiB: resident, and the part of it that is no file's."""
+    """The resources of the process. Memory in KiB: all resident memory, and the anonymous part of it."""
 
     rss_kib: int
     anonymous_kib: int
     objects: int
-    """That the garbage collector knows."""
+    """The objects that the garbage collector tracks."""
     tasks: int
     threads: int
     descriptors: int
@@ -38,12 +38,12 @@ class Held:
     held_bytes: int
     requests: int
     lost_pages: int
-    """Neither free nor cached, nor held by a request that runs: to be 0 when none does."""
+    """Pages that are neither free nor cached. Without running requests, this must be 0."""
     open_traces: int
 
 
 class ProbedServer(KestrelServer):
-    """Answers probes once it listens."""
+    """A server that answers probes once it listens."""
 
     async def start(self) -> None:
         await super().start()
@@ -79,13 +79,13 @@ class ProbedServer(KestrelServer):
 
 
 def _memory() -> dict[str, int]:
-    """The process's memory by kind, KiB."""
+    """Returns the memory of the process by kind, in KiB."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     return {name: int(value.split()[0]) for name, _, value in (x.partition(":") for x in lines)}
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    # Where it is made has moved before; then nobody would answer.
+    # Check that the name is still in this module. Otherwise, no thread would answer probes.
     assert vars(serving)["KestrelServer"] is KestrelServer
     serving.KestrelServer = ProbedServer  # type: ignore[attr-defined, misc]
     return parser.main(["serve", *(sys.argv[1:] if arguments is None else arguments)])

@@ -1,4 +1,4 @@
-"""SpanReceiver: takes OTLP over gRPC as a collector does, and keeps which calls have told of their end."""
+"""SpanReceiver: receives OTLP over gRPC like a collector, and records the calls whose server spans arrived."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class _Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):  # type: ignore[misc]
-    """Takes them, so that a server has nobody to complain of."""
+    """Accepts metrics, so that the server logs no export errors."""
 
     def Export(self, request: Any, context: Any) -> Any:
         return metrics_service_pb2.ExportMetricsServiceResponse()
 
 
 class SpanReceiver(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[misc]
-    """A context; ``endpoint`` is for OTEL_EXPORTER_OTLP_ENDPOINT."""
+    """A context manager that runs the receiver. ``endpoint``: the value for OTEL_EXPORTER_OTLP_ENDPOINT."""
 
     def __init__(self) -> None:
         self.calls: set[str] = set()
         """Trace ids, hexadecimal, of the server spans."""
         self.num_spans = 0
-        # Handlers run in one thread, so that what they count needs no lock.
+        # Handlers run in one thread, so the counters need no lock.
         self._server = grpc.server(futures.ThreadPoolExecutor(1))
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
         metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(_Metrics(), self._server)

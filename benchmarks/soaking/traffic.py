@@ -1,7 +1,9 @@
-"""Mixed traffic for soak.py, from a process of its own: all methods, and callers who cancel, hurry, dawdle and vanish.
+"""Mixed traffic for soak.py, in a separate process: all methods, with cancellations, deadlines, slow readers and
+disconnections.
 
-``traffic`` is the process. It runs for as many seconds as it is told through its pipe, lets all go, and tells what came
-of it: a Counter of statuses and rudenesses. It ends when told None, or is killed in the middle.
+``traffic`` is the function of the process. It receives a number of seconds through its pipe, runs traffic for that
+time, closes all connections, and sends a Counter of statuses and of malformed connections. It ends when it receives
+None.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from .rude_sockets import Asked, RudeCaller
 NUM_CALLERS = 6
 NUM_RUDE = 3
 RUDE_HOLD_S = 2.5
-"""Longer than the server of the soak waits for a reader."""
+"""Seconds of a malformed connection, which is longer than the server waits for a reader."""
 
 QUESTIONS = ("What is this?", "How many red circles are there?", "Is there a star?")
 _TOKENS = 24
@@ -39,7 +41,7 @@ Made = tuple[Callable[..., Any], Message]
 
 
 class Caller:
-    """One caller: a channel after the other, a call after the other."""
+    """A caller that opens one channel after the other, and makes one call after the other."""
 
     def __init__(self, address: str, token: str, rng: random.Random, images: list[bytes]) -> None:
         self._address, self._rng, self._images = address, rng, images
@@ -63,7 +65,7 @@ class Caller:
                         break
                     await self._one()
                 if self._rng.random() < 0.3:
-                    # The channel goes while this call is on its way.
+                    # The channel closes during this call.
                     method, request = self._streamed()
                     leaving = method(request, metadata=self._metadata).read()
                     await asyncio.wait([asyncio.ensure_future(leaving)], timeout=0.1)
@@ -156,7 +158,7 @@ class Caller:
         return pb.AnalyzeRequest(image=self._image(), tasks=tasks)
 
     def _image(self) -> common_pb2.Image:
-        """One of a few, or a new one: what caches keep must go round."""
+        """Returns one of a few images or a new one, so that caches evict entries."""
         data = self._rng.choice(self._images)
         if self._rng.random() < 0.5:
             data += self._rng.randbytes(
@@ -199,7 +201,7 @@ async def _run(
 
 
 def traffic(pipe: Connection, address: str, token: str, seed: int) -> None:
-    """Raises nothing; sends a Counter for every number of seconds that comes."""
+    """Sends a Counter for every number of seconds that it receives. Raises no errors."""
     rng = random.Random(seed)
     images = [jpeg(i, 320 + 40 * i, 240) for i in range(6)]
     pipe.send("ready")

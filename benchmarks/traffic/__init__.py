@@ -1,1 +1,1 @@
-"""Requests and the callers that send them: traces, images, processes of clients."""
+"""Requests and their callers: traces, images, and the processes of servers and clients."""

@@ -1,4 +1,4 @@
-"""Who is called: the engine in this process, or a server in another through the SDK. Both give the same Answer."""
+"""The targets of requests: the engine in this process, or a server through the SDK. Both return the same Answer."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ GREEDY = {"temperature": 0.0}
 
 @dataclass(frozen=True)
 class Answer:
-    """``gaps_s``: time between tokens as the caller saw them; several tokens at once share their gap.
-    ``seen``: instants (monotonic clock) at which so many tokens had come, as far as updates told."""
+    """The measurements of one answer. ``gaps_s``: seconds between tokens for the caller; tokens that arrive together
+    share their gap. ``seen``: times of the monotonic clock, with the number of tokens that had arrived."""
 
     seconds: float
     ttft_ms: float
@@ -35,7 +35,7 @@ class Answer:
 
 
 class Target(Protocol):
-    """A model that answers. ``max_tokens`` None: until the model ends."""
+    """A model that answers requests. With a ``max_tokens`` of None, the model decides when to end."""
 
     async def caption(self, image: bytes, max_tokens: int | None = None) -> Answer: ...
 
@@ -46,12 +46,13 @@ class Target(Protocol):
     async def forced_query(
         self, image: bytes, question: str, max_tokens: int, sampling: Mapping[str, float]
     ) -> Answer:
-        """Exactly ``max_tokens`` tokens about a question; ``sampling``: temperature and top_p, absent greedy."""
+        """Answers a question with exactly ``max_tokens`` tokens. ``sampling``: temperature and top_p; empty for
+        greedy."""
         ...
 
 
 class EngineTarget:
-    """The engine itself."""
+    """An engine in this process."""
 
     def __init__(self, engine: InferenceEngine) -> None:
         self._engine = engine
@@ -97,7 +98,7 @@ class EngineTarget:
 
 
 class ServedTarget:
-    """A server, asked through the SDK's streams. Questions with a forced end share caches within ``namespace``."""
+    """A server, called through the SDK's streams. Questions of a forced length share caches within ``namespace``."""
 
     def __init__(self, client: AsyncKestrelClient, namespace: str = "") -> None:
         self._client, self._namespace = client, namespace
@@ -153,7 +154,7 @@ async def engine_target(config: RuntimeConfig) -> AsyncIterator[EngineTarget]:
 
 @asynccontextmanager
 async def served_target(config: RuntimeConfig) -> AsyncIterator[ServedTarget]:
-    """Starts a server of its own with ``config``'s model, batch, context and threads, and ends it."""
+    """Runs a server with ``config``'s model, batch size, context and threads for the duration of the context."""
     with tempfile.TemporaryDirectory(prefix="kestrel-bench-") as folder:
         address = f"unix:{Path(folder) / 's.sock'}"
         flags = {
@@ -171,7 +172,7 @@ async def served_target(config: RuntimeConfig) -> AsyncIterator[ServedTarget]:
 
 
 class _Gaps:
-    """From the number of tokens at each event to gaps between tokens."""
+    """Computes the gaps between tokens from the number of tokens at each event."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -179,7 +180,7 @@ class _Gaps:
         self._last: tuple[float, int] | None = None
 
     def note(self, num_tokens: int) -> None:
-        """An event came that follows ``num_tokens`` tokens; 0 is no event of text."""
+        """Records an event after ``num_tokens`` tokens; 0 for an event without text."""
         now = time.monotonic()
         if num_tokens and self._last is not None and num_tokens > self._last[1]:
             between = num_tokens - self._last[1]

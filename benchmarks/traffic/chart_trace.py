@@ -1,11 +1,10 @@
-"""The trace of the serving benchmarks: images and questions of the shape of ChartQA's test split, drawn by seed.
+"""The trace of the serving benchmarks: random images and questions with the statistics of ChartQA's test split.
 
 python -m benchmarks.traffic.chart_trace [--cache FOLDER]      says what the images weigh
 
 1,509 images (60 % 850x600, 20 % 800x557, 20 % 420x520: a smooth background, drawn bars, discs and lines, a little
 noise, about 150 kB each as JPEG) and 2,500 questions of 12 to 30 tokens in image order: each image has one
-question, 991 of them a second. Own images and questions can be given instead. Knows no engine; what counts as a token
-is told by a tokenizer.
+question, 991 of them a second. The user's images and questions can replace them. A tokenizer determines the tokens.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ import pyvips
 
 NUM_IMAGES, NUM_QUESTIONS = 1509, 2500
 TOKENS = (12, 30)
-"""Fewest and most of a question."""
+"""The fewest and the most tokens of a question."""
 VERSION = 1
-"""Raise it when a seed gives other images than before: cached ones are then left alone."""
+"""The version of the images. Increase it when a seed gives other images, so that cached images are not used."""
 IN_PROCESS = 48
-"""Up to so many images are drawn here: other processes take longer to start."""
+"""The most images that are drawn in this process. Starting other processes would take longer."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Question:
 
 @dataclass(frozen=True)
 class ChartTrace:
-    """Encoded ``images``, and ``questions`` about them in image order."""
+    """The encoded ``images``, and ``questions`` about them in image order."""
 
     images: Sequence[bytes]
     questions: tuple[Question, ...]
@@ -87,7 +86,7 @@ def shape_of(number: int) -> Shape:
 
 
 def draw(seed: int, number: int) -> bytes:
-    """Image ``number`` of a seed as JPEG: the same on every run, another for every number."""
+    """Returns image ``number`` of a seed as JPEG, the same in every run."""
     rng = np.random.default_rng((VERSION, seed, number))
     shape = shape_of(number)
     width, height = shape.width, shape.height
@@ -122,7 +121,8 @@ def _draw_some(seed: int, numbers: Sequence[int]) -> list[bytes]:
 def draw_images(
     count: int, *, seed: int = 0, first: int = 0, cache: str | Path | None = None
 ) -> list[bytes]:
-    """Images ``first`` and after. Many are drawn by a pool of processes. ``cache``: a folder to keep them in."""
+    """Returns ``count`` images from ``first`` on. A pool of processes draws many images. ``cache``: a folder for
+    them."""
     if cache is None:
         return _drawn(count, seed, first)
     path = Path(cache) / f"chart-images-{VERSION}-{seed}-{first}-{count}.npz"
@@ -137,7 +137,7 @@ def draw_images(
 
 
 def store_images(path: Path, images: Sequence[bytes]) -> None:
-    """One .npz file of them all."""
+    """Writes all images to one .npz file."""
     ends = np.cumsum([len(p) for p in images])
     np.savez(path, ends=ends, data=np.frombuffer(b"".join(images), np.uint8))
 
@@ -155,7 +155,7 @@ def _drawn(count: int, seed: int, first: int) -> list[bytes]:
     began, workers = time.perf_counter(), os.cpu_count() or 1
     print(f"drawing {count} images with {workers} processes", flush=True)
     portions = [numbers[i : i + 16] for i in range(0, count, 16)]
-    # Started anew, not forked: this process may have threads and a GPU.
+    # Spawn the processes, because this one may have threads and a GPU.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         drawn = pool.map(_draw_some, [seed] * len(portions), portions)

@@ -1,6 +1,6 @@
-"""Flood: one principal that keeps many calls in flight, from a thread of its own. Counts how they ended.
+"""Flood: keeps many calls of one principal in flight, from a separate thread, and counts their statuses.
 
-Each call is asked again as soon as it is answered, and after RetryInfo's time, at most ``pause_s``, when it is refused.
+Each call is repeated when it is answered, or after a pause of about ``pause_s`` when it is refused.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import grpc
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 
 Ask = Callable[[VisionServiceStub, random.Random], Any]
-"""Makes one call: from a stub and random numbers to its awaitable answer."""
+"""Makes one call with a stub and a random generator, and returns its awaitable answer."""
 
 
 class Flood:
-    """A context; ``ended`` counts calls by the name of their status."""
+    """A context manager that runs the flood. ``ended``: the number of calls by the name of their status."""
 
     def __init__(self, address: str, in_flight: int, ask: Ask, *, pause_s: float = 1.0) -> None:
         self.ended: collections.Counter[str] = collections.Counter()

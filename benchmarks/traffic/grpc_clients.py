@@ -1,7 +1,7 @@
-"""ClientProcesses: callers of a server in processes of their own, so that asking costs the server's process nothing.
+"""ClientProcesses: callers of a server in separate processes, which do not load the server's process.
 
-Each process has its own connection and takes every n-th question of a run, with its share of the callers; all use the
-SDK's streams. Images come to them through a file.
+Each process has its own connection, every n-th question of a run and its share of the callers. All use the SDK's
+streams. They read the images from a file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .trace_run import Asked, RunPlan, run_trace
 
 
 class ClientProcesses:
-    """A context; ``folder`` holds the images meanwhile."""
+    """A context manager that runs the processes. ``folder``: for the file with the images."""
 
     def __init__(self, address: str, trace: ChartTrace, *, count: int, folder: Path) -> None:
         path = folder / "images.npz"
@@ -36,7 +36,7 @@ class ClientProcesses:
             assert pipe.recv() == "ready"
 
     def begin(self, plan: RunPlan, numbers: Sequence[int]) -> None:
-        """Starts a run; questions and callers are dealt out in turn."""
+        """Starts a run. Distributes questions and callers over the processes in turn."""
         count = len(self._pipes)
         for index, pipe in enumerate(self._pipes):
             callers = len(range(index, plan.in_flight, count))
@@ -46,7 +46,7 @@ class ClientProcesses:
             pipe.send((replace(plan, in_flight=callers), list(own)))
 
     def collect(self) -> list[Asked]:
-        """Waits for the run's end. Raises RuntimeError if a call failed."""
+        """Waits for the end of the run and returns all answers. Raises RuntimeError if a call failed."""
         asked: list[Asked] = []
         for pipe in self._pipes:
             found = pipe.recv()
@@ -67,7 +67,7 @@ class ClientProcesses:
 
 
 def _client(pipe: Connection, address: str, path: Path, questions: tuple[Question, ...]) -> None:
-    """A client process: runs what comes through ``pipe`` until None comes."""
+    """The function of a client process: executes runs from ``pipe`` until None arrives."""
     trace = ChartTrace(load_images(path), questions)
 
     async def main() -> None:
@@ -79,7 +79,9 @@ def _client(pipe: Connection, address: str, path: Path, questions: tuple[Questio
                 target = ServedTarget(client, plan.namespace)
                 try:
                     found = await run_trace(target, trace, plan, numbers) if numbers else []
-                except Exception as error:  # The parent waits for an answer, whatever it is.
+                except (
+                    Exception
+                ) as error:  # Report every error, because the parent waits for a result.
                     pipe.send(f"{type(error).__name__}: {error}")
                 else:
                     pipe.send(found)

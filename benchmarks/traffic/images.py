@@ -1,4 +1,4 @@
-"""Images to ask about: encoded JPEGs of coloured circles and squares, each with pixels of its own, drawn by seed."""
+"""Random images for requests: JPEGs of coloured circles and squares, different for every seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ COLOURS = ((220, 40, 40), (40, 160, 60), (50, 80, 210), (235, 200, 50), (150, 70
 
 
 def jpeg(seed: int, width: int, height: int) -> bytes:
-    """A scene as the bundled model knows them, so that it answers in words; another seed gives another image."""
+    """Returns a scene of the kind that the bundled model was trained on, so that it answers in words."""
     rng = np.random.default_rng(seed)
     pixels = np.full((height, width, 3), rng.integers(200, 256, 3), np.float32)
     y, x = np.mgrid[:height, :width]

@@ -1,4 +1,4 @@
-"""StepLog: an engine's observer that keeps what its steps did, and what that says about a stretch of time."""
+"""StepLog: an engine's observer that records steps, and summarises them over a period."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from kestrel_engine import ImageEvent, RequestEvent, StepEvent
 
 @dataclass(frozen=True)
 class Phases:
-    """Shares of the wall that the device worked, by its own clocks where it has them; ``steps_s``: steps a second."""
+    """The shares of wall time in which the device worked, by its own clock if it has one. ``steps_s``: steps a
+    second."""
 
     vision: float
     prefill: float
@@ -25,7 +26,7 @@ class Phases:
 
 
 class StepLog:
-    """``on_step`` is called on the step thread; appending to a list needs no lock."""
+    """An observer. The step thread calls ``on_step``, and appending to a list needs no lock."""
 
     def __init__(self) -> None:
         self._events: list[StepEvent] = []
@@ -34,16 +35,16 @@ class StepLog:
         self._events.append(event)
 
     def on_request(self, event: RequestEvent) -> None:
-        """Requests are measured by those who ask."""
+        """Does nothing, because the callers measure requests."""
 
     def on_image(self, event: ImageEvent) -> None:
-        """Images are prepared with their requests."""
+        """Does nothing."""
 
     def clear(self) -> None:
         self._events = []
 
     def between(self, begin: float, end: float) -> Phases:
-        """Of steps that came back between two instants of the monotonic clock."""
+        """Returns the phases of steps that were collected between two times of the monotonic clock."""
         events = [e for e in self._events if begin <= e.collected_at <= end]
         wall = max(end - begin, 1e-9)
         decoding = [e.num_decode for e in events if e.num_decode]

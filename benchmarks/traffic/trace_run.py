@@ -1,5 +1,4 @@
-"""Asking the questions of a trace, by so many callers at once, and what their answers amount to. Knows neither engine
-nor server: a Target answers."""
+"""Runs the questions of a trace against a Target, with several callers at once, and summarises the answers."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ from .callers import Answer, Target
 from .chart_trace import ChartTrace
 
 PROGRESS_S = 5.0
-"""Seconds between lines that say how far a run is."""
+"""Seconds between the lines that report the progress of a run."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One question, answered. Instants: seconds of the monotonic clock, which all processes of a machine share."""
+    """An answered question. Times are those of the monotonic clock, which all processes of a machine share."""
 
     is_repeat: bool
     began: float
@@ -28,9 +27,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """``in_flight`` callers, each of whom asks again when answered, for at most ``limit_s`` seconds.
+    """A run of ``in_flight`` callers, which send the next question after each answer, for at most ``limit_s`` seconds.
 
-    ``namespace``: what other runs left in a server's caches is not seen.
+    ``namespace``: separates the run from the caches of other runs.
     """
 
     in_flight: int
@@ -43,14 +42,14 @@ class RunPlan:
 async def run_trace(
     target: Target, trace: ChartTrace, plan: RunPlan, numbers: Sequence[int] | None = None
 ) -> list[Asked]:
-    """Asks the questions ``numbers`` (default: all) in order. What fails, raises."""
+    """Sends the questions ``numbers`` (default: all) in order. Raises the first error of a call."""
     waiting = iter(range(len(trace.questions)) if numbers is None else numbers)
     total = len(trace.questions) if numbers is None else len(numbers)
     asked: list[Asked] = []
-    began = told = time.monotonic()
+    began = reported_at = time.monotonic()
 
     async def caller() -> None:
-        nonlocal told
+        nonlocal reported_at
         for number in waiting:
             question, start = trace.questions[number], time.monotonic()
             if start - began > plan.limit_s:
@@ -60,8 +59,8 @@ async def run_trace(
             )
             now = time.monotonic()
             asked.append(Asked(question.is_repeat, start, now, answer))
-            if now - told > PROGRESS_S:
-                told = now
+            if now - reported_at > PROGRESS_S:
+                reported_at = now
                 rate = len(asked) / (now - began)
                 print(f"  {len(asked)} of {total} answered, {rate:.1f} a second", flush=True)
 
@@ -75,12 +74,12 @@ async def run_trace(
 
 
 def span(asked: Sequence[Asked]) -> tuple[float, float]:
-    """When the first was asked and the last answered."""
+    """Returns the times of the first question and of the last answer."""
     return min(a.began for a in asked), max(a.ended for a in asked)
 
 
 def summary(asked: Sequence[Asked]) -> Row:
-    """Rates over the whole run; times in ms."""
+    """Returns the rates of the whole run, and times in ms."""
     begin, end = span(asked)
     seconds = end - begin
     answers = [a.answer for a in asked]
@@ -104,7 +103,7 @@ def summary(asked: Sequence[Asked]) -> Row:
 
 
 def parts(asked: Sequence[Asked]) -> dict[str, list[Asked]]:
-    """Images asked about for the first time, and repeats."""
+    """Returns the answers about new images and those about repeated images."""
     return {
         "uncached": [a for a in asked if not a.is_repeat],
         "repeats": [a for a in asked if a.is_repeat],
@@ -112,7 +111,7 @@ def parts(asked: Sequence[Asked]) -> dict[str, list[Asked]]:
 
 
 def part_summary(asked: Sequence[Asked]) -> Row:
-    """Times in ms; nan where nobody was."""
+    """Returns times in ms; nan without answers."""
     took = [1e3 * a.answer.seconds for a in asked]
     ttft = [a.answer.ttft_ms for a in asked]
     return {
@@ -135,7 +134,7 @@ class Steady:
 
 
 def steady(answers: Sequence[Answer]) -> Steady:
-    """Of streams that ran at the same time: from the last one's first token to the first one's last."""
+    """Returns the rate of concurrent streams, from the last stream's first token to the first stream's last token."""
     begin = max(a.seen[0][0] for a in answers)
     end = min(a.seen[-1][0] for a in answers)
     assert begin < end, "the streams never decoded all at the same time: longer answers are needed"
@@ -144,7 +143,7 @@ def steady(answers: Sequence[Answer]) -> Steady:
 
 
 def _tokens_at(answer: Answer, instant: float) -> float:
-    """Between two updates the tokens are taken to have come evenly."""
+    """Interpolates the number of tokens between two updates."""
     before_at, before = answer.seen[0]
     for at, count in answer.seen:
         if at >= instant:
