@@ -1,5 +1,5 @@
-"""How kestrel-tiny is made: scenes, images, prompts, training, export and evaluation.
+"""Makes kestrel-tiny: scenes, images, prompts, training, export and evaluation.
 
-Nothing here is imported by the served packages; the engine only reads the files that ``training.export``
-writes into ``kestrel_engine/bundled/kestrel_tiny``.
+The engine and the server import nothing from this package. The engine only reads the files that ``training.export``
+writes to ``kestrel_engine/bundled/kestrel_tiny``.
 """

@@ -2,8 +2,8 @@
 
     python -m training.evaluate --scenes 2000 --unseen 300 --out out/evaluation
 
-Finished scenes are kept in the output folder, so an interrupted run goes on where it stopped; --processes shares
-the scenes among engines of one thread each. The table and table.json come at the end.
+The output folder keeps finished scenes, so an interrupted run continues where it stopped. --processes distributes the
+scenes over engines of one thread each. The run ends with the table and table.json.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def main() -> None:
     else:
         asyncio.run(run_shard(args))
     if args.processes == 1 and not args.shard.endswith("/1"):
-        return  # one shard of several: whoever started them prints the table
+        return  # The parent process prints the table of all shards.
     records = read_records(args.out)
     table = tabulate(records)
     (args.out / "table.json").write_text(

@@ -3,8 +3,8 @@
     python -m training.train --minutes 9 --out out/tiny
     torchrun --nproc-per-node 2 -m training.train --minutes 9 --out out/tiny
 
-The schedule runs on the clock, so a run ends when it should whatever the machine. --resume continues from a
-checkpoint folder with a fresh warm-up; the export for the engine is written beside the checkpoint at the end.
+The schedule follows the clock, so a run has the same duration on every machine. --resume continues from a checkpoint
+folder with a new warm-up. At the end, the export for the engine is written beside the checkpoint.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Stopwatch:
         self._mark, self._sums = 0.0, dict[str, float]()
 
     def lap(self, name: str | None) -> None:
-        """The time since the last lap belongs to ``name``; None only sets the mark."""
+        """Adds the time since the last lap to ``name``. None only starts a new lap."""
         if not self.active:
             return
         if torch.cuda.is_available():
@@ -160,7 +160,7 @@ def share_gradients(parameters: Sequence[Tensor], world: int) -> None:
 
 
 def batches(args: argparse.Namespace, rank: int) -> Iterator[Batch]:
-    """Training batches, endlessly enough; the first ``--warm`` share of a guessed step count is cheap."""
+    """Returns practically endless training batches. The first ``--warm`` share of the estimated steps is cheap."""
     guess = int(args.minutes * 60 * 10)
     warm = 0 if args.resume else int(args.warm * guess)
     data = StepData(args.seed, args.batch, 1_000_000, warm, rank, args.max_pixels)

@@ -1,1 +1,1 @@
-"""Kernels on a GPU: candidates, checked and timed."""
+"""Checks and times candidate configurations of the kernels on a GPU."""

@@ -1,11 +1,11 @@
-"""Attention on a GPU: decode over pages by every candidate and by FlashInfer, image blocks, text over pages, crops.
+"""Measures attention on a GPU: paged decode by every candidate and by FlashInfer, image blocks, paged text, crops.
 
     python -m benchmarks.kernels.attention [--quick] [--fp8] [--json PATH]
 
-Correctness against float32 comes first; exits with 1 if a candidate is wrong. Decode times are microseconds a layer:
-the median replay of a captured graph of 24 layers with keys and values of their own, far beyond the L2. Our kernel does
-RoPE and the store as well; FlashInfer's attention is shown with and without the kernel that does them for it. --fp8:
-decode alone, over keys and values in FP8.
+Candidates are first compared with float32; the exit status is 1 if one is wrong. Decode times are microseconds a layer:
+the median replay of a captured graph of 24 layers, each with its own keys and values, which exceed the L2 cache. Our
+kernel includes RoPE and the store; FlashInfer's attention is shown with and without the kernel that does both. With
+--fp8, only decode is measured, with an FP8 KV cache.
 """
 
 from __future__ import annotations

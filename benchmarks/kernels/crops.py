@@ -1,10 +1,11 @@
-"""Crops made on the device: how long the device and the host take, by the image's size.
+"""Measures making crops on the device: the time of the device and of the host, by the size of the image.
 
     python -m benchmarks.kernels.crops [--quick] [--json PATH]
 
-Every size is checked, byte for byte, against what libvips makes on the CPU; exits with 1 if one differs. "device": from
-one image's end to the next one's by the device's events, with the copy of the pixels; "host": until all is enqueued;
-"first": the same for a size never seen, whose tables are computed.
+Crops of every size are compared, byte for byte, with those that libvips makes on the CPU; the exit status is 1 if one
+differs. "device" is the time from the end of one image to the end of the next by device events, with the copy of the
+pixels. "host" is the time until everything is enqueued. "first" is the host time for a new size, whose tables must be
+computed.
 """
 
 from __future__ import annotations

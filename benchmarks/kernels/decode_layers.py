@@ -1,12 +1,12 @@
-"""Moondream 3's layers of a decode step, without head and sampling: what is served, and one change at a time to it.
+"""Measures Moondream 3's layers of a decode step, without head and sampling: the served variant and single changes.
 
     python -m benchmarks.kernels.decode_layers [--batches 1 4 16] [--timeline] [--quick]
 
-Random weights at the true shapes, experts in FP8, sequences of 800 positions. Each variant is checked first, by the
-stream after the last layer, against experts and tau as of more than 64 rows: other kernels, on one stream. Then it is
-captured and replayed: milliseconds of all layers, and microseconds of one. Of each axis - attention's tiles, experts'
-tiles, and so on - the best is kept for the next. ``--timeline`` prints the kernels of three layers with start and end,
-by torch's profiler. Exits with 1 if a variant is wrong.
+It uses random weights of the true shapes, experts in FP8, and sequences of 800 positions. Each variant is first
+checked: its residual stream after the last layer is compared with that of the kernels for more than 64 rows, which run
+on one stream. Then it is captured and replayed, and the time of all layers and of one layer is reported. The best value
+of each axis (attention's tiles, experts' tiles and so on) is used for the next axis. ``--timeline`` prints the start
+and end of the kernels of three layers, by torch's profiler. The exit status is 1 if a variant is wrong.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What FP8 wins of the tower and of prefill: products, the kernels around them, one MLP, whole passes.
+"""Measures the gain of FP8 for the vision tower and for prefill: GEMMs, the kernels around them, one MLP, whole passes.
 
 python -m benchmarks.kernels.fp8_gemms
 
-Checks first, by the distance from float64 of what was rounded. Times are of captured graphs, at the true shapes. Ends
-with status 1 where a product or a kernel is wrong.
+It first compares the results with float64 computations on the rounded operands. Times are those of captured graphs with
+the true shapes. The exit status is 1 if a GEMM or a kernel is wrong.
 
-"Float32 sums": the tensor cores' own are moved to float32 every 128 inputs, which nothing in the engine does.
+"Float32 sums" means that the tensor cores' sums are moved to float32 every 128 inputs, which the engine does not do.
 """
 
 from __future__ import annotations

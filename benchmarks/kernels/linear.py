@@ -1,11 +1,11 @@
-"""The decode GEMMs on a GPU: candidates against float32, then against cuBLAS and the memory's rate, alone and chained.
+"""Measures the decode GEMMs on a GPU: candidates against float32, cuBLAS and the memory's rate, alone and in a chain.
 
     python -m benchmarks.kernels.linear [--quick] [--json PATH]
 
-Microseconds are medians of captured CUDA graphs that rotate over weights far larger than the L2. A chain is 24 layers
-of add_layer_norm, qkv|fc1, a stand-in for attention and proj|fc2 as partials: what launches and their tails cost shows
-there only. The stand-in can last as long as attention at one row does: a weight prefetched meanwhile is won.
-Exits with 1 if a candidate computes something else than torch does.
+Microseconds are medians of captured CUDA graphs that rotate over weights which exceed the L2 cache. A chain is 24
+layers of add_layer_norm, qkv|fc1, a substitute for attention, and proj|fc2 as partial sums; only a chain shows the cost
+of launches and of their tails. The substitute can take as long as attention with one row, during which weights can be
+prefetched. The exit status is 1 if a candidate's result differs from torch's.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The experts of Moondream 3 on a GPU: candidates against float64, then decode against its floor, prefill in TFLOP/s.
+"""Measures Moondream 3's experts on a GPU: candidates against float64, decode against its floor, prefill in TFLOP/s.
 
     python -m benchmarks.kernels.moe [--quick] [--json PATH]
 
-Decode: microseconds of routing, up and down of one layer, medians of replays of a captured graph over layers of
-distinct weights, logits drawn anew before each replay; the floor counts the experts really touched, in their stored
-format, at this machine's copy rate. Prefill: routing, grouping, products and the sum onto the residual; operations of
-router and experts are counted. Exits with 1 if a candidate is wrong.
+Decode: microseconds of routing, up and down of one layer, as medians of replays of a captured graph over layers with
+different weights, with new random logits before each replay. The floor is the time to read the experts in use, in their
+stored format, at the machine's copy rate. Prefill: routing, grouping, products and the sum onto the residual, with the
+FLOP of router and experts. The exit status is 1 if a candidate is wrong.
 """
 
 from __future__ import annotations

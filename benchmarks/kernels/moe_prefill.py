@@ -1,10 +1,10 @@
-"""Experts of prefill on a GPU: every way against float64, then each way's TFLOP/s by the number of tokens.
+"""Measures the experts of prefill on a GPU: checks every way against float64, then reports TFLOP/s by tokens.
 
     python -m benchmarks.kernels.moe_prefill [--tokens 760,3800] [--layers N] [--parts] [--json PATH]
 
-A layer's time is a captured graph's over distinct layers (routing, grouping, sorting, both products, the sum onto the
-residual), logits drawn anew before each replay. --parts: where the time goes, each kernel alone by torch's profiler.
-A way that is wrong isn't timed, and the command exits with 1.
+The time of a layer is that of a captured graph over different layers (routing, grouping, sorting, both products, the
+sum onto the residual), with new random logits before each replay. --parts shows the time of each kernel by torch's
+profiler. A wrong way is not timed, and the exit status is then 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Experts with random weights whose outputs keep the size of their inputs."""
+"""Experts with random weights that preserve the scale of their inputs."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The sampling kernel: its draws against the reference sampler's, then microseconds of every kind of row.
+"""Checks the sampling kernel against the reference sampler, then measures every kind of row.
 
     python -m benchmarks.kernels.sampling [--quick] [--tilings] [--before FOLDER] [--json FILE]
 
-Thousands of random rows, rules and draws are checked first; a draw may differ only where the random number falls on
-the boundary between two ids to within rounding. Times are medians of captured graphs over bfloat16 logits that lie in
-the L2, as the vocabulary head leaves them. Without a GPU a few rows are checked, by interpretation, and nothing is
-timed. Exits with 1 if a row is wrong.
+It first checks thousands of random rows, rules and draws. A draw may differ only if the random number equals the
+boundary between two ids, up to rounding. Times are medians of captured graphs over bfloat16 logits in the L2 cache,
+where the vocabulary head leaves them. Without a GPU, Triton's interpreter checks a few rows and nothing is timed. The
+exit status is 1 if a row is wrong.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The vision tower and the prefix prefill on a GPU, plain torch against the fused passes, with random weights.
+"""Compares plain torch with the fused passes of the vision tower and of prefix prefill on a GPU, with random weights.
 
     python -m benchmarks.kernels.vision [--quick] [--json PATH] [--dry-run]
 
-First what the fused passes compute: their distance from float32 beside that of the plain passes; exits with 1 where
-they are farther. Then TFLOP/s (multiply-adds of GEMMs and attention, each counted as two), and by the profiler how long
-each part runs: what can be won is the difference between GEMMs and all.
+It first compares the error of the fused passes with that of the plain passes, both relative to float32; the exit status
+is 1 if the fused passes have larger errors. Then it reports TFLOP/s (a multiply-add of a GEMM or of attention counts as
+two) and the time of each part by the profiler. The difference between all parts and the GEMMs is the possible gain.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""From drawn scenes to the crops that the model sees."""
+"""Converts drawn scenes to the crops that the model reads."""

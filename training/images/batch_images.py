@@ -1,4 +1,4 @@
-"""From a batch's arrays to the crops the model sees: draw, spoil, compress, tile - all on one device."""
+"""Converts a batch's arrays to crops: draws, degrades, compresses and tiles images, all on one device."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a JPEG round trip does to an image, in torch: the served path as the training images see it.
+"""A JPEG round trip in torch, so that training images have the artefacts of served images.
 
 Colour conversion, chroma subsampling with libjpeg's smooth upsampling, the exact 8 x 8 DCT and libjpeg's
-quality-scaled tables.  No entropy coding: it loses nothing.
+quality-scaled tables. It omits entropy coding, which is lossless.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""libvips' resize as matrices, and the crops that the model is given.
+"""libvips' resize as matrices, and the crops for the model.
 
 libvips first shrinks by a whole factor (box), then reduces with Lanczos 3, or enlarges with Catmull-Rom bicubic;
 vertically before horizontally, rounding to whole grey levels after every pass.  Its enlarging step moves both axes
@@ -18,7 +18,7 @@ from torch import Tensor
 from training.images.tiling import CROP, WINDOW, View
 
 Matrix = NDArray[np.float32]
-_GAP = 2.0  # libvips' default: how much of a reduction the kernel must be left to do
+_GAP = 2.0  # libvips' default: the least reduction that is left to the kernel
 
 
 def _lanczos3(x: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""The engine's tiling rule with kestrel-tiny's numbers: which crops an image of a given size becomes."""
+"""The engine's tiling rule with kestrel-tiny's numbers: the crops for an image of a given size."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def choose_tiling(width: int, height: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class View:
-    """How the model sees an image: its size, the tiling and the stretched size that is cut into tiles."""
+    """The model's view of an image: its size, the tiling, and the stretched size that is cut into tiles."""
 
     width: int
     height: int

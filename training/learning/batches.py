@@ -1,7 +1,7 @@
-"""Training batches: scenes, packed prompts and how the images are to be spoilt, as plain arrays.
+"""Training batches: scenes, packed prompts and the degradation of the images, as plain arrays.
 
-A batch is a pure function of (seed, step, rank), so that training resumes where it stopped.  Worker processes
-make them; the GPU draws the images from them.
+A batch is a pure function of (seed, step, rank), so that training can resume. Worker processes make the batches, and
+the GPU draws the images.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LARGE = 500_000  # pixels
 
 @dataclass(frozen=True)
 class Spoiling:
-    """What happens to a step's images between drawing and tiling. Arrays have one entry an image.
+    """The degradation of a step's images between drawing and tiling. Arrays have one entry for each image.
 
     factor: drawn at this multiple of the size and rescaled; blur: sigma in pixels for the images flagged in
     ``blurred``; noise: standard deviation in grey levels; quality: 0 leaves the image as it is.

@@ -1,6 +1,6 @@
-"""Checkpoints in pieces below 16 MiB: fp32 weights and how far training came.
+"""Checkpoints in pieces below 16 MiB: float32 weights and the progress of training.
 
-The optimisers' memory is about twenty steps long (betas .9/.95), so it is not kept: a resumed run warms up again.
+The state of the optimisers covers about twenty steps (betas .9/.95), so it is not stored: a resumed run warms up again.
 """
 
 from __future__ import annotations

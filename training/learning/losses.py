@@ -1,4 +1,4 @@
-"""What the model is trained on: words, soft-labelled coordinates and sizes, a helper head, even experts."""
+"""The training losses: words, soft-labelled coordinates and sizes, an auxiliary head, balanced experts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The Moondream 3 architecture at small size, for training and as a plain float32 reference.
 
-Parameter names are those of the released checkpoints without the leading "model."; only the training path (packed
-prompts, experts computed densely) and a plain recomputing forward live here - serving is the engine's business.
+Parameter names are those of the released checkpoints without the leading "model.". This module has the training path
+(packed prompts, experts computed densely) and a plain forward pass without a cache. The engine serves the model.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class TextAttention(nn.Module):
     def forward(
         self, u: Tensor, position: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """The first PREFIX positions see each other; the rest see what mask [B, 1, S - PREFIX, S] allows."""
+        """The first PREFIX positions attend to each other. The rest attend as mask [B, 1, S - PREFIX, S] allows."""
         b, s, dim = u.shape
         qkv = self.qkv(u)
         tau_q, tau_v = self.tau(qkv, position)

@@ -1,4 +1,4 @@
-"""A quick look during training: teacher-forced exactness per skill on scenes training does not use.
+"""Validation during training: teacher-forced exactness for each skill, on scenes that training does not use.
 
 A prompt counts as exact when every id the model must produce is its first choice; the real, free-running
 figures come from ``training.evaluate``.

@@ -1,7 +1,7 @@
-"""Scenes as plain data, and the rules by which they are drawn at random.
+"""Scenes as plain data, and the rules for random scenes.
 
-Sizes are in pixels of the image.  "The view" is what the model sees (``training.images.tiling.View``): the tiled
-stretch and the global crop.  Every rule that keeps questions fair is stated in terms of the view.
+Sizes are in pixels of the image. "The view" means the model's view (``training.images.tiling.View``): the tiled stretch
+and the global crop. Every rule that keeps questions fair refers to the view.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ def _draw_lines(rng: random.Random, width: int, height: int) -> tuple[Line, ...]
 
 
 def draw_count(rng: random.Random) -> int:
-    """How many objects are wanted: 4 % empty scenes, else 1..12 with few objects a little more often."""
+    """Returns a random number of objects: 4 % of scenes are empty, others have 1..12 objects, preferably few."""
     if rng.random() < 0.04:
         return 0
     return rng.randint(1, 6) if rng.random() < 0.35 else rng.randint(1, MAX_OBJECTS)

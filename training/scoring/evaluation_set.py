@@ -1,7 +1,7 @@
-"""The frozen evaluation: scenes by index, as encoded files, with the tasks asked about each.
+"""The frozen evaluation set: scenes by index, as encoded files, with the tasks about each scene.
 
-Scenes are drawn from seeds of their own, which training never uses (its seeds are "<number>/<step>/<rank>").
-Changing anything that alters these scenes or tasks makes old figures incomparable; a test holds a digest.
+The scenes have seeds that training never uses (its seeds are "<number>/<step>/<rank>"). A change of these scenes or
+tasks makes old figures incomparable, so a test checks their digest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SLICES: tuple[str, ...] = ("seen", "unseen-pairs")
 
 @dataclass(frozen=True)
 class Task:
-    """One request and what is right.
+    """One request and its correct result.
 
     skill: query, reasoning, caption, point, detect or segment; text: the question, caption length or object;
     answer: of a query; targets: indices of the shapes meant (empty: absent); kind: the row of the table.

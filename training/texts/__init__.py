@@ -1,1 +1,1 @@
-"""What is said about a scene: phrases, captions, questions and the prompts made of them."""
+"""Texts about a scene: phrases, captions, questions, and the prompts made of them."""

@@ -26,7 +26,7 @@ def _amount(count: int) -> str:
 
 
 def place_of(scene: Scene, shape: Shape) -> str:
-    """Where a shape is, by thirds of the picture."""
+    """Returns where a shape is, by thirds of the image."""
     x, y = shape.centre
     return _PLACES[min(int(3 * y / scene.height), 2)][min(int(3 * x / scene.width), 2)]
 

@@ -1,6 +1,6 @@
-"""Typed token sequences: what the model reads and must say, for every skill.
+"""Typed token sequences: the input and the expected output of the model for every skill.
 
-A coordinate is id 5 with a value, a size id 6 with two; all else is plain text ids.
+A coordinate is id 5 with a value, and a size is id 6 with two values. All other tokens are text ids.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Value = tuple[float, float]
 
 
 def coord_bin(value: float) -> float:
-    """The (fractional) bin whose decoded value, bin / 1024, this is."""
+    """Returns the fractional bin for a coordinate, which is bin / 1024."""
     return min(max(value * COORD_BINS, 0.0), COORD_BINS - 1.0)
 
 
 def size_bin(value: float) -> float:
-    """The (fractional) bin whose decoded value, 2 ** (10 bin / 1023 - 10), this is."""
+    """Returns the fractional bin for a size, which is 2 ** (10 bin / 1023 - 10)."""
     return (math.log2(min(max(value, 1 / 1024), 1.0)) + 10) / 10 * (SIZE_BINS - 1)
 
 
