@@ -234,6 +234,8 @@ class ConnectionGuard:
             if use.heard != known.heard:
                 known.heard, known.heard_at = use.heard, now
                 known.explained_bytes = socket.received_bytes
+        for gone in before.values():
+            gone.use.is_hostile = False  # The next connection may have the same port.
         if len(self._uses) > 2 * len(self._connections) + _FEW:
             peers = {each.socket.peer for each in self._connections.values()}
             self._uses = {

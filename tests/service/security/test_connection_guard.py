@@ -132,6 +132,10 @@ def test_headers_beyond_the_limit_are_refused_and_far_beyond_it_end_the_connecti
     assert not guard.look()
     guard.refuse_headers(one.peer, 100_000)
     assert guard.look() and table.open == [] and guard.ended[Reason.HEADERS] == 1
+    assert not guard.look()
+    (again,) = table.add()
+    again.peer = one.peer
+    assert not guard.look() and table.open == [again], "another client of the same address and port"
 
 
 def test_idle_connections_give_way_if_few_are_left():
