@@ -1,0 +1,85 @@
+"""The hand-written encoder of load reports against the message that the package xds-protos defines.
+
+The package is read, not installed: it overwrites modules of googleapis-common-protos and OpenTelemetry.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import Message
+
+from kestrel_engine.types.info import SchedulerStats
+from kestrel_grpc.monitoring.load import Load
+from kestrel_grpc.monitoring.orca import load_report
+from kestrel_grpc.served_model import State
+
+MODULE = "xds/data/orca/v3/orca_load_report_pb2.py"
+
+
+def official_message(folder: Path) -> type[Message]:
+    """xds.data.orca.v3.OrcaLoadReport, from the package's serialized descriptor. Skips where there is no index."""
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
+    done = subprocess.run([*pip, "xds-protos>=1.80"], capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        pytest.skip("no package index is reachable")
+    (wheel,) = folder.glob("xds_protos-*.whl")
+    source = zipfile.ZipFile(wheel).read(MODULE).decode()
+    found = re.search(r"AddSerializedFile\((b'.*?')\)\n", source, re.DOTALL)
+    assert found is not None
+    file = descriptor_pb2.FileDescriptorProto.FromString(ast.literal_eval(found[1]))
+    # The rules of validation need another file, and change nothing of the encoding.
+    del file.dependency[:]
+    for field in file.message_type[0].field:
+        field.ClearField("options")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(
+        pool.FindMessageTypeByName("xds.data.orca.v3.OrcaLoadReport")
+    )
+
+
+@pytest.mark.slow
+def test_the_report_is_read_back_by_the_official_message(tmp_path: Path) -> None:
+    stats = SchedulerStats(
+        running=3, pages_free=5, pages_total=16, cached_positions=30, prompt_positions=40
+    )
+    load = Load(
+        state=State.READY,
+        stats=stats,
+        waiting=2,
+        max_running=4,
+        max_waiting=9,
+        tokens_per_s=12.5,
+        requests_per_s=1.25,
+        errors_per_s=0.5,
+        cpu=0.75,
+        memory=0.25,
+    )
+    encoded = load_report(load)
+    report = official_message(tmp_path).FromString(encoded)
+    assert {field.name: value for field, value in report.ListFields()} == {
+        "cpu_utilization": 0.75,
+        "mem_utilization": 0.25,
+        "utilization": {"kv_cache": load.kv_use},
+        "rps_fractional": 1.25,
+        "eps": 0.5,
+        "named_metrics": {
+            "running_requests": 3,
+            "waiting_requests": 2,
+            "kv_cache_pages": 16,
+            "kv_cache_free_pages": 5,
+            "prefix_hit_rate": stats.prefix_hit_rate,
+            "output_tokens_per_second": 12.5,
+        },
+        "application_utilization": 1.25,
+    }
+    report.DiscardUnknownFields()
+    assert sorted(report.SerializeToString()) == sorted(encoded), "no field is unknown"
