@@ -41,6 +41,10 @@ COMMANDS = {
     "put": ("requests.images", "store an image on the server, to name it by its id later"),
     "forget": ("requests.images", "delete a stored image"),
     "chat": ("requests.chat", "ask questions about one image, as a conversation in the terminal"),
+    "mcp": (
+        "requests.mcp_server",
+        "offer the skills of a server to agents (Model Context Protocol)",
+    ),
     "models": ("weights.models", "list the models of a server; list and remove downloaded ones"),
     "admin": (
         "operation.admin",

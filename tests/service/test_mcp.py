@@ -1,0 +1,89 @@
+"""``kestrel-grpc mcp`` driven by the protocol's own client, over standard input and output and over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.docs.code_blocks import ROOT
+
+mcp = pytest.importorskip("mcp")
+TOOLS = {"query", "caption", "detect", "point", "segment"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "root").mkdir()
+    Image.new("RGB", (60, 40), (200, 200, 200)).save(tmp_path / "root/grey.png")
+    (tmp_path / "secret.png").write_bytes((tmp_path / "root/grey.png").read_bytes())
+    (tmp_path / "root/link.png").symlink_to(tmp_path / "secret.png")
+    return tmp_path / "root"
+
+
+def command(address: str, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "kestrel_grpc", "mcp", "--server", address, *flags]
+
+
+async def test_five_tools_answer_over_standard_input(serve, folder: Path):
+    from mcp.client.stdio import stdio_client
+
+    served = await serve()
+    program, *arguments = command(served.server.addresses[0], "--root", str(folder))
+    parameters = mcp.StdioServerParameters(
+        command=program, args=arguments, cwd=ROOT, env=dict(os.environ)
+    )
+    async with mcp.Client(stdio_client(parameters)) as client:
+        tools = (await client.list_tools()).tools
+        assert {tool.name for tool in tools} == TOOLS
+        assert all(tool.description for tool in tools)
+        asked = {"image": "grey.png", "question": "What?"}
+        found = await client.call_tool("query", asked)
+        assert not found.is_error and json.loads(found.content[0].text)["answer"]
+        found = await client.call_tool("detect", {"image": "grey.png", "object": "dot"})
+        assert json.loads(found.content[0].text)["objects"] is not None
+        assert [part.type for part in found.content] == ["text", "image"]
+        for image, part in (
+            ("../secret.png", "is not below"),
+            (str(folder.parent / "secret.png"), "is not below"),
+            ("link.png", "is not below"),
+            ("none.png", "no such file"),
+            ("http://example.org/a.png", "is not fetched"),
+            ("data:image/png;base64,!", "base64"),
+            ("img_unknown", "image"),
+        ):
+            refused = await client.call_tool("caption", {"image": image})
+            assert refused.is_error and part in refused.content[0].text, refused.content
+
+
+async def test_http_answers_as_standard_input_does(serve):
+    served = await serve()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        command(served.server.addresses[0], "--http", str(port)),
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        for _ in range(300):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            await asyncio.sleep(0.1)
+        async with mcp.Client(f"http://127.0.0.1:{port}/mcp") as client:
+            assert {tool.name for tool in (await client.list_tools()).tools} == TOOLS
+            refused = await client.call_tool("caption", {"image": "grey.png"})
+            assert refused.is_error and "--root" in refused.content[0].text
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
