@@ -111,7 +111,12 @@ class CommandParser(Parser):
             message = f"unknown command {wrong[1]!r}{hint}"
         elif (wrong := _UNKNOWN_FLAG.match(message)) is not None:
             flags = [flag for action in self._actions for flag in action.option_strings]
-            message = f"unknown flag {wrong[1]}{suggestion(wrong[1].partition('=')[0], flags)}"
+            flag = wrong[1].partition("=")[0]
+            message = (
+                f"the flag {flag} must come before the action"
+                if flag in flags
+                else f"unknown flag {wrong[1]}{suggestion(flag, flags)}"
+            )
         elif (wrong := _INVALID_CHOICE.match(message)) is not None:
             choices = re.findall(r"[^\s,']+", wrong[3])
             hint = suggestion(wrong[2], choices) or f"; choose from {', '.join(choices)}"

@@ -99,6 +99,13 @@ def test_wrong_usage_is_one_line_with_what_to_write(capsys, arguments, words):
     assert status == 2 and words in line
 
 
+def test_a_flag_behind_the_action(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["admin", "drain", "--server", "127.0.0.1:1"])
+    assert ended.value.code == 2
+    assert "the flag --server must come before the action" in capsys.readouterr().err
+
+
 async def test_a_model_that_is_nearly_named(kestrel):
     status, _, errors = await kestrel("query", "hi", "--model", "fakee")
     assert status == 1 and "this server serves fake; did you mean fake?" in errors
