@@ -60,7 +60,7 @@ __all__ = ["EngineMetrics", "EngineResult", "EngineStream", "InferenceEngine", "
 logger = logging.getLogger(__name__)
 
 STOP_PATIENCE_S = 5.0
-"""Seconds that shutdown waits for the step that runs."""
+"""Seconds that shutdown waits for the running step."""
 
 
 class InferenceEngine(SkillCalls):
@@ -169,7 +169,7 @@ class InferenceEngine(SkillCalls):
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would be taken up now: the engine is open, and its step thread lives and gets on."""
+        """Whether the engine accepts requests now: it is open, and its step thread is alive and makes progress."""
         return not self._closing and self._failure is None and self._loop.alive
 
     @property
@@ -184,12 +184,12 @@ class InferenceEngine(SkillCalls):
 
     @property
     def places(self) -> PlaceCounts:
-        """How the places of accepted requests are shared, now."""
+        """How the principals share the places of accepted requests, now."""
         return self._places.counts
 
     @property
     def compiled(self) -> CompileCounts:
-        """Kernels made ready so far. From any thread."""
+        """Kernels compiled or loaded so far. From any thread."""
         meter = self._built.compiling
         return CompileCounts() if meter is None else meter.counts
 
@@ -210,9 +210,9 @@ class InferenceEngine(SkillCalls):
         """Starts any registered skill and returns its stream once the image is prepared and the request queued.
 
         ``priority``: "high", "normal" or "low". ``timeout_s``: the request is dropped if nothing was computed for it by
-        then. ``cache_salt``: images and prefixes are shared with requests of the same salt only. ``principal``: who
-        asks; "" is one principal too. ``weight``: the principal's share relative to others, above 0. Raises
-        RequestError, EngineOverloaded, DeadlineExceeded, EngineClosed; later failures come through the stream.
+        then. ``cache_salt``: images and prefixes are shared with requests of the same salt only. ``principal``: the
+        caller's name; "" is one principal, too. ``weight``: the principal's share relative to others, above 0. Raises
+        RequestError, EngineOverloaded, DeadlineExceeded, EngineClosed; the stream raises later failures.
         """
         request_id = checked_request_id(request_id)
         check_timeout(timeout_s)
@@ -236,7 +236,7 @@ class InferenceEngine(SkillCalls):
         timeout_s: float | None,
         cache_salt: str,
     ) -> EngineStream:
-        """``submit`` for a request that has its place."""
+        """``submit`` for a request that has its place in the queue."""
         now = time.monotonic()
         timings = FrontTimings(accepted_at=now)
         spec = self._skills.get(skill)
@@ -317,7 +317,7 @@ class InferenceEngine(SkillCalls):
         return len(found)
 
     def flush_caches(self) -> None:
-        """Forgets prefixes, embeddings and prepared images that no request uses."""
+        """Drops prefixes, embeddings and prepared images that no request uses."""
         self._pool.flush()
         self._loop.flush()
 
@@ -344,8 +344,8 @@ class InferenceEngine(SkillCalls):
             self._profiling = False
 
     async def shutdown(self, *, grace_s: float = 10.0) -> None:
-        """Takes no more requests, lets the running ones end for up to ``grace_s`` seconds, fails the rest with
-        EngineClosed, and frees the model, unless a step hangs (``is_stuck``). Idempotent."""
+        """Refuses new requests, waits up to ``grace_s`` seconds for open ones, fails the others with EngineClosed, and
+        frees the model, unless a step hangs (``is_stuck``). Idempotent."""
         self._closing = True
         if self.num_requests and grace_s > 0:
             try:
@@ -387,7 +387,7 @@ class InferenceEngine(SkillCalls):
     def check_admission(
         self, principal: str = "", weight: float = 1.0, *, priority: str = "normal"
     ) -> None:
-        """Raises EngineOverloaded if such a request would find no place now, EngineClosed if none are taken."""
+        """Raises EngineOverloaded if such a request would get no place now, EngineClosed if the engine accepts none."""
         self._check_open()
         self._places.check(principal, weight, checked_priority(priority))
 
@@ -402,7 +402,7 @@ class InferenceEngine(SkillCalls):
         self._check_alive()
 
     def _check_alive(self) -> None:
-        """Raises EngineClosed unless a thread is there to compute what was taken."""
+        """Raises EngineClosed unless the step thread can compute accepted requests."""
         if self._closed:
             raise EngineClosed("the engine was shut down")
         if self._failure is not None:
@@ -457,7 +457,7 @@ class InferenceEngine(SkillCalls):
         )
         try:
             self._observer.on_image(event)
-        except Exception:  # What measures must not disturb what it measures.
+        except Exception:  # A fault of the observer must not change what it observes.
             logger.exception("the observer failed on an image")
 
     def _prompt(self, request: SkillRequest, image: PreparedImage | None) -> Prompt:
@@ -468,7 +468,7 @@ class InferenceEngine(SkillCalls):
         return (bos, *block, *request.prompt_suffix)
 
     def _token_limit(self, request: SkillRequest, prompt_positions: int) -> int:
-        """Most tokens to sample. An explicit max_tokens beyond the room is refused, a default shrinks."""
+        """Most tokens to sample. An explicit max_tokens that exceeds the room is an error; a default shrinks."""
         room = self._limits.max_seq_length - prompt_positions
         if room < 1:
             raise ContextLengthError(
@@ -506,7 +506,7 @@ class InferenceEngine(SkillCalls):
         self._open.fail_all(self._failure)
 
     async def _until_idle(self) -> None:
-        # An image that has just been prepared leaves nothing open for a moment: looked at again.
+        # Between its preparation and its submission a request counts as neither, so check again after each wake-up.
         while self.num_requests:
             await self._idle.wait()
 
@@ -515,7 +515,7 @@ class InferenceEngine(SkillCalls):
             self._idle.set()
 
     async def _warm_up(self) -> None:
-        """A text and a blank image through the whole path: lazy initialisation is paid before the first caller."""
+        """Sends a text and a blank image through the whole path, so that no caller waits for lazy initialisation."""
         settings = {"max_tokens": 2, "temperature": 0.0, "seed": 0}
         side = self._built.model.vision.crop_size
         await self.query(question="ready?", settings=settings)

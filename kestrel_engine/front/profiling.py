@@ -1,4 +1,4 @@
-"""take_profile: one profile from its start on the step thread to its file. Owns the waiting; runs on the event loop."""
+"""take_profile: records one profile on the step thread and writes its file. Runs on the event loop."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..steps.loop import EngineLoop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest:
-    """What to record: at most ``seconds`` and ``steps``, written to ``path`` (a new file) with at most ``max_bytes``.
+    """Records at most ``seconds`` and ``steps``, and writes at most ``max_bytes`` to ``path`` (a new file).
 
-    ``python_functions``: the step thread's too, which slows it down.
+    ``python_functions``: records the step thread's Python functions too, which slows the thread down.
     """
 
     path: str
@@ -34,8 +34,8 @@ async def take_profile(
     begun: asyncio.Event,
     stop: asyncio.Event,
 ) -> Profile:
-    """``begun`` is set once it records; ``stop`` ends it early. ``patience_s``: how long the step thread may take to
-    begin and to end it. Raises ProfileError."""
+    """Sets ``begun`` when recording has begun; ``stop`` ends it early. ``patience_s``: seconds that the step thread may
+    take to begin and to end the profile. Raises ProfileError."""
     profile = await asyncio.to_thread(
         StepProfile, request.steps, cuda=cuda, python_functions=request.python_functions
     )
@@ -56,7 +56,7 @@ async def take_profile(
         raise ProfileError("the step thread hangs") from None
     except OSError as error:
         raise ProfileError(f"the profile could not be written: {error}") from None
-    except RuntimeError as error:  # torch's own: another profiler, or a driver that doesn't let us.
+    except RuntimeError as error:  # Another profiler runs, or the driver forbids profiling.
         raise ProfileError(f"the profiler failed: {error}") from None
     finally:
         loop.end_profile()

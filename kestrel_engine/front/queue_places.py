@@ -22,11 +22,11 @@ _Result = TypeVar("_Result")
 _NUM_PRIORITIES = 3
 _WEIGHT_UNIT = 1000
 _RESERVED_OF_QUEUE = 16
-"""One place in so many of the queue is added for the best priority."""
+"""For each of this many places in the queue, one place is added for the best priority."""
 
 
 class Place:
-    """One request's. ``is_waiting`` tells whether nothing was computed for it, ``displace`` ends it with an error."""
+    """One request's place. ``is_waiting``: whether nothing was computed for it. ``displace`` ends it with an error."""
 
     __slots__ = ("displace", "holder", "is_waiting", "principal", "priority", "weight")
 
@@ -44,7 +44,7 @@ class _Holder:
     def __init__(self, principal: str, weight: int) -> None:
         self.principal, self.weight = principal, weight
         self.held = 0
-        # By priority, oldest first; those that were taken up meanwhile are among them.
+        # By priority, oldest first; requests that were admitted in the meantime are among them.
         self._waiting: list[OrderedDict[Place, None]] = [
             OrderedDict() for _ in range(_NUM_PRIORITIES)
         ]
@@ -58,8 +58,8 @@ class _Holder:
         self._waiting[place.priority].pop(place, None)
 
     def newest_waiting(self, best: int = 0) -> Place | None:
-        """Of the least priority that has one, not better than ``best``. What was taken up is forgotten on the way, so
-        that each place is looked at once."""
+        """The newest waiting place of the least priority, not better than ``best``. Places of admitted requests are
+        removed on the way, so that each is checked once."""
         for level in reversed(self._waiting[best:]):
             while level:
                 place = next(reversed(level))
@@ -79,7 +79,7 @@ class QueuePlaces:
         """Places for the best priority alone."""
         self.held = 0
         self.displaced = 0
-        """Requests that gave way to others, since the start."""
+        """Requests that lost their place to others, since the start."""
         self._holders: dict[str, _Holder] = {}
         self._weights = 0
 
@@ -104,14 +104,14 @@ class QueuePlaces:
         if principal not in self._holders:
             self._holders[principal] = holder
             self._weights += holder.weight
-        told = None if victim is None else self._displaced(victim)
+        error = None if victim is None else self._displaced(victim)
         place = Place(holder, weight, priority)
         holder.add(place)
         self.held += 1
-        if victim is not None and told is not None:
+        if victim is not None and error is not None:
             self.give_back(victim)
             self.displaced += 1
-            victim.displace(told)
+            victim.displace(error)
         return place
 
     def give_back(self, place: Place) -> None:
@@ -131,7 +131,7 @@ class QueuePlaces:
         return known or _Holder(principal, max(1, round(weight * _WEIGHT_UNIT)))
 
     def _room(self, holder: _Holder, priority: int) -> Place | None:
-        """The place to be taken from another request; None if one is free. Raises EngineOverloaded."""
+        """The place that another request must give up; None if a place is free. Raises EngineOverloaded."""
         if self.held < self.bound + (self.reserved if priority == 0 else 0):
             return None
         weights = self._weights + (0 if holder.held else holder.weight)
@@ -149,11 +149,11 @@ class QueuePlaces:
         return victim
 
     def _displaced(self, victim: Place) -> Displaced:
-        """What the caller of ``victim`` is told."""
+        """The error of the request that had the place ``victim``."""
         assert victim.holder is not None
-        told = self._told(victim.holder, self._weights)
         return Displaced(
-            f"the request gave way to one of a better claim while it waited: {told}",
+            f"the request lost its place in the queue to one of a better claim: "
+            f"{self._format_quota(victim.holder, self._weights)}",
             quota=self._quota(victim.holder, self._weights),
         )
 
@@ -161,7 +161,7 @@ class QueuePlaces:
         return EngineOverloaded(
             f"{self.held} requests are running or waiting; the bound is {self.bound} "
             f"(max_queue={self._max_queue} + max_batch_size={self._max_batch_size}); "
-            f"{self._told(holder, weights)}",
+            f"{self._format_quota(holder, weights)}",
             quota=self._quota(holder, weights),
         )
 
@@ -169,11 +169,11 @@ class QueuePlaces:
         share = max(1, self.bound * holder.weight // weights)
         return Quota(holder.principal, "places in the queue", holder.held, share)
 
-    def _told(self, holder: _Holder, weights: int) -> str:
+    def _format_quota(self, holder: _Holder, weights: int) -> str:
         quota = self._quota(holder, weights)
-        who = quota.principal or "callers without credentials"
+        name = quota.principal or "callers without credentials"
         hold = "holds" if quota.principal else "hold"
-        return f"{who} {hold} {quota.held}, the share is {quota.share}"
+        return f"{name} {hold} {quota.held}, the share is {quota.share}"
 
 
 def _first(holders: list[_Holder], *, best: int) -> Place | None:
@@ -185,7 +185,7 @@ def _first(holders: list[_Holder], *, best: int) -> Place | None:
 
 
 async def until_displaced(place: Place, work: Awaitable[_Result]) -> _Result:
-    """What ``work`` gives; cancels it and raises Displaced if the place is taken meanwhile."""
+    """The result of ``work``. If the request loses its place before, cancels ``work`` and raises Displaced."""
     task = asyncio.current_task()
     assert task is not None, "requests are submitted from tasks"
     cancelling = task.cancelling()

@@ -1,4 +1,4 @@
-"""What a caller may say about how its request is handled, checked: the request's id and its priority."""
+"""Checks of a request's id, priority, timeout and weight."""
 
 from __future__ import annotations
 

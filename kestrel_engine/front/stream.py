@@ -1,4 +1,4 @@
-"""EngineStream: the caller's end of one request. Owns the request's undelivered updates; lives on the event loop."""
+"""EngineStream: a caller's view of one request. Owns the request's unread updates; for the event loop."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from ..types.events import EngineResult, StreamUpdate
 class EngineStream:
     """Async iterator of StreamUpdates, with the whole result at the end.
 
-    Iteration may be skipped: ``result()`` alone works. Leaving early must be said: ``aclose()`` (or ``async with``)
-    gives the request up and frees what it held; the result then says "cancelled" and has what there was. Text that came
-    since the last update was taken is one update. Undelivered updates are bounded by the request's own max_tokens.
+    Iteration may be skipped: ``result()`` alone works. A caller that leaves early must call ``aclose()`` (or use
+    ``async with``), which cancels the request and frees its resources. The result then has the reason "cancelled" and
+    the output so far.
+    All text that arrives between two reads is one update. Unread updates are bounded by the request's max_tokens.
     """
 
     def __init__(self, request_id: str, abort: Callable[[], None]) -> None:
@@ -23,8 +24,8 @@ class EngineStream:
         self._abort = abort
         self._updates: deque[tuple[int, StreamUpdate]] = deque()
         self._outcome: EngineResult | BaseException | None = None
-        # Made when somebody waits. One for each: a future that is shared must be shielded from its waiters, which takes
-        # another future and two more turns of the event loop.
+        # One future for each waiter: a shared future must be shielded from its waiters, which takes another future and
+        # two more rounds of the event loop.
         self._readers: list[asyncio.Future[None]] = []
         self._enders: list[asyncio.Future[None]] = []
 
@@ -37,13 +38,13 @@ class EngineStream:
             if self._outcome is not None:
                 self._ended()
                 raise StopAsyncIteration
-            await _turn(self._readers)
+            await _new_waiter(self._readers)
         return self._joined()
 
     async def result(self) -> EngineResult:
         """Waits for the end; raises the request's error. May be called often, before, while or after iterating."""
         while self._outcome is None:
-            await _turn(self._enders)
+            await _new_waiter(self._enders)
         return self._ended()
 
     @property
@@ -51,11 +52,11 @@ class EngineStream:
         return self._outcome is not None
 
     async def aclose(self) -> None:
-        """Gives the request up if it is unfinished, and waits until what it held is freed. Idempotent."""
+        """Cancels the request if it is unfinished, and waits until its resources are freed. Idempotent."""
         if self._outcome is None:
             self._abort()
         while self._outcome is None:
-            await _turn(self._enders)
+            await _new_waiter(self._enders)
 
     async def __aenter__(self) -> EngineStream:
         return self
@@ -103,7 +104,7 @@ class EngineStream:
         _wake(self._enders)
 
     def _ended(self) -> EngineResult:
-        """What came of it. Raises the request's error."""
+        """The result. Raises the request's error."""
         outcome = self._outcome
         if isinstance(outcome, BaseException):
             raise outcome.with_traceback(None)
@@ -111,7 +112,7 @@ class EngineStream:
         return outcome
 
 
-def _turn(waiters: list[asyncio.Future[None]]) -> asyncio.Future[None]:
+def _new_waiter(waiters: list[asyncio.Future[None]]) -> asyncio.Future[None]:
     """Done at the next ``_wake``."""
     waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     waiters.append(waiter)

@@ -1,4 +1,4 @@
-"""Notices when the step thread dies or hangs, and shows where. Owns nothing but the waiting."""
+"""Detects a step thread that is dead or hangs, and logs all stacks. Owns no state."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..steps.loop import EngineLoop
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-"""Most seconds between two looks: a dead engine is noticed within about a second."""
+"""Most seconds between two checks: a dead engine is detected within about a second."""
 
 
 async def watch(loop: EngineLoop, limit_s: float) -> RuntimeFailure:
-    """Returns what is wrong, once no step has ended for ``limit_s`` while there was work, or the thread is dead. The
-    stacks of all threads are in the log by then."""
+    """Returns the failure once the thread is dead, or no step has ended for ``limit_s`` seconds while there was work.
+    Logs the stacks of all threads before it returns."""
     while True:
         await asyncio.sleep(min(INTERVAL_S, limit_s / 4))
         stalled_s = loop.stalled_s
@@ -36,7 +36,7 @@ async def watch(loop: EngineLoop, limit_s: float) -> RuntimeFailure:
 
 
 def log_stacks(reason: str) -> None:
-    """Writes where every thread stands to the log."""
+    """Logs the stack of every thread."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if thread.ident in frames:

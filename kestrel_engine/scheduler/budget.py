@@ -1,6 +1,6 @@
 """StepBudget and Allowance: how much new work one step may hold.
 
-Vision and prefill share one allowance: a step runs them one after the other, and those who decode wait for the sum.
+Vision and prefill share one allowance: a step runs them one after the other, and sequences that decode wait for both.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from dataclasses import dataclass
 class StepBudget:
     """New work beside a running decode batch: this many prompt positions, or this many crops, or a share of each.
 
-    It is the one knob between TTFT and ITL. While nobody decodes a step may hold ``idle_scale`` times as much.
+    It is the one setting that trades TTFT for ITL. While no sequence decodes, a step may hold ``idle_scale`` times as
+    much.
     """
 
     prefill_positions: int = 768
     crops: int = 3
     idle_scale: int = 8
     pause: float = 0.0
-    """After a step that took on new work so many steps only decode, if all of its allowance was used and nobody else
-    waits; in proportion less otherwise. What comes meanwhile is taken on together, which a GPU does faster."""
+    """Number of steps that only decode after a step that used its whole allowance for new work. Fewer steps pause if
+    the step used less, or if sequences wait. Work that arrives during the pause is computed together, which is faster
+    on a GPU."""
 
 
 class Allowance:
-    """What is left of one step's budget. The first piece of work is always let in, however large."""
+    """The rest of one step's budget. The first piece of work is always allowed, however large it is."""
 
     def __init__(self, budget: StepBudget, *, decoding: bool) -> None:
         self._scale = 1 if decoding else budget.idle_scale
@@ -38,28 +40,28 @@ class Allowance:
 
     @property
     def used(self) -> float:
-        """The share that was taken, at most 1."""
+        """The used share, at most 1."""
         return min(self._used, 1.0)
 
     @property
     def work(self) -> float:
-        """What was taken, as a multiple of all new work that one step may hold beside decoding."""
+        """The used amount, as a multiple of all new work that one step may hold beside decoding."""
         return self._used * self._scale
 
     @property
     def crops(self) -> int:
-        """Crops that may still be taken."""
+        """Crops that the step may still encode."""
         left = int((1 - self._used) * self._crops + 1e-9)
         return max(left, 1 if self._used == 0 else 0)
 
     @property
     def positions(self) -> int:
-        """Prompt positions that may still be taken."""
+        """Prompt positions that the step may still compute."""
         left = int((1 - self._used) * self._positions + 1e-9)
         return max(left, 1 if self._used == 0 else 0)
 
     def allows_whole(self, positions: int) -> bool:
-        """Whether a piece that can't be divided may be taken."""
+        """Whether the step may compute a piece that can't be divided."""
         return self._used == 0 or positions <= self.positions
 
     def take_crops(self, count: int) -> None:
@@ -70,9 +72,8 @@ class Allowance:
 
 
 class Pacer:
-    """Counts the steps that pause. One burst of requests would else be taken on in steps without a break, its answers
-    would end together as well, and the next burst come of that; and single requests would each have a step of their
-    own."""
+    """Counts the steps that pause. Without pauses, one burst of requests would be prefilled in consecutive steps, would
+    end at the same time and cause the next burst; and each single request would have a step of its own."""
 
     def __init__(self, budget: StepBudget) -> None:
         self._pause = budget.pause
@@ -86,5 +87,5 @@ class Pacer:
         return True
 
     def took(self, share: float, num_decode: int, num_waiting: int) -> None:
-        """A step took on ``share`` of its allowance, and so many still wait."""
+        """Notes that a step used ``share`` of its allowance, with ``num_waiting`` sequences left to compute."""
         self._left = self._pause * share * num_decode / max(1, num_decode + num_waiting)

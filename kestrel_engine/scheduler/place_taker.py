@@ -1,8 +1,9 @@
-"""PlaceTaker: whose batch place goes to a sequence that waits, while the batch is full. Owns how often that happens.
+"""PlaceTaker: which running sequence gives its batch place to a waiting one. Owns how often that happens.
 
-A place passes from a principal with more than its share of the batch to one with less. One of the best priority may
-also take a place of its own principal's lesser work. The sequence that loses its place waits again, ahead of the others
-of its principal; what it computed stays in the prefix cache, so going on costs it little.
+When the batch is full, a place passes from a principal with more than its share of the batch to one with less. A
+sequence of the best priority may also take a place from its own principal's sequences of lesser priority. The sequence
+that loses its place waits again, ahead of the others of its principal. Its computed positions stay in the prefix cache,
+so it continues at little cost.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from .sequence import Sequence
 from .shares import Shares
 
 _SPREAD_STEPS = 8
-"""Over so many steps at most one batch of sequences loses its places: runtimes keep what belongs to a sequence for a
+"""In this number of steps, at most one batch of sequences loses its places. Runtimes keep the state of a sequence for a
 few steps after its last row, for at most two batches."""
 
 
@@ -31,8 +32,9 @@ class PlaceTaker:
         return self._pause == 0
 
     def victim(self, taker: Sequence, running: Iterable[Sequence]) -> Sequence | None:
-        """The running sequence that gives its place to ``taker``: of the least priority, one that decodes rather than
-        one whose prompt is being computed, the youngest; None if no place may pass."""
+        """The running sequence that gives its place to ``taker``; None if no place may pass.
+
+        The least priority goes first, then sequences that decode, then the youngest."""
         givers = [s for s in running if self._may_take(taker, s)]
         if not givers:
             return None

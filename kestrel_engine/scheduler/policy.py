@@ -14,9 +14,9 @@ class SchedulerPolicy:
     budget: StepBudget = field(default_factory=StepBudget)
     prefix_cache: bool = True
     kept_embeddings: int = 16
-    """Embeddings of images kept although nobody needs them now."""
+    """Number of image embeddings that are kept without a user."""
     aging_s: float = 10.0
-    """A priority that was not served for so many seconds counts as one better."""
+    """Seconds after which a priority that was not served counts as one better."""
     yield_s_per_position: float = 1e-3
-    """For each position left of its prompt a text is computed after shorter ones that came so much later: a question
-    of five words need not wait for documents."""
+    """Seconds of delay for each prompt position that is left. Shorter texts that arrive within the delay go first, so
+    that a question of five words does not wait for documents."""

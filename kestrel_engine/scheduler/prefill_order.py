@@ -1,8 +1,8 @@
-"""PrefillOrder: in which order a step takes on prompts and images of the batch.
+"""PrefillOrder: the order in which a step computes prompts and images of the batch.
 
-Images and text take turns at the head, so that neither holds the other up for longer than a step. Text goes by the
-time of its admission, but a long one counts as having come later. Principals take turns. Urgent requests go first:
-those of the best priority, and those that waited in the batch for so long that they count as such.
+Images and text alternate at the head, so that neither delays the other by more than a step. Texts are ordered by the
+time of their admission; a long text counts as admitted later. Principals take turns. Urgent requests go first: those of
+the best priority, and those that waited in the batch long enough to count as such.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PrefillOrder:
         self._images_first = True
 
     def order(self, running: Iterable[Sequence], now: float) -> list[Sequence]:
-        """Those of ``running`` with prompt left to compute."""
+        """The sequences of ``running`` with prompt positions left to compute, in order."""
         waiting = [s for s in running if s.needs_prefill]
         images = [s for s in waiting if s.uses_image]
         text = [s for s in waiting if not s.uses_image]
@@ -43,15 +43,16 @@ class PrefillOrder:
         return sequence.priority == 0 or waited > sequence.priority * self._policy.aging_s
 
     def _text_rank(self, sequence: Sequence) -> float:
-        """Seconds: the instant of admission, put off by priority as in the queue and by what is left to compute. None
-        starves, for those that come much later rank behind whatever their length."""
+        """The instant of admission, delayed by priority as in the queue and by the number of tokens left. No text
+        starves: texts that are admitted much later rank behind it, however short they are."""
         left = len(sequence.tokens) - sequence.cursor
         delay = sequence.priority * self._policy.aging_s + left * self._policy.yield_s_per_position
         return sequence.queued_since + delay
 
     @staticmethod
     def _in_turns(ordered: list[Sequence]) -> list[Sequence]:
-        """The first of each principal, then the second of each, and so on; who has used least goes first."""
+        """The first sequence of each principal, then the second of each, and so on. The principal that used least goes
+        first."""
         seen: dict[object, int] = {}
         ranks: dict[int, tuple[int, float]] = {}
         for sequence in ordered:

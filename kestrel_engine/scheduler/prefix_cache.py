@@ -2,8 +2,9 @@
 
 A radix tree whose edges are atoms: one whole page of typed tokens, or one image with the BOS before it (which
 attends in both directions and so is of use only whole). One tree a namespace. The tree holds one reference on each of
-its pages; those who use a node's pages lock it, which keeps it and all above it. Unlocked leaves go, least recently
-used first, when pages are needed. Ints and hashable keys only; knows no sequence and no clock.
+its pages. A user of a node's pages locks the node, which keeps it and all nodes above it. When pages are needed,
+unlocked leaves are evicted, the least recently used first. Ints and hashable keys only; knows no sequence and no
+clock.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from .pages import PagePool
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """An indivisible piece of a prefix: what it says, and how many whole pages its KV takes."""
+    """An indivisible piece of a prefix: its tokens as a key, and the number of whole pages that its KV takes."""
 
     key: Hashable
     num_pages: int
 
 
 class Node:
-    """The end of an edge. ``pages`` are the edge's own; the way up gives the rest. A root's ``atom`` has the namespace
-    as its key."""
+    """The end of an edge. ``pages`` are the edge's own; the nodes above have the others. A root's ``atom`` has the
+    namespace as its key."""
 
     __slots__ = ("atom", "children", "is_forgotten", "last_used", "locks", "pages", "parent")
 
@@ -36,7 +37,7 @@ class Node:
         self.locks = 0
         self.last_used = 0
         self.is_forgotten = False
-        """Out of the tree; some sequence may still lock it."""
+        """The node has left the tree; a sequence may still lock it."""
 
     def path(self) -> Iterator[Node]:
         """This node and those above it, the root left out."""
@@ -62,7 +63,7 @@ class PrefixCache:
         self._pool = pool
         self._roots: dict[Hashable, Node] = {}
         self._ticks = itertools.count(1)
-        # Entries (last_used, tie, node) for leaves that were unlocked at some time; checked when popped.
+        # Entries (last_used, tie, node) of leaves that were unlocked once; checked when popped.
         self._heap: list[tuple[int, int, Node]] = []
         self._ties = itertools.count()
         self._num_pages = 0
@@ -75,7 +76,7 @@ class PrefixCache:
 
     @property
     def num_evictable(self) -> int:
-        """Pages of unlocked nodes: what evict() could free."""
+        """Pages of unlocked nodes, which evict() can free."""
         return self._num_evictable
 
     def contains(self, namespace: Hashable, atoms: Sequence[Atom]) -> bool:
@@ -122,7 +123,7 @@ class PrefixCache:
     def insert(
         self, namespace: Hashable, atoms: Sequence[Atom], pages: Sequence[int]
     ) -> Node | None:
-        """Adds a computed prefix whose KV is in ``pages``; what is there already stays as it is, its pages too.
+        """Adds a computed prefix whose KV is in ``pages``. Nodes that exist keep their pages.
 
         New nodes take a reference of their own on their pages. Returns the last node, locked, or None for no atoms.
         """
@@ -149,14 +150,14 @@ class PrefixCache:
         return node
 
     def forget(self, node: Node, pages: set[int]) -> None:
-        """Takes the nodes on the way to ``node`` that hold any of ``pages`` out of the tree, and all below them. Those
-        who have locked such nodes keep their pages, and unlock as ever."""
+        """Removes the nodes on the way to ``node`` that hold any of ``pages``, and all nodes below them. Sequences that
+        have locked such nodes keep their own references to the pages, and unlock as usual."""
         tainted = [each for each in node.path() if pages.intersection(each.pages)]
         if tainted and not tainted[-1].is_forgotten:
             self._detach(tainted[-1])
 
     def _detach(self, top: Node) -> None:
-        """``top`` keeps its parent: those who lock it have locked the nodes above it, too."""
+        """``top`` keeps its parent, because a sequence that locks ``top`` has locked the nodes above it, too."""
         assert top.parent is not None, "a root holds no pages"
         del top.parent.children[top.atom.key]
         stack = [top]
@@ -170,7 +171,7 @@ class PrefixCache:
         self._tidy(top.parent)
 
     def evict(self, num_pages: int) -> int:
-        """Frees at least ``num_pages`` pages if that many are evictable; returns how many it freed."""
+        """Frees at least ``num_pages`` pages if that many are evictable. Returns the number of freed pages."""
         freed = 0
         while freed < num_pages and self._heap:
             last_used, _, node = heapq.heappop(self._heap)
@@ -181,7 +182,7 @@ class PrefixCache:
         return freed
 
     def flush(self) -> int:
-        """Forgets all that is unlocked; returns the pages freed."""
+        """Removes all unlocked nodes. Returns the number of freed pages."""
         return self.evict(self._num_evictable)
 
     def check(self) -> None:

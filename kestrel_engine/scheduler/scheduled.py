@@ -1,4 +1,4 @@
-"""Scheduled: what the scheduler remembers of a row in a step that is out."""
+"""Scheduled: the scheduler's record of a row in a step that is out."""
 
 from __future__ import annotations
 

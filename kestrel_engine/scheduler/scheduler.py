@@ -4,13 +4,13 @@ Pure Python, ints in and ints out; it owns sequences, pages, the prefix cache an
 tensor, text, skill or clock. One thread uses it. Several steps may be out at a time; they run in the order scheduled.
 
 Policy. All sequences that can decode do so in every step. Beside them a step takes new work within its allowance: text
-in chunks, images crop by crop, image prefixes whole. Those that wait join when a batch place and the pages of their
-prompt are free; pages for sampled tokens are taken as they are needed. When none is left, cached prefixes go first,
-then the youngest sequence of the least priority is preempted: it waits again and recomputes what it had, sampled
-tokens included.
+in chunks, images crop by crop, image prefixes whole. Waiting sequences join when a batch place and the pages of their
+prompt are free; pages for sampled tokens are allocated when they are needed. When no page is free, cached prefixes are
+evicted first. Then the youngest sequence of the least priority is preempted: it waits again and recomputes its
+positions, those of sampled tokens included.
 
-Principals share the batch (shares.py): one may fill it while no other has work, and gives places back when one with
-less than its share waits (place_taker.py).
+Principals share the batch (shares.py). A principal may fill it while no other has work, and gives places back when a
+principal with less than its share waits (place_taker.py).
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Scheduler:
         return sequence
 
     def abort(self, sequence_id: int) -> None:
-        """Ends a sequence in any phase, also while a step that computes it is out, and frees its pages. What it
-        computed stays in the prefix cache as long as there is room. Unknown ids are ignored."""
+        """Ends a sequence in any phase, also while a step that computes it is out, and frees its pages. Its computed
+        prefix stays in the prefix cache as long as there is room. Unknown ids are ignored."""
         sequence = self._sequences.get(sequence_id)
         if sequence is not None:
             self._end(sequence, keep=True)
@@ -128,17 +128,17 @@ class Scheduler:
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next step, or None if nothing can be computed now. commit() or fail_step() must follow, in order."""
-        self._take_place(now)
+        self._replace_running(now)
         self._turns.begin(self._running.values(), now, idle=not self._out)
         plan = self._plan(now)
         if plan is None and self._turns.alone and not self._out:
-            # The favoured have nothing to compute, and wait for no step that is out.
+            # The favoured sequences have nothing to compute, and no step is out that could change that.
             self._turns.for_all()
             plan = self._plan(now)
         return plan
 
     def _plan(self, now: float) -> StepPlan | None:
-        """The step for those that have their turn; None if it would be empty."""
+        """The step for the sequences whose turn it is; None if it would be empty."""
         dropped, ended = self._images.take_dropped(), tuple(self._ended)
         self._ended = []
         scheduled: list[Scheduled] = []
@@ -149,7 +149,7 @@ class Scheduler:
         encode: list[EncodeSlice] = []
         prefill: list[Row] = []
         if self._turns.alone or not self._pacer.pauses(len(decode)):
-            self._take_on(encode, prefill, scheduled, now, num_decode=len(decode))
+            self._schedule_new_work(encode, prefill, scheduled, now, num_decode=len(decode))
         plan = StepPlan(
             step_id=self._next_step_id,
             drop_images=dropped,
@@ -166,13 +166,13 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, StepToken]]:
-        """Takes the result of the oldest step that is out. Returns what was sampled for sequences that have not ended;
-        those whose row was not finite must have: discard() comes first.
+        """Takes the result of the oldest step that is out. Returns the tokens of sequences that have not ended.
+        Sequences whose row was not finite must have ended by discard().
 
         After that, a sequence whose ``rule`` is None and that has no token in flight waits for resume() or abort().
         """
         sampled: list[tuple[Sequence, StepToken]] = []
-        for item in self._take_out(plan):
+        for item in self._pop_oldest(plan):
             sequence = item.sequence
             if sequence.phase is Phase.FINISHED:
                 continue
@@ -195,8 +195,9 @@ class Scheduler:
         sequence.rule = rule
 
     def discard(self, sequence_id: int) -> None:
-        """Ends a sequence whose row was not finite. The pages that it wrote leave the prefix cache with all that builds
-        on them, and its image's embedding goes if it computed from that; pages of others stay."""
+        """Ends a sequence whose row was not finite. The pages that it wrote leave the prefix cache, with all nodes
+        below them. If it computed from its image's embedding, the embedding is dropped. Pages of other sequences
+        stay."""
         sequence = self._sequences[sequence_id]
         shared = sequence.num_shared_pages
         if sequence.node is not None:
@@ -209,10 +210,10 @@ class Scheduler:
         """Rolls back the oldest step that is out: ends the sequences it computed, or encoded crops for, and returns
         their ids.
 
-        Nothing that the device kept is trusted any more: cached prefixes that nobody uses and embeddings are forgotten.
+        No state on the device is trusted after that: unused cached prefixes and all embeddings are dropped.
         """
         images = {piece.image.key for piece in plan.encode}
-        involved = [item.sequence for item in self._take_out(plan)]
+        involved = [item.sequence for item in self._pop_oldest(plan)]
         involved += [s for s in self._running.values() if s.uses_image and s.image_key in images]
         # Later steps that are out may compute prefixes of images that this one should have encoded.
         involved += [
@@ -231,7 +232,7 @@ class Scheduler:
         return failed
 
     def flush(self) -> None:
-        """Forgets cached prefixes and embeddings that nobody uses."""
+        """Drops cached prefixes and embeddings without users."""
         self._cache.flush()
         self._images.flush()
 
@@ -253,7 +254,7 @@ class Scheduler:
     def _decode_rows(self, scheduled: list[Scheduled]) -> list[Row]:
         ready = [s for s in self._turns.of(self._running.values()) if s.can_decode]
         if self._pool.num_free < len(ready):
-            # Pages may run out: those who would be preempted last are served first.
+            # Pages may run out: the sequences that would be preempted last get theirs first.
             ready.sort(key=_preemption_rank)
         rows = []
         served: set[int] = set()
@@ -264,7 +265,7 @@ class Scheduler:
         return rows
 
     def _grow(self, sequence: Sequence, served: set[int]) -> bool:
-        """Makes room for one more position, preempting if need be; False if ``sequence`` itself had to go."""
+        """Makes room for one more position, by preemption if necessary. False if ``sequence`` itself was preempted."""
         if sequence.num_scheduled < len(sequence.pages) * self._limits.page_size:
             return True
         while True:
@@ -272,7 +273,7 @@ class Scheduler:
             if pages is not None:
                 sequence.pages += pages
                 return True
-            # Whoever has a row in this step keeps its pages: two rows must not write to one page.
+            # A sequence with a row in this step keeps its pages: two rows must not write to one page.
             candidates = [s for i, s in self._running.items() if i not in served]
             victim = max(candidates, key=_preemption_rank)
             self._preempt(victim)
@@ -286,7 +287,7 @@ class Scheduler:
         return self._pool.allocate(count)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Gives back all that a running sequence holds; its sampled tokens stay with it, to be computed again."""
+        """Releases all that a running sequence holds. It keeps its sampled tokens, to compute their positions again."""
         self._preemptions += 1
         self._keep_prefix(sequence)
         self._give_back(sequence)
@@ -295,7 +296,7 @@ class Scheduler:
         sequence.epoch += 1
         self._queue.add_first(sequence)
 
-    def _take_on(
+    def _schedule_new_work(
         self,
         encode: list[EncodeSlice],
         prefill: list[Row],
@@ -304,7 +305,7 @@ class Scheduler:
         *,
         num_decode: int,
     ) -> None:
-        """Schedules images and prompts as far as the allowance goes."""
+        """Schedules images and prompts within the allowance."""
         allowance = Allowance(self._policy.budget, decoding=num_decode > 0)
         order = self._order.order(self._turns.of(self._running.values()), now)
         for sequence in order:
@@ -328,7 +329,7 @@ class Scheduler:
         prefill: list[Row],
         scheduled: list[Scheduled],
     ) -> None:
-        """Schedules as much of a prompt as the allowance has room for."""
+        """Schedules as much of a prompt as the allowance permits."""
         count = 0
         if sequence.uses_image:
             assert sequence.image is not None
@@ -356,8 +357,8 @@ class Scheduler:
         return self._images.is_encoded(image.key)
 
     def _admit(self, now: float) -> Sequence | None:
-        """Takes the next waiting sequence that has room; none overtakes it, unless it waits for an image's prefix that
-        another is computing."""
+        """Admits the next waiting sequence if it has room. No sequence overtakes it, unless it waits for an image
+        prefix that another sequence computes."""
         if len(self._running) == self._limits.max_batch_size:
             return None
         sequence = self._next(now)
@@ -366,8 +367,8 @@ class Scheduler:
         self._join(sequence, now)
         return sequence
 
-    def _take_place(self, now: float) -> None:
-        """Takes the next waiting sequence in place of one that runs, if the batch is full and it has a better claim."""
+    def _replace_running(self, now: float) -> None:
+        """If the batch is full, lets the next waiting sequence replace a running one that has a weaker claim."""
         if len(self._running) < self._limits.max_batch_size or not self._places.next_step():
             return
         if self._shares.num_principals == 1 and not self._queue.has_best_priority:
@@ -381,7 +382,7 @@ class Scheduler:
         self._join(sequence, now)
 
     def _next(self, now: float) -> Sequence | None:
-        """The next that waits, once those that wait for an image's prefix are set aside; None if none can be taken."""
+        """The next waiting sequence, after parking those that wait for an image prefix; None if there is none."""
         while (sequence := self._queue.head(now)) is not None and not sequence.in_flight:
             prefix = self._underway.key(sequence)
             if prefix is None or not self._must_wait_for(sequence, prefix):
@@ -408,9 +409,9 @@ class Scheduler:
         return prefix in self._underway and not self._cache.contains(namespace, atoms)
 
     def _take_pages(self, sequence: Sequence, now: float) -> bool:
-        """Reserves the pages of all tokens there are, cached ones shared; False, and nothing held, if they are too few.
+        """Reserves the pages of all tokens so far and shares cached ones. False, without effect, if too few are free.
 
-        One page a running sequence is left over, so that an admission does not preempt at once.
+        One page for each running sequence stays free, so that an admission does not preempt at once.
         """
         size = self._limits.page_size
         total = sequence.num_positions
@@ -468,14 +469,14 @@ class Scheduler:
         page_table = sequence.page_table(-(-end // self._limits.page_size))
         return Row(sequence.sequence_id, tokens, start, page_table, sample)
 
-    def _take_out(self, plan: StepPlan) -> list[Scheduled]:
+    def _pop_oldest(self, plan: StepPlan) -> list[Scheduled]:
         oldest, scheduled, alone = self._out.popleft()
         self._turns.ended(alone=alone)
         assert oldest is plan, f"step {plan.step_id} came back before step {oldest.step_id}"
         return scheduled
 
     def _keep_prefix(self, sequence: Sequence) -> None:
-        """Puts what has been computed and come back into the prefix cache, by whole pages."""
+        """Adds the whole pages of committed positions to the prefix cache."""
         if self._policy.prefix_cache and sequence.num_committed:
             size = self._limits.page_size
             count = sequence.num_committed // size
@@ -490,7 +491,7 @@ class Scheduler:
                 self._prefix_is_there(sequence)
 
     def _prefix_is_there(self, sequence: Sequence) -> None:
-        """Lets those go on who wait for an image prefix, because it is cached or because its computation ended."""
+        """Releases the sequences that wait for this image prefix: it is cached, or its computation ended."""
         prefix = self._underway.end(sequence)
         if prefix is not None:
             self._queue.release(prefix)

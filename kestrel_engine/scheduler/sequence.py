@@ -12,7 +12,7 @@ from .shares import Account
 
 
 class Phase(enum.Enum):
-    """Where a sequence is. A preempted one waits again; what it has sampled stays with it."""
+    """Where a sequence is. A preempted sequence waits again and keeps its sampled tokens."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -72,12 +72,12 @@ class Sequence:
         """Positions whose step has come back."""
         self.pages: list[int] = []
         self.num_shared_pages = 0
-        """The first so many of ``pages`` came from the prefix cache at the last admission. The sequence writes to the
-        others."""
+        """Pages at the head of ``pages`` that the last admission took from the prefix cache. The sequence writes to
+        the others."""
         self.node: Node | None = None
         """The cached prefix that this sequence locks."""
         self.epoch = 0
-        """Counts preemptions: what was scheduled in an earlier epoch computes nothing in this one."""
+        """Counts preemptions: rows of an earlier epoch compute nothing for this one."""
         self.in_flight = 0
         """Tokens asked for that have not come back."""
         self.num_sampled = 0
@@ -129,7 +129,7 @@ class Sequence:
 
     @property
     def num_positions(self) -> int:
-        """Positions of all tokens, those to come included as far as they are planned."""
+        """Positions of all tokens, planned ones included."""
         return len(self.tokens) + max(0, self.image_prefix - 2)
 
     @property
@@ -152,12 +152,12 @@ class Sequence:
         )
 
     def replace_pages(self, pages: list[int]) -> None:
-        """Gives it other pages. Between two such calls ``pages`` only grows."""
+        """Sets other pages. Between two such calls ``pages`` only grows."""
         self.pages = pages
         self._page_table = ()
 
     def page_table(self, num_pages: int) -> tuple[int, ...]:
-        """The first ``num_pages`` pages. Made anew only when it grows: a step asks for it at every token."""
+        """The first ``num_pages`` pages. Cached, because every token asks for it and it rarely grows."""
         if len(self._page_table) != num_pages:
             self._page_table = tuple(self.pages[:num_pages])
         return self._page_table
@@ -170,7 +170,7 @@ class Sequence:
         self.phase = phase
 
     def atoms(self, page_size: int, num_pages: int) -> list[Atom]:
-        """What the first ``num_pages`` pages hold, as far as whole atoms go."""
+        """The whole atoms that the first ``num_pages`` pages hold."""
         atoms: list[Atom] = []
         pages, begin = 0, 0
         if self.image_prefix:
@@ -187,7 +187,7 @@ class Sequence:
         return atoms
 
     def take(self, token: StepToken) -> None:
-        """Notes a sampled token where its place was kept."""
+        """Replaces the oldest PREVIOUS by the sampled token."""
         index = len(self.submission.prompt) + self.num_sampled
         assert self.tokens[index] is PREVIOUS, (
             f"sequence {self.sequence_id} expects no token at {index}"

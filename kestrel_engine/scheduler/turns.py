@@ -1,4 +1,4 @@
-"""Turns: which steps a favoured sequence has for itself. Owns the balance of time between it and the others.
+"""Turns: which steps compute favoured sequences only. Owns the balance of time between these and the others.
 
 A step lasts as long as all that it computes, so a sequence beside a full batch gets its tokens as late as the batch
 does. Sequences of principals within their share of the batch are favoured over those of principals beyond it, and those
@@ -15,8 +15,7 @@ from .shares import Shares
 
 _URGENT, _WITHIN, _BEYOND = range(3)
 _OTHERS = {_URGENT: 0.25, _WITHIN: 1.0}
-"""Seconds of steps for all that a second of steps for the favoured alone allows, by who is favoured."""
-
+"""Seconds of steps for all that one second of steps for the favoured allows, by the rank of the favoured."""
 
 _MOST_ALONE = 32
 """Steps for the favoured alone that may follow one another, whatever the clock says."""
@@ -43,7 +42,7 @@ class Turns:
         return self._limit < _BEYOND
 
     def begin(self, running: Collection[Sequence], now: float, *, idle: bool) -> None:
-        """Decides for whom the next step is. ``idle``: no step is out."""
+        """Decides which sequences the next step computes. ``idle``: no step is out."""
         favoured = self._favoured_of(running)
         if favoured != self._favoured:
             self._favoured, self._credit, self._num_alone = favoured, 0.0, 0

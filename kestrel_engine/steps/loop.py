@@ -44,7 +44,7 @@ from .delivery import DeliveryThread, SequenceEnd, StepReport
 logger = logging.getLogger(__name__)
 
 EXIT_PATIENCE_S = 5.0
-"""Seconds that a program which ends without shutdown() waits for the step that runs."""
+"""Seconds that a program without a call of shutdown() waits at its end for the running step."""
 
 PIPELINE_DEPTH = 2
 """The default for steps out at a time: one runs while the host works on the other."""
@@ -52,7 +52,7 @@ PIPELINE_DEPTH = 2
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A request that is ready to compute."""
+    """A request that is ready for the scheduler."""
 
     request_id: str
     submission: Submission
@@ -128,7 +128,7 @@ class EngineLoop:
 
     def start(self) -> None:
         self._thread.start()
-        # An interpreter that goes away under a thread inside torch aborts the whole process.
+        # An interpreter that ends while a thread is inside torch aborts the whole process.
         atexit.register(self.stop, EXIT_PATIENCE_S)
 
     @property
@@ -147,7 +147,7 @@ class EngineLoop:
         return self._clock() - self._beat_at if stats.running or stats.waiting else 0.0
 
     def submit(self, work: Work) -> None:
-        """Any thread. The request's outcome comes by delivery."""
+        """Any thread. The delivery thread reports the request's outcome."""
         self._commands.put(lambda: self._add(work))
 
     def abort(self, sequence_id: int) -> None:
@@ -159,7 +159,7 @@ class EngineLoop:
         self._commands.put(lambda: self._refuse(sequence_id, error))
 
     def flush(self) -> None:
-        """Any thread. Forgets cached prefixes and embeddings that nobody uses, before the next step."""
+        """Any thread. Drops cached prefixes and embeddings without users, before the next step."""
         self._commands.put(self._scheduler.flush)
 
     def begin_profile(self, profile: StepProfile) -> None:
@@ -171,8 +171,8 @@ class EngineLoop:
         self._commands.put(self._end_profile)
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """Any thread but the loop's. Fails what is unfinished with EngineClosed, closes the runtime. False: it
-        hangs."""
+        """Any thread but the loop's. Fails unfinished requests with EngineClosed and closes the runtime. False: the
+        thread hangs."""
         atexit.unregister(self.stop)
         self._commands.put(None)
         if self._thread.is_alive():
@@ -182,9 +182,9 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._take_commands():
-                self._turn()
+                self._advance()
                 self._flush()
-        except BaseException as error:  # The loop's edge: nobody may wait for a dead thread.
+        except BaseException as error:  # The loop's edge: no caller may wait for a dead thread.
             logger.exception("the step loop died")
             self._fail_all(RuntimeFailure(f"the engine failed: {type(error).__name__}"))
         else:
@@ -195,7 +195,7 @@ class EngineLoop:
             self._runtime.close()
 
     def _take_commands(self) -> bool:
-        """Runs what was asked for; waits if there is nothing else to do. False: stop."""
+        """Runs the commands in the queue; waits for one if there is no other work. False: stop."""
         while True:
             try:
                 command = self._commands.get(block=not self._scheduler.has_work)
@@ -207,8 +207,8 @@ class EngineLoop:
             command()
             self._flush()
 
-    def _turn(self) -> None:
-        """Launches a step if one may be out besides, then reads the oldest if the pipeline is full or stuck."""
+    def _advance(self) -> None:
+        """Launches a step if the pipeline has room, then collects the oldest if the pipeline is full or stuck."""
         now = self._clock()
         for sequence_id in self._scheduler.expired(now):
             self._expire(self._active[sequence_id].work)
@@ -334,7 +334,7 @@ class EngineLoop:
             self._end(sequence.sequence_id, finish, None if finish == "stop" else token)
 
     def _skill_failed(self, sequence_id: int, error: Exception) -> None:
-        """Called where a skill raised, or asked for what can't be: its fault ends its own request only."""
+        """Called when a skill raised or gave an impossible rule. The fault ends its own request only."""
         logger.error("the skill of sequence %d failed", sequence_id, exc_info=error)
         failure = RuntimeFailure("the skill failed on a sampled token")
         self._end(sequence_id, error if isinstance(error, SkillFault) else failure)
@@ -443,7 +443,7 @@ class EngineLoop:
         )
         try:
             self._observer.on_step(event)
-        except Exception:  # What measures must not disturb what it measures.
+        except Exception:  # A fault of the observer must not change what it observes.
             logger.exception("the observer failed on a step")
 
     def _gaps(self, result: StepResult) -> tuple[int, tuple[tuple[float, int], ...]]:

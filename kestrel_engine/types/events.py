@@ -1,4 +1,4 @@
-"""What a request gives while it runs, and at its end: updates, metrics, result. Plain values only."""
+"""The updates, metrics and result of a request. Plain values only."""
 
 from __future__ import annotations
 

@@ -66,11 +66,11 @@ class PlaceCounts:
     """Without those that only the best priority may take."""
     held: int
     principals: int
-    """Principals that hold some."""
+    """Principals that hold places."""
     largest_held: int
-    """Of the principal that holds most."""
+    """Places of the principal that holds most."""
     displaced: int
-    """Requests that gave theirs up to others, since the start."""
+    """Requests that lost their place to others, since the start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class EngineInfo:
     """64 hexadecimal digits, or "random:SEED:DEVICE:DTYPE" of weights that were made up."""
     device: str
     device_name: str = ""
-    """Of a CUDA device, as its driver tells it."""
+    """The driver's name of a CUDA device; else ""."""
     dtype: str
     max_batch_size: int
     num_pages: int

@@ -1,5 +1,5 @@
-"""What an engine tells those who measure it: one call a step, one a request, one an image prepared ahead. Plain
-values; nothing is computed unless somebody listens."""
+"""Events that an engine reports to its observer: one for each step, request, and image prepared ahead. Plain values;
+without an observer nothing is computed."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class StepEvent:
     num_prefill_positions: int
     num_decode: int
     request_ids: tuple[str, ...]
-    """Requests that had a row in it."""
+    """Requests with a row in the step."""
     encoded_request_ids: tuple[str, ...]
-    """Requests whose images had crops encoded in it."""
+    """Requests with images of which the step encoded crops."""
     failed: bool
     stats: SchedulerStats
     """The scheduler's counts when the step came back."""
     num_tokens: int = 0
-    """Tokens that it gave to requests."""
+    """Tokens that the step gave to requests."""
     token_gaps: tuple[tuple[float, int], ...] = ()
-    """For those that were not their request's first: seconds since the one before, and how many have this gap."""
+    """Pairs (seconds since the request's previous token, number of tokens with this gap); first tokens have none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class ImageEvent:
     """One image that was prepared ahead of requests. Instants: seconds of the monotonic clock."""
 
     request_id: str
-    """Of whoever asked for it; may be ""."""
+    """The caller's id for it; may be ""."""
     error: str
     """Class name of the error, "" if it ended well."""
     size: tuple[int, int] | None

@@ -1,4 +1,4 @@
-"""What a request is once it has been checked: typed tokens, sampling, a prepared image.
+"""A request after its check: typed tokens, sampling, a prepared image.
 
 A prompt is a tuple of typed tokens; prefix-cache keys, token counts and region embeddings all follow from that one
 type. Knows no tokenizer, tensor, skill or event.

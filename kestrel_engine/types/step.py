@@ -41,7 +41,7 @@ class StepToken:
     logprob: float | None = None
 
     def as_input(self) -> Token:
-        """What is fed at the next position."""
+        """The input at the next position."""
         return self.id if self.value is None else self.value
 
 
@@ -90,14 +90,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. What is dropped goes first, then come encoding, prefill and decode; rows are independent of one
-    another. Steps run in the order of their launch, so a page freed by one plan may be written by the next."""
+    """One step. Dropping goes first, then encoding, prefill and decode. Rows are independent of one another. Steps run
+    in the order of their launch, so a page freed by one plan may be written by the next."""
 
     step_id: int
     drop_images: tuple[str, ...] = ()
     """Keys of images whose crops and embeddings are no longer needed; a key may be unknown."""
     ended: tuple[int, ...] = ()
-    """Sequences that will have no further row: what was kept of them may go. An id may be unknown."""
+    """Sequences that will have no further row. The runtime may drop their state. An id may be unknown."""
     encode: tuple[EncodeSlice, ...] = ()
     """Crops to encode. After an image's last slice its embedding is kept under its key until ``drop_images``."""
     prefill: tuple[Row, ...] = ()
@@ -112,7 +112,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave: one StepToken for each row that asked, by sequence id; seconds spent, by phase."""
+    """The result of a step: one StepToken for each row with a SampleSpec, by sequence id; seconds by phase."""
 
     tokens: dict[int, StepToken] = field(default_factory=dict)
     non_finite: frozenset[int] = frozenset()
@@ -125,7 +125,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeLimits:
-    """What the device and model decided. Positions are KV positions."""
+    """Limits that follow from device and model. Positions are KV positions."""
 
     num_pages: int
     page_size: int
