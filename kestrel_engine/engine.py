@@ -30,7 +30,7 @@ from .errors import (
     ProfileError,
     RuntimeFailure,
 )
-from .factory import Built, Progress, build
+from .factory import Built, build
 from .front.calls import SkillCalls
 from .front.open_requests import OpenRequest, OpenRequests
 from .front.profiling import ProfileRequest, take_profile
@@ -51,6 +51,7 @@ from .steps.loop import EngineLoop, Work
 from .types.events import EngineMetrics, EngineResult, StreamUpdate
 from .types.info import CompileCounts, EngineInfo, PlaceCounts, SchedulerStats
 from .types.observer import ImageEvent, Observer
+from .types.progress import Progress
 from .types.requests import ImageBlock, PreparedImage, Prompt, num_positions
 from .types.submission import Submission
 from .types.timings import FrontTimings

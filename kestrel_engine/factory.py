@@ -18,6 +18,7 @@ from .runtime.protocol import Runtime
 from .skills.base import TextCodec
 from .types.info import EngineInfo, LoadTimes
 from .types.model_config import ModelConfig
+from .types.progress import Progress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[int, int, str], None]
-"""Called with (bytes done, bytes in all, what)."""
 
 LARGEST_DEFAULT_PAGE = 16
 """Positions. Attention speed doesn't depend on the page size; small pages waste little and share well."""
@@ -45,23 +44,23 @@ PLAIN_CROPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """All that an engine is made of; ``info.skills`` is what the model can do."""
+    """The parts of an engine; ``info.skills``: the skills that the model can do."""
 
     runtime: Runtime
     model: ModelConfig
     codec: TextCodec
     info: EngineInfo
     compiling: CompileMeter | None = None
-    """Where kernels are compiled."""
+    """Counts compiled kernels; None if no kernels are compiled."""
     allocate: Callable[[tuple[int, ...]], np.ndarray] | None = None
-    """Memory for images that the device reads without the host; None: any will do."""
+    """Allocates pinned memory for images; None: ordinary memory will do."""
     device_pixels: int = 0
     """Width times height of the largest image whose crops the runtime makes of its pixels; 0: it takes crops only."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a runtime is to be built as, weights and pool aside."""
+    """The choices for a runtime, without weights and pool."""
 
     config: RuntimeConfig
     sizes: Sizes
@@ -75,7 +74,7 @@ class _Plan:
 
 
 def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
-    """Resolves, checks, downloads if need be, loads. Blocks; raises ConfigError or ModelLoadError."""
+    """Resolves, checks, downloads if necessary, and loads the model. Blocks. Raises ConfigError or ModelLoadError."""
     import torch
 
     from .checkpoint.open import load_weights, open_model
@@ -168,7 +167,7 @@ def _compile_meter() -> CompileMeter:
 
 
 def _uses_kernels(config: RuntimeConfig, device: torch.device) -> bool:
-    """Whether GpuRuntime computes; else plain torch does. Raises ConfigError for what this device can't do."""
+    """Whether GpuRuntime computes, else plain torch. Raises ConfigError for settings that this device can't serve."""
     from .runtime.gpu.device import library_version, require_supported
 
     require_supported(device)
@@ -206,7 +205,7 @@ def kv_scales_of(
     dtype: torch.dtype,
     kernels: bool,
 ) -> tuple[Scales, ...] | None:
-    """Each layer's for a KV cache in FP8; None: it keeps the model's type. Raises CheckpointError."""
+    """Each layer's scales of a KV cache in FP8; None: the cache has the model's dtype. Raises CheckpointError."""
     import torch
 
     from .checkpoint.weights import kv_scales
@@ -214,7 +213,7 @@ def kv_scales_of(
 
     asked, layers = config.kv_cache_dtype, opened.config.text.n_layers
     if asked == "auto":
-        # Who asks for float32 asks for the exact numbers.
+        # A caller who sets float32 wants exact numbers.
         fits = kernels and dtype != torch.float32 and config.attention != "flashinfer"
         if not fits or (device.type == "cuda" and not capabilities(device).fp8):
             return None
@@ -226,7 +225,7 @@ def kv_scales_of(
 def _check_fp8_gemms(
     config: RuntimeConfig, device: torch.device, dtype: torch.dtype, kernels: bool
 ) -> None:
-    """Raises ConfigError where they can't be computed. The kernels' runtime on a CPU, which only tests build, can."""
+    """Raises ConfigError where FP8 products can't be computed. GpuRuntime on a CPU, which only tests build, can."""
     import torch
 
     from .runtime.gpu.device import capabilities
@@ -253,7 +252,7 @@ def _check_fp8_gemms(
 
 
 def _torch_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime, float]:
-    """And the seconds that capturing graphs took: none."""
+    """Builds TorchRuntime. Returns it, and 0 seconds for capturing graphs."""
     from .models.moondream import Moondream
     from .runtime.gpu.footprint import reserve_bytes
     from .runtime.torch_runtime import TorchRuntime
@@ -283,7 +282,7 @@ def _torch_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runti
 
 
 def _gpu_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime, float]:
-    """And the seconds that capturing graphs took."""
+    """Builds GpuRuntime. Returns it, and the seconds that capturing graphs took."""
     from .runtime.gpu.runtime import GpuRuntime
     from .runtime.gpu.weights import pack_weights
 
@@ -309,7 +308,7 @@ def _gpu_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime
 
 
 def _most_crops(sizes: Sizes) -> int:
-    """Crops that the vision tower takes at once: those of the largest step, as far as a pass holds them."""
+    """Crops that the vision tower encodes at once: those of the largest step, up to the size of a pass."""
     from .runtime.gpu.attention.patches import BATCHES
     from .scheduler.budget import StepBudget
 
@@ -339,7 +338,7 @@ def _pool(plan: _Plan, reserve_bytes: int) -> Pool:
     if cuda:
         import torch
 
-        # What loading and packing left behind must count as free.
+        # Memory that loading and packing released must count as free.
         torch.cuda.empty_cache()
     return plan_pool(
         device_available(plan.device),
@@ -385,7 +384,7 @@ def _dtype(config: RuntimeConfig) -> torch.dtype:
 
 
 def page_size_of(config: RuntimeConfig, model: ModelConfig) -> int:
-    """A divisor of the image prefix, so that a prefix fills whole pages and none is shared half full."""
+    """A divisor of the image prefix, so that a prefix fills whole pages and no page is shared half full."""
     prefix = model.image_prefix
     if config.page_size is None:
         return max(n for n in range(1, LARGEST_DEFAULT_PAGE + 1) if prefix % n == 0)
@@ -400,7 +399,7 @@ def page_size_of(config: RuntimeConfig, model: ModelConfig) -> int:
 
 
 def _check_pool(config: RuntimeConfig, model: ModelConfig, page_size: int, page_bytes: int) -> None:
-    """Raises ConfigError for sizes that can't hold what the warm-up takes."""
+    """Raises ConfigError for sizes that can't hold the requests of the warm-up."""
     from .runtime.gpu.memory import given_pages, least_positions
 
     least = least_positions(model)

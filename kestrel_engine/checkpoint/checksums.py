@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ..errors import CheckpointError
 
 if TYPE_CHECKING:
-    from .progress import Progress
+    from ..types.progress import Progress
 
 NAME = "SHA256SUMS"
 _LINE = re.compile(r"(?P<sum>[0-9a-f]{64}) [ *](?P<name>[^/\\]+)")

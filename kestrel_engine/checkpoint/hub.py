@@ -19,10 +19,11 @@ from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # th
 from huggingface_hub.utils.tqdm import tqdm as hf_tqdm
 
 from ..errors import DownloadError
+from ..types.progress import Progress
 from .catalog import HubCheckpoint, HubFile
 from .checksums import HUB_NAME
 from .files import INDEX_SUFFIX, shard_names
-from .progress import Progress, log_progress
+from .progress import log_progress
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from .weights.plan import (
 if TYPE_CHECKING:
     import torch
 
-    from .progress import Progress
+    from ..types.progress import Progress
     from .weights.loader import LoadedCheckpoint
 
 

@@ -1,13 +1,11 @@
-"""Progress of downloading and loading: the type of the callback, and a callback that writes to the log."""
+"""log_progress: a callback that writes the progress of downloading and loading to the log."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
-Progress = Callable[[int, int, str], None]
-"""Called with the bytes done, the bytes in total (0 if unknown) and the name of the current file or tensor."""
+from ..types.progress import Progress
 
 logger = logging.getLogger(__name__)
 

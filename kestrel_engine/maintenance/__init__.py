@@ -13,7 +13,7 @@ from ..config import RuntimeConfig
 from .finding import Finding
 
 if TYPE_CHECKING:
-    from ..checkpoint.progress import Progress
+    from ..types.progress import Progress
     from .model_cache import Downloaded
     from .model_download import Download
 

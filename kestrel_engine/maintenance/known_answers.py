@@ -14,7 +14,7 @@ from ..engine import InferenceEngine
 from .finding import Finding
 
 if TYPE_CHECKING:
-    from ..checkpoint.progress import Progress
+    from ..types.progress import Progress
 
 TOLERANCE = 4 / 1024
 """Largest allowed difference of a coordinate. Coordinates are multiples of 1/1024. Half-precision dtypes and other JPEG

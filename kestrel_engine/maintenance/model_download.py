@@ -20,7 +20,7 @@ from ..errors import DownloadError
 
 if TYPE_CHECKING:
     from ..checkpoint.hub import Hub
-    from ..checkpoint.progress import Progress
+    from ..types.progress import Progress
 
 _PIECE = 8 * 2**20
 

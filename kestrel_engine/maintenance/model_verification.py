@@ -20,7 +20,7 @@ from .finding import Finding
 from .model_download import named_files
 
 if TYPE_CHECKING:
-    from ..checkpoint.progress import Progress
+    from ..types.progress import Progress
 
 _OTHER = "if it is of another revision, name that: --model NAME@REVISION; else download it again"
 _AGAIN = "delete the file and download it again (kestrel-grpc download)"

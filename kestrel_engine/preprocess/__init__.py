@@ -1,1 +1,1 @@
-"""Pictures and text on their way in: decode, tile, tokenise. Knows no scheduler, skill, runtime or torch."""
+"""Images and text on their way in: decode, tile, tokenise. Knows no scheduler, skill, runtime or torch."""

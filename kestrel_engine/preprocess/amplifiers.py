@@ -16,14 +16,14 @@ MOST_PAGES = 10_000
 
 _SCAN = b"\xff\xda"
 _MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
-"""A marker but for the restarts; 0xff 0x00 is a byte of the coded picture, 0xff 0xff is padding."""
+"""A marker but for the restarts; 0xff 0x00 is a byte of the coded image, 0xff 0xff is padding."""
 
 _ALONE = frozenset(b"\x01\xd8")
 """Markers without a length."""
 
 
 def excess(data: bytes, name: str) -> str | None:
-    """What a picture of format ``name`` has too much of, in words to come after "has"; None if nothing."""
+    """What an image of format ``name`` has too much of, in words to come after "has"; None if nothing."""
     if name == "JPEG" and data.count(_SCAN) > MOST_SCANS and num_scans(data) > MOST_SCANS:
         return f"more than {MOST_SCANS} scans"
     if name == "TIFF" and num_pages(data) > MOST_PAGES:
@@ -33,7 +33,7 @@ def excess(data: bytes, name: str) -> str | None:
 
 def num_scans(data: bytes) -> int:
     """Scans of a JPEG up to its end or to where it is no JPEG, MOST_SCANS + 1 at most. Thumbnails in other segments and
-    what follows the picture don't count."""
+    what follows the image don't count."""
     count, at = 0, 0
     while count <= MOST_SCANS and (found := _MARKER.search(data, at)) is not None:
         (marker,), at = found[1], found.end()

@@ -1,4 +1,4 @@
-"""A decoded picture to the model's crops: tiling, resizing, content key. Owns the geometry of moondream.md section 4.
+"""A decoded image to the model's crops: tiling, resizing, content key. Owns the geometry of moondream.md section 4.
 
 Knows no file format and no tensor; normalising to floats is the runtime's.
 """
@@ -49,7 +49,7 @@ def new_bytes(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def select_tiling(width: int, height: int, vision: VisionConfig) -> tuple[int, int]:
-    """(rows, columns) of local crops for a picture of ``width`` x ``height`` pixels (moondream.md section 4, step 2).
+    """(rows, columns) of local crops for an image of ``width`` x ``height`` pixels (moondream.md section 4, step 2).
 
     Usually at most ``vision.max_crops`` in all; one row or column may exceed it for extreme shapes, as the reference.
     """
@@ -98,7 +98,7 @@ def prepare(
     any gives the same crops, and so does None, the calling thread alone: as little CPU time as possible, where a run
     is for as little delay. The key depends on pixels, size, geometry and PREPROCESS_VERSION only, so the same pixels
     have one key in whatever format they came. Resizing is libvips' ``resize`` with its default kernels on the whole
-    picture (bicubic to enlarge, Lanczos 3 to shrink). Raises what ``image.decode`` raises.
+    image (bicubic to enlarge, Lanczos 3 to shrink). Raises what ``image.decode`` raises.
     """
     side, window = vision.crop_size, vision.crop_window
     rows, columns = select_tiling(image.width, image.height, vision)
@@ -117,7 +117,7 @@ def prepare(
         )
     crops = allocate((1 + rows * columns, side, side, 3))
     if (rows, columns) == (1, 1):
-        # The only tile is the whole picture again.
+        # The only tile is the whole image again.
         resized = [_Resized(image, crops[None], 0)]
     else:
         tiles = crops[1:].reshape(rows, columns, side, side, 3)
@@ -150,7 +150,7 @@ def _copy(image: DecodedImage, pixels: np.ndarray) -> None:
 
 
 class _Resized:
-    """A picture, resized to a grid of tiles; nothing is computed before it is written.
+    """An image, resized to a grid of tiles; nothing is computed before it is written.
 
     ``tiles``: [rows, columns, side, side, 3] uint8, written to; one begins ``window`` pixels after the other, both
     ways. The aspect ratio is not kept.
@@ -168,7 +168,7 @@ class _Resized:
         self._write(0, self._height)
 
     def bands(self) -> list[tuple[int, Piece]]:
-        """Pieces that write all tiles between them, each with the number of the picture's rows that it waits for."""
+        """Pieces that write all tiles between them, each with the number of the image's rows that it waits for."""
         found: list[tuple[int, Piece]] = []
         for top in range(0, self._height, BAND_ROWS):
             bottom = min(top + BAND_ROWS, self._height)
@@ -176,7 +176,7 @@ class _Resized:
         return found
 
     def _rows_needed(self, bottom: int) -> int:
-        """No fewer of the picture's than libvips reads to compute the rows above ``bottom``: Lanczos 3 looks 3.5 rows
+        """No fewer of the image's than libvips reads to compute the rows above ``bottom``: Lanczos 3 looks 3.5 rows
         of the result ahead, with a shrink by a whole number before it, and bicubic another 4 at most."""
         height = self._source.height
         step: float = height / self._height

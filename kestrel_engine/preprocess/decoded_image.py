@@ -1,4 +1,4 @@
-"""DecodedImage: a picture's pixels, of which the first rows may be used while the others are still being decoded.
+"""DecodedImage: an image's pixels, of which the first rows may be used while the others are still being decoded.
 
 Decoding a JPEG is one thread's work; others can resize what is there already, and hash it.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 class DecodedImage:
     """``pixels``: [height, width, 3] uint8 sRGB, C-contiguous, upright; not to be written to, and to be read only where
-    ``wait_for`` has returned. ``decoding``: writes them from top to bottom, and tells each time how many rows are
+    ``wait_for`` has returned. ``decoding``: writes them from top to bottom, and reports each time how many rows are
     there; None if all are. Thread-safe, but ``decode`` belongs to one thread."""
 
     def __init__(self, pixels: np.ndarray, decoding: Iterator[int] | None = None) -> None:
@@ -46,23 +46,23 @@ class DecodedImage:
             raise
 
     def wait_for(self, rows: int) -> None:
-        """Blocks until the first ``rows`` rows, at most ``height``, are there; somebody must have called ``decode``.
-        Raises what that raised."""
+        """Blocks until the first ``rows`` rows, at most ``height``, are there. Another thread must have called
+        ``decode``; raises the error of that call."""
         with self._lock:
-            told = None
+            arrived = None
             if self._rows < rows:
-                told = threading.Event()
-                self._waiting.append((rows, told))
-        if told is not None:
-            told.wait()
+                arrived = threading.Event()
+                self._waiting.append((rows, arrived))
+        if arrived is not None:
+            arrived.wait()
         if self._error is not None:
             raise self._error
 
     def _tell(self, rows: int) -> None:
-        """Wakes only those who have waited for no more than ``rows``."""
+        """Wakes only the threads that wait for at most ``rows``."""
         with self._lock:
             self._rows = rows
-            ready = [told for needed, told in self._waiting if needed <= rows]
+            ready = [arrived for needed, arrived in self._waiting if needed <= rows]
             self._waiting = [waiter for waiter in self._waiting if waiter[0] > rows]
-        for told in ready:
-            told.set()
+        for arrived in ready:
+            arrived.set()

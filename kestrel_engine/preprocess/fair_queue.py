@@ -1,4 +1,4 @@
-"""FairQueue: who is served next. Principals take turns; each one's own items go by a rank. Knows no image."""
+"""FairQueue: which item is served next. Principals take turns; each one's own items go by a rank. Knows no image."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Two tiny pictures that tell which HEIF codecs this build of libvips can decode.
+"""Two tiny images that show which HEIF codecs this build of libvips can decode.
 
 libvips reads the container in every build, so asking for the loader proves nothing: builds without the HEVC patent
-licence open HEIC files and fail at the first pixel. Both pictures are 64x64 of about (200, 30, 30), made for this.
+licence open HEIC files and fail at the first pixel. Both images are 64x64 of about (200, 30, 30), made for this.
 """
 
 from __future__ import annotations
@@ -24,4 +24,4 @@ HEIF_PROBES = {
         "z8BcKsR0OA=="
     ),
 }
-"""Format to encoded picture."""
+"""Format to encoded image."""

@@ -4,14 +4,14 @@ Knows no model, crop or cache. Importing this module changes libvips for the who
 
 - Only the loaders of _LOADERS may run; all others (SVG, PDF, ImageMagick, raw, CSV, ...) are blocked inside libvips
   itself, so that no sniffing of content can reach them.
-- libvips' operation cache is off: it would keep pictures in memory after their request.
-- pyvips logs errors only, unless its logger has a level: its warnings are about callers' pictures, a line or more each.
-- libvips' own concurrency is 1: the pool decodes several pictures side by side, and decoding one JPEG or PNG does not
+- libvips' operation cache is off: it would keep images in memory after their request.
+- pyvips logs errors only, unless its logger has a level: its warnings are about callers' images, a line or more each.
+- libvips' own concurrency is 1: the pool decodes several images side by side, and decoding one JPEG or PNG does not
   split. Resizing does, and has a hint of its own (crops.py).
 - It leaves no thread of libvips behind, so that a process may fork after it (template.py).
 
-Pictures are read in one sequential pass into memory. libvips writes temporary files only for random access to large
-pictures, which never happens here: no picture reaches the disk.
+Images are read in one sequential pass into memory. libvips writes temporary files only for random access to large
+images, which never happens here: no image reaches the disk.
 """
 
 from __future__ import annotations
@@ -421,6 +421,6 @@ def _unsupported(what: str) -> UnsupportedImageError:
 
 def _broken(name: str) -> ImageDecodeError:
     """libvips' own words are left out: all threads share its error buffer, so they may speak of another request's
-    picture."""
+    image."""
     vips_lib.vips_error_clear()
     return ImageDecodeError(FIELD, f"is broken or truncated {name} data")

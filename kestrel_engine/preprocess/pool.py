@@ -4,7 +4,8 @@ An image goes to one of ``processes`` decoders as it comes. A decoder that finds
 in time or memory, answers with its cost instead, and it waits for one of few decoders of dear images, which are forked
 for it alone, yield to others (nice), and are given no more images than the budget of memory has room for. So small
 images never wait for huge ones, which get on as well. While all decoders are busy, those that wait are asked for their
-cost first, then go by turns of their principals, cheap before dear; who waits long enough is overtaken no more.
+cost first, then go by turns of their principals, cheap before dear. An image that has waited long
+enough is not overtaken.
 
 How many images may wait is the engine's decision (``max_queue``), and how many pixels the pool's. All methods belong to
 one event loop.
@@ -61,8 +62,8 @@ DEAR_NICE = 10
 """Decoders of dear images get a tenth of a processor that others want as well."""
 
 OVERTAKEN_PER_SECOND = 10.0
-"""An image that costs a second may be overtaken by cheaper ones of its principal that come up to so many seconds later.
-"""
+"""Cheaper images of the same principal may overtake an image that costs a second, if they come within this many
+seconds after it."""
 
 _NOTHING = Cost(0, 0, 0.0)
 _ERRORS = {
@@ -85,7 +86,7 @@ class _Job:
     """An image on its way; ``waiters`` callers want it. ``cost`` is None until a decoder has read the header."""
 
     payload: bytes | np.ndarray | None
-    """None once nobody needs it."""
+    """None once no request needs it."""
     principal: str
     key: bytes | None
     result: asyncio.Future[Preprocessed]
@@ -224,7 +225,7 @@ class PreprocessPool:
             self._start(self._dear.pop(), None)
         while not self._closed and self._num_cheap < self._processes:
             if self._next(self._unknown) is not None:
-                # One of several that wait tells its cost only: the cheapest is to go first.
+                # Of several that wait, each is asked for its cost only: the cheapest goes first.
                 crowded = self._next(self._known) is not None or len(self._unknown) > 1
                 self._start(self._unknown.pop(), _NOTHING if crowded else self._cheap)
             elif self._next(self._known) is not None:
@@ -402,7 +403,7 @@ class PreprocessPool:
         for decoder, run in self._runs.items():
             if run.job is job:
                 if run.dear:
-                    run.failure = EngineClosed("nobody waits for it")
+                    run.failure = EngineClosed("no request waits for it")
                     decoder.kill()
                 return  # Of a cheap image the crops will be kept for a repeat.
         self._begin_run(job)

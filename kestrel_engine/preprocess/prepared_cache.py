@@ -1,4 +1,4 @@
-"""PreparedCache: pictures that were decoded and tiled before, by the bytes they came from.
+"""PreparedCache: images that were decoded and tiled before, by the bytes they came from.
 
 A byte-identical repeat skips decoding and resizing. Bounded by the size of their crops or pixels, least recently used
 out first.
@@ -54,7 +54,7 @@ class PreparedCache:
 
 
 def in_namespace(image: PreparedImage, namespace: str) -> PreparedImage:
-    """The picture under a key of its own, so that what is computed of it is not shared either; "" leaves it alone."""
+    """The image under a key of its own, so that results computed from it are not shared; "" leaves the key."""
     if not namespace:
         return image
     key = hashlib.blake2b(image.key.encode(), key=_digest(namespace), digest_size=16).hexdigest()

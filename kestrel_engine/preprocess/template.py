@@ -111,7 +111,7 @@ def _begin_decoder(libc: ctypes.CDLL | None, nice: int) -> None:
 
 
 def _reap(children: dict[int, _Child]) -> None:
-    """Takes notice of decoders that have ended, and tells it on their links."""
+    """Detects decoders that have ended, and reports it on their links."""
     for number, child in list(children.items()):
         pid, status = os.waitpid(child.pid, os.WNOHANG)
         if pid:

@@ -1,4 +1,5 @@
-"""PrefixesUnderway: which image prefixes are being computed, and by which sequence, so that none is computed twice."""
+"""PrefixesUnderway: which image prefixes are being computed, and by which sequence, so that no prefix is
+computed twice."""
 
 from __future__ import annotations
 
@@ -8,15 +9,15 @@ from .sequence import Sequence
 
 
 class PrefixesUnderway:
-    """``begin`` when a sequence computes a prefix, ``end`` once it is cached or the computation was given up."""
+    """``begin`` when a sequence computes a prefix, ``end`` once it is cached or its computation ended early."""
 
     def __init__(self, *, shared: bool) -> None:
-        """``shared``: whether prefixes are cached, so that waiting for one is of use."""
+        """``shared``: whether prefixes are cached, so that other sequences can use one."""
         self._shared = shared
         self._computing: dict[Hashable, int] = {}
 
     def key(self, sequence: Sequence) -> Hashable | None:
-        """Names the prefix of ``sequence``; None if it has none that could be shared."""
+        """The key of the prefix of ``sequence``; None if it has no prefix that can be shared."""
         if sequence.image is None or not self._shared:
             return None
         return (sequence.submission.namespace, sequence.image.key)
@@ -30,7 +31,7 @@ class PrefixesUnderway:
             self._computing[key] = sequence.sequence_id
 
     def end(self, sequence: Sequence) -> Hashable | None:
-        """The key of what ``sequence`` was computing, which others may wait for; None if it computed none."""
+        """The key of the prefix that ``sequence`` was computing; None if it computed no prefix."""
         key = self.key(sequence)
         if key is None or self._computing.get(key) != sequence.sequence_id:
             return None
@@ -38,5 +39,5 @@ class PrefixesUnderway:
         return key
 
     def check(self, running: Collection[int]) -> None:
-        """Raises AssertionError unless all that compute a prefix are ``running``."""
+        """Raises AssertionError unless all sequences that compute a prefix are ``running``."""
         assert all(sequence_id in running for sequence_id in self._computing.values())

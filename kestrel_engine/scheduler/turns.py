@@ -18,7 +18,7 @@ _OTHERS = {_URGENT: 0.25, _WITHIN: 1.0}
 """Seconds of steps for all that one second of steps for the favoured allows, by the rank of the favoured."""
 
 _MOST_ALONE = 32
-"""Steps for the favoured alone that may follow one another, whatever the clock says."""
+"""Most consecutive steps for the favoured alone."""
 
 
 class Turns:
@@ -30,15 +30,15 @@ class Turns:
         self._limit = _BEYOND
         self._num_alone = 0
         self._credit = 0.0
-        """Seconds that steps for all may take; below 0: that they took too much."""
+        """Seconds that steps for all may take; negative if they took too many."""
         self._longest = 0.0
-        """How long the last step for all took."""
+        """Seconds of the last step for all."""
         self._seen_at = 0.0
         self._ended_alone: bool | None = None
 
     @property
     def alone(self) -> bool:
-        """Whether the step that was begun is for the favoured alone."""
+        """Whether the current step is for the favoured alone."""
         return self._limit < _BEYOND
 
     def begin(self, running: Collection[Sequence], now: float, *, idle: bool) -> None:
@@ -53,23 +53,23 @@ class Turns:
             self._limit = favoured
 
     def for_all(self) -> None:
-        """Makes the step that was begun one for all: the favoured have nothing to compute."""
+        """Makes the current step one for all, because the favoured have nothing to compute."""
         self._limit = _BEYOND
 
     def launched(self) -> None:
-        """The step that was begun is out."""
+        """Notes that the current step was launched."""
         self._num_alone = self._num_alone + 1 if self.alone else 0
 
     def ended(self, *, alone: bool) -> None:
-        """A step has come back; the time from one ``begin`` to the next was its."""
+        """Notes that a step has come back. Its time is that between two calls of ``begin``."""
         self._ended_alone = alone
 
     def of(self, running: Collection[Sequence]) -> Collection[Sequence]:
-        """Those of ``running`` that the step computes."""
+        """The sequences of ``running`` that the step computes."""
         return [s for s in running if self.has_turn(s)] if self.alone else running
 
     def has_turn(self, sequence: Sequence) -> bool:
-        """Whether the step that was begun computes ``sequence``."""
+        """Whether the current step computes ``sequence``."""
         return self._limit == _BEYOND or self._rank(sequence) <= self._limit
 
     def _favoured_of(self, running: Collection[Sequence]) -> int | None:

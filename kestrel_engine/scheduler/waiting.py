@@ -1,9 +1,10 @@
-"""WaitingQueue: which sequence is next. Owns the order of those that wait: priority, share, arrival.
+"""WaitingQueue: which sequence is next. Owns the order of waiting sequences: priority, share, arrival.
 
 Within a priority the principal that has used least of the device goes first (shares.py), and a principal's own requests
 go in order of arrival. Between priorities the better one wins. A priority that was not served for ``aging_s`` seconds
-counts as one better, so none starves. What would bring a principal beyond its share of the batch, while others have
-work, counts as of the least priority. No operation costs more the longer the queue is.
+counts as one better, so that no request starves. A sequence that would bring its principal beyond its share of the
+batch, while others have work, counts as one of the least priority. The cost of an operation does not grow with the
+queue.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SPARE_ENTRIES = 8
 
 
 class _Flow(OrderedDict[int, Sequence]):
-    """What one principal has waiting at one priority, by sequence id. Compared by identity."""
+    """The waiting sequences of one principal at one priority, by sequence id. Compared by identity."""
 
     def __init__(self, account: Account) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class _Level:
         self._heap: list[tuple[float, int, _Flow]] = []
 
     def flow(self, account: Account) -> _Flow:
-        """The account's flow, for a sequence that joins it."""
+        """The account's flow; a new one if it has none."""
         flow = self.flows.get(account)
         if flow is None:
             flow = self.flows[account] = _Flow(account)
@@ -55,7 +56,7 @@ class _Level:
         return flow
 
     def remove(self, sequence: Sequence) -> bool:
-        """Whether it was there."""
+        """Removes the sequence. False: it was not there."""
         account = sequence.account
         flow = None if account is None else self.flows.get(account)
         if flow is None or account is None or flow.pop(sequence.sequence_id, None) is None:
@@ -65,8 +66,8 @@ class _Level:
         return True
 
     def head(self, fits: Callable[[Account], bool]) -> Sequence | None:
-        """The first request of the principal that has used least, of those that fit if there are such. Those that do
-        not fit run something, so they are no more than the batch has places."""
+        """The first sequence of the principal that has used least. Principals that fit go before all others. Those that
+        do not fit have running sequences, so there are at most as many as places in the batch."""
         passed_over = []
         while (entry := self._least()) is not None and not fits(entry[2].account):
             passed_over.append(heapq.heappop(self._heap))
@@ -89,7 +90,7 @@ class _Level:
 
 
 class WaitingQueue:
-    """Sequences in order, some of them parked until an image's prefix is there. Each has its ``account``."""
+    """Sequences in order; some are parked until an image prefix is cached. Each has its ``account``."""
 
     def __init__(self, aging_s: float, shares: Shares) -> None:
         self._aging_s, self._shares = aging_s, shares
@@ -111,11 +112,11 @@ class WaitingQueue:
 
     @property
     def has_best_priority(self) -> bool:
-        """Whether one of the best priority waits that isn't parked."""
+        """Whether a sequence of the best priority waits and isn't parked."""
         return bool(self._levels[0].flows)
 
     def add(self, sequence: Sequence) -> None:
-        """Behind what its principal has waiting at its priority."""
+        """Adds a sequence behind those of its principal and priority."""
         account = self._enter(sequence)
         self._levels[sequence.priority].flow(account)[sequence.sequence_id] = sequence
         deadline_at = sequence.submission.deadline_at
@@ -123,12 +124,12 @@ class WaitingQueue:
             heapq.heappush(self._deadlines, (deadline_at, sequence.sequence_id))
 
     def add_first(self, sequence: Sequence) -> None:
-        """Ahead of what its principal has waiting at its priority: it was taken before."""
+        """Adds a preempted sequence ahead of those of its principal and priority."""
         self._enter(sequence)
         self._put_first(sequence)
 
     def head(self, now: float) -> Sequence | None:
-        """The next to be taken."""
+        """The next sequence to admit; None if none waits or all are parked."""
         best, best_rank = None, (math.inf, math.inf)
         has_place_left = self._shares.has_place_left
         for level in self._levels:
@@ -145,7 +146,7 @@ class WaitingQueue:
         return best
 
     def take(self, sequence: Sequence, now: float) -> None:
-        """Takes out one that waits and isn't parked, because its turn has come."""
+        """Removes the sequence at the head, because it is admitted."""
         level = self._levels[sequence.priority]
         assert level.remove(sequence), f"sequence {sequence.sequence_id} does not wait"
         level.served_at = now
@@ -154,7 +155,7 @@ class WaitingQueue:
         self._leave(sequence)
 
     def remove(self, sequence_id: int) -> Sequence | None:
-        """Takes one out wherever it waits, without its turn; None if it doesn't."""
+        """Removes a sequence that ends while it waits, parked or not; None if it does not wait."""
         sequence = self._waiting.get(sequence_id)
         if sequence is None:
             return None
@@ -175,14 +176,14 @@ class WaitingQueue:
         self._parked_at[sequence.sequence_id] = reason
 
     def release(self, reason: Hashable) -> None:
-        """Puts those parked for ``reason`` back ahead of what their principals have waiting, in their order."""
+        """Puts the sequences parked for ``reason`` back, in order, ahead of the others of their principals."""
         parked = self._parked.pop(reason, None)
         for sequence in reversed(parked.values() if parked else ()):
             del self._parked_at[sequence.sequence_id]
             self._put_first(sequence)
 
     def expired(self, now: float) -> list[int]:
-        """Ids of those for which nothing was computed yet and whose deadline has passed; each is named once."""
+        """Ids of waiting sequences that were never admitted and whose deadline has passed. Each is returned once."""
         ids = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, sequence_id = heapq.heappop(self._deadlines)

@@ -1,4 +1,4 @@
-"""What a skill is: checked arguments, a prompt, rules for what may be sampled, and an output made of what was.
+"""The interface of a skill: checked arguments, a prompt, rules for sampling, and an output made from sampled tokens.
 
 A skill sees typed tokens and gives typed tokens, rules and events. It never sees the runtime, the scheduler or a
 tensor.
@@ -56,7 +56,7 @@ class SkillDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkillContext:
-    """What a skill may look at."""
+    """The model, tokenizer and defaults that a skill may read."""
 
     model: ModelConfig
     codec: TextCodec
@@ -86,34 +86,34 @@ class SkillRequest:
 
 
 class SkillControl(Protocol):
-    """What may be sampled next, and when to stop. Lives on the step thread, so it must be quick: no text, no output.
+    """The rules for sampling, and when to stop. Runs on the step thread, so it must be quick: no text, no output.
 
-    Tokens are sampled ahead of what has come back: rule(n + 1) may be asked before accept() has seen token n.
+    Steps are launched ahead of results: rule(n + 1) may be called before accept() has seen token n.
     """
 
     def rule(self, index: int) -> TokenRule | None:
-        """The constraint on the ``index``-th sampled token, counted from 0; the same answer whenever it is asked.
+        """The constraint on the ``index``-th sampled token, counted from 0. Equal calls return equal rules.
 
-        None: it depends on a token that accept() has not seen yet; it is asked again after that, which costs the
-        request one step. Never None once every earlier token was accepted.
+        None: the rule depends on a token that accept() has not seen yet. The engine then asks again after that token,
+        which costs the request one step. Never None once every earlier token was accepted.
         """
         ...
 
     def accept(self, token: StepToken) -> FinishReason | None:
         """Takes the sampled tokens in order. "stop": ``token`` is the stop token and no part of the output; "length":
-        ``token`` is the last one. The limit of tokens is the engine's, and needs no answer here."""
+        ``token`` is the last one. The engine itself checks the limit of tokens."""
         ...
 
 
 class SkillOutput(Protocol):
-    """From tokens to text, points and paths. Lives beside the step thread; sees every token but the stop token."""
+    """Turns tokens into text, points and paths. Runs on the delivery thread; gets every token but the stop token."""
 
     def push(self, token: StepToken) -> list[StreamUpdate]:
-        """Takes the next token; returns what it completed."""
+        """Takes the next token; returns the updates that it completed."""
         ...
 
     def finish(self) -> list[StreamUpdate]:
-        """No token follows, for whatever reason; returns what was held back."""
+        """No token follows; returns the updates that were held back."""
         ...
 
     def output(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class SkillOutput(Protocol):
 
 
 class SkillSpec(Protocol):
-    """A skill: register an instance through SkillRegistry. It must not keep anything about a request."""
+    """A skill: register an instance through SkillRegistry. It must not keep state of a request."""
 
     @property
     def name(self) -> str: ...
@@ -141,11 +141,11 @@ class SkillSpec(Protocol):
     def new_control(
         self, request: SkillRequest, max_tokens: int, context: SkillContext
     ) -> SkillControl:
-        """For one request that may sample ``max_tokens`` tokens."""
+        """The control of one request that may sample ``max_tokens`` tokens."""
         ...
 
     def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
-        """For the same request."""
+        """The output of the same request."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Detect: a box around each object that answers to a name."""
+"""Detect: a box around each object that matches a name."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class _Decoder(Protocol):
 
 
 class StreamingText:
-    """Feeds on ids, gives text deltas; ``"".join(pushes) + finish() == codec.decode(all ids)``.
+    """Takes ids, returns text deltas; ``"".join(pushes) + finish() == codec.decode(all ids)``.
 
     The cost of a push does not grow with the text: only a short window of latest ids is decoded again. The window
     begins at a *clean* boundary, where decoding both sides apart gives the same text as decoding them together. For
@@ -37,7 +37,7 @@ class StreamingText:
         self._text = ""
         """Text of the window."""
         self._sent = 0
-        """Characters of ``_text`` that were given out."""
+        """Characters of ``_text`` that were returned."""
 
     def push(self, token_id: int) -> str:
         """Takes one id; returns the text that has become certain, often "" (part of a character, special token)."""
@@ -45,7 +45,7 @@ class StreamingText:
         if not self._append_only:
             return ""
         text = self._codec.decode(self._window)
-        # A last U+FFFD may be the beginning of a character; whatever stands before it is final.
+        # A last U+FFFD may be the beginning of a character; all text before it is final.
         certain = max(self._sent, len(text) - text.endswith(_REPLACEMENT))
         delta = text[self._sent : certain]
         self._sent = certain
@@ -62,7 +62,7 @@ class StreamingText:
         return delta
 
     def finish(self) -> str:
-        """The rest, an incomplete character as U+FFFD. Afterwards the object is as new."""
+        """The rest, with an incomplete character as U+FFFD. The object is then as new."""
         rest = self._codec.decode(self._window)[self._sent :] if self._window else ""
         self._window, self._text, self._sent = [], "", 0
         return rest

@@ -49,7 +49,7 @@ class LocateControl:
 
 
 class LocateOutput:
-    """Points, or boxes once a size follows, each given out when it is complete."""
+    """Points, or boxes if a size follows. Each is returned when it is complete."""
 
     def __init__(self, key: str, *, boxes: bool) -> None:
         self._key, self._boxes = key, boxes

@@ -1,4 +1,4 @@
-"""Point: one point for each object that answers to a name."""
+"""Point: one point for each object that matches a name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Query: answers a question about an image, or without one; optionally thinks aloud and points first."""
+"""Query: answers a question about an image, or without one; optionally writes reasoning with points first."""
 
 from __future__ import annotations
 

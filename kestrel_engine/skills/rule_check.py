@@ -1,4 +1,4 @@
-"""RuleCheck: refuses what a skill may not ask of the runtime, before it shares a step with other requests.
+"""RuleCheck: rejects impossible rules and prompts of a skill, before they share a step with other requests.
 
 A runtime trusts its plan: a rule that allows no id, or an id beyond the vocabulary, would fail the whole step. Skills
 come from plug-ins too, so the engine checks every prompt and rule.
@@ -23,7 +23,7 @@ class RuleCheck:
         self._vocab_size = model.text.vocab_size
         self._coord_id, self._size_id = model.ids.coord_id, model.ids.size_id
         self.passed: dict[int, TokenRule] = {}
-        """Rules that were found good, by identity."""
+        """Rules that passed, by identity."""
 
     def __call__(self, rule: TokenRule | None) -> None:
         """Raises SkillFault."""
@@ -64,7 +64,7 @@ class RuleCheck:
             )
 
     def _possible(self, rule: TokenRule) -> set[int] | None:
-        """The ids that may come of a rule; None for most of the vocabulary."""
+        """The ids that a rule allows; None for most of the vocabulary."""
         if rule.forced is not None:
             return {rule.forced}
         suppressed = set(rule.suppressed)

@@ -16,7 +16,7 @@ _MAX_SEED = 2**64 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """``seed``, ``max_tokens`` and ``max_objects`` are None where the caller named none."""
+    """``seed``, ``max_tokens`` and ``max_objects`` are None where the caller set none."""
 
     sampling: SamplingParams
     seed: int | None

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 SUFFIX = ".capture.json"
 DEFAULT_REQUESTS, MAX_REQUESTS = 10, 100
-FAULTS = frozenset(
+_CAPTURED_STATUSES = frozenset(
     {
         grpc.StatusCode.UNKNOWN,
         grpc.StatusCode.INTERNAL,
@@ -52,7 +52,7 @@ FAULTS = frozenset(
     }
 )
 """Statuses that are captured. UNAVAILABLE is not, because the request did not start or the whole server ended."""
-_CAPTURED = (VISION_METHODS, IMAGE_METHODS)
+_CAPTURED_METHODS = (VISION_METHODS, IMAGE_METHODS)
 _FORMATS = {
     1: common_pb2.PIXEL_FORMAT_GRAY8,
     3: common_pb2.PIXEL_FORMAT_RGB8,
@@ -109,9 +109,9 @@ class Capture:
         return self._files, self._lost
 
     def on_call(self, call: Call) -> None:
-        if not self._left or call.code not in FAULTS or call.message is None:
+        if not self._left or call.code not in _CAPTURED_STATUSES or call.message is None:
             return
-        if not call.method.startswith(_CAPTURED):
+        if not call.method.startswith(_CAPTURED_METHODS):
             return
         self._left -= 1
         if len(self._writing) >= _MOST_WAITING:

@@ -40,7 +40,7 @@ from .plan import (
 )
 
 if TYPE_CHECKING:
-    from ..progress import Progress
+    from ...types.progress import Progress
 
 logger = logging.getLogger(__name__)
 

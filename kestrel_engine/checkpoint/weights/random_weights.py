@@ -18,7 +18,8 @@ from math import prod
 import torch
 
 from ...types.model_config import ModelConfig
-from ..progress import Progress, log_progress
+from ...types.progress import Progress
+from ..progress import log_progress
 from .expected import expected_tensors
 from .fp8 import dequantise, quantise_rows
 from .loader import LoadedCheckpoint, scale_of

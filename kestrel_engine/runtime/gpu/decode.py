@@ -14,11 +14,12 @@ from torch import Tensor
 
 from ...kernels.decode_io import COORD, PREVIOUS, SIZE, TEXT, feed_rows
 from ...models.moondream import Moondream
+from ...types.progress import Progress
 from ...types.requests import Coord, Size
 from ...types.step import Previous, Row
 from ..kv_cache import KvCache
 from .attention.decode import FlashInferRows
-from .graphs import DecodeGraphs, Progress, Variant, ladder
+from .graphs import DecodeGraphs, Variant, ladder
 from .sampling.rows import RowSampler
 from .state.sequence_state import SequenceState
 from .text.decoder import FusedText

@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-logger = logging.getLogger(__name__)
+from ...types.progress import Progress
 
-Progress = Callable[[int, int, str], None]
-"""Called with the number of graphs done, their total number and a description of the current graph."""
+logger = logging.getLogger(__name__)
 
 
 class Variant(NamedTuple):

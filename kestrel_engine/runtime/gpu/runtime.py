@@ -23,6 +23,7 @@ from ...kernels.decode_io import RESULT_WIDTH, flag_rows
 from ...models.kv_format import Scales
 from ...models.moondream import Moondream
 from ...types.model_config import ModelConfig
+from ...types.progress import Progress
 from ...types.step import Row, RuntimeLimits, StepPlan, StepResult
 from ..kv_cache import KvCache
 from ..lost_work import LostWork
@@ -33,7 +34,6 @@ from .attention.prefill import choose_attention
 from .decode import Decode
 from .device import capabilities
 from .footprint import FP8_PREFILL, FP8_VISION
-from .graphs import Progress
 from .prefill.graphs import PrefillGraphs
 from .prefill.prefill import Prefill
 from .sampling.rows import RowSampler, spec_of

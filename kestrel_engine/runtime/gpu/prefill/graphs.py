@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from ....kernels.attention.paged_text import TILE_QUERIES, TILE_WIDTH, paged_text
+from ....types.progress import Progress
 from ...kv_cache import KvCache
 from ..attention.prefill import attend_blocks
-from ..graphs import Progress
 from ..state.staging import Field, RowBuffers
 from ..text.decoder import FusedText
 from .batch import PrefillBatch

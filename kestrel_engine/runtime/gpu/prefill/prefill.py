@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ....models.moondream import Moondream
 from ....types.model_config import ModelConfig
+from ....types.progress import Progress
 from ....types.step import Row
 from ...kv_cache import KvCache
 from ..attention.prefill import AttentionChoice, PrefillAttention
 from ..footprint import PASS_POSITIONS
-from ..graphs import Progress
 from ..state.staging import Uploader
 from ..text.decoder import FusedText
 from ..vision.images import EncodedImages

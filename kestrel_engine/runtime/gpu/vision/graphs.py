@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..graphs import Progress
+from ....types.progress import Progress
 from .tower import MAX_CROPS, FusedVision
 
 
