@@ -39,7 +39,7 @@ def open_http(
     check_exposure(config.http_listen, security)
     if security.client_ca is not None and not security.has_tokens:
         raise AddressError(
-            f"won't listen on {config.http_listen[0]} for HTTP, where a certificate names no caller; "
+            f"refusing to listen on {config.http_listen[0]} for HTTP, where certificates do not identify callers; "
             "give callers tokens (--auth-tokens)"
         )
     try:
@@ -48,7 +48,7 @@ def open_http(
         from .listener import HttpListener
     except ModuleNotFoundError as error:
         raise AddressError(
-            f"can't listen for HTTP: the package {error.name} is missing; --http-listen needs {_PACKAGES}, "
+            f"cannot listen for HTTP: the package {error.name} is not installed; --http-listen needs {_PACKAGES}, "
             "pip install '.[http]'"
         ) from None
     context: ssl.SSLContext | None = None if security.tls is None else server_context(security.tls)

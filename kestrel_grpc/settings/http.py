@@ -1,4 +1,4 @@
-"""HttpConfig: where the server listens for HTTP, beside gRPC. By default nowhere."""
+"""HttpConfig: the HTTP addresses of the server and their limits. The default is no HTTP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HttpConfig:
     http_listen: tuple[str, ...] = setting(
         (),
         HTTP,
-        "where to listen for HTTP clients: HOST:PORT, [IPV6]:PORT or unix:PATH; may be given several times, or several "
+        "address to listen on for HTTP: HOST:PORT, [IPV6]:PORT or unix:PATH; repeat the flag or separate addresses "
         "with commas; needs the packages of pip install '.[http]'",
         parse=_addresses,
         repeated=True,
@@ -33,7 +33,7 @@ class HttpConfig:
     http_max_connections: int = setting(
         1000,
         HTTP,
-        "most HTTP connections at a time; further ones are closed at once",
+        "limit on HTTP connections; the server closes further ones at once",
         kind="whole",
         metavar="N",
         low=1,
