@@ -114,7 +114,7 @@ async def test_a_picture_put_goes_wherever_a_picture_goes(client, picture, serve
     assert await client.put_image(by_id) == handle
     assert await client.delete_image(handle)
     assert not await client.delete_image(sent.image_id)
-    with pytest.raises(NotFoundError, match="send the picture again") as caught:
+    with pytest.raises(NotFoundError, match="send the image again") as caught:
         await client.query(handle, "what?")
     assert caught.value.reason == "IMAGE_NOT_FOUND"
     assert [v.field for v in caught.value.field_violations] == ["image.image_id"]
