@@ -18,7 +18,7 @@ SAMPLED = {"temperature": 1.0, "top_p": 0.9}
 
 @dataclass(frozen=True)
 class Ask:
-    """One request; ``image`` names a golden picture."""
+    """One request; ``image`` names a golden image."""
 
     skill: str
     image: str | None = None

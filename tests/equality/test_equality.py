@@ -1,6 +1,6 @@
 """What else an engine does changes no token of a request: batching, chunks, caches, preemption, neighbours that go.
 
-Each seed makes a mix of skills and pictures and the settings of an engine; a failure prints them.
+Each seed makes a mix of skills and images and the settings of an engine; a failure prints them.
 KESTREL_EQUALITY_SEEDS: how many for each model.
 """
 
@@ -82,7 +82,7 @@ async def test_random_mixes(model: Model, seed: int, golden_images: Path, alone:
 async def test_everything_at_once_from_the_caches(
     model: Model, golden_images: Path, alone: Alone
 ) -> None:
-    """All requests twice in one batch: chunks of 20 positions, single crops, pictures shared, prefixes reused."""
+    """All requests twice in one batch: chunks of 20 positions, single crops, images shared, prefixes reused."""
     asks = [*model.asks, *reversed(model.asks)]
     settings = {"max_batch_size": 32, "step_prefill_positions": 20, "step_crops": 1}
     settings |= {"kv_cache_pages": 8 * (model.prefix + 200) // 5, "page_size": 5}
@@ -94,7 +94,7 @@ async def test_everything_at_once_from_the_caches(
 
 @pytest.mark.slow_with("md2", "kestrel-tiny")
 async def test_forced_preemption(model: Model, golden_images: Path, alone: Alone) -> None:
-    """Pages of one position and fewer of them than two pictures' answers need: they take turns."""
+    """Pages of one position and fewer of them than two images' answers need: they take turns."""
     asks = [a for a in model.asks if a.image in ("square_378", None)]
     mix = Mix(asks, [0.0] * len(asks))
     settings = {"max_batch_size": 6, "page_size": 1, "kv_cache_pages": 2 * (model.prefix + 22)}

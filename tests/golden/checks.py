@@ -1,4 +1,4 @@
-"""What must hold for one golden case or picture; used with what the repository keeps and with the complete set."""
+"""What must hold for one golden case or image; used with what the repository keeps and with the complete set."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def check_blocks(golden: Golden, case: Case) -> None:
 
 
 def check_vision(golden: Golden, name: str, picture: PreparedImage) -> None:
-    """Every stage of the vision tower on one picture, as far as rows of it are stored."""
+    """Every stage of the vision tower on one image, as far as rows of it are stored."""
     expected, rows = golden.expected["vision"][name], golden.expected["rows"]
     vision, tiling = golden.runtime.model.vision, tuple(expected["tiling"])
     assert picture.tiling == tiling

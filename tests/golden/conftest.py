@@ -29,7 +29,7 @@ def pictures() -> dict[str, PreparedImage]:
 def goldens(
     golden_folder: Callable[[str], Path], pictures: dict[str, PreparedImage]
 ) -> Callable[[str], Golden]:
-    """From "md2" or "md3" to the golden model, loaded once a session, its pictures encoded."""
+    """From "md2" or "md3" to the golden model, loaded once a session, its images encoded."""
     loaded: dict[str, Golden] = {}
 
     def get(name: str) -> Golden:

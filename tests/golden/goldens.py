@@ -1,4 +1,4 @@
-"""One golden model under test: its cases, expected arrays and tolerances, and a runtime holding its pictures."""
+"""One golden model under test: its cases, expected arrays and tolerances, and a runtime holding its images."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Golden:
         )
 
     def encode(self, runtime: TorchRuntime, pictures: dict[str, PreparedImage]) -> None:
-        """Makes ``runtime`` hold the embeddings of all pictures under their golden names."""
+        """Makes ``runtime`` hold the embeddings of all images under their golden names."""
         named = tuple(
             EncodeSlice(replace(picture, key=name), 0, picture.num_crops)
             for name, picture in pictures.items()
@@ -105,7 +105,7 @@ class Golden:
 
 
 def load_pictures() -> dict[str, PreparedImage]:
-    """Every golden picture, prepared from its encoded file. All golden models share one vision shape."""
+    """Every golden image, prepared from its encoded file. All golden models share one vision shape."""
     config = load_config_only("md2")
     return {
         path.stem: prepare(open_image(path, ImageLimits()), config.vision)

@@ -1,4 +1,4 @@
-"""Every golden case through the public engine, from encoded pictures, all of a model's cases in one mixed batch.
+"""Every golden case through the public engine, from encoded images, all of a model's cases in one mixed batch.
 
 The references ran each case alone, so equality also shows that batching changes nothing.
 """

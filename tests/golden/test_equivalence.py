@@ -69,7 +69,7 @@ def test_page_size_changes_nothing(
 
 
 def test_rows_of_one_pass_equal_rows_alone(golden: Golden) -> None:
-    """Prefills with and without a picture, a chunk, and decode-like rows in one flat batch."""
+    """Prefills with and without an image, a chunk, and decode-like rows in one flat batch."""
     runtime = golden.runtime
     image = ImageBlock("square_378", golden.config.image_positions)
     prompts: list[Prompt] = [

@@ -1,4 +1,4 @@
-"""The golden cases through GpuRuntime. Interpreted, a picture of this size takes minutes: only on a CUDA device.
+"""The golden cases through GpuRuntime. Interpreted, an image of this size takes minutes: only on a CUDA device.
 
 What runs without one is tests/engine/runtime/gpu/test_gpu_runtime.py, on models small enough.
 """
@@ -28,7 +28,7 @@ pytestmark = [
 def runtimes(
     goldens: Callable[[str], Golden], pictures: dict[str, PreparedImage]
 ) -> Callable[[str], Golden]:
-    """From "md2" or "md3" to the golden model with a GpuRuntime in it, its pictures encoded."""
+    """From "md2" or "md3" to the golden model with a GpuRuntime in it, its images encoded."""
     made: dict[str, Golden] = {}
 
     def get(name: str) -> Golden:

@@ -1,4 +1,4 @@
-"""Crops, encoder, stitching, pooling and projector against the stored rows of every golden picture."""
+"""Crops, encoder, stitching, pooling and projector against the stored rows of every golden image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures of the training tests: one torch thread, the bundled files, evaluation pictures as the engine sees them."""
+"""Fixtures of the training tests: one torch thread, the bundled files, evaluation images as the engine sees them."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

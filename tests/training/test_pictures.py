@@ -1,4 +1,4 @@
-"""Training pictures pass what served ones pass: libvips' resize and a JPEG writer, measured in grey levels."""
+"""Training images pass what served ones pass: libvips' resize and a JPEG writer, measured in grey levels."""
 
 import random
 

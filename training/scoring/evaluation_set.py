@@ -21,8 +21,6 @@ from training.texts.phrases import Phrase, draw_absent, draw_present, refer
 from training.texts.prompts import object_words
 from training.texts.questions import Question, colour, draw_question, shape
 
-SLICES: tuple[str, ...] = ("seen", "unseen-pairs")
-
 
 @dataclass(frozen=True)
 class Task:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class RoundedAttention:
-    """`models.attention.Attention` of one whole sequence. Its first ``prefix`` positions, BOS and a picture, see one
+    """`models.attention.Attention` of one whole sequence. Its first ``prefix`` positions, BOS and an image, see one
     another as computed; all others see rounded keys and values up to their own. ``saturated``: numbers cut off."""
 
     def __init__(self, scales: Sequence[tuple[float, float]], prefix: int) -> None:

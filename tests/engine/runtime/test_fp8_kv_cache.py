@@ -18,7 +18,7 @@ from tests.engine.runtime.test_torch_runtime import picture, whole
 CPU = torch.device("cpu")
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
 PAGE = 2
-"""It divides a picture's prefix, 26 positions."""
+"""It divides an image's prefix, 26 positions."""
 
 
 def made_up_scales(layers):
@@ -133,7 +133,7 @@ def test_chunks_and_cached_beginnings_change_nothing(runtime):
 def test_neighbours_in_a_batch_change_nothing(runtime):
     runtime.collect(runtime.launch(StepPlan(0, encode=(whole(picture()),))))
     image = ImageBlock("picture", 25)
-    # The first two share their picture's pages, whose rows are then computed as a group.
+    # The first two share their image's pages, whose rows are then computed as a group.
     shared = table(0, 13)
     stepwise(runtime, (0, image), shared, ())
     pages = [(*shared, 22, 20, 21), (*shared, 35, 36, 37), table(40, 4)]

@@ -1,4 +1,4 @@
-"""The torch runtime on small random models: plans, pictures, failures. Exactness is tested in tests/golden."""
+"""The torch runtime on small random models: plans, images, failures. Exactness is tested in tests/golden."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_what_builds_on_a_failed_step_is_left_out_of_those_launched_behind_it(ru
     with pytest.raises(AssertionError, match="other was not encoded"):
         runtime.collect(handles[0])
     assert runtime.collect(handles[1]).tokens == expected
-    # The picture may be begun again; the sequences were ended.
+    # The image may be begun again; the sequences were ended.
     prompt = row([0, IMAGE, 30], sample=spec(), sequence_id=4)
     assert 4 in step(runtime, ended=(1, 3), encode=(whole(image),), prefill=(prompt,)).tokens
 

@@ -1,4 +1,4 @@
-"""Random models of both families for interpreted kernels: a crop has 16 patches, a picture 17 positions."""
+"""Random models of both families for interpreted kernels: a crop has 16 patches, an image 17 positions."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ FLIPS = 2e-2
 
 @pytest.fixture(params=["moondream2", "moondream3"], scope="module")
 def both(request):
-    """A TorchRuntime and a GpuRuntime with equal weights and scales, holding picture "single"."""
+    """A TorchRuntime and a GpuRuntime with equal weights and scales, holding image "single"."""
     config, tensors = small_model(request.param)
     reference = TorchRuntime(
         Moondream(config, tensors),

@@ -31,7 +31,7 @@ WIDE = TokenRule(allowed=tuple(range(5, 60)))
 
 @pytest.fixture(params=["moondream2", "moondream3"], scope="module")
 def both(request):
-    """The config, a TorchRuntime and a GpuRuntime with equal weights, holding pictures "wide" and "single"."""
+    """The config, a TorchRuntime and a GpuRuntime with equal weights, holding images "wide" and "single"."""
     config, tensors = small_model(request.param)
     reference = TorchRuntime(
         Moondream(config, tensors), config, device="cpu", dtype=torch.float32, **SIZES

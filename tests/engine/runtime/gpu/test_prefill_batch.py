@@ -1,4 +1,4 @@
-"""Rows become a flat batch: pictures first, then text, with every token's position and slot."""
+"""Rows become a flat batch: images first, then text, with every token's position and slot."""
 
 import numpy as np
 import pytest
