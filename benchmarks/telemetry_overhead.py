@@ -92,9 +92,9 @@ def request(now: float) -> RequestEvent:
 
 
 def call_with(metadata: Metadata) -> Call:
-    nobody: Any = None
+    no_context: Any = None
     peer = "ipv4:127.0.0.1:5"
-    return Call(method=METHOD, peer=peer, context=nobody, metadata=metadata, request_id="r")
+    return Call(method=METHOD, peer=peer, context=no_context, metadata=metadata, request_id="r")
 
 
 def traced(telemetry: Telemetry, metadata: Metadata, steps: Sequence[StepEvent]) -> None:

@@ -164,7 +164,7 @@ def wanted(u: Tensor, weights: Tensor, chosen: Tensor, e: Experts) -> Tensor:
 
 
 def check(todo: list[Job], layers: dict[int, Experts]) -> None:
-    """Every candidate once, from poisoned outputs, with one favourite expert and one nobody chose."""
+    """Runs every candidate once on poisoned outputs, with one preferred expert and one unused expert."""
     references: dict[tuple[int, int], tuple[Tensor, ...]] = {}
     for path, size, tokens, tiles, pdl in todo:
         tokens = min(tokens, 730)

@@ -79,7 +79,7 @@ def relative_error(got: Tensor, reference: Tensor) -> float:
 
 
 def check(e: Experts) -> set[str]:
-    """Names of ways that are wrong. From poisoned outputs: uneven counts, one expert for everyone, two for nobody."""
+    """Returns the names of wrong ways, on poisoned outputs: uneven counts, one expert for all tokens, two for none."""
     wrong = set()
     for tokens, favourite in ((760, False), (1001, True), (3800, False)):
         u = torch.randn(tokens, DIM, dtype=DTYPE, device=DEVICE)

@@ -17,7 +17,7 @@ SHAPES: tuple[str, ...] = (
 PLURALS: tuple[str, ...] = tuple("crosses" if s == "cross" else s + "s" for s in SHAPES)
 
 # The measured colours, and eight more that only training scenes hold: they surround the measured ones, so that a
-# colour has to be told apart from its neighbours on every shape, also where the pair itself is held out.
+# model must distinguish a colour from its neighbours on every shape, also where the pair itself is held out.
 COLOURS: tuple[str, ...] = (
     "red",
     "orange",
