@@ -7,6 +7,8 @@ and opens no file; images and crops come and go in segments, and it ends when it
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import math
 import mmap
 import os
 import resource
@@ -37,13 +39,22 @@ _SLACK_BYTES = 64 * 2**20
 """
 
 
+_KEPT_BYTES = 16 * 2**20
+"""Freed memory that a decoder keeps for its next image: the first write to a page costs as much as the work on its
+pixels, and libvips frees and takes the same buffers again within one image."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of mallopt(3)."""
+
 _SWITCH_INTERVAL_S = 0.5e-3
 """Threads that share an image wait so long for the interpreter, and Python's 5 ms are longer than a band takes."""
 
 
 def serve(link: socket.socket) -> None:
-    """Answers jobs until ``link`` is closed. Its first message has the limits and the geometry."""
+    """Answers jobs until ``link`` is closed. The first message has the limits and the geometry. The others are a
+    segment for the crops of the next image, or an image."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    _keep_freed_memory()
     received, descriptors = bytearray(), list[int]()
 
     def next_message() -> dict[str, Any] | None:
@@ -59,12 +70,14 @@ def serve(link: socket.socket) -> None:
     if setup is None:
         return
     work = Work(ImageLimits(**setup["limits"]), VisionConfig(**setup["vision"]))
-    while (job := next_message()) is not None:
-        reply = work.answer(job, *descriptors)
-        for descriptor in descriptors:
+    while (message := next_message()) is not None:
+        descriptor = descriptors.pop(0)
+        if "crops" in message:
+            work.take_crops_segment(descriptor, message["crops"])
+        else:
+            reply = work.answer(message, descriptor)
             os.close(descriptor)
-        descriptors.clear()
-        send_message(link, reply, ())
+            send_message(link, reply, ())
 
 
 class Work:
@@ -73,10 +86,23 @@ class Work:
     def __init__(self, limits: ImageLimits, vision: VisionConfig) -> None:
         self._limits, self._vision = limits, vision
         self._threads: ThreadPoolExecutor | None = None
+        self._crops = -1
+        self._mapped: mmap.mmap | None = None
 
-    def answer(self, job: dict[str, Any], source: int, crops: int) -> dict[str, Any]:
-        """``source`` has the encoded bytes, or the pixels of ``job["shape"]``; the crops go to ``crops``,
-        or the decoded pixels if the device makes crops of them.
+    def take_crops_segment(self, descriptor: int, num_bytes: int) -> None:
+        """Takes the segment for the crops of the next image, and makes ``num_bytes`` of it ready to be written: the
+        first write to a page costs as much as the work on its pixels."""
+        self._mapped = None
+        if self._crops >= 0:
+            os.close(self._crops)
+        self._crops = descriptor
+        if num_bytes:
+            os.ftruncate(descriptor, num_bytes)
+            self._mapped = _mapped(descriptor, num_bytes)
+
+    def answer(self, job: dict[str, Any], source: int) -> dict[str, Any]:
+        """``source`` has the encoded bytes, or the pixels of ``job["shape"]``. The crops go to the segment for them, or
+        the decoded pixels if the device makes crops of them.
 
         One of: "done", the prepared image; "cost", if it is beyond what the job grants; "error", the name of a
         RequestError, with its field and message; "fault", what went wrong in our own code.
@@ -102,7 +128,7 @@ class Work:
                 or cost.seconds > job["granted"]["seconds"]
             ):
                 return {"cost": cost._asdict()}
-            done = self._prepare(image, cost, crops, job["threads"], job["device_pixels"])
+            done = self._prepare(image, cost, job["threads"], job["device_pixels"])
             return {"done": {**done, "seconds": time.perf_counter() - began}}
         except RequestError as error:
             return {"error": [type(error).__name__, error.field, error.message]}
@@ -115,23 +141,28 @@ class Work:
         self,
         image: DecodedImage | EncodedImage | BmpImage,
         cost: Cost,
-        crops: int,
         threads: int,
         device_pixels: int,
     ) -> dict[str, Any]:
         with memory_bound(cost.num_bytes + _SLACK_BYTES):
             decoded = image if isinstance(image, DecodedImage) else image.begin()
-
-            def allocate(shape: tuple[int, ...]) -> np.ndarray:
-                size = int(np.prod(shape))
-                os.ftruncate(crops, size)
-                return np.frombuffer(mmap.mmap(crops, size), np.uint8).reshape(shape)
-
             run = partial(self.split, threads=threads) if threads > 1 else None
             prepared = prepare(
-                decoded, self._vision, run=run, allocate=allocate, device_pixels=device_pixels
+                decoded,
+                self._vision,
+                run=run,
+                allocate=self._allocate_crops,
+                device_pixels=device_pixels,
             )
         return {"key": prepared.key, "width": prepared.width, "height": prepared.height}
+
+    def _allocate_crops(self, shape: tuple[int, ...]) -> np.ndarray:
+        size = math.prod(shape)
+        os.ftruncate(self._crops, size)
+        mapped, self._mapped = self._mapped, None
+        if mapped is None or len(mapped) < size:
+            mapped = mmap.mmap(self._crops, size)
+        return np.frombuffer(mapped, np.uint8, size).reshape(shape)
 
     def split(self, pieces: Sequence[Piece], threads: int) -> None:
         """Calls all ``pieces`` in ``threads`` threads, this one among them. Raises what a piece raised."""
@@ -157,6 +188,23 @@ class Work:
             wait(helpers)
         for helper in helpers:
             helper.result()
+
+
+def _keep_freed_memory() -> None:
+    """Sets what glibc keeps; other libraries have no such setting."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        # Setting one threshold stops glibc from adapting the other.
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+
+
+def _mapped(descriptor: int, num_bytes: int) -> mmap.mmap:
+    """Memory of a segment, with its pages where the system can give them at once."""
+    if sys.platform == "linux":
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        return mmap.mmap(descriptor, num_bytes, flags=flags)
+    return mmap.mmap(descriptor, num_bytes)
 
 
 @contextlib.contextmanager

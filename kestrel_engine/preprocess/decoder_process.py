@@ -15,14 +15,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ..config import ImageLimits
 from ..types.model_config import VisionConfig
-from .segments import send_message, take_message
+from .segments import new_segment, send_message, take_message
 from .template import FORK, KILL, REQUEST
 
 _START = """
@@ -132,19 +132,36 @@ class DecoderProcess:
         self._received = bytearray()
         self._loop = asyncio.get_running_loop()
         self._link, theirs = socket.socketpair()
+        self._crops = -1
         try:
             with theirs:
                 self._number = template.fork(theirs, nice)
             self._link.setblocking(False)
             send_message(self._link, {"limits": asdict(limits), "vision": asdict(vision)}, ())
+            self.renew_crops(0)
         except OSError:
-            self._link.close()
+            self._release()
             raise
         self._loop.add_reader(self._link, self._read)
 
-    def send(self, message: dict[str, Any], segments: Sequence[int]) -> None:
-        """One at a time: the next after its answer. Raises OSError if the decoder has ended."""
-        send_message(self._link, message, segments)
+    @property
+    def crops(self) -> int:
+        """The descriptor of the segment with the crops of the image that was decoded last."""
+        return self._crops
+
+    def renew_crops(self, num_bytes: int) -> None:
+        """Gives the decoder an empty segment for the crops of the next image, of which it prepares ``num_bytes`` before
+        that image comes. Raises OSError if there is none, or if the decoder has ended."""
+        segment = new_segment()
+        if self._crops >= 0:
+            os.close(self._crops)
+        self._crops = segment
+        send_message(self._link, {"crops": num_bytes}, (segment,))
+
+    def send(self, message: dict[str, Any], source: int) -> None:
+        """Sends an image, one at a time: the next after its answer. ``source``: the segment with its bytes. Raises
+        OSError if the decoder has ended."""
+        send_message(self._link, message, (source,))
 
     def kill(self) -> None:
         """Kills it at once. From any thread. Its end is reported as any other end is."""
@@ -159,7 +176,13 @@ class DecoderProcess:
         """Releases it: it ends by itself once it is idle, and its end is not reported. Idempotent."""
         if self.is_open:
             self._loop.remove_reader(self._link)
-            self._link.close()
+            self._release()
+
+    def _release(self) -> None:
+        self._link.close()
+        if self._crops >= 0:
+            os.close(self._crops)
+            self._crops = -1
 
     def _read(self) -> None:
         try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
 from dataclasses import dataclass, field
@@ -37,16 +38,16 @@ from ..errors import (
 from ..types.model_config import VisionConfig
 from ..types.requests import PreparedImage
 from .costs import FIELD, Cost
-from .crops import KEY_LENGTH, Allocate, device_makes_crops, new_bytes, select_tiling
+from .crops import KEY_LENGTH, Allocate, device_makes_crops, select_tiling
 from .decoder_process import DecoderProcess, template
 from .fair_queue import FairQueue
 from .images import Colour, ImageSource, OnBackground, read_source
 from .prepared_cache import PreparedCache, in_namespace, source_key
-from .segments import new_segment, read_segment, write_segment
+from .segments import map_segment, new_segment, read_segment, write_segment
 
-HASHED_AT_ONCE_BYTES = 1024 * 1024
-"""Up to this size encoded bytes are looked up on the event loop, half a millisecond at most: a repeat then waits for no
-thread."""
+HASHED_AT_ONCE_BYTES = 256 * 1024
+"""Up to this size encoded bytes are looked up on the event loop: a repeat then waits for no thread. It takes 0.1 ms
+with a processor's own instructions for SHA-256, 0.8 ms without."""
 
 MOST_THREADS_AN_IMAGE = 16
 """Resizing to the crops takes three quarters of an image's time, and splits into some thirty bands; decoding does not
@@ -60,6 +61,9 @@ CHEAP_BYTES = 96 * 2**20
 
 DEAR_NICE = 10
 """Decoders of dear images get a tenth of a processor that others want as well."""
+
+MOST_SPARE_BYTES = 8 * 2**20
+"""A decoder keeps memory for the crops of an image like its last one, if they take no more."""
 
 OVERTAKEN_PER_SECOND = 10.0
 """Cheaper images of the same principal may overtake an image that costs a second, if they come within this many
@@ -109,9 +113,6 @@ class _Run:
     """What a decoder works on. ``failure``: what the job fails with once the decoder is dead."""
 
     job: _Job
-    crops: int
-    """The descriptor of the segment that they come in, or the pixels."""
-    segments: contextlib.ExitStack
     timer: asyncio.TimerHandle
     dear: bool
     failure: Exception | None = None
@@ -137,7 +138,7 @@ class PreprocessPool:
     ) -> None:
         """``allocate``: memory for crops or pixels, such as a device reads without the host. ``device_pixels``: as
         `crops.prepare`'s. ``timeout_s``: the longest that one image may be decoded."""
-        self._allocate, self._device_pixels = allocate or new_bytes, device_pixels
+        self._allocate, self._device_pixels = allocate, device_pixels
         self._limits, self._vision = limits, vision
         self._processes, self._timeout_s = processes, timeout_s
         self._cheap = Cost(
@@ -166,15 +167,13 @@ class PreprocessPool:
         self._check_open()
         began = time.perf_counter()
         background = source.colour if isinstance(source, OnBackground) else None
-        at_once = isinstance(source, bytes) and len(source) <= HASHED_AT_ONCE_BYTES
-        key = (
-            source_key(source, namespace)
-            if at_once
-            else await asyncio.to_thread(source_key, source, namespace)
-        )
+        if isinstance(source, bytes) and len(source) <= HASHED_AT_ONCE_BYTES:
+            key = source_key(source, namespace)
+        else:
+            key = await asyncio.to_thread(source_key, source, namespace)
         if key is not None and (kept := self._cache.find(key)) is not None:
             return Preprocessed(kept, time.perf_counter() - began)
-        if at_once:
+        if isinstance(source, bytes):
             payload = read_source(source, self._limits)
         else:
             payload = await asyncio.to_thread(read_source, source, self._limits)
@@ -268,9 +267,10 @@ class PreprocessPool:
             "device_pixels": self._device_pixels,
         }
         self._begin_run(job)
-        with contextlib.ExitStack() as segments:
+        with contextlib.ExitStack() as stack:
             try:
-                source, crops = (segments.enter_context(new_segment()) for _ in range(2))
+                source = new_segment()
+                stack.callback(os.close, source)
                 write_segment(source, job.payload)
                 decoder = self._idle.pop() if self._idle and not dear else self._new_decoder(dear)
             except OSError as error:
@@ -278,12 +278,14 @@ class PreprocessPool:
                 self._fail(job, EngineOverloaded(text))
                 return
             timer = asyncio.get_running_loop().call_later(self._timeout_s, self._too_slow, decoder)
-            self._runs[decoder] = _Run(job, crops, segments.pop_all(), timer, dear)
-        if dear and job.cost is not None:
-            self._running_dear += 1
-            self._free_bytes -= job.cost.num_bytes
-        with contextlib.suppress(OSError):  # It has just ended; its end is reported in a moment.
-            decoder.send(message, (source, crops))
+            self._runs[decoder] = _Run(job, timer, dear)
+            if dear and job.cost is not None:
+                self._running_dear += 1
+                self._free_bytes -= job.cost.num_bytes
+            with contextlib.suppress(
+                OSError
+            ):  # It has just ended; its end is reported in a moment.
+                decoder.send(message, source)
 
     def _new_decoder(self, dear: bool) -> DecoderProcess:
         return DecoderProcess(
@@ -298,28 +300,45 @@ class PreprocessPool:
                 self._idle.remove(decoder)
             return
         try:
-            outcome = self._outcome(run, message)
+            outcome = self._outcome(run, decoder, message)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             decoder.kill()
             decoder.close()
             outcome = RuntimeFailure(f"a decoder answered nonsense: {error!r}")
+        except OSError as error:
+            decoder.kill()
+            decoder.close()
+            outcome = EngineOverloaded(f"no memory can be had for an image: {error.strerror}")
         self._end_run(decoder)
         if run.dear:
             decoder.close()
-        elif decoder.is_open:
-            self._idle.append(decoder)
         if isinstance(outcome, Cost):
             self._learn_cost(run.job, outcome)
         elif isinstance(outcome, Preprocessed):
+            self._renew_crops(decoder, outcome.image.num_bytes)
             self._finish(run.job, outcome)
         else:
             self._fail(run.job, outcome)
+        if decoder.is_open:
+            self._idle.append(decoder)
         self._dispatch()
 
-    def _outcome(self, run: _Run, message: dict[str, Any]) -> Preprocessed | Cost | Exception:
+    def _renew_crops(self, decoder: DecoderProcess, num_bytes: int) -> None:
+        """The segment of an image belongs to that image now: the decoder gets another, for a like image if it is an
+        ordinary one."""
+        if decoder.is_open:
+            try:
+                decoder.renew_crops(num_bytes if num_bytes <= MOST_SPARE_BYTES else 0)
+            except OSError:
+                decoder.close()
+
+    def _outcome(
+        self, run: _Run, decoder: DecoderProcess, message: dict[str, Any]
+    ) -> Preprocessed | Cost | Exception:
         """Raises KeyError, TypeError or ValueError for what our decoder never says: an image may have taken it over."""
         if "done" in message:
-            return Preprocessed(self._prepared(run, message["done"]), message["done"]["seconds"])
+            done = message["done"]
+            return Preprocessed(self._prepared(run, decoder, done), float(done["seconds"]))
         if "cost" in message and run.job.cost is None:
             pixels, num_bytes = int(message["cost"]["pixels"]), int(message["cost"]["num_bytes"])
             return Cost(pixels, num_bytes, float(message["cost"]["seconds"]))
@@ -335,8 +354,9 @@ class PreprocessPool:
             return ImageTooLargeError(FIELD, text)
         return RuntimeFailure(f"decoding failed: {message['fault']}")
 
-    def _prepared(self, run: _Run, done: dict[str, Any]) -> PreparedImage:
-        """The image that a decoder has prepared, crops or pixels in memory of this process. Raises as `_outcome`."""
+    def _prepared(self, run: _Run, decoder: DecoderProcess, done: dict[str, Any]) -> PreparedImage:
+        """The image that a decoder has prepared, its crops or pixels in memory that it can't take away. Raises as
+        `_outcome`, and OSError."""
         width, height, key = int(done["width"]), int(done["height"]), str(done["key"])
         tiling = select_tiling(width, height, self._vision)
         side = self._vision.crop_size
@@ -344,9 +364,12 @@ class PreprocessPool:
             raise ValueError(f"{width}x{height} pixels, key {key!r}")
         on_device = device_makes_crops(width, height, self._vision, self._device_pixels)
         shape = (height, width, 3) if on_device else (1 + tiling[0] * tiling[1], side, side, 3)
-        found = self._allocate(shape)
-        if not read_segment(run.crops, found):
-            raise ValueError(f"less than {shape}")
+        if self._allocate is None:
+            found = map_segment(decoder.crops, shape)
+        else:
+            found = self._allocate(shape)
+            if not read_segment(decoder.crops, found):
+                raise ValueError(f"a segment of less than {shape}")
         crops, pixels = (None, found) if on_device else (found, None)
         image = PreparedImage(key, crops, tiling, width, height, pixels)
         return in_namespace(image, run.job.namespace)
@@ -384,7 +407,6 @@ class PreprocessPool:
         """Frees what a run held."""
         run = self._runs.pop(decoder)
         run.timer.cancel()
-        run.segments.close()
         if run.dear and run.job.cost is not None:
             self._running_dear -= 1
             self._free_bytes += run.job.cost.num_bytes

@@ -1,18 +1,23 @@
 """Memory and messages that cross between the server's process and its decoders. Owns both forms; knows no image.
 
 A segment is memory without a name, passed by its file descriptor: encoded bytes or pixels on the way in, crops on the
-way out. Only the descriptor is shared: the side that made a segment reads and writes it by calls that tell when the
-other side made it too small.
+way out. The server's process makes all segments. It writes and reads them by calls that report a segment of the wrong
+size, or maps a segment after it has forbidden the decoder to make it smaller.
 """
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import json
+import math
+import mmap
 import os
 import socket
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,20 +26,21 @@ MOST_MESSAGE_BYTES = 64 * 1024
 
 _LENGTH_BYTES = 4
 
+if sys.platform == "linux":
+    _LIBC = ctypes.CDLL(None, use_errno=True)
+    _LIBC.mmap.restype = ctypes.c_void_p
+    _LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long)
+    _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    _MAP_FAILED = ctypes.c_void_p(-1).value
 
-@contextmanager
-def new_segment() -> Iterator[int]:
-    """The descriptor of an empty segment, closed at the end. It lies in memory on Linux; elsewhere it is a temporary
-    file without a name."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("kestrel-image")
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-    else:
-        with tempfile.TemporaryFile() as file:
-            yield file.fileno()
+
+def new_segment() -> int:
+    """The descriptor of an empty segment, for the caller to close. It lies in memory on Linux; elsewhere it is a
+    temporary file without a name. Raises OSError."""
+    if sys.platform == "linux":
+        return os.memfd_create("kestrel-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def write_segment(descriptor: int, data: Any) -> None:
@@ -55,6 +61,31 @@ def read_segment(descriptor: int, into: np.ndarray) -> bool:
             return False
         read += count
     return True
+
+
+def map_segment(descriptor: int, shape: tuple[int, ...]) -> np.ndarray:
+    """The first bytes of a segment as a uint8 array. On Linux the array is the segment's own memory, which is not
+    copied and stays until the array is dropped; the descriptor may be closed. Raises ValueError if the segment has
+    fewer bytes, OSError if it cannot be mapped."""
+    if sys.platform != "linux":
+        array = np.empty(shape, np.uint8)
+        if not read_segment(descriptor, array):
+            raise ValueError(f"a segment of less than {shape}")
+        return array
+    # Memory that a decoder takes away later would end this process by SIGBUS.
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    size = math.prod(shape)
+    if os.fstat(descriptor).st_size < size:
+        raise ValueError(f"a segment of less than {shape}")
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    # mmap.mmap would keep a descriptor for each array.
+    address = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    if address == _MAP_FAILED:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    weakref.finalize(memory, _LIBC.munmap, address, size).atexit = False
+    return np.frombuffer(memoryview(memory), np.uint8).reshape(shape)
 
 
 def send_message(link: socket.socket, message: dict[str, Any], segments: Sequence[int]) -> None:

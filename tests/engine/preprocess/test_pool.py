@@ -116,6 +116,29 @@ async def test_crops_lie_where_the_device_wants_them(make_pool):
     assert found.image.crops is made[0]
 
 
+async def test_crops_stay_as_they_are_whatever_their_decoder_does_next(make_pool):
+    """Each image has memory of its own, which a decoder prepares by the size of the image before."""
+    pool, sizes = make_pool(), ((120, 90), (850, 600), (850, 600), (120, 90), (1200, 900))
+    sources = [png(*size, seed=seed) for seed, size in enumerate(sizes)]
+    found = [(await pool.prepare(source)).image for source in sources]
+    used = decoders()
+    pool.close()
+    await until(lambda: not decoders() & used)
+    for source, image in zip(sources, found, strict=True):
+        assert np.array_equal(image.crops, prepare(open_image(source, LIMITS), VISION).crops)
+
+
+async def test_images_leave_no_descriptor_open(make_pool):
+    pool = make_pool(cache_bytes=2**28)
+    await pool.prepare(png())
+    before = len(os.listdir("/proc/self/fd"))
+    for seed in range(1, 5):
+        await pool.prepare(png(seed=seed))
+        with pytest.raises(ImageDecodeError):
+            await pool.prepare(b"\xff\xd8\xff" + bytes([seed]))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 async def test_images_up_to_a_size_keep_their_pixels_for_the_device(make_pool):
     pool = make_pool(device_pixels=120 * 90)
     found, expected = await pool.prepare(png()), prepare(open_image(png(), LIMITS), VISION)
@@ -500,5 +523,5 @@ def test_a_decoder_gets_no_more_memory_than_it_has_reserved():
 async def test_threads_of_this_process_do_no_decoding(make_pool):
     pool = make_pool()
     before = {thread.name for thread in threading.enumerate()}
-    await pool.prepare(png(400, 300))
+    await pool.prepare(png(200, 150))
     assert {thread.name for thread in threading.enumerate()} == before
