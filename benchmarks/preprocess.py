@@ -26,7 +26,7 @@ from kestrel_engine.preprocess.decoded_image import DecodedImage
 from kestrel_engine.preprocess.decoder import Work
 from kestrel_engine.preprocess.images import begin_image, open_image
 from kestrel_engine.preprocess.pool import PreprocessPool
-from kestrel_engine.preprocess.prepared_cache import source_key
+from kestrel_engine.preprocess.prepared_cache import source_digest
 from kestrel_engine.types.model_config import VisionConfig
 from kestrel_grpc.process.interpreter import SWITCH_INTERVAL_S
 
@@ -77,7 +77,7 @@ def measure_one(report: Report, count: int) -> None:
     decoded = open_image(image, LIMITS)
     rows, columns = crops.select_tiling(decoded.width, decoded.height, VISION)
     stages: dict[str, Callable[[], Any]] = {
-        "source key": lambda: source_key(image),
+        "source digest": lambda: source_digest(image),
         "decode": lambda: open_image(image, LIMITS),
         "content key": lambda: crops._content_key(decoded, VISION),
     }
@@ -123,7 +123,7 @@ def measure_processes(report: Report, pairs: int) -> None:
     work = Work(LIMITS, VISION)
 
     def in_threads(source: bytes) -> None:
-        source_key(source)
+        source_digest(source)
         run = partial(work.split, threads=threads)
         crops.prepare(begin_image(source, LIMITS), VISION, run=run)
 

@@ -98,6 +98,7 @@ class OpenRequests:
         if isinstance(outcome, KestrelError):
             request.stream.fail(outcome)
             return
+        image = request.submission.image
         result = EngineResult(
             request_id=request.stream.request_id,
             output=outcome.output,
@@ -106,6 +107,7 @@ class OpenRequests:
             metrics=metrics,
             model=self._model,
             image_size=request.image_size,
+            image_digest=None if image is None else image.source_digest,
             seed=request.submission.sampling.seed,
         )
         request.stream.finish(result)

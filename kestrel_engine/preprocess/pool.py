@@ -42,7 +42,7 @@ from .crops import KEY_LENGTH, Allocate, device_makes_crops, select_tiling
 from .decoder_process import DecoderProcess, template
 from .fair_queue import FairQueue
 from .images import Colour, ImageSource, OnBackground, read_source
-from .prepared_cache import PreparedCache, in_namespace, source_key
+from .prepared_cache import PreparedCache, in_namespace, source_digest, source_key
 from .segments import map_segment, new_segment, read_segment, write_segment
 
 HASHED_AT_ONCE_BYTES = 256 * 1024
@@ -96,6 +96,7 @@ class _Job:
     result: asyncio.Future[Preprocessed]
     namespace: str
     background: Colour | None = None
+    source_digest: bytes | None = None
     arrived: float = field(default_factory=time.monotonic)
     cost: Cost | None = None
     dear: bool = False
@@ -168,9 +169,10 @@ class PreprocessPool:
         began = time.perf_counter()
         background = source.colour if isinstance(source, OnBackground) else None
         if isinstance(source, bytes) and len(source) <= HASHED_AT_ONCE_BYTES:
-            key = source_key(source, namespace)
+            digest = source_digest(source)
         else:
-            key = await asyncio.to_thread(source_key, source, namespace)
+            digest = await asyncio.to_thread(source_digest, source)
+        key = None if digest is None else source_key(digest, namespace, background)
         if key is not None and (kept := self._cache.find(key)) is not None:
             return Preprocessed(kept, time.perf_counter() - began)
         if isinstance(source, bytes):
@@ -181,7 +183,7 @@ class PreprocessPool:
         job = self._making.get(key) if key is not None else None
         if job is None:
             result = asyncio.get_running_loop().create_future()
-            job = _Job(payload, principal, key, result, namespace, background)
+            job = _Job(payload, principal, key, result, namespace, background, digest)
             if key is not None:
                 self._making[key] = job
             self._unknown.push(job, principal, job.rank)
@@ -371,7 +373,8 @@ class PreprocessPool:
             if not read_segment(decoder.crops, found):
                 raise ValueError(f"a segment of less than {shape}")
         crops, pixels = (None, found) if on_device else (found, None)
-        image = PreparedImage(key, crops, tiling, width, height, pixels)
+        digest = run.job.source_digest
+        image = PreparedImage(key, crops, tiling, width, height, pixels, digest)
         return in_namespace(image, run.job.namespace)
 
     def _learn_cost(self, job: _Job, cost: Cost) -> None:

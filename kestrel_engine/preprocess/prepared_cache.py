@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..types.requests import PreparedImage
-from .images import OnBackground
+from .images import Colour, OnBackground
 
 
 class PreparedCache:
@@ -61,14 +61,15 @@ def in_namespace(image: PreparedImage, namespace: str) -> PreparedImage:
     return dataclasses.replace(image, key=key)
 
 
-def source_key(source: Any, namespace: str = "") -> bytes | None:
-    """A hash of what the caller gave, or None where telling sources apart would cost as much as decoding them.
+def source_digest(source: Any) -> bytes | None:
+    """A SHA-256 of what the caller gave, without its background. None if sources can be told apart only by decoding.
 
-    SHA-256, by the processor's own instructions 2 GB/s and three times as fast as BLAKE2b: a repeat waits for it."""
-    digest = hashlib.sha256(_digest(namespace) or bytes(32))
+    A file is identified by its path, size and time. SHA-256 runs at 2 GB/s with a processor's own instructions, three
+    times as fast as BLAKE2b: a repeated image waits for it.
+    """
     if isinstance(source, OnBackground):
-        digest.update(b"on" + bytes(source.colour))
         source = source.source
+    digest = hashlib.sha256()
     if isinstance(source, (bytes, bytearray, memoryview)):
         digest.update(b"bytes")
         view = memoryview(source)
@@ -86,6 +87,14 @@ def source_key(source: Any, namespace: str = "") -> bytes | None:
     else:
         return None
     return digest.digest()
+
+
+def source_key(digest: bytes, namespace: str = "", background: Colour | None = None) -> bytes:
+    """The key of a prepared image: from its ``source_digest``, its namespace and its background."""
+    key = hashlib.sha256(_digest(namespace) or bytes(32))
+    key.update(b"" if background is None else b"on" + bytes(background))
+    key.update(digest)
+    return key.digest()
 
 
 def _digest(namespace: str) -> bytes:

@@ -94,6 +94,7 @@ class PreparedImage:
     ``crops``: [num_crops, crop_size, crop_size, 3] uint8 RGB; crop 0 is the whole image, then the tiles row by row;
     None if ``pixels`` [height, width, 3] uint8 RGB are there instead. ``tiling``: rows and columns of tiles. ``key``:
     hash of the decoded pixels and the preprocessing version. ``width``, ``height``: the upright image's.
+    ``source_digest``: SHA-256 of what the caller gave, by which callers may recognise equal images.
     """
 
     key: str
@@ -102,6 +103,7 @@ class PreparedImage:
     width: int
     height: int
     pixels: np.ndarray | None = None
+    source_digest: bytes | None = None
 
     @property
     def num_crops(self) -> int:

@@ -5,7 +5,6 @@ An image is stored after the engine has decoded it, so every image in the store 
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,19 +13,15 @@ from kestrel_engine import ImageTooLargeError, OnBackground
 
 from ..edge.current_call import find_call
 from ..edge.errors import ImagesFull, ImagesNotKept
-from .store import ImageId, ImageStore, StoredImage, digest_of, size_of
-
-_INLINE_BYTES = 1024 * 1024
-"""Images of up to this size are hashed on the event loop, which takes half a millisecond."""
+from .store import ImageId, ImageStore, StoredImage, size_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestImage:
-    """The image of a request. ``kept``: the store's entry, if the request named an id. ``digest``: its hash or None."""
+    """The image of a request. ``kept``: the store's entry, if the request named an id."""
 
     source: bytes | np.ndarray
     kept: StoredImage | None = None
-    digest: bytes | None = None
     background: tuple[int, int, int] | None = None
     """The background colour of this request. The store holds the image without it."""
 
@@ -56,46 +51,41 @@ class RequestImages:
             return RequestImage(kept.source, kept)
         return RequestImage(source)
 
-    def hashed(self, image: RequestImage) -> RequestImage:
-        """``image`` with its hash, if the store will need the hash and the image is small enough for the event loop.
-
-        The best time for this call is while the device computes.
-        """
-        num_bytes = size_of(image.source)
-        if image.kept is not None or num_bytes > min(_INLINE_BYTES, self.store.max_bytes):
-            return image
-        return replace(image, digest=digest_of(image.source))
-
-    async def keep(
-        self, owner: str, image: RequestImage, size: tuple[int, int], *, weight: float = 1.0
+    def keep(
+        self,
+        owner: str,
+        image: RequestImage,
+        size: tuple[int, int],
+        digest: bytes,
+        *,
+        weight: float = 1.0,
     ) -> str:
         """Stores an image that the engine has decoded. Returns its id, or "" if the store has no room for it.
 
-        ``size`` is (width, height) in pixels; ``weight`` is the owner's.
+        ``size`` is (width, height) in pixels; ``digest`` is the engine's; ``weight`` is the owner's.
         """
         if image.kept is not None:
             # The image may have been deleted since. It must not return to the store.
             return image.kept.image_id
         if size_of(image.source) > self.store.max_bytes:
             return ""
-        digest = image.digest or await self._digest(image.source)
         try:
             kept = self.store.put(owner, digest, image.source, size, weight=weight)
         except ImagesFull:
             return ""
         return "" if kept is None else kept.image_id
 
-    async def put(
+    def put(
         self,
         owner: str,
         source: bytes | np.ndarray,
         size: tuple[int, int],
+        digest: bytes,
         *,
         weight: float = 1.0,
     ) -> StoredImage:
         """Like ``keep``, but raises ImagesNotKept, ImageTooLargeError or ImagesFull if the image cannot be stored."""
         self.check_size(size_of(source))
-        digest = await self._digest(source)
         kept = self.store.put(owner, digest, source, size, weight=weight)
         assert kept is not None, "check_size would have raised"
         return kept
@@ -109,9 +99,3 @@ class RequestImages:
             raise ImageTooLargeError(
                 "image", f"has {num_bytes} bytes; the image store holds {limit} in all"
             )
-
-    @staticmethod
-    async def _digest(source: bytes | np.ndarray) -> bytes:
-        if size_of(source) <= _INLINE_BYTES:
-            return digest_of(source)
-        return await asyncio.to_thread(digest_of, source)

@@ -10,7 +10,6 @@ the owner is within its share, the store drops images of the owner that exceeds 
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -101,7 +100,7 @@ class ImageStore:
 
         Args:
             owner: The name of the owner.
-            digest: ``digest_of(source)``. The caller computes it, possibly on another thread, because it takes time.
+            digest: The SHA-256 of the source. The engine computes it before it decodes the image.
             source: Encoded bytes or pixels.
             size: (width, height) in pixels.
             weight: The owner's weight.
@@ -204,15 +203,3 @@ class ImageStore:
 def size_of(source: bytes | np.ndarray) -> int:
     """Bytes of the encoded file, or of the pixels."""
     return len(source) if isinstance(source, bytes) else source.nbytes
-
-
-def digest_of(source: bytes | np.ndarray) -> bytes:
-    """The SHA-256 of encoded bytes, or of pixels and their shape."""
-    digest = hashlib.sha256()
-    if isinstance(source, bytes):
-        digest.update(b"encoded")
-        digest.update(source)
-    else:
-        digest.update(repr(source.shape).encode())
-        digest.update(np.ascontiguousarray(source).data)
-    return digest.digest()

@@ -121,7 +121,10 @@ async def analyze(
         weight=call.principal.weight,
     )
     size = (image.width, image.height)
-    image_id = await starter.images.keep(call.owner, resolved, size, weight=call.principal.weight)
+    assert image.source_digest is not None, "bytes and pixels have a digest"
+    image_id = starter.images.keep(
+        call.owner, resolved, size, image.source_digest, weight=call.principal.weight
+    )
     await call.accept()
     if send is not None:
         begun = pb.StreamStarted(request_id=call.request_id, model=engine.info.model)

@@ -77,8 +77,10 @@ class ImageService(ImageServiceServicer):
             principal=call.principal.name,
             weight=call.principal.weight,
         )
-        return await self._images.put(
-            call.owner, source, (image.width, image.height), weight=call.principal.weight
+        assert image.source_digest is not None, "bytes and pixels have a digest"
+        size = (image.width, image.height)
+        return self._images.put(
+            call.owner, source, size, image.source_digest, weight=call.principal.weight
         )
 
 

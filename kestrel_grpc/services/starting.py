@@ -45,8 +45,6 @@ class Starter:
         owner = current_call().owner
         image = None if call.image is None else self.images.find(owner, call.image)
         stream = await submit(engine, call, None if image is None else image.given)
-        if image is not None:
-            image = self.images.hashed(image)
         return Started(engine, stream, call, image)
 
     async def finish(self, started: Started, respond: Respond[Response]) -> Response:
@@ -56,8 +54,13 @@ class Starter:
         response = await responded(started.engine, started.call, result, respond)
         if started.image is not None:
             assert result.image_size is not None, "an image has a size"
-            kept = await self.images.keep(
-                call.owner, started.image, result.image_size, weight=call.principal.weight
+            assert result.image_digest is not None, "bytes and pixels have a digest"
+            kept = self.images.keep(
+                call.owner,
+                started.image,
+                result.image_size,
+                result.image_digest,
+                weight=call.principal.weight,
             )
             response.image_id = kept  # type: ignore[attr-defined]  # all responses have it
         return response

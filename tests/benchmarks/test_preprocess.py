@@ -10,7 +10,7 @@ def test_it_reports_one_image_processes_over_threads_and_many(tmp_path):
     preprocess.main(["--quick", "--json", str(path)])
     report = json.loads(path.read_text())
     one, compared, many = report["tables"].values()
-    assert [row["of"] for row in one][:3] == ["source key", "decode", "content key"]
+    assert [row["of"] for row in one][:3] == ["source digest", "decode", "content key"]
     assert all(row["ms"] > 0 for row in one)
     assert [row["JPEG"] for row in compared] == ["640x480", "850x600", "4000x3000"]
     assert all(row["ratio"] > 0 for row in compared)

@@ -256,9 +256,9 @@ async def test_a_picture_may_be_named(serve):
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_giving_up_frees_everything(serve, caplog, streaming, end):
     """Of six tasks three run and three wait, the batch being full."""
-    served = await serve(FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.005))
+    served = await serve(FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.02))
     tasks = request(*(question(key=f"{n}", max_tokens=150) for n in range(6)))
-    timeout = 0.2 if end == "deadline" else None
+    timeout = 1.0 if end == "deadline" else None
     if streaming:
         wrapped = pb.StreamAnalyzeRequest(request=tasks)
         call = served.vision.StreamAnalyze(wrapped, timeout=timeout)

@@ -57,7 +57,7 @@ async def test_the_folder_has_a_bound(serve, tmp_path):
     admin = Admin(await serve(server_config=config(tmp_path, profile_max_bytes=110)))
     await admin.StartProfile()
     told = await failure(admin.StopProfile())
-    assert told.reason == "PROFILE_UNAVAILABLE" and "there is room for 10" in told.message
+    assert told.reason == "PROFILE_UNAVAILABLE" and "the limit is 10" in told.message
     assert [path.name for path in tmp_path.iterdir()] == ["old.trace.json.gz"]
 
 

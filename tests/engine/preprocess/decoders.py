@@ -48,7 +48,7 @@ def held_up(pids: set[int]) -> Iterator[None]:
                 os.kill(pid, signal.SIGCONT)
 
 
-async def until(condition, within_s: float = 20.0) -> None:
+async def until(condition, within_s: float = 90.0) -> None:
     """Waits until ``condition()`` is true."""
     deadline = time.monotonic() + within_s
     while not condition():

@@ -9,7 +9,7 @@ from PIL import Image
 from kestrel_engine import InvalidRequest
 from kestrel_engine.config import ImageLimits
 from kestrel_engine.preprocess.images import OnBackground, open_image
-from kestrel_engine.preprocess.prepared_cache import source_key
+from kestrel_engine.preprocess.prepared_cache import source_digest, source_key
 
 LIMITS = ImageLimits()
 RGBA = np.array([[[255, 0, 0, 255], [9, 8, 7, 0], [0, 100, 200, 128]]], np.uint8)
@@ -60,7 +60,9 @@ def test_grey_with_alpha_and_what_has_none():
 
 def test_backgrounds_are_told_apart_in_the_cache():
     data = encoded(RGBA)
-    keys = {source_key(data), *(source_key(OnBackground(data, c)) for c in (WHITE, (0, 0, 0)))}
+    digest = source_digest(data)
+    assert source_digest(OnBackground(data, WHITE)) == digest
+    keys = {source_key(digest, background=colour) for colour in (None, WHITE, (0, 0, 0))}
     assert len(keys) == 3
 
 

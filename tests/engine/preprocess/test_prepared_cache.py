@@ -2,7 +2,12 @@ import os
 
 import numpy as np
 
-from kestrel_engine.preprocess.prepared_cache import PreparedCache, in_namespace, source_key
+from kestrel_engine.preprocess.prepared_cache import (
+    PreparedCache,
+    in_namespace,
+    source_digest,
+    source_key,
+)
 from kestrel_engine.types.requests import PreparedImage
 
 
@@ -10,37 +15,39 @@ def picture(key="p", size=10):
     return PreparedImage(key, np.zeros((1, size, 1, 1), np.uint8), (1, 1), 1, 1)
 
 
-def test_equal_bytes_have_one_key():
+def test_equal_bytes_have_one_digest():
     sources = (b"abc", bytearray(b"abc"), memoryview(b"abc"), memoryview(b"a-b-c")[::2])
-    assert len({source_key(source) for source in sources}) == 1
-    assert source_key(b"abd") != source_key(b"abc")
+    assert len({source_digest(source) for source in sources}) == 1
+    assert source_digest(b"abd") != source_digest(b"abc")
 
 
 def test_namespaces_share_nothing():
-    keys = {source_key(b"abc", namespace) for namespace in ("", "a", "b" * 200, "a", "")}
+    keys = {source_key(bytes(32), namespace) for namespace in ("", "a", "b" * 200, "a", "")}
     assert len(keys) == 3
     images = [in_namespace(picture(), namespace) for namespace in ("", "a", "b" * 200)]
     assert images[0].key == "p"
     assert len({image.key for image in images}) == 3
 
 
-def test_what_differs_has_another_key(tmp_path):
+def test_what_differs_has_another_digest(tmp_path):
     array = np.arange(12, dtype=np.uint8)
     path = tmp_path / "a"
     path.write_bytes(b"x")
     keys = [
-        source_key(b"x"),
-        source_key(array.reshape(3, 4)),
-        source_key(array.reshape(4, 3)),
-        source_key(path),
+        source_digest(b"x"),
+        source_digest(array.reshape(3, 4)),
+        source_digest(array.reshape(4, 3)),
+        source_digest(path),
     ]
     path.write_bytes(b"xy")
-    keys.append(source_key(str(path)))
+    keys.append(source_digest(str(path)))
     assert len(set(keys)) == len(keys)
     assert None not in keys
-    assert source_key(array.reshape(3, 4)) == source_key(np.asfortranarray(array.reshape(3, 4)))
-    assert source_key(os.fspath(tmp_path / "none")) is None
-    assert source_key(object()) is None
+    assert source_digest(array.reshape(3, 4)) == source_digest(
+        np.asfortranarray(array.reshape(3, 4))
+    )
+    assert source_digest(os.fspath(tmp_path / "none")) is None
+    assert source_digest(object()) is None
 
 
 def test_memory_is_bounded_and_the_least_recently_used_goes():

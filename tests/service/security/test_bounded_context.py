@@ -46,7 +46,7 @@ async def test_writes_that_take_long_only_together_are_left_alone(reader, bounde
 async def test_one_that_takes_longer_is_given_up(reader, bounded):
     await bounded.write(0.07)
     began = time.monotonic()
-    with pytest.raises(SlowReader, match=r"not read for 0\.1 s"):
+    with pytest.raises(SlowReader, match=r"did not read the stream for 0\.1 s"):
         await bounded.write(5)
     assert 0.09 < time.monotonic() - began < 4
     assert reader.written == 1
