@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 SOURCES := kestrel_engine kestrel_grpc clients/python tests training benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-slow test-all test-unit test-gpu bench bench-gpu check fmt lint types imports unused buf protos baseline docs check-stubs wheels clean
+.PHONY: help install demo serve test test-slow test-again test-all test-unit test-gpu bench bench-gpu check fmt lint types imports unused buf protos baseline docs check-stubs wheels clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ test: $(INSTALLED) ## Run the tests, but no slow ones and none that need a GPU
 
 test-slow: $(INSTALLED) ## Run the slow tests only
 	$(PYTEST) -m slow
+
+test-again: $(INSTALLED) ## Run the tests that failed last, alone
+	$(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none
 
 test-all: test test-slow ## Run all tests that need no GPU
 
