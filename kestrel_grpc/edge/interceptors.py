@@ -164,6 +164,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 try:
                     call.principal = principal = guard.principal(metadata, context)
                     call.owner = principal.name or call.owner
+                    use.is_known = True
                     with (
                         guard.admit(principal, method),
                         contextlib.closing(guard.hold(principal, call.peer)) as hold,

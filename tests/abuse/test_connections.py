@@ -119,7 +119,7 @@ def test_a_thousand_silent_connections_of_one_address_leave_another_served(
         with contextlib.suppress(OSError):
             silent.append(connect(server.address))
             silent[-1].sendall(PREFACE + frame(4, 0, 0))
-    time.sleep(1)
+    time.sleep(4)
     with Polite(server) as polite:
         time.sleep(2)
     print(polite)
@@ -169,7 +169,7 @@ def test_headers_without_end_are_bounded(server: ServerProcess) -> None:
         asyncio.run(attack())
     print(polite)
     assert not polite.failed, str(polite)
-    assert polite.peak - polite.rest < 512 * MIB, str(polite)
+    assert polite.peak - polite.rest < 640 * MIB, str(polite)
 
 
 def test_headers_of_a_client_that_acknowledges_no_settings_are_not_kept(

@@ -5,9 +5,9 @@ endless headers stay in the core's memory unnoticed. The core also does not limi
 acknowledged its settings. So the guard compares the bytes that each connection has received with the calls and messages
 that the edge has handled, and ends
 
-- the newest connections of an address beyond its limit;
+- the newest connections of an address beyond its limit. A connection on which a caller was admitted does not count;
 - a connection that has received more bytes since its last call or message than its calls explain; and if all
-  connections together have received too many such bytes, the largest of them;
+  connections together have received too many such bytes for some time, the largest of them;
 - a connection whose headers are far beyond the limit, which only clients send that do not acknowledge settings;
 - idle connections, if few connections are left: first those without any call, then those with the oldest last call.
 
@@ -45,6 +45,11 @@ HOSTILE_HEADERS = 4
 """Headers of this many times the limit end their connection. The core refuses them if the client knows the limit."""
 COPIES = 6
 """Bytes that the core holds for each byte of unfinished headers when their connection ends. Before, it holds two."""
+PATIENCE_S = 2.0
+"""Seconds that a connection may take to show what it is: its first call, or the calls that explain its bytes. The event
+loop of a busy server handles a call that late."""
+STRANGERS_PATIENCE_S = 0.2
+"""Seconds for the calls that explain bytes, on a connection without an admitted caller: headers without end come fast."""
 IDLE_S = 10.0
 """A connection is idle if it had no call for this many seconds."""
 _SHORT = 7 / 8
@@ -85,6 +90,8 @@ class ConnectionUse:
     """Calls in progress."""
     pulls: int = 0
     """Messages that the edge waits for."""
+    is_known: bool = False
+    """Whether a caller was admitted on the connection."""
     is_hostile: bool = False
     """Whether the guard must end the connection because of its headers."""
 
@@ -102,6 +109,8 @@ class _Connection:
     socket: Accepted
     use: ConnectionUse
     address: str
+    seen_at: float
+    """Time of the first look at the connection."""
     heard_at: float
     """Time of the connection's last event, or of the first look at it."""
     heard: int = 0
@@ -211,8 +220,8 @@ class ConnectionGuard:
         self._follow(sockets, now)
         self._collect(MIB)
         before = self.ended.total()
-        self._end_hostile()
-        self._end_beyond_address()
+        self._end_hostile(now)
+        self._end_beyond_address(now)
         self._end_idle(now)
         self._log_ended(now)
         return self.ended.total() > before
@@ -228,21 +237,21 @@ class ConnectionGuard:
             known = before.pop(socket.inode, None)
             if known is None:
                 use = self.use(socket.peer)
-                known = _Connection(socket, use, address_of(socket.peer), now)
+                known = _Connection(socket, use, address_of(socket.peer), now, now)
             self._connections[socket.inode] = known
             use = known.use
             if use.heard != known.heard:
                 known.heard, known.heard_at = use.heard, now
                 known.explained_bytes = socket.received_bytes
         for gone in before.values():
-            gone.use.is_hostile = False  # The next connection may have the same port.
+            gone.use.is_hostile = gone.use.is_known = False  # The next may have the same port.
         if len(self._uses) > 2 * len(self._connections) + _FEW:
             peers = {each.socket.peer for each in self._connections.values()}
             self._uses = {
                 peer: use for peer, use in self._uses.items() if use.calls or peer in peers
             }
 
-    def _end_hostile(self) -> None:
+    def _end_hostile(self, now: float) -> None:
         suspects: list[tuple[int, _Connection]] = []
         of_call = WINDOW_BYTES + self._limits.metadata_bytes
         for each in self._connections.values():
@@ -258,7 +267,9 @@ class ConnectionGuard:
             beyond = each.unexplained_bytes - explained
             if beyond > self._most_bytes:
                 self._end(each, Reason.UNEXPLAINED)
-            elif beyond > of_call:
+                continue
+            patience_s = PATIENCE_S if use.is_known else STRANGERS_PATIENCE_S
+            if beyond > of_call and now - each.heard_at > patience_s:
                 suspects.append((beyond, each))
         total = sum(beyond for beyond, _ in suspects)
         for beyond, each in sorted(suspects, key=itemgetter(0), reverse=True):
@@ -267,13 +278,14 @@ class ConnectionGuard:
             total -= beyond
             self._end(each, Reason.UNEXPLAINED)
 
-    def _end_beyond_address(self) -> None:
+    def _end_beyond_address(self, now: float) -> None:
         most = self._limits.most_of_address
         if most is None or len(self._connections) <= most:
             return
         open_of: Counter[str] = Counter()
         for each in self._connections.values():
-            if not each.is_ended:
+            is_young = now - each.seen_at < PATIENCE_S
+            if not (each.is_ended or each.use.is_known or is_young):
                 open_of[each.address] += 1
                 if open_of[each.address] > most:
                     self._end(each, Reason.ADDRESS)
