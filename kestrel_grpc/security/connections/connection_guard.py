@@ -49,7 +49,7 @@ PATIENCE_S = 2.0
 """Seconds that a connection may take to show what it is: its first call, or the calls that explain its bytes. The event
 loop of a busy server handles a call that late."""
 STRANGERS_PATIENCE_S = 0.2
-"""Seconds for the calls that explain bytes, on a connection without an admitted caller: headers without end come fast."""
+"""Seconds that bytes without a call may stay unexplained on a connection without an admitted caller."""
 IDLE_S = 10.0
 """A connection is idle if it had no call for this many seconds."""
 _SHORT = 7 / 8
