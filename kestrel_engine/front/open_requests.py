@@ -107,7 +107,7 @@ class OpenRequests:
             metrics=metrics,
             model=self._model,
             image_size=request.image_size,
-            image_digest=None if image is None else image.source_digest,
+            image_digest="" if image is None else (image.source_digest or b"").hex(),
             seed=request.submission.sampling.seed,
         )
         request.stream.finish(result)

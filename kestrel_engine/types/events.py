@@ -64,7 +64,7 @@ class EngineResult:
     model: str = ""
     image_size: tuple[int, int] | None = None
     """Width and height in pixels of the upright image, if there was one."""
-    image_digest: bytes | None = None
-    """SHA-256 of the image as it was given, without its background."""
+    image_digest: str = ""
+    """SHA-256 of the image as it was given, without its background, in hexadecimal; "" without an image."""
     seed: int = 0
     """The seed that the sampling used."""

@@ -54,12 +54,12 @@ class Starter:
         response = await responded(started.engine, started.call, result, respond)
         if started.image is not None:
             assert result.image_size is not None, "an image has a size"
-            assert result.image_digest is not None, "bytes and pixels have a digest"
+            assert result.image_digest, "bytes and pixels have a digest"
             kept = self.images.keep(
                 call.owner,
                 started.image,
                 result.image_size,
-                result.image_digest,
+                bytes.fromhex(result.image_digest),
                 weight=call.principal.weight,
             )
             response.image_id = kept  # type: ignore[attr-defined]  # all responses have it
