@@ -15,12 +15,12 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest
 
+from ..service_names import VISION_METHODS
 from ..services.vision import VisionService
 from .edge import Asked, Endpoint
 from .fields import Fields, image_bytes, numbers
 from .models import served_name
 
-_SERVICE = "/kestrel.v1.VisionService/"
 _LENGTHS = {
     "short": pb.CAPTION_LENGTH_SHORT,
     "normal": pb.CAPTION_LENGTH_NORMAL,
@@ -81,11 +81,11 @@ def endpoints(service: VisionService, served: Callable[[], str]) -> dict[tuple[s
         return Asked(stream, service.StreamSegment, segment_json, _segment_events)
 
     return {
-        ("POST", "/v1/query"): Endpoint(f"{_SERVICE}Query", query, json_name),
-        ("POST", "/v1/caption"): Endpoint(f"{_SERVICE}Caption", caption, json_name),
-        ("POST", "/v1/point"): Endpoint(f"{_SERVICE}Point", point, json_name),
-        ("POST", "/v1/detect"): Endpoint(f"{_SERVICE}Detect", detect, json_name),
-        ("POST", "/v1/segment"): Endpoint(f"{_SERVICE}Segment", segment, json_name),
+        ("POST", "/v1/query"): Endpoint(f"{VISION_METHODS}Query", query, json_name),
+        ("POST", "/v1/caption"): Endpoint(f"{VISION_METHODS}Caption", caption, json_name),
+        ("POST", "/v1/point"): Endpoint(f"{VISION_METHODS}Point", point, json_name),
+        ("POST", "/v1/detect"): Endpoint(f"{VISION_METHODS}Detect", detect, json_name),
+        ("POST", "/v1/segment"): Endpoint(f"{VISION_METHODS}Segment", segment, json_name),
     }
 
 

@@ -15,6 +15,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest
 
+from ..service_names import MODEL_METHODS, VISION_METHODS
 from ..services.model import ModelService
 from ..services.vision import VisionService
 from .conversation import Message, conversation
@@ -22,8 +23,8 @@ from .edge import Asked, Endpoint, Form
 from .fields import Fields, image_bytes
 from .models import served_name
 
-_QUERY = "/kestrel.v1.VisionService/Query"
-_LIST = "/kestrel.v1.ModelService/ListModels"
+_QUERY = f"{VISION_METHODS}Query"
+_LIST = f"{MODEL_METHODS}ListModels"
 _VERSION = "0.12.0"
 """The version of Ollama whose interface this is: clients ask for it to learn what they may send."""
 _NS_PER_MS = 1_000_000
@@ -91,9 +92,7 @@ def endpoints(
         ("POST", "/api/generate"): Endpoint(_QUERY, generate, json_name, form=FORM),
         ("POST", "/api/chat"): Endpoint(_QUERY, chat, json_name, form=FORM),
         ("GET", "/api/tags"): Endpoint(_LIST, tags, takes_body=False, form=FORM),
-        ("POST", "/api/show"): Endpoint(
-            "/kestrel.v1.ModelService/GetModel", show, _show_name, form=FORM
-        ),
+        ("POST", "/api/show"): Endpoint(f"{MODEL_METHODS}GetModel", show, _show_name, form=FORM),
     }
 
 

@@ -19,6 +19,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest
 
+from ..service_names import MODEL_METHODS, VISION_METHODS
 from ..services.model import ModelService
 from ..services.vision import VisionService
 from .conversation import Conversation, Message, conversation
@@ -59,12 +60,8 @@ def endpoints(
         return Asked(model_service_pb2.ListModelsRequest(), models.ListModels, _models_json)
 
     return {
-        ("POST", "/v1/chat/completions"): Endpoint(
-            "/kestrel.v1.VisionService/Query", chat, json_name
-        ),
-        ("GET", "/v1/models"): Endpoint(
-            "/kestrel.v1.ModelService/ListModels", listed, takes_body=False
-        ),
+        ("POST", "/v1/chat/completions"): Endpoint(f"{VISION_METHODS}Query", chat, json_name),
+        ("GET", "/v1/models"): Endpoint(f"{MODEL_METHODS}ListModels", listed, takes_body=False),
     }
 
 

@@ -169,7 +169,7 @@ def test_headers_without_end_are_bounded(server: ServerProcess) -> None:
         asyncio.run(attack())
     print(polite)
     assert not polite.failed, str(polite)
-    assert polite.peak - polite.rest < 640 * MIB, str(polite)
+    assert polite.peak - polite.rest < 768 * MIB, str(polite)
 
 
 def test_headers_of_a_client_that_acknowledges_no_settings_are_not_kept(

@@ -1,5 +1,5 @@
 """The dearest images that are taken, eight at once: others hardly notice, memory stays within docs/operations.md's
-formula, and the server ends when it is told to."""
+formula, and the server ends on SIGTERM."""
 
 from __future__ import annotations
 

@@ -48,8 +48,6 @@ COPIES = 6
 PATIENCE_S = 2.0
 """Seconds that a connection may take to show what it is: its first call, or the calls that explain its bytes. The event
 loop of a busy server handles a call that late."""
-STRANGERS_PATIENCE_S = 0.2
-"""Seconds that bytes without a call may stay unexplained on a connection without an admitted caller."""
 IDLE_S = 10.0
 """A connection is idle if it had no call for this many seconds."""
 _SHORT = 7 / 8
@@ -268,8 +266,9 @@ class ConnectionGuard:
             if beyond > self._most_bytes:
                 self._end(each, Reason.UNEXPLAINED)
                 continue
-            patience_s = PATIENCE_S if use.is_known else STRANGERS_PATIENCE_S
-            if beyond > of_call and now - each.heard_at > patience_s:
+            # A stranger gets no time for it: headers without end come fast.
+            has_had_time = not use.is_known or now - each.heard_at > PATIENCE_S
+            if beyond > of_call and has_had_time:
                 suspects.append((beyond, each))
         total = sum(beyond for beyond, _ in suspects)
         for beyond, each in sorted(suspects, key=itemgetter(0), reverse=True):

@@ -135,8 +135,11 @@ def test_if_all_received_too_much_the_largest_are_ended():
     guard.look()
     for number, each in enumerate(attackers):
         each.received_bytes = TOTAL_BYTES // 20 + 1000 * number
-    assert not guard.look(), "the event loop may be late"
-    assert look_later(table, guard)
+        guard.use(each.peer).is_known = True
+    assert not guard.look(), "the event loop may handle the calls of admitted callers late"
+    for each in attackers:
+        guard.use(each.peer).is_known = False
+    assert guard.look(), "strangers get no time for it"
     assert guard.ended[Reason.UNEXPLAINED] == 1
     assert attackers[-1] not in table.open and len(table.open) == 24
 
