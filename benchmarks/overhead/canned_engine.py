@@ -27,6 +27,7 @@ from kestrel_engine import (
     StepEvent,
     StreamUpdate,
 )
+from kestrel_engine.preprocess.prepared_cache import source_digest
 from kestrel_engine.steps import delivery
 from kestrel_engine.types.info import CompileCounts, SchedulerStats
 
@@ -49,7 +50,7 @@ class _Request:
     skill: str
     stream: EngineStream
     wanted: int
-    has_image: bool
+    image_digest: bytes | None
     accepted_at: float
     scheduled_at: float = 0.0
     first_token_at: float = 0.0
@@ -57,6 +58,10 @@ class _Request:
     delivered: int = 0
     ended: bool = False
     aborted: bool = False
+
+    @property
+    def has_image(self) -> bool:
+        return self.image_digest is not None
 
 
 _Delivery = tuple[_Request, list[tuple[int, StreamUpdate]], EngineResult | None]
@@ -99,7 +104,8 @@ class CannedEngine:
         """As the real engine's, but only ``max_tokens`` has an effect."""
         wanted = min(MOST_TOKENS, (settings or {}).get("max_tokens", 64))
         stream = EngineStream(request_id or "canned", lambda: setattr(request, "aborted", True))
-        request = _Request(skill, stream, wanted, image is not None, time.monotonic())
+        digest = source_digest(image)
+        request = _Request(skill, stream, wanted, digest, time.monotonic())
         self.num_requests += 1
         self._new.append(request)
         return stream
@@ -204,6 +210,7 @@ def _result(request: _Request, model: str) -> EngineResult:
         ),
         model=model,
         image_size=IMAGE_SIZE if request.has_image else None,
+        image_digest=(request.image_digest or b"").hex(),
         seed=1,
     )
 
