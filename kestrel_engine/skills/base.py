@@ -157,13 +157,14 @@ class NeedsModel(Protocol):
 
 
 def checked_text(field_name: str, value: object, context: SkillContext) -> str:
-    """Strips and checks a question or object name. Raises InvalidRequest naming field and limit."""
+    """Checks a question or object name, and returns it without white space at its ends. The limit applies to the text
+    with this white space. Raises InvalidRequest naming field and limit."""
     if not isinstance(value, str):
         raise InvalidRequest(field_name, "must be text")
+    check_size(field_name, value, context)
     text = value.strip()
     if not text:
         raise InvalidRequest(field_name, "must not be empty")
-    check_size(field_name, text, context)
     return text
 
 

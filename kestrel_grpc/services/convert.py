@@ -27,6 +27,7 @@ from ..images.store import ImageId
 _COLOUR = re.compile(r"#[0-9a-fA-F]{6}")
 _MAX_MODEL_NAME = 512
 _MAX_SALT_BYTES = 128
+_MAX_IMAGE_ID = 64
 
 _BYTES_PER_PIXEL = {
     common_pb2.PIXEL_FORMAT_UNSPECIFIED: 3,
@@ -214,10 +215,17 @@ def _source(image: common_pb2.Image) -> ImageSource:
     if source == "raw":
         return _raw_pixels(image.raw)
     if source == "image_id":
-        if not image.image_id:
-            raise InvalidRequest("image.image_id", "must not be empty")
-        return ImageId(image.image_id)
+        return image_id("image.image_id", image.image_id)
     raise InvalidRequest("image", "holds no image: set encoded, raw or image_id")
+
+
+def image_id(field: str, text: str) -> ImageId:
+    """Raises InvalidRequest, which names ``field``, if ``text`` cannot be an id."""
+    if not 1 <= len(text) <= _MAX_IMAGE_ID:
+        raise InvalidRequest(
+            field, f"has {len(text)} characters; an image id has 1 to {_MAX_IMAGE_ID}"
+        )
+    return ImageId(text)
 
 
 def _raw_pixels(raw: common_pb2.RawImage) -> np.ndarray:

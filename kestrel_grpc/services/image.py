@@ -61,9 +61,8 @@ class ImageService(ImageServiceServicer):
     async def DeleteImage(
         self, request: pb.DeleteImageRequest, context: Context
     ) -> pb.DeleteImageResponse:
-        if not request.image_id:
-            raise InvalidRequest("image_id", "is required")
-        existed = self._images.store.delete(current_call().owner, request.image_id)
+        image_id = convert.image_id("image_id", request.image_id)
+        existed = self._images.store.delete(current_call().owner, image_id.value)
         return pb.DeleteImageResponse(existed=existed)
 
     async def _put(self, source: bytes | np.ndarray) -> StoredImage:
