@@ -8,6 +8,7 @@ from ..types.events import FinishReason, StreamUpdate
 from ..types.step import StepToken, TokenRule
 from .base import SkillContext
 from .detokenize import StreamingText
+from .stop_strings import StopStrings
 
 
 class AnswerControl:
@@ -28,11 +29,15 @@ class AnswerControl:
 
 
 class AnswerOutput:
-    """Text under ``key``, streamed as it becomes certain."""
+    """Text under ``key``, streamed as it becomes certain. It ends before the first of the ``stop`` strings.
 
-    def __init__(self, key: str, context: SkillContext) -> None:
+    The token that completes a stop string is the last of ``token_ids``.
+    """
+
+    def __init__(self, key: str, context: SkillContext, stop: tuple[str, ...] = ()) -> None:
         self._key = key
         self._streaming = StreamingText(context.codec)
+        self._stop = StopStrings(stop) if stop else None
         self._ids: list[int] = []
         self._pieces: list[str] = []
 
@@ -41,7 +46,7 @@ class AnswerOutput:
         return self._emit(self._streaming.push(token.id))
 
     def finish(self) -> list[StreamUpdate]:
-        return self._emit(self._streaming.finish())
+        return self._emit(self._streaming.finish(), is_last=True)
 
     def output(self) -> dict[str, Any]:
         return {self._key: "".join(self._pieces)}
@@ -50,7 +55,13 @@ class AnswerOutput:
     def token_ids(self) -> tuple[int, ...]:
         return tuple(self._ids)
 
-    def _emit(self, text: str) -> list[StreamUpdate]:
+    @property
+    def is_complete(self) -> bool:
+        return self._stop is not None and self._stop.found
+
+    def _emit(self, text: str, *, is_last: bool = False) -> list[StreamUpdate]:
+        if self._stop is not None:
+            text = self._stop.push(text) + (self._stop.finish() if is_last else "")
         if not text:
             return []
         self._pieces.append(text)

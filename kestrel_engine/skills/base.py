@@ -126,6 +126,15 @@ class SkillOutput(Protocol):
         ...
 
 
+def is_complete(output: SkillOutput) -> bool:
+    """Whether ``output`` needs no further token, because a stop string has ended it.
+
+    An output that can end its request has an attribute ``is_complete``; others need none. Once it is True, the request
+    ends by "stop", and the output gets no further token.
+    """
+    return bool(getattr(output, "is_complete", False))
+
+
 class SkillSpec(Protocol):
     """A skill: register an instance through SkillRegistry. It must not keep state of a request."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import InvalidRequest
 from .answer import AnswerControl, AnswerOutput
 from .base import SkillContext, SkillControl, SkillOutput, SkillRequest
-from .settings import read_settings, reject_unknown
+from .settings import TEXT_KEYS, read_settings, reject_unknown
 
 LENGTHS = ("short", "normal", "long")
 
@@ -26,13 +26,14 @@ class CaptionSkill:
         key = length.lower() if isinstance(length, str) else ""
         if key not in LENGTHS:
             raise InvalidRequest("length", f"{length!r} is not one of {', '.join(LENGTHS)}")
-        read = read_settings(settings, context.defaults, greedy=False)
+        read = read_settings(settings, context.defaults, greedy=False, extra=TEXT_KEYS)
         return SkillRequest(
             skill=self.name,
             prompt_suffix=tuple(context.model.templates.caption[key]),
             sampling=read.sampling,
             seed=read.seed,
             max_tokens=read.max_tokens,
+            options={"stop": read.stop},
         )
 
     def new_control(
@@ -41,4 +42,4 @@ class CaptionSkill:
         return AnswerControl(context)
 
     def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
-        return AnswerOutput("caption", context)
+        return AnswerOutput("caption", context, request.options["stop"])

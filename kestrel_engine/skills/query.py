@@ -12,7 +12,7 @@ from ..types.step import StepToken, TokenRule
 from .answer import AnswerControl, AnswerOutput
 from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, check_size, checked_text
 from .detokenize import StreamingText
-from .settings import read_settings, reject_unknown
+from .settings import TEXT_KEYS, read_settings, reject_unknown
 
 MAX_TURNS = 64
 
@@ -23,7 +23,8 @@ class QuerySkill:
     ``history``: earlier turns as pairs of question and answer, oldest first. Each is rendered as it was asked and
     answered directly (moondream.md section 14).
 
-    max_tokens bounds the reasoning and the answer separately, as in the reference.
+    max_tokens bounds the reasoning and the answer separately, as in the reference. Stop strings end the answer only;
+    in the reasoning they are ordinary text.
     """
 
     name = "query"
@@ -37,7 +38,7 @@ class QuerySkill:
         if not isinstance(reasoning, bool):
             raise InvalidRequest("reasoning", f"{reasoning!r} is not true or false")
         refs = check_spatial_refs(arguments.get("spatial_refs"))
-        read = read_settings(settings, context.defaults, greedy=False)
+        read = read_settings(settings, context.defaults, greedy=False, extra=TEXT_KEYS)
         templates = context.model.templates
         suffix = templates.query_reasoning_suffix if reasoning else templates.query_suffix
         prompt: Prompt = (
@@ -58,7 +59,7 @@ class QuerySkill:
             needs_image=bool(refs),
             max_tokens=read.max_tokens,
             token_budget=2 * wanted + 1 if reasoning else None,
-            options={"reasoning": reasoning},
+            options={"reasoning": reasoning, "stop": read.stop},
         )
 
     def new_control(
@@ -71,11 +72,10 @@ class QuerySkill:
         return ReasoningControl(min(wanted, max(1, (max_tokens - 1) // 2)), wanted, context)
 
     def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
-        return (
-            ReasoningOutput(context)
-            if request.options["reasoning"]
-            else AnswerOutput("answer", context)
-        )
+        stop = request.options["stop"]
+        if request.options["reasoning"]:
+            return ReasoningOutput(context, stop)
+        return AnswerOutput("answer", context, stop)
 
 
 def _earlier_turns(history: Any, context: SkillContext) -> list[int]:
@@ -152,8 +152,9 @@ class ReasoningOutput:
     and end a ground open a new chunk (moondream.md section 8).
     """
 
-    def __init__(self, context: SkillContext) -> None:
+    def __init__(self, context: SkillContext, stop: tuple[str, ...] = ()) -> None:
         self._context = context
+        self._stop = stop
         self._ids = context.model.ids
         self._reasoning_ids: list[int] = []
         self._chunks: list[_Chunk] = [_Chunk(context)]
@@ -164,7 +165,7 @@ class ReasoningOutput:
             # After reasoning that was cut the end token comes here: the request ends by "length".
             return [] if token.id == self._ids.eos_id else self._answer.push(token)
         if token.id == self._ids.answer_id:
-            self._answer = AnswerOutput("answer", self._context)
+            self._answer = AnswerOutput("answer", self._context, self._stop)
             return self._reasoning(self._chunks[-1].finish())
         before = ""
         if token.id in (self._ids.start_ground_points_id, self._ids.end_ground_id):
@@ -193,6 +194,10 @@ class ReasoningOutput:
     def token_ids(self) -> tuple[int, ...]:
         answer = () if self._answer is None else self._answer.token_ids
         return (*self._reasoning_ids, *answer)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._answer is not None and self._answer.is_complete
 
     @staticmethod
     def _reasoning(text: str) -> list[StreamUpdate]:

@@ -1,4 +1,4 @@
-"""The settings dictionary of a call, checked: temperature, top_p, top_k, seed, max_tokens, max_objects."""
+"""The settings dictionary of a call, checked: temperature, top_p, top_k, seed, max_tokens, max_objects, stop."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from typing import Any
 from ..errors import InvalidRequest
 from ..types.requests import SamplingParams
 from .base import SkillDefaults
+from .stop_strings import read_stop_strings
 
 SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "seed"})
+TEXT_KEYS = frozenset({"max_tokens", "stop"})
+"""Further settings of skills that write text."""
 _MAX_SEED = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """``seed``, ``max_tokens`` and ``max_objects`` are None where the caller set none."""
+    """``seed``, ``max_tokens`` and ``max_objects`` are None where the caller set none; ``stop`` is empty."""
 
     sampling: SamplingParams
     seed: int | None
     max_tokens: int | None
     max_objects: int | None
+    stop: tuple[str, ...] = ()
 
 
 def read_settings(
@@ -58,6 +62,7 @@ def read_settings(
         seed=seed,
         max_tokens=_positive("max_tokens", given.get("max_tokens")),
         max_objects=_positive("max_objects", given.get("max_objects")),
+        stop=read_stop_strings(given.get("stop")),
     )
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import KestrelError, RuntimeFailure
-from ..skills.base import SkillOutput
+from ..skills.base import SkillOutput, is_complete
 from ..types.events import FinishReason, StreamUpdate
 from ..types.step import StepToken
 from ..types.timings import StepTimings
@@ -90,14 +90,19 @@ Deliver = Callable[[list[Delivery]], None]
 
 
 class DeliveryThread:
-    """Calls ``on_broken`` with the id of a sequence whose skill raised. The sequence must then be ended; its outcome
-    is RuntimeFailure."""
+    """Calls ``abort`` with the id of a sequence that must end, because its output is complete or its skill raised.
 
-    def __init__(self, deliver: Deliver, on_broken: Callable[[int], None]) -> None:
-        self._deliver, self._on_broken = deliver, on_broken
+    The sequence's further tokens are dropped. Its outcome, when its end is reported, is the complete output with
+    the reason "stop", or RuntimeFailure. Steps that were out when the output became complete don't change the outcome,
+    even if one of them fails.
+    """
+
+    def __init__(self, deliver: Deliver, abort: Callable[[int], None]) -> None:
+        self._deliver, self._abort = deliver, abort
         # Bounded by what is sampled: at most max_tokens entries a request that the engine admitted.
         self._batches: queue.SimpleQueue[list[StepReport] | None] = queue.SimpleQueue()
-        self._broken: set[int] = set()
+        self._over: set[int] = set()
+        """Sequences for which ``abort`` was called and whose end was not reported yet."""
         self._thread = threading.Thread(target=self._run, name="kestrel-delivery", daemon=True)
 
     def start(self) -> None:
@@ -142,22 +147,26 @@ class DeliveryThread:
         updates: list[StreamUpdate] = []
         end: RequestEnd | None = None
         try:
-            if sequence_id in self._broken:
+            if sequence_id in self._over:
                 if report.end is None:
                     return False
-                self._broken.discard(sequence_id)
-                end = RequestEnd(_skill_failure(), report.end.timings)
+                self._over.discard(sequence_id)
+                if is_complete(report.output):
+                    end, updates = self._finish(report.output, report.end)
+                else:
+                    end = RequestEnd(_skill_failure(), report.end.timings)
             else:
                 if report.token is not None:
                     updates = report.output.push(report.token)
                 if report.end is not None:
                     end, last_updates = self._finish(report.output, report.end)
                     updates = [*updates, *last_updates]
+                elif is_complete(report.output):
+                    self._end_early(sequence_id)
         except Exception:  # A skill's fault ends its own request only.
             logger.exception("the skill of sequence %d failed on a token", sequence_id)
             if report.end is None:
-                self._broken.add(sequence_id)
-                self._on_broken(sequence_id)
+                self._end_early(sequence_id)
             else:
                 end = RequestEnd(_skill_failure(), report.end.timings)
         if not updates and end is None and report.admitted_at is None:
@@ -172,12 +181,21 @@ class DeliveryThread:
         delivery.end = end
         return end is not None or report.num_sampled <= 1
 
+    def _end_early(self, sequence_id: int) -> None:
+        self._over.add(sequence_id)
+        self._abort(sequence_id)
+
     @staticmethod
     def _finish(output: SkillOutput, end: SequenceEnd) -> tuple[RequestEnd, list[StreamUpdate]]:
-        if isinstance(end.reason, KestrelError):
-            return RequestEnd(end.reason, end.timings), []
+        reason = end.reason
+        if isinstance(reason, KestrelError) and not is_complete(output):
+            return RequestEnd(reason, end.timings), []
         updates = output.finish()
-        finished = Finished(output.output(), end.reason, output.token_ids)
+        # Asked again: a stop string may lie in the text that was held back to the end.
+        if is_complete(output):
+            reason = "stop"
+        assert not isinstance(reason, KestrelError)
+        finished = Finished(output.output(), reason, output.token_ids)
         return RequestEnd(finished, end.timings), updates
 
 

@@ -44,6 +44,17 @@ class Fields:
         """Empty if the field is missing or null. Raises InvalidRequest."""
         return list(self._get(key, list, []))
 
+    def texts(self, key: str) -> list[str]:
+        """One string is a list of one. Empty if the field is missing or null. Raises InvalidRequest."""
+        value = self.values.get(key)
+        values = [value] if isinstance(value, str) else self.items(key)
+        for index, item in enumerate(values):
+            if not isinstance(item, str):
+                raise InvalidRequest(
+                    self.name(f"{key}[{index}]"), f"must be a string, got {_kind_of(item)}"
+                )
+        return values
+
     def number(self, key: str) -> float | None:
         """None if the field is missing or null. Raises InvalidRequest."""
         value = self.values.get(key)

@@ -205,8 +205,7 @@ def _sample(sampling: common_pb2.Sampling, options: Fields) -> None:
     seed = options.whole("seed")
     if seed is not None:
         sampling.seed = seed % 2**64
-    if options.values.get("stop"):
-        raise InvalidRequest(options.name("stop"), "is not supported; leave it out")
+    sampling.stop.extend(options.texts("stop"))
 
 
 def _loaded(models: ModelService, served: str, part: dict[str, Any]) -> Asked:

@@ -164,8 +164,6 @@ def _refuse_unsupported(fields: Fields) -> None:
             raise InvalidRequest(key, "is not supported; leave it out or send 0")
     if fields.whole("n") not in (None, 1):
         raise InvalidRequest("n", f"must be 1, got {values['n']}; send several requests")
-    if values.get("stop"):
-        raise InvalidRequest("stop", "is not supported; leave it out")
     if values.get("logprobs"):
         raise InvalidRequest("logprobs", "is not supported; leave it out or send false")
     kind = fields.inner("response_format").text("type", "text")
@@ -234,6 +232,7 @@ def _fill(request: Any, fields: Fields, served: str, image: bytes | None) -> Non
     seed = fields.whole("seed")
     if seed is not None:
         sampling.seed = seed % 2**64
+    sampling.stop.extend(fields.texts("stop"))
     if fields.values.get("model") is not None:
         request.options.model = served_name(fields.text("model"), served)
 

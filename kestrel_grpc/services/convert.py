@@ -274,7 +274,10 @@ def call_options(options: common_pb2.RequestOptions) -> CallOptions:
 
 def sampling_settings(sampling: common_pb2.Sampling) -> dict[str, Any]:
     """The values of the fields that are set, by name."""
-    return {descriptor.name: value for descriptor, value in sampling.ListFields()}
+    values = {descriptor.name: value for descriptor, value in sampling.ListFields()}
+    if "stop" in values:
+        values["stop"] = list(values["stop"])
+    return values
 
 
 def required_image(request: HasImage) -> ImageSource:

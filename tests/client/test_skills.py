@@ -10,10 +10,13 @@ import pytest
 from kestrel_client import (
     AsyncKestrelClient,
     Box,
+    CaptionTask,
     ImageSize,
+    InvalidRequestError,
     KestrelClient,
     PathPiece,
     Point,
+    QueryTask,
     ReasoningDelta,
     Result,
     TextDelta,
@@ -160,6 +163,18 @@ def test_everything_given_is_sent(client: KestrelClient, peer: Any) -> None:
     kinds = [ref.WhichOneof("ref") for ref in request.spatial_refs]
     assert kinds == ["point", "point", "box", "box"]
     assert request.spatial_refs[2].box.y_min == 0.25
+
+
+def test_stop_strings_go_out_as_a_list(client: KestrelClient, peer: Any) -> None:
+    client.caption(PICTURE, stop="END")
+    client.query(PICTURE, "q", stop=["a", "b"])
+    client.analyze(PICTURE, [CaptionTask(stop=("x", "y")), QueryTask("q", stop="END")])
+    client.query(PICTURE, "q", stop=[])
+    # The peer answers each task of analyze as a request.
+    stops = [list(request.sampling.stop) for request in peer.vision.requests]
+    assert stops == [["END"], ["a", "b"], ["x", "y"], ["END"], []]
+    with pytest.raises(InvalidRequestError, match=r"^stop: "):
+        client.caption(PICTURE, stop=[1])  # type: ignore[list-item]
 
 
 def test_choices_go_out_as_enums(client: KestrelClient, peer: Any) -> None:

@@ -34,6 +34,8 @@ out = {
     "tokens": whole.usage.completion_tokens,
     "stream": "".join(c.choices[0].delta.content or "" for c in stream if c.choices),
     "stream_tokens": stream[-1].usage.completion_tokens,
+    "described": ask("Describe this image.").choices[0].message.content,
+    "stopped": ask("Describe this image.", stop=["two"]).choices[0].message.content,
     "boxes": json.loads(ask("Detect: green crescent").choices[0].message.content),
     "models": [model.id for model in client.models.list()],
 }

@@ -30,6 +30,16 @@ async def test_a_stream_is_the_default_and_joins_to_the_whole(http):
     )
 
 
+async def test_stop_ends_the_text(http):
+    _, client = await http()
+    asked = {**ASKED, "stream": False}
+    text = (await client.post("/api/generate", json=asked)).json()["response"]
+    stop = text[3:6]
+    asked["options"] = {**ASKED["options"], "stop": [stop]}
+    body = (await client.post("/api/generate", json=asked)).json()
+    assert body["response"] == text[: text.index(stop)] and body["done_reason"] == "stop"
+
+
 async def test_chat_is_generate_with_messages(http):
     _, client = await http()
     whole = (await client.post("/api/generate", json={**ASKED, "stream": False})).json()
@@ -49,7 +59,7 @@ async def test_errors_have_ollamas_form(http):
         ("generate", {**ASKED, "images": ["!!"]}, 400, "images[0]"),
         ("generate", {**ASKED, "images": [IMAGE, IMAGE]}, 400, "one image"),
         ("generate", {**ASKED, "format": "json"}, 400, "format"),
-        ("generate", {**ASKED, "options": {"stop": ["x"]}}, 400, "options.stop"),
+        ("generate", {**ASKED, "options": {"stop": ["x", ""]}}, 400, "options.stop[1]"),
         ("generate", {**ASKED, "options": {"temperature": -1}}, 400, "options.temperature"),
         ("chat", {"messages": [{"role": "assistant", "content": "x"}]}, 400, "messages[0].role"),
         ("show", {"model": "llava"}, 404, "llava"),

@@ -67,6 +67,27 @@ async def test_a_stream_has_a_role_deltas_a_reason_and_the_usage(http):
     assert len({chunk["id"] for chunk in (first, *middle, last, usage)}) == 1
 
 
+async def test_stop_ends_the_answer(http):
+    _, client = await http()
+    asked = {**ASKED, "messages": [user("What?", data_url())]}
+    whole = (await client.post("/v1/chat/completions", json=asked)).json()
+    text = whole["choices"][0]["message"]["content"]
+    assert whole["choices"][0]["finish_reason"] == "length" and len(text) > 6
+    stop = text[3:6]
+    expected = text[: text.index(stop)]
+    for given in (stop, ["not in the text", stop], [stop]):
+        asked["stop"] = given
+        body = (await client.post("/v1/chat/completions", json=asked)).json()
+        assert body["choices"][0]["message"]["content"] == expected
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert body["usage"]["completion_tokens"] < whole["usage"]["completion_tokens"]
+    streamed = chunks(
+        (await client.post("/v1/chat/completions", json={**asked, "stream": True})).text
+    )
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in streamed) == expected
+    assert streamed[-1]["choices"][0]["finish_reason"] == "stop"
+
+
 async def test_detect_and_point_answer_with_pixels(http):
     _, client = await http()
     url = data_url(60, 40)
@@ -103,7 +124,10 @@ async def test_errors_name_the_message(http, caplog):
         ),
         ({"messages": [user("a")], "tools": [{}]}, "tools", "call no tools"),
         ({"messages": [user("a")], "n": 2}, "n", "must be 1"),
-        ({"messages": [user("a")], "stop": ["x"]}, "stop", "not supported"),
+        ({"messages": [user("a")], "stop": ["x", 3]}, "stop[1]", "must be a string"),
+        ({"messages": [user("a")], "stop": {"x": 1}}, "stop", "must be a list"),
+        ({"messages": [user("a")], "stop": ["x", ""]}, "stop[1]", "must not be empty"),
+        ({"messages": [user("Detect: a", url)], "stop": ["x"]}, "stop", "not a setting"),
         ({"messages": [user("a")], "max_tokens": 0}, "max_tokens", "at least 1"),
         ({"messages": [user(" ")]}, "messages", "must not be empty"),
     ]

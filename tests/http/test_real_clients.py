@@ -83,6 +83,7 @@ def test_openai(endpoint: str, tmp_path: Path):
     out = run(tmp_path, ["openai>=2,<4"], "openai_program.py", endpoint)
     assert out["answer"] == out["stream"] == "0" and out["finish_reason"] == "stop"
     assert out["tokens"] == out["stream_tokens"] == 1
+    assert out["described"].partition("two")[0] == out["stopped"] != out["described"]
     assert [box["label"] for box in out["boxes"]] == ["green crescent"] * 2
     assert out["models"] == ["kestrel-tiny"]
     assert out["bad_request"] == ["n", 400] and out["wrong_key"] == "credentials_invalid"

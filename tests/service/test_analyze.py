@@ -297,3 +297,19 @@ async def test_the_access_log_has_one_line_for_all(serve, caplog):
     told = dict(part.split("=", 1) for part in line.split())
     assert told["method"] == "kestrel.v1.VisionService/Analyze"
     assert int(told["output_tokens"]) == reply.usage.output_tokens == 4
+
+
+async def test_stop_strings_are_of_their_task(serve):
+    served = await serve()
+    whole = (await served.vision.Analyze(request(question(max_tokens=8)))).results[0].query.answer
+    stop = whole[2:4]
+    tasks = [question(key="a", max_tokens=8, stop=[stop]), question(key="b", max_tokens=8)]
+    stopped, free = (await served.vision.Analyze(request(*tasks))).results
+    assert stopped.query.answer == whole[: whole.index(stop)]
+    assert stopped.query.finish_reason == common_pb2.FINISH_REASON_STOP
+    assert free.query.answer == whole
+    bad = question(key="bad", stop=[""])
+    response = await served.vision.Analyze(request(bad, tasks[1]))
+    (violation,) = response.results[0].error.field_violations
+    assert violation.field == "tasks[0].query.sampling.stop[0]"
+    assert response.results[1].query.answer == whole

@@ -117,6 +117,20 @@ def test_a_picture_may_come_from_standard_input(server):
     assert "two green crescents" in named.stdout
 
 
+def test_stop_strings_end_a_description(server):
+    words = ["caption", PICTURE, "short", "--temperature", 0]
+    whole = ask(server, *words).stdout.strip()
+    assert "two green crescents" in whole
+    expected = whole[: whole.index(" green")]
+    flags = ["--stop", "not there", "--stop", " green"]
+    assert ask(server, *words, *flags).stdout == f"{expected}\n"
+    assert ask(server, *words, *flags, "--stream").stdout == f"{expected}\n"
+    assert json.loads(ask(server, *words, *flags, "--json").stdout)["finish_reason"] == "stop"
+    refused = ask(server, *words, "--stop", "")
+    assert refused.returncode != 0 and "sampling.stop[0]: must not be empty" in refused.stderr
+    assert "--stop" not in ask(server, "detect", "--help").stdout
+
+
 def test_a_limit_that_cuts_an_answer_short_is_told(server):
     done = ask(server, "caption", PICTURE, "--max-tokens", 2)
     assert done.returncode == 0

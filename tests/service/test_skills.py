@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 
+import grpc
 import numpy as np
 import pytest
 import pyvips
@@ -117,6 +118,48 @@ async def test_reasoning_is_unset_unless_asked_for(serve):
     served = await serve()
     response = await served.vision.Query(REQUESTS["Query"])
     assert not response.HasField("reasoning")
+
+
+async def test_a_stop_string_ends_answers_and_descriptions(serve):
+    served = await serve()
+    for skill, field in (("Query", "answer"), ("Caption", "caption")):
+        request = type(REQUESTS[skill])()
+        request.CopyFrom(REQUESTS[skill])
+        text = getattr(await getattr(served.vision, skill)(request), field)
+        stop = text[2:4]
+        expected = text[: text.index(stop)]
+        request.sampling.stop.extend(["not in the text", stop])
+        response = await getattr(served.vision, skill)(request)
+        assert getattr(response, field) == expected
+        assert response.finish_reason == common_pb2.FINISH_REASON_STOP
+        stream_request = getattr(pb, f"Stream{skill}Request")(request=request)
+        events = await collect(getattr(served.vision, f"Stream{skill}")(stream_request))
+        assert "".join(event.text_delta.text for event in events) == expected
+        assert without_timings(events[-1].final).usage == without_timings(response).usage
+
+
+@pytest.mark.parametrize(
+    ("stop", "field", "message"),
+    [
+        (["x"] * 17, "sampling.stop", "has 17 texts"),
+        (["x", ""], "sampling.stop[1]", "must not be empty"),
+        (["x" * 257], "sampling.stop[0]", "has 257 UTF-8 bytes"),
+    ],
+)
+async def test_invalid_stop_strings_name_their_field(serve, stop, field, message):
+    served = await serve()
+    sampling = common_pb2.Sampling(stop=stop)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await served.vision.Query(pb.QueryRequest(question="a", sampling=sampling))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert field in caught.value.details() and message in caught.value.details()
+    for skill in ("Point", "Detect", "Segment"):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            request = getattr(pb, f"{skill}Request")
+            await getattr(served.vision, skill)(
+                request(image=raw_image(), object="a", sampling=common_pb2.Sampling(stop=["x"]))
+            )
+        assert "sampling.stop" in caught.value.details()
 
 
 async def test_a_question_needs_no_picture(serve):

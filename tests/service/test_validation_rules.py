@@ -52,6 +52,8 @@ STRICTER = [
         r"^info\.sha256: is not the hash",
         r"^(info\.size_bytes|chunk): .* bytes",
         r"^module: no module of this name",
+        # Settings that a skill does not have.
+        r"stop: is not a setting of this skill",
         # Only white space.
         r"(question|object): must not be empty",
     )
@@ -76,17 +78,19 @@ def raw() -> common_pb2.Image:
 
 
 SAMPLING = common_pb2.Sampling(temperature=0.0, top_p=1.0, max_tokens=1)
+TEXT_SAMPLING = common_pb2.Sampling(stop=["END"])
+TEXT_SAMPLING.MergeFrom(SAMPLING)
 OPTIONS = common_pb2.RequestOptions(request_id="mine", priority="PRIORITY_LOW", model="fake")
 REFS = [
     common_pb2.SpatialRef(point=common_pb2.Point(x=0.5, y=0.5)),
     common_pb2.SpatialRef(box=common_pb2.Box(x_min=0.25, y_min=0.25, x_max=0.75, y_max=0.75)),
 ]
 TURNS = [pb.Turn(question="which?", answer="this")]
-QUERY = {"question": "what?", "spatial_refs": REFS, "history": TURNS, "sampling": SAMPLING}
+QUERY = {"question": "what?", "spatial_refs": REFS, "history": TURNS, "sampling": TEXT_SAMPLING}
 POINT = {"object": "cat", "spatial_refs": REFS, "max_objects": 1, "sampling": SAMPLING}
 DETECT = {"object": "cat", "max_objects": 1, "sampling": SAMPLING}
 SEGMENT = {"object": "cat", "spatial_refs": REFS, "sampling": SAMPLING}
-CAPTION = {"sampling": SAMPLING}
+CAPTION = {"sampling": TEXT_SAMPLING}
 TASKS = [
     {"query": pb.QueryTask(**QUERY)},
     {"caption": pb.CaptionTask(**CAPTION)},

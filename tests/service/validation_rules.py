@@ -175,9 +175,14 @@ def field_changes(
     if kind is None:
         return
     if kind == "repeated":
-        for limit in limits(rules.repeated):
+        for limit in {rules.repeated.min_items, rules.repeated.max_items} - {0}:
             for count in (limit - 1, limit, limit + 1):
                 yield f"{count} items", repeater(field.name, count)
+        rules = rules.repeated.items
+        kind = rules.WhichOneof("type")
+        if kind is not None:
+            for value in VALUES[kind](getattr(rules, kind), field):
+                yield f"[{value!r}]", item_setter(field.name, value)
         return
     for value in VALUES[kind](getattr(rules, kind), field):
         yield repr(value), setter(**{field.name: value})
@@ -191,6 +196,13 @@ def setter(**values: Any) -> Callable[[Any], None]:
     return apply
 
 
+def item_setter(name: str, value: Any) -> Callable[[Any], None]:
+    def apply(message: Any) -> None:
+        getattr(message, name)[:] = [value]
+
+    return apply
+
+
 def clearer(name: str) -> Callable[[Any], None]:
     return lambda message: message.ClearField(name)
 
@@ -200,10 +212,11 @@ def repeater(name: str, count: int) -> Callable[[Any], None]:
         items = getattr(message, name)
         if not items:
             return
-        first = type(items[0])()
-        first.CopyFrom(items[0])
-        if "key" in first.DESCRIPTOR.fields_by_name:
-            first.ClearField("key")  # Keys differ.
+        first = items[0]
+        if isinstance(first, Message):
+            first = type(first).FromString(first.SerializeToString())
+            if "key" in first.DESCRIPTOR.fields_by_name:
+                first.ClearField("key")  # Keys differ.
         del items[:]
         items.extend([first] * count)
 

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = "An empty line, 'exit' or Ctrl-D ends the chat. Every question is independent."
     parser.add_argument("image", metavar="IMAGE", help=IMAGE_HELP)
     parser.add_argument("--reasoning", action="store_true", help="let the model reason first")
-    add_sampling_flags(parser)
+    add_sampling_flags(parser, text=True)
     add_request_flags(parser)
     add_connection_flags(parser)
 

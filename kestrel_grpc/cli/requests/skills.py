@@ -32,7 +32,7 @@ from ..terminal import styled
 from .inputs import IMAGE_HELP, Input, Source, open_inputs, split_words
 from .painted import SAVE_HELP, Painter
 
-_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "stop")
 _OPTIONS = ("model", "request_id", "priority", "cache_salt", "background")
 _LENGTHS = ("short", "normal", "long")
 _OWN_WORD = {"query": "QUESTION", "caption": "[short|normal|long]"}
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = _EPILOGS.get(command)
     parser.add_argument("words", metavar="IMAGE", nargs="*", help=IMAGE_HELP)
     _add_own(parser, command)
-    add_sampling_flags(parser)
+    add_sampling_flags(parser, text=command in ("query", "caption"))
     output = parser.add_argument_group("output")
     output.add_argument("--stream", action="store_true", help="print the answer as it arrives")
     output.add_argument(
@@ -57,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     add_connection_flags(parser)
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+def add_sampling_flags(parser: argparse.ArgumentParser, *, text: bool) -> None:
+    """``text``: the skill writes text."""
     group = parser.add_argument_group("sampling (default: the server's)")
     group.add_argument("--temperature", type=float, help="0 always takes the likeliest token")
     group.add_argument(
@@ -72,11 +73,18 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         help="limit on the generated tokens; a point takes 2 tokens, a box 3",
     )
     group.add_argument("--seed", type=int, help="seed of sampling, for repeatable answers")
+    if text:
+        group.add_argument(
+            "--stop",
+            action="append",
+            metavar="TEXT",
+            help="end the answer before this text; may be given several times",
+        )
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The values of the flags of ``add_sampling_flags``, as keyword arguments of the client's methods."""
-    return {name: getattr(args, name) for name in _SAMPLING}
+    return {name: getattr(args, name, None) for name in _SAMPLING}
 
 
 def add_save_flags(output: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar, cast
 
 from google.protobuf.message import Message
@@ -85,6 +85,9 @@ class CallOptions(HandlingOptions, total=False):
     tokens and a box 3; an incomplete object is dropped."""
     seed: int | None
     """In [0, 2^64): the same seed and request give the same result."""
+    stop: str | Sequence[str] | None
+    """For ``query`` and ``caption``: the text ends before the first of these texts; at most 16, each of at most 256
+    bytes of UTF-8. One string is one text. In reasoning they are ordinary text."""
 
 
 _CAPTION_LENGTHS = {
@@ -103,7 +106,7 @@ _MASK_FORMATS = {
     "png": pb.MASK_FORMAT_PNG,
     "rle": pb.MASK_FORMAT_RLE,
 }
-_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "stop")
 _HANDLING = ("model", "request_id", "priority", "cache_salt")
 
 _Q = TypeVar("_Q", bound=Message)
@@ -385,6 +388,8 @@ def _handling(options: HandlingOptions, known: type) -> common_pb2.RequestOption
 def _sampling(values: Mapping[str, Any]) -> common_pb2.Sampling | None:
     """None if no sampling option is set."""
     given = {name: values[name] for name in _SAMPLING if values.get(name) is not None}
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
     return _build(common_pb2.Sampling, **given) if given else None
 
 

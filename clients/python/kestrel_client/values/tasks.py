@@ -49,6 +49,7 @@ class TaskOf(Generic[R_co]):
     top_k: int | None = None
     max_tokens: int | None = None
     seed: int | None = None
+    stop: str | Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

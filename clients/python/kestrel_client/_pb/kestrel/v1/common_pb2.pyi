@@ -15,8 +15,10 @@ Conventions of this package:
   GetServerInfo returns.
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -98,7 +100,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     """Never sent by this version of the server."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """The model ended its answer."""
+    """The model ended its answer, or a stop string did (Sampling.stop)."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """A limit was reached: max_tokens, the context, the server's own limit, or max_objects. The answer or its reasoning
     may be incomplete.
@@ -112,7 +114,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Never sent by this version of the server."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""The model ended its answer."""
+"""The model ended its answer, or a stop string did (Sampling.stop)."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """A limit was reached: max_tokens, the context, the server's own limit, or max_objects. The answer or its reasoning
 may be incomplete.
@@ -341,6 +343,7 @@ class Sampling(_message.Message):
     TOP_K_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Divides the logits before sampling; 0 is greedy (always the likeliest token). Finite, in [0, 100].
     Default: ServerLimits.default_temperature for query and caption, 0 for other skills.
@@ -363,6 +366,15 @@ class Sampling(_message.Message):
     """Seed of sampling, in [0, 2^64): the same seed and request give the same result, independent of other requests.
     Default: a random seed, which the result returns.
     """
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts at which an answer or a description ends: at most 16, each of 1 to 256 bytes of UTF-8. As soon as the generated
+        text holds one of them, the request ends with FINISH_REASON_STOP, and the text is cut before it. If several end at
+        the same place, the longest counts. Streams never show any part of the stop string that ends the text. The tokens of
+        the stop string count as generated. In reasoning, stop strings are ordinary text. For query and caption only: the
+        other skills refuse them. Default: none.
+        """
+
     def __init__(
         self,
         *,
@@ -371,10 +383,11 @@ class Sampling(_message.Message):
         top_k: _builtins.int | None = ...,
         max_tokens: _builtins.int | None = ...,
         seed: _builtins.int | None = ...,
+        stop: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
