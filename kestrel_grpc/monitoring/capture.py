@@ -1,7 +1,7 @@
 """Capture: writes requests that fail by the server's fault to files, so that they can be replayed.
 
 --capture-dir allows captures. AdminService starts one, which ends after a number of requests. A file holds the request
-with its texts. It holds the image only if both the operator (--capture-pictures) and the administrator allow that. It
+with its texts. It holds the image only if both the operator (--capture-images) and the administrator allow that. It
 never holds the caller's name or cache_salt. A file is written completely or not at all, and only its owner can read
 it. If the disk is full, the file is lost; the call is not affected.
 """
@@ -96,8 +96,8 @@ class Capture:
         """Captures the next ``requests`` failing requests, with their images if ``images``. Raises CaptureError."""
         if self._folder is None:
             raise CaptureError("the server was started without --capture-dir")
-        if images and not self._config.capture_pictures:
-            raise CaptureError("the server was started without --capture-pictures")
+        if images and not self._config.capture_images:
+            raise CaptureError("the server was started without --capture-images")
         self._left, self._with_images = requests, images
         self._files, self._lost = [], 0
 

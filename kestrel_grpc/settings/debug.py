@@ -52,8 +52,12 @@ class DebugConfig:
         parse=writable_folder,
         shown="refused",
     )
-    capture_pictures: bool = setting(
-        False, DEBUG, "allow captures to hold images of the requests", bare="on"
+    capture_images: bool = setting(
+        False,
+        DEBUG,
+        "allow captures to hold images of the requests",
+        aliases=("--capture-pictures",),
+        bare="on",
     )
     capture_max_files: int = setting(
         100, DEBUG, "limit on captured requests in that folder", kind="whole", metavar="N", low=0

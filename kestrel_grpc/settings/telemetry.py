@@ -39,7 +39,7 @@ class TelemetryConfig:
     prometheus: str | None = setting(
         None,
         TELEMETRY,
-        "address at which Prometheus scrapes metrics: HOST:PORT; needs kestrel-grpc[telemetry]",
+        "address at which Prometheus scrapes metrics: HOST:PORT; needs the packages of pip install '.[telemetry]'",
         flag="--metrics-listen",
         parse=parse_address,
         metavar="ADDRESS",
@@ -91,7 +91,7 @@ def _check_prometheus(address: str) -> None:
     if missing:
         raise ValueError(
             f"--metrics-listen={address}: {', '.join(missing)} is not installed; "
-            "install the extra kestrel-grpc[telemetry]"
+            "install it with pip install '.[telemetry]'"
         )
 
 

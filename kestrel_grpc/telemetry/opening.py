@@ -166,7 +166,7 @@ def open_telemetry(
     missing = missing_packages(config)
     if missing:
         logger.warning(
-            "telemetry is off: %s is not installed; install the extra kestrel-grpc[telemetry]",
+            "telemetry is off: %s is not installed; install it with pip install '.[telemetry]'",
             ", ".join(missing),
         )
         return None

@@ -48,7 +48,7 @@ async def test_refused_without_a_folder_and_pictures_without_leave(serve, tmp_pa
     assert (told.code, told.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "CAPTURE_UNAVAILABLE")
     admin = Admin(await serve(server_config=config(tmp_path)))
     told = await failure(admin.StartCapture(pictures=True))
-    assert told.message == "the server was started without --capture-pictures"
+    assert told.message == "the server was started without --capture-images"
     for number in (0, 101):
         assert (await failure(admin.StartCapture(requests=number))).fields == ["requests"]
 
@@ -92,7 +92,7 @@ async def test_what_a_file_holds_and_what_not(serve, tmp_path):
 
 
 async def test_pictures_where_both_allow_it_also_those_named_by_id(serve, tmp_path):
-    served = await serve(server_config=config(tmp_path, capture_pictures=True))
+    served = await serve(server_config=config(tmp_path, capture_images=True))
     admin = Admin(served)
     kept = await served.vision.Query(query(raw_image()), metadata=METADATA)
     await admin.StartCapture(pictures=True)
@@ -107,7 +107,7 @@ async def test_pictures_where_both_allow_it_also_those_named_by_id(serve, tmp_pa
 
 
 async def test_a_picture_by_id_is_there_though_it_was_deleted_meanwhile(serve, tmp_path):
-    served = await serve(slow(), server_config=config(tmp_path, capture_pictures=True))
+    served = await serve(slow(), server_config=config(tmp_path, capture_images=True))
     admin = Admin(served)
     kept = await served.vision.Query(query(raw_image(), max_tokens=2), metadata=METADATA)
     await admin.StartCapture(pictures=True)
@@ -126,7 +126,7 @@ async def test_a_picture_by_id_is_there_though_it_was_deleted_meanwhile(serve, t
 
 @pytest.mark.parametrize("task", ["analyze", "run"])
 async def test_every_method_that_takes_an_id_gives_its_picture(serve, tmp_path, task, replay):
-    served = await serve(server_config=config(tmp_path, capture_pictures=True))
+    served = await serve(server_config=config(tmp_path, capture_images=True))
     admin = Admin(served)
     kept = await served.vision.Query(query(raw_image()), metadata=METADATA)
     by_id = common_pb2.Image(image_id=kept.image_id)
@@ -186,7 +186,7 @@ def upload_of(data, info=None):
 
 
 async def test_an_upload_that_fails_is_captured_and_done_again(serve, tmp_path, replay):
-    served = await serve(server_config=config(tmp_path, capture_pictures=True))
+    served = await serve(server_config=config(tmp_path, capture_images=True))
     admin = Admin(served)
     await admin.StartCapture(pictures=True)
     served.server.served.engine().prepare_image = broken_once(served)
@@ -224,7 +224,7 @@ async def test_an_upload_without_its_picture_asks_for_one(serve, tmp_path, repla
 
 
 async def test_an_upload_that_stalls_is_captured_with_what_came(serve, tmp_path):
-    served = await serve(server_config=config(tmp_path, capture_pictures=True))
+    served = await serve(server_config=config(tmp_path, capture_images=True))
     admin = Admin(served)
     await admin.StartCapture(pictures=True)
 
@@ -297,7 +297,7 @@ def replay(monkeypatch, capsys):
 
 
 async def test_a_replay_does_it_again(serve, tmp_path, replay):
-    served = await serve(server_config=config(tmp_path, capture_pictures=True))
+    served = await serve(server_config=config(tmp_path, capture_images=True))
     admin = Admin(served)
     await admin.StartCapture(pictures=True)
     await fail(served, pb.StreamQueryRequest(request=query(raw_image())))

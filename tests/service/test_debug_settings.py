@@ -21,13 +21,13 @@ def settled(*flags, **environ):
 
 def test_by_default_nothing_is_allowed():
     assert settled() == DebugConfig() == DebugConfig(profile_dir=None, capture_dir=None)
-    assert not settled().capture_pictures
+    assert not settled().capture_images
 
 
 def test_flags_and_variables_reach_their_fields(tmp_path):
     folder = str(tmp_path)
     told = settled(
-        *("--profile-dir", folder, "--profile-max-bytes", "1MiB", "--capture-pictures"),
+        *("--profile-dir", folder, "--profile-max-bytes", "1MiB", "--capture-images"),
         *("--capture-max-files", "7", "--capture-max-bytes", "2M"),
         KESTREL_CAPTURE_DIR=folder,
     )
@@ -35,10 +35,15 @@ def test_flags_and_variables_reach_their_fields(tmp_path):
         profile_dir=folder,
         profile_max_bytes=1024 * 1024,
         capture_dir=folder,
-        capture_pictures=True,
+        capture_images=True,
         capture_max_files=7,
         capture_max_bytes=2_000_000,
     )
+
+
+def test_the_former_name_of_capture_images_still_works():
+    assert settled("--capture-pictures").capture_images
+    assert settled(KESTREL_CAPTURE_PICTURES="on").capture_images
 
 
 @pytest.mark.parametrize("flag", ["--profile-dir", "--capture-dir"])

@@ -164,7 +164,7 @@ async def test_captures(serve, kind, tmp_path):
         captures = await admin.stop_capture()
         assert captures == Captures(files=tuple(p.name for p in tmp_path.iterdir()), lost=0)
         assert captures.to_dict() == {"files": list(captures.files), "lost": 0}
-        with pytest.raises(FailedPreconditionError, match="--capture-pictures"):
+        with pytest.raises(FailedPreconditionError, match="--capture-images"):
             await admin.start_capture(images=True)
 
 

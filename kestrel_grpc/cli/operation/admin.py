@@ -89,7 +89,7 @@ def _add_capture(actions: Any) -> None:
         "--images",
         "--pictures",
         action="store_true",
-        help="also write the images of the requests, if the server has --capture-pictures",
+        help="also write the images of the requests, if the server has --capture-images",
     )
 
 

@@ -214,7 +214,7 @@ def check_telemetry(config: ServerConfig) -> Finding:
     missing = missing_packages(config.telemetry)
     if missing:
         problem = f"telemetry is off: {', '.join(missing)} is not installed"
-        return Finding("telemetry", "warn", problem, "install kestrel-grpc[telemetry]")
+        return Finding("telemetry", "warn", problem, "install it with pip install '.[telemetry]'")
     exported = {"traces": config.telemetry.traces, "metrics": config.telemetry.metrics}
     on = [f"{signal} by {how}" for signal, how in exported.items() if how != "none"]
     if config.telemetry.prometheus is not None:

@@ -1,8 +1,8 @@
 """RevocationLists: refuses client certificates that their authorities have revoked. Holds and renews the lists.
 
 gRPC's core can check lists during a handshake, but its Python API cannot set them (grpcio 1.85). So the handshake
-succeeds, and every call is checked here. The package cryptography reads the lists; the extra kestrel-grpc[crl] installs
-it.
+succeeds, and every call is checked here. The package cryptography reads the lists; the extra ``crl`` of this
+package installs it.
 
 An expired list still applies to the certificates on it. The server logs that the list has expired, and accepts other
 certificates, as gRPC does by default (gRFC A69). Otherwise a failed renewal would stop the service. The same holds for
@@ -111,7 +111,7 @@ def _read(path: str, authorities: Sequence[str]) -> list[x509.CertificateRevocat
         from cryptography import x509
     except ImportError:
         raise TlsError(
-            f"revocation lists {path}: cryptography is not installed; install the extra kestrel-grpc[crl]"
+            f"revocation lists {path}: cryptography is not installed; install it with pip install '.[crl]'"
         ) from None
     signers: list[x509.Certificate] = []
     for file in authorities:

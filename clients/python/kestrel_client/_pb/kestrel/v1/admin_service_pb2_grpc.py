@@ -140,7 +140,7 @@ class AdminServiceServicer:
     def StartCapture(self, request, context):
         """Makes the server write the next requests that fail by its fault (UNKNOWN, INTERNAL, DATA_LOSS, DEADLINE_EXCEEDED)
         to its --capture-dir. `kestrel-grpc replay` can repeat them. A file holds the request with its texts. It holds the
-        image only if both the request to this method and --capture-pictures allow that. FAILED_PRECONDITION (reason
+        image only if both the request to this method and --capture-images allow that. FAILED_PRECONDITION (reason
         CAPTURE_UNAVAILABLE) if the server has no such folder, or if images are requested but not allowed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

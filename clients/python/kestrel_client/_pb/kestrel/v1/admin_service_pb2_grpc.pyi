@@ -62,7 +62,7 @@ class AdminServiceStub:
     StartCapture: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.StartCaptureRequest, _admin_service_pb2.StartCaptureResponse]
     """Makes the server write the next requests that fail by its fault (UNKNOWN, INTERNAL, DATA_LOSS, DEADLINE_EXCEEDED)
     to its --capture-dir. `kestrel-grpc replay` can repeat them. A file holds the request with its texts. It holds the
-    image only if both the request to this method and --capture-pictures allow that. FAILED_PRECONDITION (reason
+    image only if both the request to this method and --capture-images allow that. FAILED_PRECONDITION (reason
     CAPTURE_UNAVAILABLE) if the server has no such folder, or if images are requested but not allowed.
     """
     StopCapture: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.StopCaptureRequest, _admin_service_pb2.StopCaptureResponse]
@@ -103,7 +103,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     StartCapture: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.StartCaptureRequest, _admin_service_pb2.StartCaptureResponse]  # type: ignore[assignment]
     """Makes the server write the next requests that fail by its fault (UNKNOWN, INTERNAL, DATA_LOSS, DEADLINE_EXCEEDED)
     to its --capture-dir. `kestrel-grpc replay` can repeat them. A file holds the request with its texts. It holds the
-    image only if both the request to this method and --capture-pictures allow that. FAILED_PRECONDITION (reason
+    image only if both the request to this method and --capture-images allow that. FAILED_PRECONDITION (reason
     CAPTURE_UNAVAILABLE) if the server has no such folder, or if images are requested but not allowed.
     """
     StopCapture: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.StopCaptureRequest, _admin_service_pb2.StopCaptureResponse]  # type: ignore[assignment]
@@ -183,7 +183,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_service_pb2.StartCaptureResponse, _abc.Awaitable[_admin_service_pb2.StartCaptureResponse]]:
         """Makes the server write the next requests that fail by its fault (UNKNOWN, INTERNAL, DATA_LOSS, DEADLINE_EXCEEDED)
         to its --capture-dir. `kestrel-grpc replay` can repeat them. A file holds the request with its texts. It holds the
-        image only if both the request to this method and --capture-pictures allow that. FAILED_PRECONDITION (reason
+        image only if both the request to this method and --capture-images allow that. FAILED_PRECONDITION (reason
         CAPTURE_UNAVAILABLE) if the server has no such folder, or if images are requested but not allowed.
         """
 
