@@ -177,6 +177,21 @@ def test_stop_strings_go_out_as_a_list(client: KestrelClient, peer: Any) -> None
         client.caption(PICTURE, stop=[1])  # type: ignore[list-item]
 
 
+def test_earlier_turns_go_out_as_texts(client: KestrelClient, peer: Any) -> None:
+    first = client.query(PICTURE, "How many?")
+    client.query(PICTURE, "Which?", history=[first, ("And where?", "")])
+    with client.stream_query(PICTURE, "Which?", history=(turn for turn in [first])) as stream:
+        stream.result()
+    client.analyze(PICTURE, [QueryTask("Which?", history=[("a", "b")])])
+    turns = [[(t.question, t.answer) for t in r.history] for r in peer.vision.requests]
+    answered = ("How many?", ANSWER)
+    assert turns == [[], [answered, ("And where?", "")], [answered], [("a", "b")]]
+    bad: list[Any] = ["text", ("a",), ("a", 3), 5]
+    for turn in bad:
+        with pytest.raises(InvalidRequestError, match=r"^history\[1\]: "):
+            client.query(PICTURE, "Which?", history=[first, turn])
+
+
 def test_choices_go_out_as_enums(client: KestrelClient, peer: Any) -> None:
     client.caption(PICTURE, "long")
     client.segment(PICTURE, "circle", mask="png")

@@ -9,6 +9,7 @@ import sys
 import pytest
 from PIL import Image
 
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_grpc.cli.parser import COMMANDS, main
 from kestrel_grpc.cli.requests import inputs
 from kestrel_grpc.cli.terminal import styled
@@ -200,6 +201,34 @@ async def test_chat(kestrel, monkeypatch):
     status, told, errors = await kestrel("chat", PICTURE, *ARGUMENTS)
     assert not len(kestrel.served.server.images)  # it forgets what it put
     assert (status, told, errors) == await kestrel("query", PICTURE, "what?", *ARGUMENTS)
+
+
+async def test_chat_sends_the_earlier_turns(kestrel, monkeypatch):
+    async def chat(questions, *flags):
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(questions)))
+        return await kestrel("chat", PICTURE, *ARGUMENTS, *flags)
+
+    _, alone, _ = await kestrel("query", PICTURE, "where?", *ARGUMENTS)
+    _, first, _ = await kestrel("query", PICTURE, "what?", *ARGUMENTS)
+    request = pb.QueryRequest(
+        question="where?", history=[pb.Turn(question="what?", answer=first[:-1])]
+    )
+    request.image.encoded = PICTURE.read_bytes()
+    request.sampling.temperature, request.sampling.max_tokens = 0, 4
+    second = (await kestrel.served.vision.Query(request)).answer
+    assert alone[:-1] != second
+    assert (await chat(["what?", "where?"]))[1] == f"{first}{second}\n"
+    assert (await chat(["what?", "where?"], "--independent"))[1] == first + alone
+
+
+async def test_chat_leaves_out_turns_that_do_not_fit_the_context(kestrel, monkeypatch):
+    long = "x" * 100
+    questions = [f"one {long}", f"two {long}", f"three {long}", " ", "never asked"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(questions)))
+    status, told, errors = await kestrel("chat", PICTURE, *ARGUMENTS)
+    assert status == 0 and told.count("\n") >= 3
+    left_out = [line for line in errors.splitlines() if line.startswith("left out")]
+    assert left_out[0] == f"left out, to fit the context: one {long}"
 
 
 async def test_bench(kestrel):

@@ -21,6 +21,8 @@ from training.scoring.scoring import score
 from training.texts.prompts import COORD, SIZE, Prompt, PromptWriter
 from training.texts.questions import Question
 
+PAGE = 5
+
 
 def test_files_fit_the_package(bundled: Path) -> None:
     assert (bundled / "model.safetensors").stat().st_size <= 22_000_000
@@ -120,6 +122,59 @@ async def test_the_engine_says_what_the_reference_says(bundled: Path, writer: Pr
                     assert [2 ** (10 * b / 1023 - 10) for b in sizes[step]] == pytest.approx(
                         value, rel=1e-4
                     )
+
+
+@torch.no_grad()
+def _continue(model: TinyModel, image: torch.Tensor, ids: list[int], most: int) -> list[int]:
+    """The greedy continuation of a prompt by the reference, without its end token, by whole passes."""
+    said: list[int] = []
+    while len(said) < most:
+        prompt = Prompt("query")
+        prompt.text([*ids, *said, 0])
+        prompt.start = len(ids) + len(said)
+        (token,) = _follow(model, image, prompt)[0]
+        if token == 0:
+            break
+        said.append(token)
+    return said
+
+
+async def test_a_conversation_goes_on_as_the_reference_goes_on(
+    bundled: Path, writer: PromptWriter
+) -> None:
+    """Each turn is computed on the pages of the turns before it; the reference computes all of them anew."""
+    pytest.importorskip("pyvips")
+    from kestrel_engine import InferenceEngine, RuntimeConfig
+
+    model = load_exported(bundled)
+    config = RuntimeConfig(model_path=bundled, device="cpu", cpu_threads=1, page_size=PAGE)
+    data = encode(example("seen", 3))
+    crops, view = _crops(data)
+    with torch.no_grad():
+        image = model.vision(crops, view)
+    questions = [
+        "How many shapes are there?",
+        "What colours are there?",
+        "Describe the largest shape.",
+        "How many shapes are there?",
+    ]
+    async with await InferenceEngine.create(config) as engine:
+        history: list[tuple[str, str]] = []
+        ids: list[int] = []
+        cached = 0
+        for text in questions:
+            arguments = {"question": text, "history": history}
+            stream = await engine.submit("query", data, arguments, {**GREEDY, "max_tokens": 40})
+            result = await stream.result()
+            ids += writer.ask(Question("count", text, "")).ids
+            assert list(result.token_ids) == _continue(model, image, ids, 40)
+            assert result.metrics.input_tokens == PREFIX + len(ids)
+            # All of the turn before is reused, but its last positions, which fill no page.
+            assert cached <= result.metrics.cached_tokens < result.metrics.input_tokens
+            cached = result.metrics.input_tokens // PAGE * PAGE
+            answer = result.output["answer"]
+            ids += writer.encode(answer)
+            history.append((text, answer))
 
 
 @pytest.mark.slow

@@ -68,6 +68,7 @@ from .values.tasks import (
     TaskEvent,
     TaskOf,
     Tasks,
+    Turn,
 )
 from .version import __version__
 
@@ -147,6 +148,7 @@ __all__ = [
     "TextDelta",
     "Timings",
     "Tls",
+    "Turn",
     "UnauthenticatedError",
     "UnavailableError",
     "UnimplementedError",

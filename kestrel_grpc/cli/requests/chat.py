@@ -1,7 +1,6 @@
 """``chat``: asks questions about one image, with each answer streamed. The image is sent once.
 
-Every question is independent, because the models do not remember earlier questions. The server reuses the computation
-of the image.
+Each question is sent with the earlier turns. The server reuses the computation of the image and of these turns.
 """
 
 from __future__ import annotations
@@ -10,7 +9,14 @@ import argparse
 import sys
 from contextlib import suppress
 
-from kestrel_client import ImageHandle, KestrelClient, KestrelError, UnavailableError
+from kestrel_client import (
+    ImageHandle,
+    KestrelClient,
+    KestrelError,
+    QueryResult,
+    RpcError,
+    UnavailableError,
+)
 
 from ..connection import add_connection_flags, connected, failure_text
 from ..terminal import styled
@@ -24,11 +30,20 @@ from .skills import (
     sampling,
 )
 
+_MAX_TURNS = 64
+"""Limit of QueryRequest.history."""
+_TOO_LONG = "CONTEXT_LENGTH_EXCEEDED"
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    parser.epilog = "An empty line, 'exit' or Ctrl-D ends the chat. Every question is independent."
+    parser.epilog = "An empty line, 'exit' or Ctrl-D ends the chat."
     parser.add_argument("image", metavar="IMAGE", help=IMAGE_HELP)
     parser.add_argument("--reasoning", action="store_true", help="let the model reason first")
+    parser.add_argument(
+        "--independent",
+        action="store_true",
+        help="ask every question alone [with the earlier questions and answers]",
+    )
     add_sampling_flags(parser, text=True)
     add_request_flags(parser)
     add_connection_flags(parser)
@@ -41,9 +56,12 @@ def run(args: argparse.Namespace) -> int:
     with connected(args) as client:
         source = given.source
         image = source if isinstance(source, ImageHandle) else client.put_image(source)
+        history: list[QueryResult] = []
         try:
             while question := _next_question():
-                _answer(client, args, image, question)
+                result = _answer(client, args, image, question, history)
+                if result is not None and not args.independent:
+                    history.append(result)
         finally:
             if image is not source:
                 with suppress(KestrelError):
@@ -62,17 +80,33 @@ def _next_question() -> str:
 
 
 def _answer(
-    client: KestrelClient, args: argparse.Namespace, image: ImageHandle, question: str
-) -> None:
-    """Asks a question and prints the answer. Raises an error only if the server is unavailable; prints other errors."""
+    client: KestrelClient,
+    args: argparse.Namespace,
+    image: ImageHandle,
+    question: str,
+    history: list[QueryResult],
+) -> QueryResult | None:
+    """Asks a question and prints the answer. Drops the oldest turns of ``history`` if they do not fit any more.
+
+    Raises an error only if the server is unavailable; prints other errors and returns None.
+    """
     options = {**sampling(args), **request_options(args), "reasoning": args.reasoning or None}
-    try:
-        with client.stream_query(image, question, **options) as stream:
-            for event in stream:
-                print_event(event)
-            print()
-            print_nothing(stream.result())
-    except UnavailableError:
-        raise
-    except KestrelError as error:
-        print(failure_text(error, args.server, args.timeout), file=sys.stderr, flush=True)
+    del history[:-_MAX_TURNS]
+    while True:
+        try:
+            with client.stream_query(image, question, history=history, **options) as stream:
+                for event in stream:
+                    print_event(event)
+                result = stream.result()
+        except UnavailableError:
+            raise
+        except KestrelError as error:
+            if history and isinstance(error, RpcError) and error.reason == _TOO_LONG:
+                print(f"left out, to fit the context: {history[0].question}", file=sys.stderr)
+                del history[0]
+                continue
+            print(failure_text(error, args.server, args.timeout), file=sys.stderr, flush=True)
+            return None
+        print()
+        print_nothing(result)
+        return result

@@ -45,6 +45,7 @@ from ..values.tasks import (
     TaskEvent,
     TaskOf,
     Tasks,
+    Turn,
 )
 from .async_channel import AsyncChannel
 from .batches import Progress, gather_bounded
@@ -96,14 +97,16 @@ class AsyncKestrelClient:
         *,
         reasoning: bool | None = None,
         spatial_refs: Iterable[SpatialRef] = (),
+        history: Iterable[Turn] = (),
         **options: Unpack[CallOptions],
     ) -> QueryResult:
         """Answers a question about an image, or without an image (``image=None``).
 
         ``reasoning``: whether the model reasons before it answers. ``spatial_refs``: points and boxes that the question
-        refers to.
+        refers to. ``history``: earlier turns of the conversation, oldest first: results of ``query`` about the same
+        image, or pairs of question and answer.
         """
-        task = QueryTask(question, reasoning, spatial_refs)
+        task = QueryTask(question, reasoning, spatial_refs, history)
         return await self._channel.call(self._requests.task, image, task, options)
 
     async def caption(
@@ -161,10 +164,11 @@ class AsyncKestrelClient:
         *,
         reasoning: bool | None = None,
         spatial_refs: Iterable[SpatialRef] = (),
+        history: Iterable[Turn] = (),
         **options: Unpack[CallOptions],
     ) -> AsyncStream[QueryResult, TextDelta | ReasoningDelta]:
         """As ``query``; the stream gives the text as it is generated."""
-        task = QueryTask(question, reasoning, spatial_refs)
+        task = QueryTask(question, reasoning, spatial_refs, history)
         return self._channel.stream(self._requests.task, image, task, options)
 
     def stream_caption(

@@ -44,6 +44,7 @@ from ..values.tasks import (
     TaskEvent,
     TaskOf,
     Tasks,
+    Turn,
 )
 from .batches import Progress, run_bounded
 from .channel import Channel
@@ -95,14 +96,16 @@ class KestrelClient:
         *,
         reasoning: bool | None = None,
         spatial_refs: Iterable[SpatialRef] = (),
+        history: Iterable[Turn] = (),
         **options: Unpack[CallOptions],
     ) -> QueryResult:
         """Answers a question about an image, or without an image (``image=None``).
 
         ``reasoning``: whether the model reasons before it answers. ``spatial_refs``: points and boxes that the question
-        refers to.
+        refers to. ``history``: earlier turns of the conversation, oldest first: results of ``query`` about the same
+        image, or pairs of question and answer.
         """
-        task = QueryTask(question, reasoning, spatial_refs)
+        task = QueryTask(question, reasoning, spatial_refs, history)
         return self._channel.call(self._requests.task, image, task, options)
 
     def caption(
@@ -160,10 +163,11 @@ class KestrelClient:
         *,
         reasoning: bool | None = None,
         spatial_refs: Iterable[SpatialRef] = (),
+        history: Iterable[Turn] = (),
         **options: Unpack[CallOptions],
     ) -> Stream[QueryResult, TextDelta | ReasoningDelta]:
         """As ``query``; the stream gives the text as it is generated."""
-        task = QueryTask(question, reasoning, spatial_refs)
+        task = QueryTask(question, reasoning, spatial_refs, history)
         return self._channel.stream(self._requests.task, image, task, options)
 
     def stream_caption(

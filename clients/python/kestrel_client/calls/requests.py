@@ -44,6 +44,7 @@ from ..values.tasks import (
     keyed,
     read_result,
     read_task_event,
+    to_turns,
 )
 from .prepared import Method, Prepared, prepare
 from .streams import Reading
@@ -345,6 +346,7 @@ def _described(name: str, task: TaskOf[Any]) -> tuple[_Skill, dict[str, Any]]:
                 "question": task.question,
                 "reasoning": task.reasoning,
                 "spatial_refs": refs,
+                "history": to_turns(task.history),
             }
         case CaptionTask():
             return _CAPTION, {"length": _choice("length", task.length, _CAPTION_LENGTHS)}

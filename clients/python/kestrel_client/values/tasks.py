@@ -52,6 +52,10 @@ class TaskOf(Generic[R_co]):
     stop: str | Sequence[str] | None = None
 
 
+Turn: TypeAlias = QueryResult | tuple[str, str]
+"""An earlier question with its answer: the result of ``query``, or the two texts."""
+
+
 @dataclass(frozen=True, slots=True)
 class QueryTask(TaskOf[QueryResult]):
     """As ``query``."""
@@ -59,6 +63,7 @@ class QueryTask(TaskOf[QueryResult]):
     question: str
     reasoning: bool | None = None
     spatial_refs: Iterable[SpatialRef] = ()
+    history: Iterable[Turn] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +227,23 @@ def keyed(tasks: Tasks) -> dict[str, Task]:
         if not isinstance(task, Task):
             raise InvalidRequestError(f"tasks[{key!r}]: {task!r} is not a task, like QueryTask")
     return read
+
+
+def to_turns(history: Iterable[Turn]) -> list[pb.Turn]:
+    """Raises InvalidRequestError for a turn that is no result and no pair of texts. The server checks the rest."""
+    return [_turn(index, turn) for index, turn in enumerate(history)]
+
+
+def _turn(index: int, turn: Turn) -> pb.Turn:
+    if isinstance(turn, QueryResult):
+        turn = (turn.question, turn.answer)
+    if isinstance(turn, str):
+        raise InvalidRequestError(f"history[{index}]: is one text, needs a question and its answer")
+    try:
+        question, answer = turn
+        return pb.Turn(question=question, answer=answer)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"history[{index}]: {error}") from error
 
 
 def read_result(task: Task, response: Any, source: ImageInput | None) -> Result:
