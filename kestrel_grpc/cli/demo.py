@@ -104,7 +104,7 @@ def _server(model: str) -> Iterator[str]:
             ready = process.stdout.readline().strip()
             if not ready:
                 raise CommandError(f"the server did not start (exit status {process.wait()})")
-            print(ready)
+            print(ready, flush=True)
             yield f"unix:{folder}/demo.sock"
         finally:
             process.terminate()

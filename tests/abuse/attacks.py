@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -49,9 +50,14 @@ OWN = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -
 
 
 class Target:
-    """A context: ``kestrel-grpc serve`` in a process, and what is known of it from outside."""
+    """A context: ``kestrel-grpc serve`` in a process, and what is known of it from outside.
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    ``start``: subprocess.Popen or ForkedProcess.
+    """
+
+    def __init__(
+        self, folder: Path, *flags: str, start: type[subprocess.Popen[Any]] = subprocess.Popen
+    ) -> None:
         self.tokens = {name: new_token() for name in ("rude", "polite")}
         path = folder / "tokens"
         scopes = [Scope.INFER, Scope.HIGH]
@@ -60,7 +66,7 @@ class Target:
         self.log = folder / "log"
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("KESTREL_", "OTEL_"))}
         with self.log.open("wb") as log:
-            self.popen = subprocess.Popen(
+            self.popen = start(
                 [
                     *(sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0"),
                     *("--auth-tokens", str(path), "--drain-delay", "0", *flags),
@@ -122,11 +128,11 @@ def query(image: bytes | None = None, max_tokens: int = 3, **options: int) -> pb
 
 
 class Polite(threading.Thread):
-    """Calls in a process's thread of its own until it is told to stop."""
+    """Calls from a thread of its own until it is stopped, with ``pause_s`` between an answer and the next call."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, pause_s: float = 0.0) -> None:
         super().__init__(daemon=True)
-        self._target, self._over = target, threading.Event()
+        self._target, self._pause_s, self._over = target, pause_s, threading.Event()
         self.seconds: list[float] = []
         self.failed: Counter[str] = Counter()
 
@@ -145,6 +151,7 @@ class Polite(threading.Thread):
                     time.sleep(0.05)
                 self.seconds.append(time.monotonic() - began)
                 number += 1
+                self._over.wait(self._pause_s)
 
     def stop(self) -> None:
         self._over.set()
@@ -569,9 +576,11 @@ class Outcome:
         )
 
 
-async def run(target: Target, name: str, settle_s: float = 10.0) -> Outcome:
-    """One attack, with the polite caller beside it."""
-    polite = Polite(target)
+async def run(
+    target: Target, name: str, settle_s: float = 10.0, most_s: float = 90.0, pause_s: float = 0.0
+) -> Outcome:
+    """One attack, which is given up after ``most_s``, with the polite caller beside it."""
+    polite = Polite(target, pause_s)
     rest = target.memory()
     log_at = target.log.stat().st_size
     peak, over = rest, False
@@ -586,9 +595,9 @@ async def run(target: Target, name: str, settle_s: float = 10.0) -> Outcome:
     polite.start()
     began = time.monotonic()
     try:
-        ended = await asyncio.wait_for(ATTACKS[name](target), 90)
+        ended = await asyncio.wait_for(ATTACKS[name](target), most_s)
     except TimeoutError:
-        ended = Counter({"given up after 90 s": 1})
+        ended = Counter({f"given up after {most_s:g} s": 1})
     seconds = time.monotonic() - began
     while len(polite.seconds) < 3 and time.monotonic() - began < 60:
         await asyncio.sleep(0.1)

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from tests.abuse.fake_server import HANG_FILE
+from tests.forking.process import ForkedProcess
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +32,7 @@ class ServerProcess:
         self.log, self.hang = folder / "server.log", folder / "hang"
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KESTREL_", "OTEL_"))}
         with self.log.open("wb") as log:
-            self.popen = subprocess.Popen(
+            self.popen = ForkedProcess(
                 [sys.executable, "-m", "tests.abuse.fake_server", "--listen", listen, *flags],
                 stdout=stdout or subprocess.PIPE,
                 stderr=stderr or log,

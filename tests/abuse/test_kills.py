@@ -312,7 +312,9 @@ async def test_without_their_collectors_services_are_the_same(tmp_path):
     for (name, server), seconds in zip(servers.items(), ends, strict=True):
         assert seconds < GRACE_S + FLUSH_S + 10, name
         records = [json.loads(line) for line in server.log.read_text().splitlines()]
-        assert records[-1]["event"] == "stopped", name
+        # An exporter that did not end within FLUSH_S is left to itself. It may complain after the server's last event.
+        events = [record["event"] for record in records if "event" in record]
+        assert events[-1] == "stopped", name
         complaints = [record for record in records if record["level"] in ("WARNING", "ERROR")]
         assert 1 <= len(complaints) < 40, f"{name}: it is told, not at every call"
 

@@ -24,6 +24,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from tests.abuse.fake_server import FAIL
 from tests.abuse.process import ROOT, ServerProcess
+from tests.forking.process import run_forked
 from tests.service.statuses import failure
 
 pytestmark = [
@@ -244,13 +245,11 @@ async def test_a_second_signal_ends_all_at_once(folder: Path):
 
 def run(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A server that can't start."""
-    return subprocess.run(
+    return run_forked(
         [sys.executable, "-m", "tests.abuse.fake_server", "--log-level", "error", *flags],
         cwd=ROOT,
         env={**os.environ, **variables},
-        capture_output=True,
         text=True,
-        timeout=60,
     )
 
 

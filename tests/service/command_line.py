@@ -1,4 +1,5 @@
-"""Commands of ``kestrel-grpc``: ``here``, in this process, takes milliseconds; ``kestrel`` runs one as users do."""
+"""Commands of ``kestrel-grpc``: ``here`` runs one in this process, ``kestrel`` in a fork of the fork server, both in
+milliseconds; ``executed`` runs one as users do."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 from kestrel_grpc.cli.parser import main
+from tests.forking.process import run_forked
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "kestrel_grpc"]
@@ -26,9 +28,15 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def kestrel(*arguments: object, stdin: bytes | None = None, **variables: str) -> Done[str]:
-    """The command in a process of its own."""
+    """The command in a process of its own, which is forked."""
+    done = run_forked(_command(arguments), input=stdin, cwd=ROOT, env=environment(**variables))
+    return Done(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def executed(*arguments: object, stdin: bytes | None = None, **variables: str) -> Done[str]:
+    """The command in a new process."""
     done = subprocess.run(
-        [*PROGRAM, *map(str, arguments)],
+        _command(arguments),
         input=stdin,
         capture_output=True,
         timeout=120,
@@ -36,6 +44,10 @@ def kestrel(*arguments: object, stdin: bytes | None = None, **variables: str) ->
         env=environment(**variables),
     )
     return Done(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def _command(arguments: tuple[object, ...]) -> list[str]:
+    return [*PROGRAM, *map(str, arguments)]
 
 
 @contextmanager

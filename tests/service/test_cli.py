@@ -1,4 +1,8 @@
-"""The command line, as users run it: subprocesses, a served checkpoint, exit statuses, nothing left behind."""
+"""The command line: a served checkpoint, exit statuses, nothing left behind.
+
+The server that most tests call is started as users start it, and so is a command of each kind. Other servers and
+commands are forks, which start within milliseconds, or run in this process.
+"""
 
 import json
 import re
@@ -15,7 +19,8 @@ import pytest
 from PIL import Image
 
 from kestrel_grpc import __version__
-from tests.service.command_line import PROGRAM, ROOT, environment, here, kestrel
+from tests.forking.process import ForkedProcess
+from tests.service.command_line import PROGRAM, ROOT, environment, executed, here, kestrel
 
 PICTURE = ROOT / "kestrel_grpc/cli/demo.jpg"
 READY = re.compile(
@@ -24,12 +29,12 @@ READY = re.compile(
 
 
 class Process:
-    """A ``serve`` process; ``started`` waits for its ready line."""
+    """A ``serve`` process; ``started`` waits for its ready line. ``start``: ForkedProcess or subprocess.Popen."""
 
-    def __init__(self, log, *arguments):
+    def __init__(self, log, *arguments, start=ForkedProcess):
         self.log = log
         with log.open("wb") as errors:
-            self.popen = subprocess.Popen(
+            self.popen = start(
                 [*PROGRAM, "serve", *map(str, arguments)],
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -65,7 +70,7 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     socket = f"unix:{folder}/kestrel.sock"
     arguments = ["--listen", "127.0.0.1:0", "--listen", socket, "--access-log", "json"]
-    process = Process(folder / "log", *arguments).started()
+    process = Process(folder / "log", *arguments, start=subprocess.Popen).started()
     name, addresses = READY.match(process.ready).groups()
     assert name == "kestrel-tiny"
     tcp, unix = addresses.split(", ")
@@ -89,7 +94,7 @@ def ask(server, *arguments, run=here, **options):
 
 def test_a_question_is_answered(server):
     question = ["query", PICTURE, "How many green crescents are there?", "--temperature", 0]
-    done = ask(server, *question, run=kestrel)
+    done = ask(server, *question, run=executed)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "2\n"
     assert ask(server, *question, "--stream").stdout == "2\n"
@@ -291,7 +296,7 @@ def test_a_server_needs_no_standard_streams(tmp_path):
 
 
 def test_help_and_version():
-    done = kestrel("--version")
+    done = executed("--version")
     assert done.stdout == f"kestrel-grpc {__version__}\n"
     done = here("serve", "--version")
     assert done.stdout == f"kestrel-grpc {__version__}\n"
@@ -377,9 +382,12 @@ def test_a_port_in_use_is_named(server):
     assert f"cannot listen on {server[0]}: address already in use" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_the_model_loads_ends_the_server(tmp_path, number):
-    process = Process(tmp_path / "log", "--listen", f"unix:{tmp_path}/k.sock")
+@pytest.mark.parametrize(
+    ("number", "start"), [(signal.SIGTERM, subprocess.Popen), (signal.SIGINT, ForkedProcess)]
+)
+def test_a_signal_while_the_model_loads_ends_the_server(tmp_path, number, start):
+    """A new process imports torch when the signal comes, a fork reads weights."""
+    process = Process(tmp_path / "log", "--listen", f"unix:{tmp_path}/k.sock", start=start)
     try:
         while "listening" not in process.log.read_text():
             assert process.popen.poll() is None, process.log.read_text()
@@ -410,7 +418,7 @@ def test_a_second_signal_ends_the_server_at_once(golden_folder, tmp_path):
         tmp_path / "log", "--weights", golden_folder("md3"), "--listen", socket
     ).started()
     # Seed 7 makes the golden model say 1641 tokens, some six seconds of them.
-    client = subprocess.Popen(
+    client = ForkedProcess(
         [*PROGRAM, "query", "hi", "--server", socket, "--max-tokens", "1900", "--temperature", "100",
          "--top-p", "1", "--seed", "7", "--stream"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment(),
@@ -435,7 +443,7 @@ def test_a_second_signal_ends_the_server_at_once(golden_folder, tmp_path):
 def test_a_demo_that_is_told_to_stop_takes_its_server_along(tmp_path):
     # The path of a socket has 103 bytes at most, and this test's folder has a long path.
     short = Path(tempfile.mkdtemp(dir="/tmp"))
-    popen = subprocess.Popen(
+    popen = ForkedProcess(
         [*PROGRAM, "demo", "--output", str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -456,7 +464,7 @@ def test_a_demo_that_is_told_to_stop_takes_its_server_along(tmp_path):
 def test_a_demo_that_is_killed_leaves_no_server(tmp_path):
     # A socket has a path of 103 bytes at most, and this test's folder a long one.
     short = tempfile.mkdtemp(dir="/tmp")
-    popen = subprocess.Popen(
+    popen = ForkedProcess(
         [*PROGRAM, "demo", "--output", str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -479,7 +487,7 @@ def test_a_demo_that_is_killed_leaves_no_server(tmp_path):
 
 
 def test_the_demo_calls_everything_and_leaves_no_process(tmp_path):
-    done = kestrel("demo", "--output", tmp_path / "out")
+    done = executed("demo", "--output", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     for skill in ("query", "caption", "point", "detect", "segment"):
         assert f"\n{skill}: " in done.stdout, done.stderr

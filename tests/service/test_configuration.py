@@ -1,7 +1,6 @@
 """Flags, variables and one TOML file become one configuration, which can be printed and fed back in."""
 
 import dataclasses
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -16,6 +15,7 @@ from kestrel_grpc.settings.configuration import (
     print_configuration,
 )
 from kestrel_grpc.settings.flags import Parser, SettingsError, add_settings, configured
+from tests.forking.process import run_forked
 from tests.service.command_line import here
 
 ROOT = Path(__file__).parents[2]
@@ -228,10 +228,8 @@ def test_secrets_are_not_printed():
 
 
 def serve(*flags, **environ):
-    return subprocess.run(
-        [sys.executable, "-m", "kestrel_grpc", "serve", *flags],
-        capture_output=True, text=True, timeout=60, cwd=ROOT, env={"PATH": "/usr/bin:/bin", **environ},
-    )  # fmt: skip
+    command = [sys.executable, "-m", "kestrel_grpc", "serve", *flags]
+    return run_forked(command, text=True, cwd=ROOT, env={"PATH": "/usr/bin:/bin", **environ})
 
 
 def test_the_command_prints_and_ends(file):

@@ -26,6 +26,7 @@ from kestrel_grpc.logs.records import JsonFormatter, TextFormatter, set_up_loggi
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.logs import log_levels
 from kestrel_grpc.settings.server import ServerConfig
+from tests.forking.process import ForkedProcess
 from tests.service.conftest import LIMITS
 from tests.service.statuses import failure
 
@@ -203,7 +204,7 @@ def test_a_session_logs_no_secret_and_writes_no_file(tmp_path):
     before = folder.stat().st_mtime_ns
     flags = ("--listen", "127.0.0.1:0", "--log-level", "debug", "--log-format", "json")
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(
+        process = ForkedProcess(
             [sys.executable, "-m", "kestrel_grpc", "serve", *flags, "--access-log"],
             stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=environment,
         )  # fmt: skip

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kestrel_grpc.process.systemd import Notifier
+from tests.forking.process import ForkedProcess
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -80,7 +81,7 @@ def test_a_server_tells_that_it_is_ready_alive_and_stopping(listener, tmp_path):
         "NOTIFY_SOCKET": listener.getsockname(),
         "WATCHDOG_USEC": "200000",
     }
-    process = subprocess.Popen(
+    process = ForkedProcess(
         [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", f"unix:{tmp_path}/server"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environ,
     )  # fmt: skip

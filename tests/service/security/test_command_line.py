@@ -1,4 +1,4 @@
-"""The whole of it as users run it: ``serve`` with TLS and tokens, client commands that know how to talk to it."""
+"""The whole of it as users use it: ``serve`` with TLS and tokens, client commands that know how to talk to it."""
 
 import re
 import signal
@@ -8,6 +8,7 @@ import pytest
 
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
+from tests.forking.process import ForkedProcess
 from tests.service.command_line import PROGRAM, ROOT, environment, here, kestrel
 
 
@@ -27,7 +28,7 @@ def served(tmp_path_factory, server_pair, token, admin_token):
     path = tmp_path_factory.mktemp("tokens") / "tokens"
     lines = line_of("camera", [Scope.INFER], token), line_of("ops", [Scope.ADMIN], admin_token)
     path.write_text("\n".join(lines))
-    process = subprocess.Popen(
+    process = ForkedProcess(
         [
             *(*PROGRAM, "serve", "--listen", "0.0.0.0:0", "--auth-tokens", str(path)),
             *("--tls-cert", str(server_pair.cert), "--tls-key", str(server_pair.key)),

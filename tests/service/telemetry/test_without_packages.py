@@ -1,7 +1,6 @@
 """The server without OpenTelemetry, and settings that ask for what is not there or does not exist."""
 
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kestrel_grpc.settings.telemetry import TelemetryConfig, missing_packages, telemetry_config
+from tests.forking.process import run_forked
 
 ROOT = Path(__file__).parents[3]
 
@@ -51,9 +51,7 @@ SERVE_ONCE = textwrap.dedent("""
 
 def serve_once(environ, absent=()):
     code = f"ENVIRON = {environ!r}\nABSENT = {absent!r}\n{SERVE_ONCE}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
-    )
+    done = run_forked([sys.executable, "-c", code], text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -79,9 +77,7 @@ def test_a_flag_that_needs_absent_packages_ends_the_start():
         "sys.argv = ['kestrel-grpc', 'serve', '--metrics-listen', '127.0.0.1:0']\n"
         "sys.exit(main())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
-    )
+    done = run_forked([sys.executable, "-c", code], text=True, cwd=ROOT)
     assert done.returncode == 2
     assert "--metrics-listen=127.0.0.1:0: prometheus_client is not installed" in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -150,9 +146,7 @@ def test_what_the_sdk_refuses_ends_the_start_with_one_line(variable, value, told
     environ = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", variable: value}
     command = [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0"]
     command += ["--drain-delay", "0"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, timeout=60, env=environ
-    )
+    done = run_forked(command, text=True, cwd=ROOT, env=environ)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "serve: error: OpenTelemetry cannot start: " in done.stderr
     assert told in done.stderr and variable in done.stderr

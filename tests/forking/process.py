@@ -1,0 +1,150 @@
+"""ForkedProcess: a Python process that starts in milliseconds, as a fork of the fork server."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+class _ForkServer:
+    """The test process's handle of its fork server (server.py). It starts at the first request."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def fork(self, job: Mapping[str, Any], fds: list[int]) -> socket.socket:
+        """Asks for a process. Returns the socket from which its number and later its exit status can be read."""
+        with self._lock:
+            if self._process is None:
+                self._start()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            socket.send_fds(self._requests, [json.dumps(job).encode()], [theirs.fileno(), *fds])
+        return ours
+
+    def _start(self) -> None:
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.forking.server", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                cwd=ROOT,
+                # With more threads, OpenBLAS starts them when it is imported.
+                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            )
+        atexit.register(self._stop)
+
+    def _stop(self) -> None:
+        assert self._process is not None
+        self._requests.close()
+        self._process.wait()
+
+
+_FORK_SERVER = _ForkServer()
+
+
+class ForkedProcess(subprocess.Popen[Any]):
+    """A ``subprocess.Popen`` for ``[sys.executable, "-m", MODULE, ...]`` and ``[sys.executable, "-c", CODE, ...]``.
+
+    The process has the given arguments, variables, folder and standard streams, a signal's default handlers and a main
+    module like any other. It differs from a new process in four things: its parent is the fork server, modules are
+    imported already, variables that the interpreter or the C library read at their start have no effect, and at its
+    end, after all threads and exit handlers, the interpreter does not free its objects. Tests that depend on one of
+    these use ``subprocess.Popen``. Except on Linux, this is ``subprocess.Popen``.
+    """
+
+    if sys.platform == "linux":
+        _status: socket.socket | None = None
+
+        def _execute_child(
+            self,
+            args: Any,
+            executable: Any,
+            preexec_fn: Any,
+            close_fds: Any,
+            pass_fds: Any,
+            cwd: Any,
+            env: Any,
+            startupinfo: Any,
+            creationflags: Any,
+            shell: Any,
+            p2cread: int,
+            p2cwrite: int,
+            c2pread: int,
+            c2pwrite: int,
+            errread: int,
+            errwrite: int,
+            *_: Any,
+        ) -> None:
+            words = [os.fspath(word) for word in args]
+            program, how, what, *arguments = words
+            assert program == sys.executable and how in ("-m", "-c"), args
+            assert not pass_fds and preexec_fn is None, "not supported"
+            job = {
+                "how": how,
+                "what": what,
+                "arguments": arguments,
+                "folder": os.fspath(cwd or os.getcwd()),
+                "variables": dict(os.environ if env is None else env),
+            }
+            streams = (p2cread, c2pwrite, errwrite)
+            try:
+                self._status = _FORK_SERVER.fork(
+                    job, [own if fd == -1 else fd for own, fd in enumerate(streams)]
+                )
+                self.pid = int(self._status.recv(64))
+                self._child_created = True
+            finally:
+                # Popen's own method closes the process's ends of the pipes as well.
+                self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+        def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+            if self.returncode is None:
+                self._read_status(0)
+            return self.returncode
+
+        def _wait(self, timeout: float | None) -> int:
+            if self.returncode is None and not self._read_status(timeout):
+                assert timeout is not None
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            return self.returncode
+
+        def _read_status(self, timeout: float | None) -> bool:
+            """Waits for the end of the process. Returns False if it has not ended within ``timeout`` seconds."""
+            with self._waitpid_lock:  # type: ignore[attr-defined]
+                if self._status is not None:
+                    if not select.select([self._status], [], [], timeout)[0]:
+                        return False
+                    self.returncode = int(self._status.recv(64))
+                    self._status.close()
+                    self._status = None
+            return True
+
+
+def run_forked(
+    command: list[str], *, input: Any = None, timeout: float = 120.0, **options: Any
+) -> subprocess.CompletedProcess[Any]:
+    """``subprocess.run`` with ``capture_output`` and a ForkedProcess."""
+    pipe = subprocess.PIPE
+    stdin = None if input is None else pipe
+    with ForkedProcess(
+        command, **{"stdin": stdin, "stdout": pipe, "stderr": pipe, **options}
+    ) as process:
+        try:
+            out, err = process.communicate(input, timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
