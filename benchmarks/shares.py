@@ -2,9 +2,10 @@
 
 python -m benchmarks.shares [--quick] [--in-flight N] [--json FILE]
 
-One principal keeps many questions about a few images in flight, and repeats refused calls. Meanwhile another principal,
-a principal with the highest priority, and the flooding principal with the highest priority make one call after the
-other, each about a new image. The callers share the processors with the server.
+One principal keeps many questions about a few images in flight, and repeats refused calls. Meanwhile another
+principal, a principal with the highest priority, and the flooding principal with the highest priority make one call
+after the other, each about a new image. The flood's process has a low priority, so it gets the processor time that
+the server and the other callers leave.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import itertools
 import random
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +53,22 @@ def bearer(token: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {token}"),)
 
 
+@dataclass(frozen=True)
+class Ask:
+    """A call of the flood: a question about one of a few images."""
+
+    images: list[bytes]
+    token: str
+
+    def __call__(self, stub: VisionServiceStub, rng: random.Random) -> Any:
+        request = query(rng.choice(self.images), rng.choice(QUESTIONS), NORMAL)
+        return stub.Query(request, metadata=bearer(self.token), timeout=100)
+
+
 def measure(report: Report, address: str, tokens: dict[str, str], args: argparse.Namespace) -> None:
     count = 3 if args.quick else 40
     seeds = itertools.count(10_000)
-    known = [jpeg(seed, *SIZE) for seed in range(16)]
-
-    def ask(stub: VisionServiceStub, rng: random.Random) -> Any:
-        request = query(rng.choice(known), rng.choice(QUESTIONS), NORMAL)
-        return stub.Query(request, metadata=bearer(tokens["flood"]), timeout=100)
-
+    ask = Ask([jpeg(seed, *SIZE) for seed in range(16)], tokens["flood"])
     with grpc.insecure_channel(address) as channel:
         stub = VisionServiceStub(channel)
 

@@ -121,7 +121,7 @@ async def warm_up(running: RunningEngine, in_flight: int, *, quick: bool) -> Non
     for repeat in (False, True):
         trace = replace(base, questions=warm_up_questions(count, repeat=repeat))
         await run_trace(running.target, trace, RunPlan(in_flight, 8, {}))
-    running.engine.flush_caches()
+    await running.engine.flush_caches()
 
 
 def warm_up_questions(count: int, *, repeat: bool) -> tuple[Question, ...]:
@@ -138,7 +138,7 @@ async def measure_trace(
     report: GpuReport,
 ) -> None:
     """One run over the trace, its tables and figures."""
-    running.engine.flush_caches()
+    await running.engine.flush_caches()
     log.clear()
     print(f"{opened.name}: {plan.in_flight} in flight, {plan.tokens} tokens", flush=True)
     asked = await run_trace(running.target, trace, plan)
@@ -241,7 +241,7 @@ async def profile(
     # The profiler's first start takes seconds.
     await asyncio.to_thread(record, 0.05)
     if numbers is None:
-        running.engine.flush_caches()
+        await running.engine.flush_caches()
     limited = replace(plan, limit_s=min(plan.limit_s, PROFILE_AFTER_S + seconds))
     run = asyncio.create_task(run_trace(running.target, trace, limited, numbers))
     await asyncio.sleep(PROFILE_AFTER_S)

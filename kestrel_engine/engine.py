@@ -60,6 +60,9 @@ __all__ = ["EngineMetrics", "EngineResult", "EngineStream", "InferenceEngine", "
 
 logger = logging.getLogger(__name__)
 
+FLUSH_PATIENCE_S = 10.0
+"""Seconds that ``flush_caches`` waits for the step in progress."""
+
 STOP_PATIENCE_S = 5.0
 """Seconds that shutdown waits for the running step."""
 
@@ -317,10 +320,18 @@ class InferenceEngine(SkillCalls):
             self._loop.abort(sequence_id)
         return len(found)
 
-    def flush_caches(self) -> None:
-        """Drops prefixes, embeddings and prepared images that no request uses."""
+    async def flush_caches(self) -> None:
+        """Drops prefixes, embeddings and prepared images that no request uses, before the next step.
+
+        Raises DeadlineExceeded if the step in progress takes longer than FLUSH_PATIENCE_S; they are dropped after it.
+        """
         self._pool.flush()
-        self._loop.flush()
+        flushed = asyncio.wrap_future(self._loop.flush())
+        await asyncio.wait({flushed}, timeout=FLUSH_PATIENCE_S)
+        if not flushed.done():
+            raise DeadlineExceeded(
+                f"the caches will be empty after the step in progress; it takes more than {FLUSH_PATIENCE_S:g} s"
+            )
 
     async def profile(
         self, request: ProfileRequest, *, begun: asyncio.Event, stop: asyncio.Event

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ..errors import (
@@ -158,9 +159,18 @@ class EngineLoop:
         """Any thread. Ends a request with ``error`` before the next step; without effect if it has ended."""
         self._commands.put(lambda: self._refuse(sequence_id, error))
 
-    def flush(self) -> None:
-        """Any thread. Drops cached prefixes and embeddings without users, before the next step."""
-        self._commands.put(self._scheduler.flush)
+    def flush(self) -> Future[None]:
+        """Any thread. Drops cached prefixes and embeddings without users, before the next step. The future ends then,
+        or never if the thread has ended or hangs."""
+        flushed: Future[None] = Future()
+
+        def flush() -> None:
+            self._scheduler.flush()
+            self._stats = self._scheduler.stats
+            flushed.set_result(None)
+
+        self._commands.put(flush)
+        return flushed
 
     def begin_profile(self, profile: StepProfile) -> None:
         """Any thread. Records steps until it has enough, or ``end_profile``. One at a time."""

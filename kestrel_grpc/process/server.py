@@ -92,6 +92,9 @@ _HANDSHAKE_S = 10.0
 _FOREVER_MS = 2**31 - 1
 """The largest value of a channel argument."""
 
+_PENDING_CALLS = 8192
+"""Calls that have arrived and wait for the event loop. gRPC cancels further ones. Each holds its metadata."""
+
 LoadEngine = Callable[[], Awaitable[InferenceEngine]]
 
 
@@ -362,6 +365,9 @@ def _channel_options(
         # gRPC refuses calls at random between the soft and the absolute limit, so both are equal.
         ("grpc.absolute_max_metadata_size", limits.metadata_bytes),
         ("grpc.max_concurrent_streams", limits.streams),
+        # gRPC cancels calls at random between these limits, by default 1000 and 3000, the calls of all clients alike.
+        ("grpc.server.max_pending_requests", _PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", _PENDING_CALLS),
         ("grpc.max_connection_age_ms", _milliseconds(limits.age_s)),
         ("grpc.max_connection_age_grace_ms", _milliseconds(security.age_grace_s)),
         # Without this, a second server on the same port would start and take some of the connections.

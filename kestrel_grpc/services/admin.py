@@ -86,7 +86,7 @@ class AdminService(AdminServiceServicer):
     ) -> pb.FlushCachesResponse:
         engine = self._served.loaded
         if engine is not None:
-            engine.flush_caches()
+            await engine.flush_caches()
         removed = self._images.clear() if request.stored_images else 0
         _log_action("flush caches and %d stored images", removed)
         return pb.FlushCachesResponse(forgotten_images=removed)

@@ -197,7 +197,7 @@ async def test_an_image_that_is_not_finite_fails_the_requests_about_it_and_is_en
     runtime = FakeRuntime(fake_limits, never_ends)
     engine = make_engine(runtime)
     good = await engine.query(PICTURE, "what?", settings=GREEDY)
-    engine.flush_caches()
+    await engine.flush_caches()
     (key,) = {piece.image.key for plan in runtime.plans for piece in plan.encode}
     runtime.bad_images.add(key)
     other = engine.query(PICTURE // 2, "what?", settings=GREEDY)
