@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "bash: kestrel-grpc completion bash > ~/.local/share/bash-completion/completions/kestrel-grpc\n"
         "zsh:  kestrel-grpc completion zsh > a folder of $fpath, named _kestrel-grpc"
     )
-    parser.add_argument("shell", choices=SHELLS)
+    parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -34,6 +34,7 @@ from ..settings.addresses import DEFAULT_ADDRESS
 from ..settings.flags import Flags, SettingsError
 from .parser import CommandError, suggestion
 from .terminal import styled
+from .values import timeout
 
 DEFAULT_TIMEOUT_S = 300.0
 CallMetadata = tuple[tuple[str, str | bytes], ...]
@@ -48,7 +49,7 @@ _TOKENS = ("KESTREL_TOKEN", "KESTREL_API_KEY")
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
     add_server_flags(parser).add(
         "--timeout",
-        type=float,
+        type=timeout,
         default=DEFAULT_TIMEOUT_S,
         metavar="SECONDS",
         help="limit on the time for an answer",
@@ -156,6 +157,10 @@ def sdk_errors(args: argparse.Namespace) -> Iterator[None]:
     except InvalidRequestError as error:
         if str(error).startswith("target: "):
             raise SettingsError(f"--server: {str(error).removeprefix('target: ')}") from None
+        if str(error).startswith("token: would be sent"):
+            raise SettingsError(
+                f"the token would be sent to {args.server} unencrypted; set --tls, or --ca with the authority's file"
+            ) from None
         raise CommandError(str(error)) from None
     except KestrelError as error:
         raise CommandError(
@@ -178,6 +183,8 @@ def failure_text(error: KestrelError, server: str, timeout_s: float | None) -> s
             return f"server {server} is busy; try again{wait} [RESOURCE_EXHAUSTED]"
         case RpcError(reason=reason) if reason == "MODEL_NOT_FOUND":
             return f"{error.message}{_near_model(error.message)} [{error.code.name}]"
+        case RpcError(reason=reason) if reason == "SKILL_NOT_FOUND":
+            return f"{error.message}{_near_skill(error.message)} [{error.code.name}]"
         case RpcError():
             return f"{error.message} [{error.code.name}]"
     return str(error)
@@ -188,6 +195,12 @@ def _near_model(message: str) -> str:
     asked, _, served = message.rpartition(" is not served; this server serves ")
     name = asked.rpartition(": ")[2].strip("'")
     return suggestion(name, served.split(", ")) if served else ""
+
+
+def _near_skill(message: str) -> str:
+    """A suggestion from the server's message: "the model has no skill 'x'; its skills are y, z"."""
+    asked, _, skills = message.partition("; its skills are ")
+    return suggestion(asked.rpartition(" ")[2].strip("'"), skills.split(", ")) if skills else ""
 
 
 class Attempt:

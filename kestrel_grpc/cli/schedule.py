@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import sys
 import time
 from dataclasses import asdict
@@ -27,6 +28,7 @@ from ..settings.configuration import add_config_flag
 from ..settings.flags import SettingsError
 from ..settings.model import add_model_flags, config_error, runtime_config
 from .parser import EXIT_FAILED, CommandError
+from .values import number, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -40,11 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         help="image that the prompts are about: given once for all prompts, or once for each, in order",
     )
     parser.add_argument("--reasoning", action="store_true", help="let the model reason first")
-    parser.add_argument("--temperature", type=float, help="0 always takes the likeliest token")
+    parser.add_argument("--temperature", type=number, help="0 always takes the likeliest token")
     parser.add_argument(
-        "--top-p", type=float, help="sample from the likeliest tokens up to this total probability"
+        "--top-p", type=number, help="sample from the likeliest tokens up to this total probability"
     )
-    parser.add_argument("--max-tokens", type=int, help="limit on the tokens of an answer")
+    parser.add_argument("--max-tokens", type=whole(), help="limit on the tokens of an answer")
     parser.add_argument("--stream", action="store_true", help="print answers as they arrive")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     add_config_flag(parser)
@@ -57,6 +59,9 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(
             f"{len(args.image)} images for {len(args.prompts)} prompts: give one, or one for each"
         )
+    for file in args.image:
+        if not os.path.exists(file):  # Known before the model is loaded, which takes time.
+            raise CommandError(f"there is no image {file!r}")
     try:
         return asyncio.run(_schedule(args, runtime_config(args)))
     except ConfigError as error:
@@ -150,7 +155,8 @@ def _print_answer(prompt: str, result: EngineResult) -> None:
 def _print_total(results: list[EngineResult], seconds: float) -> None:
     tokens = sum(result.metrics.output_tokens for result in results)
     slowest = max(result.metrics.ttft_ms for result in results)
+    prompts = "1 prompt" if len(results) == 1 else f"{len(results)} prompts"
     print(
-        f"\n{len(results)} prompts in {seconds:.2f} s: {tokens} tokens, {tokens / seconds:.1f}/s; "
+        f"\n{prompts} in {seconds:.2f} s: {tokens} tokens, {tokens / seconds:.1f}/s; "
         f"slowest first token {slowest:.0f} ms"
     )

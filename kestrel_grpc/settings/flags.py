@@ -111,7 +111,7 @@ class Flags:
             flag,
             *aliases,
             default=UNSET,
-            type=_reported(type),
+            type=reported(type),
             help=f"{help} [{shown}; {variable_of(flag)}]".replace("%", "%%"),
             **options,
         )
@@ -298,7 +298,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def _reported(type: Callable[[str], Any]) -> Callable[[str], Any]:
+def reported(type: Callable[[str], Any]) -> Callable[[str], Any]:
     """``type`` with its ValueError raised as ArgumentTypeError, because argparse prints only that error's message."""
 
     def parse(text: str) -> Any:

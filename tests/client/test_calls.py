@@ -442,8 +442,14 @@ def test_certificate_and_key_need_each_other() -> None:
         (lambda c: c.caption(PICTURE, "huge"), "length: 'huge' is not one of short, normal, long"),
         (lambda c: c.segment(PICTURE, "x", mask="bmp"), "mask: 'bmp'"),
         (lambda c: c.query(None, "q", priority="urgent"), "priority: 'urgent'"),
-        (lambda c: c.query(None, "q", max_tokens=-1), "max_tokens: "),
-        (lambda c: c.query(None, "q", seed=2**64), "seed: "),
+        (
+            lambda c: c.query(None, "q", max_tokens=-1),
+            "max_tokens: -1 is not a whole number from 0 to 4294967295",
+        ),
+        (
+            lambda c: c.query(None, "q", seed=2**64),
+            "seed: .* is not a whole number from 0 to 18446744073709551615",
+        ),
         (lambda c: c.query(None, "q", temperature="hot"), "temperature: "),
         (lambda c: c.query(None, 7), "question: "),
         (lambda c: c.query(None, "\ud800"), "question: "),

@@ -37,3 +37,13 @@ def test_a_web_address_is_refused(client: type) -> None:
         client("http://127.0.0.1:50051")
     with pytest.raises(InvalidRequestError, match=r"HOST:PORT, with TLS: example\.org$"):
         client("https://example.org/path")
+
+
+@pytest.mark.parametrize("target", ["127.0.0.1:0", "dns:///host:65536", "[::1]:99999"])
+def test_an_impossible_port_is_refused(target: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"has port \d+; a port is 1 to 65535$"):
+        Connection(target=target)
+
+
+def test_a_number_in_a_path_is_no_port() -> None:
+    assert Connection(target="unix:/run/kestrel:99999").address == "unix:/run/kestrel:99999"

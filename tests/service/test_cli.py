@@ -350,7 +350,7 @@ def test_schedule_fails_on_an_empty_answer(golden_folder):
 
 
 def test_schedule_names_what_it_cannot_take():
-    done = here("schedule", "hi", "--image", "nowhere.jpg")
+    done = here("schedule", "hi", "--image", __file__)
     assert done.returncode == 1
     assert "prompt 1: image" in done.stderr
     done = here("schedule", "a", "b", "c", "--image", "x", "--image", "y")

@@ -47,6 +47,18 @@ async def test_folders_patterns_and_several_files(kestrel, folder):
     assert status == 0 and len(set(told.split())) == 1  # the same image twice
 
 
+async def test_put_stores_the_other_images_if_one_is_refused(kestrel, folder):
+    notes = folder / "notes.txt"
+    status, told, errors = await kestrel("put", notes, folder / "a.JPG", folder / "deep")
+    assert status == 1 and len(told.split()) == 2
+    assert errors.startswith(f"failed: {notes}: image: is not in a supported format")
+
+
+async def test_a_skill_that_is_misspelt_is_suggested(kestrel):
+    status, _, errors = await kestrel("run", "quer", PICTURE)
+    assert status == 1 and "did you mean query? [NOT_FOUND]" in errors
+
+
 async def test_an_address_is_fetched_by_the_client(kestrel, web):
     status, _, errors = await kestrel("caption", f"{web}/nowhere")
     assert status == 1 and "404 Not Found" in errors
@@ -240,7 +252,7 @@ async def test_bench(kestrel):
     status, told, _ = await kestrel("bench", PICTURE, *flags)
     assert "requests/s" in told and "first token (TTFT)" in told
     status, _, errors = await kestrel("bench", "--seconds", 0)
-    assert status == 1 and "--seconds" in errors
+    assert status == 2 and "--seconds: '0': must be a number of seconds from 0.1 to 3600" in errors
 
 
 def test_downloaded_models_are_listed_and_removed(capsys, monkeypatch, tmp_path):

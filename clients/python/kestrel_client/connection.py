@@ -21,6 +21,7 @@ DEFAULT_TARGET = f"127.0.0.1:{DEFAULT_PORT}"
 DEFAULT_TIMEOUT_S = 300.0
 DEFAULT_MAX_MESSAGE_BYTES = 33 * 1024 * 1024
 _URL = re.compile(r"(https?)://([^/]*)", re.IGNORECASE)
+_PORT = re.compile(r"(?!unix|vsock).*:([0-9]+)")
 _SCHEME = re.compile(r"(dns|ipv4|ipv6|passthrough):")
 _FOREVER_S = 1e9
 """Thirty years. gRPC's clock overflows at a longer timeout, and the call would expire at once."""
@@ -89,6 +90,10 @@ class Connection:
             tls = ", with TLS" if scheme[1].lower() == "https" else ""
             raise InvalidRequestError(
                 f"target: {self.target} is a web address; gRPC takes HOST:PORT{tls}: {scheme[2]}"
+            )
+        if (port := _PORT.fullmatch(self.address)) and not 1 <= int(port[1]) <= 65535:
+            raise InvalidRequestError(
+                f"target: {self.target} has port {port[1]}; a port is 1 to 65535"
             )
         if self.max_message_bytes < 1:
             raise InvalidRequestError(

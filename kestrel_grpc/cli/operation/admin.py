@@ -12,6 +12,7 @@ from kestrel_client import KestrelAdmin
 
 from ..connection import add_server_flags, connected_admin
 from ..parser import CommandError
+from ..values import seconds, whole
 
 _LEVELS = ("debug", "info", "warning", "error")
 
@@ -49,11 +50,15 @@ def _add_profile(actions: Any) -> None:
         "chrome://tracing.",
     )
     profile.add_argument(
-        "--seconds", type=float, default=10.0, metavar="S", help="limit in seconds, 0.1 to 60 [10]"
+        "--seconds",
+        type=seconds(0.1, 60),
+        default=10.0,
+        metavar="S",
+        help="limit in seconds, 0.1 to 60 [10]",
     )
     profile.add_argument(
         "--steps",
-        type=_up_to(10_000),
+        type=whole(1, 10_000),
         default=500,
         metavar="N",
         help="limit in steps, 1 to 10000 [500]",
@@ -80,7 +85,7 @@ def _add_capture(actions: Any) -> None:
     capture.add_argument("action_of_it", choices=("start", "stop"), metavar="start|stop")
     capture.add_argument(
         "--requests",
-        type=_up_to(100),
+        type=whole(1, 100),
         default=10,
         metavar="N",
         help="stop after this many requests, 1 to 100 [10]",
@@ -101,18 +106,6 @@ def run(args: argparse.Namespace) -> int:
         except UnicodeError:  # A message holds only text.
             raise CommandError("an argument is not valid UTF-8") from None
     return 0
-
-
-def _up_to(most: int) -> Callable[[str], int]:
-    """A parser of whole numbers from 1 to ``most``."""
-
-    def parse(text: str) -> int:
-        value = int(text) if text.isdecimal() else 0
-        if not 1 <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 1 to {most}")
-        return value
-
-    return parse
 
 
 def _drain(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:

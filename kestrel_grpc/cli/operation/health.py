@@ -8,6 +8,7 @@ from kestrel_client import DeadlineExceededError, KestrelError, NotFoundError
 
 from ..connection import add_server_flags, open_client
 from ..parser import EXIT_FAILED, CommandError
+from ..values import seconds
 
 _WAIT_S = 2.0
 
@@ -17,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     add_server_flags(parser)
     parser.add_argument(
         "--wait",
-        type=float,
+        type=seconds(),
         metavar="SECONDS",
         default=_WAIT_S,
         help=f"how long to wait until the server is ready [{_WAIT_S:g}]",

@@ -101,8 +101,10 @@ def read_captured(path: str) -> Captured:
     """Reads a captured request. Raises CommandError."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"cannot read {path!r}: {error}") from None
+    except OSError as error:
+        raise CommandError(f"cannot read {path!r}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise CommandError(f"{path!r} is not a captured request: it is not text") from None
     try:
         fields = json.loads(text)
         if fields["kestrel_capture"] != _FORMAT:

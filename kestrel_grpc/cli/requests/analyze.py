@@ -26,6 +26,7 @@ from ...settings.flags import SettingsError
 from ..connection import add_connection_flags, connected, reported_failures
 from ..parser import EXIT_FAILED
 from ..terminal import styled
+from ..values import whole
 from .inputs import IMAGE_HELP, Input, open_inputs
 from .painted import Painter
 from .skills import add_request_flags, add_save_flags, event_dict, print_result, request_options
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         choices=("short", "normal", "long"),
         help="describe the image",
     )
-    parser.add_argument("--max-tokens", type=int, help="limit on the tokens of each task")
+    parser.add_argument("--max-tokens", type=whole(), help="limit on the tokens of each task")
     output = parser.add_argument_group("output")
     output.add_argument("--stream", action="store_true", help="print results as they arrive")
     output.add_argument(

@@ -19,6 +19,7 @@ from kestrel_client import AsyncKestrelClient, KestrelError, TextDelta
 
 from ..connection import add_connection_flags, open_async_client, sdk_errors
 from ..parser import CommandError
+from ..values import seconds, whole
 from .inputs import IMAGE_HELP, open_inputs
 from .skills import request_options
 
@@ -46,17 +47,24 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         help="question about each image [%(default)s]",
     )
     parser.add_argument(
-        "--concurrency", type=int, default=8, metavar="N", help="requests in flight [%(default)s]"
+        "--concurrency",
+        type=whole(1, 1024),
+        default=8,
+        metavar="N",
+        help="requests in flight, 1 to 1024 [%(default)s]",
     )
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=seconds(0.1, 3600),
         default=10.0,
         metavar="S",
-        help="how long to send requests [%(default)s]",
+        help="how long to send requests, 0.1 to 3600 [%(default)s]",
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=32, help="limit on the tokens of an answer [%(default)s]"
+        "--max-tokens",
+        type=whole(),
+        default=32,
+        help="limit on the tokens of an answer [%(default)s]",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, times in milliseconds")
     parser.set_defaults(request_id=None, priority="low", cache_salt=None, background=None)
@@ -65,8 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if not 1 <= args.concurrency <= 1024 or not 0 < args.seconds <= 3600:
-        raise CommandError("--concurrency must be 1 to 1024, --seconds above 0 and at most 3600")
     images = [each.source for each in open_inputs(args.words)] or [_sample()]
     with sdk_errors(args):
         measured, seconds = asyncio.run(_measure(args, images))

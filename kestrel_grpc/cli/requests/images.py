@@ -6,8 +6,11 @@ import argparse
 import json
 import sys
 
-from ..connection import add_connection_flags, connected
-from .inputs import IMAGE_HELP, open_inputs
+from kestrel_client import KestrelClient
+
+from ..connection import add_connection_flags, connected, reported_failures
+from ..parser import EXIT_FAILED
+from .inputs import IMAGE_HELP, Input, open_inputs
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -32,13 +35,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _put(args: argparse.Namespace) -> int:
+    inputs, failed = open_inputs(args.words), 0
     with connected(args) as client:
-        for image in open_inputs(args.words):
-            handle = client.put_image(image.source)
-            if args.json:
-                assert handle.size is not None, "put_image returns the size"
-                size = {"width": handle.size.width, "height": handle.size.height}
-                print(json.dumps({"image_id": handle.image_id, "image_size": size}), flush=True)
-            else:
-                print(handle.image_id, flush=True)
-    return 0
+        for image in inputs:
+            with reported_failures(image.name, alone=len(inputs) == 1) as attempt:
+                _put_one(client, image, args.json)
+            failed += attempt.failed
+    return EXIT_FAILED if failed else 0
+
+
+def _put_one(client: KestrelClient, image: Input, as_json: bool) -> None:
+    handle = client.put_image(image.source)
+    if not as_json:
+        print(handle.image_id, flush=True)
+        return
+    assert handle.size is not None, "put_image returns the size"
+    size = {"width": handle.size.width, "height": handle.size.height}
+    print(json.dumps({"image_id": handle.image_id, "image_size": size}), flush=True)

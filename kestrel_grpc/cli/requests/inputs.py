@@ -58,6 +58,10 @@ def open_input(name: str) -> Input:
 
 
 def _open(name: str) -> Iterator[Input]:
+    if (
+        not name
+    ):  # Often a shell variable without a value. As a path it would be the current folder.
+        raise CommandError("the name of an image is empty")
     path = Path(name)
     if name == "-":
         yield Input(name, sys.stdin.buffer.read())

@@ -19,6 +19,7 @@ from kestrel_client import AsyncKestrelClient, ImageHandle, KestrelError
 
 from ..connection import add_connection_flags, failure_text, open_async_client, sdk_errors
 from ..parser import CommandError
+from ..values import whole
 
 if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument(
         "--http",
         metavar="PORT",
-        type=int,
+        type=whole(1, 65535),
         help="serve streamable HTTP at http://127.0.0.1:PORT/mcp in place of standard input and output",
     )
     add_connection_flags(parser)

@@ -35,14 +35,17 @@ class Painter:
                     f"--save cannot draw on {each.name!r}, which only the server has: "
                     "give its file with --save-on FILE"
                 )
+        if not target:
+            raise CommandError("--save: the name of the file or folder is empty")
         self._folder = target.endswith(os.sep) or Path(target).is_dir()
         if len(inputs) > 1 and not self._folder:
             raise CommandError(
                 f"--save={target}: there are {len(inputs)} images; give a folder, like {target}/"
             )
+        self._taken: set[str] = set()
         if target != "-":
             self._check_target()
-        self._taken: set[str] = set()
+            self._check_originals(inputs)
 
     @property
     def takes_output(self) -> bool:
@@ -60,7 +63,8 @@ class Painter:
             file = self._file(given)
             image.save(file)
         except (OSError, ValueError, KestrelError) as error:
-            raise CommandError(f"cannot write {self._target!r}: {error}") from None
+            why = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise CommandError(f"cannot write {self._target!r}: {why}") from None
         print(f"wrote {file}", file=sys.stderr)
 
     def _file(self, given: Input) -> Path:
@@ -72,6 +76,16 @@ class Painter:
             name = f"{given.stem}-{number}"
         self._taken.add(name)
         return Path(self._target, f"{name}.png")
+
+    def _check_originals(self, inputs: list[Input]) -> None:
+        """Raises CommandError if a written file would replace one of the images."""
+        for given in inputs:
+            file = self._file(given)
+            if isinstance(given.source, str) and file.exists() and file.samefile(given.source):
+                raise CommandError(
+                    f"--save={self._target} would replace the image {given.name!r}; name another file or folder"
+                )
+        self._taken.clear()
 
     def _check_target(self) -> None:
         from PIL import Image

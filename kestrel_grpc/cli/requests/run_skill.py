@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from ...settings.flags import SettingsError
 from ..connection import add_connection_flags, connected
 from .inputs import IMAGE_HELP, open_input
 from .painted import Painter
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     painter = None if args.save is None else Painter(args.save, inputs, args.save_on)
     silent = painter is not None and painter.takes_output
     source = None if image is None else image.source
-    given = (args.skill, source, dict(args.argument), dict(args.setting))
+    given = (args.skill, source, _once("argument", args.argument), _once("setting", args.setting))
     with connected(args) as client:
         if silent or not args.stream:
             result = client.run_skill(*given, **request_options(args))
@@ -82,6 +83,16 @@ def _pair(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except ValueError:
         return name, value
+
+
+def _once(flag: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs by name. Raises SettingsError if a name is given twice."""
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise SettingsError(f"--{flag} {name!r} is given twice")
+        values[name] = value
+    return values
 
 
 def _print(value: dict[str, Any]) -> None:

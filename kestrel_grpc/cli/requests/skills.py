@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -27,8 +28,9 @@ from kestrel_client import (
 
 from ...settings.flags import SettingsError
 from ..connection import add_connection_flags, connected, reported_failures
-from ..parser import EXIT_FAILED
+from ..parser import EXIT_FAILED, suggestion
 from ..terminal import styled
+from ..values import MAX_UINT64, number, whole
 from .inputs import IMAGE_HELP, Input, Source, open_inputs, split_words
 from .painted import SAVE_HELP, Painter
 
@@ -60,19 +62,21 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 def add_sampling_flags(parser: argparse.ArgumentParser, *, text: bool) -> None:
     """``text``: the skill writes text."""
     group = parser.add_argument_group("sampling (default: the server's)")
-    group.add_argument("--temperature", type=float, help="0 always takes the likeliest token")
+    group.add_argument("--temperature", type=number, help="0 always takes the likeliest token")
     group.add_argument(
-        "--top-p", type=float, help="sample from the likeliest tokens up to this total probability"
+        "--top-p", type=number, help="sample from the likeliest tokens up to this total probability"
     )
     group.add_argument(
-        "--top-k", type=int, help="sample from this many of the likeliest tokens; 0: from all"
+        "--top-k", type=whole(), help="sample from this many of the likeliest tokens; 0: from all"
     )
     group.add_argument(
         "--max-tokens",
-        type=int,
+        type=whole(),
         help="limit on the generated tokens; a point takes 2 tokens, a box 3",
     )
-    group.add_argument("--seed", type=int, help="seed of sampling, for repeatable answers")
+    group.add_argument(
+        "--seed", type=whole(0, MAX_UINT64), help="seed of sampling, for repeatable answers"
+    )
     if text:
         group.add_argument(
             "--stop",
@@ -143,7 +147,7 @@ def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
         parser.add_argument("--length", choices=_LENGTHS, help="the same as the last word")
     if command in ("point", "detect"):
         parser.add_argument(
-            "--max-objects", type=int, metavar="N", help="limit on the number of objects"
+            "--max-objects", type=whole(), metavar="N", help="limit on the number of objects"
         )
     if command == "segment":
         parser.add_argument(
@@ -179,6 +183,10 @@ def _words(args: argparse.Namespace) -> tuple[list[str], str]:
         images, word = words[:-1], words[-1]
     else:
         images, word = words, args.length or "normal"
+        if len(words) > 1 and not os.path.exists(words[-1]):
+            hint = suggestion(words[-1], _LENGTHS)
+            if hint:
+                raise SettingsError(f"{words[-1]!r} is neither an image nor a length{hint}")
     if not images and command != "query":
         raise SettingsError(f"no image is given: {usage}")
     return images, word

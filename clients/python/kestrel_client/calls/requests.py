@@ -410,5 +410,15 @@ def _build(kind: Callable[..., _Q], **values: Any) -> _Q:
             try:
                 kind(**{name: value})
             except (TypeError, ValueError):
-                raise InvalidRequestError(f"{name}: {error}") from error
+                limit = _limit(kind, name, value)
+                raise InvalidRequestError(f"{name}: {limit or error}") from error
         raise InvalidRequestError(str(error)) from error
+
+
+def _limit(kind: Any, name: str, value: object) -> str:
+    """What a whole number in a field of the message ``kind`` must be; empty if ``value`` is no whole number."""
+    field = kind.DESCRIPTOR.fields_by_name[name]
+    highest = {field.CPPTYPE_UINT32: 2**32 - 1, field.CPPTYPE_UINT64: 2**64 - 1}.get(field.cpp_type)
+    if highest is None or not isinstance(value, int):
+        return ""
+    return f"{value} is not a whole number from 0 to {highest}"
