@@ -21,8 +21,8 @@ from kestrel_engine.types.model_config import VisionConfig
 from kestrel_engine.types.requests import PreparedImage
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BLOCK = (8, 256) if DEVICE.type == "cuda" else (64, 2048)
-"""Interpreted, a program of any size takes a millisecond."""
+BLOCK = (8, 256) if DEVICE.type == "cuda" else (64, 512)
+"""Interpreted, each operation of a program takes some microseconds, and 5 ns for each element."""
 GOLDENS = Path(__file__).parents[3] / "data" / "goldens"
 IMAGES = json.loads((GOLDENS / "preprocess" / "preprocess.json").read_text())["images"]
 FULL = VisionConfig()
