@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
+from typing import cast
 
 from ..types.requests import Coord, ImageBlock, Size, Token, num_positions
 from ..types.step import PREVIOUS, Row, RuntimeLimits, StepPlan, StepResult, StepToken
@@ -45,7 +47,8 @@ class FakeRuntime:
         self._limits = limits
         self._script = script or (lambda fed: hashed(fed, limits.vocab_size))
         self._cost, self._sleep = cost, sleep
-        self._slots: dict[int, Token] = {}
+        self._pages: dict[int, list[Token | None]] = {}
+        """The tokens in the slots of each page that was written; None in slots that were not."""
         self._crops: dict[str, int] = {}
         self._sampled: dict[int, StepToken] = {}
         self._launched: deque[StepPlan] = deque()
@@ -136,7 +139,7 @@ class FakeRuntime:
                 )
 
     def _write(self, row: Row) -> None:
-        position = row.start
+        position, size = row.start, self._limits.page_size
         for each in row.tokens:
             token = self._sampled[row.sequence_id].as_input() if each is PREVIOUS else each
             if isinstance(token, ImageBlock):
@@ -146,22 +149,22 @@ class FakeRuntime:
             )
             self._writes_bad |= is_bad
             for _ in range(num_positions((token,))):
-                self._slots[self._slot(row, position)] = NOT_FINITE if is_bad else token
+                page = row.page_table[position // size]
+                if page not in self._pages:
+                    self._pages[page] = [None] * size
+                self._pages[page][position % size] = NOT_FINITE if is_bad else token
                 position += 1
-        assert position <= len(row.page_table) * self._limits.page_size, (
-            "the page table is too short"
-        )
-
-    def _slot(self, row: Row, position: int) -> int:
-        page, offset = divmod(position, self._limits.page_size)
-        return row.page_table[page] * self._limits.page_size + offset
+        assert position <= len(row.page_table) * size, "the page table is too short"
 
     def _fed(self, row: Row) -> tuple[Token, ...]:
         """Returns the tokens in the pages of the row's sequence, up to the end of the row."""
         length = row.start + sum(
             t.num_positions if isinstance(t, ImageBlock) else 1 for t in row.tokens
         )
-        return tuple(self._slots[self._slot(row, p)] for p in range(length))
+        table = row.page_table[: -(-length // self._limits.page_size)]
+        fed = list(chain.from_iterable(self._pages[page] for page in table))[:length]
+        assert None not in fed, f"sequence {row.sequence_id} reads a slot that was never written"
+        return cast(tuple[Token, ...], tuple(fed))
 
     def _sample(self, row: Row) -> StepToken:
         assert row.sample is not None

@@ -172,9 +172,10 @@ class Simulation:
 
 
 def alone(spec: Spec, limits: RuntimeLimits = LIMITS) -> list[int]:
-    """What a request gives by itself, step by step, with nothing shared or cached."""
+    """What a request gives by itself, step by step, with nothing shared or cached. It is a reference: the invariants of
+    the scheduler are checked where requests meet."""
     roomy = replace(limits, num_pages=max(limits.num_pages, 100), max_batch_size=1)
-    simulation = Simulation(roomy, SchedulerPolicy(prefix_cache=False), depth=1)
+    simulation = Simulation(roomy, SchedulerPolicy(prefix_cache=False), depth=1, checked=False)
     simulation.add(
         replace(spec, priority=1, arrived_at=0.0, deadline_at=None, waits_at=frozenset())
     )

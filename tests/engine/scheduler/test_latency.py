@@ -64,10 +64,12 @@ class Timed(Simulation):
         self.now += seconds
 
     def collect(self, fail: bool) -> None:
+        plan = self.out[0]
         super().collect(fail)
-        for number, tokens in self.tokens.items():
-            times = self.times.setdefault(number, [])
-            times += [self.now] * (len(tokens) - len(times))
+        for row in (*plan.prefill, *plan.decode):
+            times = self.times.setdefault(row.sequence_id, [])
+            num_tokens = len(self.tokens.get(row.sequence_id, ()))
+            times += [self.now] * (num_tokens - len(times))
 
     def run(self, specs: list[Spec]) -> None:
         """Each request joins when its time has come; ends when all are answered."""
