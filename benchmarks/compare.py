@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("old", type=Path, help="JSON file or folder of the earlier run")
     parser.add_argument("new", type=Path, help="JSON file or folder of the later run")
     parser.add_argument(
-        "--tolerance", type=float, default=5.0, help="most percent of more time [5]"
+        "--tolerance", type=float, default=5.0, help="percent by which a figure may be worse [5]"
     )
     args = parser.parse_args(arguments)
     old, new = read_run(args.old), read_run(args.new)

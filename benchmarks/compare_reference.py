@@ -139,7 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add_arguments(parser)
     add_side_arguments(parser)
-    parser.add_argument("--tolerance", type=float, help="of drift and ties [by type]")
+    parser.add_argument(
+        "--tolerance", type=float, help="allowed drift, and limit of ties [by dtype]"
+    )
     args, of_model = parse(parser, arguments)
     if args.quick:
         args.max_tokens = min(args.max_tokens, 3)

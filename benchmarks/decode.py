@@ -185,11 +185,17 @@ def measure(
 
 def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--batches", type=int, nargs="+", default=[1, 4, 16, 32, 64], help="[1 4 16 32 64]"
+        "--batches",
+        type=int,
+        nargs="+",
+        default=[1, 4, 16, 32, 64],
+        help="batch sizes [1 4 16 32 64]",
     )
     parser.add_argument("--context", type=int, default=800, help="positions of a sequence [800]")
-    parser.add_argument("--steps", type=int, default=96, help="steps that count [96]")
-    parser.add_argument("--warm-up", type=int, default=16, help="steps before them [16]")
+    parser.add_argument("--steps", type=int, default=96, help="measured steps [96]")
+    parser.add_argument(
+        "--warm-up", type=int, default=16, help="steps before the measured ones [16]"
+    )
     parser.add_argument(
         "--sampled",
         action="store_true",

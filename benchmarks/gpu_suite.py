@@ -237,7 +237,7 @@ def gather(out: Path) -> list[dict[str, Any]]:
 
 
 def show(reports: Sequence[dict[str, Any]]) -> None:
-    """Every figure and bar in one list."""
+    """Prints all figures and bars."""
     print("\nAll figures")
     for report in reports:
         for found in report.get("figures", []):
@@ -254,14 +254,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="[out/bench]")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), help=f"[{' '.join(MODELS)}]")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/bench"), help="folder of the results [out/bench]"
+    )
+    parser.add_argument(
+        "--models", nargs="+", default=list(MODELS), help=f"models to measure [{' '.join(MODELS)}]"
+    )
     parser.add_argument(
         "--parts", nargs="+", default=list(ALL_PARTS), choices=ALL_PARTS, metavar="PART",
         help=f"some of: {' '.join(ALL_PARTS)} [all]",
     )  # fmt: skip
-    parser.add_argument("--device", default="cuda", help="[cuda]")
-    parser.add_argument("--seconds", type=float, default=530.0, help="for all of it [530]")
+    parser.add_argument("--device", default="cuda", help="device [cuda]")
+    parser.add_argument(
+        "--seconds", type=float, default=530.0, help="time limit of all parts [530]"
+    )
     parser.add_argument("--cache", type=Path, help="folder of the trace's images [OUT/images]")
     parser.add_argument("--quick", action="store_true", help="a smoke test with kestrel-tiny")
     parser.add_argument("--one", metavar="MODEL", help="only this model's parts, in this process")

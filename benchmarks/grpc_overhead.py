@@ -22,21 +22,28 @@ from .reports.report import Report, add_arguments
 def main(arguments: list[str] | None = None) -> Report:
     parser = argparse.ArgumentParser(prog="benchmarks.grpc_overhead", description=__doc__)
     add_arguments(parser)
-    parser.add_argument("--streams", type=int, default=64, help="streams at a time [64]")
-    parser.add_argument("--step-ms", type=float, default=3.6, help="a step of the device [3.6]")
+    parser.add_argument("--streams", type=int, default=64, help="concurrent streams [64]")
     parser.add_argument(
-        "--staging-ms", type=float, default=0.3, help="of Python to launch a step [0.3]"
+        "--step-ms", type=float, default=3.6, help="milliseconds of a step of the device [3.6]"
+    )
+    parser.add_argument(
+        "--staging-ms",
+        type=float,
+        default=0.3,
+        help="milliseconds of Python to launch a step [0.3]",
     )
     parser.add_argument(
         "--of",
         choices=("service", "engine", "both"),
         default="both",
-        help="what is behind the server: canned words, the real engine, first the one then the other [both]",
+        help="the engine of the server: canned words, the real engine, or one after the other [both]",
     )
     parser.add_argument(
-        "--rounds", type=int, default=5, help="turns of server and echo, of the service alone [5]"
+        "--rounds", type=int, default=5, help="turns of server and echo, for the service alone [5]"
     )
-    parser.add_argument("--seconds", type=float, default=3.0, help="of unary calls a turn [3]")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="seconds of unary calls a turn [3]"
+    )
     args = parser.parse_args(arguments)
     load = Load(
         streams=4 if args.quick else args.streams,

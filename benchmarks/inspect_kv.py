@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add_arguments(parser)
     add_side_arguments(parser)
-    parser.add_argument("--tolerance", type=float, help="of a stretch's error [by type]")
+    parser.add_argument("--tolerance", type=float, help="allowed error of a stretch [by dtype]")
     args, of_model = parse(parser, arguments)
     if args.quick:
         args.max_tokens = min(args.max_tokens, 3)

@@ -160,8 +160,12 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
         allow_abbrev=False,
     )
     add_arguments(parser)
-    parser.add_argument("--images", type=int, nargs="+", default=[1, 4, 16], help="[1 4 16]")
-    parser.add_argument("--repeats", type=int, default=7, help="of which the median counts [7]")
+    parser.add_argument(
+        "--images", type=int, nargs="+", default=[1, 4, 16], help="images a step [1 4 16]"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=7, help="measurements, whose median is reported [7]"
+    )
     args, of_model = parse(parser, arguments)
     if args.quick:
         args.images, args.repeats = [1, 2], 1

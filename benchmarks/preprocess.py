@@ -40,7 +40,7 @@ RATE_LIMIT = 70.0
 """Images a second that one H200 can process."""
 
 ONE_LIMIT_MS = 18.0
-"""The milliseconds that a request of 38 ms leaves beside some 20 ms of GPU work."""
+"""A request of 38 ms has about 20 ms of GPU work; this is the rest, in milliseconds."""
 
 SIZES = ((640, 480), (850, 600), (4000, 3000))
 """Width and height of the images that processes and threads are compared with."""
@@ -117,8 +117,8 @@ def measure_one(report: Report, count: int) -> None:
 
 
 def measure_processes(report: Report, pairs: int) -> None:
-    """One new image at a time, with nothing else to do: by threads of this process, then by the pool's processes. The
-    ratio is the median of those of the pairs."""
+    """Prepares one new image at a time on an idle machine, with threads of this process and with the pool's processes.
+    The ratio is the median of the pairs' ratios."""
     threads = _num_threads()[-1]
     work = Work(LIMITS, VISION)
 

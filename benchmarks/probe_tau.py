@@ -215,8 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add_arguments(parser)
     add_request_arguments(parser)
-    parser.add_argument("--layer", type=int, help="whose heads to show")
-    parser.add_argument("--tolerance", type=float, help="of a factor [by type]")
+    parser.add_argument("--layer", type=int, help="show the heads of this layer")
+    parser.add_argument("--tolerance", type=float, help="allowed error of a factor [by dtype]")
     args, of_model = parse(parser, arguments)
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")

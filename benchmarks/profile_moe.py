@@ -31,11 +31,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--warmup-iters", type=int, default=5)
     parser.add_argument(
-        "--refresh-routing", action="store_true", help="draw new tokens each iteration"
+        "--refresh-routing", action="store_true", help="use new random tokens in each iteration"
     )
     parser.add_argument("--nvtx", action="store_true", help='mark the iterations as range "moe"')
-    parser.add_argument("--tokens", type=int, help="instead of 832 or 4 (decode: up to 64)")
-    parser.add_argument("--format", choices=["fp8", "bf16"], default="fp8", help="of the experts")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        help="number of tokens [832 for prefill, 4 for decode; decode: up to 64]",
+    )
+    parser.add_argument(
+        "--format", choices=["fp8", "bf16"], default="fp8", help="format of the experts"
+    )
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--experts-per-token", type=int, default=8)
     parser.add_argument("--dim", type=int, default=2048)

@@ -311,11 +311,15 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
         allow_abbrev=False,
     )
     add_arguments(parser)
-    parser.add_argument("--images", type=int, default=4, help="of the drift, 4 questions each [4]")
-    parser.add_argument("--steps", type=int, default=16, help="decode steps of the drift [16]")
-    parser.add_argument("--scenes", type=int, default=SCENES, help=f"of the score [{SCENES}]")
-    parser.add_argument("--drift-only", action="store_true", help="leave the score out")
-    parser.add_argument("--score-only", action="store_true", help="leave the drift out")
+    parser.add_argument(
+        "--images", type=int, default=4, help="images for the drift, with 4 questions each [4]"
+    )
+    parser.add_argument("--steps", type=int, default=16, help="decode steps for the drift [16]")
+    parser.add_argument(
+        "--scenes", type=int, default=SCENES, help=f"scenes for the score [{SCENES}]"
+    )
+    parser.add_argument("--drift-only", action="store_true", help="measure only the drift")
+    parser.add_argument("--score-only", action="store_true", help="measure only the score")
     args, of_model = parse(parser, arguments)
     if args.quick:
         args.images, args.steps, args.scenes = 1, 2, 1

@@ -180,7 +180,7 @@ def main(arguments: list[str] | None = None) -> Report:
     parser.add_argument(
         "--grpc",
         action="store_true",
-        help="ask a server of its own through the SDK (without the forced decoding, which is no RPC)",
+        help="start a server and call it through the SDK (without forced decoding, which has no RPC)",
     )
     args = parser.parse_args(arguments)
     report = Report("serving_cpu", vars(args))

@@ -125,11 +125,13 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
         allow_abbrev=False,
     )
     add_arguments(parser)
-    parser.add_argument("--model", default="moondream2", help="[moondream2]")
-    parser.add_argument("--device", default="cuda", help="[cuda]")
+    parser.add_argument("--model", default="moondream2", help="model [moondream2]")
+    parser.add_argument("--device", default="cuda", help="device [cuda]")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/kestrel-weights"))
     parser.add_argument("--fp8", action="store_true", help="write the experts in FP8")
-    parser.add_argument("--runs", type=int, default=3, help="the last one counts [3]")
+    parser.add_argument(
+        "--runs", type=int, default=3, help="number of starts, of which the last is reported [3]"
+    )
     parser.add_argument("--warm", action="store_true", help="leave the files in the page cache")
     parser.epilog = "All other flags go to the server."
     args, of_server = parser.parse_known_args(arguments)

@@ -56,7 +56,7 @@ PROFILE_AFTER_S = 1.5
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that say how the trace is asked."""
+    """Adds the flags of a run over the trace."""
     group = parser.add_argument_group("runs")
     group.add_argument(
         "--in-flight", type=int, nargs="+", default=[64], metavar="N", help="callers at once [64]"
@@ -66,7 +66,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         metavar="N",
-        help="tokens an answer [3; with --saturate the trace is asked only if this is given]",
+        help="tokens of an answer [3; with --saturate, the trace runs only if this is set]",
     )
     group.add_argument(
         "--sampled",
@@ -74,15 +74,19 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw with temperature 0.2 and top_p 0.9, the query's defaults, instead of greedily",
     )
     group.add_argument(
-        "--limit", type=float, default=600.0, metavar="S", help="longest time of a run [600]"
+        "--limit", type=float, default=600.0, metavar="S", help="time limit of a run [600]"
     )
     group.add_argument(
         "--saturate",
         action="store_true",
-        help="long answers of all streams at once, each about an image of its own: tokens/s while all decode",
+        help="measure tokens/s of long answers of all streams at once, each about a different image",
     )
     group.add_argument(
-        "--saturate-tokens", type=int, default=768, metavar="N", help="of such an answer [768]"
+        "--saturate-tokens",
+        type=int,
+        default=768,
+        metavar="N",
+        help="tokens of each answer with --saturate [768]",
     )
 
 
@@ -91,12 +95,12 @@ def add_profile_argument(parser: argparse.ArgumentParser) -> None:
         "--profile",
         type=float,
         metavar="S",
-        help="after each run, run once more with torch's profiler watching the GPU for S seconds",
+        help="after each run, run once more and profile the GPU for S seconds",
     )
 
 
 def settle(args: argparse.Namespace) -> None:
-    """No more images than a run needs; a hundredth of its size if it is to be quick."""
+    """Limits the trace to the images that a run needs, and with --quick to a hundredth."""
     if args.tokens is None:
         args.tokens = [] if args.saturate else [3]
     if not args.tokens and not (args.image or args.image_dir):
@@ -137,7 +141,7 @@ async def measure_trace(
     plan: RunPlan,
     report: GpuReport,
 ) -> None:
-    """One run over the trace, its tables and figures."""
+    """Runs the trace once and reports its tables and figures."""
     await running.engine.flush_caches()
     log.clear()
     print(f"{opened.name}: {plan.in_flight} in flight, {plan.tokens} tokens", flush=True)
@@ -191,7 +195,7 @@ async def measure_saturated(
     plan: RunPlan,
     report: GpuReport,
 ) -> Steady:
-    """Long answers of ``plan.in_flight`` streams: tokens/s while all of them decode."""
+    """Measures tokens/s while ``plan.in_flight`` streams of long answers decode."""
     print(f"{opened.name}: {plan.in_flight} streams of {plan.tokens} tokens", flush=True)
     numbers = saturating(trace.questions, plan.in_flight)
     # Their images are cached first, so that all begin to decode at about the same time.
@@ -220,7 +224,7 @@ async def measure_saturated(
 
 
 def saturating(questions: Sequence[Question], streams: int) -> list[int]:
-    """As many first questions about images as there are streams; repeats if there are too few."""
+    """Returns one first question about an image for each stream. Repeats them if there are too few."""
     first = [i for i, q in enumerate(questions) if not q.is_repeat]
     assert first, "a trace without questions"
     return [first[i % len(first)] for i in range(streams)]
@@ -235,7 +239,7 @@ async def profile(
     report: GpuReport,
     name: str,
 ) -> None:
-    """Runs once more with torch's profiler, and reports how busy the GPU was with kernels, and with which ones."""
+    """Runs once more with torch's profiler, and reports the share of time in which the GPU ran kernels, by kernel."""
     from .device.trace import record
 
     # The profiler's first start takes seconds.

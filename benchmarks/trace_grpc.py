@@ -99,7 +99,7 @@ class Profile:
         asyncio.run(self._ask({"seconds": seconds}))
 
     def result(self, timeout_s: float = 60.0) -> dict[str, Any] | None:
-        """The DeviceTrace as plain values; None if the server's device can't be watched."""
+        """Returns the DeviceTrace as plain values; None if the server's device cannot be profiled."""
         until = time.monotonic() + timeout_s
         while time.monotonic() < until:
             seen = asyncio.run(self._ask({}))
@@ -121,7 +121,7 @@ class Profile:
 def measure_trace(
     served: Served, clients: ClientProcesses, plan: RunPlan, count: int, report: GpuReport
 ) -> None:
-    """One run over the first ``count`` questions."""
+    """Runs the first ``count`` questions of the trace."""
     print(f"{served.model}: {plan.in_flight} in flight, {plan.tokens} tokens, gRPC", flush=True)
     asked = clients.run(plan, range(count))
     assert all(a.answer.output_tokens == plan.tokens for a in asked), "an answer of another length"
@@ -190,7 +190,7 @@ def measure_saturated(
 def watched(
     served: Served, clients: ClientProcesses, numbers: Sequence[int], plan: RunPlan
 ) -> tuple[dict[str, Any] | None, bool]:
-    """A saturated run with the profiler on: what it saw, and whether all streams decoded all the while."""
+    """Runs saturated streams with the profiler. Returns its trace, and whether all streams decoded during all of it."""
     profile = Profile(served)
     # The first time it takes the profiler seconds to get ready.
     profile.start(0.05)
@@ -208,7 +208,7 @@ def watched(
 def engine_alone(
     streams: int, args: argparse.Namespace, of_model: Sequence[str], report: GpuReport
 ) -> float:
-    """Tokens/s of the engine in a process of its own, with the same flags; its report is taken over."""
+    """Returns tokens/s of the engine alone, in a separate process with the same flags. Adds its report."""
     with tempfile.TemporaryDirectory(prefix="kestrel-bench-") as folder:
         path = Path(folder) / "alone.json"
         command = [sys.executable, "-m", "benchmarks.trace", "--saturate", "--json", str(path)]
@@ -223,7 +223,7 @@ def engine_alone(
 
 
 def trace_with_warm_up(args: argparse.Namespace, config: Any) -> tuple[ChartTrace, list[int]]:
-    """The trace, with questions about other images behind it that warm the server up: (all of it, their numbers)."""
+    """Returns the trace with further questions, about other images, that warm up the server, and their numbers."""
     opened = open_model(config)
     codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=opened.config.text.vocab_size)
     trace = trace_from(args, codec.encode)
@@ -282,13 +282,15 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
     add_arguments(parser)
     add_run_arguments(parser)
     group = parser.add_argument_group("service")
-    group.add_argument("--server", metavar="ADDRESS", help="ask this server; start none")
+    group.add_argument(
+        "--server", metavar="ADDRESS", help="use this server instead of starting one"
+    )
     group.add_argument("--clients", type=int, default=4, metavar="N", help="client processes [4]")
     group.add_argument(
         "--engine-tokens-per-s",
         type=float,
         metavar="N",
-        help="what --saturate gave by the engine alone; else that is measured first",
+        help="tokens/s of the engine alone with --saturate [measured first]",
     )
     add_trace_arguments(parser)
     args, of_model = parse(parser, arguments)

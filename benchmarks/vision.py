@@ -37,7 +37,7 @@ IMAGES_FROM = 3_000_000
 
 
 def prepared_images(count: int, vision: VisionConfig) -> list[PreparedImage]:
-    """Images of the trace, decoded and tiled, each with a key of its own."""
+    """Returns images of the trace, decoded and tiled, each with a different key."""
     limits = ImageLimits()
     images = draw_images(min(count, 8), first=IMAGES_FROM)
     drawn = [prepare(open_image(image, limits), vision) for image in images]
@@ -87,7 +87,7 @@ def measure(opened: Opened, report: GpuReport, *, crop_counts: Sequence[int], re
 def _ceiling(
     vision: VisionConfig, crops: int, dtype: torch.dtype, device: torch.device, repeats: int
 ) -> float:
-    """FLOP/s of the tower's largest matrix products, each weighted by its share of the work."""
+    """Returns FLOP/s of the tower's largest matrix products, weighted by their shares of the work."""
     rows, d, ff = crops * vision.grid**2, vision.enc_dim, vision.enc_ff_dim
     shapes = [(3 * d, d), (d, d), (ff, d), (d, ff)]
     flop = [2 * rows * columns * inner for columns, inner in shapes]
@@ -126,8 +126,12 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
         allow_abbrev=False,
     )
     add_arguments(parser)
-    parser.add_argument("--crops", type=int, nargs="+", default=[56, 28, 9, 1], help="[56 28 9 1]")
-    parser.add_argument("--repeats", type=int, default=9, help="of which the median counts [9]")
+    parser.add_argument(
+        "--crops", type=int, nargs="+", default=[56, 28, 9, 1], help="crops of a pass [56 28 9 1]"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=9, help="measurements, whose median is reported [9]"
+    )
     args, of_model = parse(parser, arguments)
     if args.quick:
         args.crops, args.repeats = [2, 1], 1

@@ -159,11 +159,19 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--streams", type=int, default=64, help="calls in progress, a worker")
-    parser.add_argument("--connections", type=int, default=16, help="a worker")
-    parser.add_argument("--callers", type=int, default=4, help="processes that ask, a worker")
-    parser.add_argument("--tokens", type=int, default=128, help="of an answer")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each of three runs")
+    parser.add_argument(
+        "--streams", type=int, default=64, help="calls in progress for each worker [64]"
+    )
+    parser.add_argument(
+        "--connections", type=int, default=16, help="connections for each worker [16]"
+    )
+    parser.add_argument(
+        "--callers", type=int, default=4, help="processes of callers for each worker [4]"
+    )
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer [128]")
+    parser.add_argument(
+        "--seconds", type=float, default=8.0, help="seconds of each of three runs [8]"
+    )
     add_arguments(parser)
     args = parser.parse_args(arguments)
     if args.quick:

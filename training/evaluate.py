@@ -33,7 +33,7 @@ def parse_arguments() -> argparse.Namespace:
         "--unseen",
         type=int,
         default=300,
-        help="scenes with colour and shape pairs never trained on",
+        help="scenes with pairs of colour and shape that training never shows",
     )
     p.add_argument("--model", type=Path, default=BUNDLED, help="folder of the model")
     p.add_argument("--out", type=Path, default=Path("out/evaluation"), help="folder of the records")

@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
         "--workers",
         type=int,
         default=max(1, (os.cpu_count() or 2) - 2),
-        help="scene processes a GPU",
+        help="processes that make scenes, for each GPU",
     )
     p.add_argument("--max-pixels", type=int, default=0, help="skip larger images (trials on a CPU)")
     p.add_argument(

@@ -70,7 +70,7 @@ def gemm_rate(
 def fp8_gemm_rate(
     rows: int, columns: int, inner: int, device: torch.device, *, row_scales: bool, repeats: int = 9
 ) -> float:
-    """As `matmul_rate`, for float8_e4m3fn operands and bfloat16 results. Requires compute capability 8.9 or newer.
+    """Like `gemm_rate`, for float8_e4m3fn operands and bfloat16 results. Requires compute capability 8.9 or newer.
 
     ``row_scales``: a scale for each row of both operands instead of one for each operand.
     """

@@ -51,7 +51,7 @@ def record(seconds: float) -> DeviceTrace:
 
 
 def summarised(found: Iterable[tuple[str, int, int]], begin: float, end: float) -> DeviceTrace:
-    """Of (name, start, end) in ns. Copies and fills are no kernels."""
+    """Makes a DeviceTrace of (name, start, end) in ns. Copies and fills do not count as kernels."""
     kernels = [k for k in found if not k[0].startswith(("Memcpy", "Memset"))]
     if not kernels:
         return DeviceTrace(0.0, 0.0, 0, begin, end)

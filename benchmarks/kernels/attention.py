@@ -149,7 +149,7 @@ def slots_of(batch: Batch, row: int, end: int) -> Tensor:
 
 
 def reference(batch: Batch, tables: Tables, tau: tuple[Tensor, Tensor] | None) -> Tensor:
-    """[rows, H*D] float32: layer 0, its new keys and values taken from qkv."""
+    """Returns attention of layer 0, [rows, H*D] float32. The new keys and values come from qkv."""
     at = batch.positions.long()
     q, k, v = batch.qkv[0].float().view(batch.rows, 3 * HEADS, SIZE).chunk(3, dim=1)
     if tau is not None:
@@ -180,7 +180,7 @@ def reference(batch: Batch, tables: Tables, tau: tuple[Tensor, Tensor] | None) -
 
 
 def check_decode(tried: list[DecodeConfig], pool: torch.dtype) -> float:
-    """The largest relative error of all; exits if one is wrong. Mixed lengths, tau, splits, with and without PDL."""
+    """Checks mixed lengths, tau, splits, with and without PDL. Returns the largest error. Exits if one is wrong."""
     positions = [0, 1, 63, 799, 400, 730]
     batch, tables = make_batch(len(positions), 1, positions, pool), Tables(len(positions))
     content = torch.randn(len(positions), 2 * HEADS, dtype=DTYPE, device="cuda")
@@ -200,7 +200,7 @@ def check_decode(tried: list[DecodeConfig], pool: torch.dtype) -> float:
 
 
 def compile_some(tried: list[DecodeConfig], pool: torch.dtype) -> None:
-    """In a process of its own: fills Triton's cache on disk."""
+    """Compiles kernels in a separate process, which fills Triton's cache on disk."""
     batch, tables = make_batch(2, 1, [5, 700], pool), Tables(2)
     out = torch.empty(2, DIM, dtype=DTYPE, device="cuda")
     content = torch.zeros(2, 2 * HEADS, dtype=DTYPE, device="cuda")
@@ -219,7 +219,7 @@ def compile_all(tried: list[DecodeConfig], kind: torch.dtype) -> None:
 
 
 def copy_rate() -> float:
-    """Bytes a second read and written by a large copy."""
+    """Returns the bytes a second, read and written, of a large copy."""
     source = torch.randint(0, 255, (2 << 30,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / microseconds(lambda: target.copy_(source), 1) * 1e6
@@ -232,7 +232,7 @@ def time_decode(
     rate: float,
     flashinfer: FlashInfer | None,
 ) -> list[dict[str, Any]]:
-    """One batch size, best first."""
+    """Times all candidates at one batch size, the fastest first."""
     rows = batch.rows
     kind = batch.keys.dtype
     floor = rows * LENGTH * DIM * 2 * kind.itemsize / rate * 1e6
@@ -304,7 +304,7 @@ def add_flashinfer(
 
 @dataclass(frozen=True)
 class Pass:
-    """What `PrefillAttention` reads of a batch."""
+    """The fields of a batch that `PrefillAttention` reads."""
 
     blocks: tuple[str, ...]
     block_length: int
@@ -312,7 +312,7 @@ class Pass:
 
 
 def time_prefill(library: FlashInfer | None, quick: bool) -> list[dict[str, Any]]:
-    """Image blocks by backend, text by library, and the kernel before them."""
+    """Times image blocks by backend, text by library, and the kernel before them."""
     found: list[dict[str, Any]] = []
     choices = {
         "torch flash": AttentionChoice(block_backend=SDPBackend.FLASH_ATTENTION),
@@ -383,7 +383,7 @@ def time_case(
 
 
 def expected_prefill(made: Pass, qkv: Tensor, pools: list[Tensor]) -> Tensor:
-    """[T, H*D] float32, one block or row at a time."""
+    """Returns [T, H*D] float32, computed for one block or row at a time."""
     q, k, v = qkv.float().view(-1, 3 * HEADS, SIZE).chunk(3, dim=1)
     done = []
     for block in range(len(made.blocks)):
@@ -406,7 +406,7 @@ def expected_prefill(made: Pass, qkv: Tensor, pools: list[Tensor]) -> Tensor:
 
 
 def time_crops(crops: int) -> list[dict[str, Any]]:
-    """Vision's attention: 729 patches, 16 heads of 72."""
+    """Times the attention of vision: 729 patches, 16 heads of 72."""
     qkv = torch.randn(crops, 729, 3, 16, 72, dtype=DTYPE, device="cuda")
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
     found = []
@@ -436,8 +436,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="batches 1, 16 and 64, few candidates")
     parser.add_argument("--fp8", action="store_true", help="keys and values in FP8")
-    parser.add_argument("--json", type=Path, help="every figure")
-    parser.add_argument("--shown", type=int, default=6, help="lines for each batch size")
+    parser.add_argument("--json", type=Path, help="write every figure to this path")
+    parser.add_argument("--shown", type=int, default=6, help="number of lines for each batch size")
     arguments = parser.parse_args()
     began = time.perf_counter()
     kind = E4M3 if arguments.fp8 else DTYPE

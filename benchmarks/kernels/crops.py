@@ -40,7 +40,7 @@ QUICK = VisionConfig(crop_size=56, max_crops=6, overlap_margin=1)
 
 
 def image_of(width: int, height: int, vision: VisionConfig) -> tuple[PreparedImage, np.ndarray]:
-    """An image of noise as pixels in pinned memory, and its distinct crops."""
+    """Returns an image of noise as pixels in pinned memory, and its distinct crops."""
     rng = np.random.default_rng(width)
     pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
     kept = prepare(
@@ -57,7 +57,7 @@ def image_of(width: int, height: int, vision: VisionConfig) -> tuple[PreparedIma
 def measure(
     report: Report, vision: VisionConfig, sizes: Sequence[tuple[int, int]], repeats: int
 ) -> bool:
-    """False if crops differ."""
+    """Measures one size. Returns False if crops differ."""
     make = DeviceCrops(vision, Uploader(DEVICE), ImageUploader(DEVICE), DEVICE)
     make.warm_up()
     right = True

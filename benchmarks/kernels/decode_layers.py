@@ -59,7 +59,7 @@ SOME_ROWS = [D(16, 8, 4, 3, merge=16)]
 
 @dataclass(frozen=True)
 class Variant:
-    """None of a field: as it is served. ``early``: attention begins before the GEMM in front of it has ended."""
+    """A field of None: as the server has it. ``early``: attention begins before the GEMM in front of it has ended."""
 
     attention: DecodeConfig | None = None
     tiles: Tiles | None = None
@@ -84,7 +84,7 @@ class Variant:
 
     @contextmanager
     def applied(self, batch: int) -> Iterator[None]:
-        """While a pass is made, run and captured."""
+        """Applies the variant while a pass is made, run and captured."""
         with ExitStack() as stack:
 
             def patch(owner: object, name: str, value: object) -> None:
@@ -105,7 +105,7 @@ class Variant:
 
 
 def axes(batch: int, quick: bool) -> list[list[dict[str, Any]]]:
-    """Of each axis the changes that are tried."""
+    """Returns the changes to try, by axis."""
     attention = FEW_ROWS if batch <= 2 else SOME_ROWS
     tiles = EXPERT_TILES[moe_decode.batch_class(batch)]
     found: list[list[dict[str, Any]]] = [
@@ -171,7 +171,7 @@ def captured(body: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
 
 
 def median_ms(graph: torch.cuda.CUDAGraph, refresh: Callable[[], object]) -> float:
-    """Of a replay among several that follow each other; inputs are drawn anew for each group."""
+    """Returns the median of consecutive replays. Each group of replays has new random inputs."""
     times = []
     for _ in range(9):
         refresh()
@@ -191,7 +191,7 @@ def error(got: Tensor, wanted: Tensor) -> float:
 
 
 def timeline(graph: torch.cuda.CUDAGraph, layers: int) -> None:
-    """Kernels of one MoE layer: from one LayerNorm's start to the next one's."""
+    """Prints the kernels of one MoE layer, from the start of one LayerNorm to the start of the next."""
     from torch.profiler import ProfilerActivity, profile
 
     for _ in range(3):
@@ -217,7 +217,7 @@ def timeline(graph: torch.cuda.CUDAGraph, layers: int) -> None:
 
 
 class Bench:
-    """One batch: variants against the reference."""
+    """Compares the variants with the reference at one batch size."""
 
     def __init__(self, stack: Stack, batch: int) -> None:
         self._stack, self._batch = stack, batch
@@ -271,7 +271,7 @@ Job = tuple[int, Tiles | DecodeConfig, bool]
 
 
 def compile_all(batches: list[int], quick: bool) -> None:
-    """Fills Triton's cache on disk."""
+    """Compiles all variants, which fills Triton's cache on disk."""
     jobs: dict[Job, None] = {}
     for batch in batches:
         jobs[batch, moe_decode.TILES[1, moe_decode.batch_class(batch)], True] = None
@@ -293,7 +293,7 @@ def compile_all(batches: list[int], quick: bool) -> None:
 
 @torch.inference_mode()
 def compile_jobs(jobs: list[Job]) -> None:
-    """In a process of its own."""
+    """Runs in a separate process."""
     compile_some(
         [("decode", 1, rows, what, True) for rows, what, _ in jobs if isinstance(what, Tiles)]
     )
@@ -303,7 +303,7 @@ def compile_jobs(jobs: list[Job]) -> None:
 
 
 def compile_attention(rows: int, config: DecodeConfig, early: bool) -> None:
-    """As both kinds of layers launch it: the GEMM of a dense one leaves half as many parts of tau's content."""
+    """Compiles attention for both kinds of layers. A dense layer's GEMM leaves half as many parts of tau's content."""
     heads, size = 32, 64
     pool = torch.zeros(PAGE, heads, size, dtype=DTYPE, device=DEVICE)
     zeros = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
@@ -326,7 +326,11 @@ def compile_attention(rows: int, config: DecodeConfig, early: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--timeline", action="store_true", help="kernels of a layer in time")
+    parser.add_argument(
+        "--timeline",
+        action="store_true",
+        help="print the start and end of the kernels of three layers",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer tiles")
     args = parser.parse_args()
     began = time.monotonic()

@@ -46,7 +46,7 @@ MOST_LOST = 0.06 if ON_GPU else 0.1
 
 
 def us(body: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Microseconds; on a CPU of a single call."""
+    """Returns microseconds of a call; on a CPU, of a single call."""
     if ON_GPU:
         # Kernels are compiled and attention is planned before anything is captured.
         body()
@@ -99,7 +99,7 @@ class Shapes:
 
 
 def check(shapes: Shapes) -> list[str]:
-    """What is wrong."""
+    """Returns the names of wrong results."""
     wrong = []
     some = slice(0, 300)
     for name, layer8, plain, x in (
@@ -196,7 +196,7 @@ def time_kernels(s: Shapes, title: str) -> None:
 
 
 def mlp(s: Shapes, out: Tensor) -> None:
-    """The MLP in FP8."""
+    """Computes the MLP in FP8."""
     norm = partial(layer_norm_fp8, s.x, s.gain, s.shift, pending=s.pending)
     s.fc28(s.gelu8(norm(norms=s.norms), s.norms), out=out)
 
@@ -216,7 +216,7 @@ def time_mlp(s: Shapes, title: str) -> None:
 
 
 def passes(repeats: int, *, quick: bool) -> None:
-    """Tower and prefix prefill, whole."""
+    """Measures whole passes of the tower and of prefix prefill."""
     config = model_config(dry_run=not ON_GPU)
     tensors = pack_weights(config, random_checkpoint(config, 0, DTYPE, DEVICE).tensors)
     print("\nThe tower, whole, in a graph")

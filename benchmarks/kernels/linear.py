@@ -100,7 +100,7 @@ ONE_ROW = [
 
 
 def candidates(case: Case, rows: int, quick: bool) -> list[Candidate]:
-    """Tiles that divide the parts of K: anything else leaves programs idle."""
+    """Returns tilings that divide the parts of K. Others leave programs idle."""
     tilings = DOT[:4] if quick else DOT + (NARROW if rows <= 16 else [])
     if rows == 1:
         tilings = tilings + (ONE_ROW[:2] if quick else ONE_ROW)
@@ -122,7 +122,7 @@ def compute(case: Case, c: Candidate, x: Tensor, w: Tensor, bias: Tensor, pdl: b
 
 
 def compile_some(jobs: list[tuple[Case, Candidate, int, bool]]) -> None:
-    """In a process of its own: fills Triton's cache on disk. What does not fit is reported by the run itself."""
+    """Fills Triton's cache on disk, in a separate process. The run reports kernels that do not fit."""
     for case, candidate, rows, pdl in jobs:
         x = torch.empty(rows, case.k, dtype=DTYPE, device="cuda")
         w = torch.empty(case.n, case.k, dtype=DTYPE, device="cuda")
@@ -147,7 +147,7 @@ def compile_all(jobs: list[tuple[Case, Candidate, int, bool]]) -> None:
 
 
 def graph_of(body: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """``body`` captured, after a run outside."""
+    """Captures ``body`` after running it once."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -160,7 +160,7 @@ def graph_of(body: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def microseconds(body: Callable[[], object], units: int, replays: int = 9) -> float:
-    """The median replay of a graph of ``body``, over the ``units`` of work in it."""
+    """Returns the median replay time of a graph of ``body``, divided by its ``units`` of work."""
     graph = graph_of(body)
     times = []
     for i in range(replays + 2):
@@ -189,7 +189,7 @@ def check(case: Case, c: Candidate, x: Tensor, w: Tensor, bias: Tensor, wanted: 
 
 
 def same_bits(case: Case) -> bool:
-    """Whether a row's result is the same in every batch, under any tile of tensor cores (of one split of K)."""
+    """Returns whether a row's result is the same in every batch, for every tile of tensor cores and one split of K."""
     w = torch.randn(case.n, case.k, dtype=DTYPE, device="cuda")
     x = torch.randn(64, case.k, dtype=DTYPE, device="cuda")
     bias = torch.randn(case.n, dtype=DTYPE, device="cuda")
@@ -203,7 +203,7 @@ def same_bits(case: Case) -> bool:
 
 
 def run_case(case: Case, rows: int, tried: list[Candidate]) -> list[dict[str, Any]]:
-    """cuBLAS and every candidate without and with programmatic launch, best first."""
+    """Times cuBLAS and every candidate, without and with programmatic launch, the fastest first."""
     copies = max(int(ROTATION_BYTES / (case.megabytes * 1e6)), 2)
     weights = [torch.randn(case.n, case.k, dtype=DTYPE, device="cuda") for _ in range(copies)]
     x = torch.randn(rows, case.k, dtype=DTYPE, device="cuda")
@@ -283,7 +283,7 @@ class Chain:
     def run(
         self, wide: Candidate | None, deep: Candidate | None, pdl: bool, spin_us: float
     ) -> Tensor:
-        """The residual stream at the end; None: cuBLAS's GEMMs, without their GELU."""
+        """Returns the residual stream at the end. None: with cuBLAS's GEMMs, without their GELU."""
         self.x.copy_(self.start)
         splits = (deep.splits if deep else 1) or 1
         partials = torch.zeros(splits, self.rows, DIM, device="cuda")
@@ -317,7 +317,7 @@ class Chain:
 def run_chain(
     chain: Chain, wides: list[Candidate], deeps: list[Candidate], depths: list[int], spin_us: float
 ) -> list[dict[str, Any]]:
-    """cuBLAS, then ours without and with programmatic launch, then one thing after the other changed for the better."""
+    """Times cuBLAS, our kernels without and with programmatic launch, then the best value of each parameter."""
     found = []
 
     def measure(what: str, wide: Candidate | None, deep: Candidate | None, pdl: bool) -> float:

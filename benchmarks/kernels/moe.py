@@ -105,7 +105,7 @@ Job = tuple[str, int, int, Any, bool]
 
 
 def jobs(quick: bool) -> list[Job]:
-    """(path, bytes of a weight, tokens, tiles, pdl): all that is compiled."""
+    """Returns everything to compile as (path, bytes of a weight, tokens, tiles, pdl)."""
     found: list[Job] = []
     for size in (1, 2):
         for tokens in (1, 16) if quick else (1, 16, 64):
@@ -129,7 +129,7 @@ def tensors(e: Experts) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
 
 
 def compile_some(mine: list[Job]) -> None:
-    """In a process of its own: fills Triton's cache on disk. What does not fit is reported by the run itself."""
+    """Fills Triton's cache on disk, in a separate process. The run reports kernels that do not fit."""
     layers = {size: experts_of(size) for size in {job[1] for job in mine}}
     for path, size, tokens, tiles, pdl in mine:
         u = torch.randn(tokens, DIM, dtype=DTYPE, device=DEVICE)
@@ -150,7 +150,7 @@ def compile_all(todo: list[Job]) -> None:
 
 
 def wanted(u: Tensor, weights: Tensor, chosen: Tensor, e: Experts) -> Tensor:
-    """float64, from the weights as they are stored."""
+    """Returns the result in float64, from the stored weights."""
     total = torch.zeros(u.shape, dtype=torch.float64, device=u.device)
     for expert in chosen.unique().tolist():
         token, choice = (chosen == expert).nonzero(as_tuple=True)
@@ -199,7 +199,7 @@ def check(todo: list[Job], layers: dict[int, Experts]) -> None:
 
 
 def median_us(body: Callable[[], object], refresh: Callable[[], object], replays: int) -> float:
-    """Median of a captured graph's replays."""
+    """Returns the median of a captured graph's replays."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -257,13 +257,13 @@ class Decode:
         return total / len(self.layers)
 
     def floor_us(self, rate: float) -> float:
-        """Of the last timing: bytes of the touched experts at ``rate`` bytes/s."""
+        """Returns the floor of the last timing: the time to read the used experts at ``rate`` bytes/s."""
         touched = statistics.mean(self.touched[2:])
         return touched * 3 * DIM * INNER * self.size / rate * 1e6
 
 
 def tune_decode(stack: Decode, quick: bool) -> tuple[decode.Tiles, str]:
-    """The best down for the first up, then the best up for that down."""
+    """Finds the best down for the first up, then the best up for that down."""
     ups, downs = DECODE_TILES[stack.size, stack.tokens == 1]
     if quick:
         ups, downs = ups[:3], downs[:3]
@@ -312,7 +312,7 @@ def measure_decode(
 def prefill_us(
     layers: list[Experts], u: Tensor, x: Tensor, logits: Tensor, tiles: prefill.Tiles
 ) -> float:
-    """A layer's time; ``logits`` [layers, T, E] are drawn anew each time."""
+    """Returns a layer's time. Each replay has new random ``logits`` [layers, T, E]."""
 
     def body() -> None:
         for e, of_layer in zip(layers, logits, strict=True):

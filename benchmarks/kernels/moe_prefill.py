@@ -106,7 +106,7 @@ def check(e: Experts) -> set[str]:
 
 
 def compile_one(way: Way) -> None:
-    """In a process of its own: fills Triton's cache on disk."""
+    """Compiles kernels in a separate process, which fills Triton's cache on disk."""
     e = random_experts(E, DIM, INNER, dtype=DTYPE, device=DEVICE, fp8=True)
     for tokens in (256, 760, 1500):
         u = torch.randn(tokens, DIM, dtype=DTYPE, device=DEVICE)
@@ -134,7 +134,7 @@ def layer_us(way: Way, layers: list[Experts], tokens: int, replays: int) -> floa
 
 
 def parts(way: Way, layers: list[Experts], tokens: int) -> list[tuple[str, float]]:
-    """Microseconds of each kernel, a layer's mean."""
+    """Returns microseconds of each kernel, as a mean of the layers."""
     u = torch.randn(tokens, DIM, dtype=DTYPE, device=DEVICE)
 
     def body() -> None:
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--replays", type=int, default=9)
     parser.add_argument(
-        "--parts", action="store_true", help="each kernel's time at 760 and 3,800 tokens"
+        "--parts", action="store_true", help="show each kernel's time at 760 and 3,800 tokens"
     )
     parser.add_argument("--json", help="write every figure to this path")
     args = parser.parse_args()

@@ -16,7 +16,7 @@ def random_experts(
     device: torch.device | str,
     fp8: bool = False,
 ) -> Experts:
-    """Of ``dtype``, or in e4m3 with a scale for each row."""
+    """Returns experts of ``dtype``, or in e4m3 with a scale for each row."""
     fc1 = torch.randn((num_experts, 2 * inner, dim), device=device, dtype=dtype)
     fc2 = torch.randn((num_experts, dim, inner), device=device, dtype=dtype)
     if not fp8:

@@ -152,7 +152,7 @@ def random_spec(rng: random.Random, vocab: int) -> SampleSpec:
 
 
 def beside_a_boundary(logits: Tensor, spec: SampleSpec) -> bool:
-    """Whether the draw, or the cut of top-p, of one row [V] falls on a boundary to within ROUNDING."""
+    """Returns whether the draw, or the cut of top-p, of one row [V] is within ROUNDING of a boundary."""
     row = logits.double().clone()
     if spec.rule.allowed is not None:
         listed = torch.tensor(spec.rule.allowed)
@@ -208,7 +208,7 @@ def check(report: Report, device: str, rows: int, vocab: int, batches: int) -> N
 
 
 def microseconds(body: Callable[[], None], replays: int) -> float:
-    """Of one call: the median replay of a graph of CALLS calls."""
+    """Returns the time of one call, from the median replay of a graph of CALLS calls."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -231,7 +231,7 @@ def microseconds(body: Callable[[], None], replays: int) -> float:
 
 
 def kernels_of(folder: Path) -> ModuleType:
-    """`kernels.sample` of another checkout's ``kestrel_engine/kernels``, beside this one's."""
+    """Imports `kernels.sample` of another checkout's ``kestrel_engine/kernels`` in addition to this one's."""
     name = "kernels_before"
     spec = importlib.util.spec_from_file_location(
         name, folder / "__init__.py", submodule_search_locations=[str(folder)]
@@ -244,7 +244,7 @@ def kernels_of(folder: Path) -> ModuleType:
 
 
 def time_rows(report: Report, title: str, shape: str, batches: Sequence[int], **how: Any) -> None:
-    """Adds a row of microseconds for each number of rows; ``how``: the rest of what Rows takes."""
+    """Adds a row of microseconds for each number of rows; ``how``: the other arguments of Rows."""
     deviation, more = SHAPES[shape]
     for rows in batches:
         logits = deviation * torch.randn(rows, VOCAB, device="cuda")
@@ -265,9 +265,9 @@ def time_rows(report: Report, title: str, shape: str, batches: Sequence[int], **
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
-    parser.add_argument("--tilings", action="store_true", help="time other tiles as well")
+    parser.add_argument("--tilings", action="store_true", help="also time other tiles")
     parser.add_argument(
-        "--before", type=Path, help="kestrel_engine/kernels of another checkout, timed as well"
+        "--before", type=Path, help="also time kestrel_engine/kernels of another checkout"
     )
     flags = parser.parse_args(arguments)
     report = Report("kernels.sampling", {"quick": flags.quick, "vocab": VOCAB})

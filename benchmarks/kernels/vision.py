@@ -62,7 +62,7 @@ PARTS = {
 
 @dataclass
 class Bench:
-    """What was measured, and whether all of it was right."""
+    """The measurements, and whether all results were right."""
 
     figures: list[dict[str, Any]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Bench:
         print(f"\n{text} (after {time.perf_counter() - self.began:.0f} s)", flush=True)
 
     def close_to(self, name: str, exact: Tensor, plain: Tensor, fused: Tensor) -> None:
-        """Relative distances from float32; the fused pass may not be farther than the plain one, but for chance."""
+        """Compares relative distances from float32. Except for noise, that of the fused pass must not be larger."""
         distances = [relative_error(value, exact) for value in (plain, fused)]
         self.note(name, plain=distances[0], fused=distances[1])
         if not distances[1] <= max(1.3 * distances[0], 1e-4):
@@ -92,7 +92,7 @@ def relative_error(value: Tensor, exact: Tensor) -> float:
 
 
 def seconds(body: Callable[[], object], repeats: int) -> float:
-    """Median; on a GPU between events, the launches of one call under way while the one before runs."""
+    """Returns the median. On a GPU, events measure it, and a call is launched while the previous one runs."""
     body()
     if not ON_GPU:
         began = time.perf_counter()
@@ -108,7 +108,7 @@ def seconds(body: Callable[[], object], repeats: int) -> float:
 
 
 def graph_seconds(body: Callable[[], object], repeats: int) -> float:
-    """The same from a captured graph: what launching costs is gone."""
+    """Returns the same from a captured graph, which excludes the cost of launches."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         body()
@@ -116,7 +116,7 @@ def graph_seconds(body: Callable[[], object], repeats: int) -> float:
 
 
 def parts_of(body: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds of kernels by part."""
+    """Returns milliseconds of kernels by part."""
     body()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         body()
@@ -161,7 +161,8 @@ def check_tower(bench: Bench, plain: VisionModel, fused: FusedVision, exact: Vis
 
 
 def plans(bench: Bench, fused: FusedVision) -> None:
-    """What the first pass of each batch size costs more than the second: kernels compiled, attention planned."""
+    """Measures how much longer the first pass of each batch size takes than the second: it compiles kernels and plans
+    attention."""
     for count in (1, 2, 3, 9, 28, 56):
         crops = random_crops(fused.config, count)
         torch.cuda.synchronize()
@@ -193,7 +194,7 @@ def time_tower(
 
 
 def time_variants(bench: Bench, fused: FusedVision, tensors: dict[str, Tensor], count: int) -> None:
-    """One layer's GEMMs in the forms that were to choose from, and attention by each kernel; microseconds."""
+    """Times one layer's GEMMs in all forms, and attention by each kernel, in microseconds."""
     config = fused.config
     rows, dim = count * config.grid**2, config.enc_dim
     x, u = (torch.randn(rows, dim, device=DEVICE, dtype=DTYPE) for _ in range(2))
@@ -245,7 +246,7 @@ def time_embedding(bench: Bench, plain: VisionModel, fused: FusedVision, repeats
 
 @dataclass
 class Prefixes:
-    """BOS and image of several sequences: a prefill pass of blocks that attend both ways, and nothing else."""
+    """A prefill pass of BOS and image of several sequences: blocks that attend in both directions."""
 
     count: int
     length: int
@@ -333,7 +334,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="9 and 56 crops, 16 images, no variants"
     )
-    parser.add_argument("--json", type=Path, help="every figure")
+    parser.add_argument("--json", type=Path, help="write every figure to this path")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model, also without a GPU")
     args = parser.parse_args()
     if not (ON_GPU or args.dry_run):

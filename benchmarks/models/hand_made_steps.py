@@ -72,7 +72,7 @@ class HandMadeSteps:
     def row(
         self, held: Held, tokens: tuple[Token, ...], start: int, *, draw: int | None = None
     ) -> Row:
-        """``tokens`` from position ``start`` on; ``draw``: sample after them, as this request's n-th token."""
+        """Returns a row of ``tokens`` from position ``start`` on. ``draw``: sample the request's n-th token after."""
         used = -(-(start + num_positions(tokens)) // self.runtime.limits.page_size)
         return Row(held.sequence_id, tokens, start, held.pages[:used], self._sample(draw))
 
@@ -80,7 +80,7 @@ class HandMadeSteps:
         return self.run(StepPlan(next(_ids), prefill=tuple(rows)))
 
     def encode(self, images: Sequence[PreparedImage]) -> StepResult:
-        """All crops of ``images`` in one step; their embeddings are kept until ``end`` names them."""
+        """Encodes all crops of ``images`` in one step. Their embeddings are kept until ``end`` names them."""
         pieces = tuple(EncodeSlice(image, 0, image.num_crops) for image in images)
         return self.run(StepPlan(next(_ids), encode=pieces))
 
@@ -88,7 +88,7 @@ class HandMadeSteps:
         return self.run(StepPlan(next(_ids), decode=tuple(rows)))
 
     def decode_plans(self, held: Sequence[Held], start: int, count: int) -> list[StepPlan]:
-        """``count`` steps in which each sequence feeds back what it sampled last, from position ``start`` on.
+        """Returns ``count`` steps from position ``start`` on. Each sequence's input is the token that it sampled last.
 
         Page tables are whole from the beginning, so that a sequence may start over from an earlier position.
         """

@@ -127,7 +127,7 @@ def _is_cuda(device: str) -> bool:
 def parse(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None
 ) -> tuple[argparse.Namespace, list[str]]:
-    """(the benchmark's own flags, the rest, which are the model's)."""
+    """Returns the benchmark's own flags, and the other flags, which are the model's."""
     parser.epilog = (
         "All other flags are those of 'kestrel-grpc serve' about the model and its steps: --model, --random-weights,\n"
         "--device, --dtype, --max-batch-size, --step-crops and so on."
@@ -211,7 +211,7 @@ class RunningEngine:
 async def engine_on(
     opened: Opened, observer: Observer | None = None
 ) -> AsyncIterator[RunningEngine]:
-    """An engine on a loaded model, with the skills of forced length. The model stays loaded afterwards."""
+    """Runs an engine on a loaded model, with the skills of forced length. The model stays loaded afterwards."""
     skills = SkillRegistry([*SkillRegistry.default(), ForcedCaption(), ForcedQuery()])
     built = replace(opened.built, runtime=KeptRuntime(opened.built.runtime))
     async with InferenceEngine(opened.config, built, skills, observer=observer) as engine:

@@ -104,21 +104,26 @@ def add_side_arguments(parser: argparse.ArgumentParser) -> None:
         "--left",
         default="--no-compile",
         metavar="FLAGS",
-        help="flags of the side that counts as right, in one argument: --left='--dtype float32' [--no-compile: plain "
+        help="flags of the reference side, in one argument: --left='--dtype float32' [--no-compile: plain "
         "torch]",
     )
     parser.add_argument(
-        "--right", default="", metavar="FLAGS", help="flags of the side in question [none: kernels]"
+        "--right", default="", metavar="FLAGS", help="flags of the side to check [none: kernels]"
     )
     add_request_arguments(parser)
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--skill", default="query", choices=("query", "caption", "point", "detect"), help="[query]"
+        "--skill",
+        default="query",
+        choices=("query", "caption", "point", "detect"),
+        help="skill [query]",
     )
-    parser.add_argument("--text", default="What is in the picture?", help="question, or object")
-    parser.add_argument("--image", metavar="FILE", help="an image [drawn]")
+    parser.add_argument(
+        "--text", default="What is in the picture?", help="question, or name of the object"
+    )
+    parser.add_argument("--image", metavar="FILE", help="the image [a drawn one]")
     parser.add_argument("--no-image", action="store_true", help="ask without an image (query)")
     parser.add_argument("--max-tokens", type=int, default=16, help="tokens to compare [16]")
 

@@ -122,7 +122,7 @@ class CannedEngine:
         await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
-        """The device's pace, and the rest between two calls of the event loop."""
+        """Runs steps at the device's pace, and waits between two calls of the event loop."""
         running: list[_Request] = []
         step_ends = due = 0.0
         step_id = 0
@@ -180,7 +180,7 @@ class CannedEngine:
         self._loop.call_soon_threadsafe(self._deliver, deliveries)
 
     def _deliver(self, deliveries: list[_Delivery]) -> None:
-        """On the event loop."""
+        """Runs on the event loop."""
         for request, updates, result in deliveries:
             request.stream.push(updates)
             if result is not None:

@@ -45,7 +45,7 @@ class Snapshot:
 class WindowKeeper:
     """``note`` after every full step: the window runs from the ``warm_up``-th of these to the latest that ends ten.
 
-    One thread's to write.
+    Only one thread may call ``note``.
     """
 
     warm_up: int = 20

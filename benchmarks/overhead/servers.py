@@ -1,5 +1,5 @@
-"""The measured processes of grpc_overhead.py beside its echo: a server with a real or a canned engine, and the engine
-alone.
+"""The measured processes of grpc_overhead.py, except its echo: a server with a real or a canned engine, and the
+engine alone.
 
 Each runs in a separate process with one end of a pipe. It sends its address, if it has one, replies to "window" with a
 Window and to "cpu" with a Snapshot, and ends when it receives None.

@@ -169,7 +169,7 @@ def _report_sides(
 
 
 def _added(side: _Side, echo: _Side) -> list[float]:
-    """By turns."""
+    """Returns the added cost of each turn."""
     return [side.cost(turn) - echo.cost(turn) for turn in range(len(side.seen))]
 
 

@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that every benchmark has."""
     parser.add_argument("--json", metavar="FILE", help="write tables, bars and machine to FILE")
     parser.add_argument(
-        "--quick", action="store_true", help="a hundredth of the work: a smoke test"
+        "--quick", action="store_true", help="do a hundredth of the work, as a smoke test"
     )
 
 

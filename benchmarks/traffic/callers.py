@@ -68,7 +68,7 @@ class EngineTarget:
         return await self._run("detect", image, {"object": what}, {"max_objects": 8})
 
     async def forced(self, image: bytes, max_tokens: int) -> Answer:
-        """Exactly ``max_tokens`` tokens."""
+        """Answers with exactly ``max_tokens`` tokens."""
         return await self._run("forced", image, {}, {"max_tokens": max_tokens})
 
     async def forced_query(
@@ -119,7 +119,7 @@ class ServedTarget:
     async def forced_query(
         self, image: bytes, question: str, max_tokens: int, sampling: Mapping[str, float]
     ) -> Answer:
-        """The server must have been given the skill."""
+        """The server must have loaded the skill."""
         settings = {**sampling, "max_tokens": max_tokens}
         arguments = {"question": question}
         return await self._read(

@@ -76,7 +76,7 @@ class ChartTrace:
 
 
 def shape_of(number: int) -> Shape:
-    """Which kind image ``number`` is; the shares hold for every stretch of the trace."""
+    """Returns the kind of image ``number``. Every part of the trace has the same shares of kinds."""
     place = (number * 0.6180339887498949) % 1.0
     for shape in SHAPES:
         if place < shape.share:
@@ -231,7 +231,7 @@ def make_trace(
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that say what is asked."""
+    """Adds the flags for the images and questions of the trace."""
     group = parser.add_argument_group("trace")
     group.add_argument(
         "--num-prompts", type=int, metavar="N", help="only the first N questions [2500]"
@@ -245,7 +245,12 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="an image of your own instead of drawn ones; may be given several times",
     )
-    group.add_argument("--image-dir", type=Path, metavar="FOLDER", help="all images of a folder")
+    group.add_argument(
+        "--image-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="use all images of a folder instead of drawn ones",
+    )
     group.add_argument(
         "--prompt",
         action="append",
@@ -253,14 +258,16 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="a question of your own instead of drawn ones; may be given several times",
     )
-    group.add_argument("--trace-seed", type=int, default=0, metavar="N", help="of the drawing [0]")
     group.add_argument(
-        "--cache", type=Path, metavar="FOLDER", help="keep drawn images there for later runs"
+        "--trace-seed", type=int, default=0, metavar="N", help="seed of images and questions [0]"
+    )
+    group.add_argument(
+        "--cache", type=Path, metavar="FOLDER", help="folder that keeps drawn images for later runs"
     )
 
 
 def trace_from(args: argparse.Namespace, encode: Callable[[str], list[int]]) -> ChartTrace:
-    """The trace that the flags ask for."""
+    """Returns the trace for the flags."""
     paths = list(args.image)
     if args.image_dir is not None:
         paths += sorted(p for p in args.image_dir.iterdir() if p.is_file())
@@ -281,9 +288,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--num-images", type=int, default=NUM_IMAGES, help="[1509]")
-    parser.add_argument("--trace-seed", type=int, default=0, help="[0]")
-    parser.add_argument("--cache", type=Path, metavar="FOLDER", help="keep the images there")
+    parser.add_argument(
+        "--num-images", type=int, default=NUM_IMAGES, help="number of images [1509]"
+    )
+    parser.add_argument(
+        "--trace-seed", type=int, default=0, help="seed of images and questions [0]"
+    )
+    parser.add_argument("--cache", type=Path, metavar="FOLDER", help="folder that keeps the images")
     args = parser.parse_args(arguments)
     images = draw_images(args.num_images, seed=args.trace_seed, cache=args.cache)
     kinds = [shape_of(number) for number in range(len(images))]

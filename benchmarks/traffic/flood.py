@@ -1,4 +1,4 @@
-"""Flood: keeps many calls of one principal in flight, from a process of its own, and counts their statuses.
+"""Flood: keeps many calls of one principal in flight, from a separate process, and counts their statuses.
 
 Each call is repeated when it is answered, or after a pause of about ``pause_s`` when it is refused.
 """
@@ -55,7 +55,7 @@ def _run(pipe: Connection, *arguments: Any) -> None:
 
 
 async def _call(pipe: Connection, address: str, in_flight: int, ask: Ask, pause_s: float) -> None:
-    """Keeps the calls in flight until None arrives. Sends the counts whenever it is asked for them."""
+    """Keeps the calls in flight until None arrives. Sends the counts on request."""
     ended: collections.Counter[str] = collections.Counter()
 
     async def caller(stub: VisionServiceStub, rng: random.Random) -> None:

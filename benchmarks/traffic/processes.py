@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class ServerProcess:
-    """A server in a process of its own, ready for calls.
+    """A server in a separate process, ready for calls.
 
     ``command`` starts the server, which prints a line "… listening on ADDRESS, …" once it is ready. ``log``: the file
     that receives its standard error; None to inherit this process's. ``end_patience_s``: seconds that it may take to

@@ -16,14 +16,14 @@ from training.texts.phrases import Phrase, draw_absent, draw_present, name_of, r
 
 RELATION_GAP = 0.05  # least difference of two centres, as a share of the side
 EDGE_GAP = 0.03  # least lead of the outermost centre
-PLACE_GAP = 0.03  # least distance from the lines that part the picture in thirds
+PLACE_GAP = 0.03  # least distance from the lines that divide the image into thirds
 
 
 @dataclass(frozen=True)
 class Question:
     """kind: the row of the evaluation table.
 
-    steps: what the reasoning points at, as (words, indices of shapes); refs: a spatial reference in picture
+    steps: what the reasoning points at, as (words, indices of shapes); refs: a spatial reference in image
     shares, [x, y] or [x0, y0, x1, y1].
     """
 
