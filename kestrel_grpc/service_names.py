@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kestrel_client._pb.inference import grpc_service_pb2
 from kestrel_client._pb.kestrel.v1 import (
     admin_service_pb2,
     image_service_pb2,
@@ -13,12 +14,20 @@ VISION_SERVICE: str = vision_service_pb2.DESCRIPTOR.services_by_name["VisionServ
 IMAGE_SERVICE: str = image_service_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name
 MODEL_SERVICE: str = model_service_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
 ADMIN_SERVICE: str = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
-SERVICES = (VISION_SERVICE, IMAGE_SERVICE, MODEL_SERVICE, ADMIN_SERVICE)
+KSERVE_SERVICE: str = grpc_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+SERVICES = (VISION_SERVICE, IMAGE_SERVICE, MODEL_SERVICE, ADMIN_SERVICE, KSERVE_SERVICE)
 
 VISION_METHODS = f"/{VISION_SERVICE}/"
 IMAGE_METHODS = f"/{IMAGE_SERVICE}/"
 MODEL_METHODS = f"/{MODEL_SERVICE}/"
 ADMIN_METHODS = f"/{ADMIN_SERVICE}/"
+KSERVE_METHODS = f"/{KSERVE_SERVICE}/"
+INFERENCE_METHODS = (
+    VISION_METHODS,
+    f"{KSERVE_METHODS}ModelInfer",
+    f"{KSERVE_METHODS}ModelStreamInfer",
+)
+"""Prefixes of the methods whose calls become requests of the engine."""
 HEALTH_METHODS = "/grpc.health."
 """Of every version of the health service, as the next of the reflection service."""
 REFLECTION_METHODS = "/grpc.reflection."

@@ -9,6 +9,7 @@ What protoc gives is changed in three ways:
 - Imports and module names read kestrel_client._pb.kestrel.v1, so that no top-level package `kestrel` is installed. The
   descriptors keep their file names (kestrel/v1/common.proto), which is what server reflection shows.
 - gRPC stubs of files without a service are left out.
+- Files of PRIVATE packages get a descriptor pool of their own: tritonclient registers the same names in the default one.
 
 The generator is pinned: code from grpcio-tools 1.81.1 (protobuf 6.33.5) loads under protobuf 6.33.5 to 7 and grpcio
 from 1.81.1 on; code from newer ones refuses protobuf 6.
@@ -41,7 +42,10 @@ SOURCES = (
     "kestrel/v1/model_service.proto",
     "kestrel/v1/admin_service.proto",
     "kestrel/client/internal/wire.proto",
+    "inference/grpc_service.proto",
 )
+PRIVATE = ("inference",)
+"""Packages that other distributions register too. Such a file must not import another file."""
 WELL_KNOWN = ("google/protobuf/struct.proto",)
 """Imported by our files and part of protobuf's own library."""
 RULES_FILE = "buf/validate/validate.proto"
@@ -164,14 +168,18 @@ def has_service(path: Path) -> bool:
 
 
 def rehomed(code: str) -> str:
-    """Generated code with kestrel.* modules moved below PACKAGE; descriptors are left as they are."""
-    code = re.sub(r"^from kestrel\.", f"from {PACKAGE}.kestrel.", code, flags=re.MULTILINE)
-    code = re.sub(r"^import kestrel\.", f"import {PACKAGE}.kestrel.", code, flags=re.MULTILINE)
-    return re.sub(
-        r"(BuildTopDescriptorsAndMessages\(DESCRIPTOR, ')kestrel\.",
-        rf"\g<1>{PACKAGE}.kestrel.",
+    """Generated code with its modules moved below PACKAGE; descriptors are left as they are."""
+    roots = "|".join(("kestrel", *PRIVATE))
+    code = re.sub(rf"^from ({roots})\b", rf"from {PACKAGE}.\1", code, flags=re.MULTILINE)
+    code = re.sub(rf"^import ({roots})\b", rf"import {PACKAGE}.\1", code, flags=re.MULTILINE)
+    code, built = re.subn(
+        rf"(BuildTopDescriptorsAndMessages\(DESCRIPTOR, ')({roots})\.",
+        rf"\g<1>{PACKAGE}.\2.",
         code,
     )
+    if built and re.search(rf"'{PACKAGE}\.({'|'.join(PRIVATE)})\.", code):
+        code = code.replace("_descriptor_pool.Default()", "_descriptor_pool.DescriptorPool()")
+    return code
 
 
 if __name__ == "__main__":

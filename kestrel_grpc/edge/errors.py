@@ -37,6 +37,10 @@ class MethodNotFound(engine.KestrelError):
     """No service of this server has the method."""
 
 
+class NotServed(engine.KestrelError):
+    """The protocol has the method or the option, but this server has nothing that it could apply to."""
+
+
 class CaptureError(engine.KestrelError):
     """The server cannot capture requests as requested."""
 

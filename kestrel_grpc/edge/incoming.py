@@ -31,7 +31,7 @@ _A_MOMENT_S = 0.05
 
 class Incoming:
     """The messages of one call. ``decode``: converts bytes to a message. ``pulls``: limits the time in which a message
-    must arrive. ``use``: the use of the call's connection."""
+    must arrive. ``use``: the use of the call's connection. ``copies``: of each message's bytes in memory."""
 
     def __init__(
         self,
@@ -41,7 +41,9 @@ class Incoming:
         limits: MessageLimits,
         pulls: CallLimit,
         use: ConnectionUse,
+        copies: int = COPIES,
     ) -> None:
+        self._copies = copies
         self._context, self._decode, self._use = context, decode, use
         self._hold, self._limits, self._pulls = hold, limits, pulls
 
@@ -63,8 +65,17 @@ class Incoming:
             yield message
             del message
 
+    async def reserved(self) -> Any:
+        """The next message of a stream, whose memory the caller has reserved in the hold; None after the last one.
+        Raises the same errors as ``only``, but not MessagesFull."""
+        data = await self._read()
+        return None if data is _EOF else await self._message(data)
+
     async def _pull(self) -> Any:
-        await self._hold.reserve(self._limits.reserved)
+        await self._hold.reserve(self._limits.reserved_for(self._copies))
+        return await self._read()
+
+    async def _read(self) -> Any:
         use = self._use
         use.pulls += 1
         try:
@@ -80,7 +91,7 @@ class Incoming:
         if is_compressed(data):
             data = await inflated(data, self._limits.largest)
             self._check_size(len(data))
-        self._hold.settle(COPIES * len(data))
+        self._hold.settle(self._copies * len(data))
         try:
             return self._decode(data)
         except DecodeError:
@@ -94,9 +105,9 @@ class Incoming:
             raise MessageTooLarge(
                 "", f"the message has {num_bytes} bytes; the limit is {limits.largest}"
             )
-        if limits.held is not None and COPIES * num_bytes > limits.held:
+        if limits.held is not None and self._copies * num_bytes > limits.held:
             raise MessageTooLarge(
                 "",
-                f"the message has {num_bytes} bytes and is held {COPIES} times; all messages together may have "
+                f"the message has {num_bytes} bytes and is held {self._copies} times; all messages together may have "
                 f"{limits.held}",
             )

@@ -14,4 +14,5 @@ def inner_request(message: Any) -> Any:
 
 @functools.cache
 def _carries_request(kind: Any) -> bool:
-    return "request" in kind.DESCRIPTOR.fields_by_name
+    descriptor = getattr(kind, "DESCRIPTOR", None)  # An upload's parts are no message.
+    return descriptor is not None and "request" in descriptor.fields_by_name

@@ -1,6 +1,7 @@
 """The edge of every call: identifies the caller, sets the request's id, converts errors, and counts and reports calls.
 
-CallInterceptor wraps each method of kestrel.v1. visitors.py wraps the methods of health and reflection. A message is
+CallInterceptor wraps each method of kestrel.v1 and of KServe's protocol. visitors.py wraps the methods of health and
+reflection, and request_streams.py those whose stream carries many requests. A message is
 read after its caller is identified and admitted, and after memory is reserved for it. Handlers raise exceptions, and
 only this module converts them to statuses.
 
@@ -16,77 +17,39 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import grpc
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 
 from ..security.admission.guard import Guard
+from ..security.admission.message_limits import ADAPTED_COPIES, COPIES
 from ..security.identity.principal import Principal, Scope
+from ..service_names import KSERVE_METHODS
 from .bounded_context import BoundedContext
 from .call import Call, Context, id_from_metadata, new_id
 from .call_limit import CallLimit
+from .call_watcher import CallWatcher
 from .current_call import current
 from .endings import Endings, Trailers, forget_frames
 from .errors import SlowSender
+from .in_flight import InFlight
 from .incoming import Incoming
 from .inner_request import inner_request
 from .lost_connections import silence_lost_connections
-from .request_ids import id_from_options
+from .request_ids import id_from_options, own_id
+from .request_streams import Refuse, RequestStreams
 from .visitors import Visitors
 
-_INTERCEPTED = "/kestrel.v1."
+_INTERCEPTED = ("/kestrel.v1.", KSERVE_METHODS)
 _ENTRY_BYTES = 32
 """Bytes that an entry of the metadata counts in addition to its name and value, as in HTTP/2 (RFC 9113, 6.5.2)."""
 
 
-class CallWatcher(Protocol):
-    """Receives the events of every call. Its methods must not raise.
-
-    ``on_message`` is called when the request is read and its id is known. ``message`` is None for a stream of requests.
-    """
-
-    def begin(self, call: Call) -> None: ...
-
-    def on_message(self, call: Call, message: Any) -> None: ...
-
-    def end(self, call: Call) -> None: ...
-
-
-class InFlight:
-    """Counts the calls in progress, so that a stopping server can wait for their end."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def count(self) -> int:
-        return self._count
-
-    def __enter__(self) -> None:
-        self._count += 1
-        self._idle.clear()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._count -= 1
-        if self._count == 0:
-            self._idle.set()
-
-    async def wait_idle(self, timeout_s: float) -> bool:
-        """Waits for the end of all calls. Returns whether they ended within ``timeout_s`` seconds."""
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
-
-
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Wraps the handlers of all methods. ``end_call`` is called once at the end of every call. ``trailers`` returns
-    additional trailers for the calls of a method."""
+    additional trailers for the calls of a method. ``refuse`` answers failed requests of streams that carry many."""
 
     def __init__(
         self,
@@ -95,6 +58,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         end_call: Callable[[Call], None],
         watcher: CallWatcher | None = None,
         trailers: Callable[[str], Trailers] | None = None,
+        refuse: Refuse = lambda request, complaint, metadata: None,
     ) -> None:
         silence_lost_connections()
         self._in_flight, self._guard = in_flight, guard
@@ -103,6 +67,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._limit = CallLimit(guard.limits.deadline_s)
         self._pulls = CallLimit(guard.limits.read_s, _too_slow)
         self._visitors = Visitors(guard, self._endings, self._end_visit)
+        self._streams = RequestStreams(guard, self._endings, in_flight, end_call, watcher, refuse)
         self._most_metadata_bytes = guard.connections.most_metadata_bytes
         self._made: dict[int, tuple[Any, Any]] = {}
         """The handler of each method and its wrapped handler, by the identity of the handler."""
@@ -125,7 +90,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return self._visitors.unknown(method)
         made = self._made.get(id(handler))
         if made is None:
-            make = self._edge if method.startswith(_INTERCEPTED) else self._visitors.edge
+            make: Callable[[str, Any], Any] = self._visitors.edge
+            if method.startswith(_INTERCEPTED):
+                make = self._streams.edge if handler.stream_stream else self._edge
             made = self._made[id(handler)] = (handler, make(method, handler))
         return made[1]
 
@@ -141,6 +108,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         streaming, limit, watcher = handler.response_streaming, self._limit, self._watcher
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary
         takes_stream, empty = handler.request_streaming, _empty(decode)
+        copies = ADAPTED_COPIES if method.startswith(KSERVE_METHODS) else COPIES
 
         async def handle(_messages: Any, context: Context) -> Any:
             metadata = tuple(context.invocation_metadata() or ())
@@ -170,20 +138,25 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                         contextlib.closing(guard.hold(principal, call.peer)) as hold,
                     ):
                         guard.check_room(method)
-                        incoming = Incoming(context, decode, hold, guard.messages, self._pulls, use)
+                        incoming = Incoming(
+                            *(context, decode, hold, guard.messages, self._pulls, use),
+                            copies=copies,
+                        )
                         if takes_stream:
                             request = incoming.all()
                             if watcher is not None:
-                                watcher.on_message(call, None)
+                                watcher.on_message(call)
                         else:
                             request = await incoming.only() if empty is None else empty()
                             call.message = request
                             prefix = "request." if streaming else ""
                             options = _options(request)
-                            if options is not None:
-                                call.request_id = id_from_options(options) or call.request_id
+                            chosen = (
+                                own_id(request) if options is None else id_from_options(options)
+                            )
+                            call.request_id = chosen or call.request_id
                             if watcher is not None:
-                                watcher.on_message(call, request)
+                                watcher.on_message(call)
                             if options is not None:
                                 _check_priority(options, principal)
                         if streaming and limits.write_s is not None:

@@ -20,10 +20,11 @@ from kestrel_engine import InvalidRequest
 
 from ..edge.call import REQUEST_ID_KEY, TRACE_ID_KEY, Call, Context, id_from_metadata, new_id
 from ..edge.call_limit import CallLimit
+from ..edge.call_watcher import CallWatcher
 from ..edge.current_call import current
 from ..edge.endings import forget_frames, note
 from ..edge.errors import SlowReader, SlowSender
-from ..edge.interceptors import CallWatcher, InFlight
+from ..edge.in_flight import InFlight
 from ..edge.statuses import complaint
 from ..security.admission.admission import MessageTooLarge
 from ..security.admission.guard import Guard
@@ -175,7 +176,7 @@ class HttpEdge:
                 asked = endpoint.read(Fields({}))
             call.message = asked.message
             if watcher is not None:
-                watcher.on_message(call, asked.message)
+                watcher.on_message(call)
             writer.events = asked.events
             async with _cancelled_with(receive):
                 response = await self._limit.within(asked.behaviour(asked.message, call.context))

@@ -16,6 +16,15 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest
 
 from ..service_names import VISION_METHODS
+from ..services.json_values import (
+    box_values,
+    finish_reason,
+    metrics_values,
+    outline_values,
+    point_values,
+    reasoning_values,
+    spatial_ref,
+)
 from ..services.vision import VisionService
 from .edge import Asked, Endpoint
 from .fields import Fields, image_bytes, numbers
@@ -131,33 +140,14 @@ def _spatial_refs(fields: Fields) -> list[common_pb2.SpatialRef]:
     refs = []
     for index, item in enumerate(fields.items("spatial_refs")):
         name = fields.name(f"spatial_refs[{index}]")
-        values = numbers(item, name)
-        if len(values) == 2:
-            point = common_pb2.Point(x=values[0], y=values[1])
-            refs.append(common_pb2.SpatialRef(point=point))
-        elif len(values) == 4:
-            x_min, y_min, x_max, y_max = values
-            box = common_pb2.Box(x_min=x_min, y_min=y_min, x_max=x_max, y_max=y_max)
-            refs.append(common_pb2.SpatialRef(box=box))
-        else:
-            raise InvalidRequest(name, f"must have 2 or 4 numbers, got {len(values)}")
+        refs.append(spatial_ref(numbers(item, name), name))
     return refs
 
 
 def query_json(response: pb.QueryResponse) -> dict[str, Any]:
     body: dict[str, Any] = {"answer": response.answer, **_shared(response)}
     if response.HasField("reasoning"):
-        body["reasoning"] = {
-            "text": response.reasoning.text,
-            "grounding": [
-                {
-                    "start_idx": span.start,
-                    "end_idx": span.end,
-                    "points": [[point.x, point.y] for point in span.points],
-                }
-                for span in response.reasoning.grounding
-            ],
-        }
+        body["reasoning"] = reasoning_values(response.reasoning)
     return body
 
 
@@ -166,41 +156,24 @@ def caption_json(response: pb.CaptionResponse) -> dict[str, Any]:
 
 
 def point_json(response: pb.PointResponse) -> dict[str, Any]:
-    points = [{"x": point.x, "y": point.y} for point in response.points]
+    points = [point_values(point) for point in response.points]
     return {"points": points, "count": len(points), **_shared(response)}
 
 
 def detect_json(response: pb.DetectResponse) -> dict[str, Any]:
-    return {"objects": [box_json(box) for box in response.objects], **_shared(response)}
+    return {"objects": [box_values(box) for box in response.objects], **_shared(response)}
 
 
 def segment_json(response: pb.SegmentResponse) -> dict[str, Any]:
-    body: dict[str, Any] = {"path": response.svg_path, **_shared(response)}
-    if response.HasField("box"):
-        body["bbox"] = box_json(response.box)
-    if response.HasField("parse_error"):
-        body["parse_error"] = response.parse_error
-    return body
-
-
-def box_json(box: common_pb2.Box) -> dict[str, float]:
-    return {"x_min": box.x_min, "y_min": box.y_min, "x_max": box.x_max, "y_max": box.y_max}
+    return {**outline_values(response), **_shared(response)}
 
 
 def _shared(response: Any) -> dict[str, Any]:
-    timings = response.timings
-    reason = "length" if response.finish_reason == common_pb2.FINISH_REASON_LENGTH else "stop"
     return {
         "request_id": response.request_id,
         "model": response.model,
-        "finish_reason": reason,
-        "metrics": {
-            "input_tokens": response.usage.input_tokens,
-            "output_tokens": response.usage.output_tokens,
-            "prefill_time_ms": timings.prefill_time_ms,
-            "decode_time_ms": timings.decode_time_ms,
-            "ttft_ms": timings.ttft_ms,
-        },
+        "finish_reason": finish_reason(response),
+        "metrics": metrics_values(response),
     }
 
 
@@ -226,7 +199,7 @@ def _text_events(final: Callable[[Any], dict[str, Any]]) -> Callable[[Any], Iter
 def _segment_events(message: Any) -> Iterable[bytes]:
     kind = message.WhichOneof("event")
     if kind == "object":
-        yield _event(type="bbox", bbox=box_json(message.object), completed=False)
+        yield _event(type="bbox", bbox=box_values(message.object), completed=False)
     elif kind == "path_piece":
         # The client joins the pieces as they are.
         yield _event(type="path_delta", chunk=f"{message.path_piece.path} ", completed=False)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..edge.call import Call
-from ..edge.interceptors import CallWatcher, InFlight
+from ..edge.call_watcher import CallWatcher
+from ..edge.in_flight import InFlight
 from ..security.admission.guard import Guard
 from ..security.identity.tls import server_context
 from ..security.listening import check_exposure

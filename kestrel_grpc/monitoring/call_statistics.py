@@ -1,13 +1,14 @@
-"""CallStatistics: counts of VisionService's calls since the start, by method. GetStatistics returns them."""
+"""CallStatistics: counts of the calls for inference since the start, by method. GetStatistics returns them."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import grpc
 
 from ..edge.call import Call
-from ..service_names import VISION_METHODS
+from ..service_names import INFERENCE_METHODS
 from ..telemetry.attributes import SERVER_ERRORS
 
 
@@ -25,12 +26,16 @@ class MethodCounts:
     output_tokens: int = 0
     cached_tokens: int = 0
     total_s: float = 0.0
+    failed_s: float = 0.0
+    """Of the calls that did not end with OK."""
     preprocess_s: float = 0.0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
     def count(self, call: Call) -> None:
+        if call.code is not grpc.StatusCode.OK:
+            self.failed_s += call.duration_ms / 1e3
         if call.code is grpc.StatusCode.CANCELLED:
             self.cancelled += 1
         elif call.code in SERVER_ERRORS:
@@ -57,10 +62,13 @@ class CallStatistics:
     def __init__(self) -> None:
         self.methods: dict[str, MethodCounts] = {}
         """By the method's name, such as "Query". Methods without a call are absent."""
+        self.last_at: float | None = None
+        """When the last call ended, in seconds since the epoch."""
 
     def on_call(self, call: Call) -> None:
-        if call.method.startswith(VISION_METHODS):
-            name = call.method.removeprefix(VISION_METHODS)
+        if call.method.startswith(INFERENCE_METHODS):
+            self.last_at = time.time()
+            name = call.method.rpartition("/")[2]
             counts = self.methods.get(name)
             if counts is None:
                 counts = self.methods[name] = MethodCounts()

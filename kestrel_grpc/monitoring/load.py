@@ -16,7 +16,7 @@ from kestrel_engine import SchedulerStats
 
 from ..edge.call import Call
 from ..served_model import ServedModel, State
-from ..service_names import VISION_METHODS
+from ..service_names import INFERENCE_METHODS
 
 WINDOW_S = 10
 """Seconds over which rates are averaged: short enough to show a burst, long enough to smooth single requests."""
@@ -80,7 +80,7 @@ class LoadMeter:
         self._cpu_seen = (clock(), time.process_time())
 
     def on_call(self, call: Call) -> None:
-        if not call.method.startswith(VISION_METHODS):
+        if not call.method.startswith(INFERENCE_METHODS):
             return
         number = int(self._clock())
         if not self._seconds or self._seconds[-1].number != number:

@@ -23,6 +23,9 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from kestrel_client._pb.inference.grpc_service_pb2_grpc import (
+    add_GRPCInferenceServiceServicer_to_server,
+)
 from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import (
     add_AdminServiceServicer_to_server,
 )
@@ -39,11 +42,13 @@ from kestrel_engine import InferenceEngine, RuntimeConfig
 
 from ..edge.call import Call
 from ..edge.generic_methods import GenericMethods
-from ..edge.interceptors import CallInterceptor, InFlight
+from ..edge.in_flight import InFlight
+from ..edge.interceptors import CallInterceptor
 from ..http.opening import open_http
 from ..images.request_images import RequestImages
 from ..images.store import ImageStore
 from ..images.upload import UploadRoom
+from ..kserve import service as kserve
 from ..logs.records import log_lifecycle
 from ..monitoring.access_log import AccessLog
 from ..monitoring.call_statistics import CallStatistics
@@ -59,6 +64,7 @@ from ..served_model import ServedModel, State
 from ..service_names import (
     ADMIN_SERVICE,
     IMAGE_SERVICE,
+    KSERVE_SERVICE,
     MODEL_SERVICE,
     SERVICES,
     VISION_SERVICE,
@@ -134,7 +140,7 @@ class KestrelServer:
         self._health = health.Health(
             self.served,
             lambda: self._files.is_crowded,
-            following=(VISION_SERVICE, IMAGE_SERVICE),
+            following=(VISION_SERVICE, IMAGE_SERVICE, KSERVE_SERVICE),
             others=(MODEL_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME),
         )
         self._servers: list[grpc.aio.Server] = []
@@ -186,6 +192,7 @@ class KestrelServer:
             end_call,
             self.telemetry,
             LoadTrailer(self.load_meter.read, VISION_SERVICE) if self._config.orca else None,
+            kserve.refuse,
         )
         self._health.start()
         if self._config.http.http_listen:
@@ -221,7 +228,11 @@ class KestrelServer:
         server = grpc.aio.server(interceptors=(self._interceptor,), options=options)
         methods = GenericMethods(server).as_server
         images = RequestImages(self.images)
-        add_VisionServiceServicer_to_server(VisionService(self.served, images), methods)
+        vision = VisionService(self.served, images)
+        add_VisionServiceServicer_to_server(vision, methods)
+        add_GRPCInferenceServiceServicer_to_server(
+            kserve.InferenceService(self.served, vision, self.call_statistics), methods
+        )
         add_ImageServiceServicer_to_server(
             ImageService(self.served, images, self.uploads, self._config.upload_idle_s), methods
         )

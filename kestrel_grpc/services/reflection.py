@@ -15,6 +15,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.descriptor import FileDescriptor
 from grpc_reflection.v1alpha import reflection_pb2 as pb
 
+from kestrel_client._pb.inference import grpc_service_pb2
+
 V1 = "grpc.reflection.v1.ServerReflection"
 V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"
 
@@ -36,11 +38,16 @@ def add_reflection(server: grpc.aio.Server, service_names: tuple[str, ...]) -> N
 
 
 class Reflection:
-    """Answers reflection requests from protobuf's default descriptor pool, which holds every imported file."""
+    """Answers reflection requests from protobuf's default descriptor pool, which holds most imported files, and from
+    the pools of the others."""
 
     def __init__(self, service_names: Iterable[str]) -> None:
         self._service_names = sorted(service_names)
-        self._pools = (descriptor_pool.Default(), _pool_of_v1())
+        self._pools = (
+            descriptor_pool.Default(),
+            _pool_of_v1(),
+            grpc_service_pb2.DESCRIPTOR.pool,
+        )
 
     async def answer(
         self, requests: AsyncIterator[pb.ServerReflectionRequest], context: Any

@@ -139,9 +139,9 @@ def of_step(event: StepEvent) -> Attributes:
     }
 
 
-def content(call: Call, message: Any) -> Attributes:
+def content(call: Call) -> Attributes:
     """The question or object of a request, and the answer, as JSON in the form of OpenTelemetry's convention."""
-    inner = inner_request(message)
+    inner = inner_request(call.message)
     asked = getattr(inner, "question", "") or getattr(inner, "object", "")
     attributes: Attributes = {}
     if isinstance(asked, str) and asked:

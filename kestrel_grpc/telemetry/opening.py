@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, StepEvent
 
@@ -93,9 +93,9 @@ class Telemetry:
             self._tracing.begin(call)
 
     @_harmless
-    def on_message(self, call: Call, message: Any) -> None:
+    def on_message(self, call: Call) -> None:
         if self._tracing is not None:
-            self._tracing.on_message(call, message)
+            self._tracing.on_message(call)
 
     @_harmless
     def end(self, call: Call) -> None:

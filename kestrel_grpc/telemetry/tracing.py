@@ -21,7 +21,6 @@ import itertools
 import re
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import grpc
 from opentelemetry import propagate
@@ -61,7 +60,6 @@ class CallTrace:
     """Seconds of the monotonic clock, like all instants here."""
     clock_ns: int
     """Nanoseconds since the epoch minus nanoseconds of the monotonic clock."""
-    message: Any = None
     request_id: str = ""
     requests: list[RequestEvent] = field(default_factory=list)
     images: list[ImageEvent] = field(default_factory=list)
@@ -128,11 +126,11 @@ class CallTracing:
             clock_ns = time.time_ns() - time.monotonic_ns()
             call.trace = CallTrace(span, context, call.started_at, clock_ns)
 
-    def on_message(self, call: Call, message: Any) -> None:
-        """Records the call's request message, which has been read. The request id is known now."""
+    def on_message(self, call: Call) -> None:
+        """Notes that the request's id is known now."""
         trace = call.trace
         if isinstance(trace, CallTrace):
-            trace.message, trace.request_id = message, call.request_id
+            trace.request_id = call.request_id
             self._open[call.request_id] = [*self._open.get(call.request_id, ()), trace]
 
     def on_step(self, event: StepEvent) -> None:
@@ -173,7 +171,7 @@ class CallTracing:
         span, ended_at = trace.span, time.monotonic()
         span.set_attributes(attributes.of_call(call))
         if self._content:
-            span.set_attributes(attributes.content(call, trace.message))
+            span.set_attributes(attributes.content(call))
         if call.code in attributes.SERVER_ERRORS:
             span.set_status(Status(StatusCode.ERROR, call.code.name))
         if call.error is not None:
@@ -215,7 +213,7 @@ class CallTracing:
             context=below,
             attributes=attributes.of_request(
                 event,
-                trace.message,
+                call.message,
                 model=self._model,
                 image_positions=self._image_positions,
                 streaming="/Stream" in call.method,

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.docs.code_blocks import ROOT
+from tests.environments import python_with
 
 pytestmark = pytest.mark.slow
 KEY = "k" * 40
@@ -45,14 +46,7 @@ def endpoint() -> Iterator[str]:
 
 def run(folder: Path, packages: list[str], program: str, endpoint: str) -> dict[str, Any]:
     """What the program prints in a fresh environment with ``packages``."""
-    subprocess.run([sys.executable, "-m", "venv", folder / "env"], check=True, timeout=120)
-    python = folder / "env/bin/python"
-    for package in packages:
-        installed = subprocess.run(
-            [python, "-m", "pip", "install", "-q", *package.split()], timeout=300, check=False
-        )
-        if installed.returncode:
-            pytest.skip(f"{package} can't be installed here")
+    python = python_with(folder, *packages)
     done = subprocess.run(
         [python, ROOT / "tests/http" / program, endpoint, KEY, IMAGE],
         capture_output=True,

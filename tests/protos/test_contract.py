@@ -15,6 +15,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
+from kestrel_client._pb.inference import grpc_service_pb2
 from kestrel_client._pb.kestrel.client.internal import wire_pb2
 from kestrel_client._pb.kestrel.v1 import (
     admin_service_pb2,
@@ -107,7 +108,7 @@ def test_stubs_are_what_the_protos_give(tmp_path: Path) -> None:
         generator.without_rules(image.read_bytes())
     )
     by_name = {file.name: file for file in wanted.file}
-    for descriptor in FILES:
+    for descriptor in (*FILES, grpc_service_pb2.DESCRIPTOR):
         shipped = descriptor_pb2.FileDescriptorProto()
         descriptor.CopyToProto(shipped)
         for file in (shipped, by_name[descriptor.name]):

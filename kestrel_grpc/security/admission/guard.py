@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ...service_names import HEALTH_METHODS, REFLECTION_METHODS, VISION_METHODS
+from ...service_names import HEALTH_METHODS, INFERENCE_METHODS, REFLECTION_METHODS
 from ...settings.security import SecurityConfig
 from ..connections.accepted import AcceptedSockets
 from ..connections.connection_guard import ConnectionGuard
@@ -99,7 +99,7 @@ class Guard:
 
     def check_room(self, method: str) -> None:
         """Checks whether the engine could accept the request of an admitted call. Raises EngineOverloaded."""
-        if method.startswith(VISION_METHODS):
+        if method.startswith(INFERENCE_METHODS):
             self._check_room()
 
     def hold(self, principal: Principal, peer: str) -> Hold:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 COPIES = 2
 """Number of copies of a message's bytes in memory during its call: the message, and the image in it."""
 
+ADAPTED_COPIES = 3
+"""For a message that an adapter translates into one of kestrel.v1, which has the image once more."""
+
 
 @dataclass(frozen=True, slots=True)
 class MessageLimits:
@@ -25,6 +28,10 @@ class MessageLimits:
 
     @property
     def reserved(self) -> int:
-        """Bytes to reserve before a message is read."""
-        most = COPIES * self.largest
+        """Bytes to reserve before a message of kestrel.v1 is read."""
+        return self.reserved_for(COPIES)
+
+    def reserved_for(self, copies: int) -> int:
+        """Bytes to reserve before a message is read of which ``copies`` are in memory during its call."""
+        most = copies * self.largest
         return most if self.held is None else min(most, self.held)

@@ -92,6 +92,15 @@ class MessageRoom:
         self._add(who, num_bytes)
         return True
 
+    def reserve_spare(self, who: str, num_bytes: int) -> bool:
+        """Reserves ``num_bytes`` for a message that may come late, if no call waits and half of the room stays free.
+        Returns whether it has reserved them."""
+        if self.num_waiting:
+            return False
+        if self.max_bytes is not None and 2 * (self.held_bytes + num_bytes) > self.max_bytes:
+            return False
+        return self.reserve_now(who, num_bytes)
+
     async def reserve(self, who: str, num_bytes: int) -> None:
         """Waits for ``num_bytes`` and reserves them, if ``reserve_now`` returned False. Raises MessagesFull."""
         if self.num_waiting >= self._max_waiting:
@@ -233,6 +242,14 @@ class Hold:
         if not self._room.reserve_now(self._who, num_bytes):
             await self._room.reserve(self._who, num_bytes)
         self.num_bytes, self._is_reading = num_bytes, True
+
+    def reserve_spare(self, num_bytes: int) -> bool:
+        """As ``reserve``, for a message that may come late. Returns whether the memory was free."""
+        self.close()
+        if not self._room.reserve_spare(self._who, num_bytes):
+            return False
+        self.num_bytes, self._is_reading = num_bytes, True
+        return True
 
     def arrived(self, num_bytes: int) -> None:
         """The message has arrived and has ``num_bytes``."""

@@ -1,0 +1,279 @@
+"""The edge of a method whose stream carries many requests, each with responses of its own, such as ModelStreamInfer.
+
+The caller is identified once. Each request is then a call of its own for limits, logs, metrics and traces, and runs
+beside the others of its stream. A request that fails is answered by a message, and the stream goes on; what concerns
+the whole stream ends it with a status.
+
+A message is read when memory for it is reserved, as everywhere. While requests of the stream run, this memory must be
+spare, because the next request may not come soon. A stream without requests ends after the time that a message may
+take, because it holds this memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any, cast
+
+import grpc
+
+from ..security.admission.guard import Guard
+from ..security.admission.message_limits import ADAPTED_COPIES
+from ..security.admission.message_room import Hold
+from ..security.identity.principal import needed_scopes
+from .bounded_context import BoundedContext
+from .call import Call, Context, Metadata, id_from_metadata, new_id
+from .call_limit import CallLimit
+from .call_watcher import CallWatcher
+from .current_call import current
+from .endings import Endings, forget_frames, note
+from .errors import SlowReader, SlowSender
+from .in_flight import InFlight
+from .incoming import Incoming
+from .request_ids import own_id
+from .statuses import Complaint, complaint
+
+_MOST_REQUESTS = 64
+"""Limit on the requests of one stream that run at the same time. The next one is read when one of them has ended."""
+_RETRY_S = 0.1
+"""Seconds between two attempts to reserve spare memory."""
+
+Refuse = Callable[[Any, Complaint, Metadata], Any]
+"""Makes the message that answers a failed request, from the request, the error and the metadata of the stream; None if
+the error must end the stream."""
+
+
+class _EndStream(Exception):
+    """``error`` must end the stream with its status."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class RequestStreams:
+    """Wraps the handlers of such methods. Their behaviour takes one request, and a context to write responses to."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        endings: Endings,
+        in_flight: InFlight,
+        end_call: Callable[[Call], None],
+        watcher: CallWatcher | None,
+        refuse: Refuse,
+    ) -> None:
+        self.guard, self.in_flight, self.end_call = guard, in_flight, end_call
+        self.watcher, self.refuse = watcher, refuse
+        self.limit = CallLimit(guard.limits.deadline_s)
+        self.pulls = CallLimit(None)
+        """A stream limits the time for a message itself, because that time does not run while requests do."""
+        self._endings = endings
+
+    def edge(self, method: str, handler: Any) -> Any:
+        """A handler that wraps ``handler``."""
+
+        async def handle(_messages: Any, context: Context) -> None:
+            metadata = tuple(context.invocation_metadata() or ())
+            call = Call(
+                method=method,
+                peer=context.peer(),
+                context=context,
+                metadata=metadata,
+                request_id=id_from_metadata(metadata) or new_id(),
+            )
+            failed: Exception | None = None
+            stream: _RequestStream | None = None
+            guard, limits = self.guard, self.guard.limits
+            use = guard.connections.use(call.peer)
+            try:
+                with use, contextlib.ExitStack() as stack:
+                    call.principal = principal = guard.principal(metadata, context)
+                    principal.check(*needed_scopes(method))
+                    use.is_known = True
+                    writer: Any = context
+                    if limits.write_s is not None:
+                        writer = BoundedContext(context, limits.write_s)
+                        stack.callback(writer.close)
+                    stream = _RequestStream(self, handler, call, writer)
+                    await stream.run()
+            except grpc.aio.InternalError:
+                # A message could not be sent, because the connection is lost.
+                raise asyncio.CancelledError from None
+            except Exception as error:
+                failed = error.error if isinstance(error, _EndStream) else error
+                await self._endings.fail(call, failed)
+            finally:
+                if failed is not None:
+                    self.end_call(call)
+                    if self.watcher is not None:
+                        self.watcher.end(call)
+                    forget_frames(failed)
+                    failed = None
+                call.release()
+                stream = None
+
+        return grpc.stream_stream_rpc_method_handler(
+            handle, response_serializer=handler.response_serializer
+        )
+
+
+class _RequestStream:
+    """One stream. ``writer``: where its responses go."""
+
+    def __init__(self, edge: RequestStreams, handler: Any, call: Call, writer: Any) -> None:
+        self._edge, self._handler, self._call = edge, handler, call
+        self._writer, self._writing = writer, asyncio.Lock()
+        self._is_stuck = False
+        """Whether a write is in progress or was given up."""
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Answers the requests until the client has ended the stream and all are answered."""
+        reading: asyncio.Task[Any] | None = None
+        guard, call = self._edge.guard, self._call
+        try:
+            while True:
+                hold = guard.hold(call.principal, call.peer)
+                try:
+                    await self._reserve(hold)
+                    incoming = Incoming(
+                        *(call.context, self._handler.request_deserializer, hold),
+                        *(guard.messages, self._edge.pulls, guard.connections.use(call.peer)),
+                        copies=ADAPTED_COPIES,
+                    )
+                    reading = asyncio.create_task(incoming.reserved())
+                    request = await self._read(reading)
+                except BaseException:
+                    hold.close()
+                    raise
+                if request is None:
+                    hold.close()
+                    break
+                task = asyncio.create_task(self._answer(request))
+                # The task may be cancelled before it begins.
+                task.add_done_callback(lambda _, hold=hold: hold.close())  # type: ignore[misc]
+                self._running.add(task)
+                del request, reading
+                reading = None
+            while self._running:
+                await self._one_ends()
+        finally:
+            left = [*self._running, *([] if reading is None else [reading])]
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+    async def _reserve(self, hold: Hold) -> None:
+        num_bytes = self._edge.guard.messages.reserved_for(ADAPTED_COPIES)
+        while len(self._running) >= _MOST_REQUESTS:
+            await self._one_ends()
+        while self._running:
+            if hold.reserve_spare(num_bytes):
+                return
+            await self._one_ends(timeout_s=_RETRY_S)
+        await hold.reserve(num_bytes)
+
+    async def _read(self, reading: asyncio.Task[Any]) -> Any:
+        limit_s = self._edge.guard.limits.read_s
+        while not reading.done():
+            timeout_s = None if self._running else limit_s
+            if not await self._one_ends(reading, timeout_s=timeout_s):
+                raise SlowSender(f"no request arrived on the stream within {limit_s:g} s")
+        return reading.result()
+
+    async def _one_ends(self, *others: asyncio.Task[Any], timeout_s: float | None = None) -> bool:
+        """Waits for the end of a request or one of ``others``. Returns whether one has ended in time. Raises what ends
+        the stream."""
+        done, _ = await asyncio.wait(
+            {*others, *self._running}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in done & self._running:
+            self._running.discard(task)
+            task.result()
+        return bool(done)
+
+    async def _answer(self, request: Any) -> None:
+        edge, stream = self._edge, self._call
+        guard, watcher, method = edge.guard, edge.watcher, stream.method
+        call = Call(
+            method=method,
+            peer=stream.peer,
+            context=cast(Context, _RequestContext(self, self._writer)),
+            metadata=stream.metadata,
+            request_id=own_id(request) or new_id(),
+            owner=stream.principal.name,
+            principal=stream.principal,
+            longest_s=guard.limits.deadline_s,
+            message=request,
+        )
+        current.set(call)
+        if watcher is not None:
+            watcher.begin(call)
+        failed: Exception | None = None
+        with edge.in_flight:
+            try:
+                with guard.admit(call.principal, method):
+                    guard.check_room(method)
+                    if watcher is not None:
+                        watcher.on_message(call)
+                    behaviour = self._handler.stream_stream
+                    await edge.limit.within(behaviour(request, call.context))
+            except asyncio.CancelledError:
+                left = self._writer.time_remaining()
+                expired = left is not None and left <= 0
+                call.code = (
+                    grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED
+                )
+                raise
+            except grpc.aio.InternalError:
+                call.code = grpc.StatusCode.CANCELLED
+                raise
+            except Exception as error:
+                failed = error.error if isinstance(error, _EndStream) else error
+                note(call, failed)
+                await self._refuse(call, request, failed)
+            finally:
+                edge.end_call(call)
+                if watcher is not None:
+                    watcher.end(call)
+                call.release()
+                if failed is not None:
+                    forget_frames(failed)
+                    failed = None
+
+    async def _refuse(self, call: Call, request: Any, error: Exception) -> None:
+        """Raises _EndStream if the error must end the stream."""
+        told = None
+        if not isinstance(error, SlowReader):
+            told = self._edge.refuse(request, complaint(error, call.request_id), call.metadata)
+        if told is None:
+            raise _EndStream(error) from None
+        await self.write(told)
+
+    async def write(self, message: Any) -> None:
+        """Writes a response. gRPC allows one write at a time, and none after one that was given up. Raises SlowReader,
+        _EndStream."""
+        async with self._writing:
+            if self._is_stuck:
+                raise _EndStream(SlowReader("the client does not read the stream"))
+            self._is_stuck = True
+            await self._writer.write(message)
+            self._is_stuck = False
+
+
+class _RequestContext:
+    """What a service asks of gRPC's context, for one request of the stream."""
+
+    def __init__(self, stream: _RequestStream, writer: Any) -> None:
+        self._stream, self._writer = stream, writer
+
+    def time_remaining(self) -> float | None:
+        left: float | None = self._writer.time_remaining()
+        return left
+
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        """The stream's metadata belongs to all of its requests. Responses carry their request's id."""
+
+    async def write(self, message: Any) -> None:
+        await self._stream.write(message)

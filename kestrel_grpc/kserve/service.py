@@ -1,0 +1,244 @@
+"""GRPCInferenceService: the Open Inference Protocol, version 2, with Triton's extensions.
+
+What makes no sense for one model that is loaded once, without shared memory, answers UNIMPLEMENTED with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn, cast
+
+from kestrel_client._pb.inference import grpc_service_pb2 as pb
+from kestrel_client._pb.inference.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
+from kestrel_engine import InvalidRequest
+
+from .. import __version__
+from ..edge.call import Call, Context, Metadata
+from ..edge.current_call import current_call
+from ..edge.errors import NotServed
+from ..edge.statuses import Complaint
+from ..monitoring.call_statistics import CallStatistics
+from ..served_model import ServedModel, State
+from ..services.vision import VisionService
+from . import model
+from .skills import Asked, Values, asked, located
+from .statistics import model_statistics
+from .tensors import BYTES, raw_bytes
+
+SERVER_NAME = "kestrel"
+EXTENSIONS = (
+    "binary_tensor_data",
+    "model_configuration",
+    "model_repository",
+    "parameters",
+    "statistics",
+)
+FINAL = "triton_final_response"
+"""The parameter of a response that says whether it is the last one of its request."""
+_REAL_STATUS = ("triton_grpc_error", "true")
+"""Metadata of a stream whose errors must end it with a status."""
+_SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")
+_NO_LOADING = "this server has one model, which it loads when it starts"
+_NO_SHARED_MEMORY = "this server shares no memory with its clients; send tensors in the request"
+_STATES = {
+    State.READY: ("READY", ""),
+    State.LOADING: ("LOADING", "the model is loading"),
+    State.FAILED: ("UNAVAILABLE", "the model has failed; restart the server"),
+    State.DRAINING: ("UNAVAILABLE", "the server is shutting down"),
+}
+
+
+class InferenceService(GRPCInferenceServiceServicer):
+    """Holds no state."""
+
+    def __init__(self, served: ServedModel, vision: VisionService, calls: CallStatistics) -> None:
+        self._served, self._vision, self._calls = served, vision, calls
+
+    async def ServerLive(
+        self, request: pb.ServerLiveRequest, context: Context
+    ) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(
+        self, request: pb.ServerReadyRequest, context: Context
+    ) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=self._served.state is State.READY)
+
+    async def ModelReady(
+        self, request: pb.ModelReadyRequest, context: Context
+    ) -> pb.ModelReadyResponse:
+        model.check_model(self._served, request.name, request.version)
+        return pb.ModelReadyResponse(ready=self._served.state is State.READY)
+
+    async def ServerMetadata(
+        self, request: pb.ServerMetadataRequest, context: Context
+    ) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(
+            name=SERVER_NAME, version=__version__, extensions=EXTENSIONS
+        )
+
+    async def ModelMetadata(
+        self, request: pb.ModelMetadataRequest, context: Context
+    ) -> pb.ModelMetadataResponse:
+        model.check_model(self._served, request.name, request.version)
+        return model.metadata()
+
+    async def ModelConfig(
+        self, request: pb.ModelConfigRequest, context: Context
+    ) -> pb.ModelConfigResponse:
+        model.check_model(self._served, request.name, request.version)
+        return pb.ModelConfigResponse(config=model.config())
+
+    async def ModelStatistics(
+        self, request: pb.ModelStatisticsRequest, context: Context
+    ) -> pb.ModelStatisticsResponse:
+        if request.name:  # Without a name: all models.
+            model.check_model(self._served, request.name, request.version)
+        return pb.ModelStatisticsResponse(model_stats=[model_statistics(self._calls)])
+
+    async def RepositoryIndex(
+        self, request: pb.RepositoryIndexRequest, context: Context
+    ) -> pb.RepositoryIndexResponse:
+        state, reason = _STATES[self._served.state]
+        index = pb.RepositoryIndexResponse.ModelIndex(
+            name=model.NAME, version=model.VERSION, state=state, reason=reason
+        )
+        shown = [] if request.ready and state != "READY" else [index]
+        return pb.RepositoryIndexResponse(models=shown)
+
+    async def ModelInfer(
+        self, request: pb.ModelInferRequest, context: Context
+    ) -> pb.ModelInferResponse:
+        wanted = self._asked(request)
+        if wanted.streams:
+            raise InvalidRequest("STREAM", "ModelInfer has one response; use ModelStreamInfer")
+        with located():
+            response = await wanted.behaviour(wanted.message, context)
+        return _response(request, wanted.values(response))
+
+    async def ModelStreamInfer(  # type: ignore[override]
+        self, request: pb.ModelInferRequest, context: Context
+    ) -> None:
+        """Answers one request of the stream: edge/request_streams.py takes the stream apart."""
+        wanted = self._asked(request)
+        with located():
+            if wanted.streams:
+                pieces = cast(Context, _Pieces(request, wanted, context))
+                await wanted.behaviour(wanted.message, pieces)
+                return
+            response = await wanted.behaviour(wanted.message, context)
+        await context.write(_stream_response(request, wanted.values(response), is_final=True))
+
+    async def RepositoryModelLoad(self, request: Any, context: Context) -> NoReturn:
+        raise NotServed(_NO_LOADING)
+
+    async def RepositoryModelUnload(self, request: Any, context: Context) -> NoReturn:
+        raise NotServed(_NO_LOADING)
+
+    async def SystemSharedMemoryStatus(self, request: Any, context: Context) -> NoReturn:
+        raise NotServed(_NO_SHARED_MEMORY)
+
+    async def SystemSharedMemoryRegister(self, request: Any, context: Context) -> NoReturn:
+        raise NotServed(_NO_SHARED_MEMORY)
+
+    async def SystemSharedMemoryUnregister(self, request: Any, context: Context) -> NoReturn:
+        raise NotServed(_NO_SHARED_MEMORY)
+
+    async def CudaSharedMemoryStatus(self, request: Any, context: Context) -> NoReturn:
+        raise NotServed(_NO_SHARED_MEMORY)
+
+    async def CudaSharedMemoryRegister(self, request: Any, context: Context) -> NoReturn:
+        raise NotServed(_NO_SHARED_MEMORY)
+
+    async def CudaSharedMemoryUnregister(self, request: Any, context: Context) -> NoReturn:
+        raise NotServed(_NO_SHARED_MEMORY)
+
+    async def TraceSetting(self, request: Any, context: Context) -> NoReturn:
+        raise NotServed("traces are configured when the server starts; see docs/telemetry.md")
+
+    async def LogSettings(self, request: Any, context: Context) -> NoReturn:
+        raise NotServed("log levels are set with kestrel.v1.AdminService/SetLogLevel")
+
+    def _asked(self, request: pb.ModelInferRequest) -> Asked:
+        """Raises InvalidRequest, ModelNotFoundError."""
+        model.check_model(self._served, request.model_name, request.model_version, "model_name")
+        call = current_call()
+        _apply_parameters(request, call)
+        _check_outputs(request)
+        wanted = asked(request, self._vision)
+        call.message = wanted.message
+        return wanted
+
+
+def refuse(
+    request: pb.ModelInferRequest, complaint: Complaint, metadata: Metadata
+) -> pb.ModelStreamInferResponse | None:
+    """The answer to a failed request of a stream; None if the client wants the stream to end."""
+    if _REAL_STATUS in metadata:
+        return None
+    response = pb.ModelInferResponse(
+        id=request.id, model_name=request.model_name, model_version=request.model_version
+    )
+    response.parameters[FINAL].bool_param = True
+    return pb.ModelStreamInferResponse(
+        error_message=f"{complaint.code.name}: {complaint.message}", infer_response=response
+    )
+
+
+class _Pieces:
+    """The context of a stream's method: turns its messages into responses of ``request``."""
+
+    def __init__(self, request: pb.ModelInferRequest, wanted: Asked, context: Context) -> None:
+        self._request, self._wanted, self._context = request, wanted, context
+
+    async def write(self, message: Any) -> None:
+        values = self._wanted.piece(message)
+        if values is not None:
+            is_final = bool(values["completed"])
+            await self._context.write(_stream_response(self._request, values, is_final=is_final))
+
+
+def _stream_response(
+    request: pb.ModelInferRequest, values: Values, *, is_final: bool
+) -> pb.ModelStreamInferResponse:
+    """The last response has data and says that it is final, so no empty one follows, whether a client asks or not."""
+    response = _response(request, values)
+    response.parameters[FINAL].bool_param = is_final
+    return pb.ModelStreamInferResponse(infer_response=response)
+
+
+def _response(request: pb.ModelInferRequest, values: Values) -> pb.ModelInferResponse:
+    text = json.dumps(values, ensure_ascii=False).encode()
+    output = pb.ModelInferResponse.InferOutputTensor(name=model.OUTPUT, datatype=BYTES, shape=[1])
+    return pb.ModelInferResponse(
+        model_name=request.model_name,
+        model_version=model.VERSION,
+        id=request.id,
+        outputs=[output],
+        raw_output_contents=[raw_bytes([text])],
+    )
+
+
+def _apply_parameters(request: pb.ModelInferRequest, call: Call) -> None:
+    """``timeout``: microseconds for the whole request. Others have no effect, except sequences, which are refused."""
+    parameters = request.parameters
+    for name in _SEQUENCES:
+        if name in parameters:
+            raise InvalidRequest(f"parameters.{name}", "the model has no sequences")
+    if "timeout" in parameters:
+        given = parameters["timeout"]
+        timeout_us = given.int64_param or given.uint64_param
+        if timeout_us < 1:
+            raise InvalidRequest("parameters.timeout", "must be at least 1 microsecond, as int64")
+        asked_s = timeout_us / 1e6
+        call.longest_s = asked_s if call.longest_s is None else min(call.longest_s, asked_s)
+
+
+def _check_outputs(request: pb.ModelInferRequest) -> None:
+    for output in request.outputs:
+        if output.name != model.OUTPUT:
+            shown = output.name[:40]
+            raise InvalidRequest("outputs", f"{shown!r} is not {model.OUTPUT}, the only output")
+        for name in ("classification", "shared_memory_region"):
+            if name in output.parameters:
+                raise InvalidRequest(f"outputs.{model.OUTPUT}", f"{name} is not served")

@@ -1,0 +1,320 @@
+"""ModelInfer: the same answers as by kestrel.v1, in the vendor's JSON, and errors that name the input."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from kestrel_client._pb.inference import grpc_service_pb2 as pb
+from kestrel_client._pb.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
+from kestrel_client._pb.kestrel.v1 import common_pb2, vision_service_pb2
+from tests.kserve.conftest import infer, jpeg, output, raw_form
+from tests.service.conftest import raw_image
+from tests.service.statuses import failure
+
+KEYS = {"request_id", "finish_reason", "metrics"}
+SETTINGS = {"TEMPERATURE": 0.0, "MAX_TOKENS": 12}
+
+
+async def test_every_skill_answers_as_kestrel_v1_does(serve):
+    served = await serve()
+    stub = GRPCInferenceServiceStub(served.channel)
+    encoded = jpeg()
+    shared = {
+        "image": common_pb2.Image(encoded=encoded),
+        "sampling": common_pb2.Sampling(temperature=0, max_tokens=12),
+    }
+    given = {"IMAGE": encoded, **SETTINGS}
+
+    got = output(await stub.ModelInfer(infer(id="seven", SKILL="query", QUESTION="What?", **given)))
+    answer = await served.vision.Query(vision_service_pb2.QueryRequest(question="What?", **shared))
+    assert got.keys() == {"answer", *KEYS} and got["answer"] == answer.answer
+    assert got["request_id"] == "seven" and got["finish_reason"] in ("stop", "length")
+    assert got["metrics"].keys() == {
+        *("input_tokens", "output_tokens", "prefill_time_ms", "decode_time_ms", "ttft_ms")
+    }
+    assert got["metrics"]["output_tokens"] == answer.usage.output_tokens
+
+    got = output(await stub.ModelInfer(infer(SKILL="caption", LENGTH="short", **given)))
+    length = vision_service_pb2.CAPTION_LENGTH_SHORT
+    caption = await served.vision.Caption(
+        vision_service_pb2.CaptionRequest(length=length, **shared)
+    )
+    assert got.keys() == {"caption", *KEYS} and got["caption"] == caption.caption
+
+    got = output(await stub.ModelInfer(infer(SKILL="detect", OBJECT="dot", **given)))
+    found = await served.vision.Detect(vision_service_pb2.DetectRequest(object="dot", **shared))
+    assert got.keys() == {"objects", *KEYS}
+    assert [box["x_min"] for box in got["objects"]] == [box.x_min for box in found.objects]
+
+    refs = "[[0.5, 0.5], [0, 0, 1, 0.25]]"
+    got = output(
+        await stub.ModelInfer(infer(SKILL="point", OBJECT="dot", SPATIAL_REFS=refs, **given))
+    )
+    points = await served.vision.Point(
+        vision_service_pb2.PointRequest(
+            object="dot",
+            spatial_refs=[
+                common_pb2.SpatialRef(point=common_pb2.Point(x=0.5, y=0.5)),
+                common_pb2.SpatialRef(box=common_pb2.Box(x_min=0, y_min=0, x_max=1, y_max=0.25)),
+            ],
+            **shared,
+        )
+    )
+    assert got.keys() == {"points", *KEYS}
+    assert got["points"] == [{"x": point.x, "y": point.y} for point in points.points]
+    assert got["metrics"]["input_tokens"] == points.usage.input_tokens
+
+    got = output(await stub.ModelInfer(infer(SKILL="segment", OBJECT="dot", **given)))
+    outline = await served.vision.Segment(vision_service_pb2.SegmentRequest(object="dot", **shared))
+    assert got["path"] == outline.svg_path
+
+
+async def test_reasoning_has_its_text_and_grounding(serve):
+    served = await serve()
+    stub = GRPCInferenceServiceStub(served.channel)
+    request = infer(SKILL="query", QUESTION="Why?", IMAGE=jpeg(), REASONING=True, **SETTINGS)
+    assert output(await stub.ModelInfer(request))["reasoning"].keys() == {"text", "grounding"}
+
+
+async def test_pixels_and_typed_contents(serve):
+    """Pixels as UINT8 [height, width, 3]; inputs as contents in place of raw_input_contents."""
+    served = await serve()
+    stub = GRPCInferenceServiceStub(served.channel)
+    raw = raw_image()
+    request = infer(SKILL="caption", **SETTINGS)
+    request.inputs.add(name="IMAGE", datatype="UINT8", shape=[40, 60, 3])
+    request.raw_input_contents.append(raw.raw.data)
+    got = output(await stub.ModelInfer(request))
+    sampling = common_pb2.Sampling(temperature=0, max_tokens=12)
+    caption = await served.vision.Caption(
+        vision_service_pb2.CaptionRequest(image=raw, sampling=sampling)
+    )
+    assert got["caption"] == caption.caption
+
+    typed = pb.ModelInferRequest(model_name="moondream")
+    for name, datatype, field, value in (
+        ("SKILL", "BYTES", "bytes_contents", b"query"),
+        ("QUESTION", "BYTES", "bytes_contents", b"What?"),
+        ("TEMPERATURE", "FP64", "fp64_contents", 0.0),
+        ("MAX_TOKENS", "INT64", "int64_contents", 3),
+        ("REASONING", "BOOL", "bool_contents", False),
+    ):
+        tensor = typed.inputs.add(name=name, datatype=datatype, shape=[1, 1])
+        getattr(tensor.contents, field).append(value)
+    assert output(await stub.ModelInfer(typed))["metrics"]["output_tokens"] <= 3
+
+
+BAD = [
+    ({"SKILL": "smell"}, "SKILL: 'smell' is not one of query, caption, point, detect, segment"),
+    ({"QUESTION": "What?"}, "SKILL: is required"),
+    ({"SKILL": "query"}, "QUESTION: is required for the skill query"),
+    ({"SKILL": "query", "QUESTION": ""}, "QUESTION: must not be empty"),
+    ({"SKILL": "caption"}, "IMAGE: is required for the skill caption"),
+    ({"SKILL": "caption", "IMAGE": b"GIF89a-not"}, "IMAGE: "),
+    (
+        {"SKILL": "caption", "IMAGE": jpeg(), "LENGTH": "huge"},
+        "LENGTH: must be short, normal or long",
+    ),
+    (
+        {"SKILL": "query", "QUESTION": "?", "TEMPERATURE": 200.0},
+        "TEMPERATURE: 200.0 is not in [0, 100]",
+    ),
+    (
+        {"SKILL": "query", "QUESTION": "?", "TEMPERATURE": float("nan")},
+        "TEMPERATURE: nan is not in",
+    ),
+    (
+        {"SKILL": "query", "QUESTION": "?", "TEMPERATURE": "hot"},
+        "TEMPERATURE: has datatype 'BYTES'; it",
+    ),
+    ({"SKILL": "query", "QUESTION": "?", "TOP_P": 0.0}, "TOP_P: 0.0 is not in (0, 1]"),
+    (
+        {"SKILL": "query", "QUESTION": "?", "MAX_TOKENS": 0},
+        "MAX_TOKENS: must be in [1, 2147483647], got 0",
+    ),
+    (
+        {"SKILL": "detect", "OBJECT": "x", "IMAGE": jpeg(), "MAX_OBJECTS": -4},
+        "MAX_OBJECTS: must be in [1,",
+    ),
+    (
+        {"SKILL": "query", "QUESTION": "?", "REASONING": 1},
+        "REASONING: has datatype 'INT32'; it must be BOOL",
+    ),
+    ({"SKILL": "query", "QUESTION": b"\xff"}, "QUESTION: is not UTF-8: byte 0 is invalid"),
+    (
+        {"SKILL": "query", "QUESTION": "?", "SPATIAL_REFS": "[[2, 0.5]]"},
+        "SPATIAL_REFS[0]: 2.0 is not a number",
+    ),
+    (
+        {"SKILL": "query", "QUESTION": "?", "SPATIAL_REFS": "[[1]]"},
+        "SPATIAL_REFS[0]: must have 2 or 4",
+    ),
+    (
+        {"SKILL": "query", "QUESTION": "?", "SPATIAL_REFS": '["a"]'},
+        "SPATIAL_REFS[0]: must be a list of numbers",
+    ),
+    (
+        {"SKILL": "query", "QUESTION": "?", "SPATIAL_REFS": "[" * 9999},
+        "SPATIAL_REFS: is not valid JSON",
+    ),
+    (
+        {"SKILL": "query", "QUESTION": "?", "SPATIAL_REFS": "[" + "1" * 9999 + "]"},
+        "SPATIAL_REFS[0]: must be",
+    ),
+    ({"SKILL": "query", "QUESTION": "?", "STREAM": True}, "STREAM: ModelInfer has one response"),
+    (
+        {"SKILL": "query", "QUESTION": "?", "PROMPT": "hi"},
+        "PROMPT: is not an input of the model; its inputs",
+    ),
+    (
+        {"SKILL": "query", "QUESTION": "?", "THRESHOLD": 0.5},
+        "THRESHOLD: is not an input of the model",
+    ),
+]
+
+
+@pytest.mark.parametrize(("inputs", "words"), BAD, ids=lambda value: str(value)[:40])
+async def test_bad_input_is_refused_by_name(serve, inputs: dict, words: str):
+    served = await serve()
+    told = await failure(GRPCInferenceServiceStub(served.channel).ModelInfer(infer(**inputs)))
+    assert told.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert told.message.startswith(words), told.message
+
+
+def broken(change: str) -> tuple[pb.ModelInferRequest, str]:
+    request = infer(SKILL="query", QUESTION="What?", MAX_TOKENS=4)
+    match change:
+        case "two elements":
+            request.inputs[2].shape[:] = [2]
+            return request, "MAX_TOKENS: must have one element, got shape [2]"
+        case "huge shape":
+            request.inputs[1].shape[:] = [2**62, 2**62]
+            return request, "QUESTION: must have one element"
+        case "negative side":
+            request.inputs[1].shape[:] = [-1]
+            return request, "QUESTION: has shape [-1]; sides must be 0 or more"
+        case "many sides":
+            request.inputs[1].shape[:] = [1] * 99
+            return request, "QUESTION: has 99 dimensions; the limit is 8"
+        case "short number":
+            request.raw_input_contents[2] = b"\x01"
+            return request, "MAX_TOKENS: has 1 bytes; INT32 of shape [1] needs 4"
+        case "short text":
+            request.raw_input_contents[1] = raw_form("BYTES", "What?")[:-1]
+            return request, "QUESTION: has 8 bytes; BYTES of shape [1] needs 9"
+        case "no length":
+            request.raw_input_contents[1] = b"\x05"
+            return request, "QUESTION: has 1 bytes; BYTES of shape [1] needs at least 4"
+        case "missing tensor":
+            del request.raw_input_contents[2]
+            return request, "raw_input_contents: has 2 elements for 3 inputs"
+        case "twice":
+            request.inputs[1].name = "SKILL"
+            return request, "SKILL: is given twice"
+        case "both":
+            request.inputs[1].contents.bytes_contents.append(b"hi")
+            return request, "QUESTION: has contents beside raw_input_contents"
+        case "shared memory":
+            request.inputs[1].parameters["shared_memory_region"].string_param = "a"
+            return request, "QUESTION: this server shares no memory"
+        case "no contents":
+            del request.raw_input_contents[:]
+            return request, "SKILL: has 0 elements; BYTES of shape [1] needs 1"
+        case "other output":
+            request.outputs.add(name="LOGITS")
+            return request, "outputs: 'LOGITS' is not TEXT_OUTPUT"
+        case "sequence":
+            request.parameters["sequence_id"].int64_param = 3
+            return request, "parameters.sequence_id: the model has no sequences"
+        case "timeout":
+            request.parameters["timeout"].string_param = "soon"
+            return request, "parameters.timeout: must be at least 1 microsecond"
+    request.inputs.add(name="IMAGE", datatype="UINT8", shape=[2, 2, 3])
+    request.raw_input_contents.append(b"\0" * 11)
+    return request, "IMAGE: has 11 bytes; UINT8 of shape [2, 2, 3] needs 12"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("two elements", "huge shape", "negative side", "many sides", "short number"),
+        *("short text", "no length", "missing tensor", "twice", "both", "shared memory"),
+        *("no contents", "other output", "sequence", "timeout", "few pixels"),
+    ],
+)
+async def test_broken_tensors_are_refused(serve, change: str):
+    served = await serve()
+    request, words = broken(change)
+    told = await failure(GRPCInferenceServiceStub(served.channel).ModelInfer(request))
+    assert told.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert told.message.startswith(words), told.message
+
+
+async def test_names_and_versions(serve):
+    served = await serve()
+    stub = GRPCInferenceServiceStub(served.channel)
+    request = infer(SKILL="query", QUESTION="What?", MAX_TOKENS=2)
+    request.model_name, request.model_version = served.server.served.name, "1"
+    assert (await stub.ModelInfer(request)).model_name == served.server.served.name
+    request.model_version = "2"
+    told = await failure(stub.ModelInfer(request))
+    assert told.code is grpc.StatusCode.NOT_FOUND and told.message.startswith("model_version: '2'")
+    request.model_name = "llava"
+    told = await failure(stub.ModelInfer(request))
+    assert told.code is grpc.StatusCode.NOT_FOUND and told.message.startswith("model_name: 'llava'")
+
+
+async def test_what_is_known_about_server_and_model(serve):
+    served = await serve(load=False)
+    stub = GRPCInferenceServiceStub(served.channel)
+    named = {"name": "moondream"}
+    assert (await stub.ServerLive(pb.ServerLiveRequest())).live
+    assert not (await stub.ServerReady(pb.ServerReadyRequest())).ready
+    assert not (await stub.ModelReady(pb.ModelReadyRequest(**named))).ready
+    (index,) = (await stub.RepositoryIndex(pb.RepositoryIndexRequest())).models
+    assert (index.name, index.state) == ("moondream", "LOADING")
+    assert not (await stub.RepositoryIndex(pb.RepositoryIndexRequest(ready=True))).models
+    told = await failure(stub.ModelInfer(infer(SKILL="query", QUESTION="What?")))
+    assert told.code is grpc.StatusCode.UNAVAILABLE
+
+    await served.server.load()
+    assert (await stub.ServerReady(pb.ServerReadyRequest())).ready
+    assert (await stub.ModelReady(pb.ModelReadyRequest(**named, version="1"))).ready
+    (index,) = (await stub.RepositoryIndex(pb.RepositoryIndexRequest(ready=True))).models
+    assert index.state == "READY" and not index.reason
+    config = (await stub.ModelConfig(pb.ModelConfigRequest(**named))).config
+    assert config.model_transaction_policy.decoupled and config.max_batch_size == 0
+    assert [each.name for each in config.input if not each.optional] == ["SKILL"]
+    metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(**named))
+    assert [each.name for each in metadata.outputs] == ["TEXT_OUTPUT"]
+    assert {each.name: each.datatype for each in metadata.inputs}["MAX_TOKENS"] == "INT32"
+
+    await stub.ModelInfer(infer(SKILL="query", QUESTION="What?", MAX_TOKENS=2))
+    await failure(stub.ModelInfer(infer(SKILL="query")))
+    await served.vision.Query(vision_service_pb2.QueryRequest(question="What?"))
+    (counted,) = (await stub.ModelStatistics(pb.ModelStatisticsRequest(**named))).model_stats
+    assert counted.inference_count == counted.inference_stats.success.count == 2
+    # The request while the model loaded has failed, too.
+    assert counted.inference_stats.fail.count == 2 and counted.inference_stats.fail.ns > 0
+    assert counted.inference_stats.success.ns >= counted.inference_stats.compute_infer.ns > 0
+    assert counted.last_inference > 1.6e12
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings"),
+        *(
+            f"{kind}SharedMemory{what}"
+            for kind in ("System", "Cuda")
+            for what in ("Status", "Register", "Unregister")
+        ),
+    ],
+)
+async def test_what_makes_no_sense_here_says_why(serve, method: str):
+    served = await serve(load=False)
+    stub = GRPCInferenceServiceStub(served.channel)
+    told = await failure(getattr(stub, method)(getattr(pb, f"{method}Request")()))
+    assert (told.code, told.reason) == (grpc.StatusCode.UNIMPLEMENTED, "NOT_SERVED")
+    assert len(told.message) > 30

@@ -1,0 +1,224 @@
+"""ModelStreamInfer: many requests on one stream, streamed answers, errors between them, and limits of the stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from kestrel_client._pb.inference import grpc_service_pb2 as pb
+from kestrel_client._pb.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_grpc.settings.security import CallLimits, SecurityConfig
+from tests.engine.fakes import never_ends
+from tests.kserve.conftest import infer, jpeg, output
+from tests.service.conftest import LIMITS
+from tests.service.statuses import failure, read
+
+SHORT = {"SKILL": "query", "QUESTION": "What?", "TEMPERATURE": 0.0, "MAX_TOKENS": 4}
+LONG = {**SHORT, "MAX_TOKENS": 200}
+
+
+def slow() -> FakeRuntime:
+    """Its answers of 200 tokens take 4 s."""
+    return FakeRuntime(LIMITS, never_ends, cost=lambda plan: 0.02)
+
+
+def limits(**limits: Any) -> dict[str, Any]:
+    return {"security": SecurityConfig(calls=CallLimits(**limits))}
+
+
+async def all_of(call: Any) -> list[pb.ModelStreamInferResponse]:
+    return [response async for response in call]
+
+
+def is_final(response: pb.ModelStreamInferResponse) -> bool:
+    return response.infer_response.parameters["triton_final_response"].bool_param
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("asks_for_empty", [False, True])
+async def test_a_streamed_answer(serve, asks_for_empty: bool):
+    served = await serve()
+    stub = GRPCInferenceServiceStub(served.channel)
+    request = infer(id="a", STREAM=True, IMAGE=jpeg(), **{**SHORT, "MAX_TOKENS": 12})
+    if asks_for_empty:
+        request.parameters["triton_enable_empty_final_response"].bool_param = True
+    responses = await all_of(stub.ModelStreamInfer([request]))
+    assert {response.infer_response.id for response in responses} == {"a"}
+    assert [is_final(response) for response in responses] == [False] * (len(responses) - 1) + [True]
+    *pieces, final = [output(response.infer_response) for response in responses]
+    assert pieces and all(piece.keys() == {"chunk", "completed", "token_index"} for piece in pieces)
+    assert final.keys() == {
+        *("chunk", "completed", "request_id", "finish_reason", "answer", "metrics")
+    }
+    assert "".join(piece["chunk"] for piece in (*pieces, final)) == final["answer"]
+    assert final["completed"] is True and final["request_id"] == "a"
+    indices = [piece["token_index"] for piece in pieces]
+    assert indices == sorted(indices) and indices[-1] <= final["metrics"]["output_tokens"]
+
+    caption = infer(SKILL="caption", STREAM=True, IMAGE=jpeg(), MAX_TOKENS=8, TEMPERATURE=0.0)
+    *pieces, final = [
+        output(response.infer_response)
+        for response in await all_of(stub.ModelStreamInfer([caption]))
+    ]
+    assert "".join(piece["chunk"] for piece in pieces) == final["caption"]
+
+
+async def test_many_requests_run_side_by_side_and_errors_keep_the_stream_open(serve, caplog):
+    served = await serve(server_config={"access_log": "text"})
+    stub = GRPCInferenceServiceStub(served.channel)
+    requests = [infer(id=f"good{index}", **SHORT) for index in range(9)]
+    requests.insert(4, infer(id="bad", **{**SHORT, "TOP_P": 7.0}))
+    with caplog.at_level(logging.INFO, "kestrel_grpc.access"):
+        responses = await all_of(stub.ModelStreamInfer(requests))
+    by_id = {response.infer_response.id: response for response in responses}
+    assert by_id.keys() == {request.id for request in requests} and all(map(is_final, responses))
+    bad = by_id.pop("bad")
+    assert bad.error_message == "INVALID_ARGUMENT: TOP_P: 7.0 is not in (0, 1]"
+    whole = await served.vision.Query(
+        vision_service_pb2.QueryRequest(
+            question="What?", sampling={"temperature": 0, "max_tokens": 4}
+        )
+    )
+    for id, response in by_id.items():
+        values = output(response.infer_response)
+        assert values["answer"] == whole.answer and values["request_id"] == id
+        assert "chunk" not in values
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 10 and all("ModelStreamInfer" in line for line in lines)
+    assert sum("code=INVALID_ARGUMENT" in line for line in lines) == 1
+
+
+async def test_a_client_may_ask_for_a_status(serve):
+    """With the metadata triton_grpc_error: true, an error ends the stream."""
+    served = await serve()
+    stub = GRPCInferenceServiceStub(served.channel)
+    told = await failure(
+        stub.ModelStreamInfer([infer(SKILL="smell")], metadata=[("triton_grpc_error", "true")])
+    )
+    assert told.code is grpc.StatusCode.INVALID_ARGUMENT and told.message.startswith("SKILL: ")
+
+
+async def test_a_message_that_is_none_ends_the_stream(serve):
+    served = await serve()
+    method = "/inference.GRPCInferenceService/ModelStreamInfer"
+    told = await failure(served.channel.stream_stream(method)([b"\x0a\xff\xff"]))
+    assert told.code is grpc.StatusCode.INVALID_ARGUMENT
+    responses = await all_of(served.channel.stream_stream(method)([]))
+    assert responses == []
+
+
+async def test_cancel_frees_pages(serve):
+    served = await serve(slow())
+    stub = GRPCInferenceServiceStub(served.channel)
+    free = served.engine.stats.pages_free
+    call = stub.ModelStreamInfer([infer(id=f"{n}", STREAM=True, **LONG) for n in range(2)])
+    await call.read()
+    assert served.engine.num_requests == 2
+    call.cancel()
+    await until(lambda: served.engine.num_requests == 0)
+    await until(lambda: served.engine.stats.pages_free + served.engine.stats.pages_cached >= free)
+    assert served.server.guard.held_bytes == 0
+
+
+async def test_requests_of_a_stream_count_for_the_callers_limits(serve):
+    """One by one, also those of a stream: each is a call in progress of its own."""
+    served = await serve(slow(), server_config=limits(calls=2))
+    stub = GRPCInferenceServiceStub(served.channel)
+    requests = [infer(id=f"{n}", **LONG) for n in range(2)]
+
+    async def send() -> AsyncIterator[pb.ModelInferRequest]:
+        for request in requests:
+            yield request
+        await until(lambda: served.engine.num_requests == 2)
+        yield infer(id="third", **LONG)
+
+    call = stub.ModelStreamInfer(send())
+    refused = await call.read()
+    assert refused.infer_response.id == "third"
+    assert refused.error_message.startswith("RESOURCE_EXHAUSTED: 2 calls are in progress")
+    call.cancel()
+
+
+async def test_a_full_queue_refuses_a_request_and_not_the_stream(serve):
+    served = await serve(slow(), max_queue=1)
+    stub = GRPCInferenceServiceStub(served.channel)
+    responses = await all_of(
+        stub.ModelStreamInfer([infer(id=f"{n}", **{**LONG, "MAX_TOKENS": 20}) for n in range(8)])
+    )
+    assert len(responses) == 8
+    refused = [each.error_message for each in responses if each.error_message]
+    assert refused and all(text.startswith("RESOURCE_EXHAUSTED: ") for text in refused)
+
+
+async def test_a_silent_stream_ends_but_not_while_its_requests_run(serve):
+    served = await serve(slow(), server_config=limits(read_s=0.3))
+    stub = GRPCInferenceServiceStub(served.channel)
+    call = stub.ModelStreamInfer()
+    await call.write(infer(**{**LONG, "MAX_TOKENS": 50}))  # It takes a second.
+    assert "answer" in output((await call.read()).infer_response)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call.read()
+    told = read(error.value)
+    assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_SENDER")
+
+
+async def test_timeout_limits_the_time_in_the_queue(serve):
+    """As Triton's does. The batch of three is full when the last request arrives."""
+    served = await serve(slow())
+    stub = GRPCInferenceServiceStub(served.channel)
+    late = infer(id="late", **SHORT)
+    late.parameters["timeout"].int64_param = 100_000
+    call = stub.ModelStreamInfer([*(infer(id=f"{n}", **LONG) for n in range(3)), late])
+    first = await call.read()
+    assert first.infer_response.id == "late"
+    assert first.error_message.startswith("DEADLINE_EXCEEDED: ")
+    call.cancel()
+
+
+async def test_streams_leave_memory_to_others(serve):
+    """While its requests run, a stream reserves memory for the next one only if half of the room stays free. Streams
+    with running requests would otherwise hold all of it, and unary calls would get none."""
+    served = await serve(
+        slow(), server_config={**limits(held_bytes=8 << 20), "max_message_bytes": 1 << 20}
+    )
+    stub = GRPCInferenceServiceStub(served.channel)
+    calls = [stub.ModelStreamInfer() for _ in range(12)]
+    await asyncio.gather(*(call.write(infer(**LONG)) for call in calls))
+    await until(lambda: served.engine.num_requests == 12)
+    assert served.server.guard.held_bytes <= 4 << 20
+    async with asyncio.timeout(20):
+        told = await served.vision.Query(
+            vision_service_pb2.QueryRequest(question="What?", options={"priority": "PRIORITY_HIGH"})
+        )
+    assert told.answer is not None
+    for call in calls:
+        call.cancel()
+    await until(lambda: served.server.guard.held_bytes == 0)
+
+
+async def test_a_slow_reader_loses_the_stream(serve, caplog):
+    """Responses repeat the long ids of their requests, and fill the buffers between server and client."""
+    served = await serve(server_config={**limits(write_s=0.5), "access_log": "text"})
+    stub = GRPCInferenceServiceStub(served.channel)
+    with caplog.at_level(logging.INFO, "kestrel_grpc.access"):
+        call = stub.ModelStreamInfer(
+            [infer(id=f"{n} " * 20_000, SKILL="smell") for n in range(600)]
+        )
+        await until(lambda: "reason=SLOW_READER" in caplog.text)
+        await until(lambda: served.server.guard.held_bytes == 0)
+        await until(lambda: served.server._in_flight.count == 0)
+    call.cancel()
+    assert served.server.guard.admission.calls == 0
+    assert len(caplog.records) < 600
