@@ -100,7 +100,8 @@ def call_with(metadata: Metadata) -> Call:
 def traced(telemetry: Telemetry, metadata: Metadata, steps: Sequence[StepEvent]) -> None:
     call = call_with(metadata)
     telemetry.begin(call)
-    telemetry.on_message(call, MESSAGE)
+    call.message = MESSAGE
+    telemetry.on_message(call)
     for event in steps:
         telemetry.on_step(event)
     telemetry.on_request(request(call.started_at))

@@ -122,6 +122,7 @@ async def test_reflection_describes_the_services(serve, version):
         IMAGE_SERVICE,
         MODEL_SERVICE,
         ADMIN_SERVICE,
+        "inference.GRPCInferenceService",
         "grpc.health.v1.Health",
         "grpc.reflection.v1.ServerReflection",
         "grpc.reflection.v1alpha.ServerReflection",
@@ -143,6 +144,7 @@ async def test_reflection_finds_every_symbol(serve, version):
     symbols = [
         *(f"{VISION_SERVICE}.{method.name}" for method in VISION.methods),
         *(field.full_name for field in pb.DetectRequest.DESCRIPTOR.fields),
+        "inference.GRPCInferenceService.ModelStreamInfer",
         "kestrel.v1.PRIORITY_LOW",
         "kestrel.v1.Priority.PRIORITY_LOW",
         "google.api.http",  # an extension
