@@ -9,7 +9,7 @@ What protoc gives is changed in three ways:
 - Imports and module names read kestrel_client._pb.kestrel.v1, so that no top-level package `kestrel` is installed. The
   descriptors keep their file names (kestrel/v1/common.proto), which is what server reflection shows.
 - gRPC stubs of files without a service are left out.
-- Files of PRIVATE packages get a descriptor pool of their own: tritonclient registers the same names in the default one.
+- Files of PRIVATE packages get a descriptor pool of their own: tritonclient has the same names in the default one.
 
 The generator is pinned: code from grpcio-tools 1.81.1 (protobuf 6.33.5) loads under protobuf 6.33.5 to 7 and grpcio
 from 1.81.1 on; code from newer ones refuses protobuf 6.
