@@ -34,7 +34,7 @@ def letters(text: str) -> list[int]:
     return [0] * len(text)
 
 
-def test_pictures_have_the_sizes_and_weights_that_are_stated():
+def test_images_have_the_sizes_and_weights_that_are_stated():
     numbers = {shape: next(i for i in range(50) if shape_of(i) is shape) for shape in SHAPES}
     for shape, number in numbers.items():
         weights = []
@@ -53,25 +53,25 @@ def test_shares_of_the_sizes_hold_for_the_whole_and_for_its_beginning():
             assert kinds[shape] / count == pytest.approx(shape.share, abs=0.02)
 
 
-def test_pictures_are_repeatable_and_all_different():
+def test_images_are_repeatable_and_all_different():
     assert draw(0, 3) == draw(0, 3)
     assert len({draw(0, 3), draw(1, 3), draw(0, 4)}) == 3
 
 
-def test_pictures_come_back_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_images_come_back_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     drawn = draw_images(2, seed=5, first=7, cache=tmp_path)
     monkeypatch.setattr(chart_trace, "draw", None)
     assert draw_images(2, seed=5, first=7, cache=tmp_path) == drawn
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_many_pictures_are_drawn_by_processes_to_the_same_end(monkeypatch: pytest.MonkeyPatch):
+def test_many_images_are_drawn_by_processes_to_the_same_end(monkeypatch: pytest.MonkeyPatch):
     alone = draw_images(2)
     monkeypatch.setattr(chart_trace, "IN_PROCESS", 1)
     assert draw_images(2) == alone
 
 
-def test_questions_are_in_picture_order_one_or_two_each():
+def test_questions_are_in_image_order_one_or_two_each():
     order = order_of_questions(NUM_IMAGES, NUM_QUESTIONS, 0)
     assert len(order) == NUM_QUESTIONS
     assert order == sorted(order)
@@ -103,7 +103,7 @@ def test_a_short_trace_is_the_beginning_of_the_long_one(traces, monkeypatch: pyt
     assert len(short.images) == whole.questions[39].image + 1
 
 
-def test_own_pictures_and_questions(tmp_path: Path):
+def test_own_images_and_questions(tmp_path: Path):
     parser = argparse.ArgumentParser()
     add_trace_arguments(parser)
     for name in "abc":

@@ -95,7 +95,7 @@ def test_boxes_have_edges_and_labels() -> None:
     assert ((label == 255).all(-1) | (label == 0).all(-1)).any()  # its letters
 
 
-def test_a_label_stays_inside_the_picture() -> None:
+def test_a_label_stays_inside_the_image() -> None:
     boxes = (Box(0.9, 0, 1, 0.5),)
     image = made(DetectResult, object="a rather long description", objects=boxes).draw()
     ground = (np.asarray(image) == COLOURS[0]).all(-1)
@@ -195,7 +195,7 @@ def test_grounding_is_painted_and_text_is_not() -> None:
         assert (below[:, -4:] == 255).all()  # nothing is cut off
 
 
-def test_save_and_another_picture(tmp_path: Path) -> None:
+def test_save_and_another_image(tmp_path: Path) -> None:
     result = made(PointResult, object="x", points=(Point(0.5, 0.5),), source=None)
     with pytest.raises(InvalidImageError, match="no image to draw on"):
         result.draw()

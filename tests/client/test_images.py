@@ -128,7 +128,7 @@ def test_noise_that_fits_nowhere_is_refused() -> None:
         ("/", "can't read"),
     ],
 )
-def test_what_is_no_picture_is_refused(image: Any, words: str) -> None:
+def test_what_is_no_image_is_refused(image: Any, words: str) -> None:
     with pytest.raises(InvalidImageError, match=words):
         to_image(image, LIMIT)
 

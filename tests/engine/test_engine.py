@@ -93,7 +93,7 @@ async def test_a_seed_decides_and_is_reported(make_engine):
     assert seeds == [5, 6]
 
 
-async def test_a_second_question_on_a_picture_reports_what_was_cached(make_engine, fake_limits):
+async def test_a_second_question_on_a_image_reports_what_was_cached(make_engine, fake_limits):
     runtime = FakeRuntime(fake_limits)
     engine = make_engine(runtime)
     first = await engine.query(PICTURE, "what?", settings=GREEDY)

@@ -260,7 +260,7 @@ async def test_a_dead_step_thread_is_noticed(make_engine, fake_limits):
         await engine.query(question="a")
 
 
-async def test_a_picture_prepared_while_the_engine_died_is_not_waited_for(
+async def test_a_image_prepared_while_the_engine_died_is_not_waited_for(
     make_engine, fake_limits, tmp_path
 ):
     slow = SlowImage(tmp_path)

@@ -130,7 +130,7 @@ async def test_shutdown_lets_running_requests_end_then_refuses(make_engine, fake
     await engine.shutdown()
 
 
-async def test_shutdown_lets_a_picture_be_prepared_and_asked_about(make_engine, tmp_path):
+async def test_shutdown_lets_a_image_be_prepared_and_asked_about(make_engine, tmp_path):
     slow = SlowImage(tmp_path)
     engine = make_engine()
     accepted = asyncio.create_task(engine.query(slow, "what?", settings=GREEDY))

@@ -75,7 +75,7 @@ def test_a_small_pool_shortens_the_longest_sequence(golden_folder):
     built.runtime.close()
 
 
-def test_too_little_memory_for_one_picture_says_so(golden_folder, monkeypatch):
+def test_too_little_memory_for_one_image_says_so(golden_folder, monkeypatch):
     from kestrel_engine.checkpoint.weights import memory
 
     config = RuntimeConfig(model_path=golden_folder("md2"), device="cpu")

@@ -60,7 +60,7 @@ def test_what_the_repository_keeps_is_unchanged(
         assert (COMPLETE / name / file).read_bytes() == (golden_folder(name) / file).read_bytes()
 
 
-def test_crops_equal_the_stored_pictures(pictures: dict[str, PreparedImage]) -> None:
+def test_crops_equal_the_stored_images(pictures: dict[str, PreparedImage]) -> None:
     for path in sorted((COMPLETE / "preprocess").glob("*.crops.png")):
         stored = pyvips.Image.new_from_file(str(path)).numpy()
         crops = pictures[path.name.removesuffix(".crops.png")].crops

@@ -19,7 +19,7 @@ def test_every_stage(golden: Golden, pictures: dict[str, PreparedImage], name: s
     check_vision(golden, name, pictures[name])
 
 
-def test_pictures_encoded_together_equal_pictures_encoded_alone(
+def test_images_encoded_together_equal_images_encoded_alone(
     golden: Golden, pictures: dict[str, PreparedImage]
 ) -> None:
     vision = golden.runtime.model.vision

@@ -98,7 +98,7 @@ async def test_a_cache_larger_than_the_card_says_what_to_lower():
         await InferenceEngine.create(config)
 
 
-async def test_a_picture_on_random_weights_of_the_default_path(golden_folder):
+async def test_a_image_on_random_weights_of_the_default_path(golden_folder):
     config = RuntimeConfig(
         model_path=golden_folder("md3") / "config.json",
         random_weights=True,

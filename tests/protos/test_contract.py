@@ -232,7 +232,7 @@ def test_a_task_has_the_fields_of_the_method_with_their_numbers(skill: str) -> N
 
 
 @pytest.mark.parametrize("skill", TAKES_A_PICTURE)
-def test_picture_and_options_stand_in_the_same_place(skill: str) -> None:
+def test_image_and_options_stand_in_the_same_place(skill: str) -> None:
     fields = MESSAGES[f"{skill}Request"].fields_by_number
     assert (fields[1].name, fields[11].name) == ("image", "options")
     assert MESSAGES[f"{skill}Response"].fields_by_name["image_id"].number == 17

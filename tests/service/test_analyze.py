@@ -83,7 +83,7 @@ async def test_every_task_gives_what_its_method_gives(serve):
     assert reply.total_time_ms > 0
 
 
-async def test_the_picture_is_encoded_once_and_its_prefix_shared(serve):
+async def test_the_image_is_encoded_once_and_its_prefix_shared(serve):
     served = await serve()
     reply = await served.vision.Analyze(request(*(question(f"{n}?") for n in range(8))))
     encoded = sum(piece.last - piece.first for p in served.runtime.plans for piece in p.encode)
@@ -242,7 +242,7 @@ async def test_what_is_wrong_with_the_call_fails_it(serve, case):
     assert served.engine.num_requests == 0
 
 
-async def test_a_picture_may_be_named(serve):
+async def test_a_image_may_be_named(serve):
     served = await serve()
     first = await served.vision.Analyze(request(question()))
     named = common_pb2.Image(image_id=first.image_id)

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from kestrel_client import AsyncKestrelClient, CaptionTask, InvalidArgumentError
-from tests.service.test_cli_pictures import kestrel as kestrel
+from tests.service.test_cli_stored_images import kestrel as kestrel
 
 
 def logo():

@@ -42,7 +42,7 @@ def read(tmp_path):
     return [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
 
 
-async def test_refused_without_a_folder_and_pictures_without_leave(serve, tmp_path):
+async def test_refused_without_a_folder_and_images_without_leave(serve, tmp_path):
     admin = Admin(await serve(server_config=CONFIG))
     told = await failure(admin.StartCapture())
     assert (told.code, told.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "CAPTURE_UNAVAILABLE")
@@ -91,7 +91,7 @@ async def test_what_a_file_holds_and_what_not(serve, tmp_path):
     assert told["picture_left_out"]["bytes"] == 60 * 40 * 3
 
 
-async def test_pictures_where_both_allow_it_also_those_named_by_id(serve, tmp_path):
+async def test_images_where_both_allow_it_also_those_named_by_id(serve, tmp_path):
     served = await serve(server_config=config(tmp_path, capture_images=True))
     admin = Admin(served)
     kept = await served.vision.Query(query(raw_image()), metadata=METADATA)
@@ -106,7 +106,7 @@ async def test_pictures_where_both_allow_it_also_those_named_by_id(serve, tmp_pa
     assert streamed["picture_left_out"] is None
 
 
-async def test_a_picture_by_id_is_there_though_it_was_deleted_meanwhile(serve, tmp_path):
+async def test_a_image_by_id_is_there_though_it_was_deleted_meanwhile(serve, tmp_path):
     served = await serve(slow(), server_config=config(tmp_path, capture_images=True))
     admin = Admin(served)
     kept = await served.vision.Query(query(raw_image(), max_tokens=2), metadata=METADATA)
@@ -125,7 +125,7 @@ async def test_a_picture_by_id_is_there_though_it_was_deleted_meanwhile(serve, t
 
 
 @pytest.mark.parametrize("task", ["analyze", "run"])
-async def test_every_method_that_takes_an_id_gives_its_picture(serve, tmp_path, task, replay):
+async def test_every_method_that_takes_an_id_gives_its_image(serve, tmp_path, task, replay):
     served = await serve(server_config=config(tmp_path, capture_images=True))
     admin = Admin(served)
     kept = await served.vision.Query(query(raw_image()), metadata=METADATA)
@@ -148,7 +148,7 @@ async def test_every_method_that_takes_an_id_gives_its_picture(serve, tmp_path, 
     assert (status, lines[-1]) == (0, "OK")
 
 
-async def test_without_leave_a_picture_by_id_is_left_out_with_what_tells_it(serve, tmp_path):
+async def test_without_leave_a_image_by_id_is_left_out_with_what_tells_it(serve, tmp_path):
     served = await serve(server_config=config(tmp_path))
     admin = Admin(served)
     kept = await served.vision.Query(query(raw_image()), metadata=METADATA)
@@ -204,7 +204,7 @@ async def test_an_upload_that_fails_is_captured_and_done_again(serve, tmp_path, 
     assert (status, lines[-1]) == (0, "OK") and len(served.server.images) == 1
 
 
-async def test_an_upload_without_its_picture_asks_for_one(serve, tmp_path, replay, capsys):
+async def test_an_upload_without_its_image_asks_for_one(serve, tmp_path, replay, capsys):
     served = await serve(server_config=config(tmp_path))
     admin = Admin(served)
     await admin.StartCapture()
@@ -311,7 +311,7 @@ async def test_a_replay_does_it_again(serve, tmp_path, replay):
     assert status == 1 and told[-1].startswith("failed again: ")
 
 
-def test_a_replay_asks_for_the_picture_that_was_left_out(tmp_path, capsys):
+def test_a_replay_asks_for_the_image_that_was_left_out(tmp_path, capsys):
     path = tmp_path / "a.capture.json"
     told = {
         "kestrel_capture": 1,

@@ -108,12 +108,12 @@ def test_a_question_is_answered(server):
     assert len(points) == 2
 
 
-def test_a_question_without_a_picture_over_a_unix_socket(server):
+def test_a_question_without_a_image_over_a_unix_socket(server):
     done = here("query", "what?", "--max-tokens", 3, "--server", server[1])
     assert done.returncode == 0, done.stderr
 
 
-def test_a_picture_may_come_from_standard_input(server):
+def test_a_image_may_come_from_standard_input(server):
     flags = ["--length", "short", "--temperature", 0]
     named = ask(server, "caption", PICTURE, *flags)
     piped = ask(server, "caption", "-", *flags, run=kestrel, stdin=PICTURE.read_bytes())
@@ -254,7 +254,7 @@ def test_why_there_is_no_connection_is_told(server):
     assert "No such file" in done.stderr
 
 
-def test_standard_input_that_is_closed_is_no_picture():
+def test_standard_input_that_is_closed_is_no_image():
     done = subprocess.run(
         ["bash", "-c", '"$@" <&-', "bash", *PROGRAM, "caption", "-"],
         capture_output=True,

@@ -14,8 +14,8 @@ from kestrel_grpc.cli.parser import COMMANDS, main
 from kestrel_grpc.cli.requests import inputs
 from kestrel_grpc.cli.terminal import styled
 from tests.client.test_fetching import web as web
-from tests.service.test_cli_pictures import PICTURE
-from tests.service.test_cli_pictures import kestrel as kestrel
+from tests.service.test_cli_stored_images import PICTURE
+from tests.service.test_cli_stored_images import kestrel as kestrel
 
 ARGUMENTS = ["--temperature", 0, "--max-tokens", 4]
 

@@ -16,7 +16,7 @@ def put(store, source, owner="", weight=1.0):
     return store.put(owner, source_digest(source), source, SIZE, weight=weight)
 
 
-def test_the_same_picture_of_one_owner_is_kept_once():
+def test_the_same_image_of_one_owner_is_kept_once():
     store = ImageStore(100)
     first, again = put(store, b"a" * 30), put(store, b"a" * 30)
     assert first is again
@@ -71,7 +71,7 @@ def test_gone_says_what_to_do():
         ImageStore(0).get("", "img_gone")
 
 
-def test_a_store_of_nothing_and_a_picture_beyond_the_store():
+def test_a_store_of_nothing_and_a_image_beyond_the_store():
     assert put(ImageStore(0), b"") is None
     store = ImageStore(10)
     kept = put(store, b"1234")

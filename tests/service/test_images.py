@@ -52,7 +52,7 @@ def upload(served, data=PNG, **kwargs):
 
 
 @pytest.mark.parametrize("image", [common_pb2.Image(encoded=PNG), raw_image()], ids=["png", "raw"])
-async def test_a_picture_put_is_named_afterwards(serve, image):
+async def test_a_image_put_is_named_afterwards(serve, image):
     served = await serve()
     put = await served.images.PutImage(image_service_pb2.PutImageRequest(image=image))
     stored = put.image
@@ -69,7 +69,7 @@ async def test_a_picture_put_is_named_afterwards(serve, image):
     assert again.image == stored
 
 
-async def test_every_reply_names_the_picture_that_came_with_it(serve):
+async def test_every_reply_names_the_image_that_came_with_it(serve):
     served = await serve()
     image = common_pb2.Image(encoded=PNG)
     replies = [
@@ -134,7 +134,7 @@ async def test_a_server_may_keep_none(serve):
     assert "stores no images" in told.message
 
 
-async def test_a_picture_larger_than_the_store_is_answered_and_not_kept(serve):
+async def test_a_image_larger_than_the_store_is_answered_and_not_kept(serve):
     served = await serve(server_config={"image_store_bytes": 100})
     assert not (await served.vision.Query(query(common_pb2.Image(encoded=PNG)))).image_id
     request = image_service_pb2.PutImageRequest(image=common_pb2.Image(encoded=PNG))
@@ -277,7 +277,7 @@ async def test_no_message_at_all(serve):
     assert told.code is INVALID and "not a valid message" in told.message
 
 
-async def test_pictures_wait_for_the_model(serve):
+async def test_images_wait_for_the_model(serve):
     served = await serve(load=False)
     request = image_service_pb2.PutImageRequest(image=raw_image())
     assert (await failure(served.images.PutImage(request))).reason == "MODEL_NOT_READY"

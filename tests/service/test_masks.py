@@ -66,7 +66,7 @@ def test_a_path_lies_in_its_box():
     assert (drawn == expected).all()
 
 
-def test_what_reaches_beyond_the_picture_is_cut_off():
+def test_what_reaches_beyond_the_image_is_cut_off():
     drawn = draw_mask("M -2 -2 L 3 -2 L 3 3 L -2 3 Z", (0.2, 0.2, 0.8, 0.8), 30, 20)
     assert drawn.all()
     drawn = draw_mask("M -1 0 L 0.5 0 L 0.5 1 L -1 1 Z", WHOLE, 30, 20)

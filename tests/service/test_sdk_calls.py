@@ -100,7 +100,7 @@ def comparable(result):
 
 
 @both
-async def test_a_picture_put_goes_wherever_a_picture_goes(client, picture, served):
+async def test_a_image_put_goes_wherever_a_image_goes(client, picture, served):
     handle = await client.put_image(picture)
     assert handle.size == (60, 40) and handle.source == picture
     named = await client.query(handle, "what?", **GREEDY)
@@ -122,7 +122,7 @@ async def test_a_picture_put_goes_wherever_a_picture_goes(client, picture, serve
 
 
 @both
-async def test_every_kind_of_picture_can_be_put(client, picture, served):
+async def test_every_kind_of_image_can_be_put(client, picture, served):
     opened = Image.open(picture).convert("RGB")
     for image in (str(picture), picture.read_bytes(), np.asarray(opened), opened):
         assert (await client.put_image(image)).size == (60, 40)

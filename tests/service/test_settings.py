@@ -106,7 +106,7 @@ def test_a_variable_is_the_default_and_a_flag_wins():
     assert server.listen == ("c:3",)
 
 
-def test_pictures_kept_and_skills_plugged_in():
+def test_images_kept_and_skills_plugged_in():
     server, _ = configs("--image-store-bytes", "0", KESTREL_SKILL="a.b:C, d:E")
     assert server.image_store_bytes == 0
     assert server.skills == ("a.b:C", "d:E")

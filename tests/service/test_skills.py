@@ -162,7 +162,7 @@ async def test_invalid_stop_strings_name_their_field(serve, stop, field, message
         assert "sampling.stop" in caught.value.details()
 
 
-async def test_a_question_needs_no_picture(serve):
+async def test_a_question_needs_no_image(serve):
     served = await serve()
     response = await served.vision.Query(pb.QueryRequest(question="hello?", sampling=GREEDY))
     assert response.answer
@@ -205,7 +205,7 @@ async def test_segment_draws_no_mask_unless_asked_to(serve, mask_format):
     assert not response.HasField("mask")
 
 
-async def test_results_are_clipped_to_the_picture(serve):
+async def test_results_are_clipped_to_the_image(serve):
     served = await serve(FakeRuntime(LIMITS, lambda fed: 5))
     request = pb.DetectRequest(image=raw_image(), object="cat", max_objects=40)
     response = await served.vision.Detect(request)
@@ -216,7 +216,7 @@ async def test_results_are_clipped_to_the_picture(serve):
     assert (edges[:, :2] <= edges[:, 2:]).all()
 
 
-async def test_a_raw_picture_and_a_file_of_the_same_pixels_give_the_same(serve):
+async def test_a_raw_image_and_a_file_of_the_same_pixels_give_the_same(serve):
     served = await serve()
     pixels = np.random.default_rng(0).integers(0, 255, (40, 60, 4), np.uint8)
     rgb = np.ascontiguousarray(pixels[:, :, :3])

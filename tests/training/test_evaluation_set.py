@@ -41,7 +41,7 @@ def test_unseen_slice_always_shows_one() -> None:
         assert any((s.colour, s.kind) in HELD_OUT for s in example("unseen-pairs", i).scene.shapes)
 
 
-def test_pictures_are_reproducible_files() -> None:
+def test_images_are_reproducible_files() -> None:
     pytest.importorskip("pyvips")
     first = encode(example("seen", 5))
     assert first == encode(example("seen", 5))

@@ -26,7 +26,7 @@ def scenes() -> list[Scene]:
     return [draw_scene(rng, *draw_size(rng), palette=len(COLOURS)) for _ in range(400)]
 
 
-def test_pictures_are_120_to_1600_pixels_and_up_to_three_to_one() -> None:
+def test_images_are_120_to_1600_pixels_and_up_to_three_to_one() -> None:
     rng = random.Random(1)
     for _ in range(500):
         width, height = draw_size(rng)
@@ -34,7 +34,7 @@ def test_pictures_are_120_to_1600_pixels_and_up_to_three_to_one() -> None:
         assert max(width, height) <= 3.02 * min(width, height)
 
 
-def test_objects_are_large_enough_in_the_view_and_inside_the_picture(scenes: list[Scene]) -> None:
+def test_objects_are_large_enough_in_the_view_and_inside_the_image(scenes: list[Scene]) -> None:
     for scene in scenes:
         (tx, ty), (gx, gy) = scene.view.tiled_scale, scene.view.global_scale
         for shape in scene.shapes:

@@ -234,7 +234,7 @@ async def test_the_bundled_model_gives_its_known_answers() -> None:
     assert found.message == "2 known answers on cpu, float32, exactly"
 
 
-async def test_another_picture_gives_another_answer() -> None:
+async def test_another_image_gives_another_answer() -> None:
     demo = Path(__file__).parents[3] / "kestrel_grpc" / "cli" / "demo.jpg"
     found = await maintenance.answer(RuntimeConfig(device="cpu", cpu_threads=1), str(demo))
     assert found.status == "fail"

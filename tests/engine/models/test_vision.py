@@ -66,7 +66,7 @@ def test_more_crops_than_a_pass_takes(vision):
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
 
 
-def test_a_single_tile_is_the_whole_picture_and_is_computed_once(vision):
+def test_a_single_tile_is_the_whole_image_and_is_computed_once(vision):
     side = vision.config.crop_size
     crop = torch.randint(0, 256, (1, side, side, 3), dtype=torch.uint8)
     (embedding,) = vision.encode_images([(crop.repeat(2, 1, 1, 1), (1, 1))])

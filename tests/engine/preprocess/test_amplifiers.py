@@ -53,7 +53,7 @@ def tiff(pages: int, order: str = "<", *, big: bool = False) -> bytes:
     return bytes(out)
 
 
-def test_scans_are_counted_up_to_the_end_of_the_picture():
+def test_scans_are_counted_up_to_the_end_of_the_image():
     assert num_scans(jpeg()) == 1
     assert num_scans(jpeg(restart_marker_blocks=1)) == 1
     assert num_scans(jpeg(progressive=True)) == 10

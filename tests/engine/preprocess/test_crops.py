@@ -105,7 +105,7 @@ def test_every_size_gives_whole_crops_that_overlap_exactly(width, height, vision
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 1500), st.integers(1, 1500), st.sampled_from([VISION, SMALL]))
-def test_crops_equal_those_cut_out_of_the_whole_resized_picture(width, height, vision):
+def test_crops_equal_those_cut_out_of_the_whole_resized_image(width, height, vision):
     """As libvips' own writer resizes it, in one go and with threads of its own."""
     rng = np.random.default_rng(width * 1000 + height)
     image = DecodedImage(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))

@@ -10,7 +10,7 @@ from kestrel_engine.errors import ImageDecodeError
 from kestrel_engine.preprocess.decoded_image import DecodedImage
 
 
-def test_a_whole_picture_is_waited_for_by_nobody():
+def test_a_whole_image_is_waited_for_by_nobody():
     image = DecodedImage(np.zeros((4, 6, 3), np.uint8))
     image.decode()
     image.wait_for(4)

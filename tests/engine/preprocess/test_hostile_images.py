@@ -117,7 +117,7 @@ def test_empty_bytes(empty):
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_truncated_pictures_are_refused(name):
+def test_truncated_images_are_refused(name):
     data = TAKEN[name]
     open_image(data, LIMITS)
     for length in {*range(1, 64), *range(64, len(data) - 64, 37)}:
@@ -139,7 +139,7 @@ def test_trailing_bytes_do_no_harm(name):
     assert np.array_equal(open_image(TAKEN[name] + b"<script>" * 9, LIMITS).pixels, expected)
 
 
-def test_mutated_pictures_give_pictures_or_picture_errors():
+def test_mutated_images_give_images_or_image_errors():
     """Bytes flipped, cut out, repeated, spliced: no other exception, no crash, no line break or path in a message."""
     rng = np.random.default_rng(20261120)
     seeds = list(TAKEN.values())
@@ -326,7 +326,7 @@ except pyvips.Error:
 """
 
 
-def test_no_picture_is_written_to_disk(tmp_path):
+def test_no_image_is_written_to_disk(tmp_path):
     """With a threshold of one byte, any temporary file of libvips would go to a folder that isn't there, and fail."""
     environment = {
         **os.environ,

@@ -93,7 +93,7 @@ def test_jpeg_equals_pillows_decoder():
     assert np.array_equal(decode(data), np.asarray(Image.open(io.BytesIO(data))))
 
 
-def test_ultra_hdr_jpegs_give_their_base_picture():
+def test_ultra_hdr_jpegs_give_their_base_image():
     """Phones add a gain map; libvips has a loader of its own for such files, which is not on the allow-list."""
     if not pyvips.type_find("VipsForeignSave", "uhdrsave_buffer"):
         pytest.skip("this libvips writes no Ultra HDR")

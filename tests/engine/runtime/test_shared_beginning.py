@@ -23,7 +23,7 @@ def grouped(rows):
     return [(group.indices, group.num_pages) for group in groups]
 
 
-def test_rows_of_one_picture_form_a_group():
+def test_rows_of_one_image_form_a_group():
     rows = [row(1, [5, 6, 7, 1], 13), row(2, [9], 2), row(3, [5, 6, 7, 2], 12)]
     assert grouped(rows) == [([0, 2], 3)]
 

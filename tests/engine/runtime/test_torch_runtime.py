@@ -128,7 +128,7 @@ def test_region_heads_read_the_stream_before_the_last_layer_norm(runtime):
     assert token.value == Coord(expected / 64)
 
 
-def test_a_picture_stays_until_it_is_dropped(runtime):
+def test_a_image_stays_until_it_is_dropped(runtime):
     def prompt(number: int) -> Row:
         return row([0, IMAGE, 30], sample=spec(), sequence_id=number)
 
@@ -173,7 +173,7 @@ def test_what_builds_on_a_failed_step_is_left_out_of_those_launched_behind_it(ru
     assert 4 in step(runtime, ended=(1, 3), encode=(whole(image),), prefill=(prompt,)).tokens
 
 
-def test_what_is_dropped_goes_first_so_a_picture_may_be_encoded_anew_in_the_same_step(runtime):
+def test_what_is_dropped_goes_first_so_a_image_may_be_encoded_anew_in_the_same_step(runtime):
     prompt = row([0, IMAGE, 30], sample=spec())
     first = step(runtime, encode=(whole(picture()),), prefill=(prompt,))
     again = step(runtime, drop_images=("picture",), encode=(whole(picture()),), prefill=(prompt,))
@@ -181,7 +181,7 @@ def test_what_is_dropped_goes_first_so_a_picture_may_be_encoded_anew_in_the_same
 
 
 @pytest.mark.parametrize("tiling", [(1, 1), (1, 2), (2, 3)])
-def test_a_picture_encoded_crop_by_crop_equals_one_encoded_at_once(runtime, tiling):
+def test_a_image_encoded_crop_by_crop_equals_one_encoded_at_once(runtime, tiling):
     image = picture(tiling=tiling)
     prompt = row([0, IMAGE, 30], sample=spec(temperature=1.0))
     expected = step(runtime, encode=(whole(image),), prefill=(prompt,)).tokens[0]

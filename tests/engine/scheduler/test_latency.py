@@ -152,7 +152,7 @@ def measure(kind: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("kind", ["even", "1", "2", "3", "4", "5"])
-def test_pictures_that_come_over_time_disturb_nobody_and_are_done_in_time(kind):
+def test_images_that_come_over_time_disturb_nobody_and_are_done_in_time(kind):
     itl, done = measure(kind)
     assert itl <= 2.5
     assert done <= 1.3

@@ -41,7 +41,7 @@ def test_finds_the_longest_prefix_and_its_pages():
     cache.check()
 
 
-def test_a_picture_is_matched_whole_or_not_at_all():
+def test_a_image_is_matched_whole_or_not_at_all():
     pool, cache = filled()
     put(pool, cache, "n", atoms("P"))
     assert cache.match("n", []).num_atoms == 0

@@ -133,7 +133,7 @@ def test_nobody_pauses_while_nobody_decodes():
     assert [len(plan.prefill) for plan in simulation.runtime.plans if plan.prefill] == [1, 1, 1]
 
 
-def test_pictures_and_text_take_turns():
+def test_images_and_text_take_turns():
     policy = SchedulerPolicy(budget=StepBudget(prefill_positions=20, crops=1, idle_scale=1))
     simulation = Simulation(replace(LIMITS, max_batch_size=6), policy, depth=1)
     simulation.add(text(1, 2, max_tokens=20))
@@ -147,7 +147,7 @@ def test_pictures_and_text_take_turns():
     assert 9 in simulation.ended
 
 
-def test_a_picture_is_encoded_and_its_prefix_computed_once_for_all_who_ask():
+def test_a_image_is_encoded_and_its_prefix_computed_once_for_all_who_ask():
     simulation = Simulation(replace(LIMITS, max_batch_size=8, num_pages=80))
     specs = [text(i, 3, image="p", max_tokens=2) for i in range(1, 7)]
     for spec in specs:
@@ -158,7 +158,7 @@ def test_a_picture_is_encoded_and_its_prefix_computed_once_for_all_who_ask():
     assert simulation.scheduler.stats.cached_positions == 5 * 10
 
 
-def test_those_who_wait_for_a_picture_are_not_lost_when_its_first_request_goes():
+def test_those_who_wait_for_a_image_are_not_lost_when_its_first_request_goes():
     for end in ("abort", "fail"):
         simulation = Simulation(depth=1)
         for i in (1, 2, 3):

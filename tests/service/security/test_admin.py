@@ -149,7 +149,7 @@ async def test_cancel_ends_requests_by_their_id_with_what_there_is(serve):
     assert told.fields == ["request_id"]
 
 
-async def test_flush_forgets_prefixes_and_on_demand_pictures(serve):
+async def test_flush_forgets_prefixes_and_on_demand_images(serve):
     served = await serve(server_config=CONFIG)
     admin = Admin(served)
 

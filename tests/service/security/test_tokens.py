@@ -220,7 +220,7 @@ def test_every_method_has_its_scopes():
     assert Scope.METRICS in needed_scopes("/kestrel.v1.AdminService/GetStatistics")
 
 
-async def test_pictures_and_prefixes_belong_to_their_principal(serve, tokens):
+async def test_images_and_prefixes_belong_to_their_principal(serve, tokens):
     a, b = tokens.add("a"), tokens.add("b")
     served = await serve(server_config=tokens.config())
 

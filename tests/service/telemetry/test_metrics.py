@@ -171,7 +171,7 @@ async def test_what_is_counted(measured):
     assert pages["private"] == 0 and pages["cached"] > 0
 
 
-async def test_pictures_prepared_ahead_count_as_prepared(measured):
+async def test_images_prepared_ahead_count_as_prepared(measured):
     served = await measured()
     await served.images.PutImage(image_pb.PutImageRequest(image=raw_image()))
     task = pb.AnalyzeTask(caption=pb.CaptionTask(sampling=QUERY.sampling))

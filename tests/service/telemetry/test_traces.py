@@ -132,7 +132,7 @@ async def test_spans_link_to_the_steps_they_shared(serve_traced, collector):
     assert {link.span_id for link in step.links} <= {s.span_id for s in servers()}
 
 
-async def test_a_cached_picture_has_no_vision_span(serve_traced, collector):
+async def test_a_cached_image_has_no_vision_span(serve_traced, collector):
     served = await serve_traced()
     await served.vision.Query(QUERY)
     await served.vision.Query(QUERY, metadata=SAMPLED)
@@ -216,7 +216,7 @@ async def test_tasks_of_one_call_have_spans_of_their_own(serve_traced, collector
     assert facts["kestrel.image.preprocess_s"] > 0
 
 
-async def test_pictures_that_are_put_or_uploaded_have_a_span(serve_traced, collector):
+async def test_images_that_are_put_or_uploaded_have_a_span(serve_traced, collector):
     served = await serve_traced()
     png = (Path(__file__).parents[3] / "kestrel_grpc/cli/demo.jpg").read_bytes()
 

@@ -141,7 +141,7 @@ def image(config, key):
     return [0, ImageBlock(key, config.image_positions)]
 
 
-def test_text_and_pictures_of_all_kinds_in_one_batch(both):
+def test_text_and_images_of_all_kinds_in_one_batch(both):
     def make(config):
         wide, single = image(config, "wide"), image(config, "single")
         return [
@@ -211,7 +211,7 @@ def test_a_device_without_memory_raises_memory_error(both, monkeypatch):
 
 
 @pytest.mark.slow_with("moondream2")
-def test_a_picture_that_is_not_there_fails_its_step_only(both):
+def test_a_image_that_is_not_there_fails_its_step_only(both):
     config, _, tested = both
     row = Row(42, tuple(image(config, "unknown")), 0, (51,), SampleSpec(TEXT, SamplingParams(), 0))
     with pytest.raises(AssertionError, match="unknown was not encoded"):

@@ -58,7 +58,7 @@ def test_what_cannot_be_held_says_what_to_lower():
         plan(5 * GIB, GIB, kv_cache_pages=3000)
 
 
-def test_no_room_for_one_picture_says_what_to_lower():
+def test_no_room_for_one_image_says_what_to_lower():
     with pytest.raises(InsufficientMemoryError) as caught:
         plan(1 * GIB, GIB - 2**20)
     for words in (

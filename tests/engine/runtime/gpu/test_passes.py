@@ -30,7 +30,7 @@ def test_sizes_of_rows():
     ("blocks", "groups"),
     [(1, [1]), (4, [4]), (5, [3, 2]), (6, [3, 3]), (8, [4, 4]), (9, [3, 3, 3])],
 )
-def test_pictures_are_spread_evenly(blocks, groups):
+def test_images_are_spread_evenly(blocks, groups):
     assert sizes([row(i, picture=True) for i in range(blocks)]) == groups
 
 

@@ -99,12 +99,12 @@ def check(made):
 
 @pytest.mark.parametrize("page_size", [1, 5, 10])
 @pytest.mark.parametrize("spare", [0, 16])
-def test_pictures_and_text_of_many_rows(page_size, spare):
+def test_images_and_text_of_many_rows(page_size, spare):
     cached = [(0, 4), (5, 1), (10, 3), (23, 7), (0, 1), (9, 2)]
     check(Pass(cached, page_size, pictures=[3, 0, 6], spare=spare))
 
 
-def test_pictures_alone():
+def test_images_alone():
     made = Pass([], 5, pictures=[0, 0])
     assert not made.text
     check(made)
@@ -115,7 +115,7 @@ def test_text_alone():
     check(Pass([(40, 5), (3, 5)], 10))
 
 
-def test_text_reads_a_pool_in_eight_bits_and_pictures_what_was_computed():
+def test_text_reads_a_pool_in_eight_bits_and_images_what_was_computed():
     made = Pass([(5, 1), (10, 3), (23, 7)], 5, pictures=[3])
     scales = [(0.01 * (layer + 1), 0.02) for layer in range(LAYERS)]
     stored = [torch.empty_like(pool).to(EIGHT_BITS) for pool in (made.keys, made.values)]

@@ -15,7 +15,7 @@ def picture(key):
     return ImageBlock(key, BLOCK - 1)
 
 
-def test_pictures_come_first_and_text_follows_row_by_row():
+def test_images_come_first_and_text_follows_row_by_row():
     rows = [
         Row(1, (0, picture("a"), 11, 12), 0, (4, 5, 6, 7), None),
         Row(2, (21, Coord(0.25), Size(0.5, 0.125)), 7, (9, 8, 3, 2, 1), None),

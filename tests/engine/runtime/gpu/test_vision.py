@@ -89,7 +89,7 @@ def test_passes_are_bounded_and_make_no_difference(towers, monkeypatch):
     torch.testing.assert_close(fused.encode_crops(crops), together, atol=CLOSE, rtol=CLOSE)
 
 
-def test_pictures_are_embedded_together(towers, monkeypatch):
+def test_images_are_embedded_together(towers, monkeypatch):
     plain, fused = towers
     tilings = [(1, 1), (2, 3), (1, 2)]
     generator = torch.Generator().manual_seed(2)

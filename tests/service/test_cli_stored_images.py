@@ -37,7 +37,7 @@ async def kestrel(serve, capsys):
     return run
 
 
-async def test_a_picture_put_is_named_in_place_of_a_file(kestrel, monkeypatch):
+async def test_a_image_put_is_named_in_place_of_a_file(kestrel, monkeypatch):
     status, told, errors = await kestrel("put", PICTURE)
     assert (status, errors) == (0, "")
     image_id = told.strip()

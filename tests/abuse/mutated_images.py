@@ -1,11 +1,11 @@
-"""Mutated pictures of every supported format through decoding and tiling, in this process, whose memory is bounded.
+"""Mutated images of every supported format through decoding and tiling, in this process, whose memory is bounded.
 
-python -m tests.abuse.mutated_pictures --count 10000 [--seed N] [--memory-mib N]
+python -m tests.abuse.mutated_images --count 10000 [--seed N] [--memory-mib N]
 
 Prints one JSON object: how many were taken and refused by format, what took longest, the most memory, and every fault:
-an error other than ImageError, or more than LIMIT_S of this process's time. A crash ends the process, and a picture
-that hangs does after HANG_S: the stack and the picture's number are on standard error then. The same seed and number
-make the same picture, wherever it runs.
+an error other than ImageError, or more than LIMIT_S of this process's time. A crash ends the process, and an image
+that hangs does after HANG_S: the stack and the image's number are on standard error then. The same seed and number
+make the same image, wherever it runs.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from kestrel_engine.preprocess.images import open_image
 from kestrel_engine.types.model_config import VisionConfig
 
 LIMIT_S = 2.0
-"""Of processor time for one picture: a busy machine makes nothing slower by it."""
+"""Of processor time for one image: a busy machine makes nothing slower by it."""
 
 HANG_S = 60.0
 """Of time on the wall; then the process shows where it stands and ends."""
 
 MEMORY_MIB = 2048
-"""Address space, libraries and threads' stacks included. Two copies of the largest picture taken are 600 MB."""
+"""Address space, libraries and threads' stacks included. Two copies of the largest image taken are 600 MB."""
 
 EDGES = (0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFE, 0xFFFFFFFF)
 """Numbers at which a reader of 8, 16 or 32 bits goes wrong."""
 
 
 def seeds() -> dict[str, list[bytes]]:
-    """Small whole pictures by format, of each kind that its reader has other code for."""
+    """Small whole images by format, of each kind that its reader has other code for."""
     rng = np.random.default_rng(5)
     rgb = Image.fromarray(rng.integers(0, 256, (48, 64, 3), dtype=np.uint8))
     smooth = Image.linear_gradient("L").resize((80, 60)).convert("RGB")
     exif = Image.Exif()
     exif[0x0112] = 6
 
-    def pil(fmt: str, picture: Image.Image = rgb, **options: Any) -> bytes:
+    def pil(fmt: str, image: Image.Image = rgb, **options: Any) -> bytes:
         buffer = io.BytesIO()
-        picture.save(buffer, fmt, **options)
+        image.save(buffer, fmt, **options)
         return buffer.getvalue()
 
     vips = pyvips.Image.new_from_array(np.asarray(smooth))
@@ -101,7 +101,7 @@ def seeds() -> dict[str, list[bytes]]:
 
 
 def mutated(rng: np.random.Generator, data: bytes, others: list[bytes]) -> bytes:
-    """``data`` with a few bytes set, cut, repeated or taken from another picture; headers are hit most."""
+    """``data`` with a few bytes set, cut, repeated or taken from another image; headers are hit most."""
     out = bytearray(data)
     for _ in range(min(6, int(rng.geometric(0.6)))):
         if not out:
@@ -147,7 +147,7 @@ def repaired_png(data: bytes) -> bytes:
     return bytes(out)
 
 
-def picture(seed: int, number: int, formats: dict[str, list[bytes]]) -> tuple[str, bytes]:
+def image(seed: int, number: int, formats: dict[str, list[bytes]]) -> tuple[str, bytes]:
     """The format that it comes from, and its bytes."""
     rng = np.random.default_rng([seed, number])
     name = list(formats)[number % len(formats)]
@@ -160,13 +160,13 @@ def run(count: int, seed: int, first: int = 0) -> dict[str, Any]:
     formats, limits, vision = seeds(), ImageLimits(), VisionConfig()
     for kinds in formats.values():
         for data in kinds:
-            prepare(open_image(data, limits), vision)  # Untouched they are pictures.
+            prepare(open_image(data, limits), vision)  # Untouched they are images.
     taken: Counter[str] = Counter()
     refused: Counter[str] = Counter()
     faults: list[dict[str, Any]] = []
     slowest: dict[str, Any] = {"seconds": 0.0}
     for number in range(first, first + count):
-        name, data = picture(seed, number, formats)
+        name, data = image(seed, number, formats)
         faulthandler.dump_traceback_later(HANG_S, exit=True)
         print(f"\r{number} ", end="", file=sys.stderr)
         began = time.process_time()
@@ -210,9 +210,9 @@ def peak_mib() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="tests.abuse.mutated_pictures")
+    parser = argparse.ArgumentParser(prog="tests.abuse.mutated_images")
     parser.add_argument("--count", type=int, default=10_000)
-    parser.add_argument("--first", type=int, default=0, help="number of the first picture")
+    parser.add_argument("--first", type=int, default=0, help="number of the first image")
     parser.add_argument("--seed", type=int, default=20261120)
     parser.add_argument("--memory-mib", type=int, default=MEMORY_MIB)
     args = parser.parse_args()

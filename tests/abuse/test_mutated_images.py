@@ -1,4 +1,4 @@
-"""Thousands of broken pictures in a process with bounded memory. KESTREL_FUZZ_PICTURES says how many, 300 if unset."""
+"""Thousands of broken images in a process with bounded memory. KESTREL_FUZZ_IMAGES says how many, 300 if unset."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 
 from kestrel_engine.preprocess.images import FORMATS
-from tests.abuse import mutated_pictures
+from tests.abuse import mutated_images
 
 ROOT = Path(__file__).parents[2]
-COUNT = int(os.environ.get("KESTREL_FUZZ_PICTURES", "300"))
+COUNT = int(os.environ.get("KESTREL_FUZZ_IMAGES", "300"))
 
 
 def fuzz(*arguments: str, timeout_s: float) -> dict:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.abuse.mutated_pictures", *arguments],
+        [sys.executable, "-m", "tests.abuse.mutated_images", *arguments],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -29,20 +29,20 @@ def fuzz(*arguments: str, timeout_s: float) -> dict:
 
 def test_every_format_has_seeds():
     """HEIC is read by few builds of libvips, and written by none that we have."""
-    assert set(FORMATS) - {"HEIC"} == set(mutated_pictures.seeds())
+    assert set(FORMATS) - {"HEIC"} == set(mutated_images.seeds())
 
 
-def test_a_number_is_a_picture():
-    formats = mutated_pictures.seeds()
-    name, data = mutated_pictures.picture(1, 7, formats)
-    assert mutated_pictures.picture(1, 7, formats) == (name, data)
+def test_a_number_is_a_image():
+    formats = mutated_images.seeds()
+    name, data = mutated_images.image(1, 7, formats)
+    assert mutated_images.image(1, 7, formats) == (name, data)
     assert data not in formats[name]
 
 
-def test_mutated_pictures_crash_nothing_and_hang_nowhere():
+def test_mutated_images_crash_nothing_and_hang_nowhere():
     found = fuzz("--count", str(COUNT), timeout_s=60 + COUNT)
     assert found["faults"] == []
-    assert sum(found["taken"].values()) > COUNT / 10, "some are still pictures"
+    assert sum(found["taken"].values()) > COUNT / 10, "some are still images"
     assert sum(found["refused"].values()) > COUNT / 10
     assert found["peak_mib"] < 512
 
@@ -53,7 +53,7 @@ def test_memory_is_bounded_in_earnest():
         [
             sys.executable,
             "-m",
-            "tests.abuse.mutated_pictures",
+            "tests.abuse.mutated_images",
             "--count",
             "1",
             "--memory-mib",

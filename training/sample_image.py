@@ -1,4 +1,4 @@
-"""Draw the image that comes with the model: ``python -m training.sample_picture OUT.jpg``."""
+"""Draw the image that comes with the model: ``python -m training.sample_image OUT.jpg``."""
 
 from __future__ import annotations
 
