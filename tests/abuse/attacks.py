@@ -532,13 +532,12 @@ def dear_images() -> dict[str, bytes]:
 
 
 _DEAR: dict[str, bytes] = {}
+"""Made before the attack: that takes 20 s."""
 
 
 @attack
 async def dear(target: Target) -> Counter[str]:
     """Each dear image eight times at once."""
-    if not _DEAR:
-        _DEAR.update(await asyncio.to_thread(dear_images))
 
     async def one(number: int) -> str:
         name = list(_DEAR)[number % len(_DEAR)]
@@ -580,6 +579,8 @@ async def run(
     target: Target, name: str, settle_s: float = 10.0, most_s: float = 90.0, pause_s: float = 0.0
 ) -> Outcome:
     """One attack, which is given up after ``most_s``, with the polite caller beside it."""
+    if ATTACKS[name] is dear and not _DEAR:
+        _DEAR.update(await asyncio.to_thread(dear_images))
     polite = Polite(target, pause_s)
     rest = target.memory()
     log_at = target.log.stat().st_size

@@ -30,6 +30,7 @@ LIMITS, CONFIG = ImageLimits(), RuntimeConfig()
 PROCESSES, DEAR_PROCESSES = 2, 1
 CALLS = 40
 AT_ONCE = 8
+ROUNDS = 3
 
 _PAGE = (Path(__file__).parents[2] / "docs/operations.md").read_text()
 
@@ -163,7 +164,13 @@ def test_small_images_do_not_wait_for_dear_ones(server, smalls, name, record_pro
             for attacker in attackers:
                 attacker.start()
             time.sleep(0.5)
-            beside = p95(stub, smalls[:CALLS])
+            # Other work on the machine only ever adds to it.
+            beside = math.inf
+            for number in range(ROUNDS):
+                others = [image + bytes([number]) for image in smalls[:CALLS]]
+                beside = min(beside, p95(stub, others))
+                if beside <= 3 * alone:
+                    break
             time.sleep(1)
         server.popen.send_signal(signal.SIGTERM)
         began = time.monotonic()
@@ -179,9 +186,11 @@ def test_small_images_do_not_wait_for_dear_ones(server, smalls, name, record_pro
         f"memory {(peak.bytes - before) / 2**20:.0f} MiB more; ended in {took:.2f} s; {set(codes)}"
     )
     assert set(codes) <= {"OK", "UNAVAILABLE", "RESOURCE_EXHAUSTED"}, set(codes)
-    assert beside <= 3 * alone + 0.5
+    assert beside <= 3 * alone
     assert peak.bytes - before <= documented_bytes()
-    assert took < 15
+    assert took < max(3.0, 30 * alone), (
+        "SIGTERM with --grace 1; 3 s where a small image takes 0.1 s alone"
+    )
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,9 @@ async def attack(name: str, address: str) -> None:
 ROUNDS = 4
 """Attempts at the bar of time: what else runs on the machine only ever adds to it."""
 
-SLOWEST_S = 2.0
-"""Of a polite caller's p99. It is 0.05 to 0.3 s on an idle machine."""
+SLOWEST_S, SLOWEST_RATIO = 1.0, 30.0
+"""A polite caller's p99 is below the larger of this many seconds and this many times its p99 alone, which shows how
+busy the machine is. On an idle machine it is 0.05 to 0.3 s, and 0.01 s alone."""
 
 
 class Watched:
@@ -88,6 +89,11 @@ class Watched:
     @property
     def resident(self) -> int:
         return int(self._process.memory_info().rss)
+
+    @property
+    def p99(self) -> float:
+        """Seconds, of the polite caller's calls."""
+        return sorted(self.seconds)[int(0.99 * len(self.seconds))]
 
     def _watch(self) -> None:
         while not self._stop.wait(0.02):
@@ -137,13 +143,19 @@ def test_memory_stays_within_what_the_flags_promise(server: ServerProcess, name:
     for _ in range(ROUNDS):
         with Watched(server) as seen:
             assert run_forked(command, cwd=ROOT, timeout=60).returncode == 0
-        grown, slowest = seen.peak - seen.rest, sorted(seen.seconds)[int(0.99 * len(seen.seconds))]
+        grown, slowest = seen.peak - seen.rest, seen.p99
         told = f"{name}: {grown / MIB:.0f} MiB more, the polite caller's p99 {slowest * 1e3:.0f} ms"
         print(told)
         assert grown < most, told
         if slowest < SLOWEST_S:
             break
-    assert slowest < SLOWEST_S, told
+        with Watched(server) as alone:
+            time.sleep(2)
+        limit = max(SLOWEST_S, SLOWEST_RATIO * alone.p99)
+        if slowest < limit:
+            break
+    else:
+        pytest.fail(f"{told}, alone {alone.p99 * 1e3:.0f} ms")
     until = time.monotonic() + 60
     while seen.resident > seen.rest + 64 * MIB:
         assert time.monotonic() < until, f"{seen.resident / MIB:.0f} MiB stay"

@@ -303,9 +303,10 @@ async def test_without_their_collectors_services_are_the_same(tmp_path):
                 server = stack.enter_context(ServerProcess(folder, *flags, **variables))
                 servers[folder.name] = server
                 slowest = await slowest_call(server, process)
-                if slowest >= 3.0:  # Other work on the machine may have been the cause.
-                    slowest = await slowest_call(server, None)
-                assert slowest < 3.0, f"{folder.name}: no call waits for an exporter"
+                for _ in range(2):  # Other work on the machine may have been the cause.
+                    if slowest >= 1.0:
+                        slowest = min(slowest, await slowest_call(server, None))
+                assert slowest < 1.0, f"{folder.name}: no call waits for an exporter"
         ends = await asyncio.gather(
             *(asyncio.to_thread(server.stop, within_s=60) for server in servers.values())
         )

@@ -17,8 +17,9 @@ from tests.abuse.process import ServerProcess
 
 IN_FLIGHT = 700
 NUM_CALLS = 20
-SLACK_S = 0.5
-"""For what else runs on the machine. Without shares, these calls wait tens of seconds behind the flood's."""
+SLACK_S = 0.1
+"""For the flood's 700 callers, which take a processor of the machine. Without shares, calls wait tens of seconds behind
+the flood's."""
 NORMAL, HIGH = common_pb2.PRIORITY_NORMAL, common_pb2.PRIORITY_HIGH
 
 
@@ -104,6 +105,12 @@ def test_beside_700_calls_of_one_principal_others_are_answered_in_time(tokens, t
             urgent = best_p95(limits[1], stub, tokens["urgent"], HIGH)
             own = best_p95(limits[1], stub, tokens["flood"], HIGH)
             ended = flood.ended
+        # The machine may have become busier since the first measurement.
+        idle = max(idle, p95(seconds(stub, tokens["other"])))
+        limits = 3 * idle + SLACK_S, 2 * idle + SLACK_S
+        print(
+            f"p95 alone {idle:.3f} s, beside the flood {other:.3f}, urgent {urgent:.3f}, {own:.3f} s"
+        )
         assert other <= limits[0]
         assert urgent <= limits[1]
         assert own <= limits[1]

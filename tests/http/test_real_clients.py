@@ -16,6 +16,7 @@ import pytest
 
 from tests.docs.code_blocks import ROOT
 from tests.environments import python_with
+from tests.forking.process import ForkedProcess
 
 pytestmark = pytest.mark.slow
 KEY = "k" * 40
@@ -26,7 +27,7 @@ IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
     """kestrel-tiny behind HTTP, served by a process that knows one key."""
-    server = subprocess.Popen(
+    server = ForkedProcess(
         [sys.executable, "-m", "kestrel_grpc", "serve", *FLAGS],
         cwd=ROOT,
         env={**os.environ, "KESTREL_API_KEY": KEY},

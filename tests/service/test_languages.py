@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.code_blocks import ROOT
+from tests.forking.process import ForkedProcess
 
 pytestmark = pytest.mark.slow
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -45,7 +46,7 @@ def require(*programs, files=()):
 @pytest.fixture(scope="module")
 def address():
     """kestrel-tiny, served by a process."""
-    server = subprocess.Popen(
+    server = ForkedProcess(
         [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
