@@ -51,12 +51,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadgroup``, a file's tests run in one process, as they share fixtures; so do those of a group."""
+    """With ``--dist loadgroup``, a file's tests run in one process, as they share fixtures; so do those of a group, and
+    the golden tests, as they share models whose images take seconds to encode."""
     from xdist.scheduler import LoadGroupScheduling
 
     class FilesAndGroups(LoadGroupScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid.rpartition("@")[2] if "@" in nodeid else nodeid.partition("::")[0]
+            if "@" in nodeid:
+                return nodeid.rpartition("@")[2]
+            golden = "tests/golden"
+            return golden if nodeid.startswith(f"{golden}/") else nodeid.partition("::")[0]
 
     return FilesAndGroups(config, log) if config.getoption("dist") == "loadgroup" else None
 

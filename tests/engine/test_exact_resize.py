@@ -19,19 +19,20 @@ def test_the_libvips_of_these_formulas():
 
 
 def run(step: AxisPass, image: np.ndarray) -> np.ndarray:
-    """One pass over [rows, columns, 3], int64 in and out."""
+    """One pass over [rows, columns, 3], int32 in and out."""
     if not step.vertical:
         image = image.swapaxes(0, 1)
     assert len(image) == step.size
     if step.whole > 1:
         within = np.minimum(np.arange(step.groups * step.whole), step.size - 1)
         sums = image[within].reshape(step.groups, step.whole, *image.shape[1:]).sum(1)
-        image = (sums + step.whole // 2) * (2**24 // step.whole) >> 24
+        means = (sums.astype(np.int64) + step.whole // 2) * (2**24 // step.whole) >> 24
+        image = means.astype(np.int32)
     first, phase = step.positions >> 6, step.positions & 63
-    total = np.full((step.target, *image.shape[1:]), 1 << ONE_BITS - 1, np.int64)
+    total = np.full((step.target, *image.shape[1:]), 1 << ONE_BITS - 1, np.int32)
     for tap in range(step.taps):
         at = np.clip(first + tap, 0, len(image) - 1)
-        total += image[at] * step.weights[phase, tap].astype(np.int64)[:, None, None]
+        total += image[at] * step.weights[phase, tap].astype(np.int32)[:, None, None]
     total >>= ONE_BITS
     if not step.wide_out:
         total = np.clip(total, 0, 255)
@@ -40,7 +41,7 @@ def run(step: AxisPass, image: np.ndarray) -> np.ndarray:
 
 
 def resize(image: np.ndarray, width: int, height: int) -> np.ndarray:
-    found = image.astype(np.int64)
+    found = image.astype(np.int32)
     for step in passes(image.shape[1], image.shape[0], width, height):
         found = run(step, found)
     assert found.shape == (height, width, 3)

@@ -34,15 +34,15 @@ def region_pairs(golden: Golden, feed: Feed, hidden: Tensor, case: Case) -> Iter
 def compared(
     golden: Golden, cases: list[Case], pictures: dict[str, PreparedImage]
 ) -> Iterator[Pair]:
-    """(what, bf16 rows, stored rows) over ``cases`` and ``pictures``, which has theirs."""
+    """(what, bf16 rows, stored rows) over ``cases`` and ``pictures``, which has theirs. The embeddings of images are those
+    that the runtime keeps for its prompts."""
     runtime = golden.new_runtime(dtype=torch.bfloat16)
     golden.encode(runtime, pictures)
     model = runtime.model
     rows = golden.expected["rows"]["image_emb_rows"]
-    for name, picture in pictures.items():
-        crops = torch.from_numpy(picture.crops)
-        (embedding,) = model.vision.encode_images([(crops, picture.tiling)])
-        yield "image_emb", embedding[rows], golden.arrays[f"vision.{name}.image_emb_rows"]
+    for name in pictures:
+        stored = golden.arrays[f"vision.{name}.image_emb_rows"]
+        yield "image_emb", runtime._images[name][rows], stored
     for case in cases:
         feed = Feed(runtime, pages_for(runtime, 850, seed=5))
         prompt = golden.prompt(case)

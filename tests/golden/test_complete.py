@@ -29,6 +29,7 @@ OTHER_READINGS = ("_variant.", "_if_post_ln_first", "_pil")
 """Stored by the reference to recognise readings of the facts that we do not follow."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["md2", "md3"])
 def test_every_stored_array(
     name: str, golden_folder: Callable[[str], Path], pictures: dict[str, PreparedImage]
