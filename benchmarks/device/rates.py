@@ -45,7 +45,7 @@ def copy_rate(device: torch.device, *, num_bytes: int | None = None) -> float:
     """Returns the bytes a second, read and written, of a copy that is much larger than any cache."""
     if num_bytes is None:
         num_bytes = 4 << 30 if device.type == "cuda" else 64 << 20
-    source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
+    source = torch.empty(num_bytes // 8, dtype=torch.int64, device=device).random_()
     target = torch.empty_like(source)
     return 2 * num_bytes / seconds_of(lambda: target.copy_(source), device, repeats=9)
 
