@@ -34,8 +34,8 @@ def region_pairs(golden: Golden, feed: Feed, hidden: Tensor, case: Case) -> Iter
 def compared(
     golden: Golden, cases: list[Case], pictures: dict[str, PreparedImage]
 ) -> Iterator[Pair]:
-    """(what, bf16 rows, stored rows) over ``cases`` and ``pictures``, which has theirs. The embeddings of images are those
-    that the runtime keeps for its prompts."""
+    """(what, bf16 rows, stored rows) over ``cases`` and ``pictures``, which has theirs. The image embeddings are
+    those that the runtime keeps for its prompts."""
     runtime = golden.new_runtime(dtype=torch.bfloat16)
     golden.encode(runtime, pictures)
     model = runtime.model
