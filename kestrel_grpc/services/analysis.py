@@ -1,4 +1,4 @@
-"""Analyze: several tasks on one image.
+"""Analyze: several tasks on one image. several_objects.py runs the names of one Detect or Point call in the same way.
 
 The image is prepared once. Each task then is a separate request of the engine. The engine schedules these requests like
 all others, and they share the prefix of the image. The events of all tasks go to one stream, in the order in which they
@@ -23,23 +23,31 @@ from kestrel_engine import (
     InferenceEngine,
     InvalidRequest,
     PreparedImage,
+    RequestError,
     SkillUnavailable,
+    StreamUpdate,
 )
 
 from ..edge.current_call import current_call
+from ..edge.errors import LocatedError
 from ..edge.statuses import complaint, row_of
 from . import convert
-from .convert import CallOptions, SkillCall
+from .convert import CallOptions, ImageSource, SkillCall
 from .named_skill import skill_event
 from .starting import Respond, Starter, responded, submit
 
 logger = logging.getLogger(__name__)
 
 MAX_TASKS = 32
+"""Also the most requests of one call that wait or run at a time."""
+
 _KEY = re.compile(r"[!-~]{1,128}")
 
 Send = Callable[[str, dict[str, Any]], Awaitable[None]]
 """Sends an event. Takes the task's key ("" for the whole call) and the event's one field, by name."""
+
+Event = Callable[[StreamUpdate], dict[str, Any]]
+"""The one field of an event that holds an update, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +70,16 @@ _KINDS = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Task:
+class Task:
+    """One task of a call. ``name``: of the skill. ``fields``: its message, such as DetectTask."""
+
     key: str
     name: str
     fields: Any
-    path: str
+    path: str = ""
     """The prefix of the fields' paths in the request, such as ``tasks[0].detect.``."""
+    object_path: str = ""
+    """The path of the field ``object``, if all other fields belong to the call."""
 
     def call(self, options: CallOptions) -> SkillCall:
         """Raises InvalidRequest."""
@@ -95,20 +107,62 @@ class _Shared:
     image_id: str
     options: CallOptions
     send: Send | None
+    event: Event
+    turns: asyncio.Semaphore
+    """Limits the requests that wait or run at a time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Analysis:
+    """The results of all tasks, in order, and what they used together."""
+
+    results: list[pb.TaskResult]
+    usage: common_pb2.Usage
+    metrics: EngineMetrics
+    total_time_ms: float
+    model: str
+    request_id: str
+    image_size: common_pb2.ImageSize
+    image_id: str
 
 
 async def analyze(
     starter: Starter, request: pb.AnalyzeRequest, send: Send | None = None
 ) -> pb.AnalyzeResponse:
-    """Runs all tasks and returns their results.
+    """Answers a call of Analyze. ``send`` receives the events of a stream; None sends no events.
 
-    Raises an error if the image, the options or the list of tasks is invalid. The failure of one task is its result
-    instead. Cancellation ends all tasks. ``send`` receives the events of a stream; None sends no events.
+    Raises an error if the image, the options or the list of tasks is invalid.
+    """
+    options, source = convert.call_options(request.options), convert.required_image(request)
+    tasks = _read_tasks(request.tasks)
+    done = await run_tasks(starter, options, source, tasks, send, skill_event)
+    return pb.AnalyzeResponse(
+        results=done.results,
+        usage=done.usage,
+        total_time_ms=done.total_time_ms,
+        model=done.model,
+        request_id=done.request_id,
+        image_size=done.image_size,
+        image_id=done.image_id,
+    )
+
+
+async def run_tasks(
+    starter: Starter,
+    options: CallOptions,
+    source: ImageSource,
+    tasks: Sequence[Task],
+    send: Send | None,
+    event: Event,
+) -> Analysis:
+    """Runs all tasks on an image and returns their results.
+
+    Raises an error if the image or an option is invalid. The failure of one task is its result instead, unless all
+    tasks fail for fields that belong to the call. Cancellation ends all tasks. ``send`` receives the events of a
+    stream, made by ``event``.
     """
     began = time.monotonic()
     call = current_call()
-    options, source = convert.call_options(request.options), convert.required_image(request)
-    tasks = _read_tasks(request.tasks)
     engine = starter.served.engine(options.model)
     resolved = starter.images.find(call.owner, source)
     image = await engine.prepare_image(
@@ -129,7 +183,8 @@ async def analyze(
     if send is not None:
         begun = pb.StreamStarted(request_id=call.request_id, model=engine.info.model)
         await send("", {"started": begun})
-    shared = _Shared(engine, image, image_id, options, send)
+    turns = asyncio.Semaphore(MAX_TASKS)
+    shared = _Shared(engine, image, image_id, options, send, event, turns)
     try:
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(_run(task, shared)) for task in tasks]
@@ -138,18 +193,22 @@ async def analyze(
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise asyncio.CancelledError from None
         raise failed.exceptions[0] from None
-    results = [task.result() for task in running]
-    metrics = [metrics for _, metrics in results if metrics is not None]
+    done = [task.result() for task in running]
+    faults = [each.call_fault for each in done if each.call_fault is not None]
+    if len(faults) == len(done):
+        raise faults[0]
+    metrics = [each.metrics for each in done if each.metrics is not None]
     call.result = _total(call.request_id, metrics)
     used = call.result.metrics
-    return pb.AnalyzeResponse(
-        results=[result for result, _ in results],
+    return Analysis(
+        results=[each.result for each in done],
         usage=common_pb2.Usage(
             input_tokens=used.input_tokens,
             output_tokens=used.output_tokens,
             cached_tokens=used.cached_tokens,
             image_tokens=engine.info.image_positions * len(metrics),
         ),
+        metrics=used,
         total_time_ms=convert.milliseconds(1e3 * (time.monotonic() - began)),
         model=engine.info.model,
         request_id=call.request_id,
@@ -158,11 +217,11 @@ async def analyze(
     )
 
 
-def _read_tasks(tasks: Sequence[pb.AnalyzeTask]) -> list[_Task]:
+def _read_tasks(tasks: Sequence[pb.AnalyzeTask]) -> list[Task]:
     """The tasks of a request. Raises InvalidRequest if their number or a key is invalid, or if a task is empty."""
     if not 1 <= len(tasks) <= MAX_TASKS:
         raise InvalidRequest("tasks", f"has {len(tasks)} tasks; must have 1 to {MAX_TASKS}")
-    read: list[_Task] = []
+    read: list[Task] = []
     seen: dict[str, int] = {}
     for index, task in enumerate(tasks):
         path = f"tasks[{index}]"
@@ -176,23 +235,36 @@ def _read_tasks(tasks: Sequence[pb.AnalyzeTask]) -> list[_Task]:
         name = task.WhichOneof("task")
         if name is None:
             raise InvalidRequest(path, f"holds no task: set one of {', '.join(_KINDS)}")
-        read.append(_Task(key, name, getattr(task, name), f"{path}.{name}."))
+        read.append(Task(key, name, getattr(task, name), f"{path}.{name}."))
     return read
 
 
-async def _run(task: _Task, shared: _Shared) -> tuple[pb.TaskResult, EngineMetrics | None]:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Done:
+    result: pb.TaskResult
+    metrics: EngineMetrics | None
+    call_fault: RequestError | None
+    """The task's error, if it is in a field that belongs to the call."""
+
+
+async def _run(task: Task, shared: _Shared) -> _Done:
     """Runs one task. The task's failure becomes its result."""
-    metrics = None
+    metrics = call_fault = None
     try:
         response, metrics = await _respond(task, shared)
         result = pb.TaskResult(key=task.key, **{task.name: response})
     except _SendFailed as failed:
         raise failed.error from None
     except Exception as error:
+        if task.object_path and isinstance(error, RequestError):
+            if error.field == "object":
+                error = LocatedError(error, task.object_path)
+            else:
+                call_fault = error
         result = pb.TaskResult(key=task.key, error=_task_error(error, task, shared))
     if shared.send is not None:
         await shared.send(task.key, {"task_final": result})
-    return result, metrics
+    return _Done(result, metrics, call_fault)
 
 
 class _SendFailed(Exception):
@@ -203,14 +275,19 @@ class _SendFailed(Exception):
         self.error = error
 
 
-async def _respond(task: _Task, shared: _Shared) -> tuple[Any, EngineMetrics]:
+async def _respond(task: Task, shared: _Shared) -> tuple[Any, EngineMetrics]:
+    async with shared.turns:
+        return await _answer(task, shared)
+
+
+async def _answer(task: Task, shared: _Shared) -> tuple[Any, EngineMetrics]:
     call = task.call(shared.options)
     stream = await submit(shared.engine, call, shared.image)
     try:
         if shared.send is not None:
             async for update in stream:
                 try:
-                    await shared.send(task.key, skill_event(update))
+                    await shared.send(task.key, shared.event(update))
                 except Exception as error:
                     raise _SendFailed(error) from error
         result = await stream.result()
@@ -221,7 +298,7 @@ async def _respond(task: _Task, shared: _Shared) -> tuple[Any, EngineMetrics]:
         await stream.aclose()
 
 
-def _task_error(error: Exception, task: _Task, shared: _Shared) -> pb.TaskError:
+def _task_error(error: Exception, task: Task, shared: _Shared) -> pb.TaskError:
     request_id = current_call().request_id
     if not row_of(error).public:
         logger.error("request %s, task %s failed", request_id, task.key, exc_info=error)

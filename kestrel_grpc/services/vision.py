@@ -20,9 +20,10 @@ from ..edge.inner_request import inner_request
 from ..images.request_images import RequestImages
 from ..served_model import ServedModel
 from . import convert
-from .analysis import analyze
+from .analysis import Send, analyze
 from .convert import SkillCall
 from .named_skill import check_skill, located, skill_call, skill_event, skill_response
+from .several_objects import find_several
 from .starting import Respond, Response, Starter
 
 _Event = Callable[[StreamUpdate], dict[str, Any]]
@@ -41,9 +42,13 @@ class VisionService(VisionServiceServicer):
         return await self._answer(convert.caption_call(request), convert.caption_response)
 
     async def Point(self, request: pb.PointRequest, context: Context) -> pb.PointResponse:
+        if request.objects:
+            return await find_several(self._starter, request)
         return await self._answer(convert.point_call(request), convert.point_response)
 
     async def Detect(self, request: pb.DetectRequest, context: Context) -> pb.DetectResponse:
+        if request.objects:
+            return await find_several(self._starter, request)
         return await self._answer(convert.detect_call(request), convert.detect_response)
 
     async def Segment(self, request: pb.SegmentRequest, context: Context) -> pb.SegmentResponse:
@@ -67,13 +72,23 @@ class VisionService(VisionServiceServicer):
     async def StreamPoint(  # type: ignore[override]
         self, request: pb.StreamPointRequest, context: Context
     ) -> None:
-        call = convert.point_call(_inner(request))
+        inner = _inner(request)
+        if inner.objects:
+            send = _sender(context, pb.StreamPointResponse)
+            await send("", {"final": await find_several(self._starter, inner, send)})
+            return
+        call = convert.point_call(inner)
         await self._stream(call, context, pb.StreamPointResponse, convert.point_response)
 
     async def StreamDetect(  # type: ignore[override]
         self, request: pb.StreamDetectRequest, context: Context
     ) -> None:
-        call = convert.detect_call(_inner(request))
+        inner = _inner(request)
+        if inner.objects:
+            send = _sender(context, pb.StreamDetectResponse)
+            await send("", {"final": await find_several(self._starter, inner, send)})
+            return
+        call = convert.detect_call(inner)
         await self._stream(call, context, pb.StreamDetectResponse, convert.detect_response)
 
     async def StreamSegment(  # type: ignore[override]
@@ -88,14 +103,7 @@ class VisionService(VisionServiceServicer):
     async def StreamAnalyze(  # type: ignore[override]
         self, request: pb.StreamAnalyzeRequest, context: Context
     ) -> None:
-        sequence, writing = 0, asyncio.Lock()
-
-        async def send(key: str, event: dict[str, Any]) -> None:
-            nonlocal sequence
-            async with writing:  # gRPC allows one write at a time.
-                await context.write(pb.StreamAnalyzeResponse(sequence=sequence, key=key, **event))
-                sequence += 1
-
+        send = _sender(context, pb.StreamAnalyzeResponse)
         final = await analyze(self._starter, _inner(request), send)
         await send("", {"final": final})
 
@@ -146,6 +154,19 @@ class VisionService(VisionServiceServicer):
             await context.write(response(sequence=sequence, final=final))
         finally:
             await stream.aclose()
+
+
+def _sender(context: Context, response: Callable[..., Any]) -> Send:
+    """Writes the events of several tasks as messages of one stream."""
+    sequence, writing = 0, asyncio.Lock()
+
+    async def send(key: str, event: dict[str, Any]) -> None:
+        nonlocal sequence
+        async with writing:  # gRPC allows one write at a time.
+            await context.write(response(sequence=sequence, key=key, **event))
+            sequence += 1
+
+    return send
 
 
 def _inner(request: Any) -> Any:

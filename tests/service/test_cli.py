@@ -122,6 +122,22 @@ def test_a_image_may_come_from_standard_input(server):
     assert "two green crescents" in named.stdout
 
 
+def test_several_objects_are_found_in_one_call(server):
+    words = ["detect", PICTURE, "--object", "green crescent", "--object", "red circle"]
+    alone = ask(server, "detect", PICTURE, "green crescent").stdout
+    done = ask(server, *words)
+    assert done.returncode == 0 and "no red circle found" in done.stderr
+    assert done.stdout == f"green crescent:\n{alone}red circle:\n"
+    streamed = ask(server, *words, "--stream").stdout
+    assert sorted(streamed.splitlines()) == sorted(done.stdout.splitlines())
+    described = json.loads(ask(server, *words, "--json").stdout)
+    assert [len(task["objects"]) for task in described["tasks"].values()] == [2, 0]
+    assert list(described["tasks"]) == ["green crescent", "red circle"]
+    points = json.loads(ask(server, "point", *words[1:], "--json", "--max-objects", 1).stdout)
+    assert len(points["tasks"]["green crescent"]["points"]) == 1
+    assert "no image is given" in ask(server, "detect", "--object", "cat").stderr
+
+
 def test_stop_strings_end_a_description(server):
     words = ["caption", PICTURE, "short", "--temperature", 0]
     whole = ask(server, *words).stdout.strip()

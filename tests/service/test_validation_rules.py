@@ -54,6 +54,8 @@ STRICTER = [
         r"^module: no module of this name",
         # Settings that a skill does not have.
         r"stop: is not a setting of this skill",
+        # One of two fields.
+        r"objects: is set beside object",
         # Only white space.
         r"(question|object): must not be empty",
     )
@@ -108,8 +110,14 @@ VALID: dict[str, list[Message]] = {
         pb.CaptionRequest(**SHARED, **CAPTION),
         pb.CaptionRequest(image=common_pb2.Image(image_id="img_0")),
     ],
-    "VisionService/Point": [pb.PointRequest(**SHARED, **POINT)],
-    "VisionService/Detect": [pb.DetectRequest(**SHARED, **DETECT)],
+    "VisionService/Point": [
+        pb.PointRequest(**SHARED, **POINT),
+        pb.PointRequest(**SHARED, objects=["cat", "dog"]),
+    ],
+    "VisionService/Detect": [
+        pb.DetectRequest(**SHARED, **DETECT),
+        pb.DetectRequest(**SHARED, objects=["cat", "dog"]),
+    ],
     "VisionService/Segment": [pb.SegmentRequest(**SHARED, **SEGMENT)],
     "VisionService/Analyze": [
         pb.AnalyzeRequest(**SHARED, tasks=[pb.AnalyzeTask(key="mine", **task)]) for task in TASKS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kestrel_client import (
@@ -17,7 +18,9 @@ from kestrel_client import (
     QueryTask,
     RpcError,
     SegmentTask,
+    Stream,
     Task,
+    TaskDone,
     TaskEvent,
 )
 from kestrel_client.values.tasks import outcome_dict
@@ -88,18 +91,35 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(
             "give at least one task: --query, --caption, --point, --detect, --segment"
         )
-    words = list(args.words)
-    if not words:
+    if not args.words:
         raise SettingsError("no image is given: kestrel-grpc analyze IMAGE TASK ...")
     tasks = [_KINDS[kind](asked, max_tokens=args.max_tokens) for kind, asked in args.tasks]
-    inputs = open_inputs(words)
-    painter = None if args.save is None else Painter(args.save, inputs, args.save_on)
     titles = {str(n): f"{kind} {asked!r}" for n, (kind, asked) in enumerate(args.tasks)}
+    options = request_options(args)
+    return run_several(
+        args,
+        titles,
+        lambda client, image: client.analyze(image, tasks, **options),
+        lambda client, image: client.stream_analyze(image, tasks, **options),
+    )
+
+
+Ask = Callable[[KestrelClient, Any], AnalyzeResult]
+AskStream = Callable[[KestrelClient, Any], Stream[AnalyzeResult, TaskEvent | TaskDone]]
+
+
+def run_several(
+    args: argparse.Namespace, titles: Mapping[str, str], ask: Ask, stream: AskStream
+) -> int:
+    """Makes one call with several results for each image of ``args.words``. ``titles``: of the results, by key."""
+    inputs = open_inputs(list(args.words))
+    painter = None if args.save is None else Painter(args.save, inputs, args.save_on)
     failed = 0
     with connected(args) as client:
         for each in inputs:
             with reported_failures(each.name, alone=len(inputs) == 1) as attempt:
-                analysis = _analyze(client, args, each, len(inputs) > 1, tasks, titles, painter)
+                named = {"image": each.name} if len(inputs) > 1 else {}
+                analysis = _analyze(client, args, each, named, titles, ask, stream, painter)
                 failed += bool(analysis.errors)
             failed += attempt.failed
     return EXIT_FAILED if failed else 0
@@ -109,19 +129,21 @@ def _analyze(
     client: KestrelClient,
     args: argparse.Namespace,
     given: Input,
-    several: bool,
-    tasks: list[Task],
-    titles: dict[str, str],
+    named: dict[str, str],
+    titles: Mapping[str, str],
+    ask: Ask,
+    stream: AskStream,
     painter: Painter | None,
 ) -> AnalyzeResult:
+    """``named``: the first fields of each JSON object."""
     silent = painter is not None and painter.takes_output
-    named = {"image": given.name} if several else {}
-    if several and not args.json and not silent:
+    if named and not args.json and not silent:
         print(styled(f"{given.name}:", "bold", sys.stdout), flush=True)
     if args.stream and not silent:
-        analysis = _stream(client, args, given.source, tasks, titles, named)
+        with stream(client, given.source) as events:
+            analysis = _print_stream(args, events, titles, named)
     else:
-        analysis = client.analyze(given.source, tasks, **request_options(args))
+        analysis = ask(client, given.source)
         if args.json and not silent:
             _print_json({**named, **analysis.to_dict()})
         elif not silent:
@@ -132,28 +154,25 @@ def _analyze(
     return analysis
 
 
-def _stream(
-    client: KestrelClient,
+def _print_stream(
     args: argparse.Namespace,
-    image: Any,
-    tasks: list[Task],
-    titles: dict[str, str],
+    events: Stream[AnalyzeResult, TaskEvent | TaskDone],
+    titles: Mapping[str, str],
     named: dict[str, str],
 ) -> AnalyzeResult:
     """Prints a stream: with --json every event, otherwise the result of each task as soon as it is complete.
 
     Texts of several tasks, printed piece by piece, could not be read.
     """
-    with client.stream_analyze(image, tasks, **request_options(args)) as stream:
-        for item in stream:
-            if isinstance(item, TaskEvent):
-                if args.json:
-                    _print_json({**named, "key": item.key, **event_dict(item.event)})
-            elif args.json:
-                _print_json({**named, "key": item.key, "result": outcome_dict(item.outcome)})
-            else:
-                _print_outcome(titles[item.key], item.outcome)
-        analysis = stream.result()
+    for item in events:
+        if isinstance(item, TaskEvent):
+            if args.json:
+                _print_json({**named, "key": item.key, **event_dict(item.event)})
+        elif args.json:
+            _print_json({**named, "key": item.key, "result": outcome_dict(item.outcome)})
+        else:
+            _print_outcome(titles[item.key], item.outcome)
+    analysis = events.result()
     if args.json:
         _print_json({**named, "final": analysis.to_dict()})
     return analysis

@@ -149,6 +149,13 @@ def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
         parser.add_argument(
             "--max-objects", type=whole(), metavar="N", help="limit on the number of objects"
         )
+        parser.add_argument(
+            "--object",
+            action="append",
+            dest="objects",
+            metavar="OBJECT",
+            help="in place of the last word; may be given several times",
+        )
     if command == "segment":
         parser.add_argument(
             "--mask", choices=("none", "svg", "png", "rle"), default="none",
@@ -157,6 +164,10 @@ def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if getattr(args, "objects", None):
+        from . import several_objects  # Imports this module.
+
+        return several_objects.run(args)
     names, word = _words(args)
     inputs: list[Input | None] = [*open_inputs(names)] or [None]
     given = [each for each in inputs if each is not None]

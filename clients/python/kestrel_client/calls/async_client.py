@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack, overload
 
 import grpc
 
@@ -119,29 +119,83 @@ class AsyncKestrelClient:
         task = CaptionTask(length)
         return await self._channel.call(self._requests.task, image, task, options)
 
+    @overload
     async def point(
         self,
         image: ImageInput,
         object: str,
         *,
+        max_objects: int | None = ...,
+        spatial_refs: Iterable[SpatialRef] = ...,
+        **options: Unpack[CallOptions],
+    ) -> PointResult: ...
+    @overload
+    async def point(
+        self,
+        image: ImageInput,
+        *,
+        objects: Sequence[str],
+        max_objects: int | None = ...,
+        spatial_refs: Iterable[SpatialRef] = ...,
+        **options: Unpack[CallOptions],
+    ) -> AnalyzeResult: ...
+    async def point(
+        self,
+        image: ImageInput,
+        object: str = "",
+        *,
+        objects: Sequence[str] | None = None,
         max_objects: int | None = None,
         spatial_refs: Iterable[SpatialRef] = (),
         **options: Unpack[CallOptions],
-    ) -> PointResult:
-        """Finds the centre of every object of a kind, like "red circle"."""
+    ) -> PointResult | AnalyzeResult:
+        """Finds the centre of every object of a kind, like "red circle".
+
+        ``objects``: up to 256 names in place of ``object``. The result then is an AnalyzeResult: ``result["cat"]`` is
+        the PointResult of that name, or raises its error. ``max_objects`` applies to each name.
+        """
         task = PointTask(object, max_objects, spatial_refs)
+        if objects is not None:
+            prepare = self._requests.several
+            return await self._channel.call(prepare, image, task, objects, options)
         return await self._channel.call(self._requests.task, image, task, options)
 
+    @overload
     async def detect(
         self,
         image: ImageInput,
         object: str,
         *,
+        max_objects: int | None = ...,
+        **options: Unpack[CallOptions],
+    ) -> DetectResult: ...
+    @overload
+    async def detect(
+        self,
+        image: ImageInput,
+        *,
+        objects: Sequence[str],
+        max_objects: int | None = ...,
+        **options: Unpack[CallOptions],
+    ) -> AnalyzeResult: ...
+    async def detect(
+        self,
+        image: ImageInput,
+        object: str = "",
+        *,
+        objects: Sequence[str] | None = None,
         max_objects: int | None = None,
         **options: Unpack[CallOptions],
-    ) -> DetectResult:
-        """Finds the bounding box of every object of a kind."""
+    ) -> DetectResult | AnalyzeResult:
+        """Finds the bounding box of every object of a kind.
+
+        ``objects``: up to 256 names in place of ``object``. The result then is an AnalyzeResult: ``result["cat"]`` is
+        the DetectResult of that name, or raises its error. ``max_objects`` applies to each name.
+        """
         task = DetectTask(object, max_objects)
+        if objects is not None:
+            prepare = self._requests.several
+            return await self._channel.call(prepare, image, task, objects, options)
         return await self._channel.call(self._requests.task, image, task, options)
 
     async def segment(
@@ -181,29 +235,75 @@ class AsyncKestrelClient:
         task = CaptionTask(length)
         return self._channel.stream(self._requests.task, image, task, options)
 
+    @overload
     def stream_point(
         self,
         image: ImageInput,
         object: str,
         *,
+        max_objects: int | None = ...,
+        spatial_refs: Iterable[SpatialRef] = ...,
+        **options: Unpack[CallOptions],
+    ) -> AsyncStream[PointResult, Point]: ...
+    @overload
+    def stream_point(
+        self,
+        image: ImageInput,
+        *,
+        objects: Sequence[str],
+        max_objects: int | None = ...,
+        spatial_refs: Iterable[SpatialRef] = ...,
+        **options: Unpack[CallOptions],
+    ) -> AsyncStream[AnalyzeResult, TaskEvent | TaskDone]: ...
+    def stream_point(
+        self,
+        image: ImageInput,
+        object: str = "",
+        *,
+        objects: Sequence[str] | None = None,
         max_objects: int | None = None,
         spatial_refs: Iterable[SpatialRef] = (),
         **options: Unpack[CallOptions],
-    ) -> AsyncStream[PointResult, Point]:
-        """As ``point``; the stream gives each point as soon as it is final."""
+    ) -> AsyncStream[PointResult, Point] | AsyncStream[AnalyzeResult, TaskEvent | TaskDone]:
+        """As ``point``; the stream gives each point as soon as it is final. With ``objects``, as ``stream_analyze``."""
         task = PointTask(object, max_objects, spatial_refs)
+        if objects is not None:
+            prepare = self._requests.several
+            return self._channel.stream(prepare, image, task, objects, options)
         return self._channel.stream(self._requests.task, image, task, options)
 
+    @overload
     def stream_detect(
         self,
         image: ImageInput,
         object: str,
         *,
+        max_objects: int | None = ...,
+        **options: Unpack[CallOptions],
+    ) -> AsyncStream[DetectResult, Box]: ...
+    @overload
+    def stream_detect(
+        self,
+        image: ImageInput,
+        *,
+        objects: Sequence[str],
+        max_objects: int | None = ...,
+        **options: Unpack[CallOptions],
+    ) -> AsyncStream[AnalyzeResult, TaskEvent | TaskDone]: ...
+    def stream_detect(
+        self,
+        image: ImageInput,
+        object: str = "",
+        *,
+        objects: Sequence[str] | None = None,
         max_objects: int | None = None,
         **options: Unpack[CallOptions],
-    ) -> AsyncStream[DetectResult, Box]:
-        """As ``detect``; the stream gives each box as soon as it is final."""
+    ) -> AsyncStream[DetectResult, Box] | AsyncStream[AnalyzeResult, TaskEvent | TaskDone]:
+        """As ``detect``; the stream gives each box as soon as it is final. With ``objects``, as ``stream_analyze``."""
         task = DetectTask(object, max_objects)
+        if objects is not None:
+            prepare = self._requests.several
+            return self._channel.stream(prepare, image, task, objects, options)
         return self._channel.stream(self._requests.task, image, task, options)
 
     def stream_segment(

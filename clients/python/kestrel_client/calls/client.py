@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack, overload
 
 import grpc
 
@@ -118,29 +118,83 @@ class KestrelClient:
         task = CaptionTask(length)
         return self._channel.call(self._requests.task, image, task, options)
 
+    @overload
     def point(
         self,
         image: ImageInput,
         object: str,
         *,
+        max_objects: int | None = ...,
+        spatial_refs: Iterable[SpatialRef] = ...,
+        **options: Unpack[CallOptions],
+    ) -> PointResult: ...
+    @overload
+    def point(
+        self,
+        image: ImageInput,
+        *,
+        objects: Sequence[str],
+        max_objects: int | None = ...,
+        spatial_refs: Iterable[SpatialRef] = ...,
+        **options: Unpack[CallOptions],
+    ) -> AnalyzeResult: ...
+    def point(
+        self,
+        image: ImageInput,
+        object: str = "",
+        *,
+        objects: Sequence[str] | None = None,
         max_objects: int | None = None,
         spatial_refs: Iterable[SpatialRef] = (),
         **options: Unpack[CallOptions],
-    ) -> PointResult:
-        """Finds the centre of every object of a kind, like "red circle"."""
+    ) -> PointResult | AnalyzeResult:
+        """Finds the centre of every object of a kind, like "red circle".
+
+        ``objects``: up to 256 names in place of ``object``. The result then is an AnalyzeResult: ``result["cat"]`` is
+        the PointResult of that name, or raises its error. ``max_objects`` applies to each name.
+        """
         task = PointTask(object, max_objects, spatial_refs)
+        if objects is not None:
+            prepare = self._requests.several
+            return self._channel.call(prepare, image, task, objects, options)
         return self._channel.call(self._requests.task, image, task, options)
 
+    @overload
     def detect(
         self,
         image: ImageInput,
         object: str,
         *,
+        max_objects: int | None = ...,
+        **options: Unpack[CallOptions],
+    ) -> DetectResult: ...
+    @overload
+    def detect(
+        self,
+        image: ImageInput,
+        *,
+        objects: Sequence[str],
+        max_objects: int | None = ...,
+        **options: Unpack[CallOptions],
+    ) -> AnalyzeResult: ...
+    def detect(
+        self,
+        image: ImageInput,
+        object: str = "",
+        *,
+        objects: Sequence[str] | None = None,
         max_objects: int | None = None,
         **options: Unpack[CallOptions],
-    ) -> DetectResult:
-        """Finds the bounding box of every object of a kind."""
+    ) -> DetectResult | AnalyzeResult:
+        """Finds the bounding box of every object of a kind.
+
+        ``objects``: up to 256 names in place of ``object``. The result then is an AnalyzeResult: ``result["cat"]`` is
+        the DetectResult of that name, or raises its error. ``max_objects`` applies to each name.
+        """
         task = DetectTask(object, max_objects)
+        if objects is not None:
+            prepare = self._requests.several
+            return self._channel.call(prepare, image, task, objects, options)
         return self._channel.call(self._requests.task, image, task, options)
 
     def segment(
@@ -180,29 +234,75 @@ class KestrelClient:
         task = CaptionTask(length)
         return self._channel.stream(self._requests.task, image, task, options)
 
+    @overload
     def stream_point(
         self,
         image: ImageInput,
         object: str,
         *,
+        max_objects: int | None = ...,
+        spatial_refs: Iterable[SpatialRef] = ...,
+        **options: Unpack[CallOptions],
+    ) -> Stream[PointResult, Point]: ...
+    @overload
+    def stream_point(
+        self,
+        image: ImageInput,
+        *,
+        objects: Sequence[str],
+        max_objects: int | None = ...,
+        spatial_refs: Iterable[SpatialRef] = ...,
+        **options: Unpack[CallOptions],
+    ) -> Stream[AnalyzeResult, TaskEvent | TaskDone]: ...
+    def stream_point(
+        self,
+        image: ImageInput,
+        object: str = "",
+        *,
+        objects: Sequence[str] | None = None,
         max_objects: int | None = None,
         spatial_refs: Iterable[SpatialRef] = (),
         **options: Unpack[CallOptions],
-    ) -> Stream[PointResult, Point]:
-        """As ``point``; the stream gives each point as soon as it is final."""
+    ) -> Stream[PointResult, Point] | Stream[AnalyzeResult, TaskEvent | TaskDone]:
+        """As ``point``; the stream gives each point as soon as it is final. With ``objects``, as ``stream_analyze``."""
         task = PointTask(object, max_objects, spatial_refs)
+        if objects is not None:
+            prepare = self._requests.several
+            return self._channel.stream(prepare, image, task, objects, options)
         return self._channel.stream(self._requests.task, image, task, options)
 
+    @overload
     def stream_detect(
         self,
         image: ImageInput,
         object: str,
         *,
+        max_objects: int | None = ...,
+        **options: Unpack[CallOptions],
+    ) -> Stream[DetectResult, Box]: ...
+    @overload
+    def stream_detect(
+        self,
+        image: ImageInput,
+        *,
+        objects: Sequence[str],
+        max_objects: int | None = ...,
+        **options: Unpack[CallOptions],
+    ) -> Stream[AnalyzeResult, TaskEvent | TaskDone]: ...
+    def stream_detect(
+        self,
+        image: ImageInput,
+        object: str = "",
+        *,
+        objects: Sequence[str] | None = None,
         max_objects: int | None = None,
         **options: Unpack[CallOptions],
-    ) -> Stream[DetectResult, Box]:
-        """As ``detect``; the stream gives each box as soon as it is final."""
+    ) -> Stream[DetectResult, Box] | Stream[AnalyzeResult, TaskEvent | TaskDone]:
+        """As ``detect``; the stream gives each box as soon as it is final. With ``objects``, as ``stream_analyze``."""
         task = DetectTask(object, max_objects)
+        if objects is not None:
+            prepare = self._requests.several
+            return self._channel.stream(prepare, image, task, objects, options)
         return self._channel.stream(self._requests.task, image, task, options)
 
     def stream_segment(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar, cast
 
 from google.protobuf.message import Message
@@ -43,7 +44,9 @@ from ..values.tasks import (
     analyze_result,
     keyed,
     read_result,
+    read_several_event,
     read_task_event,
+    several_result,
     to_turns,
 )
 from .prepared import Method, Prepared, prepare
@@ -230,6 +233,37 @@ class Requests:
             lambda message, payload: read_task_event(message, payload, by_key, image),
         )
         return self._prepared(_ANALYZE, request, reading, options)
+
+    def several(
+        self,
+        image: ImageInput,
+        task: PointTask | DetectTask,
+        objects: Sequence[str],
+        options: CallOptions,
+    ) -> Prepared[AnalyzeResult]:
+        """Several objects in one call, each with the other values of ``task``."""
+        if task.object:
+            raise InvalidRequestError("objects: give object or objects, not both")
+        if isinstance(objects, str) or not all(isinstance(name, str) for name in objects):
+            raise InvalidRequestError(f"objects: {objects!r} is not a sequence of names")
+        if not objects:
+            raise InvalidRequestError("objects: has no name")
+        image = self._loaded(image)
+        skill, fields = _described("task", task)
+        request = _build(
+            skill.request,
+            **fields,
+            image=self._image(image, options),
+            objects=list(objects),
+            sampling=_sampling(options),
+            options=_handling(options, CallOptions),
+        )
+        tasks: dict[str, Task] = {name: replace(task, object=name) for name in objects}
+        reading = Reading(
+            lambda response: several_result(response, tasks, image),
+            lambda message, payload: read_several_event(message, payload, tasks, image),
+        )
+        return self._prepared(skill.method, request, reading, options)
 
     def run_skill(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, overload
 
 from .._pb.kestrel.v1 import vision_service_pb2 as pb
@@ -286,7 +286,7 @@ def analyze_result(
 
 
 def read_task_event(
-    message: pb.StreamAnalyzeResponse,
+    message: pb.StreamAnalyzeResponse | pb.StreamPointResponse | pb.StreamDetectResponse,
     payload: object,
     tasks: Mapping[str, Task],
     source: ImageInput,
@@ -296,3 +296,36 @@ def read_task_event(
         return TaskDone(message.key, read_outcome(payload, tasks, source))
     event = read_event(payload)
     return None if event is None else TaskEvent(message.key, event)
+
+
+def several_result(
+    response: pb.PointResponse | pb.DetectResponse, tasks: Mapping[str, Task], source: ImageInput
+) -> AnalyzeResult:
+    """The result of a call with several objects. ``tasks``: by name, in the order of the request."""
+    names, by_key = _positions(tasks)
+    return AnalyzeResult(
+        outcomes={names[r.key]: read_outcome(r, by_key, source) for r in response.results},
+        usage=read_usage(response.usage),
+        total_time_ms=response.timings.total_time_ms,
+        model=response.model,
+        request_id=response.request_id,
+        image_size=read_image_size(response),
+        image_id=response.image_id,
+        source=source,
+        tasks=tasks,
+    )
+
+
+def read_several_event(
+    message: Any, payload: object, tasks: Mapping[str, Task], source: ImageInput
+) -> TaskEvent | TaskDone | None:
+    """As read_task_event, for a call with several objects. The events have the names as keys."""
+    names, by_key = _positions(tasks)
+    event = read_task_event(message, payload, by_key, source)
+    return None if event is None else replace(event, key=names[message.key])
+
+
+def _positions(tasks: Mapping[str, Task]) -> tuple[dict[str, str], dict[str, Task]]:
+    """The names and the tasks, by the keys that the server gives them."""
+    names = {str(index): name for index, name in enumerate(tasks)}
+    return names, {key: tasks[name] for key, name in names.items()}

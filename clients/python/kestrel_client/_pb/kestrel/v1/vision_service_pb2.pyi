@@ -420,11 +420,12 @@ class PointRequest(_message.Message):
     OBJECT_FIELD_NUMBER: _builtins.int
     MAX_OBJECTS_FIELD_NUMBER: _builtins.int
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
+    OBJECTS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     object: _builtins.str
     """The object to find, in any words ("the red circle"): 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes),
-    not only white space. White space before and after it is removed. Required.
+    not only white space. White space before and after it is removed. Required, unless `objects` is set.
     """
     max_objects: _builtins.int
     """Limit on the number of objects, at least 1. Default: ServerLimits.default_max_objects."""
@@ -435,6 +436,14 @@ class PointRequest(_message.Message):
     @_builtins.property
     def spatial_refs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SpatialRef]:
         """Places in the image that the object's name refers to, in order. Default: none."""
+
+    @_builtins.property
+    def objects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Several objects to find, in place of `object`: at most 256 names, each like `object`, all different. The image is
+        sent, decoded and encoded once. Each name is a request of its own with the same settings, and has its own result; a
+        call has at most 32 of these requests in the queue and the batch at a time. A name that fails has an error as its
+        result and does not affect the others. Default: none.
+        """
 
     @_builtins.property
     def sampling(self) -> _common_pb2.Sampling:
@@ -451,12 +460,13 @@ class PointRequest(_message.Message):
         object: _builtins.str = ...,
         max_objects: _builtins.int | None = ...,
         spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
+        objects: _abc.Iterable[_builtins.str] | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
         options: _common_pb2.RequestOptions | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "image", b"image", "max_objects", b"max_objects", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "image", b"image", "max_objects", b"max_objects", "object", b"object", "options", b"options", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "image", b"image", "max_objects", b"max_objects", "object", b"object", "objects", b"objects", "options", b"options", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_objects: _TypeAlias = _typing.Literal["max_objects"]  # noqa: Y015
     _WhichOneofArgType__max_objects: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects"]  # noqa: Y015
@@ -471,6 +481,7 @@ class PointResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POINTS_FIELD_NUMBER: _builtins.int
+    RESULTS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
@@ -493,7 +504,17 @@ class PointResponse(_message.Message):
     """
     @_builtins.property
     def points(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Point]:
-        """One point per object, in the order in which the model found the objects; empty if there is none."""
+        """One point per object, in the order in which the model found the objects; empty if there is none, or with
+        PointRequest.objects.
+        """
+
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskResult]:
+        """With PointRequest.objects, one result per name, in the order of the request: `point`, or `error` for a name that
+        failed. The key is the position of the name: "0" for the first. The fields below then are about all names together:
+        `finish_reason` is FINISH_REASON_LENGTH if any result has it, `usage` is the sum, `timings` holds the longest
+        queue_time_ms, the shortest ttft_ms and total_time_ms of the call, and `seed` is not set.
+        """
 
     @_builtins.property
     def usage(self) -> _common_pb2.Usage:
@@ -511,6 +532,7 @@ class PointResponse(_message.Message):
         self,
         *,
         points: _abc.Iterable[_common_pb2.Point] | None = ...,
+        results: _abc.Iterable[Global___TaskResult] | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         usage: _common_pb2.Usage | None = ...,
         timings: _common_pb2.Timings | None = ...,
@@ -522,7 +544,7 @@ class PointResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["image_size", b"image_size", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "model", b"model", "points", b"points", "request_id", b"request_id", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "model", b"model", "points", b"points", "request_id", b"request_id", "results", b"results", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -537,17 +559,26 @@ class DetectRequest(_message.Message):
     IMAGE_FIELD_NUMBER: _builtins.int
     OBJECT_FIELD_NUMBER: _builtins.int
     MAX_OBJECTS_FIELD_NUMBER: _builtins.int
+    OBJECTS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     object: _builtins.str
     """The object to find, in any words ("the red circle"): 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes),
-    not only white space. White space before and after it is removed. Required.
+    not only white space. White space before and after it is removed. Required, unless `objects` is set.
     """
     max_objects: _builtins.int
     """Limit on the number of objects, at least 1. Default: ServerLimits.default_max_objects."""
     @_builtins.property
     def image(self) -> _common_pb2.Image:
         """The image. Required."""
+
+    @_builtins.property
+    def objects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Several objects to find, in place of `object`: at most 256 names, each like `object`, all different. The image is
+        sent, decoded and encoded once. Each name is a request of its own with the same settings, and has its own result; a
+        call has at most 32 of these requests in the queue and the batch at a time. A name that fails has an error as its
+        result and does not affect the others. Default: none.
+        """
 
     @_builtins.property
     def sampling(self) -> _common_pb2.Sampling:
@@ -563,12 +594,13 @@ class DetectRequest(_message.Message):
         image: _common_pb2.Image | None = ...,
         object: _builtins.str = ...,
         max_objects: _builtins.int | None = ...,
+        objects: _abc.Iterable[_builtins.str] | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
         options: _common_pb2.RequestOptions | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "image", b"image", "max_objects", b"max_objects", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "image", b"image", "max_objects", b"max_objects", "object", b"object", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "image", b"image", "max_objects", b"max_objects", "object", b"object", "objects", b"objects", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_objects: _TypeAlias = _typing.Literal["max_objects"]  # noqa: Y015
     _WhichOneofArgType__max_objects: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects"]  # noqa: Y015
@@ -583,6 +615,7 @@ class DetectResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OBJECTS_FIELD_NUMBER: _builtins.int
+    RESULTS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
@@ -605,7 +638,17 @@ class DetectResponse(_message.Message):
     """
     @_builtins.property
     def objects(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Box]:
-        """One box per object, in the order in which the model found the objects; empty if there is none."""
+        """One box per object, in the order in which the model found the objects; empty if there is none, or with
+        DetectRequest.objects.
+        """
+
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskResult]:
+        """With DetectRequest.objects, one result per name, in the order of the request: `detect`, or `error` for a name that
+        failed. The key is the position of the name: "0" for the first. The fields below then are about all names together:
+        `finish_reason` is FINISH_REASON_LENGTH if any result has it, `usage` is the sum, `timings` holds the longest
+        queue_time_ms, the shortest ttft_ms and total_time_ms of the call, and `seed` is not set.
+        """
 
     @_builtins.property
     def usage(self) -> _common_pb2.Usage:
@@ -623,6 +666,7 @@ class DetectResponse(_message.Message):
         self,
         *,
         objects: _abc.Iterable[_common_pb2.Box] | None = ...,
+        results: _abc.Iterable[Global___TaskResult] | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         usage: _common_pb2.Usage | None = ...,
         timings: _common_pb2.Timings | None = ...,
@@ -634,7 +678,7 @@ class DetectResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["image_size", b"image_size", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "model", b"model", "objects", b"objects", "request_id", b"request_id", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "model", b"model", "objects", b"objects", "request_id", b"request_id", "results", b"results", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1118,11 +1162,17 @@ class StreamPointResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
     OBJECT_FIELD_NUMBER: _builtins.int
     FINAL_FIELD_NUMBER: _builtins.int
+    TASK_FINAL_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Number of the event in its stream: 0, 1, 2, without gaps."""
+    key: _builtins.str
+    """With PointRequest.objects, the key of the result that the event belongs to (TaskResult.key); otherwise, and for
+    `started` and `final`, empty.
+    """
     @_builtins.property
     def started(self) -> Global___StreamStarted:
         """The request was accepted. The first event, once."""
@@ -1135,19 +1185,25 @@ class StreamPointResponse(_message.Message):
     def final(self) -> Global___PointResponse:
         """The whole result. The last event, once."""
 
+    @_builtins.property
+    def task_final(self) -> Global___TaskResult:
+        """With PointRequest.objects: the whole result of one name. The last event of the name, once."""
+
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
+        key: _builtins.str = ...,
         started: Global___StreamStarted | None = ...,
         object: _common_pb2.Point | None = ...,
         final: Global___PointResponse | None = ...,
+        task_final: Global___TaskResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "final", b"final", "object", b"object", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "final", b"final", "object", b"object", "started", b"started", "task_final", b"task_final"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "final", b"final", "object", b"object", "sequence", b"sequence", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "final", b"final", "key", b"key", "object", b"object", "sequence", b"sequence", "started", b"started", "task_final", b"task_final"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "object", "final"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "object", "final", "task_final"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1184,11 +1240,17 @@ class StreamDetectResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
     OBJECT_FIELD_NUMBER: _builtins.int
     FINAL_FIELD_NUMBER: _builtins.int
+    TASK_FINAL_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Number of the event in its stream: 0, 1, 2, without gaps."""
+    key: _builtins.str
+    """With DetectRequest.objects, the key of the result that the event belongs to (TaskResult.key); otherwise, and for
+    `started` and `final`, empty.
+    """
     @_builtins.property
     def started(self) -> Global___StreamStarted:
         """The request was accepted. The first event, once."""
@@ -1201,19 +1263,25 @@ class StreamDetectResponse(_message.Message):
     def final(self) -> Global___DetectResponse:
         """The whole result. The last event, once."""
 
+    @_builtins.property
+    def task_final(self) -> Global___TaskResult:
+        """With DetectRequest.objects: the whole result of one name. The last event of the name, once."""
+
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
+        key: _builtins.str = ...,
         started: Global___StreamStarted | None = ...,
         object: _common_pb2.Box | None = ...,
         final: Global___DetectResponse | None = ...,
+        task_final: Global___TaskResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "final", b"final", "object", b"object", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "final", b"final", "object", b"object", "started", b"started", "task_final", b"task_final"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "final", b"final", "object", b"object", "sequence", b"sequence", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "final", b"final", "key", b"key", "object", b"object", "sequence", b"sequence", "started", b"started", "task_final", b"task_final"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "object", "final"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "object", "final", "task_final"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
