@@ -35,15 +35,21 @@ def check_names(config: RuntimeConfig) -> None:
     It reads no weights and sends no request to the hub. It imports torch only if ``config`` names a CUDA device. Raises
     ConfigError.
     """
-    from ..checkpoint.catalog import architecture, resolve
     from ..factory import check_device
+
+    check_model_names(config)
+    if config.device.startswith("cuda"):
+        check_device(config)
+
+
+def check_model_names(config: RuntimeConfig) -> None:
+    """Checks that the model and the paths of ``config`` exist. Does not import torch. Raises ConfigError."""
+    from ..checkpoint.catalog import architecture, resolve
 
     if config.random_weights:
         architecture(config.model, config.model_path)
     else:
         resolve(config.model, config.model_path, config.tokenizer_path)
-    if config.device.startswith("cuda"):
-        check_device(config)
 
 
 def diagnose(config: RuntimeConfig) -> Iterator[Finding]:

@@ -73,6 +73,10 @@ def run(args: argparse.Namespace) -> int:
         _check(config, runtime, args)
         print(print_configuration(args.settings, args, os.environ))
         return 0
+    try:
+        maintenance.check_model_names(runtime)  # A misspelt name is known before the server listens.
+    except ConfigError as error:
+        raise config_error(error, args) from None
     # Only processes that serve import plug-ins. The supervisor does not.
     skills = (
         None
@@ -81,6 +85,9 @@ def run(args: argparse.Namespace) -> int:
     )
     set_up_logging(config.log_level, config.log_format, buffer_bytes=config.log_buffer_bytes)
     try:
+        maintenance.check_model_names(
+            runtime
+        )  # A misspelt name is known before the server listens.
         if skills is None:
             return asyncio.run(supervise(config, runtime))
         return _serve_alone(config, runtime, skills)

@@ -392,6 +392,18 @@ def test_a_server_that_cannot_start_says_why(flags, status, words):
     assert "ready" not in done.stdout
 
 
+def test_a_misspelt_model_ends_the_server_before_it_listens():
+    for flags in (
+        ["--model", "nope"],
+        ["--weights", "/absent"],
+        ["--workers", 2, "--model", "nope"],
+    ):
+        done = here("serve", "--listen", "127.0.0.1:0", *flags)
+        assert done.returncode == 2
+        (error,) = done.stderr.splitlines()
+        assert error.startswith(f"kestrel-grpc serve: error: {flags[-2]}={flags[-1]}: ")
+
+
 def test_a_port_in_use_is_named(server):
     done = kestrel("serve", "--listen", server[0])
     assert done.returncode == 1
