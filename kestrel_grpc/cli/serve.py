@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
         print(print_configuration(args.settings, args, os.environ))
         return 0
     try:
-        maintenance.check_model_names(runtime)  # A misspelt name is known before the server listens.
+        # A misspelt name is known before the server listens.
+        maintenance.check_model_names(runtime)
     except ConfigError as error:
         raise config_error(error, args) from None
     # Only processes that serve import plug-ins. The supervisor does not.
