@@ -11,10 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..kserve.service import InferenceService
 from ..served_model import ServedModel, State
 from ..services.model import ModelService
 from ..services.vision import VisionService
-from . import moondream, ollama, openai
+from . import kserve, moondream, ollama, openai
 from .edge import Endpoint, HttpEdge, Receive, Scope, Send
 from .files import page_routes
 
@@ -30,13 +31,18 @@ class _Answered:
 
 
 def application(
-    edge: HttpEdge, vision: VisionService, models: ModelService, served: ServedModel
+    edge: HttpEdge,
+    vision: VisionService,
+    models: ModelService,
+    inference: InferenceService,
+    served: ServedModel,
 ) -> Any:
     """The ASGI application."""
     endpoints = {
         **moondream.endpoints(vision, lambda: served.name),
         **openai.endpoints(vision, models, lambda: served.name),
         **ollama.endpoints(vision, models, lambda: served.name),
+        **kserve.endpoints(inference),
     }
     routes = [
         Route(path, _Answered(edge, endpoint), methods=[verb])

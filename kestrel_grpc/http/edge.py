@@ -44,9 +44,18 @@ _TEXT_BYTES = 1024 * 1024
 """Bytes of a body besides its image."""
 _INLINE_BYTES = 256 * 1024
 """A larger body is parsed by a thread: the event loop would be busy for milliseconds."""
-_JSON = (b"content-type", b"application/json")
+_JSON = b"application/json"
 _KEY_HEADERS = (b"x-moondream-auth", b"x-api-key")
 """Headers in which clients send a key, besides ``authorization``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A response that is no JSON alone. ``headers``: besides its length, type and ids."""
+
+    data: bytes
+    content_type: bytes
+    headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
 @dataclass(slots=True)
@@ -57,8 +66,8 @@ class Asked:
     """The request of kestrel.v1, or a list of them."""
     behaviour: Callable[[Any, Context], Awaitable[Any]]
     """The service's method."""
-    answer: Callable[[Any], dict[str, Any]]
-    """The response as JSON. Not called if ``events`` is given."""
+    answer: Callable[[Any], Any]
+    """The response as values for JSON, or as a Whole. Not called if ``events`` is given."""
     events: Callable[[Any], Iterable[bytes]] | None = None
     """For a stream: server-sent events for each message that ``behaviour`` writes."""
 
@@ -91,6 +100,16 @@ class Endpoint:
     """From a field path of kestrel.v1 to the JSON field."""
     takes_body: bool = True
     form: Form = SSE
+    copies: int = COPIES
+    """Of the message's bytes in memory during the request."""
+    parse: Callable[[Scope, bytes | bytearray], Fields] | None = None
+    """Makes the fields from the request's scope and body, if the body is not a JSON object alone."""
+
+    def asked(self, scope: Scope, body: bytes | bytearray) -> Asked:
+        """What the request asks. Raises InvalidRequest."""
+        if self.parse is not None:
+            return self.read(self.parse(scope, body))
+        return self.read(json_fields(body) if self.takes_body else Fields({}))
 
 
 class HttpEdge:
@@ -168,12 +187,13 @@ class HttpEdge:
             if endpoint.takes_body:
                 body = await self._body(scope, receive, hold)
                 writer.has_read_all = True
-                asked = await _parsed(endpoint, body)
+                asked = await _parsed(endpoint, scope, body)
                 del body
-                hold.settle(min(hold.num_bytes, COPIES * _bytes_of(asked.message)))
+                held = endpoint.copies * _bytes_of(asked.message)
+                hold.settle(min(hold.num_bytes, held))
             else:
                 writer.has_read_all = not _content_length(scope["headers"])
-                asked = endpoint.read(Fields({}))
+                asked = endpoint.asked(scope, b"")
             call.message = asked.message
             if watcher is not None:
                 watcher.on_message(call)
@@ -236,25 +256,26 @@ class _Writer:
         """Ends a stream."""
         await self._put({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def answer(self, body: dict[str, Any]) -> None:
+    async def answer(self, body: Any) -> None:
         """Sends a whole response."""
-        await self._whole(200, orjson.dumps(body), ())
+        if not isinstance(body, Whole):
+            body = Whole(orjson.dumps(body), _JSON)
+        await self._whole(200, body)
 
     async def refuse(self, told: Refusal) -> None:
         """Sends an error: as a response, or as the last event of a stream that has begun."""
         if not self._has_begun:
             body = orjson.dumps(self._form.error(told.body))
-            await self._whole(told.status, body, told.headers)
+            await self._whole(told.status, Whole(body, _JSON, tuple(told.headers)))
             return
         await self._stream(self._form.error_event(told.body))
         await self.end()
 
-    async def _whole(
-        self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]]
-    ) -> None:
-        length = (b"content-length", str(len(body)).encode())
-        await self._begin(status, (_JSON, length, *headers))
-        await self._put({"type": "http.response.body", "body": body, "more_body": False})
+    async def _whole(self, status: int, body: Whole) -> None:
+        kind = (b"content-type", body.content_type)
+        length = (b"content-length", str(len(body.data)).encode())
+        await self._begin(status, (kind, length, *body.headers))
+        await self._put({"type": "http.response.body", "body": body.data, "more_body": False})
 
     async def _stream(self, data: bytes) -> None:
         if not data:
@@ -288,9 +309,9 @@ class _Writer:
             ) from None
 
 
-async def _parsed(endpoint: Endpoint, body: bytearray) -> Asked:
+async def _parsed(endpoint: Endpoint, scope: Scope, body: bytearray) -> Asked:
     def parse() -> Asked:
-        return endpoint.read(json_fields(body))
+        return endpoint.asked(scope, body)
 
     return parse() if len(body) <= _INLINE_BYTES else await asyncio.to_thread(parse)
 

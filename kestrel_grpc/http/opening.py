@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ..edge.call import Call
 from ..edge.call_watcher import CallWatcher
 from ..edge.in_flight import InFlight
+from ..kserve.service import InferenceService
 from ..security.admission.guard import Guard
 from ..security.identity.tls import server_context
 from ..security.listening import check_exposure
@@ -30,6 +31,7 @@ def open_http(
     security: SecurityConfig,
     vision: VisionService,
     models: ModelService,
+    inference: InferenceService,
     served: ServedModel,
     in_flight: InFlight,
     guard: Guard,
@@ -54,4 +56,4 @@ def open_http(
         ) from None
     context: ssl.SSLContext | None = None if security.tls is None else server_context(security.tls)
     edge = HttpEdge(in_flight, guard, end_call, watcher)
-    return HttpListener(application(edge, vision, models, served), config, context)
+    return HttpListener(application(edge, vision, models, inference, served), config, context)

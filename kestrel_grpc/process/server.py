@@ -196,11 +196,13 @@ class KestrelServer:
         )
         self._health.start()
         if self._config.http.http_listen:
+            vision = VisionService(self.served, RequestImages(self.images))
             self._http = open_http(
                 self._config.http,
                 security,
-                VisionService(self.served, RequestImages(self.images)),
+                vision,
                 self._model_service(),
+                kserve.InferenceService(self.served, vision, self.call_statistics),
                 self.served,
                 self._in_flight,
                 self.guard,

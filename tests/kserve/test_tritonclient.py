@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -26,36 +26,49 @@ IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
 QUESTION = "How many green crescents are there?"
 
 
+class Addresses(NamedTuple):
+    grpc: str
+    http: str
+
+
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """A server that knows one key."""
-    with serving(KESTREL_API_KEY=KEY) as address:
-        yield address
+def addresses() -> Iterator[Addresses]:
+    """Of a server that knows one key."""
+    with serving(KESTREL_API_KEY=KEY) as addresses:
+        yield addresses
+
+
+@pytest.fixture(scope="module")
+def address(addresses: Addresses) -> str:
+    return addresses.grpc
 
 
 @contextmanager
-def serving(**environment: str) -> Iterator[str]:
+def serving(**environment: str) -> Iterator[Addresses]:
     """kestrel-tiny, served by a process."""
+    flags = "serve --device cpu --listen 127.0.0.1:0 --http-listen 127.0.0.1:0"
     server = subprocess.Popen(
-        [sys.executable, *"-m kestrel_grpc serve --device cpu --listen 127.0.0.1:0".split()],
+        [sys.executable, "-m", "kestrel_grpc", *flags.split()],
         cwd=ROOT,
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
     )
     with server:
-        assert server.stdout is not None
+        assert server.stdout is not None and server.stderr is not None
+        http = re.search(r"addresses=(\S+) protocol=http", server.stderr.readline())
+        assert http is not None
         listening = re.search(r"listening on (\S+),", server.stdout.readline())
         assert listening is not None
-        yield listening[1]
+        yield Addresses(listening[1], http[1])
         server.send_signal(signal.SIGINT)
         server.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory) -> Path:
-    return python_with(tmp_path_factory.mktemp("triton"), "tritonclient[grpc]>=2.60,<3")
+    return python_with(tmp_path_factory.mktemp("triton"), "tritonclient[grpc,http]>=2.60,<3")
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +136,25 @@ def test_our_messages_are_the_clients(out):
         check(pb.DESCRIPTOR.message_types_by_name[name], theirs, whole=True)
 
 
+def test_http(addresses: Addresses, python: Path):
+    done = subprocess.run(
+        [python, "tests/kserve/triton_http_program.py", addresses.http, KEY, IMAGE],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    out = json.loads(done.stdout)
+    assert out["live"] and out["ready"] and out["server"] == "kestrel"
+    assert out["model"] == [{"name": "TEXT_OUTPUT", "datatype": "BYTES", "shape": [1]}]
+    assert out["decoupled"] == {"decoupled": True} and out["index"] == "READY"
+    assert out["binary"] == out["json"] == "2" and out["count"] >= 2
+    assert out["bad"][0] == "400" and out["bad"][1].startswith("SKILL: 'smell' is not one of")
+    assert {out[name][0] for name in ("load", "shared", "log")} == {"501"}
+
+
 def test_the_page_runs_as_written(python: Path, tmp_path: Path):
     """Against a server that needs no token."""
     (block,) = [
@@ -131,9 +163,9 @@ def test_the_page_runs_as_written(python: Path, tmp_path: Path):
         if block.text.startswith("import json")
     ]
     shutil.copy(IMAGE, tmp_path / "picture.jpg")
-    with serving() as address:
+    with serving() as addresses:
         done = subprocess.run(
-            [python, "-c", block.text.replace("127.0.0.1:50051", address)],
+            [python, "-c", block.text.replace("127.0.0.1:50051", addresses.grpc)],
             cwd=tmp_path,
             capture_output=True,
             text=True,
