@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         place = group.args[0] if group else item.nodeid.removeprefix("tests/")
         return next((i for i, start in enumerate(LONG) if place.startswith(start)), len(LONG))
 
-    items.sort(key=rank)
+    # By path within a rank: every process must have the same order, whichever way it collected.
+    items.sort(key=lambda item: (rank(item), item.path.parts))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Every second process of pytest-xdist collects from the last file to the first. So two processes meet in the
+    middle, and each finds half of the files compiled by the other."""
+    report = yield
+    worker = getattr(collector.config, "workerinput", {}).get("workerid", "gw0")
+    if isinstance(collector, pytest.Directory) and int(worker.removeprefix("gw")) % 2:
+        report.result.reverse()
+    return report
 
 
 @pytest.hookimpl(optionalhook=True)

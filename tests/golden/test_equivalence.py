@@ -40,6 +40,7 @@ def test_token_by_token_equals_the_whole(golden: Golden, case_id: str) -> None:
     assert_same(hidden, whole(golden, case_id))
 
 
+@pytest.mark.slow_with("md2")
 @pytest.mark.parametrize("size", [3, 7])
 @pytest.mark.parametrize("case_id", ["query.0", "query_noimage.0", "query_spatial.1"])
 def test_chunks_equal_the_whole(golden: Golden, case_id: str, size: int) -> None:
