@@ -16,6 +16,7 @@ import pytest
 
 from kestrel_grpc.cli.parser import COMMANDS, main, whole_parser
 from tests.docs.code_blocks import PAGES, ROOT, Block, code_blocks
+from tests.forking.process import ForkedProcess
 
 BLOCKS = [block for page in PAGES for block in code_blocks(page)]
 
@@ -108,7 +109,7 @@ def address(folder):
     """kestrel-tiny with the plug-in of docs/skills.md, as the page serves it."""
     (plugin,) = [b for b in BLOCKS if b.text.startswith('"""yes_no')]
     (folder / "yes_no.py").write_text(plugin.text)
-    server = subprocess.Popen(
+    server = ForkedProcess(
         [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0", "--skill", "yes_no:YesNoSkill"],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/clients/python:{folder}"},

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kestrel_grpc.cli.parser import main
+from tests.forking.process import ForkedProcess, run_forked
 from tests.service.test_run_skill import SOURCE
 
 ROOT = Path(__file__).parents[2]
@@ -169,24 +170,18 @@ def test_serve_takes_the_guides_skill(tmp_path):
         "--drain-delay",
         "0",
     ]
-    with subprocess.Popen([*program, "serve", *flags], stdout=subprocess.PIPE, **options) as server:
+    with ForkedProcess([*program, "serve", *flags], stdout=subprocess.PIPE, **options) as server:
         try:
             (target,) = re.findall(r"listening on (\S+),", server.stdout.readline())
             asked = ["--argument", "question=Is there a green crescent?", "--server", target]
-            done = subprocess.run(
-                [*program, "run", "yes_no", PICTURE, *asked], capture_output=True, **options
-            )
+            done = run_forked([*program, "run", "yes_no", PICTURE, *asked], **options)
             assert json.loads(done.stdout) in ({"yes": True}, {"yes": False}), done.stderr
-            listed = subprocess.run(
-                [*program, "models", "--server", target], capture_output=True, **options
-            )
+            listed = run_forked([*program, "models", "--server", target], **options)
             assert "segment, yes_no" in listed.stdout
         finally:
             server.send_signal(signal.SIGTERM)
     assert server.returncode == 0
-    bad = subprocess.run(
-        [*program, "serve", "--skill", "yes_no:Nothing"], capture_output=True, **options
-    )
+    bad = run_forked([*program, "serve", "--skill", "yes_no:Nothing"], **options)
     assert bad.returncode == 2
     (line,) = bad.stderr.splitlines()
     assert line.startswith("kestrel-grpc serve: error: --skill=yes_no:Nothing: AttributeError")
