@@ -70,13 +70,15 @@ def _change(draw: Draw, message: Message, depth: int) -> None:
     if not message.DESCRIPTOR.fields:
         return
     field = draw(st.sampled_from(list(message.DESCRIPTOR.fields)))
-    if field.is_repeated:
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        _change(draw, getattr(message, field.name)[draw(st.text(max_size=20))], depth + 1)
+    elif field.is_repeated:
         many = getattr(message, field.name)
         if draw(st.booleans()):
             del many[:]
         count = draw(st.sampled_from((0, 1, 2, 33, 100) if depth < 2 else (0, 1)))
         if field.cpp_type != _kinds.CPPTYPE_MESSAGE:
-            many.extend(draw(_value(field)) for _ in range(count))
+            many.extend([draw(_value(field)) for _ in range(count)])
             return
         one = many.add()
         _change(draw, one, depth + 1)
