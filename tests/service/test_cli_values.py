@@ -88,6 +88,17 @@ def test_save_never_replaces_the_image_that_is_asked_about(tmp_path):
     assert file.read_bytes() == before
 
 
+def test_an_address_may_be_saved_over_an_earlier_result(tmp_path):
+    file = tmp_path / "found.png"
+    file.write_bytes(b"an earlier result")
+    done = here(
+        *("detect", "http://127.0.0.1:1/photo.jpg", "cat"),
+        *("--save", file, "--server", "127.0.0.1:1"),
+    )
+    assert done.returncode == 1
+    assert "can't fetch http://127.0.0.1:1/photo.jpg" in done.stderr
+
+
 def test_the_parsers_take_every_value_up_to_their_limits():
     assert whole()("0") == 0 and whole()("4294967295") == 2**32 - 1
     assert whole(0, MAX_UINT64)(str(MAX_UINT64)) == MAX_UINT64

@@ -58,9 +58,7 @@ def open_input(name: str) -> Input:
 
 
 def _open(name: str) -> Iterator[Input]:
-    if (
-        not name
-    ):  # Often a shell variable without a value. As a path it would be the current folder.
+    if not name:  # A shell variable without a value. As a path it would be the current folder.
         raise CommandError("the name of an image is empty")
     path = Path(name)
     if name == "-":

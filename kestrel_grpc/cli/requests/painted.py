@@ -81,7 +81,9 @@ class Painter:
         """Raises CommandError if a written file would replace one of the images."""
         for given in inputs:
             file = self._file(given)
-            if isinstance(given.source, str) and file.exists() and file.samefile(given.source):
+            # A source may also be an address, bytes or an id.
+            is_file = isinstance(given.source, str) and os.path.exists(given.source)
+            if is_file and file.exists() and file.samefile(given.name):
                 raise CommandError(
                     f"--save={self._target} would replace the image {given.name!r}; name another file or folder"
                 )
