@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,15 +185,7 @@ async def run_tasks(
         await send("", {"started": begun})
     turns = asyncio.Semaphore(MAX_TASKS)
     shared = _Shared(engine, image, image_id, options, send, event, turns)
-    try:
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(_run(task, shared)) for task in tasks]
-    except BaseExceptionGroup as failed:
-        # An event could not be sent. The failure of a task does not get here: it is the task's result.
-        if (task := asyncio.current_task()) is not None and task.cancelling():
-            raise asyncio.CancelledError from None
-        raise failed.exceptions[0] from None
-    done = [task.result() for task in running]
+    done = await _all([_run(task, shared) for task in tasks])
     faults = [each.call_fault for each in done if each.call_fault is not None]
     if len(faults) == len(done):
         raise faults[0]
@@ -237,6 +229,24 @@ def _read_tasks(tasks: Sequence[pb.AnalyzeTask]) -> list[Task]:
             raise InvalidRequest(path, f"holds no task: set one of {', '.join(_KINDS)}")
         read.append(Task(key, name, getattr(task, name), f"{path}.{name}."))
     return read
+
+
+async def _all(runs: Sequence[Coroutine[Any, Any, _Done]]) -> list[_Done]:
+    """The results of all runs. If one raises, because an event could not be sent, or the call is cancelled, all end.
+
+    This is no TaskGroup: in Python 3.11, the task of a group that failed looks cancelled from then on, and gRPC sends
+    no status for a cancelled handler.
+    """
+    running = [asyncio.create_task(run) for run in runs]
+    try:
+        ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+        for task in ended:
+            task.result()  # Raises the exception, if there is one; the others may not have ended.
+        return [task.result() for task in running]
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

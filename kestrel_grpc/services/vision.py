@@ -159,11 +159,19 @@ class VisionService(VisionServiceServicer):
 def _sender(context: Context, response: Callable[..., Any]) -> Send:
     """Writes the events of several tasks as messages of one stream."""
     sequence, writing = 0, asyncio.Lock()
+    failure: Exception | None = None
 
     async def send(key: str, event: dict[str, Any]) -> None:
-        nonlocal sequence
-        async with writing:  # gRPC allows one write at a time.
-            await context.write(response(sequence=sequence, key=key, **event))
+        nonlocal sequence, failure
+        # gRPC allows one write at a time, and none after one that was given up.
+        async with writing:
+            if failure is not None:
+                raise failure
+            try:
+                await context.write(response(sequence=sequence, key=key, **event))
+            except Exception as error:
+                failure = error
+                raise
             sequence += 1
 
     return send

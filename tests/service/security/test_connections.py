@@ -15,10 +15,10 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.process import server
-from kestrel_grpc.services import convert
+from kestrel_grpc.services import analysis, convert
 from kestrel_grpc.services.vision import VisionService
 from kestrel_grpc.settings.security import CallLimits, ConnectionLimits, SecurityConfig
-from tests.service.conftest import LIMITS
+from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -192,6 +192,27 @@ async def test_a_reader_who_does_not_read_is_cut_off(serve, large_events):
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER")
     assert told.trailers["grpc-retry-pushback-ms"] == "-1"
     assert (await served.vision.Query(query())).usage.output_tokens == 2
+
+
+async def test_a_reader_of_several_tasks_who_does_not_read_is_cut_off(serve, monkeypatch):
+    def event(update):
+        return {"text_delta": pb.TextDelta(text="x" * 100_000, output_tokens=update.token_index)}
+
+    monkeypatch.setattr(analysis, "skill_event", event)
+    config = {"security": SecurityConfig(calls=CallLimits(write_s=0.4))}
+    served = await serve(slow(), server_config=config)
+    inner = query(180)
+    task = pb.AnalyzeTask(query=pb.QueryTask(question=inner.question, sampling=inner.sampling))
+    request = pb.AnalyzeRequest(image=raw_image(), tasks=[task, task])
+    stream = served.vision.StreamAnalyze(pb.StreamAnalyzeRequest(request=request))
+    await anext(aiter(stream))
+    async with asyncio.timeout(60):
+        while served.server.guard.admission.calls:
+            await asyncio.sleep(0.01)
+    assert served.engine.num_requests == 0
+    async with asyncio.timeout(60):
+        told = await failure(stream)
+    assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER")
 
 
 async def test_a_reader_who_is_only_slow_gets_everything(serve, large_events):
