@@ -200,6 +200,8 @@ async def test_who_has_no_token_or_asks_for_another_service_stays_outside(front)
     assert "AdminService" not in log and "CREDENTIALS_MISSING" not in log
 
 
+# wrap_socket leaves its socket open if the connection is reset before the handshake begins.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_connections_of_one_address_are_bounded(front):
     opened = []
     try:
