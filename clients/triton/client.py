@@ -51,7 +51,11 @@ def answers(
     arrived: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
     client.start_stream(lambda result, error: arrived.put((result, error)), headers=headers)
     try:
-        client.async_stream_infer("moondream", tensors(**inputs))
+        try:
+            client.async_stream_infer("moondream", tensors(**inputs))
+        except triton.InferenceServerException:
+            # The server has ended the stream already. The callback gets the reason.
+            raise arrived.get()[1] from None
         is_final = False
         while not is_final:
             result, error = arrived.get()
@@ -75,7 +79,19 @@ def main() -> int:
     options = parser.parse_args()
     with open(options.image, "rb") as file:
         image = file.read()
-    client = triton.InferenceServerClient(options.url)
+    try:
+        with triton.InferenceServerClient(options.url) as client:
+            print_answers(client, image, options)
+    except triton.InferenceServerException as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def print_answers(
+    client: triton.InferenceServerClient, image: bytes, options: argparse.Namespace
+) -> None:
+    """Prints what four skills answer. Raises InferenceServerException."""
     shared = {"client": client, "token": options.token, "IMAGE": image, "TEMPERATURE": 0.0}
     for answer in answers(**shared, SKILL="query", QUESTION=options.question):
         print("query:  ", answer["answer"])
@@ -87,7 +103,6 @@ def main() -> int:
         print("detect: ", answer["objects"])
     for answer in answers(**shared, SKILL="point", OBJECT=options.object):
         print("point:  ", answer["points"])
-    return 0
 
 
 if __name__ == "__main__":
