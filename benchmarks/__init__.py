@@ -1,1 +1,7 @@
-"""Programs that measure Kestrel's speed. Run one as ``python -m benchmarks.<name>``."""
+"""Programs that measure Kestrel. Run one as ``python -m benchmarks.<name>``; docs/benchmarks.md lists them.
+
+This folder holds the programs that users run most: those of ``make bench`` and ``make bench-gpu``, the trace, the soak,
+and the comparison of two runs. ``service`` measures a server process, ``gpu`` the parts of a GPU's work, and
+``kernels`` single kernels. ``diagnostics`` finds the causes of differences. The other folders hold parts that programs
+share.
+"""

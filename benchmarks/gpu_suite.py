@@ -73,13 +73,13 @@ def jobs(args: argparse.Namespace, cache: Path) -> list[Job]:
             through += ["--tokens", "3", "--limit", "30", "--cache", str(cache)]
         found.append(Job("grpc", through, 120.0))
     if "floors" in args.parts:
-        floors = ["benchmarks.floors", *quick, *device, "--json", f"{out}/floors.json"]
+        floors = ["benchmarks.gpu.floors", *quick, *device, "--json", f"{out}/floors.json"]
         found.append(Job("floors", floors, 45.0))
     if "score" in args.parts:
-        score = ["benchmarks.quality", *quick, "--score-only", *device]
+        score = ["benchmarks.gpu.quality", *quick, "--score-only", *device]
         found.append(Job("score", [*score, "--json", f"{out}/score.json"], 60.0))
     if "startup" in args.parts:
-        startup = ["benchmarks.startup", *quick, "--model", first, *device, "--runs", "2"]
+        startup = ["benchmarks.gpu.startup", *quick, "--model", first, *device, "--runs", "2"]
         found.append(Job("startup", [*startup, "--json", f"{out}/startup.json"], 120.0))
     return found
 
@@ -198,21 +198,21 @@ def _decode(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
 
 
 def _vision(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
-    from .vision import measure
+    from .gpu.vision import measure
 
     counts = (1,) if args.quick else (56, 28, 9, 1)
     measure(opened, report, crop_counts=counts, repeats=1 if args.quick else 9)
 
 
 def _prefill(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
-    from .prefill import measure
+    from .gpu.prefill import measure
 
     counts = (1,) if args.quick else (1, 4, 16)
     measure(opened, report, image_counts=counts, repeats=1 if args.quick else 7)
 
 
 def _quality(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
-    from .quality import measure_drift
+    from .gpu.quality import measure_drift
 
     images, steps = (1, 1) if args.quick else (4, 16)
     measure_drift(opened, report, images=images, steps=steps)

@@ -1,7 +1,7 @@
-"""What decoding costs: bytes and processor time by format. Owns the table, and which limit of pixels holds for what.
+"""The cost of decoding: bytes and processor time by format. Owns the table and the rule which pixel limit applies.
 
-``python -m benchmarks.image_costs`` measures the figures anew: the table takes the dearest of several images for each
-format (noise and one colour, turned and not), rounded up.
+``python -m benchmarks.diagnostics.image_costs`` measures these figures again. For each format, the table has the
+figures of the most expensive of several images (noise and one colour, turned and not), rounded up.
 """
 
 from __future__ import annotations

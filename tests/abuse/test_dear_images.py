@@ -19,7 +19,7 @@ import pytest
 import pyvips
 from PIL import Image
 
-from benchmarks.image_costs import jpeg_of_many_scans
+from benchmarks.diagnostics.image_costs import jpeg_of_many_scans
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub

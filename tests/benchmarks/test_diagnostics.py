@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks import compare_reference, inspect_kv, probe_tau
-from benchmarks.compare_reference import Place, verdict
+from benchmarks.diagnostics import compare_reference, inspect_kv, probe_tau
+from benchmarks.diagnostics.compare_reference import Place, verdict
 from benchmarks.models.sides import IN_FP8, Request, Side
 from benchmarks.reports.report import Report
 from kestrel_engine.models.moondream import Moondream

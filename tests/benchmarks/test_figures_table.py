@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import figures_table
+from benchmarks.diagnostics import figures_table
 from benchmarks.reports.gpu_report import GpuReport
 
 

@@ -12,18 +12,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import (
-    compare,
-    decode,
-    figures_table,
-    floors,
-    gpu_suite,
-    prefill,
-    quality,
-    trace,
-    trace_grpc,
-    vision,
-)
+from benchmarks import compare, decode, gpu_suite, trace, trace_grpc
+from benchmarks.diagnostics import figures_table
+from benchmarks.gpu import floors, prefill, quality, vision
 from benchmarks.reports.report import Report
 from benchmarks.traffic import chart_trace
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import image_costs
+from benchmarks.diagnostics import image_costs
 
 
 @pytest.mark.slow

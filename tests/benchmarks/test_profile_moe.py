@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks import profile_moe
+from benchmarks.diagnostics import profile_moe
 
 TINY = [
     "--experts", "4", "--experts-per-token", "2", "--dim", "32", "--inner", "16",

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import shares
+from benchmarks.service import shares
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import engine_host, serving_cpu, workers
+from benchmarks import engine_host, serving_cpu
+from benchmarks.service import workers
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import startup
+from benchmarks.gpu import startup
 from kestrel_engine.checkpoint.weights.loader import load_checkpoint
 
 

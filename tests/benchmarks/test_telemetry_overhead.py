@@ -7,7 +7,7 @@ import pytest
 
 def test_it_reports_every_cost(tmp_path):
     pytest.importorskip("opentelemetry.sdk")
-    from benchmarks import telemetry_overhead
+    from benchmarks.service import telemetry_overhead
 
     path = tmp_path / "report.json"
     telemetry_overhead.main(["--quick", "--json", str(path)])

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.device.model_work import moe_flop, prefix_flop, vision_flop
 from benchmarks.device.trace import summarised
 from benchmarks.models.profile_skill import DeviceProfile
-from benchmarks.telemetry_overhead import step
+from benchmarks.service.telemetry_overhead import step
 from benchmarks.traffic.callers import Answer
 from benchmarks.traffic.step_log import StepLog
 from benchmarks.traffic.trace_run import steady

@@ -1,6 +1,6 @@
 """Measures how a flood of one principal's calls affects other principals: kestrel-tiny on a CPU, in a server process.
 
-python -m benchmarks.shares [--quick] [--in-flight N] [--json FILE]
+python -m benchmarks.service.shares [--quick] [--in-flight N] [--json FILE]
 
 One principal keeps many questions about a few images in flight, and repeats refused calls. Meanwhile another
 principal, a principal with the highest priority, and the flooding principal with the highest priority make one call
@@ -27,10 +27,10 @@ from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceS
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
 
-from .reports.report import Report, add_arguments, median, quantile
-from .traffic.flood import Flood
-from .traffic.images import jpeg
-from .traffic.processes import serve
+from ..reports.report import Report, add_arguments, median, quantile
+from ..traffic.flood import Flood
+from ..traffic.images import jpeg
+from ..traffic.processes import serve
 
 NORMAL, HIGH = common_pb2.PRIORITY_NORMAL, common_pb2.PRIORITY_HIGH
 SIZE = (640, 480)
@@ -115,7 +115,7 @@ def measure(report: Report, address: str, tokens: dict[str, str], args: argparse
 
 
 def main(arguments: list[str] | None = None) -> Report:
-    parser = argparse.ArgumentParser(prog="benchmarks.shares", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.service.shares", description=__doc__)
     add_arguments(parser)
     parser.add_argument("--in-flight", type=int, default=700, help="calls of the flood [700]")
     parser.add_argument("--max-batch-size", type=int, default=16, help="sequences a step [16]")

@@ -1,8 +1,8 @@
 """A quality gate: the drift of the served logits from float32, and kestrel-tiny's score.
 
-python -m benchmarks.quality --model moondream2 --random-weights --device cuda --json F
-python -m benchmarks.quality --score-only --device cuda
-python -m benchmarks.quality --model moondream2 --random-weights --device cuda --fp8-gemms vision
+python -m benchmarks.gpu.quality --model moondream2 --random-weights --device cuda --json F
+python -m benchmarks.gpu.quality --score-only --device cuda
+python -m benchmarks.gpu.quality --model moondream2 --random-weights --device cuda --fp8-gemms vision
 
 Drift: plain torch runs the same weights, widened to float32, with the same images, questions and continuations as the
 served dtype and kernels (teacher forcing). At the end of prompts, all logits are compared. In decode steps, the best id
@@ -30,12 +30,12 @@ from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.requests import ImageBlock, Token
 from kestrel_engine.types.step import Row
 
-from .decode import FIRST_TEXT_ID
-from .device.rates import synchronize
-from .models.hand_made_steps import HandMadeSteps, Held
-from .models.opening import ModelRuntime, Opened, engine_on, model_arguments, open_model, parse
-from .reports.gpu_report import GpuReport, command_line
-from .reports.report import add_arguments
+from ..decode import FIRST_TEXT_ID
+from ..device.rates import synchronize
+from ..models.hand_made_steps import HandMadeSteps, Held
+from ..models.opening import ModelRuntime, Opened, engine_on, model_arguments, open_model, parse
+from ..reports.gpu_report import GpuReport, command_line
+from ..reports.report import add_arguments
 from .vision import prepared_images
 
 RELATIVE_ERROR = {"float32": 1e-3, "float16": 0.01, "bfloat16": 0.03}
@@ -305,7 +305,7 @@ def passed(report: GpuReport) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> GpuReport:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.quality",
+        prog="benchmarks.gpu.quality",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -323,7 +323,9 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
     args, of_model = parse(parser, arguments)
     if args.quick:
         args.images, args.steps, args.scenes = 1, 2, 1
-    report = GpuReport("quality", vars(args), command=command_line("benchmarks.quality", arguments))
+    report = GpuReport(
+        "quality", vars(args), command=command_line("benchmarks.gpu.quality", arguments)
+    )
     config = model_arguments(of_model, quick=args.quick)
     if not args.score_only:
         opened = open_model(config)

@@ -1,6 +1,6 @@
 """Measures the vision tower: TFLOP/s and crops/s by the number of crops of a pass.
 
-python -m benchmarks.vision --model moondream2 --random-weights --device cuda --json F
+python -m benchmarks.gpu.vision --model moondream2 --random-weights --device cuda --json F
 
 The crops of the trace's images are on the device. Device events time the tower alone (patch embedding, blocks and the
 last LayerNorm) as steps run it: the captured pass, with the copies of crops and features to and from its graph, or with
@@ -23,14 +23,14 @@ from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.images import open_image
 from kestrel_engine.types.model_config import VisionConfig
 
-from .device.model_work import vision_flop
-from .device.rates import gemm_rate, seconds_of
-from .models.hand_made_steps import HandMadeSteps
-from .models.opening import Opened, model_arguments, open_model, parse
-from .reports import bars
-from .reports.gpu_report import GpuReport, command_line
-from .reports.report import add_arguments, median
-from .traffic.chart_trace import draw_images
+from ..device.model_work import vision_flop
+from ..device.rates import gemm_rate, seconds_of
+from ..models.hand_made_steps import HandMadeSteps
+from ..models.opening import Opened, model_arguments, open_model, parse
+from ..reports import bars
+from ..reports.gpu_report import GpuReport, command_line
+from ..reports.report import add_arguments, median
+from ..traffic.chart_trace import draw_images
 
 IMAGES_FROM = 3_000_000
 """The images of the trace whose crops are encoded."""
@@ -120,7 +120,7 @@ def _whole_step(
 
 def main(arguments: Sequence[str] | None = None) -> GpuReport:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.vision",
+        prog="benchmarks.gpu.vision",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -135,7 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
     args, of_model = parse(parser, arguments)
     if args.quick:
         args.crops, args.repeats = [2, 1], 1
-    report = GpuReport("vision", vars(args), command=command_line("benchmarks.vision", arguments))
+    report = GpuReport(
+        "vision", vars(args), command=command_line("benchmarks.gpu.vision", arguments)
+    )
     opened = open_model(model_arguments(of_model, quick=args.quick))
     try:
         measure(opened, report, crop_counts=args.crops, repeats=args.repeats)

@@ -1,6 +1,6 @@
 """Compares the KV caches of two configurations for the same request, by layer, and finds their first difference.
 
-python -m benchmarks.inspect_kv --model moondream3-preview --left=--no-compile --right='--attention triton'
+python -m benchmarks.diagnostics.inspect_kv --model moondream3-preview --left=--no-compile --right='--attention triton'
 
 The left side generates an answer, and the right side is fed the same tokens. Then the keys and values of all positions
 are compared, separately for the image prefix, the rest of the prompt and the decoded tokens, because different code
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from kestrel_engine.types.requests import num_positions
 
-from .models.opening import parse
-from .models.sides import (
+from ..models.opening import parse
+from ..models.sides import (
     Request,
     Side,
     Talk,
@@ -34,7 +34,7 @@ from .models.sides import (
     make_request,
     open_side,
 )
-from .reports.report import Report, add_arguments
+from ..reports.report import Report, add_arguments
 
 OF_ONE_HEAD = 10
 """The allowed error of one head of one position, in tolerances."""
@@ -157,7 +157,7 @@ def inspect(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.inspect_kv",
+        prog="benchmarks.diagnostics.inspect_kv",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

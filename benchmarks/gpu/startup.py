@@ -1,6 +1,6 @@
 """Measures the time from the start of the server's process until it is ready, with weights on a local disk.
 
-python -m benchmarks.startup --model moondream2 --device cuda --folder /tmp/weights --json F
+python -m benchmarks.gpu.startup --model moondream2 --device cuda --folder /tmp/weights --json F
 
 It writes a checkpoint of the model's true size, with random weights, to --folder, and keeps it for later runs. Experts
 are in FP8 for moondream3.1-9b-a2b, as released, and for moondream3-preview with --fp8. Then it starts ``kestrel-grpc
@@ -23,10 +23,10 @@ from kestrel_engine import RuntimeConfig
 from kestrel_engine.checkpoint.catalog import BUNDLED
 from kestrel_engine.checkpoint.open import open_model
 
-from .reports import bars
-from .reports.gpu_report import GpuReport, command_line
-from .reports.report import add_arguments
-from .traffic.processes import START_PATIENCE_S, serve
+from ..reports import bars
+from ..reports.gpu_report import GpuReport, command_line
+from ..reports.report import add_arguments
+from ..traffic.processes import START_PATIENCE_S, serve
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def measure(
 
 def main(arguments: Sequence[str] | None = None) -> GpuReport:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.startup",
+        prog="benchmarks.gpu.startup",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
     args, of_server = parser.parse_known_args(arguments)
     if args.quick:
         args.model, args.device, args.runs = "kestrel-tiny", "cpu", 1
-    command = command_line("benchmarks.startup", arguments)
+    command = command_line("benchmarks.gpu.startup", arguments)
     settings = {name: str(value) for name, value in vars(args).items()}
     report = GpuReport("startup", settings, command=command)
     keep_fp8 = args.fp8 or args.model == "moondream3.1-9b-a2b"

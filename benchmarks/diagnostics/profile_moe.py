@@ -1,11 +1,12 @@
 """Runs one MoE layer repeatedly, for a profiler. Nothing else runs between the warm-up and the end.
 
-    python -m benchmarks.profile_moe --mode prefill|decode [--iterations N] [--refresh-routing] [--nvtx]
+    python -m benchmarks.diagnostics.profile_moe --mode prefill|decode [--iterations N] [--refresh-routing] [--nvtx]
 
 Prefill runs one image with its question (832 tokens), and decode runs four sequences. Both include the router and use
 the kernels of the server. Without --refresh-routing, every iteration uses the same experts, whose weights are then in
 the cache. With --nvtx, the measured iterations form a range "moe" for Nsight Compute: ncu --nvtx --nvtx-include "moe/"
-python -m benchmarks.profile_moe --nvtx. On a CPU, Triton's interpreter runs the kernels in float32, so use tiny sizes.
+python -m benchmarks.diagnostics.profile_moe --nvtx. On a CPU, Triton's interpreter runs the kernels in float32, so use
+tiny sizes.
 """
 
 from __future__ import annotations

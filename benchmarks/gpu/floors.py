@@ -1,6 +1,6 @@
 """Measures the limits of this machine that no kernel, copy or image decoder can exceed.
 
-python -m benchmarks.floors [--device cuda] [--json F]
+python -m benchmarks.gpu.floors [--device cuda] [--json F]
 
 It measures the copy rate of the device's memory (bytes read and written), bf16 and FP8 matrix products (a large one,
 and the shapes of Moondream's vision tower and prefill), copies from pinned host memory, the host time of a launch and
@@ -22,10 +22,17 @@ from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.images import open_image
 from kestrel_engine.types.model_config import VisionConfig
 
-from .device.rates import copy_rate, fp8_gemm_rate, gemm_rate, seconds_of, supports_fp8, synchronize
-from .reports.gpu_report import GpuReport, command_line
-from .reports.report import add_arguments, median
-from .traffic.chart_trace import draw_images
+from ..device.rates import (
+    copy_rate,
+    fp8_gemm_rate,
+    gemm_rate,
+    seconds_of,
+    supports_fp8,
+    synchronize,
+)
+from ..reports.gpu_report import GpuReport, command_line
+from ..reports.report import add_arguments, median
+from ..traffic.chart_trace import draw_images
 
 PREPROCESSING_FROM = 2_000_000
 """The images of the trace that are preprocessed."""
@@ -138,7 +145,7 @@ def measure(report: GpuReport, device: torch.device, *, quick: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> GpuReport:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.floors",
+        prog="benchmarks.gpu.floors",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -148,7 +155,9 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
     name = args.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    report = GpuReport("floors", vars(args), command=command_line("benchmarks.floors", arguments))
+    report = GpuReport(
+        "floors", vars(args), command=command_line("benchmarks.gpu.floors", arguments)
+    )
     measure(report, torch.device(name), quick=args.quick)
     report.finish(args.json)
     return report

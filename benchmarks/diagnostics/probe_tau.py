@@ -1,6 +1,6 @@
 """Compares Moondream 3's tau factors, by layer and head, between the kernels and plain torch.
 
-python -m benchmarks.probe_tau --model moondream3-preview --device cuda [--layer 7]
+python -m benchmarks.diagnostics.probe_tau --model moondream3-preview --device cuda [--layer 7]
 
 A request's prompt runs through plain torch. Each layer's qkv from this run is the input of the prefill kernels and, for
 the last position, of the decode kernel. The factors are computed from the queries and values that the kernels return.
@@ -23,10 +23,10 @@ from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.models.text import Placement, Tau, TextBlock
 from kestrel_engine.types.step import Row
 
-from .models.hand_made_steps import HandMadeSteps
-from .models.opening import parse
-from .models.sides import Request, Side, add_request_arguments, make_request, open_side
-from .reports.report import Report, add_arguments
+from ..models.hand_made_steps import HandMadeSteps
+from ..models.opening import parse
+from ..models.sides import Request, Side, add_request_arguments, make_request, open_side
+from ..reports.report import Report, add_arguments
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Of a factor, which lies between -0.5 and 2.5."""
@@ -208,7 +208,7 @@ def run(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.probe_tau",
+        prog="benchmarks.diagnostics.probe_tau",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -1,6 +1,7 @@
 """Runs one image and prompt through two configurations and compares their tokens and the drift of their logits.
 
-python -m benchmarks.compare_reference --model moondream2 --device cuda --left=--no-compile --right='--attention triton'
+python -m benchmarks.diagnostics.compare_reference --model moondream2 --device cuda --left=--no-compile \\
+    --right='--attention triton'
 
 First, each side generates an answer. Then the right side is fed the left side's tokens (teacher forcing), and the
 logits and the preferred tokens of both sides are compared at each step. If the preferred tokens differ, the step is a
@@ -20,9 +21,9 @@ from torch import Tensor
 
 from kestrel_engine.types.step import StepToken
 
-from .models.opening import parse
-from .models.sides import Request, Side, Talk, add_side_arguments, answer, make_request, open_side
-from .reports.report import Report, add_arguments
+from ..models.opening import parse
+from ..models.sides import Request, Side, Talk, add_side_arguments, answer, make_request, open_side
+from ..reports.report import Report, add_arguments
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def compare(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.compare_reference",
+        prog="benchmarks.diagnostics.compare_reference",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -1,6 +1,6 @@
 """Measures the cost of telemetry for a call in the server process: tracing, unsampled and sampled, and metrics.
 
-python -m benchmarks.telemetry_overhead [--quick] [--json FILE]
+python -m benchmarks.service.telemetry_overhead [--quick] [--json FILE]
 
 It calls watcher and observer in the same order as the server: a call begins and is accepted, steps run, its request
 ends, the call ends. Nothing else runs, so single microseconds are visible. Spans pass through the batch processor to an
@@ -29,7 +29,7 @@ from kestrel_grpc.telemetry.metrics import ServiceMetrics
 from kestrel_grpc.telemetry.opening import Telemetry
 from kestrel_grpc.telemetry.tracing import CallTracing
 
-from .reports.report import Report, add_arguments, median
+from ..reports.report import Report, add_arguments, median
 
 METHOD = "/kestrel.v1.VisionService/Query"
 NUM_STEPS = 10

@@ -1,6 +1,6 @@
 """Measures prefill: batches of image prefixes, questions after cached prefixes, and the MoE layers alone.
 
-python -m benchmarks.prefill --model moondream2 --random-weights --device cuda --json F
+python -m benchmarks.gpu.prefill --model moondream2 --random-weights --device cuda --json F
 
 The runtime executes steps with prefixes (BOS and image, which attend in both directions) or with questions, without a
 scheduler, and reports their times. The MoE layers are called as in the runtime's prefill, with random activations for
@@ -20,14 +20,14 @@ from torch import Tensor
 from kestrel_engine.models.text import Moe
 from kestrel_engine.types.requests import ImageBlock
 
-from .decode import FIRST_TEXT_ID
-from .device.model_work import moe_flop, prefix_flop
-from .device.rates import gemm_rate, seconds_of
-from .models.hand_made_steps import HandMadeSteps
-from .models.opening import Opened, model_arguments, open_model, parse
-from .reports import bars
-from .reports.gpu_report import GpuReport, command_line
-from .reports.report import add_arguments, median
+from ..decode import FIRST_TEXT_ID
+from ..device.model_work import moe_flop, prefix_flop
+from ..device.rates import gemm_rate, seconds_of
+from ..models.hand_made_steps import HandMadeSteps
+from ..models.opening import Opened, model_arguments, open_model, parse
+from ..reports import bars
+from ..reports.gpu_report import GpuReport, command_line
+from ..reports.report import add_arguments, median
 from .vision import prepared_images
 
 QUESTION = 25
@@ -154,7 +154,7 @@ def measure(
 
 def main(arguments: Sequence[str] | None = None) -> GpuReport:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.prefill",
+        prog="benchmarks.gpu.prefill",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -169,7 +169,9 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
     args, of_model = parse(parser, arguments)
     if args.quick:
         args.images, args.repeats = [1, 2], 1
-    report = GpuReport("prefill", vars(args), command=command_line("benchmarks.prefill", arguments))
+    report = GpuReport(
+        "prefill", vars(args), command=command_line("benchmarks.gpu.prefill", arguments)
+    )
     opened = open_model(model_arguments(of_model, quick=args.quick))
     try:
         measure(opened, report, image_counts=args.images, repeats=args.repeats)

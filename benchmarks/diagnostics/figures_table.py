@@ -1,6 +1,6 @@
 """Formats the figures of a run as Markdown, for docs/performance.md.
 
-python -m benchmarks.figures_table out/bench/bench.json
+python -m benchmarks.diagnostics.figures_table out/bench/bench.json
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _number(value: float | None) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.figures_table",
+        prog="benchmarks.diagnostics.figures_table",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

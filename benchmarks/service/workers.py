@@ -1,7 +1,7 @@
 """Measures several workers behind one port: tokens a second of one worker, of all workers by their own addresses, and
 of all workers by the shared address, for which the kernel distributes connections.
 
-python -m benchmarks.workers --model moondream2 --random-weights --device cuda --workers 2 --json F
+python -m benchmarks.service.workers --model moondream2 --random-weights --device cuda --workers 2 --json F
 
 It starts ``kestrel-grpc serve --workers N`` once. First, all workers must give the same answer to the same question.
 Callers run in separate processes. Each connection has --streams divided by --connections calls in progress.
@@ -23,10 +23,10 @@ from kestrel_client import AsyncKestrelClient, KestrelClient
 from kestrel_engine import RuntimeConfig
 from kestrel_engine.checkpoint.open import open_model
 
-from .models.made_up_tokenizer import tokenizer_file
-from .reports.report import Report, add_arguments
-from .traffic.images import jpeg
-from .traffic.processes import START_PATIENCE_S, ChildProcess, serve
+from ..models.made_up_tokenizer import tokenizer_file
+from ..reports.report import Report, add_arguments
+from ..traffic.images import jpeg
+from ..traffic.processes import START_PATIENCE_S, ChildProcess, serve
 
 WARM_S = 2.0
 QUESTION = "What is in the middle of the picture?"
@@ -151,7 +151,7 @@ def measure(report: Report, args: argparse.Namespace, folder: Path, shared: str)
 
 def main(arguments: Sequence[str] | None = None) -> Report:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.workers",
+        prog="benchmarks.service.workers",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

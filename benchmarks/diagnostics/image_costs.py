@@ -1,6 +1,6 @@
 """Measures memory and CPU time of decoding an image, by format, and compares them with preprocess/costs.py.
 
-python -m benchmarks.image_costs [--quick] [--megapixels N] [--json FILE]
+python -m benchmarks.diagnostics.image_costs [--quick] [--megapixels N] [--json FILE]
 
 Each image is prepared in a separate process, as in a decoder. Noise is the most expensive content; a single colour
 makes the smallest file. The measured cost must not exceed the reserved cost.
@@ -26,7 +26,7 @@ from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.images import EncodedImage
 from kestrel_engine.types.model_config import VisionConfig
 
-from .reports.report import Report, add_arguments
+from ..reports.report import Report, add_arguments
 
 LIMITS, VISION = ImageLimits(), VisionConfig()
 
@@ -153,7 +153,7 @@ def measure(path: Path) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> Report:
-    parser = argparse.ArgumentParser(prog="benchmarks.image_costs", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.diagnostics.image_costs", description=__doc__)
     add_arguments(parser)
     parser.add_argument("--megapixels", type=float, default=9.0)
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
@@ -170,7 +170,13 @@ def main(arguments: list[str] | None = None) -> Report:
                 path = Path(folder) / "image"
                 path.write_bytes(save(image))
                 done = subprocess.run(
-                    [sys.executable, "-m", "benchmarks.image_costs", "--one", str(path)],
+                    [
+                        sys.executable,
+                        "-m",
+                        "benchmarks.diagnostics.image_costs",
+                        "--one",
+                        str(path),
+                    ],
                     capture_output=True,
                     text=True,
                 )

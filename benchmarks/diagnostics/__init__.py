@@ -1,0 +1,1 @@
+"""Programs that find the cause of a difference, profile one layer, check a table, or format figures."""
