@@ -1,8 +1,8 @@
-"""RuntimeConfig: what the user decides, checked once, before any weight is read.
+"""RuntimeConfig: the settings of an engine. They are checked once, before the engine reads any weight.
 
-Knows no torch and probes no device: what the device decides (number of pages, captured batch sizes) is
-``step.RuntimeLimits``, and the fields that it chooses defaults for are settled by ``sizes``. Reads no environment; that
-is the service's ``settings`` package. A new knob is one field made with ``setting``.
+This module imports no torch and queries no device. ``types.step.RuntimeLimits`` holds the values that the device
+determines (number of pages, captured batch sizes). ``sizes`` gives the fields whose defaults depend on the device. The
+service's ``settings`` package reads the environment. A new setting is one field made with ``setting``.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _DTYPE_ALIASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLimits:
-    """Limits on an image, checked from its header before any pixel is decoded."""
+    """Limits on an image. They are checked on its header, before any pixel is decoded."""
 
     max_bytes: int = setting(
         32 * 1024 * 1024,
         REQUESTS,
-        "largest encoded image",
+        "limit on the bytes of an encoded image",
         kind="bytes",
         flag="--max-image-bytes",
         metavar="SIZE",
@@ -57,27 +57,27 @@ class ImageLimits:
     max_pixels: int = setting(
         100_000_000,
         REQUESTS,
-        "most pixels of an image, width times height",
+        "limit on the pixels of an image, width times height",
         kind="whole",
         flag="--max-image-pixels",
         metavar="N",
         low=1,
     )
-    """100 megapixels is the largest common camera."""
+    """The largest common cameras have 100 megapixels."""
     max_aspect_ratio: float = setting(
         20.0,
         REQUESTS,
-        "longest side of an image over its shortest",
+        "limit on the longer side of an image divided by its shorter side",
         kind="number",
         flag="--max-image-aspect-ratio",
         metavar="RATIO",
         low=1,
     )
-    """Beyond it the resize to crops leaves nothing to see."""
+    """Beyond this ratio, the resize to crops makes objects too small to see."""
     max_progressive_pixels: int = setting(
         64_000_000,
         REQUESTS,
-        "most pixels of a progressive JPEG, all of whose coefficients are kept until its end",
+        "limit on the pixels of a progressive JPEG, whose decoder holds all coefficients in memory",
         kind="whole",
         metavar="N",
         low=1,
@@ -85,7 +85,7 @@ class ImageLimits:
     max_interlaced_pixels: int = setting(
         64_000_000,
         REQUESTS,
-        "most pixels of an interlaced PNG, which is decoded as a whole",
+        "limit on the pixels of an interlaced PNG, which is decoded as a whole",
         kind="whole",
         metavar="N",
         low=1,
@@ -93,7 +93,7 @@ class ImageLimits:
     max_webp_pixels: int = setting(
         40_000_000,
         REQUESTS,
-        "most pixels of a WebP, which is decoded as a whole",
+        "limit on the pixels of a WebP, which is decoded as a whole",
         kind="whole",
         metavar="N",
         low=1,
@@ -101,7 +101,7 @@ class ImageLimits:
     max_avif_pixels: int = setting(
         24_000_000,
         REQUESTS,
-        "most pixels of an AVIF, the dearest format in time and memory",
+        "limit on the pixels of an AVIF, the most expensive format in time and memory",
         kind="whole",
         metavar="N",
         low=1,
@@ -109,12 +109,12 @@ class ImageLimits:
     max_heic_pixels: int = setting(
         24_000_000,
         REQUESTS,
-        "most pixels of a HEIC, as dear as AVIF",
+        "limit on the pixels of a HEIC, which is as expensive as an AVIF",
         kind="whole",
         metavar="N",
         low=1,
     )
-    """The limits by format are lower than ``max_pixels`` where a pixel costs more (preprocess/costs.py)."""
+    """The limit of a format is lower than ``max_pixels`` if its pixels cost more (preprocess/costs.py)."""
 
     def __post_init__(self) -> None:
         check_settings(self, "image_limits.")
@@ -122,7 +122,7 @@ class ImageLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The fields of RuntimeConfig whose defaults depend on the device, settled."""
+    """The values of the fields of RuntimeConfig whose defaults depend on the device."""
 
     max_batch_size: int
     step_prefill_positions: int
@@ -140,7 +140,7 @@ _CPU_SIZES = Sizes(
     steps_out=2,
     preprocess_threads=2,
 )
-"""Sixteen decode six times as fast together as one after the other; a step takes on one image prefix."""
+"""Sixteen requests decode six times as fast together as one after the other. A step accepts one image prefix."""
 _CUDA_SIZES = Sizes(
     max_batch_size=64,
     step_prefill_positions=11680,
@@ -149,21 +149,23 @@ _CUDA_SIZES = Sizes(
     steps_out=3,
     preprocess_threads=2,
 )
-"""Four images a step, crops and prefixes together. One H200, 64 in flight, 3 tokens: 92 requests a second with three
-eighths of it, 97 with three quarters (Moondream 2), 80 and 82 with three quarters and all (Moondream 3); between tokens
-it shows as 50 to 80 ms while new images keep coming. Moondream 2, 30 tokens, by ``step_pause`` and ``steps_out``: 72
-with 0 and 2, 77 with 2 and 3, 79 with 4 and 2, 84 with 4 and 3. ``preprocess_threads`` grows with the processors, up to
-MOST_PREPROCESS_THREADS."""
+"""A step accepts four images, crops and prefixes together.
+
+Measured on one H200 with 64 requests in flight and 3 tokens each, in requests a second: Moondream 2 reached 92 with
+three eighths of this allowance and 97 with three quarters; Moondream 3 reached 80 with three quarters and 82 with all.
+While new images arrive, the gaps between tokens are 50 to 80 ms. With 30 tokens, Moondream 2 reached 72 with a
+``step_pause`` of 0 and ``steps_out`` of 2, 77 with 2 and 3, 79 with 4 and 2, and 84 with 4 and 3.
+``preprocess_threads`` grows with the number of processors, up to MOST_PREPROCESS_THREADS."""
 MOST_PREPROCESS_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig:
-    """How to build an engine.
+    """The settings of an engine.
 
-    ``model`` and ``model_path`` are alternatives: a name (``kestrel-tiny``, ``moondream2``,
-    ``moondream3-preview``, ``moondream3.1-9b-a2b``, a hub id ``org/repo[@revision][:file]``, or a path), or a path.
-    Each field's ``help`` says what it does. None leaves a value to the device or the model. Raises ConfigError naming
+    ``model`` is a name (``kestrel-tiny``, ``moondream2``, ``moondream3-preview``, ``moondream3.1-9b-a2b``), a hub id
+    ``org/repo[@revision][:file]``, or a path. ``model_path`` gives weights that replace the model's own. Each field's
+    ``help`` describes it. With None, the device or the model determines the value. Raises ConfigError, which names
     field, value and limit.
     """
 
@@ -176,7 +178,7 @@ class RuntimeConfig:
     model_path: str | Path | None = setting(
         None,
         MODEL,
-        "a checkpoint folder, or one .safetensors or .pt file, instead of the model's own weights",
+        "folder of a checkpoint, or one .safetensors or .pt file, to use instead of the model's own weights",
         flag="--weights",
         aliases=("--model-path",),
         metavar="PATH",
@@ -185,22 +187,24 @@ class RuntimeConfig:
     tokenizer_path: str | Path | None = setting(
         None,
         MODEL,
-        "tokenizer.json",
+        "file tokenizer.json, or a folder that holds it",
         flag="--tokenizer",
         metavar="PATH",
-        shown="beside the weights, else the model's own",
+        shown="the one beside the weights, else the model's own",
     )
     offline: bool = setting(
-        False, MODEL, "use only what is in the hub's cache or given as files", switch=True
+        False, MODEL, "never contact the hub; use its cache and local files only", switch=True
     )
-    device: str = setting("auto", DEVICE, "auto (CUDA if there is one), cpu, cuda or cuda:N")
+    device: str = setting(
+        "auto", DEVICE, "auto (CUDA if the machine has a GPU, else the CPU), cpu, cuda or cuda:N"
+    )
     dtype: str | torch.dtype = setting(
         "auto", DEVICE, "float32, bfloat16, float16, or auto (float32 on a CPU, bfloat16 on CUDA)"
     )
     cpu_threads: int | None = setting(
         None,
         DEVICE,
-        "threads of one operator on a CPU",
+        "number of CPU threads that one torch operator uses",
         kind="whole",
         flag="--threads",
         metavar="N",
@@ -210,58 +214,58 @@ class RuntimeConfig:
     fp8_experts: str = setting(
         "auto",
         DEVICE,
-        "keep FP8 experts in FP8, or dequantise them; auto keeps them where the GPU computes in FP8",
+        "keep FP8 experts in FP8, or dequantise them; auto keeps them if the GPU computes in FP8",
         choices=("auto", "keep", "dequantise"),
     )
     fp8_gemms: str = setting(
         "off",
         DEVICE,
-        "matrix products computed in FP8: vision, prefill, all or off; faster for some accuracy, from compute "
-        "capability 8.9 on",
+        "matrix products to compute in FP8: vision, prefill, all or off; faster, but less accurate; needs compute "
+        "capability 8.9 or newer",
         choices=("off", "vision", "prefill", "all"),
     )
-    """Weights and activations are scaled row by row; the weights are copied. Decode steps keep their type."""
+    """Each row of weights and activations has a scale. The FP8 weights are copies. Decode steps keep their type."""
     random_weights: bool = setting(
         False,
         MODEL,
-        "make the weights up, for the named model or a config.json, and read none; to measure speed with",
+        "generate random weights for the named model or a config.json instead of reading weights, to measure speed",
         switch=True,
     )
     attention: str = setting(
         "auto",
         DEVICE,
-        "on CUDA, the library of prompt attention: flashinfer (which then decodes too), triton (our kernels) or torch; "
-        "auto takes the fastest that needs no nvcc, our kernels with cuDNN",
+        "on CUDA, the library that computes the attention of prompts: flashinfer (which then also decodes), triton "
+        "(our kernels) or torch; auto uses the fastest combination that needs no nvcc: our kernels with cuDNN",
         choices=("auto", "flashinfer", "triton", "torch"),
     )
     compile: bool = setting(
         True,
         DEVICE,
-        "on CUDA, plain torch operators instead of the Triton kernels",
+        "on CUDA, use plain torch operators instead of the Triton kernels",
         flag="--no-compile",
         negated=True,
     )
     cuda_graphs: bool = setting(
         True,
         DEVICE,
-        "on CUDA, launch every kernel of a decode step by itself",
+        "on CUDA, launch every kernel of a decode step separately",
         flag="--no-cuda-graphs",
         negated=True,
     )
     seed: int | None = setting(
         None,
         MODEL,
-        "makes the seeds of requests that name none repeatable, and chooses --random-weights",
+        "seed for --random-weights and for the seeds of requests that name none, which then repeat at each start",
         kind="whole",
         metavar="N",
         low=0,
         high=2**64 - 1,
-        shown="drawn anew",
+        shown="random at each start",
     )
     max_batch_size: int | None = setting(
         None,
         REQUESTS,
-        "most requests that one step computes together",
+        "limit on the requests that one step computes together",
         kind="whole",
         metavar="N",
         low=1,
@@ -271,18 +275,18 @@ class RuntimeConfig:
     max_seq_length: int | None = setting(
         None,
         REQUESTS,
-        "most positions of one request: image, prompt and answer together",
+        "limit on the positions of one request: image, prompt and answer together",
         kind="whole",
         metavar="N",
         low=2,
         shown="the model's context",
     )
     page_size: int | None = None
-    """KV positions a page; must divide the image prefix. Default: the largest divisor up to 16."""
+    """KV positions of a page. Must divide the image prefix. Default: the largest divisor up to 16."""
     max_queue: int = setting(
         512,
         REQUESTS,
-        "most requests that wait, preprocessing included; more get RESOURCE_EXHAUSTED",
+        "limit on the requests that wait, including those in preprocessing; further ones get RESOURCE_EXHAUSTED",
         kind="whole",
         metavar="N",
         low=1,
@@ -290,25 +294,25 @@ class RuntimeConfig:
     max_queued_pixels: int = setting(
         4_000_000_000,
         REQUESTS,
-        "most pixels of images that wait to be decoded",
+        "limit on the pixels of all images that wait to be decoded",
         kind="whole",
         metavar="N",
         low=1,
     )
-    """A decoder makes some 100 million pixels a second."""
+    """A decoder decodes about 100 million pixels a second."""
     decode_bytes: int = setting(
         1024 * 1024 * 1024,
         REQUESTS,
-        "memory for the images that are being decoded, all together",
+        "memory for decoding, of all images together that are being decoded",
         kind="bytes",
         metavar="SIZE",
         low=64 * 1024 * 1024,
     )
-    """Half at most is for cheap images, one in each decoder; a dear one waits until it fits into the rest."""
+    """Cheap images, one in each decoder, use at most half. An expensive image waits until it fits into the rest."""
     decode_timeout_s: float = setting(
         30.0,
         REQUESTS,
-        "longest time that one image may be decoded; more gets INVALID_ARGUMENT",
+        "limit on the time to decode one image; beyond it, the request gets INVALID_ARGUMENT",
         kind="seconds",
         metavar="SECONDS",
         above=0,
@@ -316,35 +320,35 @@ class RuntimeConfig:
     max_queue_wait_s: float | None = setting(
         None,
         REQUESTS,
-        "how long a request may wait before it gets RESOURCE_EXHAUSTED",
+        "limit on the time that a request waits; beyond it, the request gets RESOURCE_EXHAUSTED",
         kind="seconds",
         metavar="SECONDS",
         above=0,
-        shown="as long as the caller waits",
+        shown="the caller's deadline",
     )
     max_new_tokens: int | None = setting(
         None,
         REQUESTS,
-        "most tokens of one answer, its reasoning included; a request that names more as max_tokens is refused",
+        "limit on the tokens of one answer, including its reasoning; a request with a larger max_tokens is refused",
         kind="whole",
         metavar="N",
         low=1,
-        shown="what the context has room for",
+        shown="the room that is left in the context",
     )
     default_max_tokens: int = setting(
         768,
         REQUESTS,
-        "most tokens of an answer when a request names no max_tokens",
+        "limit on the tokens of an answer if its request does not set max_tokens",
         kind="whole",
         flag="--default-max-new-tokens",
         metavar="N",
         low=1,
     )
-    """Shrinks to the room that is left in the context."""
+    """If the context has less room left, that room is the limit."""
     max_text_bytes: int = setting(
         32 * 1024 - 1,
         REQUESTS,
-        "most UTF-8 bytes of a question or an object's name",
+        "limit on the UTF-8 bytes of a question or an object's name",
         kind="bytes",
         metavar="SIZE",
         low=1,
@@ -359,51 +363,51 @@ class RuntimeConfig:
     kv_cache_pages: int | None = setting(
         None,
         SCHEDULER,
-        "pages of the KV cache",
+        "number of pages of the KV cache",
         kind="whole",
         metavar="N",
         low=1,
-        shown="max-batch-size full requests, on CUDA eight times as many, as far as memory allows",
+        shown="room for --max-batch-size full requests, on CUDA for eight times as many, if memory allows",
     )
     kv_cache_gib: float | None = setting(
         None,
         SCHEDULER,
-        "size of the KV cache instead of its pages, rounded down to whole pages",
+        "size of the KV cache in GiB, rounded down to whole pages; replaces --kv-cache-pages",
         kind="number",
         metavar="GIB",
         above=0,
-        shown="as --kv-cache-pages",
+        shown="the default of --kv-cache-pages",
     )
     kv_cache_dtype: str = setting(
         "auto",
         SCHEDULER,
-        "keys and values in the model's type (model) or in FP8 (fp8): half the bytes for some accuracy; auto: fp8 "
-        "where the checkpoint has scales for it and the GPU converts it",
+        "type of keys and values: the model's type (model), or FP8 (fp8), which takes half the bytes and is less "
+        "accurate; auto uses fp8 if the checkpoint has scales for it and the GPU converts it",
         choices=("auto", "model", "fp8"),
     )
-    """FP8 takes the checkpoint's scales, or 1 where it has none. "auto" asks for compute capability 8.9 and a
-    computation in bfloat16 or float16."""
+    """FP8 uses the checkpoint's scales, and 1 for a scale that the checkpoint lacks. "auto" requires compute capability
+    8.9 or newer and a computation in bfloat16 or float16."""
     prefix_cache: bool = setting(
-        True, SCHEDULER, "reuse what was computed for prompts and images seen before"
+        True, SCHEDULER, "reuse the results computed for earlier prompts and images"
     )
     kept_embeddings: int = 16
-    """Image embeddings kept for images whose pages were evicted."""
+    """Number of image embeddings to keep for images whose pages were evicted."""
     priority_aging_s: float = 10.0
-    """A priority that was not served for so many seconds counts as one better, so that low priority never starves."""
+    """A priority that was not served for this many seconds counts as one better, so no request waits forever."""
     image_cache_bytes: int = setting(
         256 * 1024 * 1024,
         SCHEDULER,
-        "decoded images kept in memory for repeats; 0 keeps none",
+        "bytes of decoded images to keep in memory for repeated images; 0 keeps none",
         kind="bytes",
         metavar="SIZE",
         low=0,
     )
-    """One takes 1 to 6 MB."""
+    """One image takes 1 to 6 MB."""
     step_prefill_positions: int | None = setting(
         None,
         SCHEDULER,
-        "prompt positions that a step computes beside decoding rows: fewer make tokens smoother, more start requests "
-        "sooner",
+        "prompt positions that a step computes beside decoding requests; lower values give smoother tokens, higher "
+        "values start requests sooner",
         kind="whole",
         metavar="N",
         low=1,
@@ -412,7 +416,7 @@ class RuntimeConfig:
     step_crops: int | None = setting(
         None,
         SCHEDULER,
-        "crops of images that a step encodes beside decoding rows; shares one allowance with the positions",
+        "crops of images that a step encodes beside decoding requests; shares one allowance with the positions",
         kind="whole",
         metavar="N",
         low=1,
@@ -421,8 +425,8 @@ class RuntimeConfig:
     step_pause: float | None = setting(
         None,
         SCHEDULER,
-        "steps that only decode after one that took on all the new work it may; requests that arrive meanwhile start "
-        "together",
+        "number of steps that only decode, after a step that accepted as much new work as it may; requests that arrive "
+        "meanwhile start together",
         kind="number",
         metavar="N",
         low=0,
@@ -432,27 +436,27 @@ class RuntimeConfig:
     steps_out: int | None = setting(
         None,
         SCHEDULER,
-        "steps launched and not yet read, 1 to 4: more hide a busy host",
+        "steps that are launched and not yet read, 1 to 4; higher values hide a busy host",
         kind="whole",
         metavar="N",
         low=1,
         high=4,
         shown="2, on CUDA 3",
     )
-    """Each costs a row of every answer that ends by itself, and a step's time before new requests begin."""
+    """Each further step costs one row for every answer that ends by itself, and delays new requests by a step."""
     preprocess_threads: int | None = setting(
         None,
         SCHEDULER,
-        "images decoded at once",
+        "number of images that are decoded at the same time",
         kind="whole",
         metavar="N",
         low=1,
-        shown="2, on CUDA two less than the processors, up to 8",
+        shown="2, on CUDA the number of processors less two, up to 8",
     )
     step_timeout_s: float = setting(
         300.0,
         SCHEDULER,
-        "the engine counts as hung if no step ends for this long while there is work",
+        "time without the end of a step, while there is work, after which the engine counts as hung",
         kind="seconds",
         metavar="SECONDS",
         above=0,
@@ -472,18 +476,18 @@ class RuntimeConfig:
             raise ConfigError(
                 "kv_cache_dtype",
                 "fp8",
-                "needs another attention than flashinfer: auto, triton or torch",
+                "flashinfer can't read an FP8 KV cache; set attention to auto, triton or torch",
             )
         if self.kv_cache_gib is not None and self.kv_cache_pages is not None:
             raise ConfigError(
                 "kv_cache_gib",
                 self.kv_cache_gib,
-                f"excludes kv_cache_pages={self.kv_cache_pages}: give one of the two",
+                f"kv_cache_pages={self.kv_cache_pages} is set too; set only one of the two",
             )
         self._check_embedded()
 
     def sizes(self, *, cuda: bool) -> Sizes:
-        """What was left to the device, settled for one: every reader of these fields asks here."""
+        """Returns the fields that may be None, with the defaults of the device. Read these fields only here."""
         chosen = _CUDA_SIZES if cuda else _CPU_SIZES
         if cuda:
             threads = min(max(_processors() - 2, 2), MOST_PREPROCESS_THREADS)
@@ -492,7 +496,7 @@ class RuntimeConfig:
         return replace(chosen, **{k: v for k, v in given.items() if v is not None})
 
     def _check_embedded(self) -> None:
-        """The fields that no command line sets."""
+        """Checks the fields that have no flag."""
         if self.page_size is not None:
             _whole("page_size", self.page_size, 1)
         _whole("default_max_objects", self.default_max_objects, 1)
@@ -517,7 +521,7 @@ class RuntimeConfig:
 
 
 def dtype_name(dtype: object) -> str:
-    """The canonical name of a dtype given as torch.dtype or string; raises ConfigError."""
+    """Returns the canonical name of a dtype, given as a torch.dtype or a string. Raises ConfigError."""
     name = _DTYPE_ALIASES.get(str(dtype).removeprefix("torch."))
     if name is None:
         raise ConfigError(
@@ -527,7 +531,7 @@ def dtype_name(dtype: object) -> str:
 
 
 def _processors() -> int:
-    """Those that this process may use."""
+    """Returns the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -134,7 +134,7 @@ def test_access_log_without_a_format_is_text():
         (
             ["--kv-cache-gib", "2", "--kv-cache-pages", "9"],
             {},
-            "--kv-cache-gib=2.0: excludes kv_cache_pages=9",
+            "--kv-cache-gib=2.0: kv_cache_pages=9 is set too",
         ),
         ([], {"KESTREL_NO_COMPILE": "maybe"}, "KESTREL_NO_COMPILE='maybe': must be on or off"),
         ([], {"KESTREL_KV_CACHE_GIB": "8G"}, "KESTREL_KV_CACHE_GIB='8G': must be a number"),
