@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -62,7 +63,12 @@ GIVEN_BACK = ("calls", "admitted", "held_bytes", "requests", "lost_pages", "open
 class Server(ServerProcess):
     """The server of the soak. ``log``: its standard error, with a JSON record for each line."""
 
-    def __init__(self, folder: Path, endpoint: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        endpoint: str,
+        start: type[subprocess.Popen[Any]] = subprocess.Popen,
+    ) -> None:
         self.log = folder / "log"
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KESTREL_", "OTEL_"))}
         environment = {
@@ -74,7 +80,7 @@ class Server(ServerProcess):
             "OTEL_BSP_MAX_QUEUE_SIZE": "20000",
         }
         command = [sys.executable, "-m", "benchmarks.soaking.server", *FLAGS]
-        super().__init__(command, log=self.log, environment=environment)
+        super().__init__(command, log=self.log, environment=environment, start=start)
 
     def probe(self) -> Held:
         """Returns what the server holds now, after a garbage collection."""
@@ -157,12 +163,14 @@ def timed(stub: Any) -> list[float]:
     return latencies
 
 
-def soak(seconds: float, report: Report, folder: Path) -> None:
+def soak(
+    seconds: float, report: Report, folder: Path, start: type[subprocess.Popen[Any]]
+) -> None:
     rests: list[Rest] = []
     came: Counter[str] = Counter()
     with SpanReceiver() as receiver:
         with (
-            Server(folder, receiver.endpoint) as server,
+            Server(folder, receiver.endpoint, start) as server,
             grpc.insecure_channel(server.address) as channel,
         ):
             vision, admin = VisionServiceStub(channel), AdminServiceStub(channel)
@@ -258,7 +266,9 @@ def _judge_end(report: Report, server: Server, receiver: SpanReceiver, statistic
     report.bar("exit status", abs(server.status if server.status is not None else 255), 0)
 
 
-def main(arguments: list[str] | None = None) -> Report:
+def main(
+    arguments: list[str] | None = None, start: type[subprocess.Popen[Any]] = subprocess.Popen
+) -> Report:
     parser = argparse.ArgumentParser(prog="benchmarks.soak", description=__doc__)
     add_arguments(parser)
     how_long = parser.add_mutually_exclusive_group()
@@ -268,7 +278,7 @@ def main(arguments: list[str] | None = None) -> Report:
     report = Report("soak", vars(args))
     seconds = 20.0 if args.quick else args.seconds or 60 * args.minutes
     with tempfile.TemporaryDirectory(prefix="kestrel-soak-") as folder:
-        soak(seconds, report, Path(folder))
+        soak(seconds, report, Path(folder), start)
     report.finish(args.json)
     return report
 

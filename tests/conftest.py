@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Generator
@@ -13,25 +14,41 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-import torch
+
+from tests.forking.process import start_fork_server
 
 # Every process keeps what it compiles, whatever the shell says: otherwise each process compiles all modules again, and
 # pytest rewrites the tests again. That took 15 s for each process that collects.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-if not torch.cuda.is_available():
-    # Triton reads it when a kernel is defined: here its kernels run on CPU tensors, by interpretation.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    with suppress(ImportError):
-        from triton.runtime import interpreter
-
-        from tests.interpreter import quicken
-
-        quicken(interpreter)
-
 LONG = ("processes", "equality", "abuse", "engine/runtime", "golden", "service", "benchmarks")
 """Groups and folders whose tests take longest. They start first, so that the processes end at about the same time."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The process that only hands out tests needs neither torch nor kernels: its workers start seconds earlier.
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        if sys.platform == "linux":
+            start_fork_server()  # One for all workers, which find it by their environment.
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        # Triton reads it when a kernel is defined: here its kernels run on CPU tensors, by interpretation.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        with suppress(ImportError):
+            from triton.runtime import interpreter
+
+            from tests.interpreter import quicken
+
+            quicken(interpreter)
+
+
+def pytest_collection_finish() -> None:
+    # What was imported and collected stays until the end. A collection of garbage need not visit it, which takes 0.2 s.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # Before tests are selected by their marks.
@@ -54,12 +71,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Every second process of pytest-xdist collects from the last file to the first. So two processes meet in the
-    middle, and each finds half of the files compiled by the other."""
+    """Each process of pytest-xdist collects the files of a folder in another order: forwards, backwards, or from
+    another file on. So each finds many files compiled by the others."""
     report = yield
-    worker = getattr(collector.config, "workerinput", {}).get("workerid", "gw0")
-    if isinstance(collector, pytest.Directory) and int(worker.removeprefix("gw")) % 2:
-        report.result.reverse()
+    given = getattr(collector.config, "workerinput", {"workerid": "gw0", "workercount": 1})
+    if isinstance(collector, pytest.Directory) and report.result:
+        number, found = int(given["workerid"].removeprefix("gw")), report.result
+        first = (number // 2) * 2 * len(found) // (given["workercount"] + 1) % len(found)
+        report.result = [*found[first:], *found[:first]][:: -1 if number % 2 else 1]
     return report
 
 

@@ -30,7 +30,7 @@ class ServerProcess:
 
     ``command`` starts the server, which prints a line "… listening on ADDRESS, …" once it is ready. ``log``: the file
     that receives its standard error; None to inherit this process's. ``end_patience_s``: seconds that it may take to
-    end. Attributes: ``ready_line``; ``address``, the first in that line; ``ready_s``, seconds from the start of the
+    end. ``start``: starts the process; tests start forks. Attributes: ``ready_line``; ``address``, the first in that line; ``ready_s``, seconds from the start of the
     process until it was ready; ``status``, the exit status, once it has ended.
 
     Raises RuntimeError, with the end of the log, if the server ends or START_PATIENCE_S pass before it is ready.
@@ -43,13 +43,14 @@ class ServerProcess:
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
         end_patience_s: float = END_PATIENCE_S,
+        start: type[subprocess.Popen[Any]] = subprocess.Popen,
     ) -> None:
         self._log, self._end_patience_s = log, end_patience_s
         self.status: int | None = None
         began = time.perf_counter()
         with contextlib.ExitStack() as stack:
             errors = None if log is None else stack.enter_context(log.open("wb"))
-            self._process = subprocess.Popen(
+            self._process = start(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -18,6 +18,7 @@ from benchmarks.soaking.rude_sockets import PREFACE, Asked, RudeCaller, frame
 from benchmarks.soaking.span_receiver import SpanReceiver
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+from tests.forking.process import ForkedProcess
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -53,7 +54,7 @@ async def _abuse(address: str) -> None:
 
 @pytest.mark.slow
 def test_rude_connections_cost_nothing_that_lasts_and_write_no_log(tmp_path: Path) -> None:
-    with SpanReceiver() as receiver, Server(tmp_path, receiver.endpoint) as server:
+    with SpanReceiver() as receiver, Server(tmp_path, receiver.endpoint, ForkedProcess) as server:
         with grpc.insecure_channel(server.address) as channel:
             vision = VisionServiceStub(channel)
             timed(vision)

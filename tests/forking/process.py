@@ -1,4 +1,4 @@
-"""ForkedProcess: a Python process that starts in milliseconds, as a fork of the fork server."""
+"""ForkedProcess: a Python process that starts in milliseconds, as a fork of the fork server (server.py)."""
 
 from __future__ import annotations
 
@@ -9,47 +9,68 @@ import select
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+ADDRESS = "FORK_SERVER"
+"""The variable that names the path of the running fork server's socket."""
+
+
+def start_fork_server() -> None:
+    """Starts a fork server for this process and those that it starts from now on. It ends with this process."""
+    folder = tempfile.TemporaryDirectory(prefix="forks-")
+    path = f"{folder.name}/socket"
+    watched, held = os.pipe()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen()
+        fds = (listener.fileno(), watched)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.forking.server", *map(str, fds)],
+            pass_fds=fds,
+            cwd=ROOT,
+            # With more threads, OpenBLAS starts them when it is imported.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+    os.close(watched)
+    os.environ[ADDRESS] = path
+
+    def stop() -> None:
+        os.close(held)
+        process.wait()
+        folder.cleanup()
+
+    atexit.register(stop)
 
 
 class _ForkServer:
-    """The test process's handle of its fork server (server.py). It starts at the first request."""
+    """This process's connection to the fork server, which it starts at the first request unless there is one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._requests: socket.socket | None = None
 
     def fork(self, job: Mapping[str, Any], fds: list[int]) -> socket.socket:
         """Asks for a process. Returns the socket from which its number and later its exit status can be read."""
         with self._lock:
-            if self._process is None:
-                self._start()
+            if self._requests is None:
+                self._requests = self._connect()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             socket.send_fds(self._requests, [json.dumps(job).encode()], [theirs.fileno(), *fds])
         return ours
 
-    def _start(self) -> None:
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.forking.server", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                cwd=ROOT,
-                # With more threads, OpenBLAS starts them when it is imported.
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            )
-        atexit.register(self._stop)
-
-    def _stop(self) -> None:
-        assert self._process is not None
-        self._requests.close()
-        self._process.wait()
+    def _connect(self) -> socket.socket:
+        if ADDRESS not in os.environ:
+            start_fork_server()
+        requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        requests.connect(os.environ[ADDRESS])
+        atexit.register(requests.close)
+        return requests
 
 
 _FORK_SERVER = _ForkServer()
@@ -91,19 +112,19 @@ class ForkedProcess(subprocess.Popen[Any]):
             words = [os.fspath(word) for word in args]
             program, how, what, *arguments = words
             assert program == sys.executable and how in ("-m", "-c"), args
-            assert not pass_fds and preexec_fn is None, "not supported"
+            assert preexec_fn is None, "not supported"
             job = {
                 "how": how,
                 "what": what,
                 "arguments": arguments,
                 "folder": os.fspath(cwd or os.getcwd()),
                 "variables": dict(os.environ if env is None else env),
+                "files": [0, 1, 2, *pass_fds],
             }
             streams = (p2cread, c2pwrite, errwrite)
             try:
-                self._status = _FORK_SERVER.fork(
-                    job, [own if fd == -1 else fd for own, fd in enumerate(streams)]
-                )
+                own = [number if fd == -1 else fd for number, fd in enumerate(streams)]
+                self._status = _FORK_SERVER.fork(job, [*own, *pass_fds])
                 self.pid = int(self._status.recv(64))
                 self._child_created = True
             finally:

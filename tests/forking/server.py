@@ -1,14 +1,15 @@
-"""The fork server: python -m tests.forking.server FD. It has one thread, and forks at each request from the socket FD.
+"""The fork server: python -m tests.forking.server LISTENER LIFE. It has one thread, and forks at each request.
 
 It imports what a server process imports, but starts nothing: no gRPC core, no threads of torch, no event loop. Those do
-not survive a fork. A request is JSON: how, what, arguments, folder and variables. A socket for the number and the exit
-status of the process comes with it, and the process's standard streams. The fork server ends when the other end of FD
-is closed.
+not survive a fork. Requests come over connections to LISTENER, a listening socket. A request is JSON: how, what,
+arguments, folder, variables and the numbers of files. A socket for the number and the exit status of the process comes
+with it, and these files, standard streams first. The fork server ends when the other end of LIFE, a pipe, is closed.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import importlib
 import io
@@ -22,6 +23,7 @@ import sys
 from typing import Any
 
 IMPORTED = (
+    "kestrel_grpc.cli",  # It sets a variable that gRPC's core reads when it is imported.
     "torch",
     "grpc.aio",
     "kestrel_engine.checkpoint.weights.loader",
@@ -51,26 +53,36 @@ def _leave() -> None:
         os._exit(_exit_status & 0xFF)
 
 
-def next_job(requests: socket.socket) -> dict[str, Any] | None:
-    """Forks for each request. Returns None once no more can come; in a fork, returns what it is to do."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(requests, selectors.EVENT_READ)
+_MOST_FILES = 16
+
+
+def next_job(listener: socket.socket, life: int) -> tuple[dict[str, Any], list[int]] | None:
+    """Forks for each request. Returns None at the end of ``life``; in a fork, returns what it is to do, and its files.
+
+    A fork keeps no file of the fork server open.
+    """
+    with selectors.DefaultSelector() as selector, listener:
+        selector.register(life, selectors.EVENT_READ)
+        selector.register(listener, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
-                if key.data is None:
-                    request, fds, _, _ = socket.recv_fds(requests, 2**20, 4)
+                if key.fileobj == life:
+                    os.close(life)
+                    return None
+                if key.fileobj is listener:
+                    selector.register(listener.accept()[0], selectors.EVENT_READ)
+                elif isinstance(key.fileobj, socket.socket):
+                    request, fds, _, _ = socket.recv_fds(key.fileobj, 2**20, _MOST_FILES)
                     if not request:
-                        return None
+                        selector.unregister(key.fileobj)
+                        key.fileobj.close()
+                        continue
                     status = socket.socket(fileno=fds[0])
                     pid = os.fork()
                     if pid == 0:
                         status.close()
-                        for other in selector.get_map().values():
-                            if other.data is not None:
-                                os.close(other.fd)
-                                other.data[1].close()
-                        _take_streams(fds[1:])
-                        return dict(json.loads(request))
+                        _close(selector)
+                        return json.loads(request), fds[1:]
                     for fd in fds[1:]:
                         os.close(fd)
                     status.send(str(pid).encode())
@@ -87,9 +99,23 @@ def next_job(requests: socket.socket) -> dict[str, Any] | None:
                             pass
 
 
-def _take_streams(fds: list[int]) -> None:
-    """Makes ``fds`` the standard streams of this process."""
-    for number, fd in enumerate(fds):
+def _close(selector: selectors.BaseSelector) -> None:
+    """Closes the files of ``selector``, and the sockets for exit statuses."""
+    for key in selector.get_map().values():
+        if key.data is not None:
+            key.data[1].close()
+        if isinstance(key.fileobj, socket.socket):
+            key.fileobj.close()
+        else:
+            os.close(key.fd)
+
+
+def _renumber(fds: list[int], numbers: list[int]) -> None:
+    """Gives the open files ``fds`` other numbers."""
+    free = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 1 + max(numbers)) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for fd, number in zip(free, numbers, strict=True):
         os.dup2(fd, number)
         os.close(fd)
 
@@ -126,16 +152,18 @@ def run(job: dict[str, Any]) -> None:
 
 def main() -> None:
     atexit.register(_leave)  # Before all others, so that it is called after all others.
-    with socket.socket(fileno=int(sys.argv[1])) as requests:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests.
-        for name in IMPORTED:
-            importlib.import_module(name)
-        assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
-        assert not {*READ_AT_IMPORT} & set(sys.modules)
-        gc.freeze()  # The forks share these objects' memory as long as no collection visits them.
-        job = next_job(requests)
-    if job is None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests.
+    for name in IMPORTED:
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
+    assert not {*READ_AT_IMPORT} & set(sys.modules)
+    gc.freeze()  # The forks share these objects' memory as long as no collection visits them.
+    listener, life = map(int, sys.argv[1:])
+    found = next_job(socket.socket(fileno=listener), life)
+    if found is None:
         return
+    job, fds = found
+    _renumber(fds, job["files"])
     global _exit_status
     try:
         run(job)

@@ -68,6 +68,19 @@ def test_a_fork_ends_as_a_new_process_does(code):
     assert new.stderr.splitlines()[-1:] == fork.stderr.splitlines()[-1:]
 
 
+def test_a_fork_is_given_open_files():
+    pipes = [os.pipe() for _ in range(3)]
+    kept = tuple(write for _, write in pipes)
+    code = "import os, sys; [os.write(int(fd), fd.encode()) for fd in sys.argv[1:]]"
+    command = [sys.executable, "-c", code, *map(str, kept)]
+    with ForkedProcess(command, pass_fds=kept) as process:
+        assert process.wait(10) == 0
+    for read, write in pipes:
+        os.close(write)
+        assert os.read(read, 16) == str(write).encode() and os.read(read, 16) == b""
+        os.close(read)
+
+
 def test_a_fork_can_be_waited_for_and_killed():
     code = "import time; print('ready', flush=True); time.sleep(60)"
     with ForkedProcess([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:

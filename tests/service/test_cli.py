@@ -5,6 +5,7 @@ commands are forks, which start within milliseconds, or run in this process.
 """
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 import psutil
@@ -19,6 +21,7 @@ import pytest
 from PIL import Image
 
 from kestrel_grpc import __version__
+from kestrel_grpc.cli import demo
 from tests.forking.process import ForkedProcess
 from tests.service.command_line import PROGRAM, ROOT, environment, executed, here, kestrel
 
@@ -411,7 +414,12 @@ def test_a_port_in_use_is_named(server):
 
 
 @pytest.mark.parametrize(
-    ("number", "start"), [(signal.SIGTERM, subprocess.Popen), (signal.SIGINT, ForkedProcess)]
+    ("number", "start"),
+    [
+        (signal.SIGTERM, ForkedProcess),
+        (signal.SIGINT, ForkedProcess),
+        pytest.param(signal.SIGTERM, subprocess.Popen, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_while_the_model_loads_ends_the_server(tmp_path, number, start):
     """A new process imports torch when the signal comes, a fork reads weights."""
@@ -489,6 +497,25 @@ def test_a_demo_that_is_told_to_stop_takes_its_server_along(tmp_path):
     shutil.rmtree(short)
 
 
+def test_the_server_of_a_demo_ends_when_nobody_holds_its_pipe(tmp_path):
+    watched, held = os.pipe()
+    server = ForkedProcess(
+        [sys.executable, "-m", "kestrel_grpc.cli.demo_server", str(watched), "--listen", f"unix:{tmp_path}/s.sock"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+        pass_fds=(watched,),
+    )  # fmt: skip
+    os.close(watched)
+    with server:
+        assert READY.match(server.stdout.readline().strip())
+        os.close(held)
+        assert server.wait(60) == -signal.SIGKILL
+
+
+@pytest.mark.slow
 def test_a_demo_that_is_killed_leaves_no_server(tmp_path):
     # A socket has a path of 103 bytes at most, and this test's folder a long one.
     short = tempfile.mkdtemp(dir="/tmp")
@@ -514,13 +541,40 @@ def test_a_demo_that_is_killed_leaves_no_server(tmp_path):
     shutil.rmtree(short)
 
 
-def test_the_demo_calls_everything_and_leaves_no_process(tmp_path):
-    done = executed("demo", "--output", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
+@pytest.fixture
+def demo_servers(monkeypatch):
+    """Makes the servers of demos that run in this process forks, and lists them."""
+    servers = []
+
+    def start(*arguments, **options):
+        servers.append(ForkedProcess(*arguments, **options))
+        return servers[-1]
+
+    monkeypatch.setattr(
+        demo, "subprocess", types.SimpleNamespace(**{**vars(subprocess), "Popen": start})
+    )
+    handler = signal.getsignal(signal.SIGTERM)
+    yield servers
+    signal.signal(signal.SIGTERM, handler)
+
+
+def assert_complete(demo, folder):
+    assert demo.returncode == 0, demo.stderr
     for skill in ("query", "caption", "point", "detect", "segment"):
-        assert f"\n{skill}: " in done.stdout, done.stderr
-    assert "ANOTHER" not in done.stdout
-    assert (tmp_path / "out" / "detect.png").exists()
+        assert f"\n{skill}: " in demo.stdout, demo.stderr
+    assert "ANOTHER" not in demo.stdout
+    assert (folder / "detect.png").exists()
+
+
+def test_the_demo_calls_everything_and_ends_its_server(tmp_path, demo_servers):
+    assert_complete(here("demo", "--output", tmp_path / "out"), tmp_path / "out")
+    (server,) = demo_servers
+    assert server.returncode == 0
+
+
+@pytest.mark.slow
+def test_the_demo_as_users_start_it_leaves_no_process(tmp_path):
+    assert_complete(executed("demo", "--output", tmp_path / "out"), tmp_path / "out")
     ours = [p for p in psutil.Process().children(recursive=True) if "demo.sock" in _command_line(p)]
     assert ours == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import socket
@@ -15,7 +16,8 @@ from PIL import Image
 
 from tests.docs.code_blocks import ROOT
 
-mcp = pytest.importorskip("mcp")
+# Its import takes a second, which every process that collects tests would spend.
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("mcp"), reason="mcp is not installed")
 TOOLS = {"query", "caption", "detect", "point", "segment"}
 
 
@@ -33,6 +35,7 @@ def command(address: str, *flags: str) -> list[str]:
 
 
 async def test_five_tools_answer_over_standard_input(serve, folder: Path):
+    import mcp
     from mcp.client.stdio import stdio_client
 
     served = await serve()
@@ -64,6 +67,8 @@ async def test_five_tools_answer_over_standard_input(serve, folder: Path):
 
 
 async def test_http_answers_as_standard_input_does(serve):
+    import mcp
+
     served = await serve()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
