@@ -163,9 +163,7 @@ def timed(stub: Any) -> list[float]:
     return latencies
 
 
-def soak(
-    seconds: float, report: Report, folder: Path, start: type[subprocess.Popen[Any]]
-) -> None:
+def soak(seconds: float, report: Report, folder: Path, start: type[subprocess.Popen[Any]]) -> None:
     rests: list[Rest] = []
     came: Counter[str] = Counter()
     with SpanReceiver() as receiver:

@@ -30,8 +30,8 @@ class ServerProcess:
 
     ``command`` starts the server, which prints a line "… listening on ADDRESS, …" once it is ready. ``log``: the file
     that receives its standard error; None to inherit this process's. ``end_patience_s``: seconds that it may take to
-    end. ``start``: starts the process; tests start forks. Attributes: ``ready_line``; ``address``, the first in that line; ``ready_s``, seconds from the start of the
-    process until it was ready; ``status``, the exit status, once it has ended.
+    end. ``start``: starts the process. Attributes: ``ready_line``; ``address``, the first in that line; ``ready_s``,
+    seconds from the start of the process until it was ready; ``status``, the exit status, once it has ended.
 
     Raises RuntimeError, with the end of the log, if the server ends or START_PATIENCE_S pass before it is ready.
     """
