@@ -16,6 +16,7 @@ from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.workers import WorkersConfig
 from kestrel_grpc.workers import child, restarts, supervisor
 from kestrel_grpc.workers.supervisor import WorkersError, supervise
+from tests.forking.process import ForkedProcess
 from tests.service.workers import puppet
 
 pytestmark = [
@@ -24,16 +25,41 @@ pytestmark = [
 ]
 
 
+class Fork:
+    """A ForkedProcess with the methods of asyncio's processes."""
+
+    def __init__(self, *command, **options):
+        self._popen = ForkedProcess(command, **options)
+        self.pid = self._popen.pid
+
+    @property
+    def returncode(self):
+        return self._popen.poll()
+
+    def send_signal(self, number):
+        self._popen.send_signal(number)
+
+    async def wait(self):
+        while self._popen.poll() is None:
+            await asyncio.sleep(0.01)
+        return self._popen.returncode
+
+
+async def fork(*command, **options):
+    return Fork(*command, **options)
+
+
 @pytest.fixture
 def puppets(monkeypatch, tmp_path, capfd):
-    """Supervises two puppets that behave as told, in this process, and returns its task."""
+    """Supervises two puppets that behave as told, in this process, and returns its task. The puppets are forks."""
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", fork)
     monkeypatch.setenv(puppet.FOLDER, str(tmp_path))
     monkeypatch.setattr(supervisor, "BEAT_S", 0.05)
     monkeypatch.setattr(supervisor, "PATIENCE_S", 0.2)
     monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.01)
 
     def start(how, **workers):
-        monkeypatch.setattr(child, "COMMAND", (sys.executable, puppet.__file__, how))
+        monkeypatch.setattr(child, "COMMAND", (sys.executable, "-m", puppet.__name__, how))
         config = ServerConfig(
             listen=("127.0.0.1:0",),
             grace_s=0.3,
