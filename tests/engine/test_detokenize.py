@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
 from kestrel_engine.preprocess.prompt import Tokenizer
 from kestrel_engine.skills.detokenize import StreamingText
+from tests.examples import given_examples
 
 GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
 TOKENIZER = Tokenizer.from_file(GOLDENS / "tokenizer.json")
@@ -51,8 +51,7 @@ def test_byte_table_is_the_tokenizers():
     assert TOKENIZER.decode(byte_ids(text.encode())) == text
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.integers(0, 1030), max_size=60))
+@given_examples(100, 300, ids=st.lists(st.integers(0, 1030), max_size=60))
 def test_any_ids_join_to_one_decode(ids):
     """Random ids give invalid UTF-8 in the middle, special (0..9) and unknown (1024..) ids."""
     assert "".join(stream(TOKENIZER, ids)) == TOKENIZER.decode(ids)
@@ -67,8 +66,12 @@ pieces = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.lists(pieces, max_size=12).map(b"".join), st.lists(st.integers(0, 60), max_size=6))
+@given_examples(
+    100,
+    300,
+    data=st.lists(pieces, max_size=12).map(b"".join),
+    cuts=st.lists(st.integers(0, 60), max_size=6),
+)
 def test_bytes_one_by_one_with_special_ids_between(data, cuts):
     ids = byte_ids(data)
     for cut in cuts:
@@ -185,8 +188,7 @@ OTHER_TOKENIZERS = {name: word_tokenizer(decoder) for name, (decoder, _) in OTHE
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@settings(max_examples=150, deadline=None)
-@given(ids=st.lists(st.integers(0, len(WORDS) - 1), max_size=16))
+@given_examples(40, 150, ids=st.lists(st.integers(0, len(WORDS) - 1), max_size=16))
 def test_other_decoders_stay_exact(name, ids):
     """Decoders that look across ids: spaces stripped or added, clean-up, runs of bytes."""
     _, append_only = OTHERS[name]

@@ -167,7 +167,8 @@ async def run_mix(
 
 
 class Alone:
-    """Results of requests each run by itself: batch of one, no cache, no budget that would cut it. Kept by model."""
+    """Results of requests each run by itself: batch of one, no prefix cache, no budget that would cut it. Each image is
+    encoded once, alone. Kept by model."""
 
     def __init__(self, images: Path) -> None:
         self._images = images
@@ -178,8 +179,7 @@ class Alone:
         settings = {
             "max_batch_size": 1,
             "prefix_cache": False,
-            "kept_embeddings": 0,
-            "image_cache_bytes": 0,
+            "kept_embeddings": 16,
             "step_prefill_positions": 10**6,
             "step_crops": 10**3,
             "kv_cache_pages": 1 + (model.prefix + 300) // model.pages[-1],

@@ -18,6 +18,7 @@ from kestrel_engine.preprocess.crops import prepare, select_tiling
 from kestrel_engine.preprocess.decoded_image import DecodedImage
 from kestrel_engine.preprocess.images import open_image
 from kestrel_engine.types.model_config import VisionConfig
+from tests.examples import given_examples
 
 GOLDENS = Path(__file__).parents[2] / "data" / "goldens"
 EXPECTED = json.loads((GOLDENS / "preprocess" / "preprocess.json").read_text())
@@ -73,18 +74,18 @@ def test_tiling_vectors_of_the_specification(sizes, tiling):
 
 
 SMALL = VisionConfig(crop_size=252, max_crops=6, overlap_margin=4)
+VISIONS = st.sampled_from([VISION, SMALL])
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 20000), st.integers(1, 20000), st.sampled_from([VISION, SMALL]))
+@given(st.integers(1, 20000), st.integers(1, 20000), VISIONS)
 def test_tiling_is_bounded(width, height, vision):
     rows, columns = select_tiling(width, height, vision)
     assert rows >= 1 and columns >= 1
     assert rows * columns <= vision.max_crops or min(rows, columns) == 1
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.integers(1, 900), st.integers(1, 900), st.sampled_from([VISION, SMALL]))
+@given_examples(8, 25, width=st.integers(1, 900), height=st.integers(1, 900), vision=VISIONS)
 def test_every_size_gives_whole_crops_that_overlap_exactly(width, height, vision):
     rng = np.random.default_rng(width * 1000 + height)
     image = DecodedImage(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
@@ -103,8 +104,7 @@ def test_every_size_gives_whole_crops_that_overlap_exactly(width, height, vision
             assert np.array_equal(upper[-overlap:], lower[:overlap])
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 1500), st.integers(1, 1500), st.sampled_from([VISION, SMALL]))
+@given_examples(15, 40, width=st.integers(1, 1500), height=st.integers(1, 1500), vision=VISIONS)
 def test_crops_equal_those_cut_out_of_the_whole_resized_image(width, height, vision):
     """As libvips' own writer resizes it, in one go and with threads of its own."""
     rng = np.random.default_rng(width * 1000 + height)
@@ -127,8 +127,9 @@ def whole(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
     return np.frombuffer(image.write_to_memory(), np.uint8).reshape(height, width, 3)
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.integers(1, 1500), st.integers(1, 1500), st.integers(1, 400))
+@given_examples(
+    8, 25, width=st.integers(1, 1500), height=st.integers(1, 1500), rows_at_once=st.integers(1, 400)
+)
 def test_threads_beside_the_decoder_give_the_same_crops(width, height, rows_at_once):
     rng = np.random.default_rng(width * 1000 + height)
     true = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
@@ -164,8 +165,7 @@ class Grudging(DecodedImage):
         self.pixels[:rows] = self.true[:rows]
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 1200), st.integers(1, 6000), st.sampled_from([VISION, SMALL]))
+@given_examples(15, 60, width=st.integers(1, 1200), height=st.integers(1, 6000), vision=VISIONS)
 def test_a_piece_waits_for_all_the_rows_it_reads(width, height, vision):
     rng = np.random.default_rng(width * 1000 + height)
     true = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)

@@ -71,10 +71,11 @@ class Timed(Simulation):
             num_tokens = len(self.tokens.get(row.sequence_id, ()))
             times += [self.now] * (num_tokens - len(times))
 
-    def run(self, specs: list[Spec]) -> None:
-        """Each request joins when its time has come; ends when all are answered."""
+    def run(self, specs: list[Spec], awaited: list[Spec] | None = None) -> None:
+        """Each request joins when its time has come; ends when all, or all of ``awaited``, are answered."""
         waiting = sorted(specs, key=lambda spec: spec.arrived_at)
-        while waiting or self.live:
+        numbers = {spec.number for spec in (specs if awaited is None else awaited)}
+        while (waiting or self.live) and not numbers <= self.ended:
             if not self.live and not self.out:
                 self.now = max(self.now, waiting[0].arrived_at)
             while waiting and waiting[0].arrived_at <= self.now:

@@ -3,11 +3,11 @@
 import time
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel_engine.scheduler.pages import PagePool
 from kestrel_engine.scheduler.prefix_cache import Atom, PrefixCache
+from tests.examples import given_examples
 
 
 def atoms(*keys):
@@ -135,8 +135,7 @@ class Model:
         return freed
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.data())
+@given_examples(40, 150, data=st.data())
 def test_agrees_with_the_brute_force_model(data):
     pool, cache = filled(60)
     model = Model()

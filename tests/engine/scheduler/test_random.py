@@ -4,12 +4,12 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel_engine.scheduler.budget import StepBudget
 from kestrel_engine.scheduler.policy import SchedulerPolicy
 from tests.engine.scheduler.simulation import LIMITS, Simulation, alone, random_spec
+from tests.examples import given_examples
 
 COMPARED: dict[tuple, list[int]] = {}
 
@@ -81,8 +81,7 @@ def check_end(simulation, disturbed):
             assert have == want, f"request {number} of {spec}"
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**32))
+@given_examples(15, 40, seed=st.integers(0, 2**32))
 def test_random_histories(seed):
     check_end(*run(random.Random(seed), 80))
 
