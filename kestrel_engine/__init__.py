@@ -47,7 +47,7 @@ from .runtime.profile import Profile
 from .settings import Setting, SettingGroup, check_settings, default_of, setting, settings_of
 from .skills.base import SkillSpec
 from .skills.registry import SkillRegistry
-from .types.events import EngineMetrics, EngineResult, FinishReason, StreamUpdate
+from .types.events import EngineMetrics, EngineResult, FinishReason, StreamUpdate, TokenLogprob
 from .types.info import EngineInfo, LoadTimes, SchedulerStats
 from .types.observer import ImageEvent, Observer, RequestEvent, StepEvent
 from .types.requests import PreparedImage
@@ -102,6 +102,7 @@ __all__ = [
     "SkillUnavailable",
     "StepEvent",
     "StreamUpdate",
+    "TokenLogprob",
     "UnsupportedImageError",
     "check_settings",
     "default_of",

@@ -16,7 +16,8 @@ class SkillCalls:
     """query, caption, point, detect and segment.
 
     Common arguments. ``image``: encoded bytes, a path, a pyvips.Image or a uint8 [H, W, C] array. ``settings``:
-    temperature, top_p, top_k, seed, max_tokens, and max_objects for point and detect; absent or None means the default.
+    temperature, top_p, top_k, seed, max_tokens, stop and logprobs for query and caption, and max_objects for point and
+    detect; absent or None means the default.
     ``stream``: False returns the EngineResult, True an EngineStream as soon as the request is queued. ``request_id``:
     the caller's name for the request, at most 128 printable characters.
 

@@ -109,6 +109,7 @@ class OpenRequests:
             image_size=request.image_size,
             image_digest="" if image is None else (image.source_digest or b"").hex(),
             seed=request.submission.sampling.seed,
+            logprobs=outcome.logprobs,
         )
         request.stream.finish(result)
 

@@ -73,16 +73,19 @@ class EngineStream:
         """The next update, with all text or all reasoning that follows it."""
         waiting = self._updates
         token_index, first = waiting.popleft()
-        text, reasoning = first.text, first.reasoning
+        text, reasoning, tokens = first.text, first.reasoning, first.tokens
         if text:
             while waiting and waiting[0][1].text:
                 token_index, more = waiting.popleft()
                 text += more.text
+                tokens += more.tokens
         elif reasoning:
             while waiting and waiting[0][1].reasoning:
                 token_index, more = waiting.popleft()
                 reasoning += more.reasoning
-        return StreamUpdate(self.request_id, token_index, text, reasoning, first.object, first.path)
+        return StreamUpdate(
+            self.request_id, token_index, text, reasoning, first.object, first.path, tokens
+        )
 
     # The engine's side; all on the event loop.
 

@@ -11,6 +11,7 @@ from ..errors import CheckpointError
 
 _APPEND_ONLY_DECODERS = frozenset({"ByteLevel", "Metaspace", "WordPiece", "BPEDecoder", "Fuse"})
 """Decoders under which more ids never change earlier text, a trailing incomplete UTF-8 sequence aside."""
+_REPLACEMENT = "\ufffd"
 
 
 class Tokenizer:
@@ -29,6 +30,7 @@ class Tokenizer:
         parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         self.append_only: bool = all(part["type"] in _APPEND_ONLY_DECODERS for part in parts)
         """See ``detokenize.StreamingText``. True for every byte-level BPE, hence for all Moondream models."""
+        self._is_byte_level = any(part["type"] == "ByteLevel" for part in parts)
 
     @classmethod
     def from_file(cls, path: str | Path, *, vocab_size: int | None = None) -> Tokenizer:
@@ -73,3 +75,33 @@ class Tokenizer:
         """Text of ``ids``; special tokens and unknown ids are left out, bytes that are no UTF-8 show as U+FFFD."""
         text: str = self._inner.decode(list(ids))
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 bytes of one id, which may be a part of a character; empty for a special or an unknown id.
+
+        Without a byte-level decoder, which all Moondream models have, a part of a character is U+FFFD, and a decoder
+        that looks across ids may drop the blank before a word.
+        """
+        text = self.decode([token_id])
+        if _REPLACEMENT not in text or not self._is_byte_level:
+            return text.encode()
+        token = self._inner.id_to_token(token_id)
+        assert token is not None, "an id with a text is known"
+        # As the decoder does it: a token with any other character stands for its own text.
+        if all(character in _BYTES for character in token):
+            return bytes(_BYTES[character] for character in token)
+        return text.encode()
+
+
+def _byte_characters() -> dict[str, int]:
+    """The bytes that the characters of a byte-level vocabulary stand for (Radford et al., GPT-2, 2019): printable
+    characters of Latin-1 for their own codes, the 68 codes from 256 on for the other bytes in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {
+        **{chr(byte): byte for byte in printable},
+        **{chr(256 + index): byte for index, byte in enumerate(others)},
+    }
+
+
+_BYTES = _byte_characters()

@@ -1,7 +1,7 @@
 """The five skills, and all that a further one is made of (docs/skills.md)."""
 
 from ..errors import InvalidRequest
-from ..types.events import FinishReason, StreamUpdate
+from ..types.events import FinishReason, StreamUpdate, TokenLogprob
 from ..types.requests import Coord, Prompt, SamplingParams, Size
 from ..types.step import StepToken, TokenRule
 from .answer import AnswerControl, AnswerOutput
@@ -46,6 +46,7 @@ __all__ = [
     "SkillSpec",
     "StepToken",
     "StreamUpdate",
+    "TokenLogprob",
     "TokenRule",
     "checked_text",
     "read_settings",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..types.events import FinishReason, StreamUpdate
+from ..types.events import FinishReason, StreamUpdate, TokenLogprob
 from ..types.step import StepToken, TokenRule
 from .base import SkillContext
 from .detokenize import StreamingText
@@ -31,18 +31,29 @@ class AnswerControl:
 class AnswerOutput:
     """Text under ``key``, streamed as it becomes certain. It ends before the first of the ``stop`` strings.
 
-    The token that completes a stop string is the last of ``token_ids``.
+    The token that completes a stop string is the last of ``token_ids``. ``logprobs``: whether to keep the tokens'
+    log-probabilities.
     """
 
-    def __init__(self, key: str, context: SkillContext, stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, key: str, context: SkillContext, stop: tuple[str, ...] = (), *, logprobs: bool = False
+    ) -> None:
         self._key = key
+        self._codec = context.codec
         self._streaming = StreamingText(context.codec)
         self._stop = StopStrings(stop) if stop else None
         self._ids: list[int] = []
         self._pieces: list[str] = []
+        self._logprobs: list[TokenLogprob] | None = [] if logprobs else None
+        self._num_sent = 0
+        """Tokens of ``_logprobs`` that updates have held."""
 
     def push(self, token: StepToken) -> list[StreamUpdate]:
         self._ids.append(token.id)
+        if self._logprobs is not None:
+            assert token.logprob is not None, "the runtime gives log-probabilities"
+            utf8 = self._codec.token_bytes(token.id)
+            self._logprobs.append(TokenLogprob(token.id, utf8, token.logprob))
         return self._emit(self._streaming.push(token.id))
 
     def finish(self) -> list[StreamUpdate]:
@@ -56,6 +67,10 @@ class AnswerOutput:
         return tuple(self._ids)
 
     @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        return None if self._logprobs is None else tuple(self._logprobs)
+
+    @property
     def is_complete(self) -> bool:
         return self._stop is not None and self._stop.found
 
@@ -65,4 +80,8 @@ class AnswerOutput:
         if not text:
             return []
         self._pieces.append(text)
-        return [StreamUpdate(text=text)]
+        if self._logprobs is None:
+            return [StreamUpdate(text=text)]
+        tokens = tuple(self._logprobs[self._num_sent :])
+        self._num_sent = len(self._logprobs)
+        return [StreamUpdate(text=text, tokens=tokens)]

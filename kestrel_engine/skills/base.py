@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ..errors import InvalidRequest
 from ..front.stream import EngineStream
-from ..types.events import EngineMetrics, EngineResult, FinishReason, StreamUpdate
+from ..types.events import EngineMetrics, EngineResult, FinishReason, StreamUpdate, TokenLogprob
 from ..types.model_config import ModelConfig
 from ..types.requests import Prompt, SamplingParams
 from ..types.step import StepToken, TokenRule
@@ -40,6 +40,10 @@ class TextCodec(Protocol):
 
     def decode(self, ids: list[int] | tuple[int, ...]) -> str:
         """Text of ``ids``, special tokens left out; incomplete UTF-8 shows as U+FFFD."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 bytes of one id, which may be a part of a character; empty for a special token."""
         ...
 
 
@@ -133,6 +137,15 @@ def is_complete(output: SkillOutput) -> bool:
     ends by "stop", and the output gets no further token.
     """
     return bool(getattr(output, "is_complete", False))
+
+
+def logprobs_of(output: SkillOutput) -> tuple[TokenLogprob, ...] | None:
+    """The tokens of the text with their log-probabilities; None if they were not asked for.
+
+    An output that gives them has an attribute ``logprobs``; others need none.
+    """
+    logprobs: tuple[TokenLogprob, ...] | None = getattr(output, "logprobs", None)
+    return logprobs
 
 
 class SkillSpec(Protocol):

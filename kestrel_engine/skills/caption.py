@@ -33,7 +33,7 @@ class CaptionSkill:
             sampling=read.sampling,
             seed=read.seed,
             max_tokens=read.max_tokens,
-            options={"stop": read.stop},
+            options={"stop": read.stop, "logprobs": read.logprobs},
         )
 
     def new_control(
@@ -42,4 +42,5 @@ class CaptionSkill:
         return AnswerControl(context)
 
     def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
-        return AnswerOutput("caption", context, request.options["stop"])
+        options = request.options
+        return AnswerOutput("caption", context, options["stop"], logprobs=options["logprobs"])

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidRequest
-from ..types.events import FinishReason, StreamUpdate
+from ..types.events import FinishReason, StreamUpdate, TokenLogprob
 from ..types.requests import Coord, Prompt, check_spatial_refs, spatial_tokens
 from ..types.step import StepToken, TokenRule
 from .answer import AnswerControl, AnswerOutput
@@ -59,7 +59,7 @@ class QuerySkill:
             needs_image=bool(refs),
             max_tokens=read.max_tokens,
             token_budget=2 * wanted + 1 if reasoning else None,
-            options={"reasoning": reasoning, "stop": read.stop},
+            options={"reasoning": reasoning, "stop": read.stop, "logprobs": read.logprobs},
         )
 
     def new_control(
@@ -72,10 +72,10 @@ class QuerySkill:
         return ReasoningControl(min(wanted, max(1, (max_tokens - 1) // 2)), wanted, context)
 
     def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
-        stop = request.options["stop"]
+        stop, logprobs = request.options["stop"], request.options["logprobs"]
         if request.options["reasoning"]:
-            return ReasoningOutput(context, stop)
-        return AnswerOutput("answer", context, stop)
+            return ReasoningOutput(context, stop, logprobs=logprobs)
+        return AnswerOutput("answer", context, stop, logprobs=logprobs)
 
 
 def _earlier_turns(history: Any, context: SkillContext) -> list[int]:
@@ -152,20 +152,23 @@ class ReasoningOutput:
     and end a ground open a new chunk (moondream.md section 8).
     """
 
-    def __init__(self, context: SkillContext, stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, context: SkillContext, stop: tuple[str, ...] = (), *, logprobs: bool = False
+    ) -> None:
+        """``stop``, ``logprobs``: of the answer."""
         self._context = context
-        self._stop = stop
         self._ids = context.model.ids
         self._reasoning_ids: list[int] = []
         self._chunks: list[_Chunk] = [_Chunk(context)]
-        self._answer: AnswerOutput | None = None
+        self._answer = AnswerOutput("answer", context, stop, logprobs=logprobs)
+        self._is_answering = False
 
     def push(self, token: StepToken) -> list[StreamUpdate]:
-        if self._answer is not None:
+        if self._is_answering:
             # After reasoning that was cut the end token comes here: the request ends by "length".
             return [] if token.id == self._ids.eos_id else self._answer.push(token)
         if token.id == self._ids.answer_id:
-            self._answer = AnswerOutput("answer", self._context, self._stop)
+            self._is_answering = True
             return self._reasoning(self._chunks[-1].finish())
         before = ""
         if token.id in (self._ids.start_ground_points_id, self._ids.end_ground_id):
@@ -175,7 +178,7 @@ class ReasoningOutput:
         return self._reasoning(before + self._chunks[-1].push(token))
 
     def finish(self) -> list[StreamUpdate]:
-        if self._answer is not None:
+        if self._is_answering:
             return self._answer.finish()
         return self._reasoning(self._chunks[-1].finish())
 
@@ -187,17 +190,19 @@ class ReasoningOutput:
                 grounding.append({"start_idx": start, "end_idx": end, "points": chunk.points})
             start = end
         text = "".join(chunk.text for chunk in self._chunks)
-        answer = self._answer.output()["answer"] if self._answer is not None else ""
-        return {"answer": answer, "reasoning": {"text": text, "grounding": grounding}}
+        return {**self._answer.output(), "reasoning": {"text": text, "grounding": grounding}}
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        answer = () if self._answer is None else self._answer.token_ids
-        return (*self._reasoning_ids, *answer)
+        return (*self._reasoning_ids, *self._answer.token_ids)
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        return self._answer.logprobs
 
     @property
     def is_complete(self) -> bool:
-        return self._answer is not None and self._answer.is_complete
+        return self._answer.is_complete
 
     @staticmethod
     def _reasoning(text: str) -> list[StreamUpdate]:

@@ -1,4 +1,4 @@
-"""The settings dictionary of a call, checked: temperature, top_p, top_k, seed, max_tokens, max_objects, stop."""
+"""The settings dictionary of a call, checked: how to sample, how much to generate, and what to return."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .base import SkillDefaults
 from .stop_strings import read_stop_strings
 
 SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "seed"})
-TEXT_KEYS = frozenset({"max_tokens", "stop"})
+TEXT_KEYS = frozenset({"max_tokens", "stop", "logprobs"})
 """Further settings of skills that write text."""
 _MAX_SEED = 2**64 - 1
 
@@ -26,6 +26,7 @@ class Settings:
     max_tokens: int | None
     max_objects: int | None
     stop: tuple[str, ...] = ()
+    logprobs: bool = False
 
 
 def read_settings(
@@ -51,6 +52,9 @@ def read_settings(
             )
     given = {k: v for k, v in settings.items() if v is not None}
     seed = given.get("seed")
+    logprobs = given.get("logprobs", False)
+    if not isinstance(logprobs, bool):
+        raise InvalidRequest("logprobs", f"{logprobs!r} is not true or false")
     sampling = SamplingParams(
         temperature=given.get("temperature", 0.0 if greedy else defaults.temperature),
         top_p=given.get("top_p", 1.0 if greedy else defaults.top_p),
@@ -63,6 +67,7 @@ def read_settings(
         max_tokens=_positive("max_tokens", given.get("max_tokens")),
         max_objects=_positive("max_objects", given.get("max_objects")),
         stop=read_stop_strings(given.get("stop")),
+        logprobs=logprobs,
     )
 
 

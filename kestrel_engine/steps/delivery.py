@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import KestrelError, RuntimeFailure
-from ..skills.base import SkillOutput, is_complete
-from ..types.events import FinishReason, StreamUpdate
+from ..skills.base import SkillOutput, is_complete, logprobs_of
+from ..types.events import FinishReason, StreamUpdate, TokenLogprob
 from ..types.step import StepToken
 from ..types.timings import StepTimings
 
@@ -62,6 +62,7 @@ class Finished:
     output: dict[str, Any]
     reason: FinishReason
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ class DeliveryThread:
         if is_complete(output):
             reason = "stop"
         assert not isinstance(reason, KestrelError)
-        finished = Finished(output.output(), reason, output.token_ids)
+        finished = Finished(output.output(), reason, output.token_ids, logprobs_of(output))
         return RequestEnd(finished, end.timings), updates
 
 

@@ -9,13 +9,33 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A generated token and its probability.
+
+    ``utf8``: the token's bytes, which may be a part of a character; joined, the bytes of all tokens are the text. Empty
+    for a special token. ``logprob``: the natural logarithm of the probability that the model gave to the token among
+    those that its rule allows, at temperature 1, before top_k and top_p; 0 for a forced token.
+    """
+
+    id: int
+    utf8: bytes
+    logprob: float
+
+    @property
+    def text(self) -> str:
+        """The token alone, with a part of a character as U+FFFD."""
+        return self.utf8.decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
 class StreamUpdate:
     """One step forward of a stream; exactly one of the payload fields is set.
 
     ``text`` and ``reasoning`` are deltas that never split a character and, joined, equal the final text. ``object`` is
     a finished point ``{"x", "y"}`` or box ``{"x_min", "y_min", "x_max", "y_max"}`` (normalised, not clipped). ``path``
     is one SVG command with its arguments; joined with single spaces the pieces equal ``svg_path``. ``token_index``:
-    number of tokens generated when it was emitted.
+    number of tokens generated when it was emitted. ``tokens`` come with ``text``, if the request asks for
+    log-probabilities: those since the last update with text. The text of the last of them may follow later.
     """
 
     request_id: str = ""
@@ -24,6 +44,7 @@ class StreamUpdate:
     reasoning: str = ""
     object: dict[str, float] | None = None
     path: str = ""
+    tokens: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,3 +89,5 @@ class EngineResult:
     """SHA-256 of the image as it was given, without its background, in hexadecimal; "" without an image."""
     seed: int = 0
     """The seed that the sampling used."""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """The tokens of the answer or description, reasoning left out; None unless the request asked for them."""

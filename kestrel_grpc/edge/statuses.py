@@ -128,7 +128,9 @@ _UNFORESEEN = _Row(_Code.INTERNAL, "INTERNAL", public=False)
 _MAX_MESSAGE_BYTES = 500
 """Limit on a message. The trailers hold it three times, escaped, and clients accept 8 KiB of trailers."""
 
-_SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "max_tokens", "seed", "stop"})
+_SAMPLING_FIELDS = frozenset(
+    {"temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "logprobs"}
+)
 _OPTION_FIELDS = frozenset({"request_id", "priority", "model", "cache_salt", "adapter"})
 _MODEL_FIELDS = frozenset({"skill", "segment"})
 """The engine's field names for a skill that the model does not have. The caller can change only options.model."""

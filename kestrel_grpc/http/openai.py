@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -164,8 +164,11 @@ def _refuse_unsupported(fields: Fields) -> None:
             raise InvalidRequest(key, "is not supported; leave it out or send 0")
     if fields.whole("n") not in (None, 1):
         raise InvalidRequest("n", f"must be 1, got {values['n']}; send several requests")
-    if values.get("logprobs"):
-        raise InvalidRequest("logprobs", "is not supported; leave it out or send false")
+    if fields.whole("top_logprobs"):
+        raise InvalidRequest(
+            "top_logprobs",
+            f"must be 0, got {values['top_logprobs']}: the server gives the log-probability of the chosen token only",
+        )
     kind = fields.inner("response_format").text("type", "text")
     if kind != "text":
         raise InvalidRequest("response_format.type", f"must be text, got {kind!r}")
@@ -233,6 +236,8 @@ def _fill(request: Any, fields: Fields, served: str, image: bytes | None) -> Non
     if seed is not None:
         sampling.seed = seed % 2**64
     sampling.stop.extend(fields.texts("stop"))
+    if fields.flag("logprobs"):
+        sampling.logprobs = True
     if fields.values.get("model") is not None:
         request.options.model = served_name(fields.text("model"), served)
 
@@ -253,7 +258,7 @@ def _completion(response: Any, content: str | None = None) -> dict[str, Any]:
             {
                 "index": 0,
                 "message": message,
-                "logprobs": None,
+                "logprobs": _logprobs(_tokens(response)),
                 "finish_reason": _finish_reason(response),
             }
         ],
@@ -261,28 +266,56 @@ def _completion(response: Any, content: str | None = None) -> dict[str, Any]:
     }
 
 
+def _tokens(response: Any) -> Sequence[common_pb2.TokenLogprob] | None:
+    """None unless the request asked for log-probabilities."""
+    has_them = isinstance(response, pb.QueryResponse) and response.HasField("logprobs")
+    return response.logprobs.tokens if has_them else None
+
+
+def _logprobs(tokens: Sequence[common_pb2.TokenLogprob] | None) -> dict[str, Any] | None:
+    if tokens is None:
+        return None
+    content = [
+        {
+            "token": token.text,
+            "logprob": token.logprob,
+            "bytes": list(token.utf8),
+            "top_logprobs": [],
+        }
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
 def _chunks(usage: bool) -> Callable[[Any], Iterable[bytes]]:
     """The events of a streamed Query; ``usage``: whether a last chunk tells the tokens."""
     begun: Any = None
+    num_sent = 0
 
     def events(message: Any) -> Iterable[bytes]:
-        nonlocal begun
+        nonlocal begun, num_sent
         kind = message.WhichOneof("event")
         if kind == "started":
             begun = message.started
             yield _chunk(begun, {"role": "assistant", "content": ""})
         elif kind == "text_delta":
-            yield _chunk(begun, {"content": message.text_delta.text})
+            delta = message.text_delta
+            num_sent += len(delta.tokens)
+            yield _chunk(begun, {"content": delta.text}, tokens=delta.tokens or None)
         elif kind == "reasoning_delta":
             yield _chunk(begun, {"reasoning_content": message.reasoning_delta.text})
         elif kind == "final":
-            yield from _last(message.final, usage)
+            tokens = _tokens(message.final)
+            yield from _last(message.final, usage, tokens and tokens[num_sent:])
 
     return events
 
 
-def _last(response: Any, usage: bool) -> Iterable[bytes]:
-    yield _chunk(response, {}, finish_reason=_finish_reason(response))
+def _last(
+    response: Any, usage: bool, tokens: Sequence[common_pb2.TokenLogprob] | None = None
+) -> Iterable[bytes]:
+    """``tokens``: those after the last delta, with their log-probabilities."""
+    yield _chunk(response, {}, finish_reason=_finish_reason(response), tokens=tokens or None)
     if usage:
         yield _chunk(response, None, usage=_usage(response))
     yield b"data: [DONE]\n\n"
@@ -293,9 +326,15 @@ def _chunk(
     delta: dict[str, Any] | None,
     finish_reason: str | None = None,
     usage: dict[str, Any] | None = None,
+    tokens: Sequence[common_pb2.TokenLogprob] | None = None,
 ) -> bytes:
     """``source`` has the request's id and the model's name. ``delta`` None: no choices."""
-    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    choice = {
+        "index": 0,
+        "delta": delta,
+        "logprobs": _logprobs(tokens),
+        "finish_reason": finish_reason,
+    }
     body = {
         "id": f"chatcmpl-{source.request_id}",
         "object": "chat.completion.chunk",

@@ -6,6 +6,7 @@ rule stands in one place. A result becomes a message whose coordinates are clipp
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from kestrel_engine import (
     InvalidRequest,
     OnBackground,
     StreamUpdate,
+    TokenLogprob,
 )
 
 from ..images.store import ImageId
@@ -328,7 +330,10 @@ def query_response(result: EngineResult, image_positions: int) -> vision_service
             ],
         )
     return vision_service_pb2.QueryResponse(
-        answer=output["answer"], reasoning=reasoning, **shared_fields(result, image_positions)
+        answer=output["answer"],
+        reasoning=reasoning,
+        logprobs=logprobs(result),
+        **shared_fields(result, image_positions),
     )
 
 
@@ -336,7 +341,9 @@ def caption_response(
     result: EngineResult, image_positions: int
 ) -> vision_service_pb2.CaptionResponse:
     return vision_service_pb2.CaptionResponse(
-        caption=result.output["caption"], **shared_fields(result, image_positions)
+        caption=result.output["caption"],
+        logprobs=logprobs(result),
+        **shared_fields(result, image_positions),
     )
 
 
@@ -374,6 +381,8 @@ def event(update: StreamUpdate) -> dict[str, Any]:
     tokens = update.token_index
     if update.text:
         delta = vision_service_pb2.TextDelta(text=update.text, output_tokens=tokens)
+        if update.tokens:
+            delta.tokens.extend(map(token_logprob, update.tokens))
         return {"text_delta": delta}
     if update.reasoning:
         thought = vision_service_pb2.ReasoningDelta(text=update.reasoning, output_tokens=tokens)
@@ -382,6 +391,24 @@ def event(update: StreamUpdate) -> dict[str, Any]:
         return {"path_piece": vision_service_pb2.PathPiece(path=update.path, output_tokens=tokens)}
     assert update.object is not None, "an update without a payload"
     return {"object": box(update.object) if "x_min" in update.object else point(update.object)}
+
+
+def logprobs(result: EngineResult) -> common_pb2.Logprobs | None:
+    """None unless the request asked for them."""
+    if result.logprobs is None:
+        return None
+    total = math.fsum(token.logprob for token in result.logprobs)
+    return common_pb2.Logprobs(
+        tokens=map(token_logprob, result.logprobs),
+        sum=total,
+        mean=total / max(1, len(result.logprobs)),
+    )
+
+
+def token_logprob(token: TokenLogprob) -> common_pb2.TokenLogprob:
+    return common_pb2.TokenLogprob(
+        text=token.text, utf8=token.utf8, id=token.id, logprob=token.logprob
+    )
 
 
 def point(found: Mapping[str, float]) -> common_pb2.Point:

@@ -83,7 +83,9 @@ def check_skill(name: str, available: tuple[str, ...]) -> None:
 
 
 def skill_response(result: EngineResult, image_positions: int) -> pb.RunSkillResponse:
-    response = pb.RunSkillResponse(**convert.shared_fields(result, image_positions))
+    response = pb.RunSkillResponse(
+        logprobs=convert.logprobs(result), **convert.shared_fields(result, image_positions)
+    )
     response.output.update(result.output)
     return response
 

@@ -62,6 +62,7 @@ BOX = common_pb2.SpatialRef(box=common_pb2.Box(x_min=0.1, y_min=0.1, x_max=0.9, 
 QUERY = pb.QueryRequest(image=RAW, question="what?", spatial_refs=[REF, BOX], sampling=SAMPLING)
 CAPTION = pb.CaptionRequest(image=JPEG, sampling=SAMPLING)
 CAPTION.sampling.stop.extend(["one", "two"])
+CAPTION.sampling.logprobs = True
 POINT = pb.PointRequest(image=JPEG, object="a", max_objects=3, sampling=SAMPLING)
 DETECT = pb.DetectRequest(image=JPEG, object="a", max_objects=3)
 SEGMENT = pb.SegmentRequest(image=RAW, object="a", mask_format="MASK_FORMAT_PNG", sampling=SAMPLING)

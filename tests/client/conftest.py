@@ -36,6 +36,14 @@ ANSWER = "Two red circles — één is größer. 👍"
 REASONING = "I see 👀 a circle here."
 POINTS = [(0.25, 0.5), (0.75, 0.125)]
 BOXES = [(0.125, 0.25, 0.5, 0.75), (0.5, 0.5, 1.0, 1.0)]
+LOGPROBS = common_pb2.Logprobs(
+    tokens=[
+        common_pb2.TokenLogprob(text="Two", utf8=b"Two", id=7, logprob=-0.25),
+        common_pb2.TokenLogprob(text="\ufffd", utf8=b"\xf0", id=9, logprob=-1.5),
+    ],
+    sum=-1.75,
+    mean=-0.875,
+)
 SVG_PATH = "M 0 0 L 1 0 L 1 1 L 0 1 z"
 SEED = 2**63 + 7
 IMAGE_ID = "img_" + 32 * "7"
@@ -58,6 +66,8 @@ class Peer(vision_service_pb2_grpc.VisionServiceServicer):
         response = vision_service_pb2.QueryResponse(
             answer=ANSWER, **self._common(request, with_image=request.HasField("image"))
         )
+        if request.sampling.logprobs:
+            response.logprobs.CopyFrom(LOGPROBS)
         if request.reasoning:
             span = vision_service_pb2.GroundingSpan(
                 start=8, end=18, points=[common_pb2.Point(x=x, y=y) for x, y in POINTS]

@@ -14,12 +14,14 @@ from kestrel_client import (
     ImageSize,
     InvalidRequestError,
     KestrelClient,
+    Logprobs,
     PathPiece,
     Point,
     QueryTask,
     ReasoningDelta,
     Result,
     TextDelta,
+    TokenLogprob,
 )
 from kestrel_client._pb.kestrel.v1 import common_pb2, vision_service_pb2
 
@@ -175,6 +177,25 @@ def test_stop_strings_go_out_as_a_list(client: KestrelClient, peer: Any) -> None
     assert stops == [["END"], ["a", "b"], ["x", "y"], ["END"], []]
     with pytest.raises(InvalidRequestError, match=r"^stop: "):
         client.caption(PICTURE, stop=[1])  # type: ignore[list-item]
+
+
+def test_log_probabilities_come_typed(client: KestrelClient, peer: Any) -> None:
+    result = client.query(PICTURE, "q", logprobs=True)
+    assert result.logprobs == Logprobs(
+        (TokenLogprob("Two", b"Two", 7, -0.25), TokenLogprob("\ufffd", b"\xf0", 9, -1.5)),
+        -1.75,
+        -0.875,
+    )
+    assert [token.id for token in result.logprobs] == [7, 9] and len(result.logprobs) == 2
+    plain = json.loads(json.dumps(result.to_dict()))["logprobs"]
+    assert plain["tokens"][1] == {"text": "\ufffd", "utf8": [240], "id": 9, "logprob": -1.5}
+    assert client.query(PICTURE, "q").logprobs is None
+    client.analyze(PICTURE, [CaptionTask(logprobs=True), QueryTask("q")])
+    sent = [request.sampling for request in peer.vision.requests]
+    assert [sampling.logprobs for sampling in sent] == [True, False, True, False]
+    assert not sent[1].HasField("logprobs")
+    with pytest.raises(InvalidRequestError, match=r"^logprobs: "):
+        client.caption(PICTURE, logprobs="yes")  # type: ignore[arg-type]
 
 
 def test_earlier_turns_go_out_as_texts(client: KestrelClient, peer: Any) -> None:

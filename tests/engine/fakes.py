@@ -38,6 +38,9 @@ class ByteCodec:
     def decode(self, ids: list[int] | tuple[int, ...]) -> str:
         return bytes(i - 100 for i in ids if 100 <= i < 356).decode(errors="replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id - 100]) if 100 <= token_id < 356 else b""
+
 
 def fake_build(config: RuntimeConfig, runtime: FakeRuntime, family: str = "moondream3") -> Built:
     model = parse_model_config(SMALL, family=family)  # type: ignore[arg-type]

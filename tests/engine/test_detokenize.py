@@ -96,6 +96,16 @@ def test_broken_bytes_come_out_when_they_are_known_to_be_broken():
     ]
 
 
+@given_examples(100, 300, ids=st.lists(st.integers(0, 1030), max_size=60))
+def test_the_bytes_of_any_ids_join_to_their_text(ids):
+    joined = b"".join(TOKENIZER.token_bytes(i) for i in ids)
+    assert joined.decode(errors="replace") == TOKENIZER.decode(ids)
+
+
+def test_the_bytes_of_every_byte_are_its_own():
+    assert [TOKENIZER.token_bytes(10 + i) for i in range(256)] == [bytes([b]) for b in BYTES]
+
+
 def test_a_genuine_replacement_character_survives():
     assert "".join(stream(TOKENIZER, byte_ids(f"x{REPLACEMENT}y{REPLACEMENT}".encode()))) == (
         f"x{REPLACEMENT}y{REPLACEMENT}"

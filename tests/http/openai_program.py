@@ -28,6 +28,7 @@ def ask(text, **options):
 question = "How many red circles are there?"
 whole = ask(question)
 stream = list(ask(question, stream=True, stream_options={"include_usage": True}))
+scored = ask("Describe this image.", logprobs=True).choices[0]
 out = {
     "answer": whole.choices[0].message.content,
     "finish_reason": whole.choices[0].finish_reason,
@@ -35,6 +36,8 @@ out = {
     "stream": "".join(c.choices[0].delta.content or "" for c in stream if c.choices),
     "stream_tokens": stream[-1].usage.completion_tokens,
     "described": ask("Describe this image.").choices[0].message.content,
+    "scored": bytes(b for t in scored.logprobs.content for b in t.bytes).decode(),
+    "logprobs": [token.logprob for token in scored.logprobs.content],
     "stopped": ask("Describe this image.", stop=["two"]).choices[0].message.content,
     "boxes": json.loads(ask("Detect: green crescent").choices[0].message.content),
     "models": [model.id for model in client.models.list()],

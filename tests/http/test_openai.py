@@ -88,6 +88,35 @@ async def test_stop_ends_the_answer(http):
     assert streamed[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+async def test_log_probabilities_of_the_answer(http):
+    _, client = await http()
+    asked = {**ASKED, "messages": [user("What?", data_url())], "logprobs": True, "top_logprobs": 0}
+    whole = (await client.post("/v1/chat/completions", json=asked)).json()
+    [choice] = whole["choices"]
+    tokens = choice["logprobs"]["content"]
+    assert len(tokens) == whole["usage"]["completion_tokens"] == 12
+    joined = bytes(byte for token in tokens for byte in token["bytes"])
+    assert joined.decode(errors="replace") == choice["message"]["content"]
+    assert all(token["logprob"] <= 0 and token["top_logprobs"] == [] for token in tokens)
+    streamed = chunks(
+        (await client.post("/v1/chat/completions", json={**asked, "stream": True})).text
+    )
+    choices = [chunk["choices"][0] for chunk in streamed]
+    assert choices[0]["logprobs"] is None
+    told = [token for each in choices if each["logprobs"] for token in each["logprobs"]["content"]]
+    assert told == tokens
+    text = choice["message"]["content"]
+    stopped = {**asked, "stop": text[3:6], "stream": True}
+    streamed = chunks((await client.post("/v1/chat/completions", json=stopped)).text)
+    told = [
+        token
+        for chunk in streamed
+        if chunk["choices"][0]["logprobs"]
+        for token in chunk["choices"][0]["logprobs"]["content"]
+    ]
+    assert told == tokens[: len(told)] and 6 <= len(told) < 12
+
+
 async def test_detect_and_point_answer_with_pixels(http):
     _, client = await http()
     url = data_url(60, 40)
@@ -128,6 +157,13 @@ async def test_errors_name_the_message(http, caplog):
         ({"messages": [user("a")], "stop": {"x": 1}}, "stop", "must be a list"),
         ({"messages": [user("a")], "stop": ["x", ""]}, "stop[1]", "must not be empty"),
         ({"messages": [user("Detect: a", url)], "stop": ["x"]}, "stop", "not a setting"),
+        ({"messages": [user("a")], "logprobs": 3}, "logprobs", "must be true or false"),
+        (
+            {"messages": [user("a")], "logprobs": True, "top_logprobs": 2},
+            "top_logprobs",
+            "must be 0, got 2",
+        ),
+        ({"messages": [user("Detect: a", url)], "logprobs": True}, "logprobs", "not a setting"),
         ({"messages": [user("a")], "max_tokens": 0}, "max_tokens", "at least 1"),
         ({"messages": [user(" ")]}, "messages", "must not be empty"),
     ]

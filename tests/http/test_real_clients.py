@@ -78,6 +78,9 @@ def test_openai(endpoint: str, tmp_path: Path):
     out = run(tmp_path, ["openai>=2,<4"], "openai_program.py", endpoint)
     assert out["answer"] == out["stream"] == "0" and out["finish_reason"] == "stop"
     assert out["tokens"] == out["stream_tokens"] == 1
+    assert (
+        out["scored"] == out["described"] and -1 < min(out["logprobs"]) <= max(out["logprobs"]) <= 0
+    )
     assert out["described"].partition("two")[0] == out["stopped"] != out["described"]
     assert [box["label"] for box in out["boxes"]] == ["green crescent"] * 2
     assert out["models"] == ["kestrel-tiny"]

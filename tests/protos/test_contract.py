@@ -194,6 +194,8 @@ def test_every_result_tells_the_same(skill: str) -> None:
         16: "seed",
         17: "image_id",
     }
+    has_text = skill in ("Query", "Caption", "RunSkill")
+    assert [fields[n].name for n in fields if n > 17] == (["logprobs"] if has_text else [])
     request = MESSAGES[f"{skill}Request"].fields_by_number
     assert {n: request[n].name for n in (1, 10, 11)} == {1: "image", 10: "sampling", 11: "options"}
 

@@ -4,6 +4,7 @@ The server that most tests call is started as users start it, and so is a comman
 commands are forks, which start within milliseconds, or run in this process.
 """
 
+import ast
 import json
 import os
 import re
@@ -139,6 +140,29 @@ def test_several_objects_are_found_in_one_call(server):
     points = json.loads(ask(server, "point", *words[1:], "--json", "--max-objects", 1).stdout)
     assert len(points["tasks"]["green crescent"]["points"]) == 1
     assert "no image is given" in ask(server, "detect", "--object", "cat").stderr
+
+
+def test_log_probabilities_follow_the_answer(server):
+    words = ["caption", PICTURE, "short", "--temperature", 0]
+    text = ask(server, *words).stdout
+    done = ask(server, *words, "--logprobs").stdout
+    assert done.startswith(text)
+    *tokens, last = done.removeprefix(text).splitlines()
+    logprobs = [float(line.split()[0]) for line in tokens]
+    assert "".join(ast.literal_eval(line[12:]) for line in tokens) == text.rstrip("\n")
+    assert float(last.split()[0]) == pytest.approx(sum(logprobs), abs=1e-3) and "a token" in last
+    assert ask(server, *words, "--logprobs", "--stream").stdout == done
+    described = json.loads(ask(server, *words, "--logprobs", "--json").stdout)
+    assert len(described["logprobs"]["tokens"]) == described["usage"]["output_tokens"]
+    assert described["logprobs"]["mean"] == pytest.approx(sum(logprobs) / len(logprobs), abs=1e-3)
+    lines = ask(server, *words, "--logprobs", "--json", "--stream").stdout.splitlines()
+    told = [token for line in lines for token in json.loads(line).get("tokens", [])]
+    assert (
+        told
+        == json.loads(lines[-1])["final"]["logprobs"]["tokens"]
+        == described["logprobs"]["tokens"]
+    )
+    assert "--logprobs" not in ask(server, "detect", "--help").stdout
 
 
 def test_stop_strings_end_a_description(server):

@@ -64,8 +64,9 @@ def _crops(data: bytes) -> tuple[torch.Tensor, View]:
 @torch.no_grad()
 def _follow(
     model: TinyModel, image: torch.Tensor, prompt: Prompt
-) -> tuple[list[int], list[int], list[list[int]]]:
-    """What the reference would say at each generated position of a finished prompt: ids, coordinates, sizes."""
+) -> tuple[list[int], list[int], list[list[int]], list[float]]:
+    """What the reference would say at each generated position of a finished prompt: ids, coordinates, sizes; and the
+    log-probabilities that it gives to the prompt's own ids there."""
     from training.learning.model import prompt_mask
 
     ids, values = torch.tensor([prompt.ids]), torch.tensor([prompt.values])
@@ -73,10 +74,13 @@ def _follow(
     mask = prompt_mask(torch.zeros_like(ids))
     hidden, _ = model.decode(image, ids, values, position, mask)
     before = hidden[0, prompt.start - 1 : -1]
+    logits = model.text.logits(before)
+    said = logits.log_softmax(-1).gather(1, ids[0, prompt.start :, None])
     return (
-        model.text.logits(before).argmax(-1).tolist(),
+        logits.argmax(-1).tolist(),
         model.region.coord_logits(before).argmax(-1).tolist(),
         model.region.size_logits(before).argmax(-1).tolist(),
+        said.flatten().tolist(),
     )
 
 
@@ -85,6 +89,7 @@ async def test_the_engine_says_what_the_reference_says(bundled: Path, writer: Pr
     from kestrel_engine import InferenceEngine, RuntimeConfig
 
     model = load_exported(bundled)
+    scored = {**GREEDY, "logprobs": True}
     config = RuntimeConfig(model_path=bundled, device="cpu", cpu_threads=1)
     async with await InferenceEngine.create(config) as engine:
         for index in (3, 18):
@@ -94,22 +99,27 @@ async def test_the_engine_says_what_the_reference_says(bundled: Path, writer: Pr
                 image = model.vision(crops, view)
             question = Question("count", "How many shapes are there?", "")
             texts: list[tuple[Prompt, Any]] = [
-                (writer.ask(question), await engine.query(data, question.text, settings=GREEDY)),
+                (writer.ask(question), await engine.query(data, question.text, settings=scored)),
                 (
                     writer.open_caption("normal"),
-                    await engine.caption(data, "normal", settings=GREEDY),
+                    await engine.caption(data, "normal", settings=scored),
                 ),
             ]
             for prompt, result in texts:
                 said = list(result.token_ids)
                 prompt.text(said)
-                assert _follow(model, image, prompt)[0] == said
+                ids, *_, logprobs = _follow(model, image, prompt)
+                assert ids == said
+                assert result.logprobs is not None
+                assert [token.logprob for token in result.logprobs] == pytest.approx(
+                    logprobs, abs=1e-4
+                )
             found = await engine.detect(data, "shapes", settings=GREEDY)
             prompt = writer.seek("detect", "shapes")
             for box in found.output["objects"]:
                 prompt.reference((box["x_min"], box["y_min"], box["x_max"], box["y_max"]))
             prompt.text([0])
-            ids, coords, sizes = _follow(model, image, prompt)
+            ids, coords, sizes, _ = _follow(model, image, prompt)
             said = prompt.ids[prompt.start :]
             assert len(found.output["objects"]) > 1
             for step, token in enumerate(said):

@@ -46,6 +46,7 @@ from .values.results import (
     DetectResult,
     FinishReason,
     GroundingSpan,
+    Logprobs,
     PointResult,
     QueryResult,
     Reasoning,
@@ -53,6 +54,7 @@ from .values.results import (
     SegmentResult,
     SkillResult,
     Timings,
+    TokenLogprob,
     Usage,
 )
 from .values.tasks import (
@@ -103,6 +105,7 @@ __all__ = [
     "KestrelClient",
     "KestrelError",
     "LogLevel",
+    "Logprobs",
     "Marks",
     "Mask",
     "MaskFormat",
@@ -148,6 +151,7 @@ __all__ = [
     "TextDelta",
     "Timings",
     "Tls",
+    "TokenLogprob",
     "Turn",
     "UnauthenticatedError",
     "UnavailableError",

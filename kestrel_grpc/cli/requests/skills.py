@@ -16,6 +16,7 @@ from kestrel_client import (
     DetectResult,
     ImageSize,
     KestrelClient,
+    Logprobs,
     PathPiece,
     Point,
     PointResult,
@@ -25,6 +26,7 @@ from kestrel_client import (
     SegmentResult,
     TextDelta,
 )
+from kestrel_client.values.results import plain_value
 
 from ...settings.flags import SettingsError
 from ..connection import add_connection_flags, connected, reported_failures
@@ -34,7 +36,7 @@ from ..values import MAX_UINT64, number, whole
 from .inputs import IMAGE_HELP, Input, Source, open_inputs, split_words
 from .painted import SAVE_HELP, Painter
 
-_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "stop")
+_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "logprobs")
 _OPTIONS = ("model", "request_id", "priority", "cache_salt", "background")
 _LENGTHS = ("short", "normal", "long")
 _OWN_WORD = {"query": "QUESTION", "caption": "[short|normal|long]"}
@@ -46,8 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = _EPILOGS.get(command)
     parser.add_argument("words", metavar="IMAGE", nargs="*", help=IMAGE_HELP)
     _add_own(parser, command)
-    add_sampling_flags(parser, text=command in ("query", "caption"))
+    writes_text = command in ("query", "caption")
+    add_sampling_flags(parser, text=writes_text)
     output = parser.add_argument_group("output")
+    if writes_text:
+        output.add_argument(
+            "--logprobs",
+            action="store_true",
+            default=None,
+            help="print the log-probability of each token too, and their sum and mean",
+        )
     output.add_argument("--stream", action="store_true", help="print the answer as it arrives")
     output.add_argument(
         "--json",
@@ -270,6 +280,7 @@ def _stream(
         print(json.dumps(final, ensure_ascii=False), flush=True)
     elif isinstance(result, (QueryResult, CaptionResult)):
         print()
+        _print_logprobs(result.logprobs)
     else:
         print_nothing(result)
     return result
@@ -278,7 +289,8 @@ def _stream(
 def event_dict(event: object) -> dict[str, Any]:
     match event:
         case TextDelta():
-            return {"text": event.text, "output_tokens": event.output_tokens}
+            tokens = {"tokens": plain_value(event.tokens)} if event.tokens else {}
+            return {"text": event.text, "output_tokens": event.output_tokens, **tokens}
         case ReasoningDelta():
             return {"reasoning": event.text, "output_tokens": event.output_tokens}
         case PathPiece():
@@ -308,8 +320,10 @@ def print_result(result: Result) -> None:
             if result.reasoning is not None:
                 print(styled(result.reasoning.text, "dim", sys.stdout) + "\n")
             print(result.answer)
+            _print_logprobs(result.logprobs)
         case CaptionResult():
             print(result.caption)
+            _print_logprobs(result.logprobs)
         case PointResult():
             for point in result.points:
                 print(_place(point, result.image_size))
@@ -322,6 +336,15 @@ def print_result(result: Result) -> None:
             if result.svg_path:
                 print(result.svg_path)
     print_nothing(result)
+
+
+def _print_logprobs(logprobs: Logprobs | None) -> None:
+    """Prints a line for each token, and one for the whole text."""
+    if logprobs is None:
+        return
+    for token in logprobs:
+        print(f"{token.logprob:10.4f}  {token.text!r}")
+    print(f"{logprobs.sum:10.4f}  in all, {logprobs.mean:.4f} a token")
 
 
 def print_nothing(result: Result) -> None:

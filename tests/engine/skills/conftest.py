@@ -13,6 +13,9 @@ class ByteCodec:
     def decode(self, ids: list[int] | tuple[int, ...]) -> str:
         return bytes(i - 100 for i in ids if i >= 100).decode(errors="replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id - 100]) if token_id >= 100 else b""
+
 
 def context_of(model: ModelConfig, **defaults: object) -> SkillContext:
     return SkillContext(model=model, codec=ByteCodec(), defaults=SkillDefaults(**defaults))  # type: ignore[arg-type]

@@ -92,6 +92,8 @@ class CallOptions(HandlingOptions, total=False):
     stop: str | Sequence[str] | None
     """For ``query`` and ``caption``: the text ends before the first of these texts; at most 16, each of at most 256
     bytes of UTF-8. One string is one text. In reasoning they are ordinary text."""
+    logprobs: bool | None
+    """For ``query`` and ``caption``: whether the result has the log-probability of each token (``result.logprobs``)."""
 
 
 _CAPTION_LENGTHS = {
@@ -110,7 +112,7 @@ _MASK_FORMATS = {
     "png": pb.MASK_FORMAT_PNG,
     "rle": pb.MASK_FORMAT_RLE,
 }
-_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "stop")
+_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "logprobs")
 _HANDLING = ("model", "request_id", "priority", "cache_salt")
 
 _Q = TypeVar("_Q", bound=Message)

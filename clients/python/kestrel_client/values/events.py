@@ -7,14 +7,20 @@ from typing import TypeAlias
 
 from .._pb.kestrel.v1 import common_pb2, vision_service_pb2
 from .geometry import Box, Point, from_box, from_point
+from .results import TokenLogprob, read_token
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """The next part of an answer or caption. ``output_tokens``: tokens generated so far."""
+    """The next part of an answer or caption. ``output_tokens``: tokens generated so far.
+
+    ``tokens``: with ``logprobs=True``, the tokens since the last part; the text of the last of them may follow in the
+    next part.
+    """
 
     text: str
     output_tokens: int = 0
+    tokens: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,8 @@ def read_event(payload: object) -> Event | None:
     """Returns the event of a payload; None for the start, the end and unknown payloads."""
     match payload:
         case vision_service_pb2.TextDelta():
-            return TextDelta(payload.text, payload.output_tokens)
+            tokens = tuple(map(read_token, payload.tokens))
+            return TextDelta(payload.text, payload.output_tokens, tokens)
         case vision_service_pb2.ReasoningDelta():
             return ReasoningDelta(payload.text, payload.output_tokens)
         case vision_service_pb2.PathPiece():

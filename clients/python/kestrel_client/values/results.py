@@ -68,6 +68,39 @@ class Timings:
     total_time_ms: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A generated token with its natural log-probability, at temperature 1 and before top_k and top_p.
+
+    ``text``: the token alone, with U+FFFD in place of a part of a character. ``utf8``: its bytes; joined, the bytes of
+    all tokens are the text.
+    """
+
+    text: str
+    utf8: bytes
+    id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """The log-probabilities of an answer or a caption. Iteration gives the tokens.
+
+    ``sum``: of all tokens. ``mean``: the same divided by their number, a score that does not depend on the length of
+    the text. Both are at most 0, and 0 if there is no token. The tokens of reasoning and the end token are left out.
+    """
+
+    tokens: tuple[TokenLogprob, ...]
+    sum: float
+    mean: float
+
+    def __iter__(self) -> Iterator[TokenLogprob]:
+        return iter(self.tokens)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """The fields and methods of all results."""
@@ -145,6 +178,8 @@ class QueryResult(Result):
     answer: str
     reasoning: Reasoning | None = None
     """None if reasoning was not requested."""
+    logprobs: Logprobs | None = None
+    """The log-probabilities of the answer; None if they were not requested."""
 
     @property
     def grounding(self) -> tuple[GroundingSpan, ...]:
@@ -169,6 +204,8 @@ class CaptionResult(Result):
     """A caption of the image."""
 
     caption: str
+    logprobs: Logprobs | None = None
+    """The log-probabilities of the caption; None if they were not requested."""
 
     @property
     def marks(self) -> Marks:
@@ -264,6 +301,8 @@ class SkillResult(Result):
 
     skill: str
     output: dict[str, Any]
+    logprobs: Logprobs | None = None
+    """The log-probabilities of the text; None if they were not requested, or the skill gives none."""
 
     @property
     def marks(self) -> Marks:
@@ -389,7 +428,7 @@ def plain_value(value: Any) -> Any:
             "height": value.height,
             value.format: data[value.format],
         }
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list, bytes)):
         return [plain_value(item) for item in value]
     if hasattr(value, "__dataclass_fields__"):
         return {name: plain_value(getattr(value, name)) for name in value.__dataclass_fields__}
@@ -450,6 +489,7 @@ def query_result(
         question=question,
         answer=response.answer,
         reasoning=reasoning,
+        logprobs=_logprobs(response),
         **_common(response, source),
     )
 
@@ -457,7 +497,9 @@ def query_result(
 def caption_result(
     response: vision_service_pb2.CaptionResponse, source: ImageInput | None
 ) -> CaptionResult:
-    return CaptionResult(caption=response.caption, **_common(response, source))
+    return CaptionResult(
+        caption=response.caption, logprobs=_logprobs(response), **_common(response, source)
+    )
 
 
 def point_result(
@@ -491,7 +533,24 @@ def skill_result(
     response: vision_service_pb2.RunSkillResponse, source: ImageInput | None, skill: str
 ) -> SkillResult:
     output = from_struct(response.output)
-    return SkillResult(skill=skill, output=output, **_common(response, source))
+    return SkillResult(
+        skill=skill, output=output, logprobs=_logprobs(response), **_common(response, source)
+    )
+
+
+def read_token(message: common_pb2.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(message.text, message.utf8, message.id, message.logprob)
+
+
+def _logprobs(
+    response: vision_service_pb2.QueryResponse
+    | vision_service_pb2.CaptionResponse
+    | vision_service_pb2.RunSkillResponse,
+) -> Logprobs | None:
+    if not response.HasField("logprobs"):
+        return None
+    message = response.logprobs
+    return Logprobs(tuple(map(read_token, message.tokens)), message.sum, message.mean)
 
 
 def _mask(message: vision_service_pb2.Mask) -> Mask | None:

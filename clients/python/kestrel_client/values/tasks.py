@@ -50,6 +50,7 @@ class TaskOf(Generic[R_co]):
     max_tokens: int | None = None
     seed: int | None = None
     stop: str | Sequence[str] | None = None
+    logprobs: bool | None = None
 
 
 Turn: TypeAlias = QueryResult | tuple[str, str]

@@ -8,7 +8,7 @@ any other skill of the server by its name (RunSkill).
 A stream sends one `started`, then deltas or objects as soon as they are final, then exactly one `final`, which
 repeats the whole result. A client may ignore all other events. A stream without `final` has failed; its status
 names the cause.
-In requests and results, field numbers 1 to 9 belong to the skill. Numbers 10 to 17 mean the same in every result, and
+In requests and results, field numbers 1 to 9 belong to the skill. Numbers from 10 up mean the same in every result, and
 numbers 2 to 9 in every stream event.
 """
 
@@ -194,6 +194,7 @@ class QueryResponse(_message.Message):
     IMAGE_SIZE_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     IMAGE_ID_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     answer: _builtins.str
     """The answer, as the model wrote it; may be empty."""
     finish_reason: _common_pb2.FinishReason.ValueType
@@ -224,6 +225,10 @@ class QueryResponse(_message.Message):
     def image_size(self) -> _common_pb2.ImageSize:
         """Size of the upright image that coordinates refer to; unset without an image."""
 
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.Logprobs:
+        """The log-probabilities of the answer; set if and only if the request asked for them."""
+
     def __init__(
         self,
         *,
@@ -237,10 +242,11 @@ class QueryResponse(_message.Message):
         image_size: _common_pb2.ImageSize | None = ...,
         seed: _builtins.int = ...,
         image_id: _builtins.str = ...,
+        logprobs: _common_pb2.Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "image_size", b"image_size", "reasoning", b"reasoning", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "image_size", b"image_size", "logprobs", b"logprobs", "reasoning", b"reasoning", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "answer", b"answer", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "model", b"model", "reasoning", b"reasoning", "request_id", b"request_id", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "answer", b"answer", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "logprobs", b"logprobs", "model", b"model", "reasoning", b"reasoning", "request_id", b"request_id", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reasoning: _TypeAlias = _typing.Literal["reasoning"]  # noqa: Y015
     _WhichOneofArgType__reasoning: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning"]  # noqa: Y015
@@ -363,6 +369,7 @@ class CaptionResponse(_message.Message):
     IMAGE_SIZE_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     IMAGE_ID_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     caption: _builtins.str
     """The description, as the model wrote it; may be empty."""
     finish_reason: _common_pb2.FinishReason.ValueType
@@ -389,6 +396,10 @@ class CaptionResponse(_message.Message):
     def image_size(self) -> _common_pb2.ImageSize:
         """Size of the upright image that coordinates refer to."""
 
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.Logprobs:
+        """The log-probabilities of the description; set if and only if the request asked for them."""
+
     def __init__(
         self,
         *,
@@ -401,10 +412,11 @@ class CaptionResponse(_message.Message):
         image_size: _common_pb2.ImageSize | None = ...,
         seed: _builtins.int = ...,
         image_id: _builtins.str = ...,
+        logprobs: _common_pb2.Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["image_size", b"image_size", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["image_size", b"image_size", "logprobs", b"logprobs", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caption", b"caption", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "model", b"model", "request_id", b"request_id", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caption", b"caption", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "logprobs", b"logprobs", "model", b"model", "request_id", b"request_id", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -923,19 +935,27 @@ class TextDelta(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """The text to append; never empty, never cut inside a character. All deltas joined equal the final text."""
     output_tokens: _builtins.int
     """Tokens generated so far, reasoning and spatial tokens included. At least 1."""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
+        """With Sampling.logprobs, the tokens since the last delta; otherwise empty. The text of the last of them may follow in
+        the next delta. Tokens after the last delta, like those of a stop string, are in the final result only.
+        """
+
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         output_tokens: _builtins.int = ...,
+        tokens: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["output_tokens", b"output_tokens", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["output_tokens", b"output_tokens", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1997,6 +2017,7 @@ class RunSkillResponse(_message.Message):
     IMAGE_SIZE_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     IMAGE_ID_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """The reason why generation ended."""
     model: _builtins.str
@@ -2025,6 +2046,10 @@ class RunSkillResponse(_message.Message):
     def image_size(self) -> _common_pb2.ImageSize:
         """Size of the upright image that coordinates refer to; unset without an image."""
 
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.Logprobs:
+        """The log-probabilities of the text; set if and only if the request asked for them and the skill gives them."""
+
     def __init__(
         self,
         *,
@@ -2037,10 +2062,11 @@ class RunSkillResponse(_message.Message):
         image_size: _common_pb2.ImageSize | None = ...,
         seed: _builtins.int = ...,
         image_id: _builtins.str = ...,
+        logprobs: _common_pb2.Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["image_size", b"image_size", "output", b"output", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["image_size", b"image_size", "logprobs", b"logprobs", "output", b"output", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "model", b"model", "output", b"output", "request_id", b"request_id", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "logprobs", b"logprobs", "model", b"model", "output", b"output", "request_id", b"request_id", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

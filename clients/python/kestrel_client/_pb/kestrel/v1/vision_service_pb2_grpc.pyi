@@ -8,7 +8,7 @@ any other skill of the server by its name (RunSkill).
 A stream sends one `started`, then deltas or objects as soon as they are final, then exactly one `final`, which
 repeats the whole result. A client may ignore all other events. A stream without `final` has failed; its status
 names the cause.
-In requests and results, field numbers 1 to 9 belong to the skill. Numbers 10 to 17 mean the same in every result, and
+In requests and results, field numbers 1 to 9 belong to the skill. Numbers from 10 up mean the same in every result, and
 numbers 2 to 9 in every stream event.
 """
 

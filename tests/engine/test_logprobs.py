@@ -1,0 +1,125 @@
+"""Log-probabilities of answers and descriptions in the engine on the fake runtime: results, streams, stop strings."""
+
+import pytest
+
+from kestrel_engine import InvalidRequest
+from kestrel_engine.runtime.fake import FakeRuntime
+from tests.engine.fakes import PICTURE
+from tests.engine.test_stop_strings import GREEDY, says, streamed
+
+
+def listening(runtime):
+    """The ids and log-probabilities of all tokens that the runtime samples from now on."""
+    sampled = []
+    sample = runtime._sample
+
+    def recorded(row):
+        token = sample(row)
+        sampled.append((token.id, token.logprob))
+        return token
+
+    runtime._sample = recorded
+    return sampled
+
+
+async def test_the_tokens_are_those_of_the_answer(make_engine, fake_limits):
+    runtime = FakeRuntime(fake_limits, says("größer 🐞. "))
+    sampled = listening(runtime)
+    engine = make_engine(runtime)
+    settings = {**GREEDY, "max_tokens": 12, "logprobs": True}
+    result = await engine.query(question="a", settings=settings)
+    tokens = result.logprobs
+    assert tuple(token.id for token in tokens) == result.token_ids and len(tokens) == 12
+    assert [(token.id, token.logprob) for token in tokens] == sampled[:12]
+    assert len({token.logprob for token in tokens}) > 6
+    joined = b"".join(token.utf8 for token in tokens).decode(errors="replace")
+    assert joined == result.output["answer"] == "größer \ufffd"
+    assert [token.text for token in tokens[:4]] == ["g", "r", "\ufffd", "\ufffd"]
+
+
+async def test_asking_for_them_changes_nothing_else(make_engine, fake_limits):
+    engine = make_engine(FakeRuntime(fake_limits, says("A dot. ")))
+    settings = {"temperature": 0.7, "seed": 3, "max_tokens": 9}
+    plain = await engine.caption(PICTURE, settings=settings)
+    asked = await engine.caption(PICTURE, settings={**settings, "logprobs": True})
+    declined = await engine.caption(PICTURE, settings={**settings, "logprobs": False})
+    assert plain.logprobs is declined.logprobs is None
+    assert asked.output == plain.output == declined.output
+    assert asked.token_ids == plain.token_ids == tuple(token.id for token in asked.logprobs)
+
+
+async def test_updates_hold_the_tokens_in_order(make_engine, fake_limits):
+    engine = make_engine(FakeRuntime(fake_limits, says("größer 🐞. ")))
+    settings = {**GREEDY, "max_tokens": 11, "logprobs": True}
+    stream = await engine.query(question="a", stream=True, settings=settings)
+    updates, result = await streamed(stream)
+    told = []
+    for update in updates:
+        told += update.tokens
+        assert len(told) == update.token_index
+    assert tuple(told) == result.logprobs
+    plain = await engine.query(question="a", stream=True, settings={**settings, "logprobs": False})
+    assert all(update.tokens == () for update in (await streamed(plain))[0])
+
+
+async def test_the_tokens_of_a_stop_string_are_in_the_result_only(make_engine, fake_limits):
+    engine = make_engine(FakeRuntime(fake_limits, says("one, two, ")))
+    settings = {**GREEDY, "stop": "two", "max_tokens": 50, "logprobs": True}
+    stream = await engine.query(question="a", stream=True, settings=settings)
+    updates, result = await streamed(stream)
+    assert result.output["answer"] == "one, "
+    assert b"".join(token.utf8 for token in result.logprobs) == b"one, two"
+    told = [token for update in updates for token in update.tokens]
+    assert tuple(told) == result.logprobs[: len(told)] and len(told) >= len("one, ")
+
+
+async def test_a_stop_string_at_once_leaves_no_update(make_engine, fake_limits):
+    engine = make_engine(FakeRuntime(fake_limits, says("stop")))
+    settings = {**GREEDY, "stop": "st", "logprobs": True}
+    stream = await engine.query(question="a", stream=True, settings=settings)
+    updates, result = await streamed(stream)
+    assert updates == [] and [token.utf8 for token in result.logprobs] == [b"s", b"t"]
+
+
+async def test_reasoning_is_left_out(make_engine, fake_limits):
+    def script(fed):
+        if 4 in fed and 3 not in fed[fed.index(4) :]:
+            said = len(fed) - 1 - fed.index(4)
+            return 3 if said == 6 else 100 + b"so it "[said]
+        return says("yes ")(fed)
+
+    engine = make_engine(FakeRuntime(fake_limits, script))
+    settings = {**GREEDY, "max_tokens": 8, "logprobs": True}
+    stream = await engine.query(question="a", reasoning=True, stream=True, settings=settings)
+    updates, result = await streamed(stream)
+    assert result.output["reasoning"]["text"] == "so it "
+    assert b"".join(token.utf8 for token in result.logprobs) == b"yes yes "
+    assert len(result.token_ids) == len("so it yes yes ")
+    assert all(bool(update.tokens) == bool(update.text) for update in updates)
+    thinking = await engine.query(
+        question="a", reasoning=True, settings={**settings, "max_tokens": 3}
+    )
+    assert thinking.output == {"answer": "yes", "reasoning": thinking.output["reasoning"]}
+    assert [token.text for token in thinking.logprobs] == ["y", "e", "s"]
+
+
+async def test_no_token_gives_an_empty_list(make_engine, fake_limits):
+    engine = make_engine(FakeRuntime(fake_limits, lambda fed: 0))
+    result = await engine.query(question="a", settings={**GREEDY, "logprobs": True})
+    assert result.logprobs == () and result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("value", [1, 0, "yes", [True]])
+async def test_other_values_are_refused(make_engine, fake_limits, value):
+    engine = make_engine(FakeRuntime(fake_limits))
+    with pytest.raises(InvalidRequest, match="is not true or false") as caught:
+        await engine.query(question="a", settings={"logprobs": value})
+    assert caught.value.field == "logprobs"
+
+
+async def test_other_skills_refuse_it(make_engine, fake_limits):
+    engine = make_engine(FakeRuntime(fake_limits))
+    for call in (engine.point, engine.detect, engine.segment):
+        with pytest.raises(InvalidRequest, match="is not a setting of this skill") as caught:
+            await call(PICTURE, "a", settings={"logprobs": True})
+        assert caught.value.field == "logprobs"
