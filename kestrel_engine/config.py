@@ -255,7 +255,7 @@ class RuntimeConfig:
     seed: int | None = setting(
         None,
         MODEL,
-        "seed for --random-weights and for the seeds of requests that name none, which then repeat at each start",
+        "seed of --random-weights and of the requests that set no seed, so that results repeat after a restart",
         kind="whole",
         metavar="N",
         low=0,
@@ -303,7 +303,7 @@ class RuntimeConfig:
     decode_bytes: int = setting(
         1024 * 1024 * 1024,
         REQUESTS,
-        "memory for decoding, of all images together that are being decoded",
+        "limit on the memory of all images that are being decoded, together",
         kind="bytes",
         metavar="SIZE",
         low=64 * 1024 * 1024,
@@ -372,7 +372,7 @@ class RuntimeConfig:
     kv_cache_gib: float | None = setting(
         None,
         SCHEDULER,
-        "size of the KV cache in GiB, rounded down to whole pages; replaces --kv-cache-pages",
+        "size of the KV cache in GiB, rounded down to whole pages; an alternative to --kv-cache-pages",
         kind="number",
         metavar="GIB",
         above=0,
@@ -456,7 +456,7 @@ class RuntimeConfig:
     step_timeout_s: float = setting(
         300.0,
         SCHEDULER,
-        "time without the end of a step, while there is work, after which the engine counts as hung",
+        "time after which the engine counts as hung, if there is work and no step ends",
         kind="seconds",
         metavar="SECONDS",
         above=0,

@@ -330,7 +330,7 @@ class InferenceEngine(SkillCalls):
         await asyncio.wait({flushed}, timeout=FLUSH_PATIENCE_S)
         if not flushed.done():
             raise DeadlineExceeded(
-                f"the caches will be empty after the step in progress; it takes more than {FLUSH_PATIENCE_S:g} s"
+                f"the step in progress takes more than {FLUSH_PATIENCE_S:g} s; the caches are emptied when it ends"
             )
 
     async def profile(

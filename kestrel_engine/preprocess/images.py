@@ -366,7 +366,7 @@ def _rgb8(image: pyvips.Image, background: Colour | None) -> pyvips.Image:
     if image.bands > _MAX_BANDS or image.format in ("complex", "dpcomplex"):
         raise UnsupportedImageError(
             FIELD,
-            f"has {image.bands} channels of type {image.format}; taken are 1 to {_MAX_BANDS} real ones",
+            f"has {image.bands} channels of type {image.format}; it must have 1 to {_MAX_BANDS} of a real type",
         )
     if image.interpretation in _CONVERTED_SPACES:
         image = image.colourspace("srgb")

@@ -1,14 +1,14 @@
-"""From an image to crops, beside the event loop: which image is decoded next, by which process. Owns all decoders.
+"""PreprocessPool: prepares images in decoder processes. Owns the decoders, their memory budget and the next image.
 
-An image goes to one of ``processes`` decoders as it comes. A decoder that finds in the header that the image is dear,
-in time or memory, answers with its cost instead, and it waits for one of few decoders of dear images, which are forked
-for it alone, yield to others (nice), and are given no more images than the budget of memory has room for. So small
-images never wait for huge ones, which get on as well. While all decoders are busy, those that wait are asked for their
-cost first, then go by turns of their principals, cheap before dear. An image that has waited long
-enough is not overtaken.
+A new image goes to one of ``processes`` decoders. If the header shows that the image is dear (expensive in time or
+memory), the decoder answers with the cost instead of the crops. The image then waits for a decoder of dear images.
+There are few of these. Each is forked for one image, has a low priority (nice), and starts only if the memory budget
+has room for the image. Therefore small images never wait for huge ones, and huge ones are decoded too. While all
+decoders are busy, the pool first learns the costs of the waiting images. It then decodes them in turns of their
+principals, and cheap images before dear ones. An image that has waited long enough is not overtaken.
 
-How many images may wait is the engine's decision (``max_queue``), and how many pixels the pool's. All methods belong to
-one event loop.
+The engine limits the number of waiting images (``max_queue``), and the pool the number of their pixels. All methods
+belong to one event loop.
 """
 
 from __future__ import annotations
@@ -46,27 +46,28 @@ from .prepared_cache import PreparedCache, in_namespace, source_digest, source_k
 from .segments import map_segment, new_segment, read_segment, write_segment
 
 HASHED_AT_ONCE_BYTES = 256 * 1024
-"""Up to this size encoded bytes are looked up on the event loop: a repeat then waits for no thread. It takes 0.1 ms
-with a processor's own instructions for SHA-256, 0.8 ms without."""
+"""Encoded bytes of up to this size are hashed on the event loop, so that a repeated image does not wait for a thread.
+This takes 0.1 ms on a processor with instructions for SHA-256, and 0.8 ms on others."""
 
 MOST_THREADS_AN_IMAGE = 16
-"""Resizing to the crops takes three quarters of an image's time, and splits into some thirty bands; decoding does not
-split, but goes on beside it."""
+"""Resizing to the crops takes three quarters of an image's time, and about thirty bands can be resized in parallel.
+Decoding uses one thread, which runs beside them."""
 
 CHEAP_SECONDS = 0.5
-"""An image that may take longer is dear: a photograph of 12 megapixels takes less."""
+"""An image that may take longer is dear. A photograph of 12 megapixels takes less."""
 
 CHEAP_BYTES = 96 * 2**20
-"""An image that may take more memory is dear too; less where half of the budget does not have it for each decoder."""
+"""An image that may take more memory is dear too. The limit is lower if half of the budget, divided by the number of
+decoders, is less."""
 
 DEAR_NICE = 10
-"""Decoders of dear images get a tenth of a processor that others want as well."""
+"""Decoders of dear images get a tenth of a processor that other processes use too."""
 
 MOST_SPARE_BYTES = 8 * 2**20
-"""A decoder keeps memory for the crops of an image like its last one, if they take no more."""
+"""A decoder keeps memory for the crops of an image of its last image's size, if they take no more than this."""
 
 OVERTAKEN_PER_SECOND = 10.0
-"""Cheaper images of the same principal may overtake an image that costs a second, if they come within this many
+"""Cheaper images of the same principal may overtake an image that costs a second, if they arrive within this many
 seconds after it."""
 
 _NOTHING = Cost(0, 0, 0.0)
@@ -79,7 +80,7 @@ _ERRORS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Preprocessed:
-    """``seconds``: the work alone, without waiting for a decoder."""
+    """``seconds``: the time of the work, without the wait for a decoder."""
 
     image: PreparedImage
     seconds: float
@@ -87,7 +88,8 @@ class Preprocessed:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """An image on its way; ``waiters`` callers want it. ``cost`` is None until a decoder has read the header."""
+    """An image that waits or is being decoded. ``waiters``: the number of its callers. ``cost``: None until a decoder has
+    read the header."""
 
     payload: bytes | np.ndarray | None
     """None once no request needs it."""
@@ -102,7 +104,7 @@ class _Job:
     dear: bool = False
     waiters: int = 0
     waits: bool = False
-    """Whether its pixels are counted among those that wait."""
+    """Whether its pixels count as waiting."""
 
     @property
     def rank(self) -> float:
@@ -111,7 +113,7 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """What a decoder works on. ``failure``: what the job fails with once the decoder is dead."""
+    """The job of a busy decoder. ``failure``: the error of the job once the decoder has ended."""
 
     job: _Job
     timer: asyncio.TimerHandle
@@ -120,9 +122,12 @@ class _Run:
 
 
 class PreprocessPool:
-    """``processes`` cheap images at once, and a quarter as many dear ones, at least one. Memory is bounded by
-    ``decode_bytes`` and what processes take by themselves, besides ``cache_bytes`` of prepared images that are kept for
-    repeats. An image that has the pool to itself is resized by as many threads as there are processes."""
+    """Prepares ``processes`` cheap images at the same time, and a quarter as many dear ones, at least one.
+
+    Memory is limited to ``decode_bytes``, the memory of the processes themselves, and ``cache_bytes`` of prepared
+    images that are kept for repeats. If an image is the only one in the pool, as many threads as there are processes
+    resize it.
+    """
 
     def __init__(
         self,
@@ -137,8 +142,13 @@ class PreprocessPool:
         allocate: Allocate | None = None,
         device_pixels: int = 0,
     ) -> None:
-        """``allocate``: memory for crops or pixels, such as a device reads without the host. ``device_pixels``: as
-        `crops.prepare`'s. ``timeout_s``: the longest that one image may be decoded."""
+        """Creates the pool.
+
+        Args:
+            allocate: Allocates memory for crops or pixels, such as memory that a device reads without the host.
+            device_pixels: As in ``crops.prepare``.
+            timeout_s: Limit on the time to decode one image, in seconds.
+        """
         self._allocate, self._device_pixels = allocate, device_pixels
         self._limits, self._vision = limits, vision
         self._processes, self._timeout_s = processes, timeout_s
@@ -159,11 +169,11 @@ class PreprocessPool:
     async def prepare(
         self, source: ImageSource, namespace: str = "", *, principal: str = ""
     ) -> Preprocessed:
-        """Decodes and tiles one image. Repeats are shared within a namespace.
+        """Decodes and tiles one image. Requests of one namespace share repeated images.
 
-        A job whose callers have all been cancelled is given up: one that waits never starts, and the process of a dear
-        one is killed. Raises what ``begin_image`` raises, ImageTooSlowError, PixelsWaiting, EngineOverloaded (no
-        process can be had), RuntimeFailure, and EngineClosed after ``close``.
+        If all callers of an image are cancelled, a waiting image is dropped, and the process of a dear image is killed.
+        Raises the errors of ``begin_image``, ImageTooSlowError, PixelsWaiting, EngineOverloaded (no process can be
+        started), RuntimeFailure, and EngineClosed after ``close``.
         """
         self._check_open()
         began = time.perf_counter()
@@ -198,11 +208,11 @@ class PreprocessPool:
                 self._give_up(job)
 
     def flush(self) -> None:
-        """Forgets the prepared images that are kept for repeats."""
+        """Drops the prepared images that are kept for repeats."""
         self._cache.flush()
 
     def close(self) -> None:
-        """Takes no more jobs, fails those that there are with EngineClosed and ends all decoders. Idempotent."""
+        """Refuses further images, fails the present ones with EngineClosed, and ends all decoders. Idempotent."""
         self._closed = True
         for queue in (self._unknown, self._known, self._dear):
             while queue.peek() is not None:
@@ -221,12 +231,12 @@ class PreprocessPool:
             raise EngineClosed("preprocessing is shut down")
 
     def _dispatch(self) -> None:
-        """Gives decoders what they can be given now."""
+        """Starts all jobs that can start now."""
         while not self._closed and self._next_dear():
             self._start(self._dear.pop(), None)
         while not self._closed and self._num_cheap < self._processes:
             if self._next(self._unknown) is not None:
-                # Of several that wait, each is asked for its cost only: the cheapest goes first.
+                # If several images wait, the decoders first report their costs, because the cheapest goes first.
                 crowded = self._next(self._known) is not None or len(self._unknown) > 1
                 self._start(self._unknown.pop(), _NOTHING if crowded else self._cheap)
             elif self._next(self._known) is not None:
@@ -245,7 +255,7 @@ class PreprocessPool:
         return job
 
     def _next_dear(self) -> bool:
-        """Whether the first dear image may begin. Others do not overtake it for being smaller: it would starve."""
+        """Whether the first dear image may start. Smaller dear images never overtake it; otherwise it might never start."""
         job = self._next(self._dear)
         return (
             job is not None
@@ -255,8 +265,8 @@ class PreprocessPool:
         )
 
     def _start(self, job: _Job, granted: Cost | None) -> None:
-        """Gives ``job`` to an idle decoder or a new one; a dear one, where nothing is granted, to a decoder of its own
-        within the budget."""
+        """Gives ``job`` to an idle or a new decoder. ``granted``: the cost up to which the decoder prepares the image at
+        once; None for a dear image, which gets a separate decoder within the budget."""
         dear = granted is None
         granted = granted or job.cost
         assert granted is not None and job.payload is not None
@@ -276,7 +286,7 @@ class PreprocessPool:
                 write_segment(source, job.payload)
                 decoder = self._idle.pop() if self._idle and not dear else self._new_decoder(dear)
             except OSError as error:
-                text = f"no process can be had to decode images: {error.strerror}"
+                text = f"no process can be started to decode images: {error.strerror}"
                 self._fail(job, EngineOverloaded(text))
                 return
             timer = asyncio.get_running_loop().call_later(self._timeout_s, self._too_slow, decoder)
@@ -286,7 +296,7 @@ class PreprocessPool:
                 self._free_bytes -= job.cost.num_bytes
             with contextlib.suppress(
                 OSError
-            ):  # It has just ended; its end is reported in a moment.
+            ):  # The decoder has just ended. Its end is reported next.
                 decoder.send(message, source)
 
     def _new_decoder(self, dear: bool) -> DecoderProcess:
@@ -295,7 +305,7 @@ class PreprocessPool:
         )
 
     def _answered(self, decoder: DecoderProcess, message: dict[str, Any]) -> None:
-        """Takes a decoder's answer to its job, or the news that it has ended."""
+        """Handles the answer of a decoder to its job, or the decoder's end."""
         run = self._runs.get(decoder)
         if run is None:
             if decoder in self._idle:  # It ended while it was idle.
@@ -306,11 +316,11 @@ class PreprocessPool:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             decoder.kill()
             decoder.close()
-            outcome = RuntimeFailure(f"a decoder answered nonsense: {error!r}")
+            outcome = RuntimeFailure(f"a decoder sent an invalid answer: {error!r}")
         except OSError as error:
             decoder.kill()
             decoder.close()
-            outcome = EngineOverloaded(f"no memory can be had for an image: {error.strerror}")
+            outcome = EngineOverloaded(f"no memory is available for an image: {error.strerror}")
         self._end_run(decoder)
         if run.dear:
             decoder.close()
@@ -326,8 +336,8 @@ class PreprocessPool:
         self._dispatch()
 
     def _renew_crops(self, decoder: DecoderProcess, num_bytes: int) -> None:
-        """The segment of an image belongs to that image now: the decoder gets another, for a like image if it is an
-        ordinary one."""
+        """Gives the decoder a new segment, because the finished image keeps the old one. The new segment is prepared for
+        an image of the same size, unless that is too large."""
         if decoder.is_open:
             try:
                 decoder.renew_crops(num_bytes if num_bytes <= MOST_SPARE_BYTES else 0)
@@ -337,7 +347,7 @@ class PreprocessPool:
     def _outcome(
         self, run: _Run, decoder: DecoderProcess, message: dict[str, Any]
     ) -> Preprocessed | Cost | Exception:
-        """Raises KeyError, TypeError or ValueError for what our decoder never says: an image may have taken it over."""
+        """Raises KeyError, TypeError or ValueError for an answer that only a decoder under an image's control sends."""
         if "done" in message:
             done = message["done"]
             return Preprocessed(self._prepared(run, decoder, done), float(done["seconds"]))
@@ -350,15 +360,13 @@ class PreprocessPool:
         if "ended" in message:
             return run.failure or _lost(message["ended"])
         if message["fault"] == "MemoryError":
-            text = (
-                "takes more memory to decode than its format and size let expect (--decode-bytes)"
-            )
+            text = "takes more memory to decode than expected from its format and size (--decode-bytes)"
             return ImageTooLargeError(FIELD, text)
         return RuntimeFailure(f"decoding failed: {message['fault']}")
 
     def _prepared(self, run: _Run, decoder: DecoderProcess, done: dict[str, Any]) -> PreparedImage:
-        """The image that a decoder has prepared, its crops or pixels in memory that it can't take away. Raises as
-        `_outcome`, and OSError."""
+        """Returns the image that a decoder has prepared. Its crops or pixels are in memory that the decoder cannot
+        shrink. Raises OSError and the errors of ``_outcome``."""
         width, height, key = int(done["width"]), int(done["height"]), str(done["key"])
         tiling = select_tiling(width, height, self._vision)
         side = self._vision.crop_size
@@ -378,7 +386,7 @@ class PreprocessPool:
         return in_namespace(image, run.job.namespace)
 
     def _learn_cost(self, job: _Job, cost: Cost) -> None:
-        """Queues ``job`` by what its decoder found in the header, if there is room."""
+        """Queues ``job`` by the cost that its decoder found in the header, if the limits allow it."""
         job.cost = cost
         job.dear = cost.num_bytes > self._cheap.num_bytes or cost.seconds > self._cheap.seconds
         if job.result.done():
@@ -392,8 +400,8 @@ class PreprocessPool:
             and self._waiting_pixels + cost.pixels > self._max_waiting
         ):
             text = (
-                f"images of {self._waiting_pixels} pixels wait to be decoded; with these {cost.pixels} it would be "
-                f"more than {self._max_waiting} (max_queued_pixels)"
+                f"images of {self._waiting_pixels} pixels wait to be decoded; with the {cost.pixels} of this image "
+                f"they would exceed the limit of {self._max_waiting} (max_queued_pixels)"
             )
             self._fail(job, PixelsWaiting(text))
         else:
@@ -407,7 +415,7 @@ class PreprocessPool:
         job.waits = False
 
     def _end_run(self, decoder: DecoderProcess) -> None:
-        """Frees what a run held."""
+        """Frees the resources of a run."""
         run = self._runs.pop(decoder)
         run.timer.cancel()
         if run.dear and run.job.cost is not None:
@@ -422,7 +430,7 @@ class PreprocessPool:
             decoder.kill()
 
     def _give_up(self, job: _Job) -> None:
-        """Nobody wants ``job`` any more, or it is done."""
+        """Drops ``job``, which has no more waiters, unless it is done."""
         if job.result.done():
             return
         for decoder, run in self._runs.items():
@@ -430,7 +438,7 @@ class PreprocessPool:
                 if run.dear:
                     run.failure = EngineClosed("no request waits for it")
                     decoder.kill()
-                return  # Of a cheap image the crops will be kept for a repeat.
+                return  # The decoder finishes a cheap image. The cache keeps its crops.
         self._begin_run(job)
         job.result.cancel()
         self._forget(job)
@@ -446,17 +454,17 @@ class PreprocessPool:
         self._forget(job)
         if not job.result.done():
             job.result.set_exception(error)
-            job.result.exception()  # Looked at, if all callers are gone.
+            job.result.exception()  # Avoids asyncio's warning if all callers are gone.
 
     def _forget(self, job: _Job) -> None:
-        """A later caller begins anew."""
+        """Removes the job's data. A later caller of the same image starts a new job."""
         job.payload = None
         if job.key is not None and self._making.get(job.key) is job:
             del self._making[job.key]
 
 
 def _lost(status: int | None) -> Exception:
-    """What a job fails with whose decoder ended by itself."""
+    """The error of a job whose decoder ended unexpectedly."""
     if status is None or -status in (signal.SIGKILL, signal.SIGTERM):
         return EngineOverloaded("the process that decoded the image was killed from outside")
     how = signal.Signals(-status).name if status < 0 else f"status {status}"

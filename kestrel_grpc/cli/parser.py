@@ -36,16 +36,16 @@ COMMANDS = {
     "point": ("requests.skills", "find the centres of objects"),
     "detect": ("requests.skills", "find the bounding boxes of objects"),
     "segment": ("requests.skills", "outline an object"),
-    "analyze": ("requests.analyze", "run several tasks on one image at once"),
+    "analyze": ("requests.analyze", "run several tasks on an image in one call"),
     "run": ("requests.run_skill", "run any skill of the server by its name"),
-    "put": ("requests.images", "store an image on the server, to name it by its id later"),
+    "put": ("requests.images", "store an image on the server and print its id, for later commands"),
     "forget": ("requests.images", "delete a stored image"),
     "chat": ("requests.chat", "ask questions about one image, as a conversation in the terminal"),
     "mcp": (
         "requests.mcp_server",
         "offer the skills of a server to agents (Model Context Protocol)",
     ),
-    "models": ("weights.models", "list the models of a server; list and remove downloaded ones"),
+    "models": ("weights.models", "list the model of a server; list or remove downloaded models"),
     "admin": (
         "operation.admin",
         "manage a running server: drain, cancel, flush, log-level, statistics, profile, capture",
@@ -53,18 +53,18 @@ COMMANDS = {
     "doctor": ("operation.doctor", "check whether this machine can serve as configured"),
     "download": ("weights.download", "download a model's files before serving"),
     "verify": ("weights.verify", "check a model's files and its answers"),
-    "token": ("operation.token", "make a token and its line for --auth-tokens"),
+    "token": ("operation.token", "create a token and its line for the file of --auth-tokens"),
     "health": ("operation.health", "report whether a server is ready"),
     "bench": (
         "requests.bench",
-        "test a server under load for some seconds: time to first token, gaps, requests/s",
+        "measure a server under load: time to first token, gaps between tokens, requests/s",
     ),
     "schedule": ("schedule", "run prompts with an engine in this process, without a server"),
     "replay": (
         "operation.replay",
         "repeat a captured request, with a server or in this process",
     ),
-    "demo": ("demo", "serve the bundled model, call every method, draw the answers"),
+    "demo": ("demo", "serve the bundled model, call every method, and draw the answers"),
     "completion": ("completion", "print a script that completes commands and flags in a shell"),
 }
 """The module and the line of help of each command."""

@@ -41,10 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         metavar="FILE",
         help="image that the prompts are about: given once for all prompts, or once for each, in order",
     )
-    parser.add_argument("--reasoning", action="store_true", help="let the model reason first")
-    parser.add_argument("--temperature", type=number, help="0 always takes the likeliest token")
     parser.add_argument(
-        "--top-p", type=number, help="sample from the likeliest tokens up to this total probability"
+        "--reasoning", action="store_true", help="let the model reason before it answers"
+    )
+    parser.add_argument("--temperature", type=number, help="0 always takes the most likely token")
+    parser.add_argument(
+        "--top-p",
+        type=number,
+        help="sample from the most likely tokens, up to this total probability",
     )
     parser.add_argument("--max-tokens", type=whole(), help="limit on the tokens of an answer")
     parser.add_argument("--stream", action="store_true", help="print answers as they arrive")

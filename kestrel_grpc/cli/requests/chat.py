@@ -38,11 +38,13 @@ _TOO_LONG = "CONTEXT_LENGTH_EXCEEDED"
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = "An empty line, 'exit' or Ctrl-D ends the chat."
     parser.add_argument("image", metavar="IMAGE", help=IMAGE_HELP)
-    parser.add_argument("--reasoning", action="store_true", help="let the model reason first")
+    parser.add_argument(
+        "--reasoning", action="store_true", help="let the model reason before it answers"
+    )
     parser.add_argument(
         "--independent",
         action="store_true",
-        help="ask every question alone [with the earlier questions and answers]",
+        help="send each question without the earlier questions and answers",
     )
     add_sampling_flags(parser, text=True)
     add_request_flags(parser)

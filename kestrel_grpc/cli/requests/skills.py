@@ -72,12 +72,16 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 def add_sampling_flags(parser: argparse.ArgumentParser, *, text: bool) -> None:
     """``text``: the skill writes text."""
     group = parser.add_argument_group("sampling (default: the server's)")
-    group.add_argument("--temperature", type=number, help="0 always takes the likeliest token")
+    group.add_argument("--temperature", type=number, help="0 always takes the most likely token")
     group.add_argument(
-        "--top-p", type=number, help="sample from the likeliest tokens up to this total probability"
+        "--top-p",
+        type=number,
+        help="sample from the most likely tokens, up to this total probability",
     )
     group.add_argument(
-        "--top-k", type=whole(), help="sample from this many of the likeliest tokens; 0: from all"
+        "--top-k",
+        type=whole(),
+        help="sample from this many of the most likely tokens; 0: from all tokens",
     )
     group.add_argument(
         "--max-tokens",
@@ -85,7 +89,9 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, text: bool) -> None:
         help="limit on the generated tokens; a point takes 2 tokens, a box 3",
     )
     group.add_argument(
-        "--seed", type=whole(0, MAX_UINT64), help="seed of sampling, for repeatable answers"
+        "--seed",
+        type=whole(0, MAX_UINT64),
+        help="seed of sampling; the same seed gives the same answer",
     )
     if text:
         group.add_argument(
@@ -111,7 +117,10 @@ def add_save_flags(output: Any) -> None:
 def add_request_flags(parser: argparse.ArgumentParser) -> None:
     request = parser.add_argument_group("request")
     request.add_argument("--model", help="name of the model that must answer")
-    request.add_argument("--request-id", help="id for the request, chosen by you")
+    request.add_argument(
+        "--request-id",
+        help="id of the request, for logs and for 'admin cancel' [the server makes one]",
+    )
     request.add_argument(
         "--priority", choices=("low", "normal", "high"), help="priority among waiting requests"
     )
@@ -152,9 +161,13 @@ _EPILOGS = {
 
 def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
     if command == "query":
-        parser.add_argument("--reasoning", action="store_true", help="let the model reason first")
+        parser.add_argument(
+            "--reasoning", action="store_true", help="let the model reason before it answers"
+        )
     elif command == "caption":
-        parser.add_argument("--length", choices=_LENGTHS, help="the same as the last word")
+        parser.add_argument(
+            "--length", choices=_LENGTHS, help="length of the caption, instead of the last word"
+        )
     if command in ("point", "detect"):
         parser.add_argument(
             "--max-objects", type=whole(), metavar="N", help="limit on the number of objects"
@@ -164,7 +177,7 @@ def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
             action="append",
             dest="objects",
             metavar="OBJECT",
-            help="in place of the last word; may be given several times",
+            help="object to find, instead of the last word; may be given several times",
         )
     if command == "segment":
         parser.add_argument(
