@@ -115,7 +115,7 @@ def golden_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 
 @pytest.fixture(scope="session")
 def golden_images() -> Path:
-    """The folder of the golden pictures."""
+    """The folder of the golden images."""
     from tests.golden.checkpoint import DATA
 
     return DATA / "images"

@@ -88,8 +88,8 @@ class Preprocessed:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """An image that waits or is being decoded. ``waiters``: the number of its callers. ``cost``: None until a decoder has
-    read the header."""
+    """An image that waits or is being decoded. ``waiters``: the number of its callers. ``cost``: None until a decoder
+    has read the header."""
 
     payload: bytes | np.ndarray | None
     """None once no request needs it."""
@@ -255,7 +255,7 @@ class PreprocessPool:
         return job
 
     def _next_dear(self) -> bool:
-        """Whether the first dear image may start. Smaller dear images never overtake it; otherwise it might never start."""
+        """Whether the first dear image may start. Smaller dear images do not overtake it, so it starts some time."""
         job = self._next(self._dear)
         return (
             job is not None
@@ -265,8 +265,8 @@ class PreprocessPool:
         )
 
     def _start(self, job: _Job, granted: Cost | None) -> None:
-        """Gives ``job`` to an idle or a new decoder. ``granted``: the cost up to which the decoder prepares the image at
-        once; None for a dear image, which gets a separate decoder within the budget."""
+        """Gives ``job`` to an idle or a new decoder. ``granted``: the cost up to which the decoder prepares the image
+        at once; None for a dear image, which gets a separate decoder within the budget."""
         dear = granted is None
         granted = granted or job.cost
         assert granted is not None and job.payload is not None
@@ -336,8 +336,8 @@ class PreprocessPool:
         self._dispatch()
 
     def _renew_crops(self, decoder: DecoderProcess, num_bytes: int) -> None:
-        """Gives the decoder a new segment, because the finished image keeps the old one. The new segment is prepared for
-        an image of the same size, unless that is too large."""
+        """Gives the decoder a new segment, because the finished image keeps the old one. The new segment is prepared
+        for an image of the same size, unless that is too large."""
         if decoder.is_open:
             try:
                 decoder.renew_crops(num_bytes if num_bytes <= MOST_SPARE_BYTES else 0)

@@ -49,7 +49,7 @@ class Complaints(logging.Handler):
 
 
 class ServedInThread:
-    """A context; ``address`` is where it serves. ``keeps``: whether pictures are kept for later calls."""
+    """A context; ``address`` is where it serves. ``keeps``: whether images are kept for later calls."""
 
     def __init__(self, *, keeps: bool = True) -> None:
         self._keeps = keeps

@@ -18,7 +18,7 @@ from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceS
 from tests.abuse.served import METADATA, ServedInThread
 
 SIDE = 1200
-PICTURE_BYTES = 3 * SIDE * SIDE
+IMAGE_BYTES = 3 * SIDE * SIDE
 CALLS = 30
 
 
@@ -34,11 +34,11 @@ def vision() -> Iterator[VisionServiceStub]:
 
 
 def good() -> common_pb2.Image:
-    data = bytes(PICTURE_BYTES - 8) + secrets.token_bytes(8)
+    data = bytes(IMAGE_BYTES - 8) + secrets.token_bytes(8)
     return common_pb2.Image(raw=common_pb2.RawImage(data=data, width=SIDE, height=SIDE))
 
 
-REFUSED = pb.CaptionRequest(image=common_pb2.Image(encoded=b"\xff\xd8\xff" + bytes(PICTURE_BYTES)))
+REFUSED = pb.CaptionRequest(image=common_pb2.Image(encoded=b"\xff\xd8\xff" + bytes(IMAGE_BYTES)))
 REFUSED_STREAM = pb.StreamCaptionRequest(request=REFUSED)
 """One for all: a client's exception holds its request, in this process."""
 
@@ -95,4 +95,4 @@ def test_a_call_that_has_ended_holds_nothing(
     finally:
         gc.enable()
         gc.collect()
-    assert grown < 12 * PICTURE_BYTES, f"{grown / PICTURE_BYTES:.0f} of {CALLS} pictures are left"
+    assert grown < 12 * IMAGE_BYTES, f"{grown / IMAGE_BYTES:.0f} of {CALLS} pictures are left"

@@ -220,7 +220,7 @@ class Peer(vision_service_pb2_grpc.VisionServiceServicer):
 
 
 class Images(image_service_pb2_grpc.ImageServiceServicer):
-    """Takes any picture for one and the same."""
+    """Takes any image for one and the same."""
 
     def PutImage(self, request: Any, context: Any) -> image_service_pb2.PutImageResponse:
         return image_service_pb2.PutImageResponse(image=self._stored())

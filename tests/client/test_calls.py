@@ -37,7 +37,7 @@ from kestrel_client import (
 from kestrel_client.connection import Connection, is_local
 from kestrel_client.errors import from_status
 
-PICTURE = b"picture"
+IMAGE = b"picture"
 VIOLATIONS = (
     FieldViolation("sampling.top_p", "1.5 is not in (0, 1]"),
     FieldViolation("question", "must not be empty"),
@@ -439,8 +439,8 @@ def test_certificate_and_key_need_each_other() -> None:
 @pytest.mark.parametrize(
     ("call", "named"),
     [
-        (lambda c: c.caption(PICTURE, "huge"), "length: 'huge' is not one of short, normal, long"),
-        (lambda c: c.segment(PICTURE, "x", mask="bmp"), "mask: 'bmp'"),
+        (lambda c: c.caption(IMAGE, "huge"), "length: 'huge' is not one of short, normal, long"),
+        (lambda c: c.segment(IMAGE, "x", mask="bmp"), "mask: 'bmp'"),
         (lambda c: c.query(None, "q", priority="urgent"), "priority: 'urgent'"),
         (
             lambda c: c.query(None, "q", max_tokens=-1),
@@ -453,9 +453,9 @@ def test_certificate_and_key_need_each_other() -> None:
         (lambda c: c.query(None, "q", temperature="hot"), "temperature: "),
         (lambda c: c.query(None, 7), "question: "),
         (lambda c: c.query(None, "\ud800"), "question: "),
-        (lambda c: c.point(PICTURE, "x", max_objects=2**32), "max_objects: "),
-        (lambda c: c.query(PICTURE, "q", spatial_refs=[(1, 2, 3)]), r"spatial_refs\[0\]: has 3"),
-        (lambda c: c.query(PICTURE, "q", spatial_refs=[("a", "b")]), r"spatial_refs\[0\]: "),
+        (lambda c: c.point(IMAGE, "x", max_objects=2**32), "max_objects: "),
+        (lambda c: c.query(IMAGE, "q", spatial_refs=[(1, 2, 3)]), r"spatial_refs\[0\]: has 3"),
+        (lambda c: c.query(IMAGE, "q", spatial_refs=[("a", "b")]), r"spatial_refs\[0\]: "),
     ],
 )
 def test_malformed_arguments_are_named(client: KestrelClient, call: Any, named: str) -> None:

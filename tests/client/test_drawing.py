@@ -67,7 +67,7 @@ def test_points_lie_where_they_should() -> None:
     assert abs(columns.mean() - 100) < 1 and abs(rows.mean() - 100) < 1
     assert columns.max() - columns.min() < 12 and image.getpixel((95, 100)) != COLOURS[0]
     assert not spots[:, 150:250].any()
-    assert not changed(result.source).any()  # the caller's picture is left as it was
+    assert not changed(result.source).any()  # the caller's image is left as it was
 
 
 def test_a_point_on_the_edge() -> None:

@@ -1,4 +1,4 @@
-"""What is sent for each form of picture, and what is refused."""
+"""What is sent for each form of image, and what is refused."""
 
 from __future__ import annotations
 

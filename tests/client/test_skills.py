@@ -30,15 +30,15 @@ REASONING = "I see 👀 a circle here."
 POINTS = (Point(0.25, 0.5), Point(0.75, 0.125))
 BOXES = (Box(0.125, 0.25, 0.5, 0.75), Box(0.5, 0.5, 1.0, 1.0))
 SVG_PATH = "M 0 0 L 1 0 L 1 1 L 0 1 z"
-PICTURE = b"not decoded by anybody here"
+IMAGE = b"not decoded by anybody here"
 
 # Skill, arguments, what of the result is the skill's own.
 CASES: list[tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = [
-    ("query", (PICTURE, "How many?"), {}, {"answer": ANSWER, "reasoning": None, "grounding": ()}),
-    ("caption", (PICTURE, "short"), {}, {"caption": ANSWER}),
-    ("point", (PICTURE, "circle"), {"max_objects": 3}, {"points": POINTS, "object": "circle"}),
-    ("detect", (PICTURE, "circle"), {}, {"objects": BOXES, "object": "circle"}),
-    ("segment", (PICTURE, "circle"), {}, {"svg_path": SVG_PATH, "box": BOXES[0], "mask": None}),
+    ("query", (IMAGE, "How many?"), {}, {"answer": ANSWER, "reasoning": None, "grounding": ()}),
+    ("caption", (IMAGE, "short"), {}, {"caption": ANSWER}),
+    ("point", (IMAGE, "circle"), {"max_objects": 3}, {"points": POINTS, "object": "circle"}),
+    ("detect", (IMAGE, "circle"), {}, {"objects": BOXES, "object": "circle"}),
+    ("segment", (IMAGE, "circle"), {}, {"svg_path": SVG_PATH, "box": BOXES[0], "mask": None}),
 ]
 EVENTS: dict[str, list[Any]] = {
     "query": [TextDelta(t, i + 1) for i, t in enumerate(ANSWER.replace(" ", " \0").split("\0"))],
@@ -60,7 +60,7 @@ def check(result: Result, own: dict[str, Any]) -> None:
     assert (result.model, result.request_id) == ("kestrel-tiny", "made-by-server")
     assert result.image_size == (8, 4) == ImageSize(8, 4)
     assert result.seed == 2**63 + 7
-    assert result.source is PICTURE
+    assert result.source is IMAGE
     plain = json.loads(json.dumps(result.to_dict()))
     assert plain["image_size"] == {"width": 8, "height": 4}
     assert "source" not in plain and plain["usage"]["image_tokens"] == 729
@@ -103,12 +103,12 @@ async def test_stream_async(
 async def test_result_alone_needs_no_iteration(
     client: KestrelClient, async_client: AsyncKestrelClient
 ) -> None:
-    assert client.stream_caption(PICTURE).result().caption == ANSWER
-    assert (await async_client.stream_caption(PICTURE).result()).caption == ANSWER
+    assert client.stream_caption(IMAGE).result().caption == ANSWER
+    assert (await async_client.stream_caption(IMAGE).result()).caption == ANSWER
 
 
 def test_reasoning_comes_first_and_grounds_code_points(client: KestrelClient) -> None:
-    with client.stream_query(PICTURE, "How many?", reasoning=True) as stream:
+    with client.stream_query(IMAGE, "How many?", reasoning=True) as stream:
         events = list(stream)
         result = stream.result()
     kinds = [type(event) for event in events]
@@ -131,7 +131,7 @@ def test_text_only_query_sends_no_image(client: KestrelClient, peer: Any) -> Non
 
 def test_what_is_not_given_is_not_sent(client: KestrelClient, peer: Any) -> None:
     client.query(None, "q")
-    client.point(PICTURE, "x")
+    client.point(IMAGE, "x")
     query, point = peer.vision.requests
     assert [field.name for field, _ in query.ListFields()] == ["question"]
     assert [field.name for field, _ in point.ListFields()] == ["image", "object"]
@@ -139,7 +139,7 @@ def test_what_is_not_given_is_not_sent(client: KestrelClient, peer: Any) -> None
 
 def test_everything_given_is_sent(client: KestrelClient, peer: Any) -> None:
     client.query(
-        PICTURE,
+        IMAGE,
         "q",
         reasoning=False,
         spatial_refs=[(0.5, 0.25), Point(0, 1), Box(0, 0.25, 0.5, 1), [0, 0, 1, 1]],
@@ -153,7 +153,7 @@ def test_everything_given_is_sent(client: KestrelClient, peer: Any) -> None:
         priority="high",
     )
     (request,) = peer.vision.requests
-    assert request.image.encoded == PICTURE
+    assert request.image.encoded == IMAGE
     assert request.HasField("reasoning") and request.reasoning is False
     sampling = request.sampling
     assert sampling.HasField("temperature") and sampling.temperature == 0
@@ -168,19 +168,19 @@ def test_everything_given_is_sent(client: KestrelClient, peer: Any) -> None:
 
 
 def test_stop_strings_go_out_as_a_list(client: KestrelClient, peer: Any) -> None:
-    client.caption(PICTURE, stop="END")
-    client.query(PICTURE, "q", stop=["a", "b"])
-    client.analyze(PICTURE, [CaptionTask(stop=("x", "y")), QueryTask("q", stop="END")])
-    client.query(PICTURE, "q", stop=[])
+    client.caption(IMAGE, stop="END")
+    client.query(IMAGE, "q", stop=["a", "b"])
+    client.analyze(IMAGE, [CaptionTask(stop=("x", "y")), QueryTask("q", stop="END")])
+    client.query(IMAGE, "q", stop=[])
     # The peer answers each task of analyze as a request.
     stops = [list(request.sampling.stop) for request in peer.vision.requests]
     assert stops == [["END"], ["a", "b"], ["x", "y"], ["END"], []]
     with pytest.raises(InvalidRequestError, match=r"^stop: "):
-        client.caption(PICTURE, stop=[1])  # type: ignore[list-item]
+        client.caption(IMAGE, stop=[1])  # type: ignore[list-item]
 
 
 def test_log_probabilities_come_typed(client: KestrelClient, peer: Any) -> None:
-    result = client.query(PICTURE, "q", logprobs=True)
+    result = client.query(IMAGE, "q", logprobs=True)
     assert result.logprobs == Logprobs(
         (TokenLogprob("Two", b"Two", 7, -0.25), TokenLogprob("\ufffd", b"\xf0", 9, -1.5)),
         -1.75,
@@ -189,33 +189,33 @@ def test_log_probabilities_come_typed(client: KestrelClient, peer: Any) -> None:
     assert [token.id for token in result.logprobs] == [7, 9] and len(result.logprobs) == 2
     plain = json.loads(json.dumps(result.to_dict()))["logprobs"]
     assert plain["tokens"][1] == {"text": "\ufffd", "utf8": [240], "id": 9, "logprob": -1.5}
-    assert client.query(PICTURE, "q").logprobs is None
-    client.analyze(PICTURE, [CaptionTask(logprobs=True), QueryTask("q")])
+    assert client.query(IMAGE, "q").logprobs is None
+    client.analyze(IMAGE, [CaptionTask(logprobs=True), QueryTask("q")])
     sent = [request.sampling for request in peer.vision.requests]
     assert [sampling.logprobs for sampling in sent] == [True, False, True, False]
     assert not sent[1].HasField("logprobs")
     with pytest.raises(InvalidRequestError, match=r"^logprobs: "):
-        client.caption(PICTURE, logprobs="yes")  # type: ignore[arg-type]
+        client.caption(IMAGE, logprobs="yes")  # type: ignore[arg-type]
 
 
 def test_earlier_turns_go_out_as_texts(client: KestrelClient, peer: Any) -> None:
-    first = client.query(PICTURE, "How many?")
-    client.query(PICTURE, "Which?", history=[first, ("And where?", "")])
-    with client.stream_query(PICTURE, "Which?", history=(turn for turn in [first])) as stream:
+    first = client.query(IMAGE, "How many?")
+    client.query(IMAGE, "Which?", history=[first, ("And where?", "")])
+    with client.stream_query(IMAGE, "Which?", history=(turn for turn in [first])) as stream:
         stream.result()
-    client.analyze(PICTURE, [QueryTask("Which?", history=[("a", "b")])])
+    client.analyze(IMAGE, [QueryTask("Which?", history=[("a", "b")])])
     turns = [[(t.question, t.answer) for t in r.history] for r in peer.vision.requests]
     answered = ("How many?", ANSWER)
     assert turns == [[], [answered, ("And where?", "")], [answered], [("a", "b")]]
     bad: list[Any] = ["text", ("a",), ("a", 3), 5]
     for turn in bad:
         with pytest.raises(InvalidRequestError, match=r"^history\[1\]: "):
-            client.query(PICTURE, "Which?", history=[first, turn])
+            client.query(IMAGE, "Which?", history=[first, turn])
 
 
 def test_choices_go_out_as_enums(client: KestrelClient, peer: Any) -> None:
-    client.caption(PICTURE, "long")
-    client.segment(PICTURE, "circle", mask="png")
+    client.caption(IMAGE, "long")
+    client.segment(IMAGE, "circle", mask="png")
     caption, segment = peer.vision.requests
     assert caption.length == vision_service_pb2.CAPTION_LENGTH_LONG
     assert segment.mask_format == vision_service_pb2.MASK_FORMAT_PNG

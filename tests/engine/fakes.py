@@ -1,6 +1,6 @@
 """Builds engines on the fake runtime: the real loop, scheduler, skills and preprocessing, no torch and no weights.
 
-Beside it scripts for the runtime, an observer, and a picture and settings to ask with.
+Beside it scripts for the runtime, an observer, and an image and settings to ask with.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.model_config import parse_model_config
 from kestrel_engine.types.requests import Token
 
-PICTURE = np.full((40, 60, 3), 200, np.uint8)
+IMAGE = np.full((40, 60, 3), 200, np.uint8)
 GREEDY = {"temperature": 0.0, "max_tokens": 6}
 
 SMALL = {
@@ -26,7 +26,7 @@ SMALL = {
         "vision": {"crop_size": 126, "overlap_margin": 1, "max_crops": 4},
     }
 }
-"""9 x 9 patches: a picture takes 81 positions."""
+"""9 x 9 patches: an image takes 81 positions."""
 
 
 class ByteCodec:
@@ -107,7 +107,7 @@ class SlowImage(os.PathLike[str]):
     def __init__(self, folder: Path) -> None:
         self.entered, self.open = threading.Event(), threading.Event()
         self._path = folder / "slow.png"
-        Image.fromarray(PICTURE).save(self._path)
+        Image.fromarray(IMAGE).save(self._path)
 
     def __fspath__(self) -> str:
         self.entered.set()

@@ -18,12 +18,12 @@ from kestrel_engine import (
     SkillUnavailable,
 )
 from kestrel_engine.runtime.fake import FakeRuntime
-from tests.engine.fakes import GREEDY, PICTURE, Listener, fake_build
+from tests.engine.fakes import GREEDY, IMAGE, Listener, fake_build
 
 
 async def test_query_gives_the_whole_result(make_engine):
     engine = make_engine()
-    result = await engine.query(PICTURE, "what?", settings=GREEDY, request_id="mine")
+    result = await engine.query(IMAGE, "what?", settings=GREEDY, request_id="mine")
     assert isinstance(result, EngineResult)
     assert result.request_id == "mine"
     assert isinstance(result.output["answer"], str)
@@ -31,7 +31,7 @@ async def test_query_gives_the_whole_result(make_engine):
     assert len(result.token_ids) == 6
     assert result.image_size == (60, 40)
     metrics = result.metrics
-    # BOS, 81 of the picture, 3 of the template, 5 letters, 1 opener.
+    # BOS, 81 of the image, 3 of the template, 5 letters, 1 opener.
     assert metrics.input_tokens == 1 + 81 + 3 + 5 + 1
     assert metrics.output_tokens == 6
     assert metrics.total_time_ms >= metrics.ttft_ms >= metrics.preprocess_time_ms > 0
@@ -53,7 +53,7 @@ async def test_all_skills_share_a_batch_and_give_what_each_gives_alone(make_engi
         streams = []
         for name in names:
             settings = {"max_objects": 3} if name in ("point", "detect") else GREEDY
-            streams.append(await engine.submit(name, PICTURE, calls[name], settings))
+            streams.append(await engine.submit(name, IMAGE, calls[name], settings))
         return {name: (await s.result()).output for name, s in zip(names, streams, strict=True)}
 
     runtime = FakeRuntime(fake_limits, cost=lambda plan: 0.01)
@@ -64,7 +64,7 @@ async def test_all_skills_share_a_batch_and_give_what_each_gives_alone(make_engi
 
 
 async def test_stream_deltas_join_to_the_answer(make_engine):
-    stream = await make_engine().query(PICTURE, "what?", stream=True, settings={"max_tokens": 40})
+    stream = await make_engine().query(IMAGE, "what?", stream=True, settings={"max_tokens": 40})
     assert isinstance(stream, EngineStream)
     updates = [update async for update in stream]
     result = await stream.result()
@@ -74,7 +74,7 @@ async def test_stream_deltas_join_to_the_answer(make_engine):
 
 
 async def test_objects_come_as_soon_as_they_are_complete(make_engine):
-    stream = await make_engine().detect(PICTURE, "cat", stream=True, settings={"max_objects": 4})
+    stream = await make_engine().detect(IMAGE, "cat", stream=True, settings={"max_objects": 4})
     updates = [update async for update in stream]
     objects = (await stream.result()).output["objects"]
     assert [u.object for u in updates if u.object] == objects
@@ -96,19 +96,17 @@ async def test_a_seed_decides_and_is_reported(make_engine):
 async def test_a_second_question_on_a_image_reports_what_was_cached(make_engine, fake_limits):
     runtime = FakeRuntime(fake_limits)
     engine = make_engine(runtime)
-    first = await engine.query(PICTURE, "what?", settings=GREEDY)
-    second = await engine.query(PICTURE, "where?", settings=GREEDY)
-    other = await engine.submit(
-        "query", PICTURE, {"question": "what?"}, GREEDY, cache_salt="tenant"
-    )
+    first = await engine.query(IMAGE, "what?", settings=GREEDY)
+    second = await engine.query(IMAGE, "where?", settings=GREEDY)
+    other = await engine.submit("query", IMAGE, {"question": "what?"}, GREEDY, cache_salt="tenant")
     assert first.metrics.cached_tokens == 0
     assert second.metrics.cached_tokens >= 82
     assert (await other.result()).metrics.cached_tokens == 0
     keys = {piece.image.key for plan in runtime.plans for piece in plan.encode}
     assert len(keys) == 2, "the tenant's picture is encoded for it alone"
     uncached = make_engine(prefix_cache=False)
-    await uncached.query(PICTURE, "what?", settings=GREEDY)
-    again = await uncached.query(PICTURE, "where?", settings=GREEDY)
+    await uncached.query(IMAGE, "what?", settings=GREEDY)
+    again = await uncached.query(IMAGE, "where?", settings=GREEDY)
     assert again.metrics.cached_tokens == 0
     assert again.output == second.output
 
@@ -120,7 +118,7 @@ async def test_an_observer_hears_of_every_step_and_request(fake_limits):
     async with kestrel_engine.InferenceEngine(
         config, fake_build(config, runtime), observer=listener
     ) as engine:
-        await engine.query(PICTURE, "what?", settings=GREEDY, request_id="r1")
+        await engine.query(IMAGE, "what?", settings=GREEDY, request_id="r1")
         stream = await engine.query(question="a", stream=True, request_id="r2")
         await stream.aclose()
         runtime.fail_next = RuntimeError("x")
@@ -138,7 +136,7 @@ async def test_an_observer_hears_of_every_step_and_request(fake_limits):
     assert sum(e.num_crops for e in listener.steps) == 2
     assert sum(e.num_decode for e in listener.steps if "r1" in e.request_ids) == 5
     assert {i for e in listener.steps for i in e.encoded_request_ids} == {"r1"}
-    assert (event.num_crops, event.image_size) == (2, (PICTURE.shape[1], PICTURE.shape[0]))
+    assert (event.num_crops, event.image_size) == (2, (IMAGE.shape[1], IMAGE.shape[0]))
     assert [e.failed for e in listener.steps].count(True) == 1
     assert [e.step_id for e in listener.steps] == sorted(e.step_id for e in listener.steps)
 
@@ -146,13 +144,13 @@ async def test_an_observer_hears_of_every_step_and_request(fake_limits):
 async def test_requests_that_do_not_fit_are_refused_with_the_numbers(make_engine):
     engine = make_engine()
     with pytest.raises(ContextLengthError, match=r"209 positions left.*91.*300") as caught:
-        await engine.query(PICTURE, "what?", settings={"max_tokens": 250})
+        await engine.query(IMAGE, "what?", settings={"max_tokens": 250})
     assert caught.value.field == "max_tokens"
     with pytest.raises(ContextLengthError) as caught:
         await engine.query(question="x" * 300)
     assert caught.value.field == "question"
     # A default shrinks instead.
-    assert (await engine.query(PICTURE, "what?")).metrics.output_tokens <= 209
+    assert (await engine.query(IMAGE, "what?")).metrics.output_tokens <= 209
 
 
 async def test_a_request_may_not_ask_for_more_tokens_than_the_engine_gives(make_engine):
@@ -171,7 +169,7 @@ async def test_objects_end_at_max_tokens_and_at_the_engines_limit(
     make_engine, fake_limits, skill, key, each
 ):
     async def ask(engine, **settings):
-        return await getattr(engine, skill)(PICTURE, "cat", settings=settings)
+        return await getattr(engine, skill)(IMAGE, "cat", settings=settings)
 
     runtime = FakeRuntime(fake_limits, lambda fed: 5)
     engine = make_engine(runtime, max_new_tokens=10)
@@ -201,7 +199,7 @@ async def test_objects_end_at_max_tokens_and_at_the_engines_limit(
         (lambda e: e.query(None, "q", settings={"adapter": "x@1"}), InvalidRequest, "adapter"),
         (lambda e: e.submit("paint"), SkillUnavailable, "skill"),
         (lambda e: e.submit("query", timeout_s=float("nan")), InvalidRequest, "timeout_s"),
-        (lambda e: e.prepare_image(PICTURE, timeout_s="5"), InvalidRequest, "timeout_s"),
+        (lambda e: e.prepare_image(IMAGE, timeout_s="5"), InvalidRequest, "timeout_s"),
     ],
 )
 async def test_bad_requests_name_their_field_and_hold_nothing(make_engine, call, error, field):
@@ -216,7 +214,7 @@ async def test_moondream2_does_not_offer_segment(make_engine):
     engine = make_engine(family="moondream2")
     assert "segment" not in engine.info.skills
     with pytest.raises(SkillUnavailable):
-        await engine.segment(PICTURE, "cat")
+        await engine.segment(IMAGE, "cat")
 
 
 async def test_reasoning_is_streamed_apart_from_the_answer(make_engine, fake_limits):

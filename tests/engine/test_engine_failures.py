@@ -19,7 +19,7 @@ from kestrel_engine.skills import QuerySkill
 from kestrel_engine.types.step import TokenRule
 from tests.engine.fakes import (
     GREEDY,
-    PICTURE,
+    IMAGE,
     Gate,
     Listener,
     SlowImage,
@@ -196,16 +196,16 @@ async def test_an_image_that_is_not_finite_fails_the_requests_about_it_and_is_en
 ):
     runtime = FakeRuntime(fake_limits, never_ends)
     engine = make_engine(runtime)
-    good = await engine.query(PICTURE, "what?", settings=GREEDY)
+    good = await engine.query(IMAGE, "what?", settings=GREEDY)
     await engine.flush_caches()
     (key,) = {piece.image.key for plan in runtime.plans for piece in plan.encode}
     runtime.bad_images.add(key)
-    other = engine.query(PICTURE // 2, "what?", settings=GREEDY)
-    bad = engine.query(PICTURE, "what?", settings=GREEDY)
+    other = engine.query(IMAGE // 2, "what?", settings=GREEDY)
+    bad = engine.query(IMAGE, "what?", settings=GREEDY)
     failed, answered = await asyncio.gather(bad, other, return_exceptions=True)
     assert isinstance(failed, RuntimeFailure)
     assert answered.output["answer"]
-    again = await engine.query(PICTURE, "what?", settings=GREEDY)
+    again = await engine.query(IMAGE, "what?", settings=GREEDY)
     assert again.token_ids == good.token_ids and again.metrics.cached_tokens == 0
 
 
@@ -289,7 +289,7 @@ async def test_a_step_that_cannot_be_launched_fails_its_requests_and_the_engine_
     runtime.fail_launch = RuntimeError("out of memory")
     with pytest.raises(RuntimeFailure):
         await running.result()
-    assert (await engine.query(PICTURE, "what?", settings=GREEDY)).output["answer"]
+    assert (await engine.query(IMAGE, "what?", settings=GREEDY)).output["answer"]
 
 
 class Spiteful:

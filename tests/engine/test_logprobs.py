@@ -4,7 +4,7 @@ import pytest
 
 from kestrel_engine import InvalidRequest
 from kestrel_engine.runtime.fake import FakeRuntime
-from tests.engine.fakes import PICTURE
+from tests.engine.fakes import IMAGE
 from tests.engine.test_stop_strings import GREEDY, says, streamed
 
 
@@ -40,9 +40,9 @@ async def test_the_tokens_are_those_of_the_answer(make_engine, fake_limits):
 async def test_asking_for_them_changes_nothing_else(make_engine, fake_limits):
     engine = make_engine(FakeRuntime(fake_limits, says("A dot. ")))
     settings = {"temperature": 0.7, "seed": 3, "max_tokens": 9}
-    plain = await engine.caption(PICTURE, settings=settings)
-    asked = await engine.caption(PICTURE, settings={**settings, "logprobs": True})
-    declined = await engine.caption(PICTURE, settings={**settings, "logprobs": False})
+    plain = await engine.caption(IMAGE, settings=settings)
+    asked = await engine.caption(IMAGE, settings={**settings, "logprobs": True})
+    declined = await engine.caption(IMAGE, settings={**settings, "logprobs": False})
     assert plain.logprobs is declined.logprobs is None
     assert asked.output == plain.output == declined.output
     assert asked.token_ids == plain.token_ids == tuple(token.id for token in asked.logprobs)
@@ -121,5 +121,5 @@ async def test_other_skills_refuse_it(make_engine, fake_limits):
     engine = make_engine(FakeRuntime(fake_limits))
     for call in (engine.point, engine.detect, engine.segment):
         with pytest.raises(InvalidRequest, match="is not a setting of this skill") as caught:
-            await call(PICTURE, "a", settings={"logprobs": True})
+            await call(IMAGE, "a", settings={"logprobs": True})
         assert caught.value.field == "logprobs"

@@ -9,7 +9,7 @@ from kestrel_engine import Displaced, EngineOverloaded, InvalidRequest
 from kestrel_engine.front.queue_places import QueuePlaces
 from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.runtime.fake import FakeRuntime
-from tests.engine.fakes import GREEDY, PICTURE, Gate
+from tests.engine.fakes import GREEDY, IMAGE, Gate
 
 HIGH, NORMAL, LOW = 0, 1, 2
 
@@ -193,11 +193,11 @@ async def test_an_image_that_waits_gives_way_too(make_engine, fake_limits, monke
     engine = make_engine(FakeRuntime(fake_limits), max_queue=2)
     tasks = [
         asyncio.create_task(
-            engine.submit("query", PICTURE, {"question": "a"}, GREEDY, principal="a", timeout_s=60)
+            engine.submit("query", IMAGE, {"question": "a"}, GREEDY, principal="a", timeout_s=60)
         )
         for _ in range(4)
     ]
-    tasks.append(asyncio.create_task(engine.prepare_image(PICTURE, principal="a")))
+    tasks.append(asyncio.create_task(engine.prepare_image(IMAGE, principal="a")))
     await asyncio.sleep(0.01)
     assert (await (await ask(engine, "b")).result()).output
     assert ended == ["a"]

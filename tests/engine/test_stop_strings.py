@@ -6,7 +6,7 @@ import pytest
 
 from kestrel_engine import RuntimeFailure
 from kestrel_engine.runtime.fake import FakeRuntime
-from tests.engine.fakes import PICTURE, never_ends
+from tests.engine.fakes import IMAGE, never_ends
 
 GREEDY = {"temperature": 0.0}
 
@@ -42,7 +42,7 @@ async def test_an_answer_ends_before_the_stop_string(make_engine, fake_limits):
 
 async def test_a_caption_ends_before_the_stop_string(make_engine, fake_limits):
     engine = make_engine(FakeRuntime(fake_limits, says("A dot. A line. ")))
-    result = await engine.caption(PICTURE, settings={**GREEDY, "stop": ". ", "max_tokens": 50})
+    result = await engine.caption(IMAGE, settings={**GREEDY, "stop": ". ", "max_tokens": 50})
     assert (result.output, result.finish_reason) == ({"caption": "A dot"}, "stop")
 
 

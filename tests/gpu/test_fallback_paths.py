@@ -11,7 +11,7 @@ from kestrel_engine import InferenceEngine, RuntimeConfig, factory
 from kestrel_engine.runtime.gpu import device as gpu_device
 from kestrel_engine.types.step import Row
 from tests.golden.test_engine import CHECKS, cases, check_text, run
-from tests.gpu.test_torch_runtime_cuda import PICTURE
+from tests.gpu.test_torch_runtime_cuda import IMAGE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +54,7 @@ async def test_an_ampere_card_answers_in_bfloat16(monkeypatch):
     async with await InferenceEngine.create(config) as engine:
         greedy = {"temperature": 0.0}
         question = "How many green crescents are there?"
-        result = await engine.query(PICTURE, question, settings=greedy)
+        result = await engine.query(IMAGE, question, settings=greedy)
         assert result.output["answer"] == "2"
 
 

@@ -9,7 +9,7 @@ import torch
 from kestrel_engine import InferenceEngine, RuntimeConfig
 from tests.golden.test_engine import CHECKS, cases, check_text, run
 
-PICTURE = Path(__file__).parents[2] / "kestrel_grpc/cli/demo.jpg"
+IMAGE = Path(__file__).parents[2] / "kestrel_grpc/cli/demo.jpg"
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,7 +48,7 @@ async def test_kestrel_tiny_answers_in_bfloat16():
     async with await InferenceEngine.create(RuntimeConfig(device="cuda")) as engine:
         assert engine.info.dtype == "bfloat16"
         result = await engine.query(
-            PICTURE, "How many green crescents are there?", settings={"temperature": 0.0}
+            IMAGE, "How many green crescents are there?", settings={"temperature": 0.0}
         )
         assert result.output["answer"] == "2"
-        assert len((await engine.detect(PICTURE, "green crescent")).output["objects"]) == 2
+        assert len((await engine.detect(IMAGE, "green crescent")).output["objects"]) == 2

@@ -38,7 +38,7 @@ FILES = [
 ]
 VISION = vision_service_pb2.DESCRIPTOR.services_by_name["VisionService"]
 SKILLS = ("Query", "Caption", "Point", "Detect", "Segment")
-TAKES_A_PICTURE = (*SKILLS, "Analyze", "RunSkill")
+TAKES_AN_IMAGE = (*SKILLS, "Analyze", "RunSkill")
 MESSAGES: dict[str, Descriptor] = {
     name: message for file in FILES for name, message in file.message_types_by_name.items()
 }
@@ -237,7 +237,7 @@ def test_a_task_has_the_fields_of_the_method_with_their_numbers(skill: str) -> N
     assert outcome.message_type is MESSAGES[f"{skill}Response"]
 
 
-@pytest.mark.parametrize("skill", TAKES_A_PICTURE)
+@pytest.mark.parametrize("skill", TAKES_AN_IMAGE)
 def test_image_and_options_stand_in_the_same_place(skill: str) -> None:
     fields = MESSAGES[f"{skill}Request"].fields_by_number
     assert (fields[1].name, fields[11].name) == ("image", "options")

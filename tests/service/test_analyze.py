@@ -1,4 +1,4 @@
-"""Analyze over a real socket: tasks share a picture, fail alone, mix their events, and end together when given up."""
+"""Analyze over a real socket: tasks share an image, fail alone, mix their events, and end together when given up."""
 
 import asyncio
 import logging
@@ -197,8 +197,8 @@ async def test_our_own_failure_in_a_task_is_told_without_its_words(serve, caplog
     assert record.exc_info[0] is LookupError
 
 
-NO_PICTURE = request(question())
-NO_PICTURE.ClearField("image")
+NO_IMAGE = request(question())
+NO_IMAGE.ClearField("image")
 BAD = {
     "no tasks": (request(), "tasks", "INVALID_REQUEST"),
     "too many": (request(*[question()] * 33), "tasks", "INVALID_REQUEST"),
@@ -209,7 +209,7 @@ BAD = {
         "tasks[1].key",
         "INVALID_REQUEST",
     ),
-    "no picture": (NO_PICTURE, "image", "INVALID_REQUEST"),
+    "no picture": (NO_IMAGE, "image", "INVALID_REQUEST"),
     "no such picture": (
         request(question(), image=common_pb2.Image(image_id="img_0")),
         "image.image_id",

@@ -1,4 +1,4 @@
-"""Image.background through the service: per request, for encoded, raw and stored pictures, in Analyze and the CLI."""
+"""Image.background through the service: per request, for encoded, raw and stored images, in Analyze and the CLI."""
 
 import io
 

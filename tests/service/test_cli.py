@@ -26,7 +26,7 @@ from kestrel_grpc.cli import demo
 from tests.forking.process import ForkedProcess
 from tests.service.command_line import PROGRAM, ROOT, environment, executed, here, kestrel
 
-PICTURE = ROOT / "kestrel_grpc/cli/demo.jpg"
+IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
 READY = re.compile(
     r"^kestrel-grpc ready: (\S+) on cpu \(float32\), listening on (.+), loaded in [\d.]+ s$"
 )
@@ -89,7 +89,7 @@ def server(tmp_path_factory):
 
 
 CRESCENTS = [(0.440, 0.588, 0.642, 0.869), (0.812, 0.156, 0.989, 0.303)]
-"""Where the picture's two green crescents are, as fractions."""
+"""Where the image's two green crescents are, as fractions."""
 
 
 def ask(server, *arguments, run=here, **options):
@@ -97,7 +97,7 @@ def ask(server, *arguments, run=here, **options):
 
 
 def test_a_question_is_answered(server):
-    question = ["query", PICTURE, "How many green crescents are there?", "--temperature", 0]
+    question = ["query", IMAGE, "How many green crescents are there?", "--temperature", 0]
     done = ask(server, *question, run=executed)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "2\n"
@@ -119,16 +119,16 @@ def test_a_question_without_a_image_over_a_unix_socket(server):
 
 def test_a_image_may_come_from_standard_input(server):
     flags = ["--length", "short", "--temperature", 0]
-    named = ask(server, "caption", PICTURE, *flags)
-    piped = ask(server, "caption", "-", *flags, run=kestrel, stdin=PICTURE.read_bytes())
+    named = ask(server, "caption", IMAGE, *flags)
+    piped = ask(server, "caption", "-", *flags, run=kestrel, stdin=IMAGE.read_bytes())
     assert piped.returncode == 0, piped.stderr
     assert piped.stdout == named.stdout
     assert "two green crescents" in named.stdout
 
 
 def test_several_objects_are_found_in_one_call(server):
-    words = ["detect", PICTURE, "--object", "green crescent", "--object", "red circle"]
-    alone = ask(server, "detect", PICTURE, "green crescent").stdout
+    words = ["detect", IMAGE, "--object", "green crescent", "--object", "red circle"]
+    alone = ask(server, "detect", IMAGE, "green crescent").stdout
     done = ask(server, *words)
     assert done.returncode == 0 and "no red circle found" in done.stderr
     assert done.stdout == f"green crescent:\n{alone}red circle:\n"
@@ -143,7 +143,7 @@ def test_several_objects_are_found_in_one_call(server):
 
 
 def test_log_probabilities_follow_the_answer(server):
-    words = ["caption", PICTURE, "short", "--temperature", 0]
+    words = ["caption", IMAGE, "short", "--temperature", 0]
     text = ask(server, *words).stdout
     done = ask(server, *words, "--logprobs").stdout
     assert done.startswith(text)
@@ -166,7 +166,7 @@ def test_log_probabilities_follow_the_answer(server):
 
 
 def test_stop_strings_end_a_description(server):
-    words = ["caption", PICTURE, "short", "--temperature", 0]
+    words = ["caption", IMAGE, "short", "--temperature", 0]
     whole = ask(server, *words).stdout.strip()
     assert "two green crescents" in whole
     expected = whole[: whole.index(" green")]
@@ -180,14 +180,14 @@ def test_stop_strings_end_a_description(server):
 
 
 def test_a_limit_that_cuts_an_answer_short_is_told(server):
-    done = ask(server, "caption", PICTURE, "--max-tokens", 2)
+    done = ask(server, "caption", IMAGE, "--max-tokens", 2)
     assert done.returncode == 0
     assert "limit" in done.stderr
 
 
 def test_objects_are_printed_one_a_line_and_painted(server, tmp_path):
     painted = tmp_path / "boxes.png"
-    done = ask(server, "detect", PICTURE, "green crescent", "--save", painted)
+    done = ask(server, "detect", IMAGE, "green crescent", "--save", painted)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     for line in lines:
@@ -196,7 +196,7 @@ def test_objects_are_printed_one_a_line_and_painted(server, tmp_path):
     assert boxes == [pytest.approx(box, abs=0.03) for box in CRESCENTS]
     with Image.open(painted) as image:
         assert image.size == (857, 783)
-    events = ask(server, "point", PICTURE, "green crescent", "--stream", "--json")
+    events = ask(server, "point", IMAGE, "green crescent", "--stream", "--json")
     *points, final = map(json.loads, events.stdout.splitlines())
     assert [event["point"] for event in points] == final["final"]["points"]
     for point, (x_min, y_min, x_max, y_max) in zip(
@@ -207,16 +207,14 @@ def test_objects_are_printed_one_a_line_and_painted(server, tmp_path):
 
 
 def test_nothing_found_is_told_not_silent(server):
-    done = ask(server, "detect", PICTURE, "blue heart")
+    done = ask(server, "detect", IMAGE, "blue heart")
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr == "no blue heart found\n"
 
 
 def test_an_outline_and_its_mask(server, tmp_path):
     painted = tmp_path / "star.png"
-    done = ask(
-        server, "segment", PICTURE, "pink star", "--json", "--mask", "rle", "--save", painted
-    )
+    done = ask(server, "segment", IMAGE, "pink star", "--json", "--mask", "rle", "--save", painted)
     assert done.returncode == 0, done.stderr
     described = json.loads(done.stdout)
     assert described["svg_path"].startswith("M ")
@@ -227,7 +225,7 @@ def test_an_outline_and_its_mask(server, tmp_path):
     inside = (box["x_max"] - box["x_min"]) * (box["y_max"] - box["y_min"]) * 857 * 783
     # A five-pointed star fills about a third of its box.
     assert 0.2 < sum(counts[1::2]) / inside < 0.5
-    streamed = ask(server, "segment", PICTURE, "pink star", "--stream")
+    streamed = ask(server, "segment", IMAGE, "pink star", "--stream")
     _, *pieces = streamed.stdout.splitlines()
     assert " ".join(pieces) == described["svg_path"]
     assert painted.exists()
@@ -269,7 +267,7 @@ def test_models_and_health(server):
     ],
 )
 def test_failures_are_one_line_and_status_1(server, arguments, words):
-    named = [a.format(picture=PICTURE, text=__file__) for a in arguments]
+    named = [a.format(picture=IMAGE, text=__file__) for a in arguments]
     done = ask(server, *named)
     assert done.returncode == 1
     (error,) = done.stderr.splitlines()
@@ -361,7 +359,7 @@ def test_client_commands_load_neither_torch_nor_the_engine():
 def test_schedule_answers_in_this_process():
     done = here(
         "schedule", "How many green crescents are there?", "What colour is the star?",
-        "--image", PICTURE, "--temperature", 0,
+        "--image", IMAGE, "--temperature", 0,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "green crescents are there?\n  2\n" in done.stdout
@@ -374,7 +372,7 @@ def test_schedule_answers_in_this_process():
 
 
 def test_schedule_streams_and_prints_json():
-    asked = ["schedule", "What do you see?", "--image", PICTURE, "--temperature", 0]
+    asked = ["schedule", "What do you see?", "--image", IMAGE, "--temperature", 0]
     streamed, whole = here(*asked, "--stream"), here(*asked, "--json")
     assert streamed.returncode == 0, streamed.stderr
     (line,) = whole.stdout.splitlines()

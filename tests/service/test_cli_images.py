@@ -14,7 +14,7 @@ from kestrel_grpc.cli.parser import COMMANDS, main
 from kestrel_grpc.cli.requests import inputs
 from kestrel_grpc.cli.terminal import styled
 from tests.client.test_fetching import web as web
-from tests.service.test_cli_stored_images import PICTURE
+from tests.service.test_cli_stored_images import IMAGE
 from tests.service.test_cli_stored_images import kestrel as kestrel
 
 ARGUMENTS = ["--temperature", 0, "--max-tokens", 4]
@@ -25,7 +25,7 @@ def folder(tmp_path):
     """Two images, a text and a folder of one image."""
     for name in ("b.jpg", "a.JPG", "deep/c.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(PICTURE, tmp_path / name)
+        shutil.copy(IMAGE, tmp_path / name)
     (tmp_path / "notes.txt").write_text("no image")
     return tmp_path
 
@@ -55,7 +55,7 @@ async def test_put_stores_the_other_images_if_one_is_refused(kestrel, folder):
 
 
 async def test_a_skill_that_is_misspelt_is_suggested(kestrel):
-    status, _, errors = await kestrel("run", "quer", PICTURE)
+    status, _, errors = await kestrel("run", "quer", IMAGE)
     assert status == 1 and "did you mean query? [NOT_FOUND]" in errors
 
 
@@ -68,7 +68,7 @@ async def test_an_address_is_fetched_by_the_client(kestrel, web):
 
 async def test_one_of_several_that_fails_leaves_the_others_alone(kestrel, folder):
     status, told, errors = await kestrel(
-        "detect", folder / "a.JPG", folder / "notes.txt", PICTURE, "cat"
+        "detect", folder / "a.JPG", folder / "notes.txt", IMAGE, "cat"
     )
     assert status == 1
     assert told.count("px)") >= 2
@@ -76,9 +76,9 @@ async def test_one_of_several_that_fails_leaves_the_others_alone(kestrel, folder
 
 
 async def test_words_may_stand_behind_flags(kestrel):
-    status, told, _ = await kestrel("detect", "--max-objects", 1, PICTURE, "--json", "cat")
+    status, told, _ = await kestrel("detect", "--max-objects", 1, IMAGE, "--json", "cat")
     assert status == 0 and json.loads(told)["object"] == "cat"
-    status, told, _ = await kestrel("caption", PICTURE, "--json", *ARGUMENTS, "short")
+    status, told, _ = await kestrel("caption", IMAGE, "--json", *ARGUMENTS, "short")
     assert status == 0
 
 
@@ -103,7 +103,7 @@ async def test_words_may_stand_behind_flags(kestrel):
     ],
 )
 def test_wrong_usage_is_one_line_with_what_to_write(capsys, arguments, words):
-    named = [word.format(picture=PICTURE) for word in arguments]
+    named = [word.format(picture=IMAGE) for word in arguments]
     try:
         status = main(named)
     except SystemExit as error:
@@ -142,24 +142,24 @@ async def test_a_deadline_and_a_full_queue_in_plain_words(kestrel, monkeypatch):
 
 async def test_save_says_what_it_wrote(kestrel, folder):
     target = folder / "deep/query.png"
-    status, _, errors = await kestrel("query", PICTURE, "what?", *ARGUMENTS, "--save", target)
+    status, _, errors = await kestrel("query", IMAGE, "what?", *ARGUMENTS, "--save", target)
     assert status == 0 and errors.splitlines()[-1] == f"wrote {target}"
     with Image.open(target) as image:
         assert image.width == 857 and image.height > 783  # question and answer below
     out = folder / "out"
     status, _, errors = await kestrel("analyze", folder, "--detect", "cat", "--save", f"{out}/")
     assert errors.splitlines() == [f"wrote {out}/a.png", f"wrote {out}/b.png"]
-    status, _, errors = await kestrel("detect", PICTURE, PICTURE, "cat", "--save", out)
+    status, _, errors = await kestrel("detect", IMAGE, IMAGE, "cat", "--save", out)
     assert errors.splitlines() == [f"wrote {out}/demo.png", f"wrote {out}/demo-2.png"]
     done = await kestrel(
-        "run", "point", PICTURE, "--argument", "object=cat", "--save", out / "run.png"
+        "run", "point", IMAGE, "--argument", "object=cat", "--save", out / "run.png"
     )
     assert done[0] == 0 and (out / "run.png").exists()
-    _, image_id, _ = await kestrel("put", PICTURE)
+    _, image_id, _ = await kestrel("put", IMAGE)
     asked = ("detect", image_id.strip(), "cat", "--save", out / "id.png")
     status, _, errors = await kestrel(*asked)
     assert status == 1 and "--save-on FILE" in errors
-    status, _, errors = await kestrel(*asked, "--save-on", PICTURE)
+    status, _, errors = await kestrel(*asked, "--save-on", IMAGE)
     assert status == 0 and (out / "id.png").exists()
 
 
@@ -170,7 +170,7 @@ def test_save_to_standard_output_is_the_image_alone():
         "-m",
         "kestrel_grpc",
         "detect",
-        str(PICTURE),
+        str(IMAGE),
         "cat",
         "--server",
         "127.0.0.1:1",
@@ -182,7 +182,7 @@ def test_save_to_standard_output_is_the_image_alone():
 async def test_save_to_standard_output(kestrel, monkeypatch):
     written = io.TextIOWrapper(io.BytesIO())
     monkeypatch.setattr("kestrel_grpc.cli.requests.painted.sys.stdout", written)
-    status, _, _ = await kestrel("detect", PICTURE, "cat", "--save", "-", "--json")
+    status, _, _ = await kestrel("detect", IMAGE, "cat", "--save", "-", "--json")
     assert status == 0
     with Image.open(io.BytesIO(written.buffer.getvalue())) as image:
         assert image.size == (857, 783)
@@ -198,7 +198,7 @@ async def test_save_to_standard_output(kestrel, monkeypatch):
 )
 async def test_the_target_is_checked_before_anything_is_asked(kestrel, target, words):
     before = kestrel.served.server.call_statistics.methods.copy()
-    status, _, errors = await kestrel("detect", PICTURE, "cat", "--save", target)
+    status, _, errors = await kestrel("detect", IMAGE, "cat", "--save", target)
     assert status == 1 and words in errors
     assert kestrel.served.server.call_statistics.methods == before
 
@@ -210,22 +210,22 @@ async def test_several_images_need_a_folder(kestrel, folder):
 
 async def test_chat(kestrel, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("what?\n\nnever asked\n"))
-    status, told, errors = await kestrel("chat", PICTURE, *ARGUMENTS)
+    status, told, errors = await kestrel("chat", IMAGE, *ARGUMENTS)
     assert not len(kestrel.served.server.images)  # it forgets what it put
-    assert (status, told, errors) == await kestrel("query", PICTURE, "what?", *ARGUMENTS)
+    assert (status, told, errors) == await kestrel("query", IMAGE, "what?", *ARGUMENTS)
 
 
 async def test_chat_sends_the_earlier_turns(kestrel, monkeypatch):
     async def chat(questions, *flags):
         monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(questions)))
-        return await kestrel("chat", PICTURE, *ARGUMENTS, *flags)
+        return await kestrel("chat", IMAGE, *ARGUMENTS, *flags)
 
-    _, alone, _ = await kestrel("query", PICTURE, "where?", *ARGUMENTS)
-    _, first, _ = await kestrel("query", PICTURE, "what?", *ARGUMENTS)
+    _, alone, _ = await kestrel("query", IMAGE, "where?", *ARGUMENTS)
+    _, first, _ = await kestrel("query", IMAGE, "what?", *ARGUMENTS)
     request = pb.QueryRequest(
         question="where?", history=[pb.Turn(question="what?", answer=first[:-1])]
     )
-    request.image.encoded = PICTURE.read_bytes()
+    request.image.encoded = IMAGE.read_bytes()
     request.sampling.temperature, request.sampling.max_tokens = 0, 4
     second = (await kestrel.served.vision.Query(request)).answer
     assert alone[:-1] != second
@@ -237,7 +237,7 @@ async def test_chat_leaves_out_turns_that_do_not_fit_the_context(kestrel, monkey
     long = "x" * 100
     questions = [f"one {long}", f"two {long}", f"three {long}", " ", "never asked"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(questions)))
-    status, told, errors = await kestrel("chat", PICTURE, *ARGUMENTS)
+    status, told, errors = await kestrel("chat", IMAGE, *ARGUMENTS)
     assert status == 0 and told.count("\n") >= 3
     left_out = [line for line in errors.splitlines() if line.startswith("left out")]
     assert left_out[0] == f"left out, to fit the context: one {long}"
@@ -249,7 +249,7 @@ async def test_bench(kestrel):
     measured = json.loads(told)
     assert status == 0 and measured["requests"] > 0 and measured["errors"] == {}
     assert 0 < measured["ttft_ms"]["p50"] <= measured["total_ms"]["p99"]
-    status, told, _ = await kestrel("bench", PICTURE, *flags)
+    status, told, _ = await kestrel("bench", IMAGE, *flags)
     assert "requests/s" in told and "first token (TTFT)" in told
     status, _, errors = await kestrel("bench", "--seconds", 0)
     assert status == 2 and "--seconds: '0': must be a number of seconds from 0.1 to 3600" in errors

@@ -17,7 +17,7 @@ from tests.forking.process import ForkedProcess, run_forked
 from tests.service.test_run_skill import SOURCE
 
 ROOT = Path(__file__).parents[2]
-PICTURE = ROOT / "kestrel_grpc/cli/demo.jpg"
+IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
 
 
 @pytest.fixture
@@ -39,18 +39,18 @@ async def kestrel(serve, capsys):
 
 
 async def test_a_image_put_is_named_in_place_of_a_file(kestrel, monkeypatch):
-    status, told, errors = await kestrel("put", PICTURE)
+    status, told, errors = await kestrel("put", IMAGE)
     assert (status, errors) == (0, "")
     image_id = told.strip()
     assert re.fullmatch(r"img_[0-9a-f]{32}", image_id)
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(PICTURE.read_bytes())))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(IMAGE.read_bytes())))
     _, told, _ = await kestrel("put", "-", "--json")
     assert json.loads(told) == {
         "image_id": image_id,
         "image_size": {"width": 857, "height": 783},
     }
     flags = ["--temperature", 0, "--max-tokens", 4]
-    sent = await kestrel("query", PICTURE, "what?", *flags)
+    sent = await kestrel("query", IMAGE, "what?", *flags)
     assert sent == await kestrel("query", image_id, "what?", *flags)
     _, told, _ = await kestrel("caption", image_id, "--json", *flags)
     assert json.loads(told)["image_id"] == image_id
@@ -75,7 +75,7 @@ TASKS = [
 
 
 async def test_several_tasks(kestrel):
-    status, told, _ = await kestrel("analyze", PICTURE, *TASKS, "--max-tokens", 4)
+    status, told, _ = await kestrel("analyze", IMAGE, *TASKS, "--max-tokens", 4)
     assert status == 0
     titles = [line for line in told.splitlines() if line.endswith(":")]
     assert [title for title in titles if title.split()[0] in "query caption detect point"] == [
@@ -85,44 +85,42 @@ async def test_several_tasks(kestrel):
         "query 'why?':",
         "point 'dog':",
     ]
-    _, told, _ = await kestrel("analyze", PICTURE, *TASKS, "--max-tokens", 4, "--json")
+    _, told, _ = await kestrel("analyze", IMAGE, *TASKS, "--max-tokens", 4, "--json")
     described = json.loads(told)
     assert list(described["tasks"]) == ["0", "1", "2", "3", "4"]
     assert described["tasks"]["2"]["objects"] and described["tasks"]["1"]["caption"]
     streamed = ["--stream", "--json"]
-    _, told, _ = await kestrel("analyze", PICTURE, *TASKS, "--max-tokens", 4, *streamed)
+    _, told, _ = await kestrel("analyze", IMAGE, *TASKS, "--max-tokens", 4, *streamed)
     *events, final = map(json.loads, told.splitlines())
     assert {event["key"] for event in events} == {"0", "1", "2", "3", "4"}
     assert sum("result" in event for event in events) == 5
     assert list(final["final"]["tasks"]) == ["0", "1", "2", "3", "4"]
-    status, told, _ = await kestrel("analyze", PICTURE, "--caption", "short", "--stream")
+    status, told, _ = await kestrel("analyze", IMAGE, "--caption", "short", "--stream")
     assert status == 0 and told.startswith("caption 'short':\n")
 
 
 async def test_a_failed_task_is_told_and_the_status_is_1(kestrel):
     tasks = ["--query", " ", "--detect", "cat"]
     for flags in ([], ["--stream"]):
-        status, told, errors = await kestrel("analyze", PICTURE, *tasks, *flags)
+        status, told, errors = await kestrel("analyze", IMAGE, *tasks, *flags)
         assert status == 1 and "detect 'cat':" in told
         assert "tasks[0].query.question: must not be empty [INVALID_ARGUMENT]" in errors
-    status, told, _ = await kestrel("analyze", PICTURE, *tasks, "--json")
+    status, told, _ = await kestrel("analyze", IMAGE, *tasks, "--json")
     assert json.loads(told)["tasks"]["0"]["error"]["code"] == "INVALID_ARGUMENT"
     assert status == 1
-    status, _, errors = await kestrel("analyze", PICTURE)
+    status, _, errors = await kestrel("analyze", IMAGE)
     assert status == 2 and "at least one task" in errors
-    status, _, errors = await kestrel("analyze", PICTURE, "--caption", "tiny")
+    status, _, errors = await kestrel("analyze", IMAGE, "--caption", "tiny")
     assert status == 2 and "invalid choice" in errors
 
 
 async def test_any_skill(kestrel):
     arguments = ["--argument", "object=cat", "--argument", "spatial_refs=[[0.5, 0.5]]"]
-    status, told, _ = await kestrel(
-        "run", "point", PICTURE, *arguments, "--setting", "max_objects=2"
-    )
+    status, told, _ = await kestrel("run", "point", IMAGE, *arguments, "--setting", "max_objects=2")
     assert status == 0 and json.loads(told)["points"]
-    _, told, _ = await kestrel("run", "point", PICTURE, *arguments, "--json")
+    _, told, _ = await kestrel("run", "point", IMAGE, *arguments, "--json")
     assert json.loads(told)["skill"] == "point"
-    _, told, _ = await kestrel("run", "point", PICTURE, *arguments, "--stream", "--json")
+    _, told, _ = await kestrel("run", "point", IMAGE, *arguments, "--stream", "--json")
     *points, final = map(json.loads, told.splitlines())
     assert len(points) == len(final["final"]["output"]["points"])
     question = ["--argument", "question=what?", "--setting", "max_tokens=4"]
@@ -147,7 +145,7 @@ async def test_priority_and_salt(kestrel, monkeypatch):
     kestrel.served.engine.submit = spy
     flags = ["--priority", "high", "--cache-salt", "mine"]
     await kestrel("query", "what?", "--max-tokens", 1, *flags)
-    await kestrel("analyze", PICTURE, "--query", "what?", *flags)
+    await kestrel("analyze", IMAGE, "--query", "what?", *flags)
     await kestrel("run", "query", "--argument", "question=what?", *flags)
     assert seen == [("high", "mine")] * 3
 
@@ -174,7 +172,7 @@ def test_serve_takes_the_guides_skill(tmp_path):
         try:
             (target,) = re.findall(r"listening on (\S+),", server.stdout.readline())
             asked = ["--argument", "question=Is there a green crescent?", "--server", target]
-            done = run_forked([*program, "run", "yes_no", PICTURE, *asked], **options)
+            done = run_forked([*program, "run", "yes_no", IMAGE, *asked], **options)
             assert json.loads(done.stdout) in ({"yes": True}, {"yes": False}), done.stderr
             listed = run_forked([*program, "models", "--server", target], **options)
             assert "segment, yes_no" in listed.stdout

@@ -188,7 +188,7 @@ async def answers(served):
 
 @pytest.fixture
 async def strict(serve):
-    """A server with small limits on pictures."""
+    """A server with small limits on images."""
     limits = kestrel_engine.ImageLimits(max_bytes=50_000, max_pixels=100_000)
     return await serve(image_limits=limits)
 

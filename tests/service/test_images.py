@@ -1,4 +1,4 @@
-"""Pictures sent once and named afterwards, over a real socket: put, upload, use, push out, delete."""
+"""Images sent once and named afterwards, over a real socket: put, upload, use, push out, delete."""
 
 import asyncio
 import functools

@@ -18,12 +18,12 @@ from tests.forking.process import ForkedProcess
 
 pytestmark = pytest.mark.slow
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-PICTURE = ROOT / "kestrel_grpc/cli/demo.jpg"
+IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
 DEBIAN_GO = Path("/usr/share/gocode")
 DEBIAN_JARS = Path("/usr/share/java")
 NPM_PACKAGES = ("ts-proto@2", "@grpc/grpc-js@1", "@bufbuild/protobuf@2", "tsx@4")
 CRESCENTS = [(0.440, 0.588, 0.642, 0.869), (0.812, 0.156, 0.989, 0.303)]
-"""Where the picture's two green crescents are, as fractions."""
+"""Where the image's two green crescents are, as fractions."""
 
 
 def shell(script, folder, **variables):
@@ -75,7 +75,7 @@ def generated(tmp_path):
 
 def check(command, address, folder, **variables):
     """Runs a client, which prints the boxes of the crescents and how many there are."""
-    *lines, answer = shell(f"{command} {address} {PICTURE}", folder, **variables).splitlines()
+    *lines, answer = shell(f"{command} {address} {IMAGE}", folder, **variables).splitlines()
     words = [line.split() for line in lines]
     assert [word for word, *_ in words] == ["box", "box"]
     boxes = sorted(tuple(map(float, edges)) for _, *edges in words)

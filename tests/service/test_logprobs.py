@@ -8,7 +8,7 @@ import pytest
 from kestrel_client import AsyncKestrelClient, CaptionTask, QueryTask
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from tests.engine.fakes import PICTURE
+from tests.engine.fakes import IMAGE
 from tests.service.conftest import raw_image
 from tests.service.statuses import failure
 
@@ -111,14 +111,14 @@ async def test_the_sdk_has_them_typed(serve):
     served = await serve()
     async with AsyncKestrelClient(served.server.addresses[0]) as client:
         options = {"temperature": 0, "max_tokens": 8}
-        result = await client.query(PICTURE, "what?", logprobs=True, **options)
+        result = await client.query(IMAGE, "what?", logprobs=True, **options)
         assert result.logprobs is not None and len(result.logprobs) == 8
         assert result.logprobs.sum == pytest.approx(sum(t.logprob for t in result.logprobs))
-        async with client.stream_query(PICTURE, "what?", logprobs=True, **options) as events:
+        async with client.stream_query(IMAGE, "what?", logprobs=True, **options) as events:
             told = [token async for event in events for token in event.tokens]
             streamed = await events.result()
         assert streamed.logprobs == result.logprobs
         assert tuple(told) == result.logprobs.tokens[: len(told)]
         ask, describe = QueryTask("what?", logprobs=True, **options), CaptionTask(max_tokens=3)
-        analysis = await client.analyze(PICTURE, [ask, describe])
+        analysis = await client.analyze(IMAGE, [ask, describe])
         assert analysis[ask].logprobs == result.logprobs and analysis[describe].logprobs is None

@@ -234,7 +234,7 @@ def test_a_session_logs_no_secret_and_writes_no_file(tmp_path):
 
 
 def session(target, folder):
-    """Every way for a picture to come, with all secrets sent along."""
+    """Every way for an image to come, with all secrets sent along."""
     metadata = {
         "cookie": f"session={SECRETS['cookie']}",
         "x-api-key": SECRETS["x-api-key"],

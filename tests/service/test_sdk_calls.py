@@ -1,4 +1,4 @@
-"""The SDK against the real server: pictures put and named, several tasks at once, skills by name, priority and salt."""
+"""The SDK against the real server: images put and named, several tasks at once, skills by name, priority and salt."""
 
 import asyncio
 import dataclasses

@@ -10,7 +10,7 @@ from tests.engine.models.small import random_tensors, small_config, small_model
 
 
 def test_values_of_bins_are_those_of_the_hub_code():
-    """The stored answer of Moondream 3 for a picture of a stop sign (moondream.md section 7)."""
+    """The stored answer of Moondream 3 for an image of a stop sign (moondream.md section 7)."""
     assert coord_of_bin(289).value == 0.2822265625
     assert coord_of_bin(326).value == 0.318359375
     size = size_of_bins(780, 838)

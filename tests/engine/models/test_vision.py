@@ -32,7 +32,7 @@ def test_stitching_keeps_each_tile_inside_its_margins(vision, tiling):
     grid, margin = vision.config.grid, vision.config.overlap_margin
     window = grid - 2 * margin
     rows, columns = window * th + 2 * margin, window * tw + 2 * margin
-    # A field over the whole picture, seen by each tile through its own window, must come back unchanged.
+    # A field over the whole image, seen by each tile through its own window, must come back unchanged.
     field = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns, 1)
     tiles = [
         field[window * i : window * i + grid, window * j : window * j + grid].reshape(-1, 1)

@@ -14,12 +14,12 @@ from kestrel_engine.preprocess.amplifiers import MOST_PAGES, MOST_SCANS, num_pag
 from kestrel_engine.preprocess.images import open_image
 
 LIMITS = ImageLimits()
-PICTURE = Image.fromarray(np.random.default_rng(1).integers(0, 256, (48, 64, 3), dtype=np.uint8))
+IMAGE = Image.fromarray(np.random.default_rng(1).integers(0, 256, (48, 64, 3), dtype=np.uint8))
 
 
 def jpeg(**options) -> bytes:
     buffer = io.BytesIO()
-    PICTURE.save(buffer, "JPEG", **options)
+    IMAGE.save(buffer, "JPEG", **options)
     return buffer.getvalue()
 
 

@@ -153,7 +153,7 @@ def test_threads_beside_the_decoder_give_the_same_crops(width, height, rows_at_o
 
 
 class Grudging(DecodedImage):
-    """Has only the rows that were waited for; the others are another picture's."""
+    """Has only the rows that were waited for; the others are another image's."""
 
     def __init__(self, true: np.ndarray) -> None:
         super().__init__(255 - true)

@@ -1,4 +1,4 @@
-"""Broken, oversized and hostile pictures: a precise error each, nothing decoded in vain, nothing written."""
+"""Broken, oversized and hostile images: a precise error each, nothing decoded in vain, nothing written."""
 
 import gzip
 import io
@@ -24,10 +24,10 @@ from kestrel_engine.errors import (
 from kestrel_engine.preprocess.images import FORMATS, open_image
 
 LIMITS = ImageLimits()
-PICTURE = Image.fromarray(np.random.default_rng(1).integers(0, 256, (24, 32, 3), dtype=np.uint8))
+IMAGE = Image.fromarray(np.random.default_rng(1).integers(0, 256, (24, 32, 3), dtype=np.uint8))
 
 
-def encoded(fmt: str, picture: Image.Image = PICTURE, **options) -> bytes:
+def encoded(fmt: str, picture: Image.Image = IMAGE, **options) -> bytes:
     buffer = io.BytesIO()
     picture.save(buffer, fmt, **options)
     return buffer.getvalue()
@@ -39,9 +39,9 @@ TAKEN = {
     "jpeg": encoded("JPEG"),
     "jpeg-progressive": encoded("JPEG", progressive=True, exif=EXIF),
     "png": encoded("PNG"),
-    "png-palette": encoded("PNG", PICTURE.quantize(8), exif=EXIF),
+    "png-palette": encoded("PNG", IMAGE.quantize(8), exif=EXIF),
     "webp": encoded("WEBP"),
-    "webp-animated": encoded("WEBP", save_all=True, append_images=[PICTURE.rotate(180)]),
+    "webp-animated": encoded("WEBP", save_all=True, append_images=[IMAGE.rotate(180)]),
     "tiff": encoded("TIFF"),
     "tiff-deflate": encoded("TIFF", compression="tiff_deflate"),
     "gif": encoded("GIF"),
@@ -129,7 +129,7 @@ def test_truncated_images_are_refused(name):
 
 
 def test_a_gif_whose_first_frame_is_whole_is_taken():
-    data = encoded("GIF", save_all=True, append_images=[PICTURE.rotate(180)])
+    data = encoded("GIF", save_all=True, append_images=[IMAGE.rotate(180)])
     assert open_image(data[:-100], LIMITS).width == 32
 
 

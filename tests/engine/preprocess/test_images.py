@@ -1,4 +1,4 @@
-"""Which pictures are taken, and what pixels they give. Broken and hostile ones: test_hostile_images.py."""
+"""Which images are taken, and what pixels they give. Broken and hostile ones: test_hostile_images.py."""
 
 import io
 
@@ -88,7 +88,7 @@ def test_lossy_formats_come_close(fmt, options):
 
 
 def test_jpeg_equals_pillows_decoder():
-    """Both use libjpeg-turbo on the full picture: no shrink-on-load."""
+    """Both use libjpeg-turbo on the full image: no shrink-on-load."""
     data = encoded(smooth(600, 800), "JPEG", quality=90)
     assert np.array_equal(decode(data), np.asarray(Image.open(io.BytesIO(data))))
 

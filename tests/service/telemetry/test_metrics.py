@@ -157,7 +157,7 @@ async def test_what_is_counted(measured):
     assert found.value("kestrel_crops_total") == 2
     steps = found.value("kestrel_steps_total", kestrel_failed="false")
     assert found.value("kestrel_steps_total", kestrel_failed="true") == 1 and steps >= 9
-    # The second picture's prefix is that of the first: BOS and 81 positions.
+    # The second image's prefix is that of the first: BOS and 81 positions.
     assert found.value("kestrel_prefix_cache_hit_positions_total") >= 2 * 82
     vision = found.value("kestrel_step_phase_duration_seconds_sum", kestrel_phase="vision")
     encodings = found.value("kestrel_step_phase_duration_seconds_count", kestrel_phase="vision")

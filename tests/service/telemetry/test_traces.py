@@ -206,7 +206,7 @@ async def test_tasks_of_one_call_have_spans_of_their_own(serve_traced, collector
     generated = [s for s in collector.spans() if s.name.startswith("generate_content")]
     assert len(generated) == 3
     assert {s.parent_span_id for s in generated} == {server.span_id}
-    # One picture, prepared once and ahead.
+    # One image, prepared once and ahead.
     [prepared] = [s for s in collector.spans() if s.name == "image.preprocess"]
     assert prepared.parent_span_id == server.span_id
     assert server.start_time_unix_nano <= prepared.start_time_unix_nano
