@@ -1,9 +1,9 @@
-"""What makes a small file dear to read, whatever its size in pixels: a JPEG's scans, a TIFF's pages. Owns their bounds.
+"""Limits on the parts of a file that make decoding expensive, whatever its pixels: a JPEG's scans and a TIFF's pages.
 
-Each scan of a progressive JPEG goes over all coefficients, even one of twelve bytes that changes nothing: 11 ms at the
-most pixels that are taken, so that 200 KB would keep a thread busy for minutes. Each page of a TIFF is visited to be
-counted, 16 us: the most bytes that are taken hold five seconds of them. Encoders write some ten scans, optimisers up to
-64; libtiff draws the line at 100 scans too for the JPEGs that it reads.
+Each scan of a progressive JPEG visits all coefficients, even a scan of twelve bytes that changes nothing. With the
+largest accepted number of pixels this takes 11 ms, so a file of 200 KB could occupy a thread for minutes. libvips
+visits each page of a TIFF to count the pages, which takes 16 us a page. The largest accepted file could hold pages for
+five seconds. Encoders write about ten scans, and optimisers up to 64. libtiff also accepts at most 100 scans in a JPEG.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ MOST_PAGES = 10_000
 
 _SCAN = b"\xff\xda"
 _MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
-"""A marker but for the restarts; 0xff 0x00 is a byte of the coded image, 0xff 0xff is padding."""
+"""A marker, except restarts. 0xff 0x00 is a byte of the coded image, and 0xff 0xff is padding."""
 
 _ALONE = frozenset(b"\x01\xd8")
 """Markers without a length."""
 
 
 def excess(data: bytes, name: str) -> str | None:
-    """What an image of format ``name`` has too much of, in words to come after "has"; None if nothing."""
+    """Describes what an image of format ``name`` has too many of, as words after "has"; None if it is acceptable."""
     if name == "JPEG" and data.count(_SCAN) > MOST_SCANS and num_scans(data) > MOST_SCANS:
         return f"more than {MOST_SCANS} scans"
     if name == "TIFF" and num_pages(data) > MOST_PAGES:
@@ -32,8 +32,8 @@ def excess(data: bytes, name: str) -> str | None:
 
 
 def num_scans(data: bytes) -> int:
-    """Scans of a JPEG up to its end or to where it is no JPEG, MOST_SCANS + 1 at most. Thumbnails in other segments and
-    what follows the image don't count."""
+    """Counts the scans of a JPEG, up to its end or its first invalid marker, and at most to MOST_SCANS + 1. Thumbnails
+    in other segments and data after the image do not count."""
     count, at = 0, 0
     while count <= MOST_SCANS and (found := _MARKER.search(data, at)) is not None:
         (marker,), at = found[1], found.end()
@@ -47,8 +47,8 @@ def num_scans(data: bytes) -> int:
 
 
 def num_pages(data: bytes) -> int:
-    """Directories in a TIFF's chain up to its end or to where it is no TIFF, MOST_PAGES + 1 at most; a chain that is a
-    circle is libtiff's to notice."""
+    """Counts the directories in a TIFF's chain, up to its end or its first invalid offset, and at most to MOST_PAGES +
+    1. libtiff detects a circular chain."""
     order = "<" if data[:2] == b"II" else ">"
     big = data[2:4] in (b"+\0", b"\0+")
     offset, entries, entry = ("Q", "Q", 20) if big else ("I", "H", 12)
@@ -60,6 +60,6 @@ def num_pages(data: bytes) -> int:
             at += struct.calcsize(order + entries) + number * entry
             (at,) = struct.unpack_from(order + offset, data, at)
             count += 1
-    except (struct.error, OverflowError):  # Beyond the end.
+    except (struct.error, OverflowError):  # An offset points beyond the end.
         pass
     return count

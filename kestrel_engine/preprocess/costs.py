@@ -18,7 +18,7 @@ FIELD = "image"
 
 
 class Cost(NamedTuple):
-    """What one image may take: ``pixels``, ``num_bytes`` of memory, ``seconds`` of one processor."""
+    """The resources that one image may need: ``pixels``, ``num_bytes`` of memory, ``seconds`` of one processor."""
 
     pixels: int
     num_bytes: int
@@ -27,7 +27,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A format, as far as it costs the same to decode.
+    """Formats with the same costs of decoding.
 
     ``bytes_per_pixel``: memory at the peak, as the kernel limits it, with 3 for the decoded pixels. ``ns_per_pixel``
     and ``ns_per_byte`` (of the encoded image): time of one processor until the crops are made; ``ns_per_scan``: for a
@@ -43,7 +43,7 @@ class Kind:
 
 
 PIXELS = Kind("pixels", 6, 40, 0)
-"""Decoded pixels of a caller in this process."""
+"""Decoded pixels that a caller in this process gave."""
 
 KINDS = {
     kind.name: kind
@@ -62,13 +62,13 @@ KINDS = {
 }
 
 _BASE_BYTES = 16 * 2**20
-"""Of any image: the crops, and what libraries keep."""
+"""Bytes for any image: the crops, and memory that libraries keep."""
 
 _BASE_SECONDS = 0.02
-"""Of any image: the crops are resized to the same size whatever it has."""
+"""Seconds for any image: the size of the crops does not depend on the image's size."""
 
 TURNED_BYTES_PER_PIXEL = 3
-"""More for an image whose EXIF orientation turns it: it is decoded first, and then turned."""
+"""Additional bytes for an image that its EXIF orientation turns: the image is decoded first, and then turned."""
 
 
 def cost_of(
@@ -81,7 +81,8 @@ def cost_of(
     pixel_bytes: int = 3,
     turned: bool = False,
 ) -> Cost:
-    """``pixel_bytes``: of a stored pixel, all channels; the table is for 3. ``scans``: of a JPEG."""
+    """Returns the cost of one image. ``pixel_bytes``: bytes of a stored pixel, all channels; the table is for 3.
+    ``scans``: the number of scans of a JPEG."""
     pixels = width * height
     each = kind.bytes_per_pixel * max(1.0, pixel_bytes / 3) + TURNED_BYTES_PER_PIXEL * turned
     time_ns = pixels * (kind.ns_per_pixel * max(1.0, pixel_bytes / 3) + kind.ns_per_scan * scans)
@@ -93,7 +94,7 @@ def cost_of(
 
 
 def check_pixels(kind: Kind, width: int, height: int, limits: ImageLimits) -> None:
-    """Raises ImageTooLargeError if an image of ``width`` x ``height`` has more pixels than its kind may."""
+    """Raises ImageTooLargeError if an image of ``width`` x ``height`` has more pixels than its format's limit."""
     pixels = width * height
     for field in dict.fromkeys((kind.limit, "max_pixels")):
         limit: int = getattr(limits, field)

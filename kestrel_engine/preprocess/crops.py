@@ -1,6 +1,6 @@
-"""A decoded image to the model's crops: tiling, resizing, content key. Owns the geometry of moondream.md section 4.
+"""Makes the model's crops: tiling, resizing, content key. Owns the geometry of moondream.md section 4.
 
-Knows no file format and no tensor; normalising to floats is the runtime's.
+This module knows no file format and no tensor. The runtime normalises the crops to floats.
 """
 
 from __future__ import annotations
@@ -22,36 +22,38 @@ from ..types.requests import PreparedImage
 from .decoded_image import DecodedImage
 
 PREPROCESS_VERSION = 1
-"""Part of every key: raise it whenever equal pixels may give other crops than before."""
+"""A part of every key. Increase it when the same pixels may give other crops than before."""
 
 KEY_LENGTH = 32
 """Characters of a content key, hexadecimal digits."""
 
 BAND_ROWS = 2 * STRIP_ROWS
-"""Rows of a piece of work, if several threads share it: each piece costs 50 us more than the same rows in one go."""
+"""Rows of a piece of work, if several threads share it. Each piece costs 50 us more than the same rows in one call."""
 
 ROWS_AT_ONCE = 64
-"""Rows hashed or copied at once, while others are being decoded."""
+"""Number of rows that are hashed or copied at once, while other rows are being decoded."""
 
 Piece: TypeAlias = Callable[[], object]
 Run: TypeAlias = Callable[[Sequence[Piece]], None]
-"""Calls every piece once, begins them in order, in any threads: a piece may wait for those before it. Returns when all
-are done; raises what one of them raised."""
+"""Calls every piece once, in any threads. Starts them in order, because a piece may wait for earlier ones. Returns when
+all are done. Raises the error of a piece."""
 
 
 Allocate: TypeAlias = Callable[[tuple[int, ...]], np.ndarray]
-"""From a shape to uint8 memory of any contents."""
+"""Allocates uint8 memory of a shape, with any contents."""
 
 
 def new_bytes(shape: tuple[int, ...]) -> np.ndarray:
-    """Ordinary memory, as `Allocate`."""
+    """Allocates ordinary memory."""
     return np.empty(shape, np.uint8)
 
 
 def select_tiling(width: int, height: int, vision: VisionConfig) -> tuple[int, int]:
-    """(rows, columns) of local crops for an image of ``width`` x ``height`` pixels (moondream.md section 4, step 2).
+    """Returns (rows, columns) of local crops for an image of ``width`` x ``height`` pixels (moondream.md section 4,
+    step 2).
 
-    Usually at most ``vision.max_crops`` in all; one row or column may exceed it for extreme shapes, as the reference.
+    Usually there are at most ``vision.max_crops`` crops. For extreme shapes, a single row or column may exceed this, as
+    in the reference.
     """
     window = vision.crop_window
     margins = vision.crop_size - window
@@ -74,8 +76,8 @@ def select_tiling(width: int, height: int, vision: VisionConfig) -> tuple[int, i
 
 
 def device_makes_crops(width: int, height: int, vision: VisionConfig, device_pixels: int) -> bool:
-    """Whether an image of ``width`` x ``height`` pixels is prepared without crops, for a device that makes those of
-    images of up to ``device_pixels`` (0: of none): it can't make them exactly of all sizes."""
+    """Whether an image of ``width`` x ``height`` pixels is prepared without crops, because the device makes them. The
+    device does so for images of up to ``device_pixels`` (0: for none), and only for sizes with exact results."""
     rows, columns = select_tiling(width, height, vision)
     to_width = vision.crop_window * (columns - 1) + vision.crop_size
     to_height = vision.crop_window * (rows - 1) + vision.crop_size
@@ -90,15 +92,18 @@ def prepare(
     allocate: Allocate = new_bytes,
     device_pixels: int = 0,
 ) -> PreparedImage:
-    """Decodes what isn't yet, tiles and resizes; the crops equal the reference's byte for byte. Blocks: call it in a
-    worker thread.
+    """Decodes, tiles and resizes an image. The crops equal those of the reference, byte for byte. Blocks, so call it in
+    a worker thread.
 
-    ``device_pixels``: as for `device_makes_crops`, where the image keeps its pixels instead. ``allocate``: gives the
-    memory of crops or pixels. ``run``: does the pieces of work: the decoding, the key and bands of rows;
-    any gives the same crops, and so does None, the calling thread alone: as little CPU time as possible, where a run
-    is for as little delay. The key depends on pixels, size, geometry and PREPROCESS_VERSION only, so the same pixels
-    have one key in whatever format they came. Resizing is libvips' ``resize`` with its default kernels on the whole
-    image (bicubic to enlarge, Lanczos 3 to shrink). Raises what ``image.decode`` raises.
+    The key depends only on pixels, size, geometry and PREPROCESS_VERSION, so the same pixels have the same key in every
+    format. Resizing is libvips' ``resize`` of the whole image with its default kernels (bicubic to enlarge, Lanczos 3
+    to shrink). Raises the errors of ``image.decode``.
+
+    Args:
+        run: Calls the pieces of work: decoding, the key, and bands of rows. None calls them in this thread, which takes
+            the least processor time; several threads give the shortest delay. The crops are the same.
+        allocate: Allocates the memory of crops or pixels.
+        device_pixels: As in ``device_makes_crops``. If the device makes the crops, the result holds the pixels instead.
     """
     side, window = vision.crop_size, vision.crop_window
     rows, columns = select_tiling(image.width, image.height, vision)
@@ -117,7 +122,7 @@ def prepare(
         )
     crops = allocate((1 + rows * columns, side, side, 3))
     if (rows, columns) == (1, 1):
-        # The only tile is the whole image again.
+        # The only tile is the whole image, like the global crop.
         resized = [_Resized(image, crops[None], 0)]
     else:
         tiles = crops[1:].reshape(rows, columns, side, side, 3)
@@ -142,7 +147,7 @@ def _one_by_one(pieces: Sequence[Piece]) -> None:
 
 
 def _copy(image: DecodedImage, pixels: np.ndarray) -> None:
-    """The image's pixels, as they are decoded, to ``pixels``."""
+    """Copies the image's pixels to ``pixels`` while they are decoded."""
     for top in range(0, image.height, ROWS_AT_ONCE):
         part = image.pixels[top : top + ROWS_AT_ONCE]
         image.wait_for(top + len(part))
@@ -150,10 +155,10 @@ def _copy(image: DecodedImage, pixels: np.ndarray) -> None:
 
 
 class _Resized:
-    """An image, resized to a grid of tiles; nothing is computed before it is written.
+    """An image that is resized to a grid of tiles. Pixels are computed only when they are written.
 
-    ``tiles``: [rows, columns, side, side, 3] uint8, written to; one begins ``window`` pixels after the other, both
-    ways. The aspect ratio is not kept.
+    ``tiles``: the output, [rows, columns, side, side, 3] uint8. Neighbouring tiles begin ``window`` pixels apart, in
+    both directions. The aspect ratio is not kept.
     """
 
     def __init__(self, source: DecodedImage, tiles: np.ndarray, window: int) -> None:
@@ -168,7 +173,7 @@ class _Resized:
         self._write(0, self._height)
 
     def bands(self) -> list[tuple[int, Piece]]:
-        """Pieces that write all tiles between them, each with the number of the image's rows that it waits for."""
+        """Returns pieces that together write all tiles, each with the number of rows of the image that it waits for."""
         found: list[tuple[int, Piece]] = []
         for top in range(0, self._height, BAND_ROWS):
             bottom = min(top + BAND_ROWS, self._height)
@@ -176,14 +181,16 @@ class _Resized:
         return found
 
     def _rows_needed(self, bottom: int) -> int:
-        """No fewer of the image's than libvips reads to compute the rows above ``bottom``: Lanczos 3 looks 3.5 rows
-        of the result ahead, with a shrink by a whole number before it, and bicubic another 4 at most."""
+        """Returns a number of the image's rows that includes all rows that libvips reads to compute the result above
+        ``bottom``. Lanczos 3 reads 3.5 rows of the result ahead, after a shrink by a whole number. Bicubic reads at
+        most 4 more."""
         height = self._source.height
         step: float = height / self._height
         return min(height, math.ceil(bottom * step + 8 * max(1.0, step)) + 8)
 
     def _pipeline(self) -> pyvips.Image:
-        """libvips' resizing, which computes on demand. Building it takes half a millisecond: the first piece does."""
+        """Returns libvips' resizing, which computes on demand. The first piece builds it, which takes half a
+        millisecond."""
         with self._lock:
             if self._image is None:
                 h, w, bands = self._source.pixels.shape
@@ -194,8 +201,8 @@ class _Resized:
             return self._image
 
     def _write(self, top: int, bottom: int) -> None:
-        """Rows ``top`` to ``bottom``, computed once, to all tiles that they belong to."""
-        # Unlike libvips' writers, a region computes in the calling thread, and starts none.
+        """Computes rows ``top`` to ``bottom`` once, and writes them to all tiles to which they belong."""
+        # A region computes in the calling thread. libvips' writers would start threads.
         region = pyvips.Region.new(self._pipeline())
         self._source.wait_for(self._rows_needed(bottom))
         for y in range(top, bottom, STRIP_ROWS):
@@ -203,7 +210,7 @@ class _Resized:
             self._spread(np.frombuffer(region.fetch(0, y, self._width, rows), np.uint8), y, rows)
 
     def _spread(self, strip: np.ndarray, top: int, rows: int) -> None:
-        """Copies the bytes of ``rows`` rows, the first being ``top``, to all tiles that they belong to."""
+        """Copies the bytes of ``rows`` rows from ``top`` on to all tiles to which they belong."""
         _, columns, side, _, bands = self._tiles.shape
         # [columns, rows, side, 3]: the tiles' parts of the strip, which overlap.
         parts = np.lib.stride_tricks.as_strided(
@@ -219,7 +226,7 @@ class _Resized:
 
 
 def _content_key(image: DecodedImage, vision: VisionConfig) -> str:
-    """32 hexadecimal digits (128 bits of SHA-256, the fastest here by the processor's own instructions)."""
+    """Returns 32 hexadecimal digits: 128 bits of SHA-256, the fastest hash on processors with instructions for it."""
     geometry = (vision.crop_size, vision.enc_patch_size, vision.overlap_margin, vision.max_crops)
     pixels = image.pixels
     digest = hashlib.sha256(repr((PREPROCESS_VERSION, geometry, pixels.shape)).encode())

@@ -1,6 +1,6 @@
-"""DecodedImage: an image's pixels, of which the first rows may be used while the others are still being decoded.
+"""DecodedImage: the pixels of an image. The first rows can be used while later rows are still being decoded.
 
-Decoding a JPEG is one thread's work; others can resize what is there already, and hash it.
+One thread decodes a JPEG. Meanwhile other threads can resize and hash the finished rows.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 
 
 class DecodedImage:
-    """``pixels``: [height, width, 3] uint8 sRGB, C-contiguous, upright; not to be written to, and to be read only where
-    ``wait_for`` has returned. ``decoding``: writes them from top to bottom, and reports each time how many rows are
-    there; None if all are. Thread-safe, but ``decode`` belongs to one thread."""
+    """``pixels``: [height, width, 3] uint8 sRGB, C-contiguous, upright. Do not write to them, and read only rows for
+    which ``wait_for`` has returned. ``decoding``: writes the rows from top to bottom, and yields the number of finished
+    rows; None if all rows are finished. Thread-safe, except that only one thread may call ``decode``."""
 
     def __init__(self, pixels: np.ndarray, decoding: Iterator[int] | None = None) -> None:
         self.pixels = pixels
@@ -33,7 +33,7 @@ class DecodedImage:
         return int(self.pixels.shape[0])
 
     def decode(self) -> None:
-        """Decodes all rows if that wasn't done yet. Raises what ``decoding`` raises."""
+        """Decodes all rows, unless that is done. Raises the errors of ``decoding``."""
         decoding, self._decoding = self._decoding, None
         if decoding is None:
             return
@@ -46,8 +46,8 @@ class DecodedImage:
             raise
 
     def wait_for(self, rows: int) -> None:
-        """Blocks until the first ``rows`` rows, at most ``height``, are there. Another thread must have called
-        ``decode``; raises the error of that call."""
+        """Blocks until the first ``rows`` rows, at most ``height``, are finished. Another thread must have called
+        ``decode``. Raises the error of that call."""
         with self._lock:
             arrived = None
             if self._rows < rows:
@@ -59,7 +59,7 @@ class DecodedImage:
             raise self._error
 
     def _tell(self, rows: int) -> None:
-        """Wakes only the threads that wait for at most ``rows``."""
+        """Sets the number of finished rows, and wakes the threads that wait for at most this number."""
         with self._lock:
             self._rows = rows
             ready = [arrived for needed, arrived in self._waiting if needed <= rows]

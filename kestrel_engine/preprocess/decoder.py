@@ -1,7 +1,7 @@
-"""What a decoder process does: headers, limits, decoding, crops and key of one image after the other.
+"""The code of a decoder process: it checks and decodes one image after the other, and makes crops and content key.
 
-It runs in a process forked from the template (template.py), which may be killed at any time. It reads no environment
-and opens no file; images and crops come and go in segments, and it ends when its link is closed.
+A decoder is forked from the template (template.py) and may be killed at any time. It reads no environment variable and
+opens no file. Images and crops are passed in segments. A decoder ends when its link is closed.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ from .images import EncodedImage, read_header
 from .segments import send_message, take_message
 
 _SLACK_BYTES = 64 * 2**20
-"""Memory that an image may take beyond its cost before it fails: the table is of measured peaks, and allocators round.
-"""
+"""Memory that an image may take beyond its cost before it fails. The table holds measured peaks, and allocators round
+up."""
 
 
 _KEPT_BYTES = 16 * 2**20
-"""Freed memory that a decoder keeps for its next image: the first write to a page costs as much as the work on its
-pixels, and libvips frees and takes the same buffers again within one image."""
+"""Freed memory that a decoder keeps for its next image. The first write to a page costs as much as the work on its
+pixels, and libvips frees and allocates the same buffers repeatedly within one image."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of mallopt(3)."""
+"""Parameters of mallopt(3)."""
 
 _SWITCH_INTERVAL_S = 0.5e-3
-"""Threads that share an image wait so long for the interpreter, and Python's 5 ms are longer than a band takes."""
+"""Python's switch interval. Threads that share an image wait this long for the interpreter. Python's default of 5 ms is
+longer than the work on a band."""
 
 
 def serve(link: socket.socket) -> None:
@@ -90,8 +91,8 @@ class Work:
         self._mapped: mmap.mmap | None = None
 
     def take_crops_segment(self, descriptor: int, num_bytes: int) -> None:
-        """Takes the segment for the crops of the next image, and makes ``num_bytes`` of it ready to be written: the
-        first write to a page costs as much as the work on its pixels."""
+        """Accepts the segment for the crops of the next image, and prepares ``num_bytes`` of it for writing, because
+        the first write to a page costs as much as the work on its pixels."""
         self._mapped = None
         if self._crops >= 0:
             os.close(self._crops)
@@ -101,11 +102,11 @@ class Work:
             self._mapped = _mapped(descriptor, num_bytes)
 
     def answer(self, job: dict[str, Any], source: int) -> dict[str, Any]:
-        """``source`` has the encoded bytes, or the pixels of ``job["shape"]``. The crops go to the segment for them, or
-        the decoded pixels if the device makes crops of them.
+        """Prepares one image. ``source``: the segment with the encoded bytes, or with pixels of ``job["shape"]``.
+        Writes the crops to their segment, or the decoded pixels if the device makes the crops.
 
-        One of: "done", the prepared image; "cost", if it is beyond what the job grants; "error", the name of a
-        RequestError, with its field and message; "fault", what went wrong in our own code.
+        Returns one of: "done", the prepared image; "cost", if the cost exceeds what the job grants; "error", the name,
+        field and message of a RequestError; "fault", the description of any other exception.
         """
         began = time.perf_counter()
         try:
@@ -120,7 +121,7 @@ class Work:
                 pixels = np.frombuffer(mmap.mmap(source, size, access=mmap.ACCESS_READ), np.uint8)
                 image = DecodedImage(pixels.reshape(shape))
                 cost = cost_of(PIXELS, width, height, 0)
-            # What it may keep of its pixels for the device.
+            # Memory for the pixels that are kept for the device.
             kept = 3 * min(cost.pixels, job["device_pixels"])
             cost = cost._replace(num_bytes=cost.num_bytes + kept)
             if (
@@ -165,7 +166,7 @@ class Work:
         return np.frombuffer(mapped, np.uint8, size).reshape(shape)
 
     def split(self, pieces: Sequence[Piece], threads: int) -> None:
-        """Calls all ``pieces`` in ``threads`` threads, this one among them. Raises what a piece raised."""
+        """Calls all ``pieces`` in ``threads`` threads, including this one. Raises the error of a piece."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(threads - 1)
         left = deque(pieces)
@@ -191,16 +192,16 @@ class Work:
 
 
 def _keep_freed_memory() -> None:
-    """Sets what glibc keeps; other libraries have no such setting."""
+    """Sets how much freed memory glibc keeps. Other C libraries have no such setting."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        # Setting one threshold stops glibc from adapting the other.
+        # If one threshold is set, glibc no longer adapts the other.
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
         mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
 
 
 def _mapped(descriptor: int, num_bytes: int) -> mmap.mmap:
-    """Memory of a segment, with its pages where the system can give them at once."""
+    """Maps a segment. On Linux, the mapping allocates all pages at once."""
     if sys.platform == "linux":
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         return mmap.mmap(descriptor, num_bytes, flags=flags)
@@ -209,9 +210,10 @@ def _mapped(descriptor: int, num_bytes: int) -> mmap.mmap:
 
 @contextlib.contextmanager
 def memory_bound(num_bytes: int) -> Any:
-    """While it lasts, this process gets no more than ``num_bytes`` of private memory beside what it has."""
+    """A context in which this process can allocate at most ``num_bytes`` of private memory beyond the present
+    amount."""
     used = _data_bytes()
-    if used is None:  # Such a limit bounds nothing there.
+    if used is None:  # RLIMIT_DATA has no effect on this system.
         yield
         return
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -223,7 +225,7 @@ def memory_bound(num_bytes: int) -> Any:
 
 
 def _data_bytes() -> int | None:
-    """Private memory of this process, as RLIMIT_DATA counts it; None where there is no /proc."""
+    """Returns the private memory of this process as RLIMIT_DATA counts it; None on a system without /proc."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[5]) * mmap.PAGESIZE

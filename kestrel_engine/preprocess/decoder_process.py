@@ -1,7 +1,7 @@
-"""DecoderProcess: one decoder, seen from the event loop that feeds it. Owns its link, and the template of this process.
+"""DecoderProcess: the event loop's side of one decoder. Owns the link to the decoder, and the template of this process.
 
-The template is started once for all pools and stays until the process ends, as the one that forks costs a third of a
-second to start and a decoder 3 ms.
+The template is started once for all pools and runs until the process ends, because it takes a third of a second to
+start. Then it forks a decoder in 3 ms.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ sys.modules["kestrel_engine"] = package
 from kestrel_engine.preprocess.template import main
 main(0)
 """
-"""The package's own __init__ would import the whole engine, for which a decoder has no use. Nothing is taken from the
-environment or the working directory: modules come from where this process has them."""
+"""The package's own __init__ would import the whole engine, which a decoder does not need. The environment and the
+working directory have no effect: modules come from the search path of this process."""
 
 
 class _Template:
-    """The process that forks; started when it is first needed, and again if it has been killed. Thread-safe."""
+    """The process that forks decoders. It starts at its first use, and again if it has been killed. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,7 +48,7 @@ class _Template:
         self._numbers = itertools.count(1)
 
     def fork(self, link: socket.socket, nice: int) -> int:
-        """Gives ``link`` to a new decoder; returns its number. Raises OSError."""
+        """Starts a decoder with ``link``. Returns its number. Raises OSError."""
         with self._lock:
             number = next(self._numbers)
             request = REQUEST.pack(FORK, nice, number)
@@ -68,20 +68,20 @@ class _Template:
                 self._link.sendall(REQUEST.pack(KILL, 0, number))
 
     def start(self) -> None:
-        """Starts it if it doesn't run, without waiting for it to be ready. Raises OSError."""
+        """Starts the template if it does not run. Does not wait until it is ready. Raises OSError."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
 
     def forget(self) -> None:
-        """In a process forked from this one, which shares the template with it: it will start its own."""
+        """Releases the template in a process that was forked from this one. That process starts its own template."""
         self._lock = threading.Lock()
         if self._link is not None:
             self._link.close()
         self._link = self._process = None
 
     def stop(self) -> None:
-        """Ends it and all of its decoders."""
+        """Ends the template and all of its decoders."""
         with self._lock:
             if self._link is not None:
                 self._link.close()
@@ -97,7 +97,7 @@ class _Template:
             self._process.wait()
         ours, theirs = socket.socketpair()
         package = Path(__file__).parents[1]
-        # One thread: OpenBLAS would start more, and a process of several can't be forked safely.
+        # OpenBLAS would start more threads, and a process with several threads can't be forked safely.
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         with theirs:
             self._process = subprocess.Popen(
@@ -116,8 +116,8 @@ atexit.register(template.stop)
 
 
 class DecoderProcess:
-    """Belongs to one event loop. ``on_message`` gets each message of the decoder, and {"ended": status} or
-    {"ended": None} as the last one."""
+    """One decoder. Belongs to one event loop. ``on_message`` gets each message of the decoder. The last one is
+    {"ended": status}, or {"ended": None} if the status is not known."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class DecoderProcess:
         *,
         nice: int = 0,
     ) -> None:
-        """Raises OSError: no process can be had."""
+        """Raises OSError if no process can be started."""
         self._on_message = on_message
         self._received = bytearray()
         self._loop = asyncio.get_running_loop()
@@ -150,8 +150,8 @@ class DecoderProcess:
         return self._crops
 
     def renew_crops(self, num_bytes: int) -> None:
-        """Gives the decoder an empty segment for the crops of the next image, of which it prepares ``num_bytes`` before
-        that image comes. Raises OSError if there is none, or if the decoder has ended."""
+        """Gives the decoder an empty segment for the crops of the next image. The decoder prepares ``num_bytes`` of it
+        before that image arrives. Raises OSError if there is no segment, or if the decoder has ended."""
         segment = new_segment()
         if self._crops >= 0:
             os.close(self._crops)
@@ -159,21 +159,21 @@ class DecoderProcess:
         send_message(self._link, {"crops": num_bytes}, (segment,))
 
     def send(self, message: dict[str, Any], source: int) -> None:
-        """Sends an image, one at a time: the next after its answer. ``source``: the segment with its bytes. Raises
+        """Sends an image. Send the next one only after the answer. ``source``: the segment with the bytes. Raises
         OSError if the decoder has ended."""
         send_message(self._link, message, (source,))
 
     def kill(self) -> None:
-        """Kills it at once. From any thread. Its end is reported as any other end is."""
+        """Kills the decoder at once. May be called in any thread. ``on_message`` gets the end as for any other end."""
         template.kill(self._number)
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes messages, as far as is known."""
+        """Whether the decoder accepts messages, as far as this process knows."""
         return self._link.fileno() >= 0
 
     def close(self) -> None:
-        """Releases it: it ends by itself once it is idle, and its end is not reported. Idempotent."""
+        """Releases the decoder. It ends when it is idle, and ``on_message`` does not get its end. Idempotent."""
         if self.is_open:
             self._loop.remove_reader(self._link)
             self._release()
@@ -199,7 +199,7 @@ class DecoderProcess:
                 self._on_message(self, message)
                 if not self.is_open:
                     return
-        except ValueError:  # Half a message before it was killed.
+        except ValueError:  # The decoder was killed while it sent a message.
             data = b""
         if not data:
             self.close()

@@ -1,4 +1,4 @@
-"""FairQueue: which item is served next. Principals take turns; each one's own items go by a rank. Knows no image."""
+"""FairQueue: decides which item is served next. Principals take turns. The items of a principal are ordered by rank."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Item = TypeVar("Item")
 
 
 class FairQueue(Generic[Item]):
-    """An item of a lower rank comes before those of the same principal with a higher one. Removing is of the owner:
-    it marks an item and skips it."""
+    """Among the items of a principal, an item of lower rank comes first. To remove an item, the owner of the queue
+    marks the item and skips it."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, list[tuple[float, int, Item]]] = OrderedDict()
@@ -25,13 +25,14 @@ class FairQueue(Generic[Item]):
         heapq.heappush(self._waiting.setdefault(principal, []), (rank, next(self._order), item))
 
     def peek(self) -> Item | None:
-        """The item that `pop` takes; None if there is none."""
+        """Returns the item that ``pop`` would remove; None if the queue is empty."""
         for items in self._waiting.values():
             return items[0][2]
         return None
 
     def pop(self) -> Item:
-        """Takes the first item of the principal whose turn it is. Raises KeyError if there is none."""
+        """Removes and returns the first item of the principal whose turn it is. Raises KeyError if the queue is
+        empty."""
         principal, items = self._waiting.popitem(last=False)
         _, _, item = heapq.heappop(items)
         if items:

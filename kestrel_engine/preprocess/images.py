@@ -1,17 +1,18 @@
-"""Any accepted image to upright 8-bit RGB pixels. Owns formats, colours, limits, libvips settings.
+"""Converts any accepted image to upright 8-bit RGB pixels. Owns formats, colours, limits and the settings of libvips.
 
-Knows no model, crop or cache. Importing this module changes libvips for the whole process:
+This module knows no model, crop or cache. Importing it changes libvips for the whole process:
 
-- Only the loaders of _LOADERS may run; all others (SVG, PDF, ImageMagick, raw, CSV, ...) are blocked inside libvips
-  itself, so that no sniffing of content can reach them.
-- libvips' operation cache is off: it would keep images in memory after their request.
-- pyvips logs errors only, unless its logger has a level: its warnings are about callers' images, a line or more each.
-- libvips' own concurrency is 1: the pool decodes several images side by side, and decoding one JPEG or PNG does not
-  split. Resizing does, and has a hint of its own (crops.py).
-- It leaves no thread of libvips behind, so that a process may fork after it (template.py).
+- Only the loaders of _LOADERS may run. All others (SVG, PDF, ImageMagick, raw, CSV, ...) are blocked inside libvips
+  itself, so that no detection of content can select them.
+- libvips' operation cache is off, because it would keep images in memory after their request.
+- pyvips logs errors only, unless its logger has a level. Its warnings concern callers' images, with one or more lines
+  for each image.
+- libvips' own concurrency is 1. The pool decodes several images side by side, and one JPEG or PNG is decoded by one
+  thread. Several threads can resize an image (crops.py).
+- No thread of libvips remains, so that a process may fork after the import (template.py).
 
 Images are read in one sequential pass into memory. libvips writes temporary files only for random access to large
-images, which never happens here: no image reaches the disk.
+images. This module never uses random access, so no image reaches the disk.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Colour: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OnBackground:
-    """An image whose transparent parts are laid on a colour, instead of losing their alpha."""
+    """An image whose transparent parts are drawn on a colour. Without a background, alpha is dropped."""
 
     source: ImageSource
     colour: Colour
@@ -83,26 +84,27 @@ _MAGIC = (
     ("TIFF", b"MM\0*"),
     ("GIF", b"GIF8"),
 )
-"""Beginnings of files too damaged for libvips to recognise: better called broken than unsupported."""
+"""Beginnings of files that libvips may not recognise if they are damaged. Such files are reported as broken, not as
+unsupported."""
 
 _CONVERTED_SPACES = frozenset(
     {"cmyk", "lab", "labs", "labq", "lch", "cmc", "oklab", "oklch", "xyz", "yxy", "scrgb", "hsv"}
 )
-"""Colour spaces that libvips converts to sRGB (CMYK by the embedded ICC profile, else its built-in one). RGB and grey
-are taken as stored, whatever profile is embedded: the reference does so."""
+"""Colour spaces that libvips converts to sRGB (CMYK by the embedded ICC profile, else by its built-in one). RGB and
+grey values are used as stored, whatever profile is embedded, as in the reference."""
 
 _ROWS_AT_ONCE = 64
-"""Decoded at once; a multiple of the height of JPEG's blocks."""
+"""Rows that are decoded at once; a multiple of the height of JPEG's blocks."""
 
 _BYTES_OF_FORMAT = {"uchar": 1, "char": 1, "ushort": 2, "short": 2, "uint": 4, "int": 4, "float": 4}
-"""Bytes of a channel by libvips' name of its type; those of others are 8, or 16 and refused."""
+"""Bytes of a channel by libvips' name of its type. Other types have 8 bytes, or 16 and are refused."""
 
 _MAX_BANDS = 5
-"""CMYK with alpha. More are no photograph, and each costs time to decompress."""
+"""CMYK with alpha. An image with more channels is no photograph, and each channel takes time to decompress."""
 
 
 def _configure_libvips() -> tuple[str, ...]:
-    """Applies the settings in the module's docstring; returns the formats that this libvips can decode."""
+    """Applies the settings in the module's docstring. Returns the formats that this libvips can decode."""
     pyvips.cache_set_max(0)
     pyvips.concurrency_set(1)
     pyvips.block_untrusted_set(True)
@@ -129,26 +131,27 @@ def _decodes(data: bytes) -> bool:
 
 
 FORMATS = (*_configure_libvips(), *(["BMP"] if bmp.AVAILABLE else []))
-"""Names of the formats that are taken, for messages and for the model service."""
+"""Names of the accepted formats, for messages and for the model service."""
 
 
 def open_image(source: ImageSource, limits: ImageLimits) -> DecodedImage:
-    """``begin_image`` and all of the decoding; raises what either raises."""
+    """Reads, checks and decodes one image. Blocks. Raises the errors of ``begin_image`` and of the decoding."""
     image = begin_image(source, limits)
     image.decode()
     return image
 
 
 def begin_image(source: ImageSource, limits: ImageLimits) -> DecodedImage:
-    """Reads and checks one image; blocks. Its ``decode`` decodes it.
+    """Reads and checks one image. Blocks. The ``decode`` of the result decodes the image.
 
-    Of several frames or pages the first is taken. EXIF orientation is applied; alpha is dropped, and composited only
-    with OnBackground; grey is replicated; 16 bits keep their upper 8. Limits are checked on the header, before a pixel
-    is decoded. An array is not copied if it is [height, width, 3] and contiguous: don't change it while the request
-    runs.
+    If an image has several frames or pages, the first one is used. EXIF orientation is applied. Alpha is dropped,
+    unless an OnBackground gives a colour. Grey becomes three equal channels. 16-bit values keep their upper 8 bits.
+    Limits are checked on the header, before a pixel is decoded. An array is not copied if it is [height, width, 3] and
+    contiguous: don't change it while the request runs.
 
-    Raises InvalidRequest (not an image at all: wrong type, dtype or shape, unreadable path), UnsupportedImageError,
-    ImageTooLargeError, ImageDecodeError (empty or broken); ``decode`` raises ImageDecodeError (broken or truncated).
+    Raises InvalidRequest (wrong type, dtype or shape, or an unreadable path), UnsupportedImageError,
+    ImageTooLargeError, and ImageDecodeError (empty or broken). ``decode`` raises ImageDecodeError (broken or
+    truncated).
     """
     background = source.colour if isinstance(source, OnBackground) else None
     payload = read_source(source, limits)
@@ -158,8 +161,8 @@ def begin_image(source: ImageSource, limits: ImageLimits) -> DecodedImage:
 
 
 def read_source(source: ImageSource, limits: ImageLimits) -> bytes | np.ndarray:
-    """The encoded bytes of ``source``, of which only the number was checked. For an array, a pyvips.Image or a Pillow
-    image: its pixels, [height, width, 3] uint8, composited on the background. Blocks. Raises as ``begin_image``."""
+    """Returns the encoded bytes of ``source``, after a check of their number only. For an array, a pyvips.Image or a
+    Pillow image, returns the pixels, [height, width, 3] uint8, on the background. Blocks. Raises as ``begin_image``."""
     background = None
     if isinstance(source, OnBackground):
         background = source.colour
@@ -202,12 +205,12 @@ def _read_open_file(file: Any, limits: ImageLimits) -> bytes:
 
 
 def _is_pillow(source: object) -> bool:
-    module = sys.modules.get("PIL.Image")  # Not imported: then there is no such image.
+    module = sys.modules.get("PIL.Image")  # If it is not imported, no Pillow image exists.
     return module is not None and isinstance(source, module.Image)
 
 
 def _pillow_pixels(image: Any, limits: ImageLimits, background: Colour | None) -> np.ndarray:
-    """Of its first or current frame, upright."""
+    """Returns the upright pixels of the current frame, [height, width, 3] uint8."""
     from PIL import ImageOps
 
     check_size(image.width, image.height, limits, PIXELS)
@@ -215,7 +218,7 @@ def _pillow_pixels(image: Any, limits: ImageLimits, background: Colour | None) -
         upright = ImageOps.exif_transpose(image)
         if upright.mode.startswith(
             "I;16"
-        ):  # Pillow would clip; of files, too, the upper 8 bits are kept.
+        ):  # Keep the upper 8 bits, as for files. Pillow would clip.
             upright = upright.convert("I").point(lambda value: value * (1 / 256)).convert("L")
         pixels = np.asarray(upright.convert("RGBA" if upright.has_transparency_data else "RGB"))
     except (OSError, ValueError, SyntaxError) as error:
@@ -224,7 +227,7 @@ def _pillow_pixels(image: Any, limits: ImageLimits, background: Colour | None) -
 
 
 def _read_file(path: str | os.PathLike[str], limits: ImageLimits) -> bytes:
-    """The file's bytes. libvips is never given the name, so names with its option syntax mean nothing."""
+    """Returns the file's bytes. libvips never gets the name, so its option syntax in a name has no effect."""
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
@@ -251,7 +254,7 @@ def read_header(
 
 
 class EncodedImage:
-    """An image in a format of libvips, of which the header is read and checked; ``cost``: what the rest may take."""
+    """An image in a format of libvips, whose header is read and checked. ``cost``: the cost of decoding the rest."""
 
     def __init__(self, data: bytes, limits: ImageLimits, background: Colour | None = None) -> None:
         """``background``: see OnBackground. Raises UnsupportedImageError, ImageTooLargeError, ImageDecodeError."""
@@ -262,7 +265,7 @@ class EncodedImage:
             raise ImageTooLargeError(FIELD, f"is a {name} that has {too_much}")
         try:
             # fail_on="error" refuses truncated and damaged data, but not harmless oddities such as unknown TIFF tags.
-            # The WebP loader can't read in sequence; without memory=True it would put large images into a temporary
+            # The WebP loader can't read sequentially. Without memory=True it would write large images to a temporary
             # file.
             image = pyvips.Image.new_from_buffer(
                 data, "", access="sequential", fail_on="error", memory=name == "WebP"
@@ -288,7 +291,7 @@ class EncodedImage:
         )
 
     def begin(self) -> DecodedImage:
-        """The pixels, still to be decoded; those of an image that is to be turned are decoded here. Raises
+        """Returns the image, not yet decoded. If EXIF orientation turns the image, decodes it now. Raises
         UnsupportedImageError, ImageDecodeError."""
         try:
             return _decoded(_upright(self._image, self._background), self._name)
@@ -303,7 +306,7 @@ def _kind(image: pyvips.Image, name: str) -> Kind:
 
 
 def _sniff(data: bytes) -> str:
-    """The key of _LOADERS for ``data``, by content. Raises UnsupportedImageError or ImageDecodeError."""
+    """Returns the key of _LOADERS for the content of ``data``. Raises UnsupportedImageError or ImageDecodeError."""
     loader = vips_lib.vips_foreign_find_load_buffer(ffi.from_buffer(data), len(data))
     if loader != ffi.NULL:
         found = ffi.string(loader).decode()
@@ -318,9 +321,9 @@ def _sniff(data: bytes) -> str:
 
 
 def _checked(image: pyvips.Image, limits: ImageLimits, kind: Kind = PIXELS) -> pyvips.Image:
-    """The first frame of ``image``, whose size is within the limits. Raises pyvips.Error, ImageDecodeError,
+    """Returns the first frame of ``image`` after a check of its size. Raises pyvips.Error, ImageDecodeError,
     ImageTooLargeError."""
-    # All frames loaded at once stand below one another.
+    # libvips stacks all loaded frames vertically.
     height = image.get_page_height()
     if height != image.height:
         image = image.crop(0, 0, image.width, height)
@@ -329,10 +332,10 @@ def _checked(image: pyvips.Image, limits: ImageLimits, kind: Kind = PIXELS) -> p
 
 
 def _upright(image: pyvips.Image, background: Colour | None) -> pyvips.Image:
-    """``image`` as upright 3 bands of uint8 sRGB. Raises pyvips.Error, UnsupportedImageError."""
+    """Returns ``image`` as upright 3 bands of uint8 sRGB. Raises pyvips.Error, UnsupportedImageError."""
     turned = _is_turned(image)
     image = _rgb8(image, background)
-    # Turning needs random access, which a sequential source does not give: decode first.
+    # Turning needs random access, which a sequential source does not offer, so decode first.
     return image.copy_memory().autorot() if turned else image
 
 
@@ -341,14 +344,14 @@ def _is_turned(image: pyvips.Image) -> bool:
 
 
 def _decoded(image: pyvips.Image, name: str) -> DecodedImage:
-    """The pixels of an upright image, [height, width, 3] uint8, still to be computed."""
+    """Returns the pixels of an upright image, [height, width, 3] uint8, which are not yet computed."""
     pixels = np.empty((image.height, image.width, 3), np.uint8)
     return DecodedImage(pixels, _decoding(image, pixels, name))
 
 
 def _decoding(image: pyvips.Image, pixels: np.ndarray, name: str) -> Iterator[int]:
-    """Computes ``image`` into ``pixels``; gives the number of rows that are there. libvips' own writers would start
-    threads, one to decode and one to write; a region computes in the calling thread."""
+    """Computes ``image`` into ``pixels``. Yields the number of finished rows. libvips' own writers would start two
+    threads, one to decode and one to write. A region computes in the calling thread."""
     try:
         region = pyvips.Region.new(image)
         for top in range(0, image.height, _ROWS_AT_ONCE):
@@ -361,8 +364,8 @@ def _decoding(image: pyvips.Image, pixels: np.ndarray, name: str) -> Iterator[in
 
 
 def _rgb8(image: pyvips.Image, background: Colour | None) -> pyvips.Image:
-    """``image`` as 3 bands of uint8 sRGB, on ``background`` if it has alpha. Types other than uint8 and uint16 are
-    taken as 0..255 and clipped."""
+    """Returns ``image`` as 3 bands of uint8 sRGB, on ``background`` if it has alpha. Values of types other than uint8
+    and uint16 are clipped to 0..255."""
     if image.bands > _MAX_BANDS or image.format in ("complex", "dpcomplex"):
         raise UnsupportedImageError(
             FIELD,
@@ -411,7 +414,7 @@ def _check_bytes(size: int, limits: ImageLimits) -> None:
 
 
 def _metadata(image: pyvips.Image, name: str) -> Any:
-    """A header field's value, None if there is none."""
+    """Returns a header field's value; None if the header has no such field."""
     return image.get(name) if image.get_typeof(name) else None
 
 
@@ -420,7 +423,7 @@ def _unsupported(what: str) -> UnsupportedImageError:
 
 
 def _broken(name: str) -> ImageDecodeError:
-    """libvips' own words are left out: all threads share its error buffer, so they may speak of another request's
-    image."""
+    """Returns the error without libvips' own message. All threads share its error buffer, so the message may concern
+    another request's image."""
     vips_lib.vips_error_clear()
     return ImageDecodeError(FIELD, f"is broken or truncated {name} data")

@@ -1,7 +1,7 @@
-"""PreparedCache: images that were decoded and tiled before, by the bytes they came from.
+"""PreparedCache: holds images that were decoded and tiled, by the bytes of their sources.
 
-A byte-identical repeat skips decoding and resizing. Bounded by the size of their crops or pixels, least recently used
-out first.
+An image with the same bytes is not decoded and resized again. The cache bounds the bytes of its crops and pixels, and
+drops the least recently used images first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .images import Colour, OnBackground
 
 
 class PreparedCache:
-    """``max_bytes`` 0 keeps nothing. Belongs to one thread."""
+    """``max_bytes``: limit on the crops and pixels; with 0 the cache stays empty. Belongs to one thread."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -31,14 +31,14 @@ class PreparedCache:
         return self._size
 
     def find(self, key: bytes) -> PreparedImage | None:
-        """What is kept under a ``source_key``; counts as a use."""
+        """Returns the image with a ``source_key``, or None. This counts as a use."""
         kept = self._kept.get(key)
         if kept is not None:
             self._kept.move_to_end(key)
         return kept
 
     def keep(self, key: bytes, image: PreparedImage) -> None:
-        """Keeps an image under its ``source_key``, and lets go of the least recently used ones beyond the bound."""
+        """Stores an image by its ``source_key``, and drops the least recently used images beyond the limit."""
         if image.num_bytes > self._max_bytes or key in self._kept:
             return
         self._kept[key] = image
@@ -48,13 +48,14 @@ class PreparedCache:
             self._size -= dropped.num_bytes
 
     def flush(self) -> None:
-        """Forgets all that is kept."""
+        """Drops all images."""
         self._kept.clear()
         self._size = 0
 
 
 def in_namespace(image: PreparedImage, namespace: str) -> PreparedImage:
-    """The image under a key of its own, so that results computed from it are not shared; "" leaves the key."""
+    """Returns the image with a key of its namespace, so that other namespaces do not share its results. "" keeps the
+    key."""
     if not namespace:
         return image
     key = hashlib.blake2b(image.key.encode(), key=_digest(namespace), digest_size=16).hexdigest()
@@ -62,10 +63,10 @@ def in_namespace(image: PreparedImage, namespace: str) -> PreparedImage:
 
 
 def source_digest(source: Any) -> bytes | None:
-    """A SHA-256 of what the caller gave, without its background. None if sources can be told apart only by decoding.
+    """Returns a SHA-256 of the source, without its background; None if only decoding can identify the source.
 
-    A file is identified by its path, size and time. SHA-256 runs at 2 GB/s with a processor's own instructions, three
-    times as fast as BLAKE2b: a repeated image waits for it.
+    A file is identified by its path, device, inode, size and time. A repeated image waits for this hash. SHA-256 runs
+    at 2 GB/s on a processor with instructions for it, three times as fast as BLAKE2b.
     """
     if isinstance(source, OnBackground):
         source = source.source
@@ -90,7 +91,7 @@ def source_digest(source: Any) -> bytes | None:
 
 
 def source_key(digest: bytes, namespace: str = "", background: Colour | None = None) -> bytes:
-    """The key of a prepared image: from its ``source_digest``, its namespace and its background."""
+    """Returns the key of a prepared image, made from its ``source_digest``, namespace and background."""
     key = hashlib.sha256(_digest(namespace) or bytes(32))
     key.update(b"" if background is None else b"on" + bytes(background))
     key.update(digest)
@@ -98,5 +99,5 @@ def source_key(digest: bytes, namespace: str = "", background: Colour | None = N
 
 
 def _digest(namespace: str) -> bytes:
-    """The namespace as a key of BLAKE2b, whatever its length."""
+    """Returns the namespace, of any length, as a key of BLAKE2b."""
     return hashlib.blake2b(namespace.encode(), digest_size=32).digest() if namespace else b""

@@ -1,8 +1,8 @@
-"""Memory and messages that cross between the server's process and its decoders. Owns both forms; knows no image.
+"""Segments of memory and messages between the server's process and its decoders. Owns the formats of both.
 
-A segment is memory without a name, passed by its file descriptor: encoded bytes or pixels on the way in, crops on the
-way out. The server's process makes all segments. It writes and reads them by calls that report a segment of the wrong
-size, or maps a segment after it has forbidden the decoder to make it smaller.
+A segment is anonymous memory, passed as a file descriptor. It carries encoded bytes or pixels to a decoder, and crops
+back. The server's process creates all segments. It writes and reads them with calls that report a segment of the wrong
+size. It maps a segment only after it has sealed it, so that the decoder can't shrink it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if sys.platform == "linux":
 
 
 def new_segment() -> int:
-    """The descriptor of an empty segment, for the caller to close. It lies in memory on Linux; elsewhere it is a
-    temporary file without a name. Raises OSError."""
+    """Returns the descriptor of an empty segment. The caller must close it. On Linux the segment is in memory; on other
+    systems it is a temporary file without a name. Raises OSError."""
     if sys.platform == "linux":
         return os.memfd_create("kestrel-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.TemporaryFile() as file:
@@ -44,7 +44,7 @@ def new_segment() -> int:
 
 
 def write_segment(descriptor: int, data: Any) -> None:
-    """Makes ``data``, a buffer, the contents of an empty segment."""
+    """Writes ``data``, a buffer, into an empty segment."""
     view = memoryview(data).cast("B")
     written = 0
     while written < len(view):
@@ -52,7 +52,7 @@ def write_segment(descriptor: int, data: Any) -> None:
 
 
 def read_segment(descriptor: int, into: np.ndarray) -> bool:
-    """Fills a contiguous uint8 array with the first bytes of a segment. False: it has fewer."""
+    """Fills a contiguous uint8 array with the first bytes of a segment. Returns False if the segment has fewer."""
     view = into.data.cast("B")
     read = 0
     while read < len(view):
@@ -64,15 +64,15 @@ def read_segment(descriptor: int, into: np.ndarray) -> bool:
 
 
 def map_segment(descriptor: int, shape: tuple[int, ...]) -> np.ndarray:
-    """The first bytes of a segment as a uint8 array. On Linux the array is the segment's own memory, which is not
-    copied and stays until the array is dropped; the descriptor may be closed. Raises ValueError if the segment has
-    fewer bytes, OSError if it cannot be mapped."""
+    """Returns the first bytes of a segment as a uint8 array. On Linux the array is the segment's own memory, without a
+    copy. The memory stays until the array is dropped, even if the descriptor is closed. Raises ValueError if the
+    segment has fewer bytes, and OSError if it can't be mapped."""
     if sys.platform != "linux":
         array = np.empty(shape, np.uint8)
         if not read_segment(descriptor, array):
             raise ValueError(f"a segment of less than {shape}")
         return array
-    # Memory that a decoder takes away later would end this process by SIGBUS.
+    # If the decoder shrank the segment later, SIGBUS would end this process.
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     size = math.prod(shape)
     if os.fstat(descriptor).st_size < size:
@@ -89,7 +89,8 @@ def map_segment(descriptor: int, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def send_message(link: socket.socket, message: dict[str, Any], segments: Sequence[int]) -> None:
-    """``segments`` travel with the message. For messages of few bytes: a socket takes them at once."""
+    """Sends a message with the descriptors of ``segments``. The message must be so short that a socket accepts it at
+    once."""
     data = json.dumps(message).encode()
     framed = len(data).to_bytes(_LENGTH_BYTES, "little") + data
     if segments:
@@ -99,8 +100,8 @@ def send_message(link: socket.socket, message: dict[str, Any], segments: Sequenc
 
 
 def take_message(received: bytearray) -> dict[str, Any] | None:
-    """Takes the first whole message from what a socket gave; None if there is none yet. Raises ValueError if it is
-    no message."""
+    """Removes the first complete message from the received bytes and returns it; None if there is none yet. Raises
+    ValueError if the bytes are not a message."""
     if len(received) < _LENGTH_BYTES:
         return None
     length = int.from_bytes(received[:_LENGTH_BYTES], "little")

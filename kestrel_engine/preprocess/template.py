@@ -1,9 +1,10 @@
-"""The template: a process with libvips loaded, from which decoders are forked in milliseconds. Owns their ends.
+"""The template: a process with libvips loaded, which forks decoders in milliseconds. Reports the ends of decoders.
 
-It has one thread, decodes nothing, and does what its link says: b"F" forks a decoder whose link is the descriptor that
-comes along, with a number and a nice value; b"K" kills the decoder of a number. When a decoder has ended, the template
-writes that on the decoder's link. When its own link is closed, which is also how it notices that the server has been
-killed, it kills all of them and ends. On Linux a decoder is killed by the kernel if the template ends in another way.
+It has one thread and decodes nothing. It executes the requests on its link. FORK starts a decoder with a number and a
+nice value; the message carries the descriptor of the decoder's link. KILL kills the decoder with a number. When a
+decoder has ended, the template reports this on the decoder's link. The template's own link is closed when the server
+stops or is killed. The template then kills all decoders and ends. If the template ends in another way, the Linux kernel
+kills the decoders.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .decoder import serve
 from .segments import send_message
 
 REQUEST = struct.Struct("<cxxxiQ")
-"""What is to be done, a nice value and the number of a decoder."""
+"""A request: FORK or KILL, a nice value, and the number of a decoder."""
 
 FORK, KILL = b"F", b"K"
 
@@ -37,7 +38,7 @@ class _Child:
 
 def main(descriptor: int) -> None:
     """Serves the link of ``descriptor`` until it is closed."""
-    # A drain is the server's to do: Ctrl-C and systemd signal all processes.
+    # Ctrl-C and systemd signal all processes, but only the server reacts: it drains.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -88,7 +89,7 @@ def _is_readable(link: socket.socket) -> bool:
 
 
 def _receive(link: socket.socket) -> tuple[bytes | None, list[int]]:
-    """A request with its descriptors; None once the link is closed."""
+    """Returns a request with its descriptors; None if the link is closed."""
     request, descriptors = b"", list[int]()
     while len(request) < REQUEST.size:
         data, found, _, _ = socket.recv_fds(link, REQUEST.size - len(request), 1)
@@ -100,7 +101,7 @@ def _receive(link: socket.socket) -> tuple[bytes | None, list[int]]:
 
 
 def _begin_decoder(libc: ctypes.CDLL | None, nice: int) -> None:
-    """In a forked process: less important than others by ``nice``, and not to outlive the template."""
+    """Prepares a forked process: sets its nice value, and lets the kernel end it when the template ends."""
     template = os.getppid()
     if libc is not None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
