@@ -1,4 +1,4 @@
-"""The application behind the HTTP port: its routes, and what answers each."""
+"""The application of the HTTP port: its routes and their handlers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def application(
 
 def _health(served: ServedModel) -> Callable[[Request], Any]:
     async def health(request: Request) -> Response:
-        """200 once the model is warm, 503 before and while the server drains."""
+        """Answers 200 while the model is ready, and 503 before and while the server drains."""
         status = 200 if served.state is State.READY else 503
         return _json(status, {"status": served.state.value})
 

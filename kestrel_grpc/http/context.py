@@ -1,4 +1,4 @@
-"""HttpContext: what a service asks of gRPC's context, for a request that came by HTTP."""
+"""HttpContext: the parts of gRPC's context that services use, for a request by HTTP."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class HttpContext:
         return self._peer
 
     def auth_context(self) -> Mapping[str, list[bytes]]:
-        """Empty: a certificate names no caller here."""
+        """Empty, because certificates do not identify callers of HTTP."""
         return {}
 
     def time_remaining(self) -> float | None:
-        """None: HTTP has no deadline. The server's own limit holds."""
+        """None, because HTTP has no deadline. The server's own limit applies."""
         return None
 
     async def send_initial_metadata(self, metadata: Any) -> None:
@@ -31,7 +31,7 @@ class HttpContext:
 
 
 def peer_of(client: tuple[str, int] | None) -> str:
-    """The client's address in gRPC's spelling; "unix:" for a unix socket."""
+    """Returns the client's address in gRPC's form; "unix:" for a unix socket."""
     if not client or not client[0]:
         return "unix:"
     host, port = client

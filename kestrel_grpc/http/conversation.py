@@ -1,4 +1,4 @@
-"""Conversation: a list of messages as the one question with history that Query takes. Owns which lists are possible."""
+"""Conversation: converts a list of messages to a question with history, as Query accepts it. Owns the valid lists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kestrel_engine import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """``name``: of the message in the request, for errors."""
+    """``name``: the path of the message in the request, for errors."""
 
     role: str
     text: str
@@ -28,8 +28,8 @@ class Conversation:
 
 
 def conversation(messages: Iterable[Message]) -> Conversation:
-    """System texts are put before the first question, and user messages in a row are joined, with a blank line between.
-    Raises InvalidRequest."""
+    """Converts messages. System texts precede the first question, and consecutive user messages are joined, with a
+    blank line between them. Raises InvalidRequest."""
     system: list[str] = []
     turns: list[tuple[str, str]] = []
     asked: str | None = None

@@ -1,8 +1,8 @@
-"""HttpEdge: the edge of every HTTP request that the model answers. Owns the order of what happens to it.
+"""HttpEdge: handles every HTTP request that the model answers. Owns the order of the steps.
 
-The order is that of edge/interceptors.py: the caller is identified from the headers, admitted, and given room before
-its body is read. The request then becomes a message of kestrel.v1, and the same services answer it. A client that
-disconnects cancels its request.
+The order is that of edge/interceptors.py: the guard identifies the caller from the headers, admits the request, and
+reserves memory, before the body is read. The request then becomes a message of kestrel.v1, and the same services answer
+it. A client that disconnects cancels its request.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 _BODY_COPIES = 4
-"""How often a body's bytes are in memory while it is read: as it came, as text, decoded, and in a message."""
+"""Number of copies of a body in memory while it is read: as received, as text, decoded, and in a message."""
 _TEXT_BYTES = 1024 * 1024
-"""Bytes of a body besides its image."""
+"""Bytes of a body in addition to its image."""
 _INLINE_BYTES = 256 * 1024
-"""A larger body is parsed by a thread: the event loop would be busy for milliseconds."""
+"""A thread parses a larger body, because parsing would occupy the event loop for milliseconds."""
 _JSON = b"application/json"
 _KEY_HEADERS = (b"x-moondream-auth", b"x-api-key")
-"""Headers in which clients send a key, besides ``authorization``."""
+"""Headers in which clients send a key, in addition to ``authorization``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A response that is no JSON alone. ``headers``: besides its length, type and ids."""
+    """A response that does not consist of JSON only. ``headers``: additional to length, type and ids."""
 
     data: bytes
     content_type: bytes
@@ -60,21 +60,21 @@ class Whole:
 
 @dataclass(slots=True)
 class Asked:
-    """A request as the services take it."""
+    """A request in the form that a service accepts."""
 
     message: Any
     """The request of kestrel.v1, or a list of them."""
     behaviour: Callable[[Any, Context], Awaitable[Any]]
     """The service's method."""
     answer: Callable[[Any], Any]
-    """The response as values for JSON, or as a Whole. Not called if ``events`` is given."""
+    """Converts the service's answer to values for JSON, or to a Whole. Not called if ``events`` is given."""
     events: Callable[[Any], Iterable[bytes]] | None = None
-    """For a stream: server-sent events for each message that ``behaviour`` writes."""
+    """For a stream: converts each message that ``behaviour`` writes to server-sent events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a kind of client takes streams and errors. Errors are given as in refusals.py."""
+    """The form of streams and errors for one kind of client. The functions get errors in the form of refusals.py."""
 
     stream_type: bytes
     error: Callable[[dict[str, Any]], dict[str, Any]]
@@ -86,7 +86,7 @@ SSE = Form(
     error=lambda body: body,
     error_event=lambda body: b"data: " + orjson.dumps({**body, "completed": True}) + b"\n\n",
 )
-"""Server-sent events, with errors as OpenAI's and Moondream's clients take them."""
+"""Server-sent events, with errors in the form of OpenAI's and Moondream's clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +94,19 @@ class Endpoint:
     """A path that the model answers."""
 
     method: str
-    """The method of kestrel.v1 that it stands for, in logs, metrics and scopes."""
+    """The corresponding method of kestrel.v1, for logs, metrics and scopes."""
     read: Callable[[Fields], Asked]
     rename: Callable[[str], str] = str
-    """From a field path of kestrel.v1 to the JSON field."""
+    """Converts a field path of kestrel.v1 to the name of the JSON field."""
     takes_body: bool = True
     form: Form = SSE
     copies: int = COPIES
-    """Of the message's bytes in memory during the request."""
+    """Number of copies of the message in memory during the request."""
     parse: Callable[[Scope, bytes | bytearray], Fields] | None = None
     """Makes the fields from the request's scope and body, if the body is not a JSON object alone."""
 
     def asked(self, scope: Scope, body: bytes | bytearray) -> Asked:
-        """What the request asks. Raises InvalidRequest."""
+        """Converts a request to the form that its service accepts. Raises InvalidRequest."""
         if self.parse is not None:
             return self.read(self.parse(scope, body))
         return self.read(json_fields(body) if self.takes_body else Fields({}))
@@ -131,7 +131,7 @@ class HttpEdge:
         )
         largest = guard.messages.largest
         self._largest = largest * 4 // 3 + _TEXT_BYTES
-        """Bytes of a body: base64 makes four of three."""
+        """Limit on the bytes of a body. base64 turns three bytes into four."""
 
     async def handle(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -156,7 +156,7 @@ class HttpEdge:
             try:
                 await self._answer(call, endpoint, scope, receive, writer)
             except asyncio.CancelledError:
-                # The client has gone, or the server stops. uvicorn would log an exception that leaves here.
+                # The client has disconnected, or the server stops. uvicorn would log an exception.
                 call.code = grpc.StatusCode.CANCELLED
             except Exception as error:  # The edge: the one place where errors become responses.
                 failed = error
@@ -244,7 +244,7 @@ class _Writer:
         self.call: Call = cast(Call, None)
         self.events: Callable[[Any], Iterable[bytes]] | None = None
         self.has_read_all = False
-        """Whether the request's body was read to its end. If not, the connection can't be used again."""
+        """Whether the request's body was read to its end. Otherwise the connection can't be used again."""
         self._has_begun = False
 
     async def write(self, message: Any) -> None:
@@ -340,7 +340,7 @@ async def _cancelled_with(receive: Receive) -> AsyncIterator[None]:
 
 
 def _metadata(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[str, str]]:
-    """The headers in gRPC's form; a key in a header of its own becomes a bearer token."""
+    """Returns the headers in gRPC's form. A key in one of _KEY_HEADERS becomes a bearer token."""
     headers = list(headers)
     has_token = any(key == b"authorization" for key, _ in headers)
     for key, value in headers:
@@ -353,7 +353,7 @@ def _metadata(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[str, str
 
 
 def _content_length(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-    """None if the length is not declared (a chunked body). Raises InvalidRequest."""
+    """Returns the declared length of the body; None if there is none (a chunked body). Raises InvalidRequest."""
     for key, value in headers:
         if key == b"content-length":
             if not value.isdigit():

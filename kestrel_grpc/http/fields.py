@@ -1,4 +1,4 @@
-"""Fields: a JSON object of a request, read field by field. An error names the field and what it must be."""
+"""Fields: reads a JSON object of a request, field by field. An error names the field and its valid values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KINDS: dict[type, str] = {
 
 
 class Fields:
-    """``path`` stands before the names of fields in errors."""
+    """``path`` precedes the names of fields in errors."""
 
     def __init__(self, values: dict[str, Any], path: str = "") -> None:
         self.values, self._path = values, path

@@ -1,4 +1,4 @@
-"""The page behind GET /, and its files. Read once; sent with a policy that lets it load nothing from elsewhere."""
+"""The page at GET /, and its files. They are read once. A content security policy lets the page load only them."""
 
 from __future__ import annotations
 

@@ -54,13 +54,13 @@ _UNSERVED = (
         for verb, what in (("GET", "status"), ("POST", "register"), ("POST", "unregister"))
     ),
 )
-"""Verb, path and method of what the service refuses with its reason."""
+"""Verb, path and method of the requests that the service refuses with a reason."""
 _MOST_SIDE = 2**63 - 1
 _MOST_DEPTH = 8
 
 
 def endpoints(service: InferenceService) -> dict[tuple[str, str], Endpoint]:
-    """By verb and path."""
+    """Returns the endpoints by verb and path."""
 
     def get(
         method: str, fill: Callable[[dict[str, str]], Any], answer: Callable[[Any], Any]
@@ -122,7 +122,7 @@ def endpoints(service: InferenceService) -> dict[tuple[str, str], Endpoint]:
 
 
 class _Body(Fields):
-    """A request whose body may hold binary tensors after its JSON."""
+    """Parses a request whose body may hold binary tensors after its JSON."""
 
     def __init__(self, scope: Scope, body: bytes | bytearray) -> None:
         super().__init__({})
@@ -130,7 +130,8 @@ class _Body(Fields):
 
 
 def plain(message: Any) -> dict[str, Any]:
-    """A message as values for JSON. Unlike in protobuf's own JSON, 64-bit integers are numbers, as clients expect."""
+    """Returns a message as values for JSON. 64-bit integers are numbers, as clients expect, unlike in protobuf's own
+    JSON."""
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -156,7 +157,7 @@ def _ready(response: Any) -> dict[str, Any]:
 
 
 def _request(scope: Scope, body: bytes | bytearray) -> tuple[pb.ModelInferRequest, bool]:
-    """The request, and whether the client wants its output in binary form. Raises InvalidRequest."""
+    """Returns the request, and whether the client requests its output in binary form. Raises InvalidRequest."""
     headers = dict(scope["headers"])
     encoding = headers.get(b"content-encoding", b"identity")
     if encoding != b"identity":
@@ -217,7 +218,7 @@ def _shape(given: Fields, name: str) -> list[int]:
 
 
 def _packed(name: str, datatype: str, given: Fields) -> bytes:
-    """The raw form of the elements in ``data``."""
+    """Returns the elements in ``data`` in raw form."""
     elements = list(_flat(given.items("data"), name, _MOST_DEPTH))
     if datatype == BYTES:
         if not all(isinstance(each, str) for each in elements):

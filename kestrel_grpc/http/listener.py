@@ -19,9 +19,9 @@ from ..settings.addresses import AddressError, check_free, close_address, unix_p
 from ..settings.http import HttpConfig
 
 _HEAD_S = 10.0
-"""Seconds that the head of a request may take to arrive. Silent connections keep others out."""
+"""Seconds in which the head of a request must arrive, because silent connections count against the limit."""
 _UNREAD_S = 60.0
-"""Seconds after which a connection is closed whose peer acknowledges no data."""
+"""Seconds after which a connection is closed if its peer acknowledges no data."""
 _HEAD_BYTES = 64 * 1024
 _BACKLOG = 512
 
@@ -29,7 +29,7 @@ logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # It warns of each m
 
 
 class _Connection(H11Protocol):
-    """A connection with limits that uvicorn lacks: how many there are, and how long a request's head may take."""
+    """A connection with two limits that uvicorn lacks: the number of connections, and the time of a request's head."""
 
     max_connections = 0
     _head_timer: asyncio.TimerHandle | None = None
@@ -52,7 +52,7 @@ class _Connection(H11Protocol):
         if self.cycle is not before:
             self._stop_timer()
         elif self._head_timer is None and self.conn.their_state is h11.IDLE:
-            # The beginning of a next request's head: uvicorn's own limit for idle connections ends with it.
+            # The head of a next request has begun, so uvicorn's limit for idle connections no longer applies.
             self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -69,7 +69,7 @@ class _Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without signal handlers: the process has its own."""
+    """uvicorn without signal handlers, because the process has its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -77,7 +77,7 @@ class _Server(uvicorn.Server):
 
 
 class HttpListener:
-    """``start`` and ``stop``, in this order, on one event loop."""
+    """Call ``start`` and then ``stop``, on one event loop."""
 
     def __init__(self, app: Any, config: HttpConfig, tls: ssl.SSLContext | None) -> None:
         self._config, self._tls = config, tls
@@ -133,7 +133,7 @@ class HttpListener:
 
 
 def _socket(address: str, is_shared: bool) -> socket.socket:
-    """Listens; ``is_shared``: beside other processes. Raises AddressError."""
+    """Returns a listening socket. ``is_shared``: other processes may listen on the address too. Raises AddressError."""
     path = unix_path(address)
     try:
         if path is not None:

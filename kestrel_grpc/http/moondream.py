@@ -44,7 +44,7 @@ _NAMES = {
 
 
 def endpoints(service: VisionService, served: Callable[[], str]) -> dict[tuple[str, str], Endpoint]:
-    """By verb and path. ``served`` gives the model's name."""
+    """Returns the endpoints by verb and path. ``served`` returns the model's name."""
 
     def query(fields: Fields) -> Asked:
         request = pb.QueryRequest(
@@ -99,7 +99,7 @@ def endpoints(service: VisionService, served: Callable[[], str]) -> dict[tuple[s
 
 
 def json_name(path: str) -> str:
-    """The field of Moondream's JSON that stands for a field of kestrel.v1."""
+    """Returns the field of Moondream's JSON for a field of kestrel.v1."""
     path = path.removeprefix("request.")
     if path.startswith("sampling."):
         return f"settings.{path.removeprefix('sampling.')}"
@@ -201,7 +201,7 @@ def _segment_events(message: Any) -> Iterable[bytes]:
     if kind == "object":
         yield _event(type="bbox", bbox=box_values(message.object), completed=False)
     elif kind == "path_piece":
-        # The client joins the pieces as they are.
+        # The client concatenates the pieces without changes.
         yield _event(type="path_delta", chunk=f"{message.path_piece.path} ", completed=False)
     elif kind == "final":
         yield _event(type="final", completed=True, **segment_json(message.final))

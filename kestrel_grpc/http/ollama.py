@@ -26,7 +26,7 @@ from .models import served_name
 _QUERY = f"{VISION_METHODS}Query"
 _LIST = f"{MODEL_METHODS}ListModels"
 _VERSION = "0.12.0"
-"""The version of Ollama whose interface this is: clients ask for it to learn what they may send."""
+"""The version of Ollama whose interface this is. Clients query it to learn which fields they may send."""
 _NS_PER_MS = 1_000_000
 _NAMES = {
     "image": "images",
@@ -51,7 +51,7 @@ FORM = Form(
 def endpoints(
     vision: VisionService, models: ModelService, served: Callable[[], str]
 ) -> dict[tuple[str, str], Endpoint]:
-    """By verb and path. ``served`` gives the model's name."""
+    """Returns the endpoints by verb and path. ``served`` returns the model's name."""
 
     def generate(fields: Fields) -> Asked:
         prompt, system = fields.text("prompt", ""), fields.text("system", "")
@@ -102,7 +102,7 @@ def version() -> dict[str, str]:
 
 
 def json_name(path: str) -> str:
-    """The field of Ollama's JSON that stands for a field of kestrel.v1."""
+    """Returns the field of Ollama's JSON for a field of kestrel.v1."""
     path = path.removeprefix("request.")
     if path.startswith("history"):
         return "messages"
@@ -145,7 +145,7 @@ def _ask(
     messages: list[Message],
     part: Callable[[str], dict[str, Any]],
 ) -> Asked:
-    """``part`` puts text into the form of the path. Raises InvalidRequest."""
+    """``part`` converts text to the form of the path. Raises InvalidRequest."""
     if fields.values.get("format"):
         raise InvalidRequest("format", "is not supported; leave it out")
     if fields.values.get("tools"):
@@ -209,7 +209,7 @@ def _sample(sampling: common_pb2.Sampling, options: Fields) -> None:
 
 
 def _loaded(models: ModelService, served: str, part: dict[str, Any]) -> Asked:
-    """A request without a prompt asks for the model to be loaded. It is."""
+    """Answers a request without a prompt, which asks the server to load the model. The model is already loaded."""
     request = model_service_pb2.ListModelsRequest()
     body = {**_begin(served), **part, "done": True, "done_reason": "load"}
     return Asked(request, models.ListModels, lambda response: body)

@@ -1,4 +1,4 @@
-"""Opens the HTTP port if one is asked for. Imports HTTP's packages only then."""
+"""Opens the HTTP port if the settings name one. Imports the packages for HTTP only then."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def open_http(
     end_call: Callable[[Call], None],
     watcher: CallWatcher | None,
 ) -> HttpListener:
-    """The listener, which is to be started. Raises AddressError, TlsError."""
+    """Returns the listener, not yet started. Raises AddressError, TlsError."""
     check_exposure(config.http_listen, security)
     if security.client_ca is not None and not security.has_tokens:
         raise AddressError(

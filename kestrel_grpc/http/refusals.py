@@ -1,4 +1,5 @@
-"""Refusal: an error as an HTTP response. Owns the table from gRPC's codes to HTTP's, and the form of error bodies.
+"""Refusal: an error as an HTTP response. Owns the table of HTTP statuses for gRPC's codes, and the form of error
+bodies.
 
 The body is the one that OpenAI's and Moondream's clients parse: ``{"error": {"message", "type", "param", "code"}}``.
 """
@@ -55,7 +56,7 @@ class Refusal:
 def refusal(
     error: BaseException, complaint: Complaint, rename: Callable[[str], str] = str
 ) -> Refusal:
-    """``rename`` gives the JSON field that stands for a field path of kestrel.v1."""
+    """Converts an error to a response. ``rename`` returns the JSON field for a field path of kestrel.v1."""
     status, kind = _STATUSES.get(complaint.code, _INTERNAL)
     status = _OWN_STATUS.get(complaint.reason, status)
     message, param = complaint.message, None
