@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from itertools import chain
+from hashlib import blake2b
+from itertools import chain, groupby
 from typing import cast
 
 from ..types.requests import Coord, ImageBlock, Size, Token, num_positions
@@ -26,10 +27,10 @@ Script = Callable[[tuple[Token, ...]], int]
 
 def hashed(fed: tuple[Token, ...], vocab_size: int = 1000) -> int:
     """Returns a deterministic id above 20, a hash of the tokens ``fed``."""
-    state = 1469598103934665603
-    for byte in repr(fed).encode():
-        state = ((state ^ byte) * 1099511628211) & (2**64 - 1)
-    return 21 + state % (vocab_size - 21)
+    # An image has the same token at all its positions.
+    runs = [(token, len(list(run))) for token, run in groupby(fed)]
+    digest = blake2b(repr(runs).encode(), digest_size=8).digest()
+    return 21 + int.from_bytes(digest) % (vocab_size - 21)
 
 
 class FakeRuntime:

@@ -190,7 +190,7 @@ async def test_our_own_failure_in_a_task_is_told_without_its_words(serve, caplog
     served.engine.submit = break_down
     tasks = [question(), pb.AnalyzeTask(caption=pb.CaptionTask())]
     reply = await served.vision.Analyze(request(*tasks, request_id="r-1"))
-    assert reply.results[0].query.answer
+    assert reply.results[0].query.usage.output_tokens
     assert reply.results[1].error.code == grpc.StatusCode.INTERNAL.value[0]
     assert "secret" not in repr(reply) and "r-1" in reply.results[1].error.message
     (record,) = [r for r in caplog.records if "r-1" in r.getMessage()]
