@@ -3,11 +3,12 @@
 python -m tests.abuse.fake_server FLAGS OF SERVE…
 
 A step takes STEP_S; no step ends while the file named by HANG_FILE exists, or one with the process's number as its
-suffix. With FAIL set no engine can be made. Workers run this module too.
+suffix. With FAIL set no engine can be made. Workers run this module too, as forks of the fork server.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
@@ -21,6 +22,7 @@ from kestrel_engine.types.step import RuntimeLimits, StepPlan
 from kestrel_grpc.cli import parser
 from kestrel_grpc.workers import child
 from tests.engine.fakes import fake_build, never_ends
+from tests.forking.process import create_forked_process
 
 STEP_S = 0.005
 HANG_FILE = "ABUSE_HANG_FILE"
@@ -58,6 +60,8 @@ def main() -> int:
         from kestrel_grpc.workers import worker  # Not before: a supervisor loads no gRPC.
 
         return worker.main(sys.argv[2:])
+    if sys.platform == "linux":
+        asyncio.create_subprocess_exec = create_forked_process  # type: ignore[assignment]
     return parser.main(["serve", *sys.argv[1:]])
 
 

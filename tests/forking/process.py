@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import json
 import os
@@ -152,6 +153,31 @@ class ForkedProcess(subprocess.Popen[Any]):
                     self._status.close()
                     self._status = None
             return True
+
+
+class _AsyncForkedProcess:
+    """A ForkedProcess with the methods of ``asyncio.subprocess.Process`` that servers use."""
+
+    def __init__(self, popen: ForkedProcess) -> None:
+        self._popen = popen
+        self.pid = popen.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._popen.poll()
+
+    def send_signal(self, number: int) -> None:
+        self._popen.send_signal(number)
+
+    async def wait(self) -> int:
+        while (status := self._popen.poll()) is None:
+            await asyncio.sleep(0.01)
+        return status
+
+
+async def create_forked_process(*command: str, **options: Any) -> _AsyncForkedProcess:
+    """``asyncio.create_subprocess_exec`` with a ForkedProcess. The process stays in the fork server's session."""
+    return _AsyncForkedProcess(ForkedProcess(command, **options))
 
 
 def run_forked(

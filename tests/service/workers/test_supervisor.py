@@ -16,7 +16,7 @@ from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.workers import WorkersConfig
 from kestrel_grpc.workers import child, restarts, supervisor
 from kestrel_grpc.workers.supervisor import WorkersError, supervise
-from tests.forking.process import ForkedProcess
+from tests.forking.process import create_forked_process
 from tests.service.workers import puppet
 
 pytestmark = [
@@ -25,34 +25,10 @@ pytestmark = [
 ]
 
 
-class Fork:
-    """A ForkedProcess with the methods of asyncio's processes."""
-
-    def __init__(self, *command, **options):
-        self._popen = ForkedProcess(command, **options)
-        self.pid = self._popen.pid
-
-    @property
-    def returncode(self):
-        return self._popen.poll()
-
-    def send_signal(self, number):
-        self._popen.send_signal(number)
-
-    async def wait(self):
-        while self._popen.poll() is None:
-            await asyncio.sleep(0.01)
-        return self._popen.returncode
-
-
-async def fork(*command, **options):
-    return Fork(*command, **options)
-
-
 @pytest.fixture
 def puppets(monkeypatch, tmp_path, capfd):
     """Supervises two puppets that behave as told, in this process, and returns its task. The puppets are forks."""
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", fork)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create_forked_process)
     monkeypatch.setenv(puppet.FOLDER, str(tmp_path))
     monkeypatch.setattr(supervisor, "BEAT_S", 0.05)
     monkeypatch.setattr(supervisor, "PATIENCE_S", 0.2)
