@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -116,7 +116,7 @@ def measure_one(report: Report, count: int) -> None:
     report.bar("ms of one new image, on an idle machine", median(fresh), ONE_LIMIT_MS)
 
 
-def measure_processes(report: Report, pairs: int) -> None:
+def measure_processes(report: Report, pairs: int, sizes: Sequence[tuple[int, int]]) -> None:
     """Prepares one new image at a time on an idle machine, with threads of this process and with the pool's processes.
     The ratio is the median of the pairs' ratios."""
     threads = _num_threads()[-1]
@@ -154,7 +154,7 @@ def measure_processes(report: Report, pairs: int) -> None:
         name = f"{size[0]}x{size[1]} by processes over threads"
         report.bar(name, ratio, PROCESSES_LIMIT)
 
-    for size in SIZES:
+    for size in sizes:
         asyncio.run(compare(size))
 
 
@@ -242,7 +242,7 @@ def main(arguments: list[str] | None = None) -> Report:
     measure_one(report, 1 if args.quick else 30)
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    measure_processes(report, 1 if args.quick else 30)
+    measure_processes(report, 1 if args.quick else 30, SIZES[:2] if args.quick else SIZES)
     measure_many(report, 0.1 if args.quick else 3.0)
     sys.setswitchinterval(before)
     report.finish(args.json)

@@ -22,8 +22,12 @@ from tests.forking.process import start_fork_server
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-LONG = ("processes", "equality", "abuse", "engine/runtime", "golden", "service", "benchmarks")
-"""Groups and folders whose tests take longest. They start first, so that the processes end at about the same time."""
+LONG = (
+    *("processes", "equality", "engine/test_exact_resize", "abuse", "engine/runtime"),
+    *("golden", "service", "benchmarks"),
+)
+"""Groups, folders and files whose tests take longest. They start first, so that the processes end at about the same
+time."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -54,8 +54,9 @@ def test_shares_of_the_sizes_hold_for_the_whole_and_for_its_beginning():
 
 
 def test_images_are_repeatable_and_all_different():
-    assert draw(0, 3) == draw(0, 3)
-    assert len({draw(0, 3), draw(1, 3), draw(0, 4)}) == 3
+    image = draw(0, 3)
+    assert image == draw(0, 3)
+    assert len({image, draw(1, 3), draw(0, 4)}) == 3
 
 
 def test_images_come_back_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

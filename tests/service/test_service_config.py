@@ -64,6 +64,9 @@ async def test_a_call_is_repeated_until_the_server_is_ready(plain):
 async def test_four_times_at_most(plain):
     _, stub, codes = await plain(load=False)
     assert (await failure(stub.Query(QUERY))).reason == "MODEL_NOT_READY"
+    async with asyncio.timeout(10):  # A call is logged after its caller has its status.
+        while len(codes()) < 4:
+            await asyncio.sleep(0.01)
     assert codes() == ["UNAVAILABLE"] * 4
 
 
