@@ -501,10 +501,15 @@ class InferenceEngine(SkillCalls):
         wanted = request.token_budget or request.max_tokens or self._context.defaults.max_tokens
         return min(wanted, room, most or room)
 
+    def draw_seed(self, count: int = 1) -> int:
+        """The first of ``count`` seeds in a row, for requests that name none."""
+        if self._seeds is None:
+            return secrets.randbits(53)
+        first, *_ = itertools.islice(self._seeds, count)
+        return first % 2**64
+
     def _seed(self, request: SkillRequest) -> int:
-        if request.seed is not None:
-            return request.seed
-        return next(self._seeds) % 2**64 if self._seeds is not None else secrets.randbits(53)
+        return self.draw_seed() if request.seed is None else request.seed
 
     def _deliver_threadsafe(self, deliveries: list[Delivery]) -> None:
         """On the delivery thread."""

@@ -43,6 +43,7 @@ _NAMES = {
     "image.encoded": "messages",
     "question": "messages",
     "object": "messages",
+    "num_samples": "n",
     "options.model": "model",
 }
 _unknown_logged: set[str] = set()
@@ -86,6 +87,11 @@ def _chat(fields: Fields, service: VisionService, served: str) -> Asked:
         history=[pb.Turn(question=asked, answer=given) for asked, given in talk.history],
     )
     _fill(request, fields, served, talk.image)
+    samples = fields.whole("n")
+    if samples is not None:
+        if not 1 <= samples < 2**31:
+            raise InvalidRequest("n", f"must be at least 1, got {samples}")
+        request.num_samples = samples
     if not streams:
         return Asked(request, service.Query, _completion)
     stream = pb.StreamQueryRequest(request=request)
@@ -102,6 +108,8 @@ def _grounded(
 ) -> Asked:
     """Boxes or points as JSON. ``usage``: None unless the request streams."""
     skill, name = grounding[1].lower(), grounding[2].strip()
+    if fields.whole("n") not in (None, 1):
+        raise InvalidRequest("n", f"must be 1 for boxes and points, got {fields.values['n']}")
     request: Any
     behaviour: Callable[[Any, Any], Awaitable[Any]]
     if skill == "detect":
@@ -162,8 +170,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     for key in ("frequency_penalty", "presence_penalty"):
         if fields.number(key):
             raise InvalidRequest(key, "is not supported; leave it out or send 0")
-    if fields.whole("n") not in (None, 1):
-        raise InvalidRequest("n", f"must be 1, got {values['n']}; send several requests")
     if fields.whole("top_logprobs"):
         raise InvalidRequest(
             "top_logprobs",
@@ -243,6 +249,19 @@ def _fill(request: Any, fields: Fields, served: str, image: bytes | None) -> Non
 
 
 def _completion(response: Any, content: str | None = None) -> dict[str, Any]:
+    """``content``: that of a response which is no QueryResponse."""
+    samples = [response] if content is not None else response.samples or [response]
+    return {
+        "id": f"chatcmpl-{response.request_id}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": response.model,
+        "choices": [_choice(index, each, content) for index, each in enumerate(samples)],
+        "usage": _usage(response),
+    }
+
+
+def _choice(index: int, response: Any, content: str | None) -> dict[str, Any]:
     message: dict[str, Any] = {
         "role": "assistant",
         "content": response.answer if content is None else content,
@@ -250,19 +269,10 @@ def _completion(response: Any, content: str | None = None) -> dict[str, Any]:
     if content is None and response.HasField("reasoning"):
         message["reasoning_content"] = response.reasoning.text
     return {
-        "id": f"chatcmpl-{response.request_id}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": response.model,
-        "choices": [
-            {
-                "index": 0,
-                "message": message,
-                "logprobs": _logprobs(_tokens(response)),
-                "finish_reason": _finish_reason(response),
-            }
-        ],
-        "usage": _usage(response),
+        "index": index,
+        "message": message,
+        "logprobs": _logprobs(_tokens(response)),
+        "finish_reason": _finish_reason(response),
     }
 
 

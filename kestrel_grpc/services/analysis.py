@@ -22,7 +22,6 @@ from kestrel_engine import (
     EngineResult,
     InferenceEngine,
     InvalidRequest,
-    PreparedImage,
     RequestError,
     SkillUnavailable,
     StreamUpdate,
@@ -34,7 +33,7 @@ from ..edge.statuses import complaint, row_of
 from . import convert
 from .convert import CallOptions, ImageSource, SkillCall
 from .named_skill import skill_event
-from .starting import Respond, Starter, responded, submit
+from .starting import Respond, SharedImage, Starter, responded, submit
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +102,7 @@ class _Shared:
     """The objects that all tasks of a call share."""
 
     engine: InferenceEngine
-    image: PreparedImage
-    image_id: str
+    image: SharedImage
     options: CallOptions
     send: Send | None
     event: Event
@@ -164,48 +162,29 @@ async def run_tasks(
     began = time.monotonic()
     call = current_call()
     engine = starter.served.engine(options.model)
-    resolved = starter.images.find(call.owner, source)
-    image = await engine.prepare_image(
-        resolved.given,
-        timeout_s=call.timeout_s,
-        cache_salt=call.principal.namespace(options.cache_salt),
-        request_id=call.request_id,
-        priority=options.priority,
-        principal=call.principal.name,
-        weight=call.principal.weight,
-    )
-    size = (image.width, image.height)
-    assert image.source_digest is not None, "bytes and pixels have a digest"
-    image_id = starter.images.keep(
-        call.owner, resolved, size, image.source_digest, weight=call.principal.weight
-    )
+    image = await starter.prepare(options, source)
     await call.accept()
     if send is not None:
         begun = pb.StreamStarted(request_id=call.request_id, model=engine.info.model)
         await send("", {"started": begun})
     turns = asyncio.Semaphore(MAX_TASKS)
-    shared = _Shared(engine, image, image_id, options, send, event, turns)
+    shared = _Shared(engine, image, options, send, event, turns)
     done = await _all([_run(task, shared) for task in tasks])
     faults = [each.call_fault for each in done if each.call_fault is not None]
     if len(faults) == len(done):
         raise faults[0]
     metrics = [each.metrics for each in done if each.metrics is not None]
-    call.result = _total(call.request_id, metrics)
+    call.result = total_result(call.request_id, metrics)
     used = call.result.metrics
     return Analysis(
         results=[each.result for each in done],
-        usage=common_pb2.Usage(
-            input_tokens=used.input_tokens,
-            output_tokens=used.output_tokens,
-            cached_tokens=used.cached_tokens,
-            image_tokens=engine.info.image_positions * len(metrics),
-        ),
+        usage=convert.usage(used, engine.info.image_positions * len(metrics)),
         metrics=used,
         total_time_ms=convert.milliseconds(1e3 * (time.monotonic() - began)),
         model=engine.info.model,
         request_id=call.request_id,
-        image_size=common_pb2.ImageSize(width=size[0], height=size[1]),
-        image_id=image_id,
+        image_size=common_pb2.ImageSize(width=image.prepared.width, height=image.prepared.height),
+        image_id=image.image_id,
     )
 
 
@@ -292,7 +271,7 @@ async def _respond(task: Task, shared: _Shared) -> tuple[Any, EngineMetrics]:
 
 async def _answer(task: Task, shared: _Shared) -> tuple[Any, EngineMetrics]:
     call = task.call(shared.options)
-    stream = await submit(shared.engine, call, shared.image)
+    stream = await submit(shared.engine, call, shared.image.prepared)
     try:
         if shared.send is not None:
             async for update in stream:
@@ -302,7 +281,7 @@ async def _answer(task: Task, shared: _Shared) -> tuple[Any, EngineMetrics]:
                     raise _SendFailed(error) from error
         result = await stream.result()
         response = await responded(shared.engine, call, result, _KINDS[task.name].respond)
-        response.image_id = shared.image_id
+        response.image_id = shared.image.image_id
         return response, result.metrics
     finally:
         await stream.aclose()
@@ -327,7 +306,7 @@ def _task_error(error: Exception, task: Task, shared: _Shared) -> pb.TaskError:
     )
 
 
-def _total(request_id: str, metrics: Sequence[EngineMetrics]) -> EngineResult:
+def total_result(request_id: str, metrics: Sequence[EngineMetrics]) -> EngineResult:
     """The call's figures for the access log: sums of tokens, the longest queue time, the earliest first token."""
     total = EngineMetrics(
         input_tokens=sum(m.input_tokens for m in metrics),

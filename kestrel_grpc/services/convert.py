@@ -425,6 +425,24 @@ def box(found: Mapping[str, float]) -> common_pb2.Box:
     )
 
 
+def usage(metrics: EngineMetrics, image_tokens: int) -> common_pb2.Usage:
+    return common_pb2.Usage(
+        input_tokens=metrics.input_tokens,
+        output_tokens=metrics.output_tokens,
+        cached_tokens=metrics.cached_tokens,
+        image_tokens=image_tokens,
+    )
+
+
+def timings_of_several(metrics: EngineMetrics, total_time_ms: float) -> common_pb2.Timings:
+    """Those of a call with several requests. ``metrics``: of all together."""
+    return common_pb2.Timings(
+        queue_time_ms=milliseconds(metrics.queue_time_ms),
+        ttft_ms=milliseconds(metrics.ttft_ms),
+        total_time_ms=milliseconds(total_time_ms),
+    )
+
+
 def timings(metrics: EngineMetrics) -> common_pb2.Timings:
     return common_pb2.Timings(
         queue_time_ms=milliseconds(metrics.queue_time_ms),
@@ -453,12 +471,7 @@ def shared_fields(result: EngineResult, image_positions: int) -> dict[str, Any]:
     metrics = result.metrics
     return {
         "finish_reason": _FINISH_REASONS[result.finish_reason],
-        "usage": common_pb2.Usage(
-            input_tokens=metrics.input_tokens,
-            output_tokens=metrics.output_tokens,
-            cached_tokens=metrics.cached_tokens,
-            image_tokens=image_positions if size is not None else 0,
-        ),
+        "usage": usage(metrics, image_positions if size is not None else 0),
         "timings": timings(metrics),
         "model": result.model,
         "request_id": result.request_id,

@@ -74,11 +74,7 @@ def _shared_fields(done: Analysis) -> dict[str, Any]:
         "results": done.results,
         "finish_reason": _finish_reason(done.results),
         "usage": done.usage,
-        "timings": common_pb2.Timings(
-            queue_time_ms=convert.milliseconds(done.metrics.queue_time_ms),
-            ttft_ms=convert.milliseconds(done.metrics.ttft_ms),
-            total_time_ms=done.total_time_ms,
-        ),
+        "timings": convert.timings_of_several(done.metrics, done.total_time_ms),
         "model": done.model,
         "request_id": done.request_id,
         "image_size": done.image_size,

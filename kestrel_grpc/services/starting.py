@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import EngineResult, EngineStream, InferenceEngine
+from kestrel_engine import EngineResult, EngineStream, InferenceEngine, PreparedImage
 
 from ..edge.current_call import current_call
 from ..images.request_images import RequestImage, RequestImages
 from ..served_model import ServedModel
-from .convert import SkillCall
+from .convert import CallOptions, ImageSource, SkillCall
 from .drawn_mask import add_mask
 
 Response = TypeVar("Response")
@@ -33,6 +33,14 @@ class Started:
     image: RequestImage | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedImage:
+    """A prepared image for several requests of one call. ``image_id``: as in their responses."""
+
+    prepared: PreparedImage
+    image_id: str
+
+
 class Starter:
     """Starts and finishes requests. Keeps no state of a request."""
 
@@ -46,6 +54,30 @@ class Starter:
         image = None if call.image is None else self.images.find(owner, call.image)
         stream = await submit(engine, call, None if image is None else image.given)
         return Started(engine, stream, call, image)
+
+    async def prepare(self, options: CallOptions, source: ImageSource) -> SharedImage:
+        """Prepares an image for several requests of the call, and stores it. Raises the errors of the engine's
+        ``prepare_image``, and ImageNotFound, ModelNotReady, ModelNotFoundError."""
+        call, engine = current_call(), self.served.engine(options.model)
+        image = self.images.find(call.owner, source)
+        prepared = await engine.prepare_image(
+            image.given,
+            timeout_s=call.timeout_s,
+            cache_salt=call.principal.namespace(options.cache_salt),
+            request_id=call.request_id,
+            priority=options.priority,
+            principal=call.principal.name,
+            weight=call.principal.weight,
+        )
+        assert prepared.source_digest is not None, "bytes and pixels have a digest"
+        image_id = self.images.keep(
+            call.owner,
+            image,
+            (prepared.width, prepared.height),
+            prepared.source_digest,
+            weight=call.principal.weight,
+        )
+        return SharedImage(prepared, image_id)
 
     async def finish(self, started: Started, respond: Respond[Response]) -> Response:
         """Waits for the result and makes the response. Stores the image, which the engine has found valid."""

@@ -24,6 +24,7 @@ from .analysis import Send, analyze
 from .convert import SkillCall
 from .named_skill import check_skill, located, skill_call, skill_event, skill_response
 from .several_objects import find_several
+from .several_samples import TextResponse, check_single, draw_samples, num_samples
 from .starting import Respond, Response, Starter
 
 _Event = Callable[[StreamUpdate], dict[str, Any]]
@@ -36,10 +37,10 @@ class VisionService(VisionServiceServicer):
         self._starter = Starter(served, images)
 
     async def Query(self, request: pb.QueryRequest, context: Context) -> pb.QueryResponse:
-        return await self._answer(convert.query_call(request), convert.query_response)
+        return await self._samples(request, convert.query_call(request), convert.query_response)
 
     async def Caption(self, request: pb.CaptionRequest, context: Context) -> pb.CaptionResponse:
-        return await self._answer(convert.caption_call(request), convert.caption_response)
+        return await self._samples(request, convert.caption_call(request), convert.caption_response)
 
     async def Point(self, request: pb.PointRequest, context: Context) -> pb.PointResponse:
         if request.objects:
@@ -60,13 +61,17 @@ class VisionService(VisionServiceServicer):
     async def StreamQuery(  # type: ignore[override]
         self, request: pb.StreamQueryRequest, context: Context
     ) -> None:
-        call = convert.query_call(_inner(request))
+        inner = _inner(request)
+        check_single(inner)
+        call = convert.query_call(inner)
         await self._stream(call, context, pb.StreamQueryResponse, convert.query_response)
 
     async def StreamCaption(  # type: ignore[override]
         self, request: pb.StreamCaptionRequest, context: Context
     ) -> None:
-        call = convert.caption_call(_inner(request))
+        inner = _inner(request)
+        check_single(inner)
+        call = convert.caption_call(inner)
         await self._stream(call, context, pb.StreamCaptionResponse, convert.caption_response)
 
     async def StreamPoint(  # type: ignore[override]
@@ -123,6 +128,17 @@ class VisionService(VisionServiceServicer):
         call = skill_call(request)
         check_skill(call.skill, self._starter.served.engine(call.options.model).info.skills)
         return call
+
+    async def _samples(
+        self,
+        request: pb.QueryRequest | pb.CaptionRequest,
+        call: SkillCall,
+        respond: Respond[TextResponse],
+    ) -> TextResponse:
+        count = num_samples(request)
+        if count == 1:
+            return await self._answer(call, respond)
+        return await draw_samples(self._starter, call, count, respond)
 
     async def _answer(self, call: SkillCall, respond: Respond[Response]) -> Response:
         started = await self._starter.start(call)

@@ -63,6 +63,8 @@ QUERY = pb.QueryRequest(image=RAW, question="what?", spatial_refs=[REF, BOX], sa
 CAPTION = pb.CaptionRequest(image=JPEG, sampling=SAMPLING)
 CAPTION.sampling.stop.extend(["one", "two"])
 CAPTION.sampling.logprobs = True
+SAMPLES = pb.CaptionRequest(num_samples=2)
+SAMPLES.MergeFrom(CAPTION)
 POINT = pb.PointRequest(image=JPEG, object="a", max_objects=3, sampling=SAMPLING)
 DETECT = pb.DetectRequest(image=JPEG, object="a", max_objects=3)
 SEGMENT = pb.SegmentRequest(image=RAW, object="a", mask_format="MASK_FORMAT_PNG", sampling=SAMPLING)
@@ -78,7 +80,7 @@ SKILL.arguments.update({"question": "what?"})
 
 VISION: dict[str, Message] = {
     "Query": QUERY,
-    "Caption": CAPTION,
+    "Caption": SAMPLES,
     "Point": POINT,
     "Detect": DETECT,
     "Segment": SEGMENT,

@@ -39,11 +39,12 @@ out = {
     "scored": bytes(b for t in scored.logprobs.content for b in t.bytes).decode(),
     "logprobs": [token.logprob for token in scored.logprobs.content],
     "stopped": ask("Describe this image.", stop=["two"]).choices[0].message.content,
+    "choices": [c.message.content for c in ask(question, n=3).choices],
     "boxes": json.loads(ask("Detect: green crescent").choices[0].message.content),
     "models": [model.id for model in client.models.list()],
 }
 try:
-    ask(question, n=3)
+    ask(question, n=99)
 except openai.BadRequestError as error:
     out["bad_request"] = [error.param, error.status_code]
 try:

@@ -88,6 +88,23 @@ async def test_stop_ends_the_answer(http):
     assert streamed[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+async def test_several_samples_are_several_choices(http):
+    _, client = await http()
+    asked = {**ASKED, "messages": [user("What?", data_url())], "temperature": 1, "seed": 5}
+    alone = [
+        (await client.post("/v1/chat/completions", json={**asked, "seed": 5 + i})).json()
+        for i in range(3)
+    ]
+    body = (await client.post("/v1/chat/completions", json={**asked, "n": 3})).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    texts = [each["choices"][0]["message"]["content"] for each in alone]
+    assert [choice["message"]["content"] for choice in body["choices"]] == texts
+    used = [each["usage"]["completion_tokens"] for each in alone]
+    assert body["usage"]["completion_tokens"] == sum(used)
+    one = (await client.post("/v1/chat/completions", json={**asked, "n": 1})).json()
+    assert one["choices"] == alone[0]["choices"]
+
+
 async def test_log_probabilities_of_the_answer(http):
     _, client = await http()
     asked = {**ASKED, "messages": [user("What?", data_url())], "logprobs": True, "top_logprobs": 0}
@@ -152,7 +169,11 @@ async def test_errors_name_the_message(http, caplog):
             "audio",
         ),
         ({"messages": [user("a")], "tools": [{}]}, "tools", "call no tools"),
-        ({"messages": [user("a")], "n": 2}, "n", "must be 1"),
+        ({"messages": [user("a")], "n": 0}, "n", "must be at least 1"),
+        ({"messages": [user("a")], "n": -1}, "n", "must be at least 1"),
+        ({"messages": [user("a")], "n": 17}, "n", "17 is not in [1, 16]"),
+        ({"messages": [user("a")], "n": 2, "stream": True}, "n", "must be 1 in a stream"),
+        ({"messages": [user("Point: a", url)], "n": 2}, "n", "must be 1 for boxes and points"),
         ({"messages": [user("a")], "stop": ["x", 3]}, "stop[1]", "must be a string"),
         ({"messages": [user("a")], "stop": {"x": 1}}, "stop", "must be a list"),
         ({"messages": [user("a")], "stop": ["x", ""]}, "stop[1]", "must not be empty"),

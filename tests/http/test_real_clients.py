@@ -82,6 +82,7 @@ def test_openai(endpoint: str, tmp_path: Path):
         out["scored"] == out["described"] and -1 < min(out["logprobs"]) <= max(out["logprobs"]) <= 0
     )
     assert out["described"].partition("two")[0] == out["stopped"] != out["described"]
+    assert out["choices"] == ["0", "0", "0"]
     assert [box["label"] for box in out["boxes"]] == ["green crescent"] * 2
     assert out["models"] == ["kestrel-tiny"]
     assert out["bad_request"] == ["n", 400] and out["wrong_key"] == "credentials_invalid"

@@ -226,11 +226,14 @@ def test_every_stream_has_the_same_shape(skill: str) -> None:
     assert request.message_type is MESSAGES[f"{skill}Request"]
 
 
+SEVERAL = ("objects", "num_samples")
+
+
 @pytest.mark.parametrize("skill", SKILLS)
 def test_a_task_has_the_fields_of_the_method_with_their_numbers(skill: str) -> None:
-    """All but image and options, which the call has once, and the list of several objects, which are several tasks."""
+    """All but image and options, which the call has once, and several objects or samples, which are several tasks."""
     task, request = MESSAGES[f"{skill}Task"], MESSAGES[f"{skill}Request"]
-    theirs = [f for f in request.fields if f.name not in ("image", "options", "objects")]
+    theirs = [f for f in request.fields if f.name not in ("image", "options", *SEVERAL)]
     shape = [(f.name, f.number, f.type, f.has_presence, f.is_repeated) for f in theirs]
     assert [(f.name, f.number, f.type, f.has_presence, f.is_repeated) for f in task.fields] == shape
     outcome = MESSAGES["TaskResult"].fields_by_name[skill.lower()]
@@ -269,6 +272,9 @@ def test_every_tunable_has_presence() -> None:
     tunables: list[FieldDescriptor] = [f for f in sampling if f.name != "stop"]
     tunables += [MESSAGES["QueryRequest"].fields_by_name["reasoning"]]
     tunables += [MESSAGES[f"{s}Request"].fields_by_name["max_objects"] for s in ("Point", "Detect")]
+    tunables += [
+        MESSAGES[f"{s}Request"].fields_by_name["num_samples"] for s in ("Query", "Caption")
+    ]
     for field in tunables:
         assert field.has_presence, field.full_name
 

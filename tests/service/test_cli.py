@@ -142,6 +142,21 @@ def test_several_objects_are_found_in_one_call(server):
     assert "no image is given" in ask(server, "detect", "--object", "cat").stderr
 
 
+def test_several_samples_are_printed_with_their_seeds(server):
+    words = ["caption", IMAGE, "short", "--temperature", 1.5]
+    texts = [ask(server, *words, "--seed", seed).stdout for seed in (3, 4, 5)]
+    done = ask(server, *words, "--seed", 3, "--samples", 3)
+    assert done.stdout == "".join(
+        f"seed {n}:\n{text}" for n, text in zip((3, 4, 5), texts, strict=True)
+    )
+    described = json.loads(ask(server, *words, "--seed", 3, "--samples", 3, "--json").stdout)
+    assert [sample["caption"] + "\n" for sample in described["samples"]] == texts
+    assert described["caption"] == described["samples"][0]["caption"]
+    assert "samples" in ask(server, *words, "--samples", 17).stderr
+    assert "leave out --stream" in ask(server, *words, "--samples", 2, "--stream").stderr
+    assert "--samples" not in ask(server, "detect", "--help").stdout
+
+
 def test_log_probabilities_follow_the_answer(server):
     words = ["caption", IMAGE, "short", "--temperature", 0]
     text = ask(server, *words).stdout

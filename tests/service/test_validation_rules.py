@@ -56,6 +56,8 @@ STRICTER = [
         r"stop: is not a setting of this skill",
         # One of two fields.
         r"objects: is set beside object",
+        # A stream has one sample.
+        r"num_samples: must be 1 in a stream",
         # Only white space.
         r"(question|object): must not be empty",
     )
@@ -103,11 +105,11 @@ TASKS = [
 SHARED: dict[str, Any] = {"image": raw(), "options": OPTIONS}
 VALID: dict[str, list[Message]] = {
     "VisionService/Query": [
-        pb.QueryRequest(**SHARED, **QUERY),
+        pb.QueryRequest(**SHARED, **QUERY, num_samples=2),
         pb.QueryRequest(question="what?", image=common_pb2.Image(encoded=FILE)),
     ],
     "VisionService/Caption": [
-        pb.CaptionRequest(**SHARED, **CAPTION),
+        pb.CaptionRequest(**SHARED, **CAPTION, num_samples=2),
         pb.CaptionRequest(image=common_pb2.Image(image_id="img_0")),
     ],
     "VisionService/Point": [

@@ -39,6 +39,7 @@ from .painted import SAVE_HELP, Painter
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "logprobs")
 _OPTIONS = ("model", "request_id", "priority", "cache_salt", "background")
 _LENGTHS = ("short", "normal", "long")
+_TEXT_COMMANDS = ("query", "caption")
 _OWN_WORD = {"query": "QUESTION", "caption": "[short|normal|long]"}
 
 
@@ -48,10 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = _EPILOGS.get(command)
     parser.add_argument("words", metavar="IMAGE", nargs="*", help=IMAGE_HELP)
     _add_own(parser, command)
-    writes_text = command in ("query", "caption")
+    writes_text = command in _TEXT_COMMANDS
     add_sampling_flags(parser, text=writes_text)
     output = parser.add_argument_group("output")
     if writes_text:
+        output.add_argument(
+            "--samples",
+            type=whole(1),
+            metavar="N",
+            help="generate N answers, at most 16, with the seeds SEED, SEED+1 and so on",
+        )
         output.add_argument(
             "--logprobs",
             action="store_true",
@@ -191,6 +198,8 @@ def run(args: argparse.Namespace) -> int:
         from . import several_objects  # Imports this module.
 
         return several_objects.run(args)
+    if args.stream and (getattr(args, "samples", None) or 1) > 1:
+        raise SettingsError("--samples: a stream has one sample; leave out --stream")
     names, word = _words(args)
     inputs: list[Input | None] = [*open_inputs(names)] or [None]
     given = [each for each in inputs if each is not None]
@@ -258,6 +267,8 @@ def _ask(
 def _arguments(args: argparse.Namespace, word: str) -> tuple[list[Any], dict[str, Any]]:
     """The skill's positional arguments and all keywords, for the client's method."""
     options = sampling(args) | request_options(args)
+    if args.command in _TEXT_COMMANDS and (args.samples or 1) > 1:
+        options["num_samples"] = args.samples
     if args.command == "query":
         return [word], {**options, "reasoning": args.reasoning or None}
     if args.command == "caption":
@@ -328,7 +339,13 @@ def print_event(event: object) -> None:
 
 
 def print_result(result: Result) -> None:
+    """Prints several samples one after the other, each below a line with its seed."""
     match result:
+        case QueryResult(samples=(_, *_) as samples) | CaptionResult(samples=(_, *_) as samples):
+            for each in samples:
+                print(styled(f"seed {each.seed}:", "cyan", sys.stdout))
+                print_result(each)
+            return
         case QueryResult():
             if result.reasoning is not None:
                 print(styled(result.reasoning.text, "dim", sys.stdout) + "\n")

@@ -98,26 +98,34 @@ class AsyncKestrelClient:
         reasoning: bool | None = None,
         spatial_refs: Iterable[SpatialRef] = (),
         history: Iterable[Turn] = (),
+        num_samples: int | None = None,
         **options: Unpack[CallOptions],
     ) -> QueryResult:
         """Answers a question about an image, or without an image (``image=None``).
 
         ``reasoning``: whether the model reasons before it answers. ``spatial_refs``: points and boxes that the question
         refers to. ``history``: earlier turns of the conversation, oldest first: results of ``query`` about the same
-        image, or pairs of question and answer.
+        image, or pairs of question and answer. ``num_samples``: how many answers to generate, at most 16:
+        ``result.samples``. Sample i, counted from 0, has the seed ``seed + i``.
         """
         task = QueryTask(question, reasoning, spatial_refs, history)
-        return await self._channel.call(self._requests.task, image, task, options)
+        return await self._channel.call(
+            self._requests.task, image, task, options, num_samples=num_samples
+        )
 
     async def caption(
         self,
         image: ImageInput,
         length: CaptionLength = "normal",
+        *,
+        num_samples: int | None = None,
         **options: Unpack[CallOptions],
     ) -> CaptionResult:
-        """Describes an image. ``length``: "short", "normal" or "long"."""
+        """Describes an image. ``length``: "short", "normal" or "long". ``num_samples``: as for ``query``."""
         task = CaptionTask(length)
-        return await self._channel.call(self._requests.task, image, task, options)
+        return await self._channel.call(
+            self._requests.task, image, task, options, num_samples=num_samples
+        )
 
     @overload
     async def point(

@@ -194,8 +194,10 @@ class Requests:
         task: TaskOf[_T],
         options: CallOptions | HandlingOptions,
         known: type = CallOptions,
+        *,
+        num_samples: int | None = None,
     ) -> Prepared[_T]:
-        """One task as a call of its own.
+        """One task as a call of its own. ``num_samples``: for a QueryTask or a CaptionTask.
 
         The sampling of ``task`` takes precedence over that of ``options``. Raises TypeError for an option that is not
         in ``known``. Only a QueryTask takes None as its image.
@@ -206,6 +208,8 @@ class Requests:
         if image is not None or not isinstance(task, QueryTask):
             image = self._loaded(cast(ImageInput, image))
             fields["image"] = self._image(image, given)
+        if num_samples is not None:
+            fields["num_samples"] = num_samples
         request = _build(
             skill.request,
             **fields,

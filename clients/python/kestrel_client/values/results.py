@@ -180,6 +180,9 @@ class QueryResult(Result):
     """None if reasoning was not requested."""
     logprobs: Logprobs | None = None
     """The log-probabilities of the answer; None if they were not requested."""
+    samples: tuple[QueryResult, ...] = ()
+    """With ``num_samples`` above 1, the result of each sample, the first included. The other fields are then those of
+    the first sample, but ``usage`` (the sum) and ``timings``, which are about all together."""
 
     @property
     def grounding(self) -> tuple[GroundingSpan, ...]:
@@ -206,6 +209,8 @@ class CaptionResult(Result):
     caption: str
     logprobs: Logprobs | None = None
     """The log-probabilities of the caption; None if they were not requested."""
+    samples: tuple[CaptionResult, ...] = ()
+    """With ``num_samples`` above 1, the result of each sample: as for QueryResult."""
 
     @property
     def marks(self) -> Marks:
@@ -418,6 +423,8 @@ def _has(place: Any, *names: str) -> bool:
 
 def plain_value(value: Any) -> Any:
     """Converts ``value`` to types of JSON."""
+    if isinstance(value, Result):
+        return value.to_dict()
     if isinstance(value, ImageSize):
         return {"width": value.width, "height": value.height}
     if isinstance(value, Mask):
@@ -490,6 +497,7 @@ def query_result(
         answer=response.answer,
         reasoning=reasoning,
         logprobs=_logprobs(response),
+        samples=tuple(query_result(each, source, question) for each in response.samples),
         **_common(response, source),
     )
 
@@ -498,7 +506,10 @@ def caption_result(
     response: vision_service_pb2.CaptionResponse, source: ImageInput | None
 ) -> CaptionResult:
     return CaptionResult(
-        caption=response.caption, logprobs=_logprobs(response), **_common(response, source)
+        caption=response.caption,
+        logprobs=_logprobs(response),
+        samples=tuple(caption_result(each, source) for each in response.samples),
+        **_common(response, source),
     )
 
 

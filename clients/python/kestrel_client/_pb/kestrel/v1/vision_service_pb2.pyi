@@ -101,6 +101,7 @@ class QueryRequest(_message.Message):
     REASONING_FIELD_NUMBER: _builtins.int
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     question: _builtins.str
@@ -109,6 +110,13 @@ class QueryRequest(_message.Message):
     """
     reasoning: _builtins.bool
     """Whether the model reasons before it answers, which takes time and may improve the answer. Default: false."""
+    num_samples: _builtins.int
+    """Number of answers to generate, 1 to 16. Each is a request of its own in the queue and the batch. The image is decoded and
+    encoded once, and its prefix is computed once. Sample i, counted from 0, has the seed Sampling.seed + i modulo 2^64,
+    and equals the result of a request with this seed and one sample. Without a seed the server draws one for all. With
+    temperature 0 all samples are equal. If a sample fails, the call fails. A stream has one sample: it refuses more,
+    because streams with these seeds, one for each sample, show the same and can be read side by side. Default: 1.
+    """
     @_builtins.property
     def image(self) -> _common_pb2.Image:
         """The image that the question is about. Default: none; the model then answers from the text alone."""
@@ -139,15 +147,21 @@ class QueryRequest(_message.Message):
         reasoning: _builtins.bool | None = ...,
         spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
         history: _abc.Iterable[Global___Turn] | None = ...,
+        num_samples: _builtins.int | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
         options: _common_pb2.RequestOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "image", b"image", "options", b"options", "reasoning", b"reasoning", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "_reasoning", b"_reasoning", "image", b"image", "num_samples", b"num_samples", "options", b"options", "reasoning", b"reasoning", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "history", b"history", "image", b"image", "options", b"options", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "_reasoning", b"_reasoning", "history", b"history", "image", b"image", "num_samples", b"num_samples", "options", b"options", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_samples: _TypeAlias = _typing.Literal["num_samples"]  # noqa: Y015
+    _WhichOneofArgType__num_samples: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples"]  # noqa: Y015
     _WhichOneofReturnType__reasoning: _TypeAlias = _typing.Literal["reasoning"]  # noqa: Y015
     _WhichOneofArgType__reasoning: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_samples) -> _WhichOneofReturnType__num_samples | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning) -> _WhichOneofReturnType__reasoning | None: ...
 
 Global___QueryRequest: _TypeAlias = QueryRequest  # noqa: Y015
@@ -186,6 +200,7 @@ class QueryResponse(_message.Message):
 
     ANSWER_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
@@ -214,6 +229,13 @@ class QueryResponse(_message.Message):
         """The model's reasoning; set if and only if the request asked for reasoning."""
 
     @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueryResponse]:
+        """With QueryRequest.num_samples above 1, one result per sample, in order; otherwise empty. The other fields of this
+        message are then those of the first sample, but two that are about all together: `usage` is the sum, and `timings`
+        holds the longest queue_time_ms, the shortest ttft_ms and total_time_ms of the call.
+        """
+
+    @_builtins.property
     def usage(self) -> _common_pb2.Usage:
         """Positions that the request used."""
 
@@ -234,6 +256,7 @@ class QueryResponse(_message.Message):
         *,
         answer: _builtins.str = ...,
         reasoning: Global___Reasoning | None = ...,
+        samples: _abc.Iterable[Global___QueryResponse] | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         usage: _common_pb2.Usage | None = ...,
         timings: _common_pb2.Timings | None = ...,
@@ -246,7 +269,7 @@ class QueryResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "image_size", b"image_size", "logprobs", b"logprobs", "reasoning", b"reasoning", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "answer", b"answer", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "logprobs", b"logprobs", "model", b"model", "reasoning", b"reasoning", "request_id", b"request_id", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "answer", b"answer", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "logprobs", b"logprobs", "model", b"model", "reasoning", b"reasoning", "request_id", b"request_id", "samples", b"samples", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reasoning: _TypeAlias = _typing.Literal["reasoning"]  # noqa: Y015
     _WhichOneofArgType__reasoning: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning"]  # noqa: Y015
@@ -322,10 +345,18 @@ class CaptionRequest(_message.Message):
 
     IMAGE_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     length: Global___CaptionLength.ValueType
     """Length of the description. Default: normal."""
+    num_samples: _builtins.int
+    """Number of descriptions to generate, 1 to 16. Each is a request of its own in the queue and the batch. The image is decoded and
+    encoded once, and its prefix is computed once. Sample i, counted from 0, has the seed Sampling.seed + i modulo 2^64,
+    and equals the result of a request with this seed and one sample. Without a seed the server draws one for all. With
+    temperature 0 all samples are equal. If a sample fails, the call fails. A stream has one sample: it refuses more,
+    because streams with these seeds, one for each sample, show the same and can be read side by side. Default: 1.
+    """
     @_builtins.property
     def image(self) -> _common_pb2.Image:
         """The image. Required."""
@@ -343,14 +374,17 @@ class CaptionRequest(_message.Message):
         *,
         image: _common_pb2.Image | None = ...,
         length: Global___CaptionLength.ValueType = ...,
+        num_samples: _builtins.int | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
         options: _common_pb2.RequestOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "image", b"image", "num_samples", b"num_samples", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "length", b"length", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "image", b"image", "length", b"length", "num_samples", b"num_samples", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_samples: _TypeAlias = _typing.Literal["num_samples"]  # noqa: Y015
+    _WhichOneofArgType__num_samples: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_samples) -> _WhichOneofReturnType__num_samples | None: ...
 
 Global___CaptionRequest: _TypeAlias = CaptionRequest  # noqa: Y015
 
@@ -361,6 +395,7 @@ class CaptionResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CAPTION_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
@@ -385,6 +420,13 @@ class CaptionResponse(_message.Message):
     ImageService).
     """
     @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___CaptionResponse]:
+        """With CaptionRequest.num_samples above 1, one result per sample, in order; otherwise empty. The other fields of this
+        message are then those of the first sample, but two that are about all together: `usage` is the sum, and `timings`
+        holds the longest queue_time_ms, the shortest ttft_ms and total_time_ms of the call.
+        """
+
+    @_builtins.property
     def usage(self) -> _common_pb2.Usage:
         """Positions that the request used."""
 
@@ -404,6 +446,7 @@ class CaptionResponse(_message.Message):
         self,
         *,
         caption: _builtins.str = ...,
+        samples: _abc.Iterable[Global___CaptionResponse] | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         usage: _common_pb2.Usage | None = ...,
         timings: _common_pb2.Timings | None = ...,
@@ -416,7 +459,7 @@ class CaptionResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["image_size", b"image_size", "logprobs", b"logprobs", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caption", b"caption", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "logprobs", b"logprobs", "model", b"model", "request_id", b"request_id", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caption", b"caption", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "logprobs", b"logprobs", "model", b"model", "request_id", b"request_id", "samples", b"samples", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

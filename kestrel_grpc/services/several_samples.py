@@ -1,0 +1,77 @@
+"""Query and Caption with several samples (``num_samples``): each is a request of the engine with a seed of its own.
+
+The image is prepared once, and the requests share its prefix. Unlike the tasks of Analyze, the samples stand or fall
+together: the first that fails ends the others and is the error of the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import TypeVar
+
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine import EngineStream, InvalidRequest
+
+from ..edge.current_call import current_call
+from . import convert
+from .analysis import total_result
+from .convert import SkillCall
+from .starting import Respond, Starter, submit
+
+MAX_SAMPLES = 16
+
+TextResponse = TypeVar("TextResponse", pb.QueryResponse, pb.CaptionResponse)
+
+
+def num_samples(request: pb.QueryRequest | pb.CaptionRequest) -> int:
+    """Raises InvalidRequest."""
+    wanted = request.num_samples if request.HasField("num_samples") else 1
+    if not 1 <= wanted <= MAX_SAMPLES:
+        raise InvalidRequest("num_samples", f"{wanted} is not in [1, {MAX_SAMPLES}]")
+    return wanted
+
+
+def check_single(request: pb.QueryRequest | pb.CaptionRequest) -> None:
+    """Raises InvalidRequest if a stream is asked for several samples."""
+    wanted = num_samples(request)
+    if wanted > 1:
+        raise InvalidRequest(
+            "num_samples",
+            f"must be 1 in a stream, got {wanted}; open a stream for each sample, with seeds of your choice",
+        )
+
+
+async def draw_samples(
+    starter: Starter, call: SkillCall, count: int, respond: Respond[TextResponse]
+) -> TextResponse:
+    """The response that holds ``count`` samples. Raises the error of the first sample that fails."""
+    began = time.monotonic()
+    edge, engine = current_call(), starter.served.engine(call.options.model)
+    image = None if call.image is None else await starter.prepare(call.options, call.image)
+    given = call.settings.get("seed")
+    seed = engine.draw_seed(count) if given is None else given
+    streams: list[EngineStream] = []
+    try:
+        for index in range(count):
+            settings = {**call.settings, "seed": (seed + index) % 2**64}
+            sample = replace(call, settings=settings)
+            streams.append(await submit(engine, sample, image and image.prepared))
+        await edge.accept()
+        results = await asyncio.gather(*(stream.result() for stream in streams))
+    finally:
+        await asyncio.gather(*(stream.aclose() for stream in streams))
+    edge.result = total_result(edge.request_id, [result.metrics for result in results])
+    samples = [respond(result, engine.info.image_positions) for result in results]
+    if image is not None:
+        for each in samples:
+            each.image_id = image.image_id
+    response = type(samples[0])()
+    response.CopyFrom(samples[0])
+    response.samples.extend(samples)
+    used, total_time_ms = edge.result.metrics, 1e3 * (time.monotonic() - began)
+    image_tokens = 0 if image is None else engine.info.image_positions * count
+    response.usage.CopyFrom(convert.usage(used, image_tokens))
+    response.timings.CopyFrom(convert.timings_of_several(used, total_time_ms))
+    return response
