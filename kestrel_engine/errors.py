@@ -1,4 +1,4 @@
-"""Every error that the engine raises on purpose.
+"""The errors that the engine raises on purpose.
 
     KestrelError
     ├── ConfigError              a RuntimeConfig field is invalid (field, value, limit)
@@ -12,11 +12,11 @@
     │   │   └── ImageTooSlowError       decoding took longer than the limit
     │   ├── ModelNotFoundError   the request names a model that is not served
     │   └── SkillUnavailable     the served model cannot do this skill
-    ├── ModelLoadError           a model can't be made ready
+    ├── ModelLoadError           a model can't be loaded
     │   ├── CheckpointError      missing, extra, misshaped or non-finite tensors, by name
-    │   ├── DownloadError        the hub refused, is unreachable, or the file is absent
+    │   ├── DownloadError        the hub refuses access or is unreachable, or the file does not exist
     │   └── InsufficientMemoryError
-    ├── EngineOverloaded         a bounded queue is full; try again later
+    ├── EngineOverloaded         a bounded queue is full; retry later
     │   ├── Displaced            the request waited and lost its place to a request with a stronger claim
     │   ├── PixelsWaiting        too many pixels wait to be decoded
     │   └── QueueTimeout         the request waited longer than max_queue_wait_s
@@ -26,7 +26,8 @@
     └── RuntimeFailure           the server's fault: a step failed
         └── SkillFault           a skill gave a rule or a prompt that the model can't follow
 
-Code decides by the type of an error, never by its text. An ``assert`` guards what only a mistake in our code can cause.
+Code decides by the type of an error, never by its text. An ``assert`` checks conditions that only a mistake in the code
+can break.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ class ProfileError(KestrelError):
 
 
 class RuntimeFailure(KestrelError):
-    """A step failed on the device or in the engine's code. The request is lost; the engine goes on.
+    """A step failed on the device or in the engine's code. The request is lost; the engine continues.
 
     ``out_of_memory``: the step failed because the device had no memory left.
     """

@@ -1,4 +1,4 @@
-"""EmbeddedModel: the KServe service with an engine of its own, inside another server such as Triton.
+"""EmbeddedModel: the KServe service with a separate engine, inside another server such as Triton.
 
 That server owns the network, its callers and their limits. Requests and responses are the messages of ``inference``.
 """
@@ -30,7 +30,7 @@ Write = Callable[[pb.ModelStreamInferResponse], Awaitable[None]]
 
 
 class EmbeddedModel:
-    """Used from the event loop that created it."""
+    """Call its methods only on the event loop that created it."""
 
     def __init__(self, engine: InferenceEngine, config: RuntimeConfig) -> None:
         self._engine = engine
@@ -65,14 +65,14 @@ class EmbeddedModel:
 
 
 class _Context:
-    """What a service asks of gRPC's context."""
+    """The parts of gRPC's context that services use."""
 
     def __init__(self, write: Write) -> None:
         self.write = write
 
     def time_remaining(self) -> float | None:
-        """None: the other server has the deadline, and cancels."""
+        """None, because the other server has the deadline and cancels the call."""
         return None
 
     async def send_initial_metadata(self, metadata: Any) -> None:
-        """Does nothing: the other server has its own metadata."""
+        """Does nothing, because the other server has its own metadata."""

@@ -11,7 +11,7 @@ from ..served_model import ServedModel
 from .tensors import BYTES
 
 NAME, VERSION = "moondream", "1"
-"""As in the vendor's model repository. The served model's own name reaches it, too."""
+"""The name in the vendor's model repository. The served model's own name is accepted too."""
 OUTPUT = "TEXT_OUTPUT"
 _PLATFORM = "kestrel"
 _FLOATS = ("FP32", "FP64", "FP16")
@@ -26,7 +26,7 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """``datatypes``: those that are read; the first one is what the metadata shows."""
+    """``datatypes``: the accepted ones. The metadata shows the first."""
 
     name: str
     datatypes: tuple[str, ...]
@@ -53,7 +53,7 @@ INPUTS = {
 
 
 def check_model(served: ServedModel, name: str, version: str, field: str = "name") -> None:
-    """``field``: of the name in the request. Raises ModelNotFoundError, InvalidRequest."""
+    """``field``: the path of the name in the request. Raises ModelNotFoundError, InvalidRequest."""
     if not name:
         raise InvalidRequest(field, f"is required: {NAME!r}")
     if name != NAME:

@@ -34,9 +34,9 @@ EXTENSIONS = (
     "statistics",
 )
 FINAL = "triton_final_response"
-"""The parameter of a response that says whether it is the last one of its request."""
+"""The parameter that marks the last response of a request."""
 _REAL_STATUS = ("triton_grpc_error", "true")
-"""Metadata of a stream whose errors must end it with a status."""
+"""The metadata with which a client requests that an error ends its stream with a status."""
 _SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")
 _NO_LOADING = "this server has one model, which it loads when it starts"
 _NO_SHARED_MEMORY = "this server shares no memory with its clients; send tensors in the request"
@@ -119,7 +119,7 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def ModelStreamInfer(  # type: ignore[override]
         self, request: pb.ModelInferRequest, context: Context
     ) -> None:
-        """Answers one request of the stream: edge/request_streams.py takes the stream apart."""
+        """Answers one request of the stream. edge/request_streams.py divides the stream."""
         wanted = self._asked(request)
         with located():
             if wanted.streams:
@@ -173,7 +173,7 @@ class InferenceService(GRPCInferenceServiceServicer):
 def refuse(
     request: pb.ModelInferRequest, complaint: Complaint, metadata: Metadata
 ) -> pb.ModelStreamInferResponse | None:
-    """The answer to a failed request of a stream; None if the client wants the stream to end."""
+    """Returns the answer to a failed request of a stream; None if the error must end the stream."""
     if _REAL_STATUS in metadata:
         return None
     response = pb.ModelInferResponse(
@@ -186,7 +186,7 @@ def refuse(
 
 
 class _Pieces:
-    """The context of a stream's method: turns its messages into responses of ``request``."""
+    """The context of a stream's method. It converts the messages to responses of ``request``."""
 
     def __init__(self, request: pb.ModelInferRequest, wanted: Asked, context: Context) -> None:
         self._request, self._wanted, self._context = request, wanted, context
@@ -201,7 +201,8 @@ class _Pieces:
 def _stream_response(
     request: pb.ModelInferRequest, values: Values, *, is_final: bool
 ) -> pb.ModelStreamInferResponse:
-    """The last response has data and says that it is final, so no empty one follows, whether a client asks or not."""
+    """The last response has data and is marked as final. Therefore no empty response follows, even if a client asks for
+    it."""
     response = _response(request, values)
     response.parameters[FINAL].bool_param = is_final
     return pb.ModelStreamInferResponse(infer_response=response)

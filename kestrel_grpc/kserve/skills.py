@@ -1,4 +1,4 @@
-"""The skills: from a request's tensors to a message of kestrel.v1, and from its response to the JSON of TEXT_OUTPUT."""
+"""The skills: converts a request's tensors to a message of kestrel.v1, and the response to the JSON of TEXT_OUTPUT."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request as the services take it."""
+    """A request in the form that a service accepts."""
 
     message: Any
     """The request of kestrel.v1."""
@@ -54,10 +54,10 @@ class Asked:
     """The service's method. A stream's method writes its messages to the context."""
     streams: bool
     values: Callable[[Any], Values]
-    """The response as values for JSON."""
+    """Converts the response to values for JSON."""
 
     def piece(self, message: Any) -> Values | None:
-        """The values for a message of a stream; None for one that has no counterpart."""
+        """Converts a message of a stream to values for JSON; None for a message that has no counterpart."""
         kind = message.WhichOneof("event")
         if kind == "text_delta":
             delta = message.text_delta
@@ -97,14 +97,14 @@ def located() -> Iterator[None]:
 
 
 def _input_of(field: str) -> str:
-    """The input that stands for a field of kestrel.v1, as "spatial_refs[2]"; other names as they are."""
+    """Returns the input for a field of kestrel.v1, such as "spatial_refs[2]". Returns other names unchanged."""
     root, bracket, index = field.partition(".")[0].partition("[")
     name = root.upper()
     return f"{name}{bracket}{index}" if root.islower() and name in INPUTS else field
 
 
 class _Inputs:
-    """The inputs by name, each read once it is asked for. All methods raise InvalidRequest."""
+    """The inputs by name. An input is read when a method needs it. All methods raise InvalidRequest."""
 
     def __init__(self, found: Mapping[str, Tensor]) -> None:
         for name, tensor in found.items():

@@ -53,7 +53,7 @@ _SHARED_MEMORY = "shared_memory_region"
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One input. ``content``: all elements in the raw form, or a sequence of them. They are decoded when asked for."""
+    """One input. ``content``: all elements in the raw form, or a sequence of them. They are decoded on demand."""
 
     name: str
     datatype: str

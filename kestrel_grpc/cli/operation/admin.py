@@ -23,31 +23,38 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
     add_server_flags(parser)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    actions.add_parser("drain", help="refuse new requests; running requests continue")
-    cancel = actions.add_parser("cancel", help="cancel requests by their id")
-    cancel.add_argument("request_id", metavar="REQUEST_ID")
-    flush = actions.add_parser("flush", help="empty the server's caches")
+    _add_action(actions, "drain", "refuse new requests; running requests continue")
+    cancel = _add_action(actions, "cancel", "cancel requests by their id")
+    cancel.add_argument("request_id", metavar="REQUEST_ID", help="id of the requests to cancel")
+    flush = _add_action(actions, "flush", "empty the server's caches")
     flush.add_argument("--stored-images", action="store_true", help="also delete all stored images")
-    level = actions.add_parser("log-level", help="change the server's log level until it ends")
-    level.add_argument("level", choices=_LEVELS)
+    level = _add_action(actions, "log-level", "change the server's log level until it ends")
+    level.add_argument("level", choices=_LEVELS, help="least severe level to log")
     level.add_argument(
         "module",
         nargs="?",
         default="",
         metavar="MODULE",
-        help="only of this module and its submodules, like kestrel_engine.steps.loop [all]",
+        help="change only this module and its submodules, like kestrel_engine.steps.loop [all modules]",
     )
-    actions.add_parser("statistics", help="print counts of requests, calls, pages and tokens")
+    _add_action(actions, "statistics", "print counts of requests, calls, pages and tokens")
     _add_profile(actions)
     _add_capture(actions)
+
+
+def _add_action(actions: Any, name: str, help: str) -> argparse.ArgumentParser:
+    added: argparse.ArgumentParser = actions.add_parser(
+        name, help=help, description=f"{help[0].upper()}{help[1:]}."
+    )
+    return added
 
 
 def _add_profile(actions: Any) -> None:
     profile = actions.add_parser(
         "profile",
         help="record a profile of the step thread and the device in the server's --profile-dir",
-        description="The recording ends at the first of its limits, or with Ctrl-C. Open the file with Perfetto or "
-        "chrome://tracing.",
+        description="Record a profile of the step thread and the device. The recording ends at the first of its "
+        "limits, or with Ctrl-C. Open the file with Perfetto or chrome://tracing.",
     )
     profile.add_argument(
         "--seconds",
@@ -79,10 +86,15 @@ def _add_capture(actions: Any) -> None:
     capture = actions.add_parser(
         "capture",
         help="write failing requests to the server's --capture-dir, for 'kestrel-grpc replay'",
-        description="Captures requests that fail by the server's fault: UNKNOWN, INTERNAL, DATA_LOSS, "
-        "DEADLINE_EXCEEDED.",
+        description="Write requests that fail by the server's fault to files. Such requests end with UNKNOWN, "
+        "INTERNAL, DATA_LOSS or DEADLINE_EXCEEDED.",
     )
-    capture.add_argument("action_of_it", choices=("start", "stop"), metavar="start|stop")
+    capture.add_argument(
+        "action_of_it",
+        choices=("start", "stop"),
+        metavar="start|stop",
+        help="start or stop capturing",
+    )
     capture.add_argument(
         "--requests",
         type=whole(1, 100),
