@@ -71,7 +71,9 @@ async def _ollama_version(request: Request) -> Response:
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    return _refused(404, f"there is no path {request.url.path!r}")
+    path = request.url.path
+    why = openai.UNSUPPORTED_PATHS.get(path)
+    return _refused(404, f"there is no path {path!r}{f': {why}' if why else ''}")
 
 
 async def _wrong_method(request: Request, error: Exception) -> Response:

@@ -33,7 +33,7 @@ _KNOWN = frozenset(
     {
         "model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens",
         "temperature", "top_p", "seed", "n", "stop", "logprobs", "top_logprobs", "user",
-        "frequency_penalty", "presence_penalty", "response_format", "reasoning", "tools",
+        "frequency_penalty", "presence_penalty", "logit_bias", "response_format", "reasoning", "tools",
         "tool_choice", "functions", "modalities", "store", "metadata",
     }
 )  # fmt: skip
@@ -46,6 +46,12 @@ _NAMES = {
     "num_samples": "n",
     "options.model": "model",
 }
+UNSUPPORTED_PATHS = {
+    "/v1/completions": "the models answer questions, and do not continue a text; use /v1/chat/completions",
+    "/v1/responses": "use /v1/chat/completions",
+    "/v1/embeddings": "the models make no embeddings of texts",
+}
+"""Paths of OpenAI's interface that this one does not have, and what to do instead."""
 _unknown_logged: set[str] = set()
 
 
@@ -170,6 +176,8 @@ def _refuse_unsupported(fields: Fields) -> None:
     for key in ("frequency_penalty", "presence_penalty"):
         if fields.number(key):
             raise InvalidRequest(key, "is not supported; leave it out or send 0")
+    if values.get("logit_bias"):
+        raise InvalidRequest("logit_bias", "is not supported; leave it out")
     if fields.whole("top_logprobs"):
         raise InvalidRequest(
             "top_logprobs",

@@ -185,6 +185,9 @@ async def test_errors_name_the_message(http, caplog):
             "must be 0, got 2",
         ),
         ({"messages": [user("Detect: a", url)], "logprobs": True}, "logprobs", "not a setting"),
+        ({"messages": [user("a")], "presence_penalty": 0.5}, "presence_penalty", "or send 0"),
+        ({"messages": [user("a")], "frequency_penalty": -1}, "frequency_penalty", "or send 0"),
+        ({"messages": [user("a")], "logit_bias": {"50256": -100}}, "logit_bias", "leave it out"),
         ({"messages": [user("a")], "max_tokens": 0}, "max_tokens", "at least 1"),
         ({"messages": [user(" ")]}, "messages", "must not be empty"),
     ]
@@ -199,6 +202,17 @@ async def test_errors_name_the_message(http, caplog):
             asked = {**ASKED, "messages": [user("a")], "made_up_field": 1}
             assert (await client.post("/v1/chat/completions", json=asked)).status_code == 200
     assert caplog.text.count("made_up_field") == 1
+
+
+async def test_paths_that_are_not_supported_say_what_to_do(http):
+    _, client = await http()
+    for path in ("completions", "responses", "embeddings", "made_up"):
+        response = await client.post(f"/v1/{path}", json={"model": "x", "prompt": "Once"})
+        error = response.json()["error"]
+        assert response.status_code == 404 and error["code"] == "path_not_found"
+        assert f"there is no path '/v1/{path}'" in error["message"]
+        known = {"completions": "use /v1/chat/completions", "responses": "use /v1/chat/completions"}
+        assert known.get(path, "") in error["message"]
 
 
 async def test_models_are_listed(http):
