@@ -80,6 +80,9 @@ class NullRuntime:
         self._launched_at = time.perf_counter()
         return plan
 
+    def is_done(self, handle: StepHandle) -> bool:
+        return True
+
     def collect(self, handle: StepHandle) -> StepResult:
         assert isinstance(handle, StepPlan)
         if len(handle.decode) == self._batch_size:

@@ -549,4 +549,5 @@ def _policy(config: RuntimeConfig, sizes: Sizes) -> SchedulerPolicy:
         prefix_cache=config.prefix_cache,
         kept_embeddings=config.kept_embeddings,
         aging_s=config.priority_aging_s,
+        itl_target_s=config.itl_target_ms / 1e3,
     )

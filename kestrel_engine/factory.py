@@ -301,10 +301,17 @@ def _gpu_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime
         fp8_gemms=fp8_gemms,
         kv_scales=plan.kv_scales,
         cuda_graphs=plan.config.cuda_graphs,
+        decode_beside=_decodes_beside(plan.config, plan.model),
         max_crops=_most_crops(sizes),
         progress=plan.progress,
     )
     return runtime, runtime.capture_s
+
+
+def _decodes_beside(config: RuntimeConfig, model: ModelConfig) -> bool:
+    if config.decode_beside == "auto":
+        return model.text.moe is None
+    return config.decode_beside == "on"
 
 
 def _most_crops(sizes: Sizes) -> int:

@@ -189,6 +189,9 @@ class KeptRuntime:
         self._images.difference_update(plan.drop_images)
         return handle
 
+    def is_done(self, handle: StepHandle) -> bool:
+        return self._runtime.is_done(handle)
+
     def collect(self, handle: StepHandle) -> StepResult:
         self._out.remove(handle)
         return self._runtime.collect(handle)

@@ -54,6 +54,9 @@ class PacedRuntime:
         self._ends[plan.step_id] = self._free_at
         return plan
 
+    def is_done(self, handle: StepPlan) -> bool:
+        return time.perf_counter() >= self._ends[handle.step_id]
+
     def collect(self, handle: StepPlan) -> StepResult:
         ends_at = self._ends.pop(handle.step_id)
         left = ends_at - time.perf_counter()

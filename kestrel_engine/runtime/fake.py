@@ -3,6 +3,8 @@
 It records the token in every KV slot, and samples with a hash of all tokens of a sequence, which it reads from the
 sequence's pages. So a result depends only on the sequence's own tokens. A page that is reused too early, shared by
 mistake or never computed changes the sampled token. Steps run when they are collected, in the order of their launch.
+With two lanes, a step of NEW_WORK therefore runs as late as it may: after decode steps that were launched later and
+collected earlier.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from itertools import chain, groupby
 from typing import cast
 
 from ..types.requests import Coord, ImageBlock, Size, Token, num_positions
-from ..types.step import PREVIOUS, Row, RuntimeLimits, StepPlan, StepResult, StepToken
+from ..types.step import PREVIOUS, Lane, Row, RuntimeLimits, StepPlan, StepResult, StepToken
 from .lost_work import LostWork
 
 NOT_FINITE = ImageBlock("not finite", 1)
@@ -52,7 +54,9 @@ class FakeRuntime:
         """The tokens in the slots of each page that was written; None in slots that were not."""
         self._crops: dict[str, int] = {}
         self._sampled: dict[int, StepToken] = {}
-        self._launched: deque[StepPlan] = deque()
+        self._launched: dict[Lane, deque[StepPlan]] = {lane: deque() for lane in Lane}
+        self._results: dict[int, StepResult] = {}
+        """Results of steps that have run and are not collected, by step id."""
         self._lost = LostWork()
         self.plans: list[StepPlan] = []
         self.fail_next: Exception | None = None
@@ -74,20 +78,38 @@ class FakeRuntime:
         if self.fail_launch is not None:
             error, self.fail_launch = self.fail_launch, None
             raise error
-        self._launched.append(plan)
+        beside = self._limits.decodes_beside
+        assert plan.lane in ((Lane.DECODE, Lane.NEW_WORK) if beside else (Lane.ALL,)), plan.lane
+        self._launched[plan.lane].append(plan)
         return plan
 
+    def is_done(self, handle: StepPlan) -> bool:
+        """Nothing runs by itself. A step of NEW_WORK counts as done once no decode step is out."""
+        return not self._launched[Lane.DECODE]
+
     def collect(self, handle: StepPlan) -> StepResult:
-        assert self._launched.popleft() is handle, "steps are collected as launched"
+        if handle.lane is Lane.NEW_WORK:
+            # It begins after the decode steps that were launched before it.
+            for plan in self._launched[Lane.DECODE]:
+                if plan.step_id < handle.step_id and plan.step_id not in self._results:
+                    self._results[plan.step_id] = self._run(plan)
+        assert self._launched[handle.lane].popleft() is handle, "steps are collected as launched"
+        assert all(plan.step_id != handle.after for plan in self._launched[Lane.NEW_WORK]), (
+            f"step {handle.step_id} is collected before step {handle.after}"
+        )
         self.plans.append(handle)
         if self._cost is not None:
             self._sleep(self._cost(handle))
-        plan = self._lost.without(handle)
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
-            self._lost.note(plan)
+            self._lost.note(handle)
+            self._results.pop(handle.step_id, None)
             raise error
-        result = self._execute(plan)
+        result = self._results.pop(handle.step_id, None)
+        return self._run(handle) if result is None else result
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        result = self._execute(self._lost.without(plan))
         self._lost.note_sequences(result.non_finite)
         return result
 
@@ -101,6 +123,8 @@ class FakeRuntime:
         for sequence_id in plan.ended:
             self._sampled.pop(sequence_id, None)
         for piece in plan.encode:
+            if piece.first == 0:
+                self._spoiled.discard(piece.image.key)
             done = self._crops.get(piece.image.key, 0) if piece.first else 0
             assert piece.first == done < piece.last <= piece.image.num_crops, (
                 f"crops out of order: {piece}"

@@ -12,7 +12,7 @@ class StepHandle(Protocol):
 
 
 class Runtime(Protocol):
-    """Executes steps in the order of their launch. One thread makes all calls."""
+    """Executes steps in the order that `Lane` describes. One thread makes all calls."""
 
     @property
     def limits(self) -> RuntimeLimits:
@@ -23,8 +23,13 @@ class Runtime(Protocol):
         """Enqueues a step and returns without waiting for the device. Raises MemoryError if the device is full."""
         ...
 
+    def is_done(self, handle: StepHandle) -> bool:
+        """Returns whether `collect` would not wait for the device."""
+        ...
+
     def collect(self, handle: StepHandle) -> StepResult:
-        """Waits for this step, not for later ones, and returns its result.
+        """Waits for this step, not for later ones, and returns its result. Steps of a lane are collected in the order
+        of their launch, and a step after the step that its ``after`` names.
 
         The result names the rows whose values are not finite; all other rows are valid. Raises the error that the step
         raised, or MemoryError if the device has no memory left. After an error, the pages that the step wrote hold

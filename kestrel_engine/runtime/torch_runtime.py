@@ -116,6 +116,10 @@ class TorchRuntime:
         self._pending.append(handle)
         return handle
 
+    def is_done(self, handle: StepHandle) -> bool:
+        assert isinstance(handle, PendingStep), handle
+        return handle.result.done()
+
     def collect(self, handle: StepHandle) -> StepResult:
         """Raises AssertionError for an invalid plan, and torch's own errors."""
         assert isinstance(handle, PendingStep), handle

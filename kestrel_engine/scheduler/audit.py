@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from .images import Images
 from .pages import PagePool
@@ -27,18 +27,21 @@ def check_phases(
 
 
 def check_holdings(
-    sequences: Mapping[int, Sequence],
+    sequences: Iterable[Sequence],
     page_size: int,
     pool: PagePool,
     cache: PrefixCache,
     images: Images,
 ) -> None:
-    """Raises AssertionError unless every reference to a page and every use of an image has its owner."""
+    """Raises AssertionError unless every reference to a page and every use of an image has its owner.
+
+    A sequence without a batch place holds something only while a step writes to its pages.
+    """
     references = [0] * pool.num_pages
     users: dict[str, int] = {}
-    for sequence in sequences.values():
-        running = sequence.phase is Phase.RUNNING
-        assert running or not (sequence.pages or sequence.node or sequence.uses_image)
+    for sequence in sequences:
+        holds = sequence.phase is Phase.RUNNING or sequence.steps_out
+        assert holds or not (sequence.pages or sequence.node or sequence.uses_image)
         assert len(sequence.pages) * page_size >= sequence.num_scheduled
         if sequence.uses_image and sequence.image is not None:
             users[sequence.image.key] = users.get(sequence.image.key, 0) + 1

@@ -67,10 +67,15 @@ class Images:
         assert held.num_scheduled > first, f"image {key} has no crop left"
         return EncodeSlice(held.image, first, held.num_scheduled)
 
-    def take_dropped(self) -> tuple[str, ...]:
-        """Keys that the runtime may drop. Each key is returned once."""
-        dropped, self._dropped = tuple(self._dropped), {}
+    def take_dropped(self) -> dict[str, bool]:
+        """Keys that the runtime may drop, each with whether the runtime holds its whole embedding. Each key is returned
+        once, unless it is given back."""
+        dropped, self._dropped = self._dropped, {}
         return dropped
+
+    def give_back_dropped(self, dropped: dict[str, bool]) -> None:
+        """Takes the result of `take_dropped` back. No image was acquired in between."""
+        self._dropped = {**dropped, **self._dropped}
 
     @property
     def has_dropped(self) -> bool:

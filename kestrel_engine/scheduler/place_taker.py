@@ -49,6 +49,8 @@ class PlaceTaker:
 
     def _may_take(self, taker: Sequence, giver: Sequence) -> bool:
         assert taker.account is not None and giver.account is not None
+        if giver.steps_out:
+            return False
         if taker.account is giver.account:
             return taker.priority == 0 and giver.priority > 0
         return self._shares.may_take_from(taker.account, giver.account)

@@ -15,6 +15,8 @@ class SchedulerPolicy:
     prefix_cache: bool = True
     kept_embeddings: int = 16
     """Number of image embeddings that are kept without a user."""
+    itl_target_s: float = 0.015
+    """With two lanes: decoding waits for new work that takes no longer, and runs beside longer steps."""
     aging_s: float = 10.0
     """Seconds after which a priority that was not served counts as one better."""
     yield_s_per_position: float = 1e-3

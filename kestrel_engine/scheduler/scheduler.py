@@ -1,7 +1,8 @@
 """Scheduler: which sequences compute what in the next step.
 
 Pure Python, ints in and ints out; it owns sequences, pages, the prefix cache and the image bookkeeping, and knows no
-tensor, text, skill or clock. One thread uses it. Several steps may be out at a time; they run in the order scheduled.
+tensor, text, skill or clock. One thread uses it. Several steps may be out at a time; they run in the order scheduled,
+or in two lanes (types.step.Lane).
 
 Policy. All sequences that can decode do so in every step. Beside them a step takes new work within its allowance: text
 in chunks, images crop by crop, image prefixes whole. Waiting sequences join when a batch place and the pages of their
@@ -23,6 +24,7 @@ from ..types.requests import PreparedImage
 from ..types.step import (
     PREVIOUS,
     EncodeSlice,
+    Lane,
     Row,
     RuntimeLimits,
     SampleSpec,
@@ -34,6 +36,7 @@ from ..types.step import (
 from ..types.submission import Submission
 from .audit import check_holdings, check_phases
 from .budget import Allowance, Pacer
+from .decode_lane import DecodeLane
 from .images import Images
 from .pages import PagePool
 from .place_taker import PlaceTaker
@@ -60,13 +63,21 @@ class Scheduler:
         self._shares = Shares(limits.max_batch_size)
         self._queue = WaitingQueue(self._policy.aging_s, self._shares)
         self._places = PlaceTaker(limits.max_batch_size, self._shares)
-        self._turns = Turns(self._shares)
+        two = limits.decodes_beside
+        self._turns = {
+            lane: Turns(self._shares)
+            for lane in ((Lane.DECODE, Lane.NEW_WORK) if two else (Lane.ALL,))
+        }
         self._order = PrefillOrder(self._policy, self._shares)
         self._running: dict[int, Sequence] = {}
         self._sequences: dict[int, Sequence] = {}
         self._underway = PrefixesUnderway(shared=self._policy.prefix_cache)
-        self._out: deque[tuple[StepPlan, list[Scheduled], bool]] = deque()
+        self._out: dict[Lane, deque[tuple[StepPlan, list[Scheduled], bool]]]
+        self._out = {lane: deque() for lane in self._turns}
         """Plans, their rows, and whether favoured sequences have them for themselves."""
+        self._decode_lane = DecodeLane(self._policy.itl_target_s)
+        self._leaving: dict[int, Sequence] = {}
+        """Sequences that ended while a step of NEW_WORK writes to their pages. They keep pages and batch places."""
         self._ended: list[int] = []
         self._admitted: list[Sequence] = []
         self._next_step_id = 0
@@ -75,7 +86,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences or self._ended or self._images.has_dropped or self._out)
+        unfinished = self._sequences or self._ended or self._images.has_dropped
+        return bool(unfinished or any(self._out.values()))
 
     @property
     def stats(self) -> SchedulerStats:
@@ -126,43 +138,72 @@ class Scheduler:
         admitted, self._admitted = self._admitted, []
         return admitted
 
-    def schedule(self, now: float = 0.0) -> StepPlan | None:
-        """The next step, or None if nothing can be computed now. commit() or fail_step() must follow, in order."""
+    def schedule(self, now: float = 0.0, lane: Lane = Lane.ALL) -> StepPlan | None:
+        """The next step of a lane, or None if nothing can be computed now. commit() or fail_step() must follow, in the
+        order of the lane, and for a step after the one that its ``after`` names."""
         self._replace_running(now)
-        self._turns.begin(self._running.values(), now, idle=not self._out)
-        plan = self._plan(now)
-        if plan is None and self._turns.alone and not self._out:
+        turns = self._turns[lane]
+        turns.begin(self._running.values(), now, idle=not self._out[lane])
+        plan = self._plan(now, lane)
+        if plan is None and turns.alone and not self._out[lane]:
             # The favoured sequences have nothing to compute, and no step is out that could change that.
-            self._turns.for_all()
-            plan = self._plan(now)
+            turns.for_all()
+            plan = self._plan(now, lane)
         return plan
 
-    def _plan(self, now: float) -> StepPlan | None:
+    def _plan(self, now: float, lane: Lane) -> StepPlan | None:
         """The step for the sequences whose turn it is; None if it would be empty."""
-        dropped, ended = self._images.take_dropped(), tuple(self._ended)
-        self._ended = []
+        turns = self._turns[lane]
         scheduled: list[Scheduled] = []
-        decode = self._decode_rows(scheduled)
+        decode: list[Row] = []
+        after: int | None = None
+        if lane is not Lane.NEW_WORK:
+            decode, after = self._decode_rows(scheduled, lane)
         while (admitted := self._admit(now)) is not None:
-            if admitted.can_decode and self._turns.has_turn(admitted):
-                decode.append(self._row(admitted, 1, scheduled, is_prefill=False))
+            # Beside decode rows that wait for a step, an admitted sequence would wait for it as well.
+            if lane is not Lane.NEW_WORK and after is None and admitted.can_decode:
+                if turns.has_turn(admitted):
+                    decode.append(self._row(admitted, 1, scheduled, is_prefill=False))
+        # Images that are dropped from here on are used by this step.
+        dropped = self._images.take_dropped() if lane is not Lane.DECODE else {}
         encode: list[EncodeSlice] = []
         prefill: list[Row] = []
-        if self._turns.alone or not self._pacer.pauses(len(decode)):
-            self._schedule_new_work(encode, prefill, scheduled, now, num_decode=len(decode))
+        used = 0.0
+        if lane is Lane.NEW_WORK or (
+            lane is Lane.ALL and (turns.alone or not self._pacer.pauses(len(decode)))
+        ):
+            used = self._schedule_new_work(
+                turns, encode, prefill, scheduled, now, num_decode=len(decode), lane=lane
+            )
+        if lane is Lane.NEW_WORK and self._sequences and not (encode or prefill):
+            # Images to drop wait for the next step with new work.
+            self._images.give_back_dropped(dropped)
+            return None
+        ended: tuple[int, ...] = ()
+        if lane is not Lane.NEW_WORK:
+            ended, self._ended = tuple(self._ended), []
         plan = StepPlan(
             step_id=self._next_step_id,
-            drop_images=dropped,
+            drop_images=tuple(dropped),
             ended=ended,
             encode=tuple(encode),
             prefill=tuple(prefill),
             decode=tuple(decode),
+            lane=lane,
+            after=after,
         )
         if plan.is_empty:
             return None
         self._next_step_id += 1
-        self._out.append((plan, scheduled, self._turns.alone))
-        self._turns.launched()
+        self._out[lane].append((plan, scheduled, turns.alone))
+        if lane is Lane.NEW_WORK:
+            for item in scheduled:
+                item.sequence.steps_out.append(plan.step_id)
+            decoding = sum(not s.needs_prefill and not s.steps_out for s in self._running.values())
+            self._decode_lane.launched_new_work(plan.step_id, used, decoding)
+        elif lane is Lane.DECODE:
+            self._decode_lane.launched(plan.after)
+        turns.launched()
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, StepToken]]:
@@ -172,6 +213,8 @@ class Scheduler:
         After that, a sequence whose ``rule`` is None and that has no token in flight waits for resume() or abort().
         """
         sampled: list[tuple[Sequence, StepToken]] = []
+        if plan.lane is Lane.NEW_WORK:
+            self._decode_lane.ended(plan.step_id, result.vision_s + result.prefill_s)
         for item in self._pop_oldest(plan):
             sequence = item.sequence
             if sequence.phase is Phase.FINISHED:
@@ -212,13 +255,16 @@ class Scheduler:
 
         No state on the device is trusted after that: unused cached prefixes and all embeddings are dropped.
         """
+        if plan.lane is Lane.NEW_WORK:
+            self._decode_lane.ended(plan.step_id, None)
         images = {piece.image.key for piece in plan.encode}
         involved = [item.sequence for item in self._pop_oldest(plan)]
         involved += [s for s in self._running.values() if s.uses_image and s.image_key in images]
         # Later steps that are out may compute prefixes of images that this one should have encoded.
         involved += [
             item.sequence
-            for _, scheduled, _ in self._out
+            for out in self._out.values()
+            for _, scheduled, _ in out
             for item in scheduled
             if item.reads_image and item.sequence.image_key in images
         ]
@@ -242,17 +288,22 @@ class Scheduler:
         self._cache.check()
         self._images.check()
         self._shares.check()
-        self._underway.check(self._running.keys())
-        assert len(self._running) <= self._limits.max_batch_size
+        self._underway.check(self._running.keys() | self._leaving.keys())
+        assert len(self._running) + len(self._leaving) <= self._limits.max_batch_size
         check_phases(self._sequences, self._running, [s.sequence_id for s in self._queue])
         size = self._limits.page_size
-        check_holdings(self._sequences, size, self._pool, self._cache, self._images)
+        holders = [*self._sequences.values(), *self._leaving.values()]
+        check_holdings(holders, size, self._pool, self._cache, self._images)
 
     def _num_pages(self, positions: int) -> int:
         return -(-positions // self._limits.page_size)
 
-    def _decode_rows(self, scheduled: list[Scheduled]) -> list[Row]:
-        ready = [s for s in self._turns.of(self._running.values()) if s.can_decode]
+    def _decode_rows(self, scheduled: list[Scheduled], lane: Lane) -> tuple[list[Row], int | None]:
+        """The rows of a step, and the step of NEW_WORK that they continue, if any."""
+        ready = [s for s in self._turns[lane].of(self._running.values()) if s.can_decode]
+        after = None
+        if lane is Lane.DECODE:
+            ready, after = self._decode_lane.choose(ready, self._running.values())
         if self._pool.num_free < len(ready):
             # Pages may run out: the sequences that would be preempted last get theirs first.
             ready.sort(key=_preemption_rank)
@@ -262,10 +313,11 @@ class Scheduler:
             if sequence.phase is Phase.RUNNING and self._grow(sequence, served):
                 rows.append(self._row(sequence, 1, scheduled, is_prefill=False))
                 served.add(sequence.sequence_id)
-        return rows
+        return rows, after if rows else None
 
     def _grow(self, sequence: Sequence, served: set[int]) -> bool:
-        """Makes room for one more position, by preemption if necessary. False if ``sequence`` itself was preempted."""
+        """Makes room for one more position, by preemption if necessary. False if ``sequence`` itself was preempted, or
+        if no sequence can be until a step has come back."""
         if sequence.num_scheduled < len(sequence.pages) * self._limits.page_size:
             return True
         while True:
@@ -274,7 +326,10 @@ class Scheduler:
                 sequence.pages += pages
                 return True
             # A sequence with a row in this step keeps its pages: two rows must not write to one page.
-            candidates = [s for i, s in self._running.items() if i not in served]
+            running = self._running.items()
+            candidates = [s for i, s in running if i not in served and not s.steps_out]
+            if not candidates:
+                return False
             victim = max(candidates, key=_preemption_rank)
             self._preempt(victim)
             if victim is sequence:
@@ -298,16 +353,20 @@ class Scheduler:
 
     def _schedule_new_work(
         self,
+        turns: Turns,
         encode: list[EncodeSlice],
         prefill: list[Row],
         scheduled: list[Scheduled],
         now: float,
         *,
         num_decode: int,
-    ) -> None:
-        """Schedules images and prompts within the allowance."""
-        allowance = Allowance(self._policy.budget, decoding=num_decode > 0)
-        order = self._order.order(self._turns.of(self._running.values()), now)
+        lane: Lane,
+    ) -> float:
+        """Schedules images and prompts within the allowance. Returns the used share of it."""
+        # In a lane of its own, a large step delays no decoding. But its last image delays its first answer.
+        bounded = lane is Lane.NEW_WORK or num_decode > 0
+        allowance = Allowance(self._policy.budget, decoding=bounded)
+        order = self._order.order(turns.of(self._running.values()), now)
         for sequence in order:
             if allowance.is_spent:
                 break
@@ -316,10 +375,10 @@ class Scheduler:
             work = allowance.work - before
             assert sequence.account is not None
             self._shares.charge(sequence.account, work)
-        if self._turns.alone:
-            return
-        waiting = len(self._queue) + sum(1 for sequence in order if sequence.needs_prefill)
-        self._pacer.took(allowance.used, num_decode, waiting)
+        if not turns.alone and lane is Lane.ALL:
+            waiting = len(self._queue) + sum(1 for sequence in order if sequence.needs_prefill)
+            self._pacer.took(allowance.used, num_decode, waiting)
+        return allowance.used
 
     def _prefill(
         self,
@@ -359,7 +418,7 @@ class Scheduler:
     def _admit(self, now: float) -> Sequence | None:
         """Admits the next waiting sequence if it has room. No sequence overtakes it, unless it waits for an image
         prefix that another sequence computes."""
-        if len(self._running) == self._limits.max_batch_size:
+        if self._is_full:
             return None
         sequence = self._next(now)
         if sequence is None or not self._take_pages(sequence, now):
@@ -369,7 +428,7 @@ class Scheduler:
 
     def _replace_running(self, now: float) -> None:
         """If the batch is full, lets the next waiting sequence replace a running one that has a weaker claim."""
-        if len(self._running) < self._limits.max_batch_size or not self._places.next_step():
+        if not self._is_full or not self._places.next_step():
             return
         if self._shares.num_principals == 1 and not self._queue.has_best_priority:
             return
@@ -380,6 +439,10 @@ class Scheduler:
         self._preempt(victim)
         self._places.took()
         self._join(sequence, now)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._running) + len(self._leaving) == self._limits.max_batch_size
 
     def _next(self, now: float) -> Sequence | None:
         """The next waiting sequence, after parking those that wait for an image prefix; None if there is none."""
@@ -470,9 +533,17 @@ class Scheduler:
         return Row(sequence.sequence_id, tokens, start, page_table, sample)
 
     def _pop_oldest(self, plan: StepPlan) -> list[Scheduled]:
-        oldest, scheduled, alone = self._out.popleft()
-        self._turns.ended(alone=alone)
+        oldest, scheduled, alone = self._out[plan.lane].popleft()
+        self._turns[plan.lane].ended(alone=alone)
         assert oldest is plan, f"step {plan.step_id} came back before step {oldest.step_id}"
+        if plan.lane is Lane.NEW_WORK:
+            for item in scheduled:
+                sequence = item.sequence
+                sequence.steps_out.remove(plan.step_id)
+                if sequence.sequence_id in self._leaving and not sequence.steps_out:
+                    del self._leaving[sequence.sequence_id]
+                    self._free(sequence)
+                    self._ended.append(sequence.sequence_id)
         return scheduled
 
     def _keep_prefix(self, sequence: Sequence) -> None:
@@ -498,9 +569,16 @@ class Scheduler:
 
     def _give_back(self, sequence: Sequence) -> None:
         """Frees batch place, pages, lock and image of a running sequence."""
+        self._leave_batch(sequence)
+        self._free(sequence)
+
+    def _leave_batch(self, sequence: Sequence) -> None:
         del self._running[sequence.sequence_id]
         assert sequence.account is not None
         sequence.account.num_running -= 1
+
+    def _free(self, sequence: Sequence) -> None:
+        """Frees pages, lock and image of a sequence that has left the batch."""
         self._pool.release(sequence.pages)
         sequence.replace_pages([])
         if sequence.node is not None:
@@ -513,17 +591,23 @@ class Scheduler:
         self._prefix_is_there(sequence)
 
     def _end(self, sequence: Sequence, *, keep: bool) -> None:
+        is_written = bool(sequence.steps_out)
         if sequence.phase is Phase.RUNNING:
             if keep:
                 self._keep_prefix(sequence)
-            self._give_back(sequence)
+            self._leave_batch(sequence)
+            if is_written:
+                self._leaving[sequence.sequence_id] = sequence
+            else:
+                self._free(sequence)
         else:
             self._queue.remove(sequence.sequence_id)
         sequence.move(Phase.FINISHED)
         assert sequence.account is not None
         self._shares.leave(sequence.account)
         del self._sequences[sequence.sequence_id]
-        self._ended.append(sequence.sequence_id)
+        if not is_written:
+            self._ended.append(sequence.sequence_id)
 
 
 def _preemption_rank(sequence: Sequence) -> tuple[int, float, int]:

@@ -51,6 +51,7 @@ class Sequence:
         "phase",
         "rule",
         "sequence_id",
+        "steps_out",
         "submission",
         "tokens",
         "uses_image",
@@ -88,6 +89,9 @@ class Sequence:
         """Positions that the first admission took from the prefix cache."""
         self.uses_image = False
         """The sequence needs its image's embedding: it computes the image prefix."""
+        self.steps_out: list[int] = []
+        """The steps of NEW_WORK with a row of this sequence that have not come back, in order. They write to its pages,
+        so it keeps these, also if it ends."""
         self._page_table: tuple[int, ...] = ()
 
     @property

@@ -2,7 +2,8 @@
 
 Owns the scheduler, the sequences, the skill controls and the runtime; no other thread uses them. Up to ``depth`` steps
 are out at a time: step N + 1 is launched before step N is read, with the rules that are known ahead, and rows of
-sequences that turn out to have ended are dropped. Commands come in through one queue, reports go out to the delivery
+sequences that turn out to have ended are dropped. With two lanes (types.step.Lane), ``depth`` is that of the decode
+lane. Commands come in through one queue, reports go out to the delivery
 thread, and ``stats`` is an immutable snapshot.
 """
 
@@ -37,7 +38,7 @@ from ..types.events import FinishReason
 from ..types.info import SchedulerStats
 from ..types.observer import Observer, StepEvent
 from ..types.requests import num_positions
-from ..types.step import PREVIOUS, StepPlan, StepResult, StepToken
+from ..types.step import PREVIOUS, Lane, StepPlan, StepResult, StepToken
 from ..types.submission import Submission
 from ..types.timings import StepTimings
 from .delivery import DeliveryThread, SequenceEnd, StepReport
@@ -49,6 +50,8 @@ EXIT_PATIENCE_S = 5.0
 
 PIPELINE_DEPTH = 2
 """The default for steps out at a time: one runs while the host works on the other."""
+NEW_WORK_DEPTH = 2
+"""Steps out in the lane of new work: one runs, and the next one is there when it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,10 @@ class EngineLoop:
         self._runtime = runtime
         self._delivery = delivery
         self._observer = observer
-        self._depth = depth
+        two = runtime.limits.decodes_beside
+        self._depths = (
+            {Lane.NEW_WORK: NEW_WORK_DEPTH, Lane.DECODE: depth} if two else {Lane.ALL: depth}
+        )
         self._clock = clock
         self._check_rule = check_rule
         self._scheduler = Scheduler(runtime.limits, policy)
@@ -121,7 +127,8 @@ class EngineLoop:
         self._active: dict[int, _Active] = {}
         # Unbounded here because the engine admits a bounded number of requests, each of which sends two commands.
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._out: deque[_Out] = deque()
+        self._out: dict[Lane, deque[_Out]] = {lane: deque() for lane in self._depths}
+        """The steps that are out, in the order of their launch."""
         self._outbox: list[StepReport] = []
         self._profile: StepProfile | None = None
         self._beat_at = clock()
@@ -222,7 +229,7 @@ class EngineLoop:
         now = self._clock()
         for sequence_id in self._scheduler.expired(now):
             self._expire(self._active[sequence_id].work)
-        plan = self._scheduler.schedule(now) if len(self._out) < self._depth else None
+        plan = self._schedule(now)
         for sequence in self._scheduler.take_admitted():
             output = self._active[sequence.sequence_id].work.output
             admitted_at = sequence.admitted_at
@@ -231,24 +238,37 @@ class EngineLoop:
             )
         if plan is not None:
             self._launch(plan, now)
-        if self._out and (plan is None or len(self._out) == self._depth):
-            self._collect()
-        else:
-            assert plan is not None or not self._active, (
+        if plan is None:
+            assert any(self._out.values()) or not self._active, (
                 "there is work, but no step to be made of it"
             )
+        if any(self._out.values()) and (plan is None or not self._has_room):
+            self._collect()
+
+    def _schedule(self, now: float) -> StepPlan | None:
+        """The next step of a lane that has room. New work first: it waits for the decode steps launched before it."""
+        for lane, depth in self._depths.items():
+            if len(self._out[lane]) < depth:
+                plan = self._scheduler.schedule(now, lane)
+                if plan is not None:
+                    return plan
+        return None
+
+    @property
+    def _has_room(self) -> bool:
+        return any(len(self._out[lane]) < depth for lane, depth in self._depths.items())
 
     def _launch(self, plan: StepPlan, now: float) -> None:
         try:
             handle = self._runtime.launch(plan)
         except Exception as error:
             # The loop's edge, as in _collect; steps fail in order, so those before it come first.
-            while self._out:
+            while any(self._out.values()):
                 self._collect()
             logger.exception("step %d could not be launched", plan.step_id)
             self._fail_step(_Out(plan, None, now), error)
             return
-        self._out.append(_Out(plan, handle, now))
+        self._out[plan.lane].append(_Out(plan, handle, now))
         for row in plan.prefill + plan.decode:
             if row.sample is not None:
                 try:
@@ -270,8 +290,21 @@ class EngineLoop:
                     check(rule)
                 self._scheduler.resume(sequence.sequence_id, rule)
 
+    def _lane_to_collect(self) -> Lane:
+        """The lane whose oldest step is read next. Decode steps are short, so waiting for one delays the other lane
+        little."""
+        heads = {lane: out[0] for lane, out in self._out.items() if out}
+        decode, new_work = heads.get(Lane.DECODE), heads.get(Lane.NEW_WORK)
+        if decode is None or new_work is None:
+            return next(iter(heads))
+        after = decode.plan.after
+        if after is not None and after >= new_work.plan.step_id:
+            return Lane.NEW_WORK
+        assert new_work.handle is not None
+        return Lane.NEW_WORK if self._runtime.is_done(new_work.handle) else Lane.DECODE
+
     def _collect(self) -> None:
-        out = self._out.popleft()
+        out = self._out[self._lane_to_collect()].popleft()
         try:
             assert out.handle is not None
             result = self._runtime.collect(out.handle)

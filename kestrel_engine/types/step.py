@@ -88,10 +88,25 @@ class Row:
     sample: SampleSpec | None
 
 
+class Lane(enum.Enum):
+    """Which steps run in order. A runtime with one lane gets steps of ``ALL``, which run in the order of their launch,
+    so a page freed by one plan may be written by the next.
+
+    A runtime with two lanes gets steps that only decode and steps that only encode and prefill. The steps of a lane run
+    in the order of their launch. A step of ``NEW_WORK`` begins after all decode steps that were launched before it. A
+    step of ``DECODE`` does not wait for steps of ``NEW_WORK``, except for the one that its ``after`` names. So decode
+    steps run while a long step of ``NEW_WORK`` does. The scheduler keeps the pages that a step of ``NEW_WORK`` writes
+    until the step has come back. Steps of ``NEW_WORK`` drop images, and steps of ``DECODE`` name the ended sequences.
+    """
+
+    ALL = "all"
+    DECODE = "decode"
+    NEW_WORK = "new work"
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. Dropping goes first, then encoding, prefill and decode. Rows are independent of one another. Steps run
-    in the order of their launch, so a page freed by one plan may be written by the next."""
+    """One step. Dropping goes first, then encoding, prefill and decode. Rows are independent of one another."""
 
     step_id: int
     drop_images: tuple[str, ...] = ()
@@ -104,6 +119,9 @@ class StepPlan:
     """Rows of many tokens."""
     decode: tuple[Row, ...] = ()
     """Rows of exactly one token; they share one batched forward pass."""
+    lane: Lane = Lane.ALL
+    after: int | None = None
+    """For a step of ``DECODE``: the step of ``NEW_WORK`` that must have run before, because rows continue its rows."""
 
     @property
     def is_empty(self) -> bool:
@@ -132,6 +150,8 @@ class RuntimeLimits:
     max_batch_size: int
     max_seq_length: int
     vocab_size: int
+    decodes_beside: bool = False
+    """The runtime has two lanes: it decodes while it encodes images and prefills prompts."""
 
 
 def uniform(seed: int, draw: int) -> float:

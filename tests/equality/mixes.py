@@ -87,12 +87,17 @@ class Seen:
     cached_positions: int = 0
     largest_batch: int = 0
     num_steps: int = 0
+    num_overtaken: int = 0
+    """Steps that came back after a step that was launched later."""
+    latest: int = -1
 
     def on_step(self, event: StepEvent) -> None:
         self.preemptions = event.stats.preemptions
         self.cached_positions = event.stats.cached_positions
         self.largest_batch = max(self.largest_batch, event.num_decode)
         self.num_steps += 1
+        self.num_overtaken += event.step_id < self.latest
+        self.latest = max(self.latest, event.step_id)
         assert not event.failed, f"step {event.step_id} failed"
 
     def on_request(self, event: RequestEvent) -> None:
@@ -138,10 +143,9 @@ def random_settings(rng: random.Random, model: Model) -> dict[str, Any]:
 async def run_mix(
     model: Model, settings: Mapping[str, Any], mix: Mix, images: Path, seen: Seen | None = None
 ) -> list[EngineResult]:
-    """The results in the mix's order."""
-    config = RuntimeConfig(
-        **{**model.config, **settings}, device="cpu", dtype="float32", cpu_threads=1
-    )
+    """The results in the mix's order. The engine runs on the CPU, unless the model's config names a device."""
+    on_cpu = {"device": "cpu", "cpu_threads": 1}
+    config = RuntimeConfig(**{**on_cpu, **model.config, **settings}, dtype="float32")
     async with await InferenceEngine.create(config, observer=seen) as engine:
 
         async def one(index: int) -> EngineResult:

@@ -1,9 +1,13 @@
 """GpuRuntime: executes StepPlans with Triton kernels and captured passes.
 
-It enqueues a step on one stream without waiting: a decode pass, then images, then prompts. The token that a sequence
-samples stays on the device as the input of its next row. The runtime owns the KV cache, the embeddings of images and
-the per-sequence state on the device. It makes no decisions. If Triton interprets its kernels, the runtime also works on
-CPU tensors, without streams and graphs.
+It enqueues a step without waiting: a decode pass, then images, then prompts. The token that a sequence samples stays on
+the device as the input of its next row. The runtime owns the KV cache, the embeddings of images and the per-sequence
+state on the device. It makes no decisions. If Triton interprets its kernels, the runtime also works on CPU tensors,
+without streams and graphs.
+
+With two lanes (types.step.Lane), decode steps run on a stream of high priority beside the others (lanes.py). Nothing
+that a pass writes is shared between the two, but for the rows of different sequences in the KV cache, in the page table
+and in the sampled tokens. Each lane has its own buffers, graphs, and cuBLAS workspaces, which torch keeps by stream.
 """
 
 from __future__ import annotations
@@ -24,8 +28,8 @@ from ...models.kv_format import Scales
 from ...models.moondream import Moondream
 from ...types.model_config import ModelConfig
 from ...types.progress import Progress
-from ...types.step import Row, RuntimeLimits, StepPlan, StepResult
-from ..kv_cache import KvCache
+from ...types.step import Lane, Row, RuntimeLimits, StepPlan, StepResult
+from ..kv_cache import KvCache, kv_dtype
 from ..lost_work import LostWork
 from ..out_of_memory import raise_as_memory_error
 from ..protocol import StepHandle
@@ -34,6 +38,7 @@ from .attention.prefill import choose_attention
 from .decode import Decode
 from .device import capabilities
 from .footprint import FP8_PREFILL, FP8_VISION
+from .lanes import Lanes
 from .prefill.graphs import PrefillGraphs
 from .prefill.prefill import Prefill
 from .sampling.rows import RowSampler, spec_of
@@ -80,27 +85,35 @@ class GpuRuntime:
         cuda_graphs: bool = True,
         max_crops: int = MAX_CROPS,
         kv_scales: Sequence[Scales] | None = None,
+        decode_beside: bool = True,
         progress: Progress | None = None,
     ) -> None:
         """Captures the graphs on a CUDA device, unless ``cuda_graphs`` is False, and calls ``progress`` for each.
 
-        ``attention`` and ``fp8_gemms``: as in RuntimeConfig. ``kv_scales``: the scales of each layer for an FP8 KV
-        cache; None for a KV cache in the model's dtype. Raises ConfigError for an attention library or an FP8 setting
-        that is not available, and torch's own errors.
+        ``attention``, ``fp8_gemms`` and ``decode_beside``: as in RuntimeConfig. ``kv_scales``: the scales of each layer
+        for an FP8 KV cache; None for a KV cache in the model's dtype. Raises ConfigError for an attention library or an
+        FP8 setting that is not available, and torch's own errors.
         """
         assert max_seq_length <= config.text.max_context, (max_seq_length, config.text.max_context)
         pack_weights(config, tensors)
         self.model = model = Moondream(config, tensors)
         self._config = config
+        device = model.device
+        self.attention = choose_attention(
+            attention, device, model.dtype, kv_dtype(model.dtype, kv_scales)
+        )
+        # FlashInfer's prefill and decode share a workspace. Without graphs, the host launches too slowly for two lanes.
+        can_decode_beside = device.type == "cuda" and cuda_graphs and self.attention.decode is None
         self._limits = limits = RuntimeLimits(
             num_pages=num_pages,
             page_size=page_size,
             max_batch_size=max_batch_size,
             max_seq_length=max_seq_length,
             vocab_size=config.text.vocab_size,
+            decodes_beside=decode_beside and can_decode_beside,
         )
-        device = model.device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._lanes = Lanes(device, two=limits.decodes_beside)
+        self._stream = self._lanes.stream
         # One page more than the scheduler uses: rows of padding write to it.
         self._cache = KvCache(
             config.text,
@@ -112,7 +125,6 @@ class GpuRuntime:
         )
         self._upload = Uploader(device)
         self._state = state = SequenceState(limits, device, self._upload)
-        self.attention = choose_attention(attention, device, model.dtype, self._cache.keys.dtype)
         planned = None
         if self.attention.decode is not None:
             planned = FlashInferRows(
@@ -127,6 +139,7 @@ class GpuRuntime:
             attention=planned,
             fp8=fp8_gemms in FP8_PREFILL,
             kv_scales=kv_scales,
+            decode_priority=self._lanes.decode_priority,
         )
         self.vision = FusedVision(config.vision, tensors, fp8=fp8_gemms in FP8_VISION)
         self._vision_graphs = None
@@ -157,12 +170,12 @@ class GpuRuntime:
             decode_sampler,
             max_batch_size,
             planned=planned,
-            stream=self._stream,
+            stream=self._lanes.decode_stream,
         )
         self._results = Results(max_batch_size, RESULT_WIDTH, device)
         self._flags = Results(max_batch_size, 1, device)
         self._lost = LostWork()
-        self._pending: deque[PendingStep] = deque()
+        self._pending: dict[Lane, deque[PendingStep]] = {lane: deque() for lane in Lane}
         self._closed = self._warm = False
         self._captured = self._stream is not None and cuda_graphs
         self.capture_s = 0.0
@@ -201,22 +214,31 @@ class GpuRuntime:
         assert not self._closed, "the runtime is closed"
         plan = self._lost.without(plan)
         try:
-            with self._on_stream():
-                if not self._warm:
+            if not self._warm:
+                with self._on_stream():
                     self._warm_up()
+                self._lanes.synchronize()
+            with torch.inference_mode(), self._lanes.of(plan):
                 handle = self._enqueue(plan)
         except BaseException as error:
             self._lost.note(plan)
             raise_as_memory_error(error)
             raise
-        self._pending.append(handle)
+        self._pending[plan.lane].append(handle)
         return handle
+
+    def is_done(self, handle: StepHandle) -> bool:
+        assert isinstance(handle, PendingStep), handle
+        last = handle.marks[-1]
+        return last.query() if isinstance(last, torch.cuda.Event) else True
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Raises MemoryError, and torch's own errors."""
         assert isinstance(handle, PendingStep), handle
-        assert self._pending and self._pending[0] is handle, "steps are collected as launched"
-        self._pending.popleft()
+        pending = self._pending[handle.plan.lane]
+        assert pending and pending[0] is handle, "steps are collected as launched"
+        pending.popleft()
+        self._state.unhold(handle.plan.step_id)
         tokens = {}
         non_finite: set[int] = set()
         try:
@@ -252,10 +274,10 @@ class GpuRuntime:
         if self._closed:
             return
         self._closed = True
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._lanes.synchronize()
         self._decode.close()
-        self._pending.clear()
+        for pending in self._pending.values():
+            pending.clear()
         if self._vision_graphs is not None:
             self._vision_graphs.clear()
         self._prompts.close()
@@ -298,7 +320,7 @@ class GpuRuntime:
         if self._stream is None:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
+        event.record()
         return event
 
     def _enqueue(self, plan: StepPlan) -> PendingStep:
@@ -316,8 +338,9 @@ class GpuRuntime:
         self._images.encode(plan.encode)
         marks.append(self._mark())
         for rows in self._prompts.passes(plan.prefill):
-            self._prefill(rows, plan.step_id, outputs, flags)
+            self._prefill(rows, plan, outputs, flags)
         marks.append(self._mark())
+        self._lanes.enqueued(plan, marks[-1])
         return PendingStep(plan, outputs, flags, marks)
 
     # Prompts.
@@ -325,14 +348,14 @@ class GpuRuntime:
     def _prefill(
         self,
         rows: Sequence[Row],
-        step_id: int,
+        plan: StepPlan,
         outputs: list[tuple[list[Row], Tensor]],
         flags: list[tuple[Sequence[Row], Tensor]],
     ) -> None:
         """Enqueues one prefill pass and adds its results to ``outputs`` and ``flags``."""
         for row in rows:
             self._state.check(row)
-        seqs = self._state.assign(rows, step_id)
+        seqs = self._state.assign(rows, plan.step_id, hold=plan.lane is Lane.NEW_WORK)
         hidden = self._prompts.run(rows, seqs)
         wanted = [i for i, row in enumerate(rows) if row.sample is not None]
         if len(wanted) < len(rows):

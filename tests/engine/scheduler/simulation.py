@@ -15,7 +15,7 @@ from kestrel_engine.scheduler.policy import SchedulerPolicy
 from kestrel_engine.scheduler.scheduler import Scheduler
 from kestrel_engine.scheduler.sequence import Sequence
 from kestrel_engine.types.requests import ImageBlock, PreparedImage, SamplingParams
-from kestrel_engine.types.step import RuntimeLimits, StepPlan, TokenRule
+from kestrel_engine.types.step import Lane, RuntimeLimits, StepPlan, TokenRule
 from kestrel_engine.types.submission import Submission
 
 LIMITS = RuntimeLimits(
@@ -68,7 +68,8 @@ class Spec:
 
 @dataclass
 class Simulation:
-    """``depth`` steps are out at most. ``tokens``: what came back, by request; ``ended``: requests that are over."""
+    """``depth`` steps are out at most, in each lane. ``tokens``: what came back, by request; ``ended``: requests that
+    are over. ``rng``: chooses the lane whose step ends first."""
 
     limits: RuntimeLimits = LIMITS
     policy: SchedulerPolicy = field(default_factory=SchedulerPolicy)
@@ -80,13 +81,16 @@ class Simulation:
     spoiled_images: set[str] = field(default_factory=set)
     now: float = 0.0
     checked: bool = True
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.limits, self.policy)
         self.runtime = FakeRuntime(self.limits)
         self.specs: dict[int, Spec] = {}
         self.live: dict[int, Sequence] = {}
-        self.out: deque[StepPlan] = deque()
+        two = self.limits.decodes_beside
+        lanes = (Lane.NEW_WORK, Lane.DECODE) if two else (Lane.ALL,)
+        self.out: dict[Lane, deque[StepPlan]] = {lane: deque() for lane in lanes}
 
     def add(self, spec: Spec) -> None:
         self.specs[spec.number] = spec
@@ -108,21 +112,30 @@ class Simulation:
         """Launches a step if the pipeline has room, else or besides reads the oldest; False if there was neither."""
         for number in self.scheduler.expired(self.now):
             self.abort(number)
-        plan = self.scheduler.schedule(self.now) if len(self.out) < self.depth else None
+        plan = None
+        for lane, out in self.out.items():
+            if plan is None and len(out) < self.depth:
+                plan = self.scheduler.schedule(self.now, lane)
         if plan is not None:
             self.runtime.launch(plan)
-            self.out.append(plan)
+            self.out[plan.lane].append(plan)
             for row in plan.prefill + plan.decode:
                 if row.sample is not None:
                     self.resume(row.sequence_id, ahead=True)
         self.check()
-        if self.out and (plan is None or len(self.out) == self.depth):
+        is_full = all(len(out) == self.depth for out in self.out.values())
+        if any(self.out.values()) and (plan is None or is_full):
             self.collect(fail)
             return True
         return plan is not None
 
-    def collect(self, fail: bool) -> None:
-        plan = self.out.popleft()
+    def collect(self, fail: bool, lane: Lane | None = None) -> StepPlan:
+        """Collects the oldest step of ``lane``, or of a lane that ``rng`` chooses."""
+        heads = [out[0] for out in self.out.values() if out]
+        plan = self.rng.choice(heads) if lane is None else self.out[lane][0]
+        if plan.after is not None:
+            plan = next((p for p in heads if p.step_id <= plan.after), plan)
+        self.out[plan.lane].popleft()
         if fail:
             self.runtime.fail_next = RuntimeError("scripted")
         try:
@@ -132,7 +145,7 @@ class Simulation:
                 self.failed.add(number)
                 self.live.pop(number)
             self.check()
-            return
+            return plan
         for number in result.non_finite & self.live.keys():
             self.not_finite.add(number)
             self.live.pop(number)
@@ -149,6 +162,7 @@ class Simulation:
             else:
                 self.resume(number, ahead=False)
         self.check()
+        return plan
 
     def resume(self, number: int, *, ahead: bool) -> None:
         sequence = self.live[number]

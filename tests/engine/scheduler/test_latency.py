@@ -26,7 +26,7 @@ import pytest
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.scheduler.policy import SchedulerPolicy
 from kestrel_engine.types.requests import ImageBlock, num_positions
-from kestrel_engine.types.step import PREVIOUS, RuntimeLimits, StepPlan
+from kestrel_engine.types.step import PREVIOUS, Lane, RuntimeLimits, StepPlan
 from tests.engine.scheduler.simulation import Simulation, Spec
 
 DECODE_S, CROP_S, POSITION_S = 3e-3, 12e-3 / 9, 4e-3 / 730
@@ -63,20 +63,20 @@ class Timed(Simulation):
     def _pass(self, seconds: float) -> None:
         self.now += seconds
 
-    def collect(self, fail: bool) -> None:
-        plan = self.out[0]
-        super().collect(fail)
+    def collect(self, fail: bool, lane: Lane | None = None) -> StepPlan:
+        plan = super().collect(fail, lane)
         for row in (*plan.prefill, *plan.decode):
             times = self.times.setdefault(row.sequence_id, [])
             num_tokens = len(self.tokens.get(row.sequence_id, ()))
             times += [self.now] * (num_tokens - len(times))
+        return plan
 
     def run(self, specs: list[Spec], awaited: list[Spec] | None = None) -> None:
         """Each request joins when its time has come; ends when all, or all of ``awaited``, are answered."""
         waiting = sorted(specs, key=lambda spec: spec.arrived_at)
         numbers = {spec.number for spec in (specs if awaited is None else awaited)}
         while (waiting or self.live) and not numbers <= self.ended:
-            if not self.live and not self.out:
+            if not self.live and not any(self.out.values()):
                 self.now = max(self.now, waiting[0].arrived_at)
             while waiting and waiting[0].arrived_at <= self.now:
                 self.add(waiting.pop(0))

@@ -23,7 +23,10 @@ def expected(spec):
 
 def random_simulation(rng, *, checked=True):
     limits = replace(
-        LIMITS, num_pages=rng.choice([13, 16, 24, 60]), max_batch_size=rng.choice([1, 2, 3, 6])
+        LIMITS,
+        num_pages=rng.choice([13, 16, 24, 60]),
+        max_batch_size=rng.choice([1, 2, 3, 6]),
+        decodes_beside=rng.random() < 0.5,
     )
     budget = StepBudget(
         prefill_positions=rng.choice([3, 12, 50]),
@@ -35,8 +38,10 @@ def random_simulation(rng, *, checked=True):
         prefix_cache=rng.random() < 0.7,
         kept_embeddings=rng.choice([0, 1, 4]),
         aging_s=rng.choice([1.0, 100.0]),
+        itl_target_s=rng.choice([-1.0, 1.0]),  # All steps of new work count as long, or as short.
     )
-    return Simulation(limits, policy, depth=rng.choice([1, 2, 2, 3]), checked=checked)
+    depth = rng.choice([1, 2, 2, 3])
+    return Simulation(limits, policy, depth=depth, checked=checked, rng=rng)
 
 
 def run(rng, operations, *, failures=True, checked=True):

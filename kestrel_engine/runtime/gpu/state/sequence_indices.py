@@ -27,8 +27,8 @@ class TableUpdates:
 class SequenceIndices:
     """The indices 0 to ``capacity`` - 1, for sequences of at most ``max_pages`` pages.
 
-    A sequence that was in none of the last ``keep`` steps may lose its index to another one. By then the host knows its
-    sampled token, and its page table is copied again when the sequence returns.
+    A sequence that was in none of the last ``keep`` steps may lose its index to another one, unless a step that is out
+    holds it. By then the host knows its sampled token, and its page table is copied again when the sequence returns.
     """
 
     def __init__(self, capacity: int, max_pages: int, *, keep: int = 4) -> None:
@@ -38,6 +38,8 @@ class SequenceIndices:
         self._tables: list[tuple[int, ...]] = [()] * capacity
         self._last_steps: list[int] = [0] * capacity
         self._owners: list[int] = [-1] * capacity
+        self._held: dict[int, tuple[int, ...]] = {}
+        """The indices that steps hold, by step id."""
 
     def release(self, sequence_id: int) -> None:
         """Frees the index of a sequence. An unknown id has no effect."""
@@ -45,6 +47,14 @@ class SequenceIndices:
         if index is not None:
             self._tables[index] = ()
             self._free.append(index)
+
+    def hold(self, indices: Sequence[int], step_id: int) -> None:
+        """Keeps ``indices`` for their sequences until `unhold`, however many steps are launched meanwhile."""
+        self._held[step_id] = (*self._held.get(step_id, ()), *indices)
+
+    def unhold(self, step_id: int) -> None:
+        """Ends the hold of a step. An unknown step has no effect."""
+        self._held.pop(step_id, None)
 
     def assign(self, row: Row, step_id: int, updates: TableUpdates) -> int:
         """Returns the index of the row's sequence. Adds page table entries that the device lacks to ``updates``."""
@@ -67,7 +77,9 @@ class SequenceIndices:
         """Returns a free index, or that of the sequence whose last step is the oldest."""
         if self._free:
             return self._free.pop()
-        index = min(range(self.capacity), key=self._last_steps.__getitem__)
+        held = {index for indices in self._held.values() for index in indices}
+        free = (index for index in range(self.capacity) if index not in held)
+        index = min(free, key=self._last_steps.__getitem__)
         assert self._last_steps[index] < step_id - self._keep, (
             f"all {self.capacity} sequence indices were used within {self._keep} steps"
         )

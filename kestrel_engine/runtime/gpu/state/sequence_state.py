@@ -32,12 +32,21 @@ class SequenceState:
         self.sampled = SampledTokens.empty(self.spare + 1, device)
         self._reads_value = [False] * (self.spare + 1)
 
-    def assign(self, rows: Sequence[Row], step_id: int) -> list[int]:
-        """Returns the sequence index of each row. Enqueues the copy of page table entries that the device lacks."""
+    def assign(self, rows: Sequence[Row], step_id: int, *, hold: bool = False) -> list[int]:
+        """Returns the sequence index of each row. Enqueues the copy of page table entries that the device lacks.
+
+        ``hold``: no other sequence gets these indices before `unhold`.
+        """
         updates = TableUpdates()
         seqs = [self._indices.assign(row, step_id, updates) for row in rows]
+        if hold:
+            self._indices.hold(seqs, step_id)
         self._send(updates)
         return seqs
+
+    def unhold(self, step_id: int) -> None:
+        """Ends the hold of a step. An unknown step has no effect."""
+        self._indices.unhold(step_id)
 
     def assign_decoding(
         self, rows: Sequence[Row], step_id: int, new_pages: np.ndarray

@@ -43,7 +43,8 @@ saves a launch between the two. More rows were not measured."""
 class DecodePass:
     """Owns the buffers of a step of up to ``max_rows`` rows. All steps share them, so they run one after the other.
 
-    ``pdl``: launch kernels early (programmatic dependent launch, sm_90). ``attention``: None for our own kernel.
+    ``pdl``: launch kernels early (programmatic dependent launch, sm_90). ``priority``: of the second stream.
+    ``attention``: None for our own kernel.
     """
 
     def __init__(
@@ -52,20 +53,21 @@ class DecodePass:
         layers: list[TextLayer],
         post_ln: LayerNorm,
         angles: tuple[Tensor, Tensor],
-        tau: TauWorkspace | None,
         *,
         max_rows: int,
         page_size: int,
         pdl: bool,
+        priority: int = 0,
         attention: DecodeAttention | None = None,
     ) -> None:
         self._config, self._layers, self._post_ln = config, layers, post_ln
-        self._angles, self._tau = angles, tau
+        self._angles = angles
         weight = layers[0].proj
         device = weight.device
         # Experts run on this stream, concurrently with attention.
         concurrent = config.moe is not None and weight.is_cuda
-        self._side = torch.cuda.Stream(device) if concurrent else None
+        self._side = torch.cuda.Stream(device, priority=priority) if concurrent else None
+        self._tau = TauWorkspace.allocate(2 * config.n_heads, device) if config.tau_attn else None
         self._early = pdl and weight.is_cuda
         self._max_rows = max_rows
         dim, heads = config.dim, config.n_heads

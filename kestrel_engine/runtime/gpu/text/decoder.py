@@ -50,7 +50,7 @@ class FusedText:
     experts may be in FP8. ``max_rows``: the most rows of a decode step. ``pdl``: launch decode kernels before the
     preceding kernels have ended (sm_90). ``attention``: for decode steps; None for our own kernel. ``fp8``: prefill
     computes qkv and the dense layers' fc1, proj and fc2 in FP8, with FP8 copies of their weights. ``kv_scales``: the
-    scales of each layer for an FP8 KV cache.
+    scales of each layer for an FP8 KV cache. ``decode_priority``: of the streams of a decode step, as in torch.
 
     Raises ConfigError for shapes that do not support FP8.
     """
@@ -66,6 +66,7 @@ class FusedText:
         attention: DecodeAttention | None = None,
         fp8: bool = False,
         kv_scales: Sequence[Scales] | None = None,
+        decode_priority: int = 0,
     ) -> None:
         self.config = config
         self._layers, self._pending = load_layers(config, tensors, kv_scales)
@@ -83,7 +84,7 @@ class FusedText:
             self._layers,
             self._post_ln,
             (self._cos, self._sin),
-            self._tau,
+            priority=decode_priority,
             max_rows=max_rows,
             page_size=page_size,
             pdl=pdl,

@@ -1,0 +1,146 @@
+"""Two lanes: decode steps beside steps of new work (types.step.Lane). test_random.py runs them at random, too."""
+
+from dataclasses import replace
+
+import pytest
+
+from kestrel_engine.scheduler.decode_lane import DecodeLane
+from kestrel_engine.scheduler.policy import SchedulerPolicy
+from kestrel_engine.scheduler.sequence import Sequence
+from kestrel_engine.types.step import Lane
+from tests.engine.scheduler.simulation import LIMITS, Simulation, Spec, alone
+
+BESIDE = replace(LIMITS, decodes_beside=True, num_pages=60)
+LONG = SchedulerPolicy(itl_target_s=-1.0)
+"""All steps of new work count as long."""
+
+
+def text(number, length, **options):
+    return Spec(number, tuple(1000 * number + i for i in range(length)), **options)
+
+
+def launch(simulation, lane):
+    """Launches a step of ``lane``, as ``turn`` does, and collects nothing."""
+    plan = simulation.scheduler.schedule(simulation.now, lane)
+    if plan is not None:
+        simulation.runtime.launch(plan)
+        simulation.out[lane].append(plan)
+        for row in plan.prefill + plan.decode:
+            if row.sample is not None:
+                simulation.resume(row.sequence_id, ahead=True)
+    simulation.check()
+    return plan
+
+
+def decoding(simulation, *specs):
+    """Adds requests and computes their prompts, so that they decode."""
+    for spec in specs:
+        simulation.add(spec)
+    assert launch(simulation, Lane.NEW_WORK).prefill
+    simulation.collect(False, Lane.NEW_WORK)
+
+
+def test_tokens_come_while_a_long_step_of_new_work_is_out():
+    simulation = Simulation(BESIDE, LONG, depth=3)
+    decoding(simulation, text(1, 4, max_tokens=20))
+    simulation.add(text(2, 4, max_tokens=3, image="p"))
+    new_work = launch(simulation, Lane.NEW_WORK)
+    assert new_work.encode and new_work.prefill and not new_work.decode
+    for _ in range(5):
+        step = launch(simulation, Lane.DECODE)
+        assert [row.sequence_id for row in step.decode] == [1] and step.after is None
+        simulation.collect(False, Lane.DECODE)
+    assert len(simulation.tokens[1]) == 6 and 2 not in simulation.tokens
+    simulation.collect(False, Lane.NEW_WORK)
+    tokens = simulation.drain()
+    assert all(tokens[number] == alone(simulation.specs[number]) for number in (1, 2))
+
+
+def test_a_short_step_of_new_work_runs_before_the_next_decode_step_and_its_rows_join():
+    simulation = Simulation(BESIDE, depth=3)
+    decoding(simulation, text(1, 4, max_tokens=20))
+    simulation.add(text(2, 4, max_tokens=3))
+    new_work = launch(simulation, Lane.NEW_WORK)
+    step = launch(simulation, Lane.DECODE)
+    assert step.after == new_work.step_id
+    assert [row.sequence_id for row in step.decode] == [1, 2]
+    # The lane runs in order, so the next step need not wait for the same step again.
+    again = launch(simulation, Lane.DECODE)
+    assert again.after is None and len(again.decode) == 2
+    assert simulation.drain()[2] == alone(simulation.specs[2])
+
+
+def test_without_other_rows_the_first_tokens_are_launched_behind_the_prompt():
+    simulation = Simulation(BESIDE, LONG, depth=3)
+    simulation.add(text(1, 4, max_tokens=3))
+    new_work = launch(simulation, Lane.NEW_WORK)
+    assert launch(simulation, Lane.DECODE).after == new_work.step_id
+    # The lane runs in order, so the next step need not wait again.
+    assert launch(simulation, Lane.DECODE).after is None
+    assert launch(simulation, Lane.DECODE) is None
+    assert simulation.drain()[1] == alone(simulation.specs[1])
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_pages_that_a_step_writes_are_kept_until_it_has_come_back(other):
+    """The sequence ends while its prompt is computed; another one needs its pages at once."""
+    simulation = Simulation(replace(BESIDE, num_pages=7), LONG, depth=3)
+    decoding(simulation, text(1, 4, max_tokens=20))
+    simulation.add(text(2, 14, max_tokens=2))
+    launch(simulation, Lane.NEW_WORK)
+    free = simulation.scheduler.stats.pages_free
+    simulation.abort(2)
+    assert simulation.scheduler.stats.pages_free == free
+    assert simulation.scheduler.stats.running == 1
+    if other:
+        simulation.add(text(3, 14, max_tokens=2))
+        assert launch(simulation, Lane.NEW_WORK) is None
+    for _ in range(4):
+        launch(simulation, Lane.DECODE)
+        simulation.collect(False, Lane.DECODE)
+    simulation.collect(False, Lane.NEW_WORK)
+    assert simulation.scheduler.stats.pages_free > free
+    tokens = simulation.drain()
+    assert all(tokens[i] == alone(simulation.specs[i]) for i in ((1, 3) if other else (1,)))
+
+
+def test_a_sequence_whose_prompt_is_out_is_not_preempted():
+    simulation = Simulation(replace(BESIDE, num_pages=5), LONG, depth=3)
+    decoding(simulation, text(1, 4, max_tokens=16))
+    simulation.add(text(2, 9, max_tokens=8))
+    launch(simulation, Lane.NEW_WORK)
+    for _ in range(7):  # One page is free, then there is none for its next token.
+        if launch(simulation, Lane.DECODE) is None:
+            break
+        simulation.collect(False, Lane.DECODE)
+    assert simulation.scheduler.stats.preemptions == 0
+    simulation.collect(False, Lane.NEW_WORK)
+    tokens = simulation.drain()
+    assert all(tokens[number] == alone(simulation.specs[number]) for number in (1, 2))
+
+
+def is_waited_for(lane: DecodeLane) -> bool:
+    """Whether a decode step of other rows waits for the step of new work that is out."""
+    other = Sequence(text(1, 4).submission())
+    return lane.choose([other], [other])[1] is not None
+
+
+def test_the_time_of_new_work_is_learnt_from_steps_that_ran_alone():
+    lane = DecodeLane(itl_target_s=0.015)
+    lane.launched_new_work(0, 1.0, 20)
+    assert is_waited_for(lane), "nothing is known yet"
+    lane.launched(0)
+    lane.ended(0, 0.060)
+    lane.launched_new_work(1, 1.0, 20)
+    assert not is_waited_for(lane)
+    lane.launched(None)
+    lane.ended(1, 5.0)  # It ran beside decode steps, so its time says nothing.
+    lane.launched_new_work(2, 0.2, 20)
+    assert is_waited_for(lane)
+    lane.launched(2)
+    lane.ended(2, None)
+    lane.launched_new_work(3, 0.5, 20)
+    assert not is_waited_for(lane)
+    lane.ended(3, None)
+    lane.launched_new_work(4, 0.5, 4)
+    assert is_waited_for(lane), "few rows wait longer"
