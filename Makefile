@@ -50,7 +50,7 @@ test-unit: $(INSTALLED) ## Run the tests that take seconds
 
 test-gpu: ## Run the tests that need a CUDA device, and kernels and fast runtime compiled, with the Python at hand
 	@export PYTHONPATH=$(CURDIR):$(CURDIR)/clients/python:$$PYTHONPATH; status=0; \
-	python3 -m pytest -q -m gpu || status=$$?; \
+	python3 -m pytest -q -m gpu tests/gpu tests/golden tests/engine || status=$$?; \
 	python3 -m pytest -q -m "not gpu" tests/kernels tests/engine/runtime/gpu || status=$$?; \
 	exit $$status
 
