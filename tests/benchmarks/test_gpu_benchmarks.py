@@ -103,9 +103,13 @@ def test_prefill(tmp_path: Path) -> None:
     assert (moe[0]["tokens"], moe[0]["experts"]) == (650, "float32")
 
 
-def test_quality_of_float32_is_perfect_and_of_bfloat16_near(tmp_path: Path) -> None:
+def test_quality_of_float32_is_perfect(tmp_path: Path) -> None:
     report = run(quality, tmp_path, *MODEL, "--drift-only")
     assert [bar["value"] for bar in report["bars"]] == [0, 0]
+
+
+@pytest.mark.slow
+def test_quality_of_bfloat16_is_near(tmp_path: Path) -> None:
     report = run(quality, tmp_path, *MODEL, "--drift-only", "--dtype", "bfloat16")
     assert all(bar["is_met"] and bar["value"] > 1e-4 for bar in report["bars"])
 

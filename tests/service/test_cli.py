@@ -334,13 +334,27 @@ def test_a_full_disk_is_told_in_one_line():
     assert done.stderr == "kestrel-grpc token: error: cannot write: No space left on device\n"
 
 
-def test_a_server_needs_no_standard_streams(tmp_path):
+WITHOUT_STREAMS = """
+import os, sys
+from kestrel_grpc.__main__ import main
+os.closerange(0, 3)
+for name in ("stdin", "stdout", "stderr"):  # As the interpreter has it that starts without these files.
+    setattr(sys, name, None)
+    setattr(sys, f"__{name}__", None)
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_server_needs_no_standard_streams(tmp_path, forked):
     address = f"unix:{tmp_path}/s.sock"
-    popen = subprocess.Popen(
-        ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *PROGRAM, "serve", "--listen", address],
-        cwd=ROOT,
-        env=environment(),
-    )
+    flags = ["serve", "--listen", address]
+    if forked:
+        command = [sys.executable, "-c", WITHOUT_STREAMS, *flags]
+        popen = ForkedProcess(command, cwd=ROOT, env=environment())
+    else:
+        command = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *PROGRAM, *flags]
+        popen = subprocess.Popen(command, cwd=ROOT, env=environment())
     try:
         done = kestrel("health", "--wait", 60, "--server", address)
         assert (done.returncode, done.stdout) == (0, "SERVING\n")

@@ -36,6 +36,12 @@ def arguments(case, images):
     return skill, [image, case["object"]], options
 
 
+def pixels(case):
+    """Of the image; its name ends in its size."""
+    width, _, height = case.get("image", "0x0").rpartition("_")[2].partition("x")
+    return int(width) * int(height or width)
+
+
 def check(case, result):
     match case["skill"]:
         case "query_reasoning":
@@ -70,7 +76,8 @@ def check(case, result):
 @pytest.mark.golden
 @pytest.mark.parametrize("model", ["md2", "md3"])
 async def test_golden_cases_over_the_wire(model, golden_folder, golden_images):
-    """One case of each kind, as an answer and as a stream, in one mixed batch; tests/golden has them all."""
+    """The case of each kind with the smallest image, as an answer and as a stream, in one mixed batch; tests/golden has
+    them all."""
     config = RuntimeConfig(model_path=golden_folder(model), device="cpu", max_batch_size=8)
     server = KestrelServer(
         ServerConfig(listen=("127.0.0.1:0",)), config, lambda: InferenceEngine.create(config)
@@ -79,6 +86,7 @@ async def test_golden_cases_over_the_wire(model, golden_folder, golden_images):
     try:
         await server.load()
         recorded = json.loads((DATA / model / "expected.json").read_text())["cases"]
+        recorded.sort(key=pixels, reverse=True)
         cases = {case["skill"]: case for case in recorded}.values()
         async with AsyncKestrelClient(server.addresses[0]) as client:
             await asyncio.gather(*(both(client, case, golden_images) for case in cases))
