@@ -117,10 +117,14 @@ def test_positions_halfway_between_two_phases():
     even the strips are known."""
     vision = VisionConfig(max_crops=40)
     assert select_tiling(3000, 2300, vision)[0] == 5
-    check(3000, 2300, vision)
     assert is_exact(850, 600, 1176, 644)
     assert is_exact(2247, 2247, 2240, 2240)
     assert not is_exact(300, 2247, 378, 2240)
+
+
+@pytest.mark.slow
+def test_an_image_whose_rows_have_such_positions():
+    check(3000, 2300, VisionConfig(max_crops=40))
 
 
 def test_an_unchanged_image_is_copied():

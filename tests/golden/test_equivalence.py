@@ -53,6 +53,7 @@ def test_chunks_equal_the_whole(golden: Golden, case_id: str, size: int) -> None
     assert_same(hidden, whole(golden, case_id))
 
 
+@pytest.mark.slow_with("md2")
 @pytest.mark.parametrize("page_size", [1, 5, 73])
 def test_page_size_changes_nothing(
     golden: Golden, pictures: dict[str, PreparedImage], page_size: int

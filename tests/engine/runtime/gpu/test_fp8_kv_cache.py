@@ -66,6 +66,7 @@ def same(left, right, *, logprobs):
         )
 
 
+@pytest.mark.slow_with("moondream2")
 def test_answers_and_what_is_stored_are_the_references(both):
     config, reference, tested = both
     same(answers(tested, talks(config)), answers(reference, talks(config)), logprobs=FLIPS)

@@ -141,6 +141,7 @@ def image(config, key):
     return [0, ImageBlock(key, config.image_positions)]
 
 
+@pytest.mark.slow_with("moondream2")
 def test_text_and_images_of_all_kinds_in_one_batch(both):
     def make(config):
         wide, single = image(config, "wide"), image(config, "single")
