@@ -88,7 +88,7 @@ class Row:
     sample: SampleSpec | None
 
 
-class Lane(enum.Enum):
+class Lane(enum.IntEnum):
     """Which steps run in order. A runtime with one lane gets steps of ``ALL``, which run in the order of their launch,
     so a page freed by one plan may be written by the next.
 
@@ -99,9 +99,9 @@ class Lane(enum.Enum):
     until the step has come back. Steps of ``NEW_WORK`` drop images, and steps of ``DECODE`` name the ended sequences.
     """
 
-    ALL = "all"
-    DECODE = "decode"
-    NEW_WORK = "new work"
+    ALL = 0
+    DECODE = 1
+    NEW_WORK = 2
 
 
 @dataclass(frozen=True, slots=True)
