@@ -282,9 +282,9 @@ def seconds(text: str) -> float:
 
 
 def number(text: str) -> float:
-    """A finite number without sign or exponent. Raises ValueError."""
-    if not re.fullmatch(r"\d+(\.\d*)?|\.\d+", text.strip()):
-        raise ValueError("must be a number")
+    """A finite number without exponent. Raises ValueError. The settings check its limits."""
+    if not re.fullmatch(r"-?(\d+(\.\d*)?|\.\d+)", text.strip()):
+        raise ValueError("must be a number, like 2 or 0.5")
     return float(text)
 
 
