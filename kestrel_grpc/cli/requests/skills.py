@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     if writes_text:
         output.add_argument(
             "--samples",
-            type=whole(1),
+            type=whole(1, 16),
             metavar="N",
             help="generate N answers, at most 16, with the seeds SEED, SEED+1 and so on",
         )
