@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections import Counter
 from pathlib import Path
 
@@ -81,15 +82,20 @@ def test_questions_are_in_image_order_one_or_two_each():
 
 @pytest.fixture(scope="module")
 def traces():
-    """Whole traces, without their images, for each encoder."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chart_trace, "draw_images", lambda count, **_: [b"x"] * count)
-        return {encode: make_trace(encode) for encode in (words, letters)}
+    """Gives the whole trace for an encoder, without its images."""
+
+    @functools.cache
+    def trace(encode):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chart_trace, "draw_images", lambda count, **_: [b"x"] * count)
+            return make_trace(encode)
+
+    return trace
 
 
-@pytest.mark.parametrize("encode", [words, letters])
+@pytest.mark.parametrize("encode", [words, pytest.param(letters, marks=pytest.mark.slow)])
 def test_questions_have_12_to_30_tokens_whatever_a_token_is(encode, traces):
-    trace = traces[encode]
+    trace = traces(encode)
     assert len(trace.images) == NUM_IMAGES
     counts = [q.num_tokens for q in trace.questions]
     assert counts == [len(encode(q.text)) for q in trace.questions]
@@ -99,7 +105,7 @@ def test_questions_have_12_to_30_tokens_whatever_a_token_is(encode, traces):
 
 def test_a_short_trace_is_the_beginning_of_the_long_one(traces, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(chart_trace, "draw_images", lambda count, **_: [b"x"] * count)
-    whole, short = traces[words], make_trace(words, num_prompts=40)
+    whole, short = traces(words), make_trace(words, num_prompts=40)
     assert short.questions == whole.questions[:40]
     assert len(short.images) == whole.questions[39].image + 1
 

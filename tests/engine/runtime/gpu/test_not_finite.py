@@ -155,7 +155,9 @@ def test_a_chunk_of_a_prompt_that_samples_nothing(runtime):
     assert bad.fed <= 18, "two steps were out when the first came back"
 
 
-@pytest.mark.parametrize(("after", "other"), [(TEXT, SIDES), (WIDE, POINT_X)])
+@pytest.mark.parametrize(
+    ("after", "other"), [(TEXT, SIDES), pytest.param(WIDE, POINT_X, marks=pytest.mark.slow)]
+)
 def test_a_token_while_decoding(runtime, after, other):
     talks = [
         Talk(4 + n, [0, 40 + n], [TEXT, TokenRule(forced=BAD), rule, TEXT], sampling)
@@ -188,7 +190,12 @@ def test_an_image(runtime, images):
 
 
 @pytest.mark.parametrize(
-    ("head", "value"), [("coord", torch.nan), ("coord", -torch.inf), ("size", torch.inf)]
+    ("head", "value"),
+    [
+        ("coord", torch.nan),
+        pytest.param("coord", -torch.inf, marks=pytest.mark.slow),
+        ("size", torch.inf),
+    ],
 )
 def test_a_region_head(runtime, head, value):
     """It fails those who read it, and no others."""
