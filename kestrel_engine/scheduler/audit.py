@@ -24,6 +24,8 @@ def check_phases(
         assert account is not None
         own = [s.is_waiting for s in sequences.values() if s.account is account]
         assert (account.num_waiting, account.num_running) == (sum(own), len(own) - sum(own))
+        urgent = [s for s in sequences.values() if s.account is account and s.priority == 0]
+        assert account.num_urgent == sum(not s.is_waiting for s in urgent)
 
 
 def check_holdings(

@@ -460,6 +460,7 @@ class Scheduler:
         self._running[sequence.sequence_id] = sequence
         assert sequence.account is not None
         sequence.account.num_running += 1
+        sequence.account.num_urgent += sequence.priority == 0
         if sequence.image is not None and sequence.cursor == 0:
             self._images.acquire(sequence.image)
             sequence.uses_image = True
@@ -576,6 +577,7 @@ class Scheduler:
         del self._running[sequence.sequence_id]
         assert sequence.account is not None
         sequence.account.num_running -= 1
+        sequence.account.num_urgent -= sequence.priority == 0
 
     def _free(self, sequence: Sequence) -> None:
         """Frees pages, lock and image of a sequence that has left the batch."""

@@ -24,6 +24,8 @@ class Account:
     used: float = 0.0
     num_waiting: int = 0
     num_running: int = 0
+    num_urgent: int = 0
+    """Running sequences of the best priority."""
 
 
 class Shares:

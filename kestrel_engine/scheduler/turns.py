@@ -74,9 +74,11 @@ class Turns:
 
     def _favoured_of(self, running: Collection[Sequence]) -> int | None:
         """The rank of the favoured, if others run beside them."""
-        if self._shares.num_principals == 1:
-            priorities = {sequence.priority for sequence in running}
-            return _URGENT if 0 in priorities and len(priorities) > 1 else None
+        if self._shares.num_principals <= 1:
+            # Counted, not looked up in each sequence: this runs before every step.
+            account = next((sequence.account for sequence in running), None)
+            both = account is not None and 0 < account.num_urgent < account.num_running
+            return _URGENT if both else None
         ranks = {self._rank(sequence) for sequence in running}
         return min(ranks) if len(ranks) > 1 else None
 
