@@ -28,6 +28,7 @@ class Asked:
 @dataclass(frozen=True)
 class RunPlan:
     """A run of ``in_flight`` callers, which send the next question after each answer, for at most ``limit_s`` seconds.
+    Each caller asks at least one question.
 
     ``namespace``: separates the run from the caches of other runs.
     """
@@ -50,9 +51,9 @@ async def run_trace(
 
     async def caller() -> None:
         nonlocal reported_at
-        for number in waiting:
+        for asked_before, number in enumerate(waiting):
             question, start = trace.questions[number], time.monotonic()
-            if start - began > plan.limit_s:
+            if asked_before and start - began > plan.limit_s:
                 return
             answer = await target.forced_query(
                 trace.images[question.image], question.text, plan.tokens, plan.sampling
