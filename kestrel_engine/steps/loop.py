@@ -3,8 +3,7 @@
 Owns the scheduler, the sequences, the skill controls and the runtime; no other thread uses them. Up to ``depth`` steps
 are out at a time: step N + 1 is launched before step N is read, with the rules that are known ahead, and rows of
 sequences that turn out to have ended are dropped. With two lanes (types.step.Lane), ``depth`` is that of the decode
-lane. Commands come in through one queue, reports go out to the delivery
-thread, and ``stats`` is an immutable snapshot.
+lane. Commands come in through one queue, reports go out to the delivery thread, and ``stats`` is an immutable snapshot.
 """
 
 from __future__ import annotations

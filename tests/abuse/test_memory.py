@@ -19,7 +19,7 @@ from tests.abuse.served import METADATA, ServedInThread
 
 SIDE = 1200
 IMAGE_BYTES = 3 * SIDE * SIDE
-CALLS = 20
+CALLS = 30
 
 
 @pytest.fixture(scope="module")

@@ -46,3 +46,7 @@ async def test_a_failed_step_fails_its_requests_alone(make_engine, fake_limits):
     results = await asyncio.gather(ask(engine, 1), return_exceptions=True)
     assert isinstance(results[0], Exception)
     assert await ask(engine, 4) == before
+    runtime.fail_launch = MemoryError("scripted")
+    results = await asyncio.gather(ask(engine, 1), return_exceptions=True)
+    assert isinstance(results[0], Exception)
+    assert await ask(engine, 4) == before

@@ -12,6 +12,7 @@ and in the sampled tokens. Each lane has its own buffers, graphs, and cuBLAS wor
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections import deque
@@ -222,6 +223,10 @@ class GpuRuntime:
                 handle = self._enqueue(plan)
         except BaseException as error:
             self._lost.note(plan)
+            self._state.unhold(plan.step_id)
+            # A part of the step may run. Its pages will be free, and the other lane may write to them.
+            with contextlib.suppress(Exception):
+                self._lanes.synchronize()
             raise_as_memory_error(error)
             raise
         self._pending[plan.lane].append(handle)

@@ -56,6 +56,17 @@ def test_a_sequence_that_paused_may_lose_its_index_and_comes_back():
     assert updates.pages == [1]
 
 
+def test_an_index_that_a_step_holds_is_kept_however_many_steps_follow():
+    indices = SequenceIndices(2, max_pages=4, keep=2)
+    held = indices.assign(row(1, 1), 0, TableUpdates())
+    indices.hold([held], 0)
+    other = indices.assign(row(2, 2), 10, TableUpdates())
+    assert indices.assign(row(3, 3), 20, TableUpdates()) == other
+    indices.unhold(0)
+    indices.unhold(99)
+    assert indices.assign(row(4, 4), 21, TableUpdates()) == held
+
+
 def test_indices_in_use_are_never_reassigned():
     indices = SequenceIndices(1, max_pages=4, keep=2)
     indices.assign(row(1, 1), 5, TableUpdates())
