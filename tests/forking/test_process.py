@@ -57,7 +57,9 @@ def test_a_module_runs_as_the_main_module(tmp_path):
         "raise SystemExit('no')",
         "raise ValueError('why')",
         "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-        "import os, signal; os.kill(os.getpid(), signal.SIGINT); signal.pause()",
+        # Background jobs of a shell ignore SIGINT, and their children inherit that.
+        "import os, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "os.kill(os.getpid(), signal.SIGINT); signal.pause()",
         "import os; os._exit(7)",
         "import atexit; atexit.register(print, 'last')",
     ],

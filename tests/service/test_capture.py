@@ -113,7 +113,9 @@ async def test_a_image_by_id_is_there_though_it_was_deleted_meanwhile(serve, tmp
     await admin.StartCapture(pictures=True)
     by_id = common_pb2.Image(image_id=kept.image_id)
     image_id = image_pb2.DeleteImageRequest(image_id=kept.image_id)
-    call = served.vision.Query(query(by_id, max_tokens=200), metadata=METADATA, timeout=0.5)
+    call = served.vision.Query(query(by_id, max_tokens=200), metadata=METADATA, timeout=0.9)
+    while not served.server.guard.admission.calls:
+        await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)
     assert (await served.images.DeleteImage(image_id, metadata=METADATA)).existed
     assert (await failure(call)).code is grpc.StatusCode.DEADLINE_EXCEEDED
