@@ -1,11 +1,12 @@
-"""Measures how a flood of one principal's calls affects other principals: kestrel-tiny on a CPU, in a server process.
+"""Measures how a flood of one principal's calls affects other principals, by default with kestrel-tiny on a CPU.
 
 python -m benchmarks.service.shares [--quick] [--in-flight N] [--json FILE]
+python -m benchmarks.service.shares --max-batch-size 64 --model moondream2 --random-weights --device cuda
 
 One principal keeps many questions about a few images in flight, and repeats refused calls. Meanwhile another
 principal, a principal with the highest priority, and the flooding principal with the highest priority make one call
 after the other, each about a new image. The flood's process has a low priority, so it gets the processor time that
-the server and the other callers leave.
+the server and the other callers leave. All other flags are those of ``kestrel-grpc serve``.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def main(arguments: list[str] | None = None) -> Report:
     add_arguments(parser)
     parser.add_argument("--in-flight", type=int, default=700, help="calls of the flood [700]")
     parser.add_argument("--max-batch-size", type=int, default=16, help="sequences a step [16]")
-    args = parser.parse_args(arguments)
+    args, of_server = parser.parse_known_args(arguments)
     report = Report("shares", vars(args))
     with tempfile.TemporaryDirectory() as folder:
         tokens = {name: new_token() for name in ("flood", "other", "urgent")}
@@ -128,7 +129,7 @@ def main(arguments: list[str] | None = None) -> Report:
         path.touch(mode=0o600)
         path.write_text("".join(f"{line_of(n, scopes, t)}\n" for n, t in tokens.items()))
         batch = ("--max-batch-size", str(args.max_batch_size))
-        flags = ("--auth-tokens", str(path), *batch)
+        flags = ("--auth-tokens", str(path), *batch, *of_server)
         with serve(flags, log=Path(folder) / "log") as server:
             measure(report, server.address, tokens, args)
     report.finish(args.json)

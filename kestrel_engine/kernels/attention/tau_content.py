@@ -85,21 +85,21 @@ def tau_content(
         columns,
         k,
         per_split,
+        splits,
         qkv.stride(0),
         ROWS=tiling.rows,
         COLUMNS=max(16, triton.next_power_of_2(columns)),
         BLOCK_K=tiling.block_k,
-        SPLITS=splits,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "splits"])
 def _tau_content(
-    qkv, weights, out, sums, arrived, tokens, columns, k, per_split, stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    qkv, weights, out, sums, arrived, tokens, columns, k, per_split, splits, stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     row = tile * ROWS + tl.arange(0, ROWS)
@@ -120,18 +120,18 @@ def _tau_content(
         b = tl.load(w + (at + first)[:, None], mask=inside[:, None] & wanted, other=0.0)
         acc = tl.dot(v.to(weights.dtype.element_ty), b, acc, input_precision="ieee")
     target = out + row.to(tl.int64)[:, None] * columns + column[None, :]
-    if SPLITS == 1:
+    if splits == 1:
         tl.store(target, acc, mask=there & wanted)
     else:
         part = tl.arange(0, ROWS)[:, None] * columns + column[None, :]
-        base = sums + tile * SPLITS * ROWS * columns
+        base = sums + tile * splits * ROWS * columns
         tl.store(base + split * ROWS * columns + part, acc, mask=there & wanted)
         # All threads have written their partial sums before one of them increments the counter.
         tl.debug_barrier()
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == splits - 1:
             tl.store(arrived + tile, 0)
             total = tl.zeros([ROWS, COLUMNS], tl.float32)
-            for other in range(SPLITS):
+            for other in range(splits):
                 # Bypass the L1 cache, which may be stale.
                 total += tl.load(
                     base + other * ROWS * columns + part,

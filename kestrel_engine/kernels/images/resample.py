@@ -47,7 +47,8 @@ BLOCK = (8, 256)
 """The rows, and the elements of a row, that a program computes."""
 
 
-@triton.jit
+# The jobs of a launch begin anywhere in the buffer of all jobs, so their alignment must not select another variant.
+@triton.jit(do_not_specialize_on_alignment=["jobs"])
 def _resample(
     bytes_arena,
     wide_arena,

@@ -11,16 +11,21 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
+from kestrel_engine.kernels.attention.tau_content import TauWorkspace, tau_content
 from kestrel_engine.kernels.decode_io import flag_rows
 from kestrel_engine.kernels.images.patchify import patchify
 from kestrel_engine.kernels.images.pool_tiles import pool_tiles
 from kestrel_engine.kernels.layer_norm import layer_norm
 from kestrel_engine.runtime.gpu.graphs import Variant
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
+from kestrel_engine.runtime.gpu.state.staging import ImageUploader, Uploader
+from kestrel_engine.runtime.gpu.vision.device_crops import DeviceCrops
+from kestrel_engine.types.requests import PreparedImage
 from kestrel_engine.types.step import EncodeSlice, StepPlan
 from tests.engine.runtime.gpu.small_models import picture, small_model
 
@@ -58,16 +63,19 @@ def kind_of(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     parameters = inspect.signature(kernel.fn).parameters
     given = dict(zip(parameters, args, strict=False)) | kwargs
     same = kernel.kwargs.get("do_not_specialize") or ()
+    any_place = kernel.kwargs.get("do_not_specialize_on_alignment") or ()
     kinds: list[Any] = [kernel.__name__]
     for name, value in sorted(given.items()):
         constant = name not in parameters or "constexpr" in str(parameters[name].annotation)
-        kinds.append((name, value if constant else kind_of_value(value, name in same)))
+        kinds.append(
+            (name, value if constant else kind_of_value(value, name in same, name in any_place))
+        )
     return tuple(map(str, kinds))
 
 
-def kind_of_value(value: Any, same: bool) -> object:
+def kind_of_value(value: Any, same: bool, any_place: bool) -> object:
     if isinstance(value, torch.Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
+        return value.dtype, any_place or value.data_ptr() % 16 == 0
     if isinstance(value, int) and not same:
         return 1 if value == 1 else value % 16 == 0
     return type(value).__name__
@@ -89,6 +97,30 @@ def test_one_kernel_serves_all_tilings_and_all_numbers_of_crops(launches: Launch
     for count in (1, 2, 16):
         patchify(torch.zeros(count, 14, 14, 3, dtype=torch.uint8), 14, 592, torch.float32)
     assert len(launches.kinds) == 1
+
+
+def test_one_kernel_serves_all_numbers_of_tokens_of_a_tiling(launches: Launches) -> None:
+    workspace = TauWorkspace.allocate(4, torch.device("cpu"))
+    weights = torch.zeros(4, 96)
+    for tokens in (1, 2, 16, 33, 64):
+        tau_content(torch.zeros(tokens, 96), weights, workspace)
+    assert len(launches.kinds) == 1
+
+
+def test_the_crops_of_any_images_need_no_other_kernels_than_warm_up(launches: Launches) -> None:
+    config, _ = small_model("moondream2")
+    cpu = torch.device("cpu")
+    make = DeviceCrops(config.vision, Uploader(cpu), ImageUploader(cpu), cpu)
+    make.warm_up()
+    warm = set(launches.kinds)
+    side = config.vision.crop_size
+    sizes = ((side, side), (side - 3, side + 5), (2 * side, side - 1))
+    images = [
+        PreparedImage("", None, (1, 1), w, h, np.zeros((h, w, 3), np.uint8)) for w, h in sizes
+    ]
+    for count in (1, 2, 3):
+        make(images[:count])
+    assert launches.kinds == warm
 
 
 @pytest.mark.slow
