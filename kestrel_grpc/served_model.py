@@ -11,8 +11,8 @@ import time
 
 from kestrel_engine import InferenceEngine, ModelNotFoundError, RuntimeConfig
 
-from .edge.current_call import find_call
-from .edge.errors import ModelNotReady, ShuttingDown
+from .edge.calls.current_call import find_call
+from .edge.failures.errors import ModelNotReady, ShuttingDown
 from .security.identity.principal import ANONYMOUS, Scope
 
 

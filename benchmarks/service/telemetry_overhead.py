@@ -24,7 +24,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, TraceIdRati
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import EngineMetrics, RequestEvent, SchedulerStats, StepEvent
-from kestrel_grpc.edge.call import Call, Metadata
+from kestrel_grpc.edge.calls.call import Call, Metadata
 from kestrel_grpc.telemetry.metrics import ServiceMetrics
 from kestrel_grpc.telemetry.opening import Telemetry
 from kestrel_grpc.telemetry.tracing import CallTracing

@@ -27,18 +27,18 @@ from ..security.admission.guard import Guard
 from ..security.admission.message_limits import ADAPTED_COPIES, COPIES
 from ..security.identity.principal import Principal, Scope
 from ..service_names import KSERVE_METHODS
-from .bounded_context import BoundedContext
-from .call import Call, Context, id_from_metadata, new_id
-from .call_limit import CallLimit
-from .call_watcher import CallWatcher
-from .current_call import current
-from .endings import Endings, Trailers, forget_frames
-from .errors import SlowSender
-from .in_flight import InFlight
-from .incoming import Incoming
-from .inner_request import inner_request
+from .calls.call import Call, Context, id_from_metadata, new_id
+from .calls.call_limit import CallLimit
+from .calls.call_watcher import CallWatcher
+from .calls.current_call import current
+from .calls.in_flight import InFlight
+from .calls.request_ids import id_from_options, own_id
+from .failures.endings import Endings, Trailers, forget_frames
+from .failures.errors import SlowSender
 from .lost_connections import silence_lost_connections
-from .request_ids import id_from_options, own_id
+from .messages.bounded_context import BoundedContext
+from .messages.incoming import Incoming
+from .messages.inner_request import inner_request
 from .request_streams import Refuse, RequestStreams
 from .visitors import Visitors
 

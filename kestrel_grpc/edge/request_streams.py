@@ -22,17 +22,17 @@ from ..security.admission.guard import Guard
 from ..security.admission.message_limits import ADAPTED_COPIES
 from ..security.admission.message_room import Hold
 from ..security.identity.principal import needed_scopes
-from .bounded_context import BoundedContext
-from .call import Call, Context, Metadata, id_from_metadata, new_id
-from .call_limit import CallLimit
-from .call_watcher import CallWatcher
-from .current_call import current
-from .endings import Endings, forget_frames, note
-from .errors import SlowReader, SlowSender
-from .in_flight import InFlight
-from .incoming import Incoming
-from .request_ids import own_id
-from .statuses import Complaint, complaint
+from .calls.call import Call, Context, Metadata, id_from_metadata, new_id
+from .calls.call_limit import CallLimit
+from .calls.call_watcher import CallWatcher
+from .calls.current_call import current
+from .calls.in_flight import InFlight
+from .calls.request_ids import own_id
+from .failures.endings import Endings, forget_frames, note
+from .failures.errors import SlowReader, SlowSender
+from .failures.statuses import Complaint, complaint
+from .messages.bounded_context import BoundedContext
+from .messages.incoming import Incoming
 
 _MOST_REQUESTS = 64
 """Limit on the requests of one stream that run at the same time. The next one is read when one of them has ended."""

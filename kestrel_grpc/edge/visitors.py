@@ -17,13 +17,13 @@ from kestrel_engine import KestrelError
 
 from ..security.admission.guard import Guard
 from ..security.identity.peers import address_of
-from .bounded_context import BoundedContext
-from .call import UNKNOWN_METHOD, Call, Context, id_from_metadata, new_id
-from .call_limit import CallLimit
-from .endings import Endings, forget_frames
-from .errors import MethodNotFound, SlowSender
-from .incoming import Incoming
-from .statuses import row_of, status_of
+from .calls.call import UNKNOWN_METHOD, Call, Context, id_from_metadata, new_id
+from .calls.call_limit import CallLimit
+from .failures.endings import Endings, forget_frames
+from .failures.errors import MethodNotFound, SlowSender
+from .failures.statuses import row_of, status_of
+from .messages.bounded_context import BoundedContext
+from .messages.incoming import Incoming
 
 _READ_S = 5.0
 """Seconds in which a message must arrive. The messages are small, and the memory for them is limited."""

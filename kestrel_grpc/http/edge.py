@@ -18,14 +18,14 @@ import orjson
 
 from kestrel_engine import InvalidRequest
 
-from ..edge.call import REQUEST_ID_KEY, TRACE_ID_KEY, Call, Context, id_from_metadata, new_id
-from ..edge.call_limit import CallLimit
-from ..edge.call_watcher import CallWatcher
-from ..edge.current_call import current
-from ..edge.endings import forget_frames, note
-from ..edge.errors import SlowReader, SlowSender
-from ..edge.in_flight import InFlight
-from ..edge.statuses import complaint
+from ..edge.calls.call import REQUEST_ID_KEY, TRACE_ID_KEY, Call, Context, id_from_metadata, new_id
+from ..edge.calls.call_limit import CallLimit
+from ..edge.calls.call_watcher import CallWatcher
+from ..edge.calls.current_call import current
+from ..edge.calls.in_flight import InFlight
+from ..edge.failures.endings import forget_frames, note
+from ..edge.failures.errors import SlowReader, SlowSender
+from ..edge.failures.statuses import complaint
 from ..security.admission.admission import MessageTooLarge
 from ..security.admission.guard import Guard
 from ..security.admission.message_limits import COPIES

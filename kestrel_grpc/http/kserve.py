@@ -14,7 +14,7 @@ import orjson
 from kestrel_client._pb.inference import grpc_service_pb2 as pb
 from kestrel_engine import InvalidRequest
 
-from ..edge.errors import ModelNotReady
+from ..edge.failures.errors import ModelNotReady
 from ..kserve.model import OUTPUT
 from ..kserve.service import InferenceService
 from ..kserve.tensors import BYTES, FORMATS, raw_bytes

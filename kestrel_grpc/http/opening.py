@@ -6,9 +6,9 @@ import ssl
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..edge.call import Call
-from ..edge.call_watcher import CallWatcher
-from ..edge.in_flight import InFlight
+from ..edge.calls.call import Call
+from ..edge.calls.call_watcher import CallWatcher
+from ..edge.calls.in_flight import InFlight
 from ..kserve.service import InferenceService
 from ..security.admission.guard import Guard
 from ..security.identity.tls import server_context

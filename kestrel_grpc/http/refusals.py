@@ -15,8 +15,8 @@ import grpc
 
 import kestrel_engine as engine
 
-from ..edge.errors import ModelNotReady
-from ..edge.statuses import Complaint
+from ..edge.failures.errors import ModelNotReady
+from ..edge.failures.statuses import Complaint
 
 _Code = grpc.StatusCode
 _STATUSES = {

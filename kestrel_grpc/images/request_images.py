@@ -11,8 +11,8 @@ import numpy as np
 
 from kestrel_engine import ImageTooLargeError, OnBackground
 
-from ..edge.current_call import find_call
-from ..edge.errors import ImagesFull, ImagesNotKept
+from ..edge.calls.current_call import find_call
+from ..edge.failures.errors import ImagesFull, ImagesNotKept
 from .store import ImageId, ImageStore, StoredImage, size_of
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from kestrel_engine import Quota
 
-from ..edge.errors import ImageNotFound, ImagesFull
+from ..edge.failures.errors import ImageNotFound, ImagesFull
 
 _PREFIX = "img_"
 _ID_BYTES = 16

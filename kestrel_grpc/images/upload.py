@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kestrel_client._pb.kestrel.v1 import image_service_pb2 as pb
 from kestrel_engine import DeadlineExceeded, ImageTooLargeError, InvalidRequest, Quota
 
-from ..edge.errors import UploadsFull
+from ..edge.failures.errors import UploadsFull
 
 
 class UploadRoom:

@@ -12,10 +12,10 @@ from typing import Any, cast
 from kestrel_client._pb.inference import grpc_service_pb2 as pb
 from kestrel_engine import InferenceEngine, RuntimeConfig
 
-from ..edge.call import Call, Context, new_id
-from ..edge.current_call import current
-from ..edge.request_ids import own_id
-from ..edge.statuses import complaint
+from ..edge.calls.call import Call, Context, new_id
+from ..edge.calls.current_call import current
+from ..edge.calls.request_ids import own_id
+from ..edge.failures.statuses import complaint
 from ..images.request_images import RequestImages
 from ..images.store import ImageStore
 from ..monitoring.call_statistics import CallStatistics

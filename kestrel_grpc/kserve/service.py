@@ -13,10 +13,10 @@ from kestrel_client._pb.inference.grpc_service_pb2_grpc import GRPCInferenceServ
 from kestrel_engine import InvalidRequest
 
 from .. import __version__
-from ..edge.call import Call, Context, Metadata
-from ..edge.current_call import current_call
-from ..edge.errors import NotServed
-from ..edge.statuses import Complaint
+from ..edge.calls.call import Call, Context, Metadata
+from ..edge.calls.current_call import current_call
+from ..edge.failures.errors import NotServed
+from ..edge.failures.statuses import Complaint
 from ..monitoring.call_statistics import CallStatistics
 from ..served_model import ServedModel, State
 from ..services.vision import VisionService

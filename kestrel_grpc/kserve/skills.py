@@ -13,8 +13,8 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest, RequestError
 
-from ..edge.call import Context
-from ..edge.errors import LocatedError
+from ..edge.calls.call import Context
+from ..edge.failures.errors import LocatedError
 from ..services.json_values import (
     box_values,
     finish_reason,

@@ -13,7 +13,7 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
-from ..edge.current_call import find_call
+from ..edge.calls.current_call import find_call
 from ..settings.logs import DEFAULT_BUFFER_BYTES, log_levels
 from .writer import LogWriter
 

@@ -6,7 +6,7 @@ import json
 import logging
 from typing import Any, Literal
 
-from ..edge.call import Call
+from ..edge.calls.call import Call
 from ..logs.records import structured
 
 Format = Literal["off", "text", "json"]

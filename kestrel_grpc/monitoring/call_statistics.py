@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from ..edge.call import Call
+from ..edge.calls.call import Call
 from ..service_names import INFERENCE_METHODS
 from ..telemetry.attributes import SERVER_ERRORS
 

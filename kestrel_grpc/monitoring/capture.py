@@ -30,9 +30,9 @@ from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2
 from kestrel_engine import EngineInfo
 
 from .. import __version__
-from ..edge.call import Call
-from ..edge.errors import CaptureError
-from ..edge.inner_request import inner_request
+from ..edge.calls.call import Call
+from ..edge.failures.errors import CaptureError
+from ..edge.messages.inner_request import inner_request
 from ..images.upload import ReceivedParts
 from ..served_model import ServedModel
 from ..service_names import IMAGE_METHODS, VISION_METHODS

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kestrel_engine import SchedulerStats
 
-from ..edge.call import Call
+from ..edge.calls.call import Call
 from ..served_model import ServedModel, State
 from ..service_names import INFERENCE_METHODS
 

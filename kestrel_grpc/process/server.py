@@ -40,9 +40,9 @@ from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import (
 )
 from kestrel_engine import InferenceEngine, RuntimeConfig
 
-from ..edge.call import Call
+from ..edge.calls.call import Call
+from ..edge.calls.in_flight import InFlight
 from ..edge.generic_methods import GenericMethods
-from ..edge.in_flight import InFlight
 from ..edge.interceptors import CallInterceptor
 from ..http.opening import open_http
 from ..images.request_images import RequestImages
@@ -367,7 +367,7 @@ def _channel_options(
     return [
         ("grpc.max_receive_message_length", min(received_bytes, _FOREVER_MS)),
         ("grpc.max_send_message_length", sent_bytes),
-        # gRPC's core would decompress a message before this server can reserve memory for it (edge/inflating.py).
+        # gRPC's core would decompress a message before memory for it is reserved (edge/messages/inflating.py).
         ("grpc.per_message_decompression", 0),
         # A stream that the client does not read holds a window of 64 KiB. The probe could grow it to megabytes.
         ("grpc.http2.bdp_probe", 0),

@@ -14,10 +14,10 @@ from kestrel_client._pb.kestrel.v1 import admin_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceServicer
 from kestrel_engine import InvalidRequest
 
-from ..edge.call import Context
-from ..edge.current_call import current_call
-from ..edge.errors import LocatedError
-from ..edge.request_ids import valid_request_id
+from ..edge.calls.call import Context
+from ..edge.calls.current_call import current_call
+from ..edge.calls.request_ids import valid_request_id
+from ..edge.failures.errors import LocatedError
 from ..images.store import ImageStore
 from ..monitoring.call_statistics import CallStatistics, MethodCounts
 from ..monitoring.capture import DEFAULT_REQUESTS, MAX_REQUESTS, Capture

@@ -27,9 +27,9 @@ from kestrel_engine import (
     StreamUpdate,
 )
 
-from ..edge.current_call import current_call
-from ..edge.errors import LocatedError
-from ..edge.statuses import complaint, row_of
+from ..edge.calls.current_call import current_call
+from ..edge.failures.errors import LocatedError
+from ..edge.failures.statuses import complaint, row_of
 from . import convert
 from .convert import CallOptions, ImageSource, SkillCall
 from .named_skill import skill_event

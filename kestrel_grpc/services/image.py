@@ -12,8 +12,8 @@ from kestrel_client._pb.kestrel.v1 import image_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceServicer
 from kestrel_engine import InvalidRequest
 
-from ..edge.call import Context
-from ..edge.current_call import current_call
+from ..edge.calls.call import Context
+from ..edge.calls.current_call import current_call
 from ..images.request_images import RequestImages
 from ..images.store import StoredImage
 from ..images.upload import Upload, UploadRoom

@@ -14,7 +14,7 @@ from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceSer
 from kestrel_engine import IMAGE_FORMATS, InvalidRequest
 
 from .. import __version__
-from ..edge.call import Context
+from ..edge.calls.call import Context
 from ..monitoring.load import LoadMeter
 from ..served_model import ServedModel, State
 from .analysis import MAX_TASKS

@@ -20,8 +20,8 @@ from kestrel_engine import (
     StreamUpdate,
 )
 
-from ..edge.errors import LocatedError, SkillNotFound
-from ..edge.statuses import field_path
+from ..edge.failures.errors import LocatedError, SkillNotFound
+from ..edge.failures.statuses import field_path
 from . import convert
 from .convert import SkillCall
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import EngineStream, InvalidRequest
 
-from ..edge.current_call import current_call
+from ..edge.calls.current_call import current_call
 from . import convert
 from .analysis import total_result
 from .convert import SkillCall

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import EngineResult, EngineStream, InferenceEngine, PreparedImage
 
-from ..edge.current_call import current_call
+from ..edge.calls.current_call import current_call
 from ..images.request_images import RequestImage, RequestImages
 from ..served_model import ServedModel
 from .convert import CallOptions, ImageSource, SkillCall

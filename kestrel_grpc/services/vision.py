@@ -14,9 +14,9 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceServicer
 from kestrel_engine import InvalidRequest, StreamUpdate
 
-from ..edge.call import Context
-from ..edge.current_call import current_call
-from ..edge.inner_request import inner_request
+from ..edge.calls.call import Context
+from ..edge.calls.current_call import current_call
+from ..edge.messages.inner_request import inner_request
 from ..images.request_images import RequestImages
 from ..served_model import ServedModel
 from . import convert

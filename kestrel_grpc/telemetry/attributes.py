@@ -13,8 +13,8 @@ import grpc
 
 from kestrel_engine import ImageEvent, RequestEvent, StepEvent
 
-from ..edge.call import Call
-from ..edge.inner_request import inner_request
+from ..edge.calls.call import Call
+from ..edge.messages.inner_request import inner_request
 from . import names
 
 Value: TypeAlias = str | int | float | bool | tuple[str, ...]

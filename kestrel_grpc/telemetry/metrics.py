@@ -16,7 +16,7 @@ from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
 from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, StepEvent
 
-from ..edge.call import Call
+from ..edge.calls.call import Call
 from ..logs.records import lost_records
 from . import names
 from .attributes import SERVER_ERRORS

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, StepEvent
 
-from ..edge.call import Call
+from ..edge.calls.call import Call
 from ..settings.sources import SettingsError
 from ..settings.telemetry import TelemetryConfig, missing_packages
 from . import names

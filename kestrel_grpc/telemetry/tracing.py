@@ -31,7 +31,7 @@ from opentelemetry.trace.status import Status, StatusCode
 
 from kestrel_engine import EngineInfo, ImageEvent, RequestEvent, StepEvent
 
-from ..edge.call import Call
+from ..edge.calls.call import Call
 from . import attributes, names
 from .steps import KEPT_STEPS, MOST_STEPS, StepRecord, StepSpans
 

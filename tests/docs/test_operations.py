@@ -4,7 +4,7 @@ import re
 
 import yaml
 
-from kestrel_grpc.edge import statuses as errors
+from kestrel_grpc.edge.failures import statuses as errors
 from kestrel_grpc.settings.configuration import known_settings
 from kestrel_grpc.telemetry.names import METRICS
 from tests.docs.flag_table import BEGIN, END, PAGE, page_with, table

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from kestrel_engine import DeadlineExceeded
-from kestrel_grpc.edge.call_limit import CallLimit
+from kestrel_grpc.edge.calls.call_limit import CallLimit
 
 LIMIT_S = 0.1
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kestrel_engine.preprocess.prepared_cache import source_digest
-from kestrel_grpc.edge.errors import ImageNotFound, ImagesFull
+from kestrel_grpc.edge.failures.errors import ImageNotFound, ImagesFull
 from kestrel_grpc.images.store import ImageStore
 
 SIZE = (4, 3)

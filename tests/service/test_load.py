@@ -18,7 +18,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import RuntimeConfig
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_grpc.edge.call import Call
+from kestrel_grpc.edge.calls.call import Call
 from kestrel_grpc.monitoring.load import WINDOW_S, LoadMeter
 from kestrel_grpc.monitoring.orca import FRESH_S, LoadTrailer
 from kestrel_grpc.security.identity.principal import Scope

@@ -20,8 +20,8 @@ from kestrel_client._pb.kestrel.v1 import admin_service_pb2, admin_service_pb2_g
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import ModelLoadError
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_grpc.edge.call import Call
-from kestrel_grpc.edge.current_call import current
+from kestrel_grpc.edge.calls.call import Call
+from kestrel_grpc.edge.calls.current_call import current
 from kestrel_grpc.logs.records import JsonFormatter, TextFormatter, set_up_logging, structured
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.logs import log_levels
@@ -130,7 +130,7 @@ async def test_what_is_logged_during_a_call_has_its_id(serve, logs):
     assert (await failure(served.vision.Query(request))).code is grpc.StatusCode.INTERNAL
     told = [entry for entry in entries(stream) if entry.get("request_id") == "r-7"]
     assert {entry["logger"] for entry in told} == {
-        "kestrel_grpc.edge.endings",
+        "kestrel_grpc.edge.failures.endings",
         "kestrel_grpc.access",
     }
     access = told[-1]

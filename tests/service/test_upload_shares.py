@@ -8,7 +8,7 @@ import pytest
 
 from kestrel_client._pb.kestrel.v1 import image_service_pb2
 from kestrel_engine import ImageLimits
-from kestrel_grpc.edge.errors import UploadsFull
+from kestrel_grpc.edge.failures.errors import UploadsFull
 from kestrel_grpc.images.upload import Upload, UploadRoom
 from kestrel_grpc.settings.security import SecurityConfig
 from tests.service.security.test_tokens import TokenFile, bearer

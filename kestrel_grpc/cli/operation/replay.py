@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 from kestrel_client._pb.kestrel.v1 import image_service_pb2, vision_service_pb2
 from kestrel_client.errors import from_rpc_error
 
-from ...edge.inner_request import inner_request
+from ...edge.messages.inner_request import inner_request
 from ..connection import CallMetadata, add_connection_flags, open_channel
 from ..parser import EXIT_FAILED, CommandError
 

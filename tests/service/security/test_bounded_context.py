@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from kestrel_grpc.edge.bounded_context import BoundedContext
-from kestrel_grpc.edge.errors import SlowReader
+from kestrel_grpc.edge.failures.errors import SlowReader
+from kestrel_grpc.edge.messages.bounded_context import BoundedContext
 
 
 class Reader:

@@ -19,7 +19,7 @@ from kestrel_client._pb.kestrel.v1 import image_service_pb2 as image_pb
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.step import StepResult
-from kestrel_grpc.edge.call import Call
+from kestrel_grpc.edge.calls.call import Call
 from kestrel_grpc.security.identity.principal import Principal
 from kestrel_grpc.settings.addresses import AddressError
 from kestrel_grpc.settings.telemetry import TelemetryConfig

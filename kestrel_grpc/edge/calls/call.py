@@ -13,7 +13,7 @@ import numpy as np
 
 from kestrel_engine import EngineResult
 
-from ..security.identity.principal import ANONYMOUS, Principal
+from ...security.identity.principal import ANONYMOUS, Principal
 from .request_ids import valid_request_id
 
 REQUEST_ID_KEY = "x-request-id"

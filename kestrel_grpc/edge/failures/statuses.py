@@ -19,9 +19,9 @@ from grpc_status import rpc_status
 
 import kestrel_engine as engine
 
-from ..security.admission.admission import MessageTooLarge, RateExceeded, TooManyCalls
-from ..security.admission.message_room import MessagesFull
-from ..security.identity.principal import (
+from ...security.admission.admission import MessageTooLarge, RateExceeded, TooManyCalls
+from ...security.admission.message_room import MessagesFull
+from ...security.identity.principal import (
     CertificateRevoked,
     CredentialsInvalid,
     CredentialsMissing,

@@ -10,7 +10,7 @@ import grpc
 
 from kestrel_engine import RuntimeFailure
 
-from .call import Call
+from ..calls.call import Call
 from .statuses import row_of, status_of
 
 logger = logging.getLogger(__name__)

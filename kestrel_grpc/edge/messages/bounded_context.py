@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from .errors import SlowReader
+from ..failures.errors import SlowReader
 
 
 class BoundedContext:

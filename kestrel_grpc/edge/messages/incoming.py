@@ -16,12 +16,12 @@ from google.protobuf.message import DecodeError
 
 from kestrel_engine import InvalidRequest
 
-from ..security.admission.admission import MessageTooLarge
-from ..security.admission.message_limits import COPIES, MessageLimits
-from ..security.admission.message_room import Hold
-from ..security.connections.connection_guard import ConnectionUse
-from .call_limit import CallLimit
-from .errors import NoMessage
+from ...security.admission.admission import MessageTooLarge
+from ...security.admission.message_limits import COPIES, MessageLimits
+from ...security.admission.message_room import Hold
+from ...security.connections.connection_guard import ConnectionUse
+from ..calls.call_limit import CallLimit
+from ..failures.errors import NoMessage
 from .inflating import inflated, is_compressed
 
 _EOF: Any = cast(Any, grpc.aio).EOF

@@ -1,0 +1,1 @@
+"""The messages of a call: reading requests within the reserved memory, and writing responses within a time."""
