@@ -346,7 +346,7 @@ class Sampling(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """Divides the logits before sampling; 0 is greedy (always the likeliest token). Finite, in [0, 100].
+    """Divides the logits before sampling; 0 is greedy (always the most probable token). Finite, in [0, 100].
     Default: ServerLimits.default_temperature for query and caption, 0 for other skills.
     """
     top_p: _builtins.float
@@ -354,7 +354,7 @@ class Sampling(_message.Message):
     Default: ServerLimits.default_top_p for query and caption, 1 for other skills.
     """
     top_k: _builtins.int
-    """Samples from this many of the likeliest tokens, before top_p. Any value from 0 up; 0 keeps all. Default 0."""
+    """Samples from this many of the most probable tokens, before top_p. Any value from 0 up; 0 keeps all. Default 0."""
     max_tokens: _builtins.int
     """Limit on the generated tokens, including spatial ones. With reasoning, it applies to the reasoning and to the answer
     separately. A point takes 2 tokens, a box 3; an object that is incomplete at the limit is omitted.
