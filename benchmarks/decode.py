@@ -31,7 +31,7 @@ from .models.hand_made_steps import HandMadeSteps, Held
 from .models.opening import Opened, model_arguments, open_model, parse, server_gc
 from .reports import bars
 from .reports.gpu_report import GpuReport, command_line
-from .reports.report import add_arguments, median, quantile
+from .reports.report import benchmark_parser, median, quantile
 
 ROWS_A_PREFILL = 8
 FIRST_TEXT_ID = 10
@@ -204,13 +204,7 @@ def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> GpuReport:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.decode",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_arguments(parser)
+    parser = benchmark_parser("decode", __doc__)
     add_decode_arguments(parser)
     args, of_model = parse(parser, arguments)
     if args.quick:

@@ -10,7 +10,6 @@ compete for the GIL during the measured time.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 
@@ -30,7 +29,7 @@ from kestrel_engine.types.step import RuntimeLimits, StepPlan, StepResult, StepT
 from kestrel_engine.types.submission import Submission
 from kestrel_grpc.process.interpreter import GC_THRESHOLDS
 
-from .reports.report import Report, add_arguments, median, quantile
+from .reports.report import Report, benchmark_parser, median, quantile
 
 PREFIX, PAGE_SIZE = 730, 10
 WARM_UP = 50
@@ -162,8 +161,7 @@ def measure(batch_size: int, queue_length: int, num_steps: int) -> dict[str, flo
 
 
 def main(arguments: list[str] | None = None) -> Report:
-    parser = argparse.ArgumentParser(prog="benchmarks.engine_host", description=__doc__)
-    add_arguments(parser)
+    parser = benchmark_parser("engine_host", __doc__)
     args = parser.parse_args(arguments)
     report = Report("engine_host", vars(args))
     steps = 10 if args.quick else 1000

@@ -11,17 +11,14 @@ Callers run in separate processes.
 
 from __future__ import annotations
 
-import argparse
-
 from .overhead import engine as overhead_engine
 from .overhead import service as overhead_service
 from .overhead.servers import Load, Pace
-from .reports.report import Report, add_arguments
+from .reports.report import Report, benchmark_parser
 
 
 def main(arguments: list[str] | None = None) -> Report:
-    parser = argparse.ArgumentParser(prog="benchmarks.grpc_overhead", description=__doc__)
-    add_arguments(parser)
+    parser = benchmark_parser("grpc_overhead", __doc__)
     parser.add_argument("--streams", type=int, default=64, help="concurrent streams [64]")
     parser.add_argument(
         "--step-ms", type=float, default=3.6, help="milliseconds of a step of the device [3.6]"

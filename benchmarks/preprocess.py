@@ -9,7 +9,6 @@ processes with threads.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import os
@@ -30,7 +29,7 @@ from kestrel_engine.preprocess.prepared_cache import source_digest
 from kestrel_engine.types.model_config import VisionConfig
 from kestrel_grpc.process.interpreter import SWITCH_INTERVAL_S
 
-from .reports.report import Report, add_arguments, median, quantile
+from .reports.report import Report, benchmark_parser, median, quantile
 from .traffic.chart_trace import draw, shape_of
 from .traffic.images import jpeg
 
@@ -235,8 +234,7 @@ def _lateness(work: Callable[[], None]) -> list[float]:
 
 
 def main(arguments: list[str] | None = None) -> Report:
-    parser = argparse.ArgumentParser(prog="benchmarks.preprocess", description=__doc__)
-    add_arguments(parser)
+    parser = benchmark_parser("preprocess", __doc__)
     args = parser.parse_args(arguments)
     report = Report("preprocess", vars(args))
     measure_one(report, 1 if args.quick else 30)

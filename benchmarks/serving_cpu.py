@@ -15,7 +15,7 @@ from functools import partial
 
 from kestrel_engine import RuntimeConfig
 
-from .reports.report import Report, add_arguments, median, quantile
+from .reports.report import Report, benchmark_parser, median, quantile
 from .traffic.callers import Answer, EngineTarget, Target, engine_target, served_target
 from .traffic.images import jpeg
 
@@ -172,8 +172,7 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
 
 
 def main(arguments: list[str] | None = None) -> Report:
-    parser = argparse.ArgumentParser(prog="benchmarks.serving_cpu", description=__doc__)
-    add_arguments(parser)
+    parser = benchmark_parser("serving_cpu", __doc__)
     parser.add_argument("--model", default="kestrel-tiny", help="name or path [kestrel-tiny]")
     parser.add_argument("--threads", type=int, help="threads of one operator [torch's choice]")
     parser.add_argument("--max-batch-size", type=int, default=64, help="sequences a step [64]")

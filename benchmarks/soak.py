@@ -11,7 +11,6 @@ every call in the access log.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -30,7 +29,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 
-from .reports.report import Report, add_arguments, median, quantile
+from .reports.report import Report, benchmark_parser, median, quantile
 from .soaking.server import Held
 from .soaking.span_receiver import SpanReceiver
 from .soaking.traffic import traffic
@@ -267,8 +266,7 @@ def _judge_end(report: Report, server: Server, receiver: SpanReceiver, statistic
 def main(
     arguments: list[str] | None = None, start: type[subprocess.Popen[Any]] = subprocess.Popen
 ) -> Report:
-    parser = argparse.ArgumentParser(prog="benchmarks.soak", description=__doc__)
-    add_arguments(parser)
+    parser = benchmark_parser("soak", __doc__)
     how_long = parser.add_mutually_exclusive_group()
     how_long.add_argument("--minutes", type=float, default=30.0)
     how_long.add_argument("--seconds", type=float)

@@ -28,7 +28,7 @@ from .models.opening import (
 )
 from .reports import bars
 from .reports.gpu_report import GpuReport, command_line
-from .reports.report import Row, add_arguments
+from .reports.report import Row, benchmark_parser
 from .traffic.chart_trace import (
     ChartTrace,
     Question,
@@ -283,13 +283,7 @@ async def measure(args: argparse.Namespace, opened: Opened, report: GpuReport) -
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="benchmarks.trace",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_arguments(made)
+    made = benchmark_parser("trace", __doc__)
     add_run_arguments(made)
     add_profile_argument(made)
     add_trace_arguments(made)

@@ -33,7 +33,7 @@ from kestrel_engine.preprocess.prompt import Tokenizer
 from .models.opening import QUICK, model_arguments, parse, server_flags
 from .reports import bars
 from .reports.gpu_report import GpuReport, command_line
-from .reports.report import Row, add_arguments
+from .reports.report import Row, benchmark_parser
 from .trace import (
     WARM_UP_FROM,
     add_run_arguments,
@@ -273,13 +273,7 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> GpuReport:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.trace_grpc",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_arguments(parser)
+    parser = benchmark_parser("trace_grpc", __doc__)
     add_run_arguments(parser)
     group = parser.add_argument_group("service")
     group.add_argument(

@@ -11,8 +11,6 @@ error. The exit status is 1 if the tokens differ at any other step, or if the lo
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,9 +19,8 @@ from torch import Tensor
 
 from kestrel_engine.types.step import StepToken
 
-from ..models.opening import parse
-from ..models.sides import Request, Side, Talk, add_side_arguments, answer, make_request, open_side
-from ..reports.report import Report, add_arguments
+from ..models.sides import Request, Side, Talk, answer, compare_sides
+from ..reports.report import Report
 
 
 @dataclass(frozen=True)
@@ -132,29 +129,8 @@ def compare(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.diagnostics.compare_reference",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_arguments(parser)
-    add_side_arguments(parser)
-    parser.add_argument(
-        "--tolerance", type=float, help="allowed drift, and limit of ties [by dtype]"
-    )
-    args, of_model = parse(parser, arguments)
-    if args.quick:
-        args.max_tokens = min(args.max_tokens, 3)
-    report = Report("compare_reference", vars(args))
-    left, right = (open_side(flags, of_model) for flags in (args.left, args.right))
-    try:
-        well = compare(left, right, make_request(args, left), report, args.tolerance)
-    finally:
-        left.runtime.close()
-        right.runtime.close()
-    report.finish(args.json)
-    sys.exit(0 if well else 1)
+    tolerance = "allowed drift, and limit of ties [by dtype]"
+    compare_sides("diagnostics.compare_reference", __doc__, tolerance, compare, arguments)
 
 
 if __name__ == "__main__":

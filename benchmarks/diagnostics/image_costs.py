@@ -26,7 +26,7 @@ from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.images import EncodedImage
 from kestrel_engine.types.model_config import VisionConfig
 
-from ..reports.report import Report, add_arguments
+from ..reports.report import Report, benchmark_parser
 
 LIMITS, VISION = ImageLimits(), VisionConfig()
 
@@ -153,8 +153,7 @@ def measure(path: Path) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> Report:
-    parser = argparse.ArgumentParser(prog="benchmarks.diagnostics.image_costs", description=__doc__)
-    add_arguments(parser)
+    parser = benchmark_parser("diagnostics.image_costs", __doc__)
     parser.add_argument("--megapixels", type=float, default=9.0)
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)

@@ -13,28 +13,17 @@ rounding may route a token to another expert, and then only this token differs.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kestrel_engine.types.requests import num_positions
 
-from ..models.opening import parse
-from ..models.sides import (
-    Request,
-    Side,
-    Talk,
-    add_side_arguments,
-    answer,
-    follow,
-    make_request,
-    open_side,
-)
-from ..reports.report import Report, add_arguments
+from ..models.sides import Request, Side, Talk, answer, compare_sides, follow
+from ..reports.report import Report
 
 OF_ONE_HEAD = 10
 """The allowed error of one head of one position, in tolerances."""
@@ -156,27 +145,11 @@ def inspect(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.diagnostics.inspect_kv",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_arguments(parser)
-    add_side_arguments(parser)
-    parser.add_argument("--tolerance", type=float, help="allowed error of a stretch [by dtype]")
-    args, of_model = parse(parser, arguments)
-    if args.quick:
-        args.max_tokens = min(args.max_tokens, 3)
-    report = Report("inspect_kv", vars(args))
-    left, right = (open_side(flags, of_model) for flags in (args.left, args.right))
-    try:
-        found = inspect(left, right, make_request(args, left), report, args.tolerance)
-    finally:
-        left.runtime.close()
-        right.runtime.close()
-    report.finish(args.json)
-    sys.exit(0 if found is None else 1)
+    def compare(*given: Any) -> bool:
+        return inspect(*given) is None
+
+    tolerance = "allowed error of a stretch [by dtype]"
+    compare_sides("diagnostics.inspect_kv", __doc__, tolerance, compare, arguments)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ exit status is 1 if the error of a factor exceeds the tolerance.
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from kestrel_engine.types.step import Row
 from ..models.hand_made_steps import HandMadeSteps
 from ..models.opening import parse
 from ..models.sides import Request, Side, add_request_arguments, make_request, open_side
-from ..reports.report import Report, add_arguments
+from ..reports.report import Report, benchmark_parser
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Of a factor, which lies between -0.5 and 2.5."""
@@ -207,19 +205,11 @@ def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.diagnostics.probe_tau",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_arguments(parser)
+    parser = benchmark_parser("diagnostics.probe_tau", __doc__)
     add_request_arguments(parser)
     parser.add_argument("--layer", type=int, help="show the heads of this layer")
     parser.add_argument("--tolerance", type=float, help="allowed error of a factor [by dtype]")
     args, of_model = parse(parser, arguments)
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
     report = Report("probe_tau", vars(args))
     side = open_side("--no-compile", of_model)
     try:

@@ -9,7 +9,6 @@ of a graph launch, and preprocessing of the trace's images on all cores.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ from ..device.rates import (
     synchronize,
 )
 from ..reports.gpu_report import GpuReport, command_line
-from ..reports.report import add_arguments, median
+from ..reports.report import benchmark_parser, median
 from ..traffic.chart_trace import draw_images
 
 PREPROCESSING_FROM = 2_000_000
@@ -144,12 +143,7 @@ def measure(report: GpuReport, device: torch.device, *, quick: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> GpuReport:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.gpu.floors",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
+    parser = benchmark_parser("gpu.floors", __doc__)
     parser.add_argument("--device", default="auto", help="auto (CUDA if there is one), cpu or cuda")
     args = parser.parse_args(arguments)
     name = args.device

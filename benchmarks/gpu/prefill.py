@@ -9,7 +9,6 @@ the tokens of as many prefixes. The routers choose the experts.
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,7 +26,7 @@ from ..models.hand_made_steps import HandMadeSteps
 from ..models.opening import Opened, model_arguments, open_model, parse
 from ..reports import bars
 from ..reports.gpu_report import GpuReport, command_line
-from ..reports.report import add_arguments, median
+from ..reports.report import benchmark_parser, median
 from .vision import prepared_images
 
 QUESTION = 25
@@ -153,13 +152,7 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> GpuReport:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.gpu.prefill",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_arguments(parser)
+    parser = benchmark_parser("gpu.prefill", __doc__)
     parser.add_argument(
         "--images", type=int, nargs="+", default=[1, 4, 16], help="images a step [1 4 16]"
     )

@@ -13,7 +13,6 @@ status is 1 if a limit is exceeded.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import copy
 import random
@@ -35,7 +34,7 @@ from ..device.rates import synchronize
 from ..models.hand_made_steps import HandMadeSteps, Held
 from ..models.opening import ModelRuntime, Opened, engine_on, model_arguments, open_model, parse
 from ..reports.gpu_report import GpuReport, command_line
-from ..reports.report import add_arguments
+from ..reports.report import benchmark_parser
 from .vision import prepared_images
 
 RELATIVE_ERROR = {"float32": 1e-3, "float16": 0.01, "bfloat16": 0.03}
@@ -304,13 +303,7 @@ def passed(report: GpuReport) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> GpuReport:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.gpu.quality",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_arguments(parser)
+    parser = benchmark_parser("gpu.quality", __doc__)
     parser.add_argument(
         "--images", type=int, default=4, help="images for the drift, with 4 questions each [4]"
     )

@@ -10,7 +10,6 @@ from the disk. The first run compiles kernels; the last run counts. The server's
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -25,7 +24,7 @@ from kestrel_engine.checkpoint.open import open_model
 
 from ..reports import bars
 from ..reports.gpu_report import GpuReport, command_line
-from ..reports.report import add_arguments
+from ..reports.report import benchmark_parser
 from ..traffic.processes import START_PATIENCE_S, serve
 
 
@@ -118,13 +117,7 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> GpuReport:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.gpu.startup",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_arguments(parser)
+    parser = benchmark_parser("gpu.startup", __doc__)
     parser.add_argument("--model", default="moondream2", help="model [moondream2]")
     parser.add_argument("--device", default="cuda", help="device [cuda]")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/kestrel-weights"))

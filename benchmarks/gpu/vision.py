@@ -10,7 +10,6 @@ the tower, stitching, pooling and the projector, by the times that the runtime r
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,7 +28,7 @@ from ..models.hand_made_steps import HandMadeSteps
 from ..models.opening import Opened, model_arguments, open_model, parse
 from ..reports import bars
 from ..reports.gpu_report import GpuReport, command_line
-from ..reports.report import add_arguments, median
+from ..reports.report import benchmark_parser, median
 from ..traffic.chart_trace import draw_images
 
 IMAGES_FROM = 3_000_000
@@ -119,13 +118,7 @@ def _whole_step(
 
 
 def main(arguments: Sequence[str] | None = None) -> GpuReport:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.gpu.vision",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_arguments(parser)
+    parser = benchmark_parser("gpu.vision", __doc__)
     parser.add_argument(
         "--crops", type=int, nargs="+", default=[56, 28, 9, 1], help="crops of a pass [56 28 9 1]"
     )

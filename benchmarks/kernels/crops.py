@@ -10,7 +10,6 @@ computed.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -24,7 +23,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from benchmarks.device.rates import seconds_of, synchronize
-from benchmarks.reports.report import Report, add_arguments, median
+from benchmarks.reports.report import Report, benchmark_parser, median
 from kestrel_engine.models.vision import num_distinct
 from kestrel_engine.preprocess.crops import new_bytes, prepare
 from kestrel_engine.preprocess.decoded_image import DecodedImage
@@ -97,12 +96,7 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> Report:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.kernels.crops",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
+    parser = benchmark_parser("kernels.crops", __doc__)
     args = parser.parse_args(arguments)
     report = Report("crops", vars(args))
     sizes = ((100, 60),) if args.quick else SIZES

@@ -10,7 +10,6 @@ exit status is 1 if a row is wrong.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import math
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.reports.report import Report, add_arguments
+from benchmarks.reports.report import Report, benchmark_parser
 from kestrel_engine.runtime.sampler import sample
 from kestrel_engine.types.requests import SamplingParams
 from kestrel_engine.types.step import SampleSpec, TokenRule, uniform
@@ -263,8 +262,7 @@ def time_rows(report: Report, title: str, shape: str, batches: Sequence[int], **
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(parser)
+    parser = benchmark_parser("kernels.sampling", __doc__)
     parser.add_argument("--tilings", action="store_true", help="also time other tiles")
     parser.add_argument(
         "--before", type=Path, help="also time kestrel_engine/kernels of another checkout"

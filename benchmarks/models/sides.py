@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -28,9 +29,10 @@ from kestrel_engine.types.requests import (
 from kestrel_engine.types.step import Row, SampleSpec, StepToken, TokenRule
 
 from ..device.rates import synchronize
+from ..reports.report import Report, benchmark_parser
 from ..traffic.images import jpeg
 from .hand_made_steps import HandMadeSteps
-from .opening import ModelRuntime, model_arguments
+from .opening import ModelRuntime, model_arguments, parse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,8 +100,20 @@ class Side:
         return cache
 
 
-def add_side_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags for the two sides and for the request."""
+Comparison = Callable[[Side, Side, Request, Report, float | None], bool]
+"""Compares two sides with a tolerance, by default that of their dtypes. Returns whether they agree."""
+
+
+def compare_sides(
+    module: str,
+    description: str | None,
+    tolerance: str,
+    compare: Comparison,
+    arguments: Sequence[str] | None,
+) -> NoReturn:
+    """Is the main function of ``benchmarks.<module>``, which compares two sides. Ends the process with status 1 if they
+    differ. ``tolerance`` describes the flag."""
+    parser = benchmark_parser(module, description)
     parser.add_argument(
         "--left",
         default="--no-compile",
@@ -111,6 +125,19 @@ def add_side_arguments(parser: argparse.ArgumentParser) -> None:
         "--right", default="", metavar="FLAGS", help="flags of the side to check [none: kernels]"
     )
     add_request_arguments(parser)
+    parser.add_argument("--tolerance", type=float, help=tolerance)
+    args, of_model = parse(parser, arguments)
+    if args.quick:
+        args.max_tokens = min(args.max_tokens, 3)
+    report = Report(module.rpartition(".")[2], vars(args))
+    left, right = (open_side(flags, of_model) for flags in (args.left, args.right))
+    try:
+        agree = compare(left, right, make_request(args, left), report, args.tolerance)
+    finally:
+        left.runtime.close()
+        right.runtime.close()
+    report.finish(args.json)
+    sys.exit(0 if agree else 1)
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:

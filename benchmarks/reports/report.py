@@ -79,12 +79,19 @@ class Report:
         }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that every benchmark has."""
+def benchmark_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """Returns the parser of ``benchmarks.<module>``, with the flags that every benchmark has."""
+    parser = argparse.ArgumentParser(
+        prog=f"benchmarks.{module}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--json", metavar="FILE", help="write tables, bars and machine to FILE")
     parser.add_argument(
         "--quick", action="store_true", help="do a hundredth of the work, as a smoke test"
     )
+    return parser
 
 
 def quantile(values: Sequence[float], share: float) -> float:

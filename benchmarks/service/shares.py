@@ -28,7 +28,7 @@ from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceS
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
 
-from ..reports.report import Report, add_arguments, median, quantile
+from ..reports.report import Report, benchmark_parser, median, quantile
 from ..traffic.flood import Flood
 from ..traffic.images import jpeg
 from ..traffic.processes import serve
@@ -116,8 +116,7 @@ def measure(report: Report, address: str, tokens: dict[str, str], args: argparse
 
 
 def main(arguments: list[str] | None = None) -> Report:
-    parser = argparse.ArgumentParser(prog="benchmarks.service.shares", description=__doc__)
-    add_arguments(parser)
+    parser = benchmark_parser("service.shares", __doc__)
     parser.add_argument("--in-flight", type=int, default=700, help="calls of the flood [700]")
     parser.add_argument("--max-batch-size", type=int, default=16, help="sequences a step [16]")
     args, of_server = parser.parse_known_args(arguments)

@@ -9,7 +9,6 @@ exporter that drops them. The cost of the collector's protocol, which another th
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import time
@@ -29,7 +28,7 @@ from kestrel_grpc.telemetry.metrics import ServiceMetrics
 from kestrel_grpc.telemetry.opening import Telemetry
 from kestrel_grpc.telemetry.tracing import CallTracing
 
-from ..reports.report import Report, add_arguments, median
+from ..reports.report import Report, benchmark_parser, median
 
 METHOD = "/kestrel.v1.VisionService/Query"
 NUM_STEPS = 10
@@ -171,8 +170,7 @@ def metrics_costs(report: Report, count: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    add_arguments(parser)
+    parser = benchmark_parser("service.telemetry_overhead", __doc__)
     args = parser.parse_args(arguments)
     count = 20 if args.quick else 2000
     report = Report("telemetry_overhead", {"calls": count, "rounds": ROUNDS})

@@ -24,7 +24,7 @@ from kestrel_engine import RuntimeConfig
 from kestrel_engine.checkpoint.open import open_model
 
 from ..models.made_up_tokenizer import tokenizer_file
-from ..reports.report import Report, add_arguments
+from ..reports.report import Report, benchmark_parser
 from ..traffic.images import jpeg
 from ..traffic.processes import START_PATIENCE_S, ChildProcess, serve
 
@@ -150,11 +150,7 @@ def measure(report: Report, args: argparse.Namespace, folder: Path, shared: str)
 
 
 def main(arguments: Sequence[str] | None = None) -> Report:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.service.workers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = benchmark_parser("service.workers", __doc__)
     parser.add_argument("--model", default="kestrel-tiny")
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -172,7 +168,6 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     parser.add_argument(
         "--seconds", type=float, default=8.0, help="seconds of each of three runs [8]"
     )
-    add_arguments(parser)
     args = parser.parse_args(arguments)
     if args.quick:
         args.callers = 1
