@@ -19,7 +19,6 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import (
     EngineMetrics,
-    EngineResult,
     InferenceEngine,
     InvalidRequest,
     RequestError,
@@ -34,6 +33,7 @@ from . import convert
 from .convert import CallOptions, ImageSource, SkillCall
 from .named_skill import skill_event
 from .starting import Respond, SharedImage, Starter, responded, submit
+from .total_result import total_result
 
 logger = logging.getLogger(__name__)
 
@@ -304,15 +304,3 @@ def _task_error(error: Exception, task: Task, shared: _Shared) -> pb.TaskError:
             for field, description in described.violations
         ],
     )
-
-
-def total_result(request_id: str, metrics: Sequence[EngineMetrics]) -> EngineResult:
-    """The call's figures for the access log: sums of tokens, the longest queue time, the earliest first token."""
-    total = EngineMetrics(
-        input_tokens=sum(m.input_tokens for m in metrics),
-        output_tokens=sum(m.output_tokens for m in metrics),
-        cached_tokens=sum(m.cached_tokens for m in metrics),
-        queue_time_ms=max((m.queue_time_ms for m in metrics), default=0.0),
-        ttft_ms=min((m.ttft_ms for m in metrics), default=0.0),
-    )
-    return EngineResult(request_id=request_id, output={}, finish_reason="stop", metrics=total)

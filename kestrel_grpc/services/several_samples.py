@@ -16,9 +16,9 @@ from kestrel_engine import EngineStream, InvalidRequest
 
 from ..edge.calls.current_call import current_call
 from . import convert
-from .analysis import total_result
 from .convert import SkillCall
 from .starting import Respond, Starter, submit
+from .total_result import total_result
 
 MAX_SAMPLES = 16
 
