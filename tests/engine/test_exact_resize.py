@@ -91,9 +91,10 @@ def test_sizes_of_every_kind(size):
     check(*size, FULL)
 
 
-def test_random_sizes():
-    check_random_sizes(4, FULL, seed=1)
-    check_random_sizes(4, TINY, seed=2)
+@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_random_sizes(count):
+    check_random_sizes(count, FULL, seed=1)
+    check_random_sizes(count, TINY, seed=2)
 
 
 @pytest.mark.slow

@@ -96,7 +96,14 @@ def test_sizes_of_every_kind(size):
 
 @pytest.mark.parametrize(
     ("vision", "count"),
-    [pytest.param(FULL, 1, marks=pytest.mark.slow), (TINY, 1), (SMALL, 8)],
+    [
+        (TINY, 1),
+        (SMALL, 8),
+        *(
+            pytest.param(vision, count, marks=pytest.mark.slow)
+            for vision, count in ((FULL, 1), (TINY, 2), (SMALL, 20))
+        ),
+    ],
 )
 def test_random_sizes(vision, count):
     check_random_sizes(np.random.default_rng(count), vision, count=count)
