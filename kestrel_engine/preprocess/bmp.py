@@ -46,13 +46,14 @@ class BmpImage:
         assert isinstance(arguments, tuple), "mode, bytes of a row, direction"
         if offset + int(arguments[1]) * self._image.height > len(data):
             raise _broken()
-        self._background = background
+        self._background, self._data = background, data
         self.cost: Cost = cost_of(KINDS["BMP"], self._image.width, self._image.height, len(data))
 
     def begin(self) -> DecodedImage:
         """The pixels, still to be decoded."""
         pixels = np.empty((self._image.height, self._image.width, 3), np.uint8)
-        return DecodedImage(pixels, self._decoding(pixels))
+        identity = (self._data, bytes(self._background or ()))
+        return DecodedImage(pixels, self._decoding(pixels), identity)
 
     def _decoding(self, pixels: np.ndarray) -> Iterator[int]:
         """Writes ``pixels`` from top to bottom. Yields the number of rows that are written."""

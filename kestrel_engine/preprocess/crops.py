@@ -22,7 +22,7 @@ from ..types.requests import PreparedImage
 from .decoded_image import DecodedImage
 
 PREPROCESS_VERSION = 1
-"""A part of every key. Increase it when the same pixels may give other crops than before."""
+"""A part of every key. Increase it when the same image may give other crops than before."""
 
 KEY_LENGTH = 32
 """Characters of a content key, hexadecimal digits."""
@@ -95,9 +95,10 @@ def prepare(
     """Decodes, tiles and resizes an image. The crops equal those of the reference, byte for byte. Blocks, so call it in
     a worker thread.
 
-    The key depends only on pixels, size, geometry and PREPROCESS_VERSION, so the same pixels have the same key in every
-    format. Resizing is libvips' ``resize`` of the whole image with its default kernels (bicubic to enlarge, Lanczos 3
-    to shrink). Raises the errors of ``image.decode``.
+    The key is made from the encoded bytes, or from the pixels of an image that was not encoded, and from the geometry
+    and PREPROCESS_VERSION. Two encodings of the same pixels have different keys: a hash of the pixels would take as
+    long as a third of decoding. Resizing is libvips' ``resize`` of the whole image with its default kernels (bicubic to
+    enlarge, Lanczos 3 to shrink). Raises the errors of ``image.decode``.
 
     Args:
         run: Calls the pieces of work: decoding, the key, and bands of rows. None calls them in this thread, which takes
@@ -229,9 +230,15 @@ def _content_key(image: DecodedImage, vision: VisionConfig) -> str:
     """Returns 32 hexadecimal digits: 128 bits of SHA-256, the fastest hash on processors with instructions for it."""
     geometry = (vision.crop_size, vision.enc_patch_size, vision.overlap_margin, vision.max_crops)
     pixels = image.pixels
-    digest = hashlib.sha256(repr((PREPROCESS_VERSION, geometry, pixels.shape)).encode())
+    lengths = None if image.identity is None else tuple(map(len, image.identity))
+    header = (PREPROCESS_VERSION, geometry, pixels.shape, lengths)
+    digest = hashlib.sha256(repr(header).encode())
+    if image.identity is not None:
+        for part in image.identity:
+            digest.update(part)
+        return digest.hexdigest()[:KEY_LENGTH]
     for top in range(0, image.height, ROWS_AT_ONCE):
-        part = pixels[top : top + ROWS_AT_ONCE]
-        image.wait_for(top + len(part))
-        digest.update(part.data)
+        rows = pixels[top : top + ROWS_AT_ONCE]
+        image.wait_for(top + len(rows))
+        digest.update(rows.data)
     return digest.hexdigest()[:KEY_LENGTH]

@@ -14,10 +14,16 @@ import numpy as np
 class DecodedImage:
     """``pixels``: [height, width, 3] uint8 sRGB, C-contiguous, upright. Do not write to them, and read only rows for
     which ``wait_for`` has returned. ``decoding``: writes the rows from top to bottom, and yields the number of finished
-    rows; None if all rows are finished. Thread-safe, except that only one thread may call ``decode``."""
+    rows; None if all rows are finished. ``identity``: bytes that determine the pixels, such as the encoded image; None
+    if only the pixels do. Thread-safe, except that only one thread may call ``decode``."""
 
-    def __init__(self, pixels: np.ndarray, decoding: Iterator[int] | None = None) -> None:
-        self.pixels = pixels
+    def __init__(
+        self,
+        pixels: np.ndarray,
+        decoding: Iterator[int] | None = None,
+        identity: tuple[bytes, ...] | None = None,
+    ) -> None:
+        self.pixels, self.identity = pixels, identity
         self._decoding = decoding
         self._rows = 0 if decoding is not None else self.height
         self._error: BaseException | None = None

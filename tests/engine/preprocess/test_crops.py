@@ -188,7 +188,7 @@ def test_extreme_sizes(size):
     assert (prepared.crops == 77).all()
 
 
-def test_key_depends_on_pixels_size_and_geometry_only():
+def test_the_key_of_pixels_depends_on_them_and_the_geometry_only():
     pixels = np.arange(40 * 60 * 3, dtype=np.uint32).astype(np.uint8).reshape(40, 60, 3)
     key = prepare(DecodedImage(pixels), VISION).key
     assert key == prepare(DecodedImage(pixels.copy()), VISION).key
@@ -201,3 +201,21 @@ def test_key_depends_on_pixels_size_and_geometry_only():
         prepare(DecodedImage(pixels), replace(VISION, max_crops=11)).key,
     ]
     assert len({key, *others}) == 5
+
+
+def test_the_key_of_an_encoded_image_depends_on_its_bytes_and_the_geometry_only():
+    def key(*identity: bytes, vision=VISION, value=0):
+        return prepare(
+            DecodedImage(np.full((40, 60, 3), value, np.uint8), None, identity), vision
+        ).key
+
+    found = key(b"image", b"")
+    assert found == key(b"image", b"", value=1)
+    others = [
+        key(b"imagf", b""),
+        key(b"image", b"\0\0\0"),
+        key(b"imag", b"e"),
+        key(b"image", b"", vision=SMALL),
+        prepare(DecodedImage(np.zeros((40, 60, 3), np.uint8)), VISION).key,
+    ]
+    assert len({found, *others}) == 6

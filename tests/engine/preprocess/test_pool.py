@@ -88,11 +88,13 @@ async def test_gives_what_the_functions_give(make_pool, tmp_path):
     path = tmp_path / "image.png"
     path.write_bytes(data)
     image = pyvips.Image.new_from_memory(array.data, 120, 90, 3, "uchar")
-    expected = prepare(open_image(array, LIMITS), VISION)
+    of_array, of_file = (prepare(open_image(source, LIMITS), VISION) for source in (array, data))
+    assert of_array.key != of_file.key
     for source in (data, bytearray(data), array, path, image):
         began = time.perf_counter()
         found = await pool.prepare(source)
         assert 0 < found.seconds <= time.perf_counter() - began
+        expected = of_array if source is array or source is image else of_file
         assert found.image.key == expected.key
         assert np.array_equal(found.image.crops, expected.crops)
         assert found.image.tiling == expected.tiling
