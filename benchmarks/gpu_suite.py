@@ -1,6 +1,6 @@
 """Runs all GPU benchmarks, the most important first, each with a time limit. A failure does not stop the others.
 
-python -m benchmarks.gpu_suite [--out out/bench] [--seconds 530]      `make bench-gpu` runs this
+python -m benchmarks.gpu_suite [--out out/bench] [--seconds 570]      `make bench-gpu` runs this
 
 Each model is loaded once, with random weights of its true shape, for all benchmarks that need no server. The service,
 the ceilings and the quality gate run in separate processes. Every part writes its JSON file to --out when it ends, and
@@ -28,12 +28,13 @@ from .reports.gpu_report import Figure, GpuReport, command_line, line
 from .traffic.chart_trace import NUM_IMAGES, draw_images
 
 MODELS = ("moondream2", "moondream3-preview")
-RUNS = {"moondream2": ((64, 3), (64, 30), (1, 3)), "moondream3-preview": ((64, 3), (64, 30))}
-"""The runs of the trace: requests in flight and tokens an answer."""
+TOKENS = (3, 30)
+"""Tokens of an answer in the runs of the trace."""
+IN_FLIGHT_S = {64: 9.0, 16: 6.0, 4: 5.0, 1: 5.0}
+"""The requests in flight in the runs of the trace, and the seconds after which no question is asked."""
 PARTS = ("trace", "decode", "prefill", "vision", "saturate", "quality")
 """The parts of a model, in this order. Both models have the same vision tower, so only the first one's is measured."""
-ONE_IN_FLIGHT_S, TRACE_S = 14.0, 45.0
-"""The time limit of a run of the trace in seconds. A run with one request at a time uses a part of the trace."""
+FP8_FLAGS = ("--fp8-gemms", "all", "--kv-cache-dtype", "fp8")
 ROOT = Path(__file__).parents[1]
 
 
@@ -51,12 +52,17 @@ def jobs(args: argparse.Namespace, cache: Path) -> list[Job]:
     out, found = args.out, []
     quick = ["--quick"] if args.quick else []
     device = ["--device", args.device]
-    for model, limit_s in zip(args.models, (175.0, 195.0), strict=False):
+    for model, limit_s in zip(args.models, (190.0, 220.0), strict=False):
         one = ["benchmarks.gpu_suite", "--one", model, "--out", str(out), "--cache", str(cache)]
         chosen = [part for part in args.parts if part in PARTS]
         if chosen:
             found.append(Job(model, [*one, *quick, *device, "--parts", *chosen], limit_s))
     first = args.models[0]
+    if "fp8" in args.parts and not args.quick:
+        trace = ["benchmarks.trace", "--model", first, *device, "--random-weights", *FP8_FLAGS]
+        trace += ["--tokens", *map(str, TOKENS), "--limit", str(IN_FLIGHT_S[64])]
+        trace += ["--cache", str(cache), "--json", f"{out}/{first}-fp8.json"]
+        found.append(Job("fp8", trace, 100.0))
     served = ["--model", first, *device] + ([] if args.quick else ["--random-weights"])
     if args.quick:
         served += ["--threads", "1"]
@@ -84,7 +90,7 @@ def jobs(args: argparse.Namespace, cache: Path) -> list[Job]:
     return found
 
 
-ALL_PARTS = (*PARTS, "grpc", "floors", "score", "startup")
+ALL_PARTS = (*PARTS, "fp8", "grpc", "floors", "score", "startup")
 
 
 def with_engine_alone(job: Job, path: Path) -> Job:
@@ -154,15 +160,16 @@ def _trace(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
     trace = make_trace(
         opened.built.codec.encode, num_prompts=4 if args.quick else None, cache=args.cache
     )
-    runs = ((2, 3),) if args.quick else RUNS[args.one]
+    runs = [(n, tokens, limit_s) for n, limit_s in IN_FLIGHT_S.items() for tokens in TOKENS]
+    if args.quick:
+        runs = [(2, 3, 60.0)]
 
     async def run() -> None:
         log = StepLog()
         async with engine_on(opened, log) as running:
-            await warm_up(running, max(n for n, _ in runs), quick=args.quick)
+            await warm_up(running, max(n for n, _, _ in runs), quick=args.quick)
             with server_gc():
-                for in_flight, tokens in runs:
-                    limit_s = ONE_IN_FLIGHT_S if in_flight == 1 else TRACE_S
+                for in_flight, tokens, limit_s in runs:
                     plan = RunPlan(in_flight, tokens, {}, limit_s)
                     await measure_trace(opened, running, log, trace, plan, report)
 
@@ -266,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--device", default="cuda", help="device [cuda]")
     parser.add_argument(
-        "--seconds", type=float, default=530.0, help="time limit of all parts [530]"
+        "--seconds", type=float, default=570.0, help="time limit of all parts [570]"
     )
     parser.add_argument("--cache", type=Path, help="folder of the trace's images [OUT/images]")
     parser.add_argument("--quick", action="store_true", help="a smoke test with kestrel-tiny")

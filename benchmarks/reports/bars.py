@@ -13,18 +13,33 @@ class Limits(NamedTuple):
 NONE = Limits()
 
 TRACE = {
-    ("moondream2", 64, 3): Limits(95, 114),
-    ("moondream2", 64, 30): Limits(82, 98),
-    ("moondream3-preview", 64, 3): Limits(85, 106),
-    ("moondream3-preview", 64, 30): Limits(66, 83),
-    ("moondream2", 1, 3): Limits(45, 60),
+    ("moondream2", 64, 3): Limits(96, 106),
+    ("moondream2", 64, 30): Limits(84, 94),
+    ("moondream2", 16, 3): Limits(98, 110),
+    ("moondream2", 16, 30): Limits(72, 85),
+    ("moondream2", 4, 3): Limits(80, 90),
+    ("moondream2", 4, 30): Limits(48, 58),
+    ("moondream2", 1, 3): Limits(58, 66),
+    ("moondream2", 1, 30): Limits(23, 26),
+    ("moondream2 fp8", 64, 3): Limits(115, 133),
+    ("moondream2 fp8", 64, 30): Limits(96, 102),
+    ("moondream3-preview", 64, 3): Limits(95, 116),
+    ("moondream3-preview", 64, 30): Limits(76, 90),
+    ("moondream3-preview", 16, 3): Limits(84, 95),
+    ("moondream3-preview", 16, 30): Limits(58, 68),
+    ("moondream3-preview", 1, 3): Limits(45, 55),
+    ("moondream3-preview", 1, 30): Limits(19, 22),
 }
-"""Requests/s by model, requests in flight and tokens an answer."""
+"""Requests/s by model, requests in flight and tokens an answer; for one H100."""
 
 TRACE_P50_MS = {
-    ("moondream2", 1, 3, "uncached"): Limits(38, 26),
-    ("moondream2", 1, 3, "repeats"): Limits(9, 6),
+    ("moondream2", 1, 3, "uncached"): Limits(24, 20),
+    ("moondream2", 1, 3, "repeats"): Limits(5.5, 4.5),
 }
+"""For one H100."""
+
+TRACE_GAP_P95_MS = {("moondream2", 64, 30): Limits(15, 8)}
+"""The gap between two tokens of an answer."""
 
 DECODE_SHARE = {
     ("moondream2", 1): Limits(0.56, 0.80),
