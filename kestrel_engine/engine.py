@@ -38,16 +38,19 @@ from .front.queue_places import Place, QueuePlaces, until_displaced
 from .front.request_options import check_timeout, check_weight, checked_priority, checked_request_id
 from .front.stream import EngineStream
 from .front.watchdog import watch
+from .preprocess.crops import crop_boxes
 from .preprocess.pool import PreprocessPool
 from .runtime.gpu.memory import out_of_memory
 from .runtime.profile import Profile
 from .scheduler.budget import StepBudget
 from .scheduler.policy import SchedulerPolicy
 from .skills.base import SkillContext, SkillDefaults, SkillRequest
+from .skills.embed import EMBED, EmbedSkill
 from .skills.registry import SkillRegistry
 from .skills.rule_check import RuleCheck, check_prompt
 from .steps.delivery import Delivery, DeliveryThread
 from .steps.loop import EngineLoop, Work
+from .types.embedding import EmbeddingSpec
 from .types.events import EngineMetrics, EngineResult, StreamUpdate
 from .types.info import CompileCounts, EngineInfo, PlaceCounts, SchedulerStats
 from .types.observer import ImageEvent, Observer
@@ -211,7 +214,7 @@ class InferenceEngine(SkillCalls):
         principal: str = "",
         weight: float = 1.0,
     ) -> EngineStream:
-        """Starts any registered skill and returns its stream once the image is prepared and the request queued.
+        """Starts a registered skill, or "embed". Returns its stream once the image is prepared and the request queued.
 
         ``priority``: "high", "normal" or "low". ``timeout_s``: the request is dropped if nothing was computed for it by
         then. ``cache_salt``: images and prefixes are shared with requests of the same salt only. ``principal``: the
@@ -243,7 +246,7 @@ class InferenceEngine(SkillCalls):
         """``submit`` for a request that has its place in the queue."""
         now = time.monotonic()
         timings = FrontTimings(accepted_at=now)
-        spec = self._skills.get(skill)
+        spec = EmbedSkill() if skill == EMBED else self._skills.get(skill)
         request = spec.build(arguments or {}, settings or {}, self._context)
         if image is None and request.needs_image:
             raise InvalidRequest("image", "is required")
@@ -251,6 +254,9 @@ class InferenceEngine(SkillCalls):
         if image is not None:
             prepared, timings = await self._prepare(image, now, timeout_s, cache_salt, place)
         self._check_alive()
+        if request.embedding is not None:
+            assert prepared is not None
+            request, prepared = self._to_embed(request, request.embedding, prepared)
         prompt = self._prompt(request, prepared)
         max_tokens = self._token_limit(request, num_positions(prompt))
         check_prompt(request.prompt_suffix, self._built.model)
@@ -271,6 +277,7 @@ class InferenceEngine(SkillCalls):
             priority=place.priority,
             arrived_at=now,
             deadline_at=now + min(bounds) if bounds else None,
+            embedding=request.embedding,
         )
         stream = EngineStream(request_id, lambda: self._loop.abort(sequence_id))
         give_back = partial(self._places.give_back, place)
@@ -473,11 +480,36 @@ class InferenceEngine(SkillCalls):
             logger.exception("the observer failed on an image")
 
     def _prompt(self, request: SkillRequest, image: PreparedImage | None) -> Prompt:
+        if request.embedding is not None:
+            return ()
         bos = self._context.model.ids.bos_id
         block = (
             () if image is None else (ImageBlock(image.key, self._context.model.image_positions),)
         )
         return (bos, *block, *request.prompt_suffix)
+
+    def _to_embed(
+        self, request: SkillRequest, spec: EmbeddingSpec, image: PreparedImage
+    ) -> tuple[SkillRequest, PreparedImage]:
+        """The request with the boxes of the crops, and the image as the runtime gets it. Raises InvalidRequest if the
+        embeddings are larger than the caller takes."""
+        vision = self._built.model.vision
+        boxes = crop_boxes(image.tiling, vision)
+        one_by_one, limit = request.options["one_by_one"], request.options["max_bytes"]
+        count = 1 if one_by_one else spec.image + spec.crops * len(boxes)
+        vectors = vision.grid**2 if spec.patches else 1
+        num_bytes = count * vectors * vision.proj_out_dim * (2 if spec.half else 4)
+        if limit is not None and num_bytes > limit:
+            other = "" if one_by_one else ", leave out the crops, or use a stream"
+            raise InvalidRequest(
+                "pooling",
+                f"{count} embeddings take {num_bytes} bytes, the limit is {limit}: pool them, use float16{other}",
+            )
+        if spec.crops:
+            # The runtime drops the features of other images. So this one does not share their embedding.
+            key = f"{image.key}/crops"
+            image = dataclasses.replace(image, key=key, keeps_features=True)
+        return dataclasses.replace(request, options={"boxes": boxes}), image
 
     def _token_limit(self, request: SkillRequest, prompt_positions: int) -> int:
         """Most tokens to sample. An explicit max_tokens that exceeds the room is an error; a default shrinks."""

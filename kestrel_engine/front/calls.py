@@ -1,4 +1,4 @@
-"""SkillCalls: the five skills as typed methods. Owns no state; InferenceEngine supplies ``_call``."""
+"""SkillCalls: the five skills and embeddings as typed methods. Owns no state; InferenceEngine supplies ``_call``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SpatialRefs = Sequence[Sequence[float]]
 
 
 class SkillCalls:
-    """query, caption, point, detect and segment.
+    """query, caption, point, detect, segment and embed.
 
     Common arguments. ``image``: encoded bytes, a path, a pyvips.Image or a uint8 [H, W, C] array. ``settings``:
     temperature, top_p, top_k, seed, max_tokens, stop and logprobs for query and caption, and max_objects for point and
@@ -220,6 +220,28 @@ class SkillCalls:
         """
         arguments = {"object": object, "spatial_refs": spatial_refs}
         return await self._call("segment", image, arguments, settings, stream, request_id)
+
+    async def embed(
+        self,
+        image: Any,
+        *,
+        whole_image: bool = True,
+        crops: bool = False,
+        pooling: Literal["mean", "none"] = "mean",
+        dtype: Literal["float32", "float16"] = "float32",
+        request_id: str | None = None,
+    ) -> EngineResult:
+        """Returns the embeddings of ``image`` and of its crops (see types/embedding.py).
+
+        ``whole_image``, ``crops``: which ones. ``pooling``: "mean" gives one vector of Euclidean length 1 each, "none"
+        one vector for each of P patches. Output: {"image": array [dim] or [P, dim], or None, "crops": array [n, dim] or
+        [n, P, dim], or None, "boxes": the place of each crop as (x_min, y_min, x_max, y_max), normalised}. The first
+        crop is the whole image, the others are its tiles row by row; an image of a single tile has one crop.
+        """
+        arguments = {"whole_image": whole_image, "crops": crops, "pooling": pooling, "dtype": dtype}
+        result = await self._call("embed", image, arguments, None, False, request_id)
+        assert isinstance(result, EngineResult)
+        return result
 
     async def _call(
         self,

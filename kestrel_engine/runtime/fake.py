@@ -16,8 +16,20 @@ from hashlib import blake2b
 from itertools import chain, groupby
 from typing import cast
 
+import numpy as np
+
+from ..types.embedding import Embedding
 from ..types.requests import Coord, ImageBlock, Size, Token, num_positions
-from ..types.step import PREVIOUS, Lane, Row, RuntimeLimits, StepPlan, StepResult, StepToken
+from ..types.step import (
+    PREVIOUS,
+    EmbedRead,
+    Lane,
+    Row,
+    RuntimeLimits,
+    StepPlan,
+    StepResult,
+    StepToken,
+)
 from .lost_work import LostWork
 
 NOT_FINITE = ImageBlock("not finite", 1)
@@ -135,18 +147,39 @@ class FakeRuntime:
                 if piece.image.key in self.bad_images:
                     self.bad_images.discard(piece.image.key)
                     self._spoiled.add(piece.image.key)
+        bad = {read.sequence_id for read in plan.embed if read.image.key in self._spoiled}
+        embeddings = {
+            read.sequence_id: self._embedding(read)
+            for read in plan.embed
+            if read.sequence_id not in bad
+        }
         rows = (*plan.prefill, *plan.decode)
         self._check_writers(rows)
         tokens: dict[int, StepToken] = {}
         for row in rows:
             self._write(row)
-        bad: set[int] = set()
         for row in rows:
             if self._writes_bad and NOT_FINITE in self._fed(row):
                 bad.add(row.sequence_id)
             elif row.sample is not None:
                 tokens[row.sequence_id] = self._sampled[row.sequence_id] = self._sample(row)
-        return StepResult(tokens=tokens, non_finite=frozenset(bad))
+        return StepResult(tokens=tokens, embeddings=embeddings, non_finite=frozenset(bad))
+
+    def _embedding(self, read: EmbedRead) -> Embedding:
+        """Two numbers a vector that depend on the image's key and the crop only."""
+        image, spec = read.image, read.spec
+        assert self._crops.get(image.key) == 10**9, f"image {image.key} was not encoded"
+        assert not spec.crops or image.keeps_features, f"the features of {image.key} were dropped"
+        dtype = np.float16 if spec.half else np.float32
+        count = 1 if image.tiling == (1, 1) else image.num_crops
+        content = image.key.partition("/")[0]
+        vectors = [
+            np.full((2, 2) if spec.patches else 2, hashed((ImageBlock(content, i),)), dtype)
+            for i in range(count + 1)
+        ]
+        return Embedding(
+            vectors[0] if spec.image else None, np.stack(vectors[1:]) if spec.crops else None
+        )
 
     def _check_writers(self, rows: tuple[Row, ...]) -> None:
         """Checks that no row reads or writes a page that another row of the step writes."""

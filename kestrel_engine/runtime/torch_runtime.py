@@ -25,6 +25,7 @@ from ..types.model_config import ModelConfig
 from ..types.requests import Coord, Size, num_positions
 from ..types.step import (
     PREVIOUS,
+    EmbedRead,
     EncodeSlice,
     Row,
     RuntimeLimits,
@@ -34,6 +35,7 @@ from ..types.step import (
     StepToken,
 )
 from .batch import Batch, build_batch, known
+from .embedding import FetchedEmbedding, fetch
 from .kv_cache import KvCache
 from .lost_work import LostWork
 from .out_of_memory import raise_as_memory_error
@@ -98,7 +100,7 @@ class TorchRuntime:
             scales=kv_scales,
         )
         self._features: dict[str, list[Tensor]] = {}
-        """Features of the encoded crops of incomplete images, by image key."""
+        """Features of the encoded crops of images that are incomplete or keep them, by image key."""
         self._images: dict[str, Tensor] = {}
         self._sampled: dict[int, StepToken] = {}
         """The token that each sequence sampled last. A row that is launched before this token is read refers to it."""
@@ -153,8 +155,10 @@ class TorchRuntime:
             self._sampled.pop(sequence_id, None)
         began = time.perf_counter()
         self._encode(plan.encode)
+        embeddings = {read.sequence_id: self._embedding(read) for read in plan.embed}
         encoded = self._now()
         tokens, non_finite = self._run(plan.prefill)
+        non_finite |= {i for i, found in embeddings.items() if not found.is_finite}
         prefilled = self._now()
         for row in plan.decode:
             assert len(row.tokens) == 1, f"{len(row.tokens)} tokens in a decode row"
@@ -167,6 +171,7 @@ class TorchRuntime:
         self._lost.note_sequences(non_finite)
         return StepResult(
             tokens=tokens,
+            embeddings={i: e.embedding() for i, e in embeddings.items() if e.is_finite},
             non_finite=frozenset(non_finite),
             vision_s=encoded - began,
             prefill_s=prefilled - encoded,
@@ -203,6 +208,17 @@ class TorchRuntime:
             if piece.last == piece.image.num_crops:
                 all_features = torch.cat(self._features.pop(key))
                 self._images[key] = self.model.vision.embed(all_features, piece.image.tiling)
+                if piece.image.keeps_features:
+                    self._features[key] = [all_features]
+
+    def _embedding(self, read: EmbedRead) -> FetchedEmbedding:
+        """Raises AssertionError if the image was not encoded."""
+        key, spec, crops = read.image.key, read.spec, None
+        assert key in self._images, f"image {key} was not encoded"
+        if spec.crops:
+            (features,) = self._features[key]
+            crops = torch.stack([self.model.vision.embed(each[None], (1, 1)) for each in features])
+        return fetch(spec, self._images[key] if spec.image else None, crops)
 
     def _run(self, rows: Sequence[Row]) -> tuple[dict[int, StepToken], set[int]]:
         """Returns the sampled token of each sequence, and the sequences whose rows are not finite.

@@ -1,7 +1,8 @@
 """Images: which images are being encoded, and which embeddings the runtime keeps.
 
 Owns, by content key, how many crops were scheduled and how many sequences use the image. Embeddings without users stay
-until there are more than ``capacity``, in case an image's pages are evicted; the least recently used goes first.
+until there are more than ``capacity``, in case an image's pages are evicted; the least recently used goes first. An
+image with ``keeps_features`` is dropped as soon as it has no users.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Images:
         held = self._held[key]
         assert held.users > 0, f"image {key} is released once too often"
         held.users -= 1
-        if held.users == 0 and not held.is_encoded:
+        if held.users == 0 and (not held.is_encoded or held.image.keeps_features):
             self._drop(key)
         idle = [k for k, h in self._held.items() if h.users == 0]
         for each in idle[: max(0, len(idle) - self._capacity)]:

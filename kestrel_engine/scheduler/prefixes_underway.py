@@ -18,7 +18,7 @@ class PrefixesUnderway:
 
     def key(self, sequence: Sequence) -> Hashable | None:
         """The key of the prefix of ``sequence``; None if it has no prefix that can be shared."""
-        if sequence.image is None or not self._shared:
+        if sequence.image is None or not sequence.image_prefix or not self._shared:
             return None
         return (sequence.submission.namespace, sequence.image.key)
 

@@ -23,6 +23,7 @@ from ..types.info import SchedulerStats
 from ..types.requests import PreparedImage
 from ..types.step import (
     PREVIOUS,
+    EmbedRead,
     EncodeSlice,
     Lane,
     Row,
@@ -167,15 +168,16 @@ class Scheduler:
         # Images that are dropped from here on are used by this step.
         dropped = self._images.take_dropped() if lane is not Lane.DECODE else {}
         encode: list[EncodeSlice] = []
+        embed: list[EmbedRead] = []
         prefill: list[Row] = []
         used = 0.0
         if lane is Lane.NEW_WORK or (
             lane is Lane.ALL and (turns.alone or not self._pacer.pauses(len(decode)))
         ):
             used = self._schedule_new_work(
-                turns, encode, prefill, scheduled, now, num_decode=len(decode), lane=lane
+                turns, encode, embed, prefill, scheduled, now, num_decode=len(decode), lane=lane
             )
-        if lane is Lane.NEW_WORK and self._sequences and not (encode or prefill):
+        if lane is Lane.NEW_WORK and self._sequences and not (encode or embed or prefill):
             # Images to drop wait for the next step with new work.
             self._images.give_back_dropped(dropped)
             return None
@@ -187,6 +189,7 @@ class Scheduler:
             drop_images=tuple(dropped),
             ended=ended,
             encode=tuple(encode),
+            embed=tuple(embed),
             prefill=tuple(prefill),
             decode=tuple(decode),
             lane=lane,
@@ -245,7 +248,8 @@ class Scheduler:
         shared = sequence.num_shared_pages
         if sequence.node is not None:
             self._cache.forget(sequence.node, set(sequence.pages[shared:]))
-        if sequence.image and shared * self._limits.page_size < sequence.image_prefix:
+        reads_image = shared * self._limits.page_size < sequence.image_prefix
+        if sequence.image and (reads_image or sequence.submission.embedding is not None):
             self._images.spoil(sequence.image.key)
         self._end(sequence, keep=False)
 
@@ -355,6 +359,7 @@ class Scheduler:
         self,
         turns: Turns,
         encode: list[EncodeSlice],
+        embed: list[EmbedRead],
         prefill: list[Row],
         scheduled: list[Scheduled],
         now: float,
@@ -371,7 +376,10 @@ class Scheduler:
             if allowance.is_spent:
                 break
             before = allowance.work
-            self._prefill(sequence, allowance, encode, prefill, scheduled)
+            if sequence.submission.embedding is not None:
+                self._embed(sequence, allowance, encode, embed, scheduled)
+            else:
+                self._prefill(sequence, allowance, encode, prefill, scheduled)
             work = allowance.work - before
             assert sequence.account is not None
             self._shares.charge(sequence.account, work)
@@ -379,6 +387,29 @@ class Scheduler:
             waiting = len(self._queue) + sum(1 for sequence in order if sequence.needs_prefill)
             self._pacer.took(allowance.used, num_decode, waiting)
         return allowance.used
+
+    def _embed(
+        self,
+        sequence: Sequence,
+        allowance: Allowance,
+        encode: list[EncodeSlice],
+        embed: list[EmbedRead],
+        scheduled: list[Scheduled],
+    ) -> None:
+        """Schedules crops of an image as the allowance permits, and the embeddings to return after the last one."""
+        image, spec = sequence.image, sequence.submission.embedding
+        assert image is not None and spec is not None
+        if not self._encode(image, allowance, encode):
+            return
+        allowance.take_crops(1)  # Embeddings that are there cost little, but not nothing.
+        self._images.release(image.key)
+        sequence.uses_image = False
+        embed.append(EmbedRead(sequence.sequence_id, image, spec))
+        scheduled.append(
+            Scheduled(
+                sequence, sequence.epoch, 0, samples=False, is_prefill=False, reads_image=True
+            )
+        )
 
     def _prefill(
         self,

@@ -88,7 +88,7 @@ class Sequence:
         self.num_cached = 0
         """Positions that the first admission took from the prefix cache."""
         self.uses_image = False
-        """The sequence needs its image's embedding: it computes the image prefix."""
+        """The sequence needs its image's embedding: it computes the image prefix, or asks for the embedding itself."""
         self.steps_out: list[int] = []
         """The steps of NEW_WORK with a row of this sequence that have not come back, in order. They write to its pages,
         so it keeps these, also if it ends."""
@@ -149,7 +149,7 @@ class Sequence:
 
     @property
     def needs_prefill(self) -> bool:
-        return (
+        return self.uses_image or (
             self.cursor < len(self.tokens)
             and self.tokens[self.cursor] is not PREVIOUS
             and not self.can_decode

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ..errors import InvalidRequest
 from ..front.stream import EngineStream
+from ..types.embedding import EmbeddingSpec
 from ..types.events import EngineMetrics, EngineResult, FinishReason, StreamUpdate, TokenLogprob
 from ..types.model_config import ModelConfig
 from ..types.requests import Prompt, SamplingParams
@@ -87,6 +88,8 @@ class SkillRequest:
     of max_tokens each. Shrinks to the room left in the context."""
     options: Mapping[str, Any] = field(default_factory=dict)
     prompt_field: str = "arguments"
+    embedding: EmbeddingSpec | None = None
+    """The request asks for embeddings in place of tokens."""
 
 
 class SkillControl(Protocol):

@@ -9,6 +9,7 @@ from ..types.model_config import ModelConfig
 from .base import NeedsModel, SkillSpec
 from .caption import CaptionSkill
 from .detect import DetectSkill
+from .embed import EMBED
 from .point import PointSkill
 from .query import QuerySkill
 from .segment import SegmentSkill
@@ -22,6 +23,10 @@ class SkillRegistry:
         for skill in skills:
             if skill.name in self._skills:
                 raise ConfigError("skills", skill.name, "is registered twice")
+            if skill.name == EMBED:
+                raise ConfigError(
+                    "skills", skill.name, "is the engine's own skill; choose another name"
+                )
             self._skills[skill.name] = skill
 
     @classmethod

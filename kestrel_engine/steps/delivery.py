@@ -21,6 +21,8 @@ from typing import Any
 
 from ..errors import KestrelError, RuntimeFailure
 from ..skills.base import SkillOutput, is_complete, logprobs_of
+from ..skills.embed import EmbedOutput
+from ..types.embedding import Embedding
 from ..types.events import FinishReason, StreamUpdate, TokenLogprob
 from ..types.step import StepToken
 from ..types.timings import StepTimings
@@ -44,8 +46,8 @@ class SequenceEnd:
 
 @dataclass(slots=True)
 class StepReport:
-    """What one step did for one request: admitted it, sampled a token, ended it. Never changed; not frozen because one
-    is made for every token, and that would double its cost."""
+    """What one step did for one request: admitted it, sampled a token or computed an embedding, ended it. Never
+    changed; not frozen because one is made for every token, and that would double its cost."""
 
     sequence_id: int
     output: SkillOutput
@@ -53,6 +55,7 @@ class StepReport:
     token: StepToken | None = None
     end: SequenceEnd | None = None
     admitted_at: float | None = None
+    embedding: Embedding | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,9 @@ class DeliveryThread:
             else:
                 if report.token is not None:
                     updates = report.output.push(report.token)
+                if report.embedding is not None:
+                    assert isinstance(report.output, EmbedOutput)
+                    report.output.take(report.embedding)
                 if report.end is not None:
                     end, last_updates = self._finish(report.output, report.end)
                     updates = [*updates, *last_updates]

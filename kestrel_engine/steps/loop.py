@@ -33,6 +33,7 @@ from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import Sequence
 from ..skills.base import SkillControl, SkillOutput
 from ..skills.rule_check import RuleCheck
+from ..types.embedding import Embedding
 from ..types.events import FinishReason
 from ..types.info import SchedulerStats
 from ..types.observer import Observer, StepEvent
@@ -323,6 +324,10 @@ class EngineLoop:
             self._not_finite(sequence_id)
         for sequence, token in self._scheduler.commit(out.plan, result):
             self._consume(self._active[sequence.sequence_id], sequence, token)
+        for sequence_id in result.embeddings.keys() & self._active.keys():
+            active = self._active[sequence_id]
+            active.first_token_at = active.last_token_at = self._beat_at
+            self._end(sequence_id, "stop", embedding=result.embeddings[sequence_id])
 
     def _fail_step(self, out: _Out, error: Exception) -> None:
         self._observe(out, StepResult(), failed=True)
@@ -436,7 +441,11 @@ class EngineLoop:
             self._end(sequence_id, error)
 
     def _end(
-        self, sequence_id: int, reason: FinishReason | KestrelError, token: StepToken | None = None
+        self,
+        sequence_id: int,
+        reason: FinishReason | KestrelError,
+        token: StepToken | None = None,
+        embedding: Embedding | None = None,
     ) -> None:
         active = self._active.pop(sequence_id)
         self._scheduler.abort(sequence_id)
@@ -447,6 +456,7 @@ class EngineLoop:
                 active.num_sampled,
                 token,
                 SequenceEnd(reason, active.timings(self._clock())),
+                embedding=embedding,
             )
         )
 
@@ -461,6 +471,7 @@ class EngineLoop:
             return
         plan = out.plan
         ids = [row.sequence_id for row in plan.prefill + plan.decode]
+        ids += [read.sequence_id for read in plan.embed]
         encoded = {piece.image.key for piece in plan.encode}
         num_tokens, gaps = self._gaps(result)
         event = StepEvent(

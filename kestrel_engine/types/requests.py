@@ -94,7 +94,8 @@ class PreparedImage:
     ``crops``: [num_crops, crop_size, crop_size, 3] uint8 RGB; crop 0 is the whole image, then the tiles row by row;
     None if ``pixels`` [height, width, 3] uint8 RGB are there instead. ``tiling``: rows and columns of tiles. ``key``:
     hash of the decoded pixels and the preprocessing version. ``width``, ``height``: the upright image's.
-    ``source_digest``: SHA-256 of what the caller gave, by which callers may recognise equal images.
+    ``source_digest``: SHA-256 of what the caller gave, by which callers may recognise equal images. ``keeps_features``:
+    the runtime keeps the features of the crops as long as the embedding, because embeddings of crops are read.
     """
 
     key: str
@@ -104,6 +105,7 @@ class PreparedImage:
     height: int
     pixels: np.ndarray | None = None
     source_digest: bytes | None = None
+    keeps_features: bool = False
 
     @property
     def num_crops(self) -> int:

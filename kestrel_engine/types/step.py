@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from .embedding import Embedding, EmbeddingSpec
 from .requests import Coord, PreparedImage, SamplingParams, Size, Token
 
 
@@ -74,6 +75,16 @@ class EncodeSlice:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbedRead:
+    """Asks for embeddings of an image that is encoded in this step or was before. If they are of crops, the image has
+    ``keeps_features``."""
+
+    sequence_id: int
+    image: PreparedImage
+    spec: EmbeddingSpec
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's share of a step: ``tokens`` at positions start.., written to the pages of ``page_table``.
 
@@ -115,6 +126,8 @@ class StepPlan:
     """Sequences that will have no further row. The runtime may drop their state. An id may be unknown."""
     encode: tuple[EncodeSlice, ...] = ()
     """Crops to encode. After an image's last slice its embedding is kept under its key until ``drop_images``."""
+    embed: tuple[EmbedRead, ...] = ()
+    """Embeddings to return, after encoding."""
     prefill: tuple[Row, ...] = ()
     """Rows of many tokens."""
     decode: tuple[Row, ...] = ()
@@ -125,17 +138,21 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.encode or self.prefill or self.decode or self.drop_images or self.ended)
+        work = self.encode or self.embed or self.prefill or self.decode
+        return not (work or self.drop_images or self.ended)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a step: one StepToken for each row with a SampleSpec, by sequence id; seconds by phase."""
+    """The result of a step: one StepToken for each row with a SampleSpec, one Embedding for each EmbedRead, by sequence
+    id; seconds by phase."""
 
     tokens: dict[int, StepToken] = field(default_factory=dict)
+    embeddings: dict[int, Embedding] = field(default_factory=dict)
     non_finite: frozenset[int] = frozenset()
-    """Sequences whose row gave NaN or infinity, as hidden values at its last position, as logits or from a region head.
-    They have no token, and what their rows wrote to their pages is worthless. Other rows are not affected."""
+    """Sequences whose embedding is not finite, or whose row gave NaN or infinity, as hidden values at its last
+    position, as logits or from a region head. They have no result, and what their rows wrote to their pages is
+    worthless. Other sequences are not affected."""
     vision_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0

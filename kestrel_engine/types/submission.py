@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from .embedding import EmbeddingSpec
 from .requests import PreparedImage, Prompt, SamplingParams
 from .step import TokenRule
 
@@ -34,6 +35,8 @@ class Submission:
     """An instant of the scheduler's clock, as ``deadline_at``."""
     deadline_at: float | None = None
     """After this instant the scheduler does not admit the request."""
+    embedding: EmbeddingSpec | None = None
+    """The request asks for embeddings of its image. Its prompt is empty, and no token is sampled."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.priority < NUM_PRIORITIES, self.priority

@@ -196,7 +196,7 @@ class KestrelServer:
         )
         self._health.start()
         if self._config.http.http_listen:
-            vision = VisionService(self.served, RequestImages(self.images))
+            vision = self._vision_service(RequestImages(self.images))
             self._http = open_http(
                 self._config.http,
                 security,
@@ -230,7 +230,7 @@ class KestrelServer:
         server = grpc.aio.server(interceptors=(self._interceptor,), options=options)
         methods = GenericMethods(server).as_server
         images = RequestImages(self.images)
-        vision = VisionService(self.served, images)
+        vision = self._vision_service(images)
         add_VisionServiceServicer_to_server(vision, methods)
         add_GRPCInferenceServiceServicer_to_server(
             kserve.InferenceService(self.served, vision, self.call_statistics), methods
@@ -264,6 +264,9 @@ class KestrelServer:
             self.own_addresses = tuple(bound)
         self.addresses += tuple(bound)
         log_lifecycle("listening", addresses=bound)
+
+    def _vision_service(self, images: RequestImages) -> VisionService:
+        return VisionService(self.served, images, self._config.max_message_bytes)
 
     def _model_service(self) -> ModelService:
         return ModelService(

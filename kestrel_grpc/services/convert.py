@@ -154,7 +154,7 @@ def query_arguments(
 def caption_arguments(
     fields: vision_service_pb2.CaptionRequest | vision_service_pb2.CaptionTask,
 ) -> Fields:
-    return {"length": _known("length", fields.length, vision_service_pb2.CaptionLength, _LENGTHS)}
+    return {"length": known("length", fields.length, vision_service_pb2.CaptionLength, _LENGTHS)}
 
 
 def point_arguments(
@@ -188,10 +188,10 @@ def mask_format(
     fields: vision_service_pb2.SegmentRequest | vision_service_pb2.SegmentTask,
 ) -> vision_service_pb2.MaskFormat.ValueType:
     formats = {number: number for number in vision_service_pb2.MaskFormat.values()}
-    known: vision_service_pb2.MaskFormat.ValueType = _known(
+    meant: vision_service_pb2.MaskFormat.ValueType = known(
         "mask_format", fields.mask_format, vision_service_pb2.MaskFormat, formats
     )
-    return known
+    return meant
 
 
 def image_source(image: common_pb2.Image) -> ImageSource:
@@ -231,7 +231,7 @@ def image_id(field: str, text: str) -> ImageId:
 
 
 def _raw_pixels(raw: common_pb2.RawImage) -> np.ndarray:
-    depth = _known("image.raw.format", raw.format, common_pb2.PixelFormat, _BYTES_PER_PIXEL)
+    depth = known("image.raw.format", raw.format, common_pb2.PixelFormat, _BYTES_PER_PIXEL)
     for side, length in (("width", raw.width), ("height", raw.height)):
         if length < 1:
             raise InvalidRequest(f"image.raw.{side}", "must be at least 1")
@@ -262,7 +262,7 @@ def spatial_refs(refs: Sequence[common_pb2.SpatialRef]) -> list[tuple[float, ...
 
 def call_options(options: common_pb2.RequestOptions) -> CallOptions:
     """Raises InvalidRequest."""
-    priority = _known("priority", options.priority, common_pb2.Priority, _PRIORITIES)
+    priority = known("priority", options.priority, common_pb2.Priority, _PRIORITIES)
     model = options.model if options.HasField("model") else None
     if model is not None and not 1 <= len(model) <= _MAX_MODEL_NAME:
         raise InvalidRequest("model", f"must have 1 to {_MAX_MODEL_NAME} characters")
@@ -306,7 +306,7 @@ def _call(
     )
 
 
-def _known(name: str, number: int, enum: Any, meanings: Mapping[Any, Any]) -> Any:
+def known(name: str, number: int, enum: Any, meanings: Mapping[Any, Any]) -> Any:
     """The meaning of an enum's number. Raises InvalidRequest for a number that this version does not define."""
     if number not in meanings:
         raise InvalidRequest(name, f"{number} is not a value of {enum.DESCRIPTOR.name}")

@@ -1,4 +1,4 @@
-"""VisionService: the five skills and RunSkill, each as a unary call and as a stream, and Analyze.
+"""VisionService: the five skills, RunSkill, Analyze and Embed, each as a unary call and as a stream.
 
 A unary call runs the same request as a stream, without reading its updates. When a call ends by its result, an error,
 a cancellation or a deadline, ``finally`` closes the engine's stream, which frees the request's pages.
@@ -7,12 +7,12 @@ a cancellation or a deadline, ``finally`` closes the engine's stream, which free
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceServicer
-from kestrel_engine import InvalidRequest, StreamUpdate
+from kestrel_engine import EngineResult, InvalidRequest, StreamUpdate
 
 from ..edge.calls.call import Context
 from ..edge.calls.current_call import current_call
@@ -22,19 +22,24 @@ from ..served_model import ServedModel
 from . import convert
 from .analysis import Send, analyze
 from .convert import SkillCall
+from .embeddings import embed_call, embed_events, embed_final, embed_response
 from .named_skill import check_skill, located, skill_call, skill_event, skill_response
 from .several_objects import find_several
 from .several_samples import TextResponse, check_single, draw_samples, num_samples
 from .starting import Respond, Response, Starter
 
 _Event = Callable[[StreamUpdate], dict[str, Any]]
+_Rest = Callable[[EngineResult], Iterable[Mapping[str, Any]]]
 
 
 class VisionService(VisionServiceServicer):
-    """Holds no state besides a Starter."""
+    """Holds no state besides a Starter. ``max_message_bytes``: limit on a response; None: no limit."""
 
-    def __init__(self, served: ServedModel, images: RequestImages) -> None:
+    def __init__(
+        self, served: ServedModel, images: RequestImages, max_message_bytes: int | None = None
+    ) -> None:
         self._starter = Starter(served, images)
+        self._max_message_bytes = max_message_bytes
 
     async def Query(self, request: pb.QueryRequest, context: Context) -> pb.QueryResponse:
         return await self._samples(request, convert.query_call(request), convert.query_response)
@@ -124,6 +129,15 @@ class VisionService(VisionServiceServicer):
             call = self._skill_call(inner)
             await self._stream(call, context, pb.StreamSkillResponse, skill_response, skill_event)
 
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        return await self._answer(embed_call(request, self._max_message_bytes), embed_response)
+
+    async def StreamEmbed(  # type: ignore[override]
+        self, request: pb.StreamEmbedRequest, context: Context
+    ) -> None:
+        call = embed_call(_inner(request), self._max_message_bytes, streamed=True)
+        await self._stream(call, context, pb.StreamEmbedResponse, embed_final, rest=embed_events)
+
     def _skill_call(self, request: pb.RunSkillRequest) -> SkillCall:
         call = skill_call(request)
         check_skill(call.skill, self._starter.served.engine(call.options.model).info.skills)
@@ -155,7 +169,9 @@ class VisionService(VisionServiceServicer):
         response: Callable[..., Any],
         respond: Respond[Any],
         event: _Event = convert.event,
+        rest: _Rest = lambda result: (),
     ) -> None:
+        """``rest``: the events that follow from the result."""
         started = await self._starter.start(call)
         stream = started.stream
         try:
@@ -167,6 +183,9 @@ class VisionService(VisionServiceServicer):
                 await context.write(response(sequence=sequence, **event(update)))
                 sequence += 1
             final = await self._starter.finish(started, respond)
+            for fields in rest(await stream.result()):
+                await context.write(response(sequence=sequence, **fields))
+                sequence += 1
             await context.write(response(sequence=sequence, final=final))
         finally:
             await stream.aclose()

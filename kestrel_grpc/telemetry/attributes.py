@@ -33,6 +33,7 @@ SERVER_ERRORS = frozenset(
 """Statuses that count as errors of the server. OpenTelemetry's convention attributes the others to the caller."""
 
 _TEXT_SKILLS = ("query", "caption")
+_EMBED = "embed"
 _SAMPLING = {
     "max_tokens": names.REQUEST_MAX_TOKENS,
     "temperature": names.REQUEST_TEMPERATURE,
@@ -75,19 +76,20 @@ def of_request(
     """The attributes of a finished request of the engine. ``message``: the call's message, which holds the sampling."""
     metrics = event.metrics
     attributes: Attributes = {
-        names.OPERATION: names.GENERATE,
+        names.OPERATION: operation_of(event.skill),
         names.PROVIDER: names.PROVIDER_VALUE,
         names.REQUEST_MODEL: model,
         names.REQUEST_STREAM: streaming,
         names.RESPONSE_MODEL: model,
         names.RESPONSE_ID: event.request_id,
-        names.OUTPUT_TYPE: "text" if event.skill in _TEXT_SKILLS else "json",
         names.SKILL: event.skill,
         names.INPUT_TOKENS: metrics.input_tokens,
         names.OUTPUT_TOKENS: metrics.output_tokens,
         names.CACHED_TOKENS: metrics.cached_tokens,
         **_of_sampling(message),
     }
+    if generates(event.skill):
+        attributes[names.OUTPUT_TYPE] = "text" if event.skill in _TEXT_SKILLS else "json"
     if event.finish_reason:
         attributes[names.FINISH_REASONS] = (event.finish_reason,)
     if event.error:
@@ -95,10 +97,20 @@ def of_request(
     if event.first_token_at is not None:
         attributes[names.TIME_TO_FIRST_CHUNK] = event.first_token_at - event.accepted_at
     if event.image_size is not None:
-        attributes[names.IMAGE_TOKENS] = image_positions
+        attributes[names.IMAGE_TOKENS] = image_positions if generates(event.skill) else 0
         attributes[names.IMAGE_WIDTH], attributes[names.IMAGE_HEIGHT] = event.image_size
         attributes[names.IMAGE_CROPS] = event.num_crops
     return attributes
+
+
+def generates(skill: str) -> bool:
+    """Whether the requests of a skill generate tokens."""
+    return skill != _EMBED
+
+
+def operation_of(skill: str) -> str:
+    """The name of a request's operation in OpenTelemetry's conventions."""
+    return names.GENERATE if generates(skill) else names.EMBED
 
 
 def of_image(event: ImageEvent) -> Attributes:
@@ -149,9 +161,15 @@ def content(call: Call) -> Attributes:
     if call.result is not None and call.result.output:
         output = call.result.output
         text = output.get("answer", output.get("caption"))
-        answer = text if isinstance(text, str) else json.dumps(output, default=str)
+        answer = text if isinstance(text, str) else json.dumps(output, default=_shown)
         attributes[names.OUTPUT_MESSAGES] = _messages("assistant", answer)
     return attributes
+
+
+def _shown(value: object) -> str:
+    """Arrays by their shape alone."""
+    shape = getattr(value, "shape", None)
+    return str(value) if shape is None else f"array of shape {shape}"
 
 
 def _messages(role: str, text: str) -> str:

@@ -19,7 +19,7 @@ from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, StepEvent
 from ..edge.calls.call import Call
 from ..logs.records import lost_records
 from . import names
-from .attributes import SERVER_ERRORS
+from .attributes import SERVER_ERRORS, operation_of
 from .dense import DenseHistogram
 from .edge_counts import EdgeCounts
 from .names import Metric
@@ -162,7 +162,7 @@ class ServiceMetrics:
         self._requests[event.skill, event.finish_reason or "error", event.error] += 1
         self._tokens["input"] += metrics.input_tokens
         self._tokens["output"] += metrics.output_tokens
-        served = {**self._model, **skill}
+        served = {**self._model, **skill, names.OPERATION: operation_of(event.skill)}
         failed = {**served, names.ERROR_TYPE: event.error} if event.error else served
         self._request_duration.record(metrics.total_time_ms / 1e3, failed)
         if event.prepared_at is not None:

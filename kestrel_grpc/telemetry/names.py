@@ -13,6 +13,7 @@ SCOPE = "kestrel_grpc"
 
 # Spans. The name of a call's span is its method; a request's span is named "generate_content MODEL".
 GENERATE = "generate_content"
+EMBED = "embeddings"
 IMAGE_PREPROCESS = "image.preprocess"
 QUEUE = "queue"
 VISION = "vision.encode"

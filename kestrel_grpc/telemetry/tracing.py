@@ -209,7 +209,7 @@ class CallTracing:
     def _request(self, trace: CallTrace, event: RequestEvent, call: Call, below: Context) -> None:
         """Makes the spans of one request of the engine. A phase that did not begin has no span."""
         span = self._tracer.start_span(
-            f"{names.GENERATE} {self._model}",
+            f"{attributes.operation_of(event.skill)} {self._model}",
             context=below,
             attributes=attributes.of_request(
                 event,
@@ -251,6 +251,8 @@ class CallTracing:
             began_at = max(scheduled_at, encoding[0].began_at)
             prefill_at = max(scheduled_at, encoding[-1].vision_end)
             self._span(trace, names.VISION, inside, began_at, prefill_at, steps=encoding)
+        if not attributes.generates(event.skill):
+            return
         filling = [s for s in early if event.request_id in s.event.request_ids]
         self._span(trace, names.PREFILL, inside, prefill_at, first_at, steps=filling)
         if event.first_token_at is not None:

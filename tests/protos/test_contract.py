@@ -38,7 +38,7 @@ FILES = [
 ]
 VISION = vision_service_pb2.DESCRIPTOR.services_by_name["VisionService"]
 SKILLS = ("Query", "Caption", "Point", "Detect", "Segment")
-TAKES_AN_IMAGE = (*SKILLS, "Analyze", "RunSkill")
+TAKES_AN_IMAGE = (*SKILLS, "Analyze", "RunSkill", "Embed")
 MESSAGES: dict[str, Descriptor] = {
     name: message for file in FILES for name, message in file.message_types_by_name.items()
 }
@@ -157,8 +157,8 @@ def test_python_names_are_below_the_client() -> None:
 
 
 def test_all_methods_are_there() -> None:
-    several = ["Analyze", "StreamAnalyze", "RunSkill", "StreamSkill"]
-    assert [m.name for m in VISION.methods] == [*SKILLS, *(f"Stream{s}" for s in SKILLS), *several]
+    others = ["Analyze", "StreamAnalyze", "RunSkill", "StreamSkill", "Embed", "StreamEmbed"]
+    assert [m.name for m in VISION.methods] == [*SKILLS, *(f"Stream{s}" for s in SKILLS), *others]
     for method in VISION.methods:
         assert method.server_streaming == method.name.startswith("Stream")
         assert not method.client_streaming
@@ -266,6 +266,16 @@ def test_streams_of_any_skill_number_their_events_alike(stream: str, final: str)
     assert request.message_type is MESSAGES[f"{final}Request"]
 
 
+def test_embeddings_have_the_shared_fields_at_their_numbers() -> None:
+    shared = {12: "timings", 13: "model", 14: "request_id", 15: "image_size", 17: "image_id"}
+    fields = MESSAGES["EmbedResponse"].fields_by_number
+    assert {number: fields[number].name for number in fields if number > 9} == shared
+    stream = MESSAGES["StreamEmbedResponse"]
+    numbers = {f.name: f.number for f in stream.oneofs_by_name["event"].fields}
+    assert numbers == {"started": 2, "whole_image": 5, "crop": 6, "final": 7}
+    assert stream.fields_by_name["final"].message_type is MESSAGES["EmbedResponse"]
+
+
 def test_every_tunable_has_presence() -> None:
     """A list has none; the empty one means none of its values."""
     sampling = MESSAGES["Sampling"].fields
@@ -275,6 +285,7 @@ def test_every_tunable_has_presence() -> None:
     tunables += [
         MESSAGES[f"{s}Request"].fields_by_name["num_samples"] for s in ("Query", "Caption")
     ]
+    tunables += [MESSAGES["EmbedRequest"].fields_by_name[name] for name in ("whole_image", "crops")]
     for field in tunables:
         assert field.has_presence, field.full_name
 

@@ -95,6 +95,7 @@ POINT = {"object": "cat", "spatial_refs": REFS, "max_objects": 1, "sampling": SA
 DETECT = {"object": "cat", "max_objects": 1, "sampling": SAMPLING}
 SEGMENT = {"object": "cat", "spatial_refs": REFS, "sampling": SAMPLING}
 CAPTION = {"sampling": TEXT_SAMPLING}
+EMBED = {"pooling": "EMBEDDING_POOLING_MEAN", "dtype": "EMBEDDING_DTYPE_FLOAT16"}
 TASKS = [
     {"query": pb.QueryTask(**QUERY)},
     {"caption": pb.CaptionTask(**CAPTION)},
@@ -153,6 +154,10 @@ VALID: dict[str, list[Message]] = {
                 **SHARED, skill="query", arguments={"question": "what?"}, sampling=SAMPLING
             )
         )
+    ],
+    "VisionService/Embed": [pb.EmbedRequest(**SHARED, **EMBED)],
+    "VisionService/StreamEmbed": [
+        pb.StreamEmbedRequest(request=pb.EmbedRequest(**SHARED, **EMBED))
     ],
     "ImageService/PutImage": [image_service_pb2.PutImageRequest(image=raw())],
     "ImageService/DeleteImage": [image_service_pb2.DeleteImageRequest(image_id="img_0")],

@@ -39,6 +39,7 @@ from .errors import (
 )
 from .images.images import ImageHandle, ImageInput
 from .values.description import Model, ServerCapabilities, ServerInfo, ServerLimits, ServerLoad
+from .values.embeddings import Embedding, EmbedResult
 from .values.events import Event, PathPiece, ReasoningDelta, TextDelta
 from .values.geometry import Box, ImageSize, Point, SpatialRef
 from .values.results import (
@@ -88,6 +89,8 @@ __all__ = [
     "DeadlineExceededError",
     "DetectResult",
     "DetectTask",
+    "EmbedResult",
+    "Embedding",
     "Event",
     "FailedPreconditionError",
     "FieldViolation",

@@ -30,6 +30,7 @@ from ...models.moondream import Moondream
 from ...types.model_config import ModelConfig
 from ...types.progress import Progress
 from ...types.step import Lane, Row, RuntimeLimits, StepPlan, StepResult
+from ..embedding import FetchedEmbedding
 from ..kv_cache import KvCache, kv_dtype
 from ..lost_work import LostWork
 from ..out_of_memory import raise_as_memory_error
@@ -56,10 +57,11 @@ from .weights import pack_weights
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingStep:
     """An enqueued step. ``outputs``: the sampling rows of each pass, with their results. ``flags``: the prompt rows of
-    each pass that has rows without sampling, with flags [rows, 1] int32 that are 1 for rows that are not finite. Both
-    are valid after the last of ``marks``, which time the parts of the step."""
+    each pass that has rows without sampling, with flags [rows, 1] int32 that are 1 for rows that are not finite.
+    ``embeddings``: by sequence id. All are valid after the last of ``marks``, which time the parts of the step."""
 
     plan: StepPlan
+    embeddings: dict[int, FetchedEmbedding]
     outputs: list[tuple[list[Row], Tensor]]
     flags: list[tuple[Sequence[Row], Tensor]]
     marks: list[torch.cuda.Event | float]
@@ -245,6 +247,7 @@ class GpuRuntime:
         pending.popleft()
         self._state.unhold(handle.plan.step_id)
         tokens = {}
+        embeddings = {}
         non_finite: set[int] = set()
         try:
             last = handle.marks[-1]
@@ -262,6 +265,11 @@ class GpuRuntime:
                 bad = flags[:, 0].tolist()
                 self._flags.release(flags)
                 non_finite |= {r.sequence_id for r, b in zip(prompts, bad, strict=True) if b}
+            for sequence_id, fetched in handle.embeddings.items():
+                if fetched.is_finite:
+                    embeddings[sequence_id] = fetched.embedding()
+                else:
+                    non_finite.add(sequence_id)
         except BaseException as error:
             self._lost.note(handle.plan)
             raise_as_memory_error(error)
@@ -269,6 +277,7 @@ class GpuRuntime:
         decode_s, vision_s, prefill_s = _seconds(handle.marks)
         return StepResult(
             tokens=tokens,
+            embeddings=embeddings,
             non_finite=frozenset(non_finite),
             vision_s=vision_s,
             prefill_s=prefill_s,
@@ -341,12 +350,13 @@ class GpuRuntime:
             outputs.append((list(plan.decode), self._results.fetch(sampled)))
         marks.append(self._mark())
         self._images.encode(plan.encode)
+        embeddings = {read.sequence_id: self._images.embedding(read) for read in plan.embed}
         marks.append(self._mark())
         for rows in self._prompts.passes(plan.prefill):
             self._prefill(rows, plan, outputs, flags)
         marks.append(self._mark())
         self._lanes.enqueued(plan, marks[-1])
-        return PendingStep(plan, outputs, flags, marks)
+        return PendingStep(plan, embeddings, outputs, flags, marks)
 
     # Prompts.
 

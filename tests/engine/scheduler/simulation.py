@@ -14,6 +14,7 @@ from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.scheduler.policy import SchedulerPolicy
 from kestrel_engine.scheduler.scheduler import Scheduler
 from kestrel_engine.scheduler.sequence import Sequence
+from kestrel_engine.types.embedding import EmbeddingSpec
 from kestrel_engine.types.requests import ImageBlock, PreparedImage, SamplingParams
 from kestrel_engine.types.step import Lane, RuntimeLimits, StepPlan, TokenRule
 from kestrel_engine.types.submission import Submission
@@ -43,6 +44,8 @@ class Spec:
     waits_at: frozenset[int] = frozenset()
     stops_at: int | None = None
     """The request ends when token ``stops_at`` has come back, as by an end token."""
+    embeds: EmbeddingSpec | None = None
+    """The request asks for embeddings in place of tokens. What comes back counts as one token."""
 
     def submission(self) -> Submission:
         image = None
@@ -50,9 +53,13 @@ class Spec:
             crops = np.zeros((self.crops, 2, 2, 3), np.uint8)
             image = PreparedImage(self.image, crops, (1, self.crops - 1), 2, 2)
         block = () if self.image is None else (ImageBlock(self.image, IMAGE_POSITIONS),)
+        if self.embeds is not None and self.embeds.crops:
+            assert image is not None
+            image = replace(image, key=f"{image.key}/crops", keeps_features=True)
         return Submission(
             sequence_id=self.number,
-            prompt=(0, *block, *self.text),
+            prompt=() if self.embeds else (0, *block, *self.text),
+            embedding=self.embeds,
             image=image,
             sampling=SamplingParams(),
             rule=TokenRule(),
@@ -161,6 +168,13 @@ class Simulation:
                 self.ended.add(number)
             else:
                 self.resume(number, ahead=False)
+        for number in result.embeddings.keys() & self.live.keys():
+            found = result.embeddings[number]
+            vectors = [v for v in (found.image, found.crops) if v is not None]
+            self.tokens[number] = [int(sum(v.sum(dtype=np.float64) for v in vectors))]
+            self.scheduler.abort(number)
+            del self.live[number]
+            self.ended.add(number)
         self.check()
         return plan
 
@@ -203,6 +217,10 @@ def random_spec(rng: random.Random, number: int, now: float = 0.0) -> Spec:
     stem = rng.choice([100, 100, 200])
     text = tuple(stem + min(i, 12) for i in range(length))
     max_tokens = rng.randint(1, 24)
+    embeds = None
+    if image is not None and rng.random() < 0.2:
+        embeds = rng.choice([EmbeddingSpec(), EmbeddingSpec(image=False, crops=True)])
+        max_tokens = 1
     return Spec(
         number,
         text,
@@ -217,4 +235,5 @@ def random_spec(rng: random.Random, number: int, now: float = 0.0) -> Spec:
         weight={"": 1.0, "a": 0.5, "b": 4.0}[principal],
         waits_at=frozenset(rng.sample(range(24), rng.randint(0, 12))),
         stops_at=rng.randint(1, max_tokens) if rng.random() < 0.5 else None,
+        embeds=embeds,
     )

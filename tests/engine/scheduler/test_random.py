@@ -15,7 +15,7 @@ COMPARED: dict[tuple, list[int]] = {}
 
 
 def expected(spec):
-    key = (spec.text, spec.max_tokens, spec.image, spec.stops_at)
+    key = (spec.text, spec.max_tokens, spec.image, spec.stops_at, spec.embeds)
     if key not in COMPARED:
         COMPARED[key] = alone(spec)
     return COMPARED[key]
@@ -103,12 +103,14 @@ def test_no_page_is_lost_in_100_000_operations():
 
 def test_random_histories_preempt_and_hit_the_cache():
     """The histories above are of use only if they reach what they are about."""
-    preemptions = hits = spoiled = 0
+    preemptions = hits = spoiled = embedded = 0
     for seed in range(40):
         simulation, _ = run(random.Random(seed), 200, checked=False)
         spoiled += len(simulation.not_finite - simulation.runtime.bad_sequences)
         preemptions += simulation.scheduler.stats.preemptions
         hits += simulation.scheduler.stats.cached_positions
+        embedded += sum(simulation.specs[number].embeds is not None for number in simulation.ended)
     assert preemptions > 20
+    assert embedded > 20
     assert hits > 500
     assert spoiled > 10

@@ -36,6 +36,7 @@ class TimedRuntime(FakeRuntime):
         result = super().collect(handle)
         return StepResult(
             tokens=result.tokens,
+            embeddings=result.embeddings,
             vision_s=0.001 if handle.encode else 0.0,
             prefill_s=0.001 if handle.prefill else 0.0,
             decode_s=0.001 if handle.decode else 0.0,
@@ -139,6 +140,18 @@ async def test_a_cached_image_has_no_vision_span(serve_traced, collector):
     spans = await trace(collector)
     assert "vision.encode" not in spans and "prefill" in spans
     assert attributes(spans["generate_content"])["gen_ai.usage.cache_read.input_tokens"] > 81
+
+
+async def test_embeddings_have_an_operation_of_their_own(serve_traced, collector):
+    served = await serve_traced()
+    request = pb.EmbedRequest(image=raw_image(), crops=True)
+    await served.vision.Embed(request, metadata=SAMPLED)
+    spans = await trace(collector)
+    assert "vision.encode" in spans and "queue" in spans
+    assert not {"prefill", "decode", "generate_content"} & spans.keys()
+    told = attributes(spans["embeddings"])
+    assert told["gen_ai.operation.name"] == "embeddings" and told["kestrel.skill"] == "embed"
+    assert told["gen_ai.usage.output_tokens"] == 0 and "gen_ai.output.type" not in told
 
 
 async def test_a_failed_request(serve_traced, collector, caplog):

@@ -22,6 +22,7 @@ from ..drawing.marks import MaskFormat
 from ..errors import DeadlineExceededError, KestrelError
 from ..images.images import ImageHandle, ImageInput
 from ..values.description import Model, ServerInfo, ServerLoad
+from ..values.embeddings import Embedding, EmbeddingDtype, EmbedResult, Pooling
 from ..values.events import Event, PathPiece, ReasoningDelta, TextDelta
 from ..values.geometry import Box, Point, SpatialRef
 from ..values.results import (
@@ -413,6 +414,60 @@ class KestrelClient:
         """As ``run_skill``; the stream gives the events of the skill as they happen."""
         prepare = self._requests.run_skill
         return self._channel.stream(prepare, skill, image, arguments, settings, options)
+
+    def embed(
+        self,
+        image: ImageInput,
+        *,
+        whole_image: bool = True,
+        crops: bool = False,
+        pooling: Pooling = "mean",
+        dtype: EmbeddingDtype = "float32",
+        **options: Unpack[HandlingOptions],
+    ) -> EmbedResult:
+        """Returns embeddings of an image, for search and comparison: ``result.whole_image.array`` is a numpy array.
+
+        ``whole_image``, ``crops``: whether to return the embedding of the whole image, and those of its crops.
+        ``pooling``: "mean" gives one vector of length 1 each, so that the product of two vectors is their cosine
+        similarity; "none" gives one vector for each patch. ``dtype``: of the numbers.
+        """
+        prepare = self._requests.embed
+        return self._channel.call(prepare, image, whole_image, crops, pooling, dtype, options)
+
+    def stream_embed(
+        self,
+        image: ImageInput,
+        *,
+        whole_image: bool = True,
+        crops: bool = False,
+        pooling: Pooling = "mean",
+        dtype: EmbeddingDtype = "float32",
+        **options: Unpack[HandlingOptions],
+    ) -> Stream[EmbedResult, Embedding]:
+        """As ``embed``; the stream gives the embeddings one by one. Together they may exceed the limit of a message."""
+        prepare = self._requests.embed
+        return self._channel.stream(
+            prepare, image, whole_image, crops, pooling, dtype, options, streamed=True
+        )
+
+    def embed_many(
+        self,
+        images: Iterable[ImageInput],
+        *,
+        crops: bool = False,
+        pooling: Pooling = "mean",
+        dtype: EmbeddingDtype = "float32",
+        concurrency: int = 8,
+        progress: Progress | None = None,
+        **options: Unpack[HandlingOptions],
+    ) -> list[EmbedResult | KestrelError]:
+        """Runs ``embed`` on each image, as ``map`` runs a task. Returns the results in the order of the images."""
+
+        def work(image: ImageInput) -> EmbedResult:
+            prepare = self._requests.embed
+            return self._channel.call(prepare, image, True, crops, pooling, dtype, options)
+
+        return run_bounded(images, work, concurrency, progress)
 
     def list_models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
         """Returns the models of the server, the default model first."""

@@ -28,6 +28,7 @@ from ..values.description import (
     read_model,
     read_server_info,
 )
+from ..values.embeddings import EmbeddingDtype, EmbedResult, EmbedStream, Pooling, embed_result
 from ..values.geometry import to_spatial_refs
 from ..values.results import Result, SkillResult, skill_result
 from ..values.struct_values import to_struct
@@ -112,6 +113,11 @@ _MASK_FORMATS = {
     "png": pb.MASK_FORMAT_PNG,
     "rle": pb.MASK_FORMAT_RLE,
 }
+_POOLINGS = {"mean": pb.EMBEDDING_POOLING_MEAN, "none": pb.EMBEDDING_POOLING_NONE}
+_EMBEDDING_DTYPES = {
+    "float32": pb.EMBEDDING_DTYPE_FLOAT32,
+    "float16": pb.EMBEDDING_DTYPE_FLOAT16,
+}
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "logprobs")
 _HANDLING = ("model", "request_id", "priority", "cache_salt")
 
@@ -141,6 +147,7 @@ def _vision(unary: str, stream: str, request: type[Message]) -> Method:
 
 _ANALYZE = _vision("Analyze", "StreamAnalyze", pb.StreamAnalyzeRequest)
 _RUN_SKILL = _vision("RunSkill", "StreamSkill", pb.StreamSkillRequest)
+_EMBED = _vision("Embed", "StreamEmbed", pb.StreamEmbedRequest)
 
 
 class _Skill(NamedTuple):
@@ -292,6 +299,33 @@ class Requests:
         return self._prepared(
             _RUN_SKILL, request, lambda response: skill_result(response, image, skill), options
         )
+
+    def embed(
+        self,
+        image: ImageInput,
+        whole_image: bool,
+        crops: bool,
+        pooling: Pooling,
+        dtype: EmbeddingDtype,
+        options: HandlingOptions,
+        *,
+        streamed: bool = False,
+    ) -> Prepared[EmbedResult]:
+        image = self._loaded(image)
+        request = _build(
+            pb.EmbedRequest,
+            image=self._image(image, options),
+            whole_image=whole_image,
+            crops=crops,
+            pooling=_choice("pooling", pooling, _POOLINGS),
+            dtype=_choice("dtype", dtype, _EMBEDDING_DTYPES),
+            options=_handling(options, HandlingOptions),
+        )
+        reading = Reading(embed_result)
+        if streamed:
+            stream = EmbedStream()
+            reading = Reading(stream.result, stream.event)
+        return self._prepared(_EMBED, request, reading, options)
 
     def put_image(
         self, image: ImageInput, timeout: float | None, metadata: Metadata | None

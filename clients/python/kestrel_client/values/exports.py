@@ -25,7 +25,7 @@ def to_supervision(
     name: str, boxes: tuple[Box, ...], size: ImageSize, mask: PIL.Image.Image | None = None
 ) -> Any:
     """Returns a supervision.Detections. With a ``mask`` there is only one box."""
-    supervision, numpy = _package("supervision"), _package("numpy")
+    supervision, numpy = package("supervision"), package("numpy")
     corners = numpy.array([box.to_pixels(size) for box in boxes], numpy.float32).reshape(-1, 4)
     return supervision.Detections(
         xyxy=corners,
@@ -78,7 +78,7 @@ def points_frame(name: str, points: tuple[Point, ...], size: ImageSize | None) -
             row["x_px"], row["y_px"] = point.to_pixels(size)
         rows.append(row)
     columns = ["object", "x", "y", *(["x_px", "y_px"] if size is not None else [])]
-    return _package("pandas").DataFrame(rows, columns=columns)
+    return package("pandas").DataFrame(rows, columns=columns)
 
 
 def boxes_frame(name: str, boxes: tuple[Box, ...], size: ImageSize | None) -> Any:
@@ -91,10 +91,10 @@ def boxes_frame(name: str, boxes: tuple[Box, ...], size: ImageSize | None) -> An
             row.update((f"{edge}_px", pixel) for edge, pixel in pixels)
         rows.append(row)
     in_pixels = [f"{edge}_px" for edge in edges] if size is not None else []
-    return _package("pandas").DataFrame(rows, columns=["object", *edges, *in_pixels])
+    return package("pandas").DataFrame(rows, columns=["object", *edges, *in_pixels])
 
 
-def _package(name: str) -> Any:
+def package(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:

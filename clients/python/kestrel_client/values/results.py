@@ -460,17 +460,20 @@ def read_usage(usage: common_pb2.Usage) -> Usage:
     return Usage(**{f.name: getattr(usage, f.name) for f in fields(Usage)})
 
 
+def read_timings(timings: common_pb2.Timings) -> Timings:
+    return Timings(**{f.name: getattr(timings, f.name) for f in fields(Timings)})
+
+
 def read_image_size(response: _Response | vision_service_pb2.AnalyzeResponse) -> ImageSize | None:
     size = response.image_size
     return ImageSize(size.width, size.height) if response.HasField("image_size") else None
 
 
 def _common(response: _Response, source: ImageInput | None) -> dict[str, Any]:
-    timings = response.timings
     return {
         "finish_reason": _FINISH_REASONS.get(response.finish_reason, "unknown"),
         "usage": read_usage(response.usage),
-        "timings": Timings(**{f.name: getattr(timings, f.name) for f in fields(Timings)}),
+        "timings": read_timings(response.timings),
         "model": response.model,
         "request_id": response.request_id,
         "image_size": read_image_size(response),

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ....models.vision import num_distinct
-from ....types.step import EncodeSlice
+from ....types.step import EmbedRead, EncodeSlice
+from ...embedding import FetchedEmbedding, fetch
 from ..state.staging import ImageUploader, Uploader
 from .device_crops import DeviceCrops
 from .graphs import VisionGraphs
@@ -16,8 +17,8 @@ from .tower import FusedVision
 
 
 class EncodedImages:
-    """Owns the prefixes of images, and the features of images with crops that are not encoded yet. ``bos``: [dim], the
-    embedding of BOS, which precedes an image."""
+    """Owns the prefixes of images, and the features of images with crops that are not encoded yet, or that keep them.
+    ``bos``: [dim], the embedding of BOS, which precedes an image."""
 
     def __init__(
         self, vision: FusedVision, graphs: VisionGraphs | None, bos: Tensor, upload: Uploader
@@ -70,12 +71,22 @@ class EncodedImages:
                 self._crops.pop(key, None)
                 parts = self._features.pop(key)
                 joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+                if piece.image.keeps_features:
+                    self._features[key] = [joined]
                 complete.append((key, joined, piece.image.tiling))
         if not complete:
             return
         embedded = self._vision.embed_many([(joined, tiling) for _, joined, tiling in complete])
         for (key, _, _), embedding in zip(complete, embedded, strict=True):
             self._prefixes[key] = torch.cat([self._bos[None], embedding])
+
+    def embedding(self, read: EmbedRead) -> FetchedEmbedding:
+        """Enqueues the copies of embeddings. The image was encoded."""
+        key, spec, crops = read.image.key, read.spec, None
+        if spec.crops:
+            (features,) = self._features[key]
+            crops = torch.stack(self._vision.embed_many([(f[None], (1, 1)) for f in features]))
+        return fetch(spec, self.prefix(key)[1:] if spec.image else None, crops)
 
     def warm_up(self) -> None:
         """Compiles the kernels that make crops."""

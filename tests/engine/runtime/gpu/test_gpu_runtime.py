@@ -6,6 +6,7 @@ Without a GPU Triton interprets the kernels, so the models are small.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,17 @@ import torch
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
+from kestrel_engine.types.embedding import EmbeddingSpec
 from kestrel_engine.types.requests import Coord, ImageBlock, SamplingParams, Size, num_positions
-from kestrel_engine.types.step import PREVIOUS, EncodeSlice, Row, SampleSpec, StepPlan, TokenRule
+from kestrel_engine.types.step import (
+    PREVIOUS,
+    EmbedRead,
+    EncodeSlice,
+    Row,
+    SampleSpec,
+    StepPlan,
+    TokenRule,
+)
 from tests.engine.runtime.gpu.small_models import both_ways, picture, small_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -218,3 +228,33 @@ def test_a_image_that_is_not_there_fails_its_step_only(both):
     with pytest.raises(AssertionError, match="unknown was not encoded"):
         tested.launch(StepPlan(910, prefill=(row,)))
     compare(both, lambda config: [Talk(0, [0, 9], [TEXT] * 2)])
+
+
+def test_embeddings_are_those_of_the_reference(both):
+    config, reference, tested = both
+    spec = EmbeddingSpec(crops=True, patches=True)
+    with_crops, with_pixels = both_ways("embedded", 140, 60, config, seed=3)
+    found = []
+    for runtime, image in ((reference, with_crops), (tested, with_pixels)):
+        image = replace(image, keeps_features=True)
+        plans = [
+            StepPlan(0, encode=(EncodeSlice(image, 0, 2),)),
+            StepPlan(
+                1,
+                encode=(EncodeSlice(image, 2, 4),),
+                embed=(EmbedRead(1, image, spec), EmbedRead(2, image, EmbeddingSpec(half=True))),
+            ),
+            StepPlan(2, drop_images=("embedded",)),
+        ]
+        results = [runtime.collect(runtime.launch(plan)) for plan in plans]
+        found.append(results[1].embeddings)
+    wanted, got = found
+    assert got[1].crops.shape == (4, 16, config.text.dim)
+    for name in ("image", "crops"):
+        torch.testing.assert_close(
+            torch.from_numpy(getattr(got[1], name)),
+            torch.from_numpy(getattr(wanted[1], name)),
+            atol=1e-4,
+            rtol=1e-4,
+        )
+    assert got[2].image.dtype == wanted[2].image.dtype == "float16" and got[2].crops is None

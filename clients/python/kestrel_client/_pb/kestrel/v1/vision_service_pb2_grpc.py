@@ -106,6 +106,16 @@ class VisionServiceStub:
                 request_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSkillRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSkillResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/kestrel.v1.VisionService/Embed',
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.StreamEmbed = channel.unary_stream(
+                '/kestrel.v1.VisionService/StreamEmbed',
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedResponse.FromString,
+                _registered_method=True)
 
 
 class VisionServiceServicer:
@@ -212,6 +222,20 @@ class VisionServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Returns embeddings of an image and of its crops, for search and comparison. Nothing is generated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamEmbed(self, request, context):
+        """Embed, with a message for each embedding. So the embeddings together may exceed the limit of a message.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VisionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -284,6 +308,16 @@ def add_VisionServiceServicer_to_server(servicer, server):
                     servicer.StreamSkill,
                     request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSkillRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSkillResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.EmbedRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.EmbedResponse.SerializeToString,
+            ),
+            'StreamEmbed': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamEmbed,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -665,6 +699,60 @@ class VisionService:
             '/kestrel.v1.VisionService/StreamSkill',
             kestrel_dot_v1_dot_vision__service__pb2.StreamSkillRequest.SerializeToString,
             kestrel_dot_v1_dot_vision__service__pb2.StreamSkillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.VisionService/Embed',
+            kestrel_dot_v1_dot_vision__service__pb2.EmbedRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamEmbed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kestrel.v1.VisionService/StreamEmbed',
+            kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

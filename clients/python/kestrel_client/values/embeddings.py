@@ -1,0 +1,136 @@
+"""Embeddings of images and crops. Their arrays need numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from .._pb.kestrel.v1 import vision_service_pb2 as pb
+from .exports import package
+from .geometry import Box, ImageSize, from_box
+from .results import Timings, plain_value, read_timings
+
+if TYPE_CHECKING:
+    import numpy
+
+Pooling: TypeAlias = Literal["mean", "none"]
+EmbeddingDtype: TypeAlias = Literal["float32", "float16"]
+
+_DTYPES: dict[int, EmbeddingDtype] = {
+    pb.EMBEDDING_DTYPE_FLOAT32: "float32",
+    pb.EMBEDDING_DTYPE_FLOAT16: "float16",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """The embedding of an image or of a crop. ``numpy.asarray(embedding)`` is the same as ``embedding.array``.
+
+    ``data``: the numbers, little endian, row by row. ``rows``: 1 if the vectors of the patches are pooled, else the
+    number of patches. ``box``: the part of the image that the embedding is about.
+    """
+
+    data: bytes
+    rows: int
+    dimensions: int
+    dtype: EmbeddingDtype
+    box: Box
+
+    @property
+    def array(self) -> numpy.ndarray[Any, Any]:
+        """A read-only array: [dimensions] if the vectors of the patches are pooled, otherwise [rows, dimensions].
+
+        Raises MissingDependencyError without numpy.
+        """
+        np = package("numpy")
+        numbers = np.frombuffer(self.data, np.dtype(self.dtype).newbyteorder("<"))
+        found: numpy.ndarray[Any, Any] = (
+            numbers if self.rows == 1 else numbers.reshape(self.rows, self.dimensions)
+        )
+        return found
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> numpy.ndarray[Any, Any]:
+        array = self.array
+        if copy or (dtype is not None and dtype != array.dtype):
+            if copy is False:
+                raise ValueError("the embedding has another dtype, so it must be copied")
+            return array.astype(dtype or array.dtype)
+        return array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedResult:
+    """The embeddings of an image. Those of different models cannot be compared."""
+
+    whole_image: Embedding | None
+    """None if it was not requested."""
+    crops: tuple[Embedding, ...]
+    """The overview first, then the tiles row by row; empty if they were not requested."""
+    timings: Timings
+    model: str
+    """Name of the model that computed the embeddings."""
+    request_id: str
+    image_size: ImageSize
+    """Width and height of the upright image in pixels."""
+    image_id: str = ""
+    """The id of the stored image, for ImageHandle; empty if the server does not store it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values for ``json.dumps``, with the numbers of each embedding as a list. Needs numpy."""
+        values = {name: plain_value(getattr(self, name)) for name in _SHARED}
+        whole = None if self.whole_image is None else _plain(self.whole_image)
+        return {"whole_image": whole, "crops": [_plain(crop) for crop in self.crops], **values}
+
+
+_SHARED = ("timings", "model", "request_id", "image_size", "image_id")
+
+
+def _plain(embedding: Embedding) -> dict[str, Any]:
+    return {"box": plain_value(embedding.box), "vector": embedding.array.tolist()}
+
+
+def read_embedding(message: pb.Embedding) -> Embedding:
+    """Raises ValueError for a format that this version does not know."""
+    if message.dtype not in _DTYPES:
+        raise ValueError(f"the server sent an embedding of the unknown dtype {message.dtype}")
+    return Embedding(
+        message.data,
+        message.rows,
+        message.dimensions,
+        _DTYPES[message.dtype],
+        from_box(message.box),
+    )
+
+
+def embed_result(response: pb.EmbedResponse) -> EmbedResult:
+    """The result of a unary call."""
+    whole = response.HasField("whole_image")
+    return EmbedResult(
+        whole_image=read_embedding(response.whole_image) if whole else None,
+        crops=tuple(map(read_embedding, response.crops)),
+        timings=read_timings(response.timings),
+        model=response.model,
+        request_id=response.request_id,
+        image_size=ImageSize(response.image_size.width, response.image_size.height),
+        image_id=response.image_id,
+    )
+
+
+class EmbedStream:
+    """Reads the messages of a stream. Its result has the embeddings of all messages."""
+
+    def __init__(self) -> None:
+        self._received = pb.EmbedResponse()
+
+    def event(self, message: Any, payload: object) -> Embedding | None:
+        if not isinstance(payload, pb.Embedding):
+            return None
+        if message.WhichOneof("event") == "whole_image":
+            self._received.whole_image.CopyFrom(payload)
+        else:
+            self._received.crops.append(payload)
+        return read_embedding(payload)
+
+    def result(self, final: pb.EmbedResponse) -> EmbedResult:
+        self._received.MergeFrom(final)
+        return embed_result(self._received)
