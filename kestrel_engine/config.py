@@ -370,6 +370,15 @@ class RuntimeConfig:
     """For query and caption."""
     default_max_objects: int = 150
     """For point and detect."""
+    min_score: float = setting(
+        0.0,
+        REQUESTS,
+        "least score of a point, a box or a segment that is returned, unless the request sets its own; 0 returns all",
+        kind="number",
+        metavar="SCORE",
+        low=0,
+        high=1,
+    )
     kv_cache_pages: int | None = setting(
         None,
         SCHEDULER,

@@ -97,6 +97,7 @@ class InferenceEngine(SkillCalls):
                 temperature=config.default_temperature,
                 top_p=config.default_top_p,
                 max_objects=config.default_max_objects,
+                min_score=config.min_score,
                 max_text_bytes=config.max_text_bytes,
             ),
         )

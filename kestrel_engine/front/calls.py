@@ -16,8 +16,8 @@ class SkillCalls:
     """query, caption, point, detect, segment and embed.
 
     Common arguments. ``image``: encoded bytes, a path, a pyvips.Image or a uint8 [H, W, C] array. ``settings``:
-    temperature, top_p, top_k, seed, max_tokens, stop and logprobs for query and caption, and max_objects for point and
-    detect; absent or None means the default.
+    temperature, top_p, top_k, seed, max_tokens, stop and logprobs for query and caption, max_objects for point and
+    detect, and min_score for point, detect and segment; absent or None means the default.
     ``stream``: False returns the EngineResult, True an EngineStream as soon as the request is queued. ``request_id``:
     the caller's name for the request, at most 128 printable characters.
 
@@ -138,7 +138,7 @@ class SkillCalls:
         settings: Settings | None = None,
         request_id: str | None = None,
     ) -> EngineResult | EngineStream:
-        """Points at every ``object``. Output: {"points": [{"x", "y"}]}, normalised."""
+        """Points at every ``object``. Output: {"points": [{"x", "y", "score"}]}, normalised."""
         arguments = {"object": object, "spatial_refs": spatial_refs}
         return await self._call("point", image, arguments, settings, stream, request_id)
 
@@ -173,7 +173,7 @@ class SkillCalls:
         settings: Settings | None = None,
         request_id: str | None = None,
     ) -> EngineResult | EngineStream:
-        """Boxes every ``object``. Output: {"objects": [{"x_min", "y_min", "x_max", "y_max"}]}, normalised.
+        """Boxes every ``object``. Output: {"objects": [{"x_min", "y_min", "x_max", "y_max", "score"}]}, normalised.
 
         A box may reach beyond the image.
         """
@@ -214,7 +214,8 @@ class SkillCalls:
         settings: Settings | None = None,
         request_id: str | None = None,
     ) -> EngineResult | EngineStream:
-        """Outlines one ``object``. Output: {"segments": [{"svg_path", "bbox"?, …}]}; the path is relative to the box.
+        """Outlines one ``object``. Output: {"segments": [{"svg_path", "score"?, "bbox"?, …}]}; the path is relative
+        to the box.
 
         Raises SkillUnavailable on a model that can't segment (Moondream 2).
         """

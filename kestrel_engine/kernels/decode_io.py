@@ -19,7 +19,7 @@ PREVIOUS, TEXT, COORD, SIZE = -1, 0, 1, 2
 
 RESULT_WIDTH = 8
 """The number of int32 columns of a result: id, bad, the id's log-probability as bits, coord bin, width bin, height bin,
-the coord's log-probability as bits, the size's log-probability as bits."""
+the probabilities of the values near the coord and near the size, as bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +94,11 @@ def _feed_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """The best bins of a region head: ``bins`` int32 and ``logprobs`` float32, both [M, heads], of ``num_bins``
-    bins."""
+    """The best bins of a region head: ``bins`` int32, and ``near`` float32, the probability of the bins near each. Both
+    are [M, heads]. Each head has ``num_bins`` bins."""
 
     bins: Tensor
-    logprobs: Tensor
+    near: Tensor
     num_bins: int
 
 
@@ -146,7 +146,7 @@ def keep_rows(
     """Stores the sampled tokens of M rows in ``sampled`` at ``seqs`` and in ``results`` [M, RESULT_WIDTH] int32.
 
     A result is bad if ``bad`` [M] int32 is set (its logits are not finite), if its row of ``hidden`` [M, dim] is not
-    finite, or if the log-probability of its value is NaN.
+    finite, or if the probability of the bins near its value is NaN.
 
     ``flags``: [M] int32, any stride. If the bit ``reads_coord`` is set and the id is ``coord_id``, the row takes its
     value from ``coords`` [M, 1]; likewise ``reads_size``, ``size_id`` and ``sizes`` [M, 2]. ``coords`` and ``sizes``
@@ -160,7 +160,7 @@ def keep_rows(
     dim = hidden.shape[1]
     _keep_kernel[(len(ids),)](
         hidden, hidden.stride(0), seqs, flags, flags.stride(0), ids, logprobs, bad,
-        of_coords.bins, of_coords.logprobs, of_sizes.bins, of_sizes.logprobs,
+        of_coords.bins, of_coords.near, of_sizes.bins, of_sizes.near,
         sampled.ids, sampled.kinds, sampled.values, results, results.stride(0),
         of_coords.num_bins, of_sizes.num_bins, coord_id, size_id, reads_coord, reads_size, spatial,
         dim, triton.next_power_of_2(dim),
@@ -170,7 +170,7 @@ def keep_rows(
 @triton.jit
 def _keep_kernel(
     hidden, hidden_stride, seqs, flags, flag_stride, ids, logprobs, bad,
-    coord_bins, coord_logprobs, size_bins, size_logprobs,
+    coord_bins, near_coords, size_bins, near_sizes,
     last_ids, last_kinds, last_values, results, result_stride,
     NUM_COORD: tl.constexpr, NUM_SIZE: tl.constexpr, COORD_ID: tl.constexpr, SIZE_ID: tl.constexpr,
     READS_COORD: tl.constexpr, READS_SIZE: tl.constexpr, SPATIAL: tl.constexpr,
@@ -195,12 +195,12 @@ def _keep_kernel(
         tl.store(out + 3, place)
         tl.store(out + 4, width)
         tl.store(out + 5, height)
-        of_coord = tl.load(coord_logprobs + row)
+        of_coord = tl.load(near_coords + row)
         tl.store(out + 6, of_coord.to(tl.int32, bitcast=True))
-        of_size = tl.load(size_logprobs + 2 * row) + tl.load(size_logprobs + 2 * row + 1)
+        of_size = tl.load(near_sizes + 2 * row) * tl.load(near_sizes + 2 * row + 1)
         tl.store(out + 7, of_size.to(tl.int32, bitcast=True))
-        value_logprob = tl.where(kind == 1, of_coord, tl.where(kind == 2, of_size, 0.0))
-        is_bad = is_bad | (value_logprob != value_logprob).to(tl.int32)
+        of_value = tl.where(kind == 1, of_coord, tl.where(kind == 2, of_size, 0.0))
+        is_bad = is_bad | (of_value != of_value).to(tl.int32)
         # In float64, like models.region on the host (moondream.md section 7).
         coord = (place.to(tl.float64) / NUM_COORD).to(tl.float32)
         w = tl.exp2(10.0 * width.to(tl.float64) / (NUM_SIZE - 1) - 10.0).to(tl.float32)

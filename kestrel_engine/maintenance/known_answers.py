@@ -139,9 +139,12 @@ async def _ask(engine: InferenceEngine, known: KnownAnswer, image: str) -> Mappi
 
 
 def _distance(expected: object, found: object) -> float:
-    """Returns the largest difference between corresponding numbers; infinity if anything else differs."""
+    """Returns the largest difference between corresponding numbers; infinity if anything else differs.
+
+    ``found`` may have more keys, such as scores.
+    """
     if isinstance(expected, Mapping) and isinstance(found, Mapping):
-        if expected.keys() != found.keys():
+        if not expected.keys() <= found.keys():
             return float("inf")
         return max((_distance(expected[key], found[key]) for key in expected), default=0.0)
     if isinstance(expected, list) and isinstance(found, list):

@@ -241,6 +241,7 @@ class FakeRuntime:
             value = Coord(hashed(fed) % 1000 / 1000)
         elif wanted == 6 and rule.read_size:
             value = Size(hashed(fed) % 1000 / 1000, hashed(fed) % 500 / 1000)
-        # Any number that depends on the sequence alone and that float32 holds exactly.
+        # Any numbers that depend on the sequence alone and that float32 holds exactly.
         logprob = 0.0 if rule.forced is not None else -((37 * len(fed) + wanted) % 1024) / 1024
-        return StepToken(wanted, value, logprob)
+        near = None if value is None else (hashed(fed) % 256 + 1) / 256
+        return StepToken(wanted, value, logprob, near)

@@ -24,6 +24,7 @@ from ..models.vision import num_distinct
 from ..types.model_config import ModelConfig
 from ..types.requests import Coord, Size, num_positions
 from ..types.step import (
+    NEAR_BINS,
     PREVIOUS,
     EmbedRead,
     EncodeSlice,
@@ -314,32 +315,38 @@ class TorchRuntime:
             values.update(zip(sizes, self._read_sizes(hidden[sizes]), strict=True))
         tokens: list[StepToken | None] = []
         for i, drawn in enumerate(ids):
-            value, value_logprob = values.get(i, (None, 0.0))
-            if drawn is None or math.isnan(value_logprob):
+            value, near = values.get(i, (None, None))
+            if drawn is None or (near is not None and math.isnan(near)):
                 tokens.append(None)
             else:
-                tokens.append(StepToken(drawn[0], value, drawn[1] + value_logprob))
+                tokens.append(StepToken(drawn[0], value, drawn[1], near))
         return tokens
 
     def _read_coords(self, hidden: Tensor) -> list[tuple[Coord, float]]:
-        """Returns values and their log-probabilities, which are NaN where a logit is not finite."""
-        logits = _finite_or_nan(self.model.region.coord_logits(hidden))
-        best = logits.log_softmax(dim=-1).max(dim=-1)
+        """Returns values and the probabilities of the values near them, which are NaN where a logit is not finite."""
+        logits = self.model.region.coord_logits(hidden)
+        bins, near = read_bins(logits)
         return [
-            (coord_of_bin(index, logits.shape[-1]), logprob)
-            for index, logprob in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            (coord_of_bin(index, logits.shape[-1]), probability)
+            for index, probability in zip(bins.tolist(), near.tolist(), strict=True)
         ]
 
     def _read_sizes(self, hidden: Tensor) -> list[tuple[Size, float]]:
         """As `_read_coords`, for sizes."""
-        logits = _finite_or_nan(self.model.region.size_logits(hidden))
-        best = logits.log_softmax(dim=-1).max(dim=-1)
+        logits = self.model.region.size_logits(hidden)
+        bins, near = read_bins(logits)
         return [
-            (size_of_bins(w, h, logits.shape[-1]), sum(logprobs))
-            for (w, h), logprobs in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            (size_of_bins(w, h, logits.shape[-1]), probability)
+            for (w, h), probability in zip(bins.tolist(), near.prod(dim=-1).tolist(), strict=True)
         ]
 
 
-def _finite_or_nan(logits: Tensor) -> Tensor:
-    """Replaces infinite logits by NaN, which makes all log-probabilities of the row NaN. Minus infinity would not."""
-    return logits.masked_fill(~torch.isfinite(logits), math.nan)
+def read_bins(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the best bin of each row of ``logits`` [..., bins] float32, and the probability of the bins within
+    NEAR_BINS of it. The probability is NaN where a logit is not finite."""
+    # Minus infinity alone would not make the row's probabilities NaN.
+    finite = logits.masked_fill(~torch.isfinite(logits), math.nan)
+    best = finite.argmax(dim=-1, keepdim=True)
+    distance = (torch.arange(logits.shape[-1], device=logits.device) - best).abs()
+    near = finite.softmax(dim=-1).masked_fill(distance > NEAR_BINS, 0.0).sum(dim=-1)
+    return best.squeeze(-1), near.clamp(max=1.0)

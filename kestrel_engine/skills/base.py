@@ -56,6 +56,8 @@ class SkillDefaults:
     temperature: float = 0.2
     top_p: float = 0.9
     max_objects: int = 150
+    min_score: float = 0.0
+    """The least score of an object that is returned."""
     max_text_bytes: int = 32 * 1024 - 1
 
 

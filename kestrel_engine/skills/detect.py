@@ -7,11 +7,12 @@ from typing import Any
 
 from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, checked_text
 from .locate import LocateControl, LocateOutput
-from .settings import read_settings, reject_unknown
+from .settings import OBJECT_KEYS, read_settings, reject_unknown
 
 
 class DetectSkill:
-    """Arguments: object. Output: {"objects": [{"x_min", "y_min", "x_max", "y_max"}]}, normalised, not clipped."""
+    """Arguments: object. Output: {"objects": [{"x_min", "y_min", "x_max", "y_max", "score"}]}, normalised, not
+    clipped."""
 
     name = "detect"
 
@@ -20,9 +21,7 @@ class DetectSkill:
     ) -> SkillRequest:
         reject_unknown(arguments, frozenset({"object"}))
         text = checked_text("object", arguments.get("object"), context)
-        read = read_settings(
-            settings, context.defaults, greedy=True, extra=frozenset({"max_tokens", "max_objects"})
-        )
+        read = read_settings(settings, context.defaults, greedy=True, extra=OBJECT_KEYS)
         max_objects = read.max_objects or context.defaults.max_objects
         templates = context.model.templates
         return SkillRequest(
@@ -37,7 +36,7 @@ class DetectSkill:
             seed=read.seed,
             max_tokens=read.max_tokens,
             token_budget=min(read.max_tokens or 3 * max_objects, 3 * max_objects),
-            options={"max_objects": max_objects},
+            options={"max_objects": max_objects, "min_score": read.min_score},
         )
 
     def new_control(
@@ -47,4 +46,5 @@ class DetectSkill:
         return LocateControl(boxes=True, max_objects=max_objects, model=context.model)
 
     def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
-        return LocateOutput("objects", boxes=True)
+        min_score = request.options["min_score"]
+        return LocateOutput("objects", boxes=True, min_score=min_score)

@@ -13,6 +13,7 @@ from ..types.events import FinishReason, StreamUpdate
 from ..types.model_config import ModelConfig
 from ..types.requests import Coord, Size
 from ..types.step import StepToken, TokenRule
+from .scores import raw_score, rounded
 
 
 class LocateControl:
@@ -49,28 +50,31 @@ class LocateControl:
 
 
 class LocateOutput:
-    """Points, or boxes if a size follows. Each is returned when it is complete."""
+    """Points, or boxes if a size follows. Each is returned when it is complete, with its ``score``.
 
-    def __init__(self, key: str, *, boxes: bool) -> None:
-        self._key, self._boxes = key, boxes
+    An object whose score is below ``min_score`` is dropped. It still counts towards the limit on objects.
+    """
+
+    def __init__(self, key: str, *, boxes: bool, min_score: float = 0.0) -> None:
+        self._key, self._boxes, self._min_score = key, boxes, min_score
         self._ids: list[int] = []
-        self._coordinates: list[float] = []
+        self._tokens: list[StepToken] = []
+        """Tokens of the incomplete object."""
         self._objects: list[dict[str, float]] = []
 
     def push(self, token: StepToken) -> list[StreamUpdate]:
         self._ids.append(token.id)
-        if isinstance(token.value, Coord):
-            self._coordinates.append(token.value.value)
-            if self._boxes or len(self._coordinates) < 2:
-                return []
-            x, y = self._coordinates
-            return self._complete({"x": x, "y": y})
-        assert isinstance(token.value, Size), f"no value came with id {token.id}"
-        x, y = self._coordinates
-        w, h = token.value.width, token.value.height
-        return self._complete(
-            {"x_min": x - w / 2, "y_min": y - h / 2, "x_max": x + w / 2, "y_max": y + h / 2}
-        )
+        self._tokens.append(token)
+        values = [each.value for each in self._tokens]
+        match values:
+            case [Coord(value=x), Coord(value=y)] if not self._boxes:
+                return self._complete({"x": x, "y": y})
+            case [Coord(value=x), Coord(value=y), Size(width=w, height=h)]:
+                return self._complete(
+                    {"x_min": x - w / 2, "y_min": y - h / 2, "x_max": x + w / 2, "y_max": y + h / 2}
+                )
+        assert all(isinstance(value, Coord) for value in values) and len(values) < 3, values
+        return []
 
     def finish(self) -> list[StreamUpdate]:
         return []
@@ -83,6 +87,12 @@ class LocateOutput:
         return tuple(self._ids)
 
     def _complete(self, found: dict[str, float]) -> list[StreamUpdate]:
+        tokens, self._tokens = self._tokens, []
+        raw = raw_score(tokens)
+        if raw is not None:
+            score = rounded(raw)
+            if score < self._min_score:
+                return []
+            found["score"] = score
         self._objects.append(found)
-        self._coordinates = []
         return [StreamUpdate(object=found)]

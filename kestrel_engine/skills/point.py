@@ -8,11 +8,11 @@ from typing import Any
 from ..types.requests import check_spatial_refs, spatial_tokens
 from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, checked_text
 from .locate import LocateControl, LocateOutput
-from .settings import read_settings, reject_unknown
+from .settings import OBJECT_KEYS, read_settings, reject_unknown
 
 
 class PointSkill:
-    """Arguments: object, spatial_refs. Output: {"points": [{"x", "y"}]}, normalised to [0, 1]."""
+    """Arguments: object, spatial_refs. Output: {"points": [{"x", "y", "score"}]}, normalised to [0, 1]."""
 
     name = "point"
 
@@ -22,9 +22,7 @@ class PointSkill:
         reject_unknown(arguments, frozenset({"object", "spatial_refs"}))
         text = checked_text("object", arguments.get("object"), context)
         refs = check_spatial_refs(arguments.get("spatial_refs"))
-        read = read_settings(
-            settings, context.defaults, greedy=True, extra=frozenset({"max_tokens", "max_objects"})
-        )
+        read = read_settings(settings, context.defaults, greedy=True, extra=OBJECT_KEYS)
         max_objects = read.max_objects or context.defaults.max_objects
         templates = context.model.templates
         return SkillRequest(
@@ -40,7 +38,7 @@ class PointSkill:
             seed=read.seed,
             max_tokens=read.max_tokens,
             token_budget=min(read.max_tokens or 2 * max_objects, 2 * max_objects),
-            options={"max_objects": max_objects},
+            options={"max_objects": max_objects, "min_score": read.min_score},
         )
 
     def new_control(
@@ -50,4 +48,5 @@ class PointSkill:
         return LocateControl(boxes=False, max_objects=max_objects, model=context.model)
 
     def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
-        return LocateOutput("points", boxes=False)
+        min_score = request.options["min_score"]
+        return LocateOutput("points", boxes=False, min_score=min_score)

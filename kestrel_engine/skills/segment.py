@@ -11,6 +11,7 @@ from ..types.model_config import ModelConfig
 from ..types.requests import Coord, Size, check_spatial_refs, spatial_tokens
 from ..types.step import StepToken, TokenRule
 from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, checked_text
+from .scores import raw_score, rounded
 from .settings import read_settings, reject_unknown
 from .svg_path import PathError, SvgPathDecoder
 
@@ -19,7 +20,7 @@ LAST_NON_TEXT_ID = 20
 
 
 class SegmentSkill:
-    """Arguments: object, spatial_refs. Output: {"segments": [one]} (moondream.md section 9.7)."""
+    """Arguments: object, spatial_refs. Output: {"segments": [one]} (moondream.md section 9.7), with its "score"."""
 
     name = "segment"
 
@@ -35,7 +36,9 @@ class SegmentSkill:
             raise SkillUnavailable("segment", "this model can't segment; Moondream 3 models can")
         text = checked_text("object", arguments.get("object"), context)
         refs = check_spatial_refs(arguments.get("spatial_refs"))
-        read = read_settings(settings, context.defaults, greedy=True)
+        read = read_settings(
+            settings, context.defaults, greedy=True, extra=frozenset({"max_tokens", "min_score"})
+        )
         return SkillRequest(
             skill=self.name,
             prompt_field="object",
@@ -48,7 +51,7 @@ class SegmentSkill:
             sampling=read.sampling,
             seed=read.seed,
             max_tokens=read.max_tokens,
-            options={"object": text},
+            options={"object": text, "min_score": read.min_score},
         )
 
     def new_control(
@@ -57,7 +60,8 @@ class SegmentSkill:
         return SegmentControl(context)
 
     def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
-        return SegmentOutput(request.options["object"], context)
+        options = request.options
+        return SegmentOutput(options["object"], context, min_score=options["min_score"])
 
 
 class SegmentControl:
@@ -76,11 +80,19 @@ class SegmentControl:
 
 class SegmentOutput:
     """The box is streamed first, then the path command by command; pieces are held back until the box is there. After a
-    parse error the final path is empty and ``parse_error`` says why, whatever was streamed before."""
+    parse error the final path is empty and ``parse_error`` says why, whatever was streamed before.
 
-    def __init__(self, name: str, context: SkillContext) -> None:
-        self._name, self._codec = name, context.codec
+    The score is that of the box. If it is below ``min_score``, the request ends at the box, and the result has the
+    score, but neither box nor path.
+    """
+
+    def __init__(self, name: str, context: SkillContext, *, min_score: float = 0.0) -> None:
+        self._name, self._codec, self._min_score = name, context.codec, min_score
         self._ids: list[int] = []
+        self._placing: list[StepToken] = []
+        """The tokens that determine the box: two coordinates and a size."""
+        self._score: float | None = None
+        self._is_dropped = False
         self._coordinates: list[float] = []
         self._sizes: list[Size] = []
         self._path_tokens: list[str] = []
@@ -92,9 +104,13 @@ class SegmentOutput:
     def push(self, token: StepToken) -> list[StreamUpdate]:
         self._ids.append(token.id)
         if isinstance(token.value, Coord):
+            if len(self._coordinates) < 2:
+                self._placing.append(token)
             self._coordinates.append(_clamp(token.value.value))
             return self._box_updates()
         if isinstance(token.value, Size):
+            if not self._sizes:
+                self._placing.append(token)
             self._sizes.append(Size(_clamp(token.value.width), _clamp(token.value.height)))
             return self._box_updates()
         text = "" if token.id <= LAST_NON_TEXT_ID else self._codec.decode([token.id]).strip()
@@ -110,11 +126,19 @@ class SegmentOutput:
             return []
 
     def finish(self) -> list[StreamUpdate]:
+        if self._is_dropped:
+            return []
         updates = [] if self._error is not None else self._path_updates(self._decoder.finish())
         held, self._held = self._held, []
         return [*held, *updates]
 
+    @property
+    def is_complete(self) -> bool:
+        return self._is_dropped
+
     def output(self) -> dict[str, Any]:
+        if self._is_dropped:
+            return {"segments": [{"object": self._name, "svg_path": "", "score": self._score}]}
         path = "" if self._error is not None else self._decoder.path
         pairs = zip(self._coordinates[::2], self._coordinates[1::2], strict=False)
         segment: dict[str, Any] = {
@@ -129,6 +153,8 @@ class SegmentOutput:
         if self._box is not None:
             segment["bbox"] = dict(self._box)
             segment["coarse_bbox"] = dict(self._box)
+        if self._score is not None:
+            segment["score"] = self._score
         if self._sizes:
             segment["sizes"] = [{"width": s.width, "height": s.height} for s in self._sizes]
         if self._error is not None:
@@ -142,6 +168,11 @@ class SegmentOutput:
     def _box_updates(self) -> list[StreamUpdate]:
         if self._box is not None or len(self._coordinates) < 2 or not self._sizes:
             return []
+        raw = raw_score(self._placing)
+        self._score = None if raw is None else rounded(raw)
+        if self._score is not None and self._score < self._min_score:
+            self._is_dropped, self._held = True, []
+            return []
         (x, y), size = self._coordinates[:2], self._sizes[0]
         self._box = {
             "x_min": _clamp(x - size.width / 2),
@@ -149,6 +180,8 @@ class SegmentOutput:
             "x_max": _clamp(x + size.width / 2),
             "y_max": _clamp(y + size.height / 2),
         }
+        if self._score is not None:
+            self._box["score"] = self._score
         held, self._held = self._held, []
         return [StreamUpdate(object=self._box), *held]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from numbers import Real
+from typing import Any, cast
 
 from ..errors import InvalidRequest
 from ..types.requests import SamplingParams
@@ -14,17 +15,23 @@ from .stop_strings import read_stop_strings
 SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "seed"})
 TEXT_KEYS = frozenset({"max_tokens", "stop", "logprobs"})
 """Further settings of skills that write text."""
+OBJECT_KEYS = frozenset({"max_tokens", "max_objects", "min_score"})
+"""Further settings of skills that find objects."""
 _MAX_SEED = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """``seed``, ``max_tokens`` and ``max_objects`` are None where the caller set none; ``stop`` is empty."""
+    """``seed``, ``max_tokens`` and ``max_objects`` are None where the caller set none; ``stop`` is empty.
+
+    ``min_score``: the least score of an object that is returned, in [0, 1].
+    """
 
     sampling: SamplingParams
     seed: int | None
     max_tokens: int | None
     max_objects: int | None
+    min_score: float = 0.0
     stop: tuple[str, ...] = ()
     logprobs: bool = False
 
@@ -66,6 +73,7 @@ def read_settings(
         seed=seed,
         max_tokens=_positive("max_tokens", given.get("max_tokens")),
         max_objects=_positive("max_objects", given.get("max_objects")),
+        min_score=_share("min_score", given.get("min_score", defaults.min_score)),
         stop=read_stop_strings(given.get("stop")),
         logprobs=logprobs,
     )
@@ -77,6 +85,14 @@ def _positive(name: str, value: object) -> int | None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InvalidRequest(name, f"{value!r} is not a whole number of at least 1")
     return value
+
+
+def _share(name: str, value: object) -> float:
+    """A number in [0, 1]."""
+    # numpy's numbers are registered as Real. NaN fails the comparison.
+    if isinstance(value, Real) and not isinstance(value, bool) and 0 <= cast(float, value) <= 1:
+        return float(value)
+    raise InvalidRequest(name, f"{value!r} is not a number in [0, 1]")
 
 
 def reject_unknown(arguments: Mapping[str, Any], known: frozenset[str]) -> None:

@@ -32,7 +32,8 @@ class StreamUpdate:
     """One step forward of a stream; exactly one of the payload fields is set.
 
     ``text`` and ``reasoning`` are deltas that never split a character and, joined, equal the final text. ``object`` is
-    a finished point ``{"x", "y"}`` or box ``{"x_min", "y_min", "x_max", "y_max"}`` (normalised, not clipped). ``path``
+    a finished point ``{"x", "y"}`` or box ``{"x_min", "y_min", "x_max", "y_max"}`` (normalised, not clipped), with its
+    ``score`` in [0, 1] if the runtime gives probabilities. ``path``
     is one SVG command with its arguments; joined with single spaces the pieces equal ``svg_path``. ``token_index``:
     number of tokens generated when it was emitted. ``tokens`` come with ``text``, if the request asks for
     log-probabilities: those since the last update with text. The text of the last of them may follow later.

@@ -33,13 +33,24 @@ class TokenRule:
     read_size: bool = False
 
 
+NEAR_BINS = 16
+"""Bins on each side of a value's bin that count as near it: 1.6 % of the image for a coordinate, and a factor of 1.11
+for a size."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepToken:
-    """One sampled token: its id, its value if a region head was read, its log-probability if known (float32)."""
+    """One sampled token: its id, and its value if a region head was read.
+
+    ``logprob``: the natural logarithm of the id's probability under its rule, at temperature 1; 0 for a forced id; None
+    if unknown. ``near``: for a value, the probability in [0, 1] that the region head gives to the bins within NEAR_BINS
+    of the value's bin; for a size, the product for width and height; None if unknown. Both are float32.
+    """
 
     id: int
     value: Coord | Size | None = None
     logprob: float | None = None
+    near: float | None = None
 
     def as_input(self) -> Token:
         """The input at the next position."""

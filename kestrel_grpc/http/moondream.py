@@ -39,6 +39,7 @@ _NAMES = {
     "image": "image_url",
     "image.encoded": "image_url",
     "max_objects": "settings.max_objects",
+    "min_score": "settings.min_score",
     "options.model": "model",
 }
 
@@ -121,6 +122,9 @@ def _fill(request: Any, fields: Fields, served: str, *, needs_image: bool = True
     max_objects = _positive(settings, "max_objects")
     if max_objects is not None and "max_objects" in request.DESCRIPTOR.fields_by_name:
         request.max_objects = max_objects
+    min_score = settings.number("min_score")
+    if min_score is not None and "min_score" in request.DESCRIPTOR.fields_by_name:
+        request.min_score = min_score
     if settings.values.get("adapter") is not None:
         raise InvalidRequest("settings.adapter", "this server has no adapters")
     model = fields.values.get("model")

@@ -20,6 +20,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest
 
 from ..service_names import MODEL_METHODS, VISION_METHODS
+from ..services.json_values import score_values
 from ..services.model import ModelService
 from ..services.vision import VisionService
 from .conversation import Conversation, Message, conversation
@@ -155,12 +156,17 @@ def _grounding_json(response: Any, label: str) -> str:
                     round(box.y_max * height),
                 ],
                 "label": label,
+                **score_values(box),
             }
             for box in response.objects
         ]
     else:
         found = [
-            {"point_2d": [round(point.x * width), round(point.y * height)], "label": label}
+            {
+                "point_2d": [round(point.x * width), round(point.y * height)],
+                "label": label,
+                **score_values(point),
+            }
             for point in response.points
         ]
     return orjson.dumps(found).decode()

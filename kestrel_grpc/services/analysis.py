@@ -61,9 +61,9 @@ class _Kind:
 _KINDS = {
     "query": _Kind(convert.query_arguments, convert.query_response),
     "caption": _Kind(convert.caption_arguments, convert.caption_response),
-    "point": _Kind(convert.point_arguments, convert.point_response, convert.max_objects),
-    "detect": _Kind(convert.detect_arguments, convert.detect_response, convert.max_objects),
-    "segment": _Kind(convert.segment_arguments, convert.segment_response),
+    "point": _Kind(convert.point_arguments, convert.point_response, convert.object_settings),
+    "detect": _Kind(convert.detect_arguments, convert.detect_response, convert.object_settings),
+    "segment": _Kind(convert.segment_arguments, convert.segment_response, convert.min_score),
 }
 """By the name of the task's field. The skill and the result's field have the same name."""
 

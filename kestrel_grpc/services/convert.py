@@ -120,17 +120,18 @@ def caption_call(request: vision_service_pb2.CaptionRequest) -> SkillCall:
 
 def point_call(request: vision_service_pb2.PointRequest) -> SkillCall:
     image = required_image(request)
-    return _call("point", request, image, point_arguments(request), max_objects(request))
+    return _call("point", request, image, point_arguments(request), object_settings(request))
 
 
 def detect_call(request: vision_service_pb2.DetectRequest) -> SkillCall:
     image = required_image(request)
-    return _call("detect", request, image, detect_arguments(request), max_objects(request))
+    return _call("detect", request, image, detect_arguments(request), object_settings(request))
 
 
 def segment_call(request: vision_service_pb2.SegmentRequest) -> SkillCall:
     image, mask = required_image(request), mask_format(request)
-    return _call("segment", request, image, segment_arguments(request), mask_format=mask)
+    arguments, settings = segment_arguments(request), min_score(request)
+    return _call("segment", request, image, arguments, settings, mask_format=mask)
 
 
 # A skill's request and its task in Analyze have the same fields, with the same names and numbers.
@@ -175,13 +176,25 @@ def segment_arguments(
     return {"object": fields.object, "spatial_refs": spatial_refs(fields.spatial_refs)}
 
 
-def max_objects(
+def object_settings(
     fields: vision_service_pb2.PointRequest
     | vision_service_pb2.PointTask
     | vision_service_pb2.DetectRequest
     | vision_service_pb2.DetectTask,
 ) -> Fields:
-    return {"max_objects": fields.max_objects} if fields.HasField("max_objects") else {}
+    limit = {"max_objects": fields.max_objects} if fields.HasField("max_objects") else {}
+    return {**limit, **min_score(fields)}
+
+
+def min_score(
+    fields: vision_service_pb2.PointRequest
+    | vision_service_pb2.PointTask
+    | vision_service_pb2.DetectRequest
+    | vision_service_pb2.DetectTask
+    | vision_service_pb2.SegmentRequest
+    | vision_service_pb2.SegmentTask,
+) -> Fields:
+    return {"min_score": fields.min_score} if fields.HasField("min_score") else {}
 
 
 def mask_format(
@@ -371,6 +384,7 @@ def segment_response(
     return vision_service_pb2.SegmentResponse(
         svg_path=segment["svg_path"],
         box=box(segment["bbox"]) if "bbox" in segment else None,
+        score=segment.get("score"),
         parse_error=segment.get("parse_error"),
         **shared_fields(result, image_positions),
     )
@@ -412,7 +426,7 @@ def token_logprob(token: TokenLogprob) -> common_pb2.TokenLogprob:
 
 
 def point(found: Mapping[str, float]) -> common_pb2.Point:
-    return common_pb2.Point(x=_clip(found["x"]), y=_clip(found["y"]))
+    return common_pb2.Point(x=_clip(found["x"]), y=_clip(found["y"]), score=found.get("score"))
 
 
 def box(found: Mapping[str, float]) -> common_pb2.Box:
@@ -422,6 +436,7 @@ def box(found: Mapping[str, float]) -> common_pb2.Box:
         y_min=_clip(found["y_min"]),
         x_max=_clip(found["x_max"]),
         y_max=_clip(found["y_max"]),
+        score=found.get("score"),
     )
 
 

@@ -14,11 +14,17 @@ from kestrel_engine import InvalidRequest
 
 
 def point_values(point: common_pb2.Point) -> dict[str, float]:
-    return {"x": point.x, "y": point.y}
+    return {"x": point.x, "y": point.y, **score_values(point)}
 
 
 def box_values(box: common_pb2.Box) -> dict[str, float]:
-    return {"x_min": box.x_min, "y_min": box.y_min, "x_max": box.x_max, "y_max": box.y_max}
+    edges = {"x_min": box.x_min, "y_min": box.y_min, "x_max": box.x_max, "y_max": box.y_max}
+    return {**edges, **score_values(box)}
+
+
+def score_values(found: common_pb2.Point | common_pb2.Box) -> dict[str, float]:
+    """Empty if there is no score."""
+    return {"score": found.score} if found.HasField("score") else {}
 
 
 def reasoning_values(reasoning: pb.Reasoning) -> dict[str, Any]:
@@ -39,6 +45,8 @@ def outline_values(response: pb.SegmentResponse) -> dict[str, Any]:
     values: dict[str, Any] = {"path": response.svg_path}
     if response.HasField("box"):
         values["bbox"] = box_values(response.box)
+    if response.HasField("score"):
+        values["score"] = response.score
     if response.HasField("parse_error"):
         values["parse_error"] = response.parse_error
     return values

@@ -165,6 +165,7 @@ class ModelService(ModelServiceServicer):
             default_top_p=config.default_top_p,
             image_store_bytes=self._image_store_bytes,
             max_analyze_tasks=MAX_TASKS,
+            default_min_score=config.min_score,
         )
 
 

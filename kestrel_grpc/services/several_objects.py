@@ -57,8 +57,7 @@ def _check(request: pb.PointRequest | pb.DetectRequest) -> None:
 def _tasks(request: pb.PointRequest | pb.DetectRequest) -> Sequence[Task]:
     kind: type[pb.PointTask] | type[pb.DetectTask]
     shared: dict[str, Any] = {"sampling": request.sampling}
-    if request.HasField("max_objects"):
-        shared["max_objects"] = request.max_objects
+    shared.update(convert.object_settings(request))
     skill, kind = "detect", pb.DetectTask
     if isinstance(request, pb.PointRequest):
         skill, kind = "point", pb.PointTask

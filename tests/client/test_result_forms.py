@@ -28,6 +28,9 @@ from tests.client.test_drawing import CIRCLE, COLOURS, made
 
 BOXES = (Box(0.25, 0.5, 0.5, 1), Box(0, 0, 1, 0.5))
 FOUND = made(DetectResult, object="cat", objects=BOXES)
+SCORED = made(
+    DetectResult, object="cat", objects=(Box(0.25, 0.5, 0.5, 1, 0.75), Box(0, 0, 1, 0.5, 0.5))
+)
 
 
 def test_a_notebook_shows_what_was_found() -> None:
@@ -51,6 +54,9 @@ def test_results_are_sequences_with_short_words() -> None:
     assert repr(FOUND) == "DetectResult(2 x 'cat', m, stop)"
     points = made(PointResult, object="x", points=(Point(0, 1),))
     assert [*points] == [Point(0, 1)] and repr(points) == "PointResult(1 x 'x', m, stop)"
+    assert repr(SCORED) == "DetectResult(2 x 'cat' 0.50 to 0.75, m, stop)"
+    assert repr(Point(0, 1)) == "Point(x=0, y=1)"
+    assert repr(Point(0, 1, 0.25)) == "Point(x=0, y=1, score=0.250)"
     answer = made(QueryResult, question="why?", answer="word " * 99)
     assert str(answer) == answer.answer and len(repr(answer)) < 160
     assert str(made(CaptionResult, caption="a dog")) == "a dog"
@@ -68,6 +74,7 @@ def test_coco() -> None:
         "id": 1, "image_id": 7, "category_id": 3, "bbox": [100, 100, 100, 100], "area": 10000, "iscrowd": 0,
     }  # fmt: skip
     assert second["id"] == 2 and second["bbox"] == [0, 0, 400, 100]
+    assert "score" not in first and [each["score"] for each in SCORED.to_coco()] == [0.75, 0.5]
     outline = made(SegmentResult, object="o", svg_path=CIRCLE, box=Box(0.25, 0.25, 0.5, 0.75))
     (segment,) = outline.to_coco()
     assert segment["area"] == pytest.approx(np.pi * 50 * 50, rel=0.01)
@@ -88,6 +95,8 @@ def test_a_data_frame() -> None:
     points = made(PointResult, object="x", points=(Point(0.5, 1),)).to_frame()
     assert points.loc[0, ["x", "x_px", "y_px"]].tolist() == [0.5, 200, 199]
     assert made(DetectResult, object="cat", objects=()).to_frame().empty
+    assert SCORED.to_frame()["score"].tolist() == [0.75, 0.5]
+    assert points["score"].isna().all()
 
 
 def test_supervision() -> None:
@@ -96,6 +105,8 @@ def test_supervision() -> None:
     assert isinstance(detections, supervision.Detections)
     assert detections.xyxy.tolist() == [[100, 100, 200, 200], [0, 0, 400, 100]]
     assert detections.data["class_name"].tolist() == ["cat", "cat"]
+    assert detections.confidence is None
+    assert SCORED.to_supervision().confidence.tolist() == [0.75, 0.5]
     assert len(made(DetectResult, object="cat", objects=()).to_supervision()) == 0
     outline = made(SegmentResult, object="o", svg_path=CIRCLE, box=Box(0.25, 0.25, 0.5, 0.75))
     assert outline.to_supervision().mask.sum() == pytest.approx(np.pi * 50 * 50, rel=0.01)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kestrel_engine import EngineResult, InferenceEngine, RuntimeConfig
 from kestrel_engine.types.observer import ImageEvent, RequestEvent, StepEvent
 
@@ -210,12 +212,24 @@ def assert_equal(
         assert have.token_ids == want.token_ids, where
         assert have.finish_reason == want.finish_reason, where
         assert plain(have.output) == plain(want.output), where
+        assert scores(have.output) == pytest.approx(scores(want.output), abs=1e-3), where
+
+
+def scores(output: Any) -> list[float]:
+    """All scores of an output in their order. They are probabilities, so they differ as far as logits do."""
+    if isinstance(output, (list, tuple)):
+        return [score for value in output for score in scores(value)]
+    if not isinstance(output, Mapping):
+        return []
+    own = [output["score"]] if "score" in output else []
+    return own + [score for value in output.values() for score in scores(value)]
 
 
 def plain(output: Any) -> Any:
-    """Numbers to six places: a coordinate is a bin, but a box's corner is a difference of floats."""
+    """An output without scores, numbers to six places: a coordinate is a bin, but a box's corner is a difference of
+    floats."""
     if isinstance(output, Mapping):
-        return {key: plain(value) for key, value in output.items()}
+        return {key: plain(value) for key, value in output.items() if key != "score"}
     if isinstance(output, (list, tuple)):
         return [plain(value) for value in output]
     return round(output, 6) if isinstance(output, float) else output

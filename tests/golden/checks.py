@@ -191,7 +191,8 @@ def check_job(case: Case, job: Job) -> None:
         case "point" | "detect" as skill:
             assert len(output[skill]) == len(case["objects"])
             for found, expected in zip(output[skill], case["objects"], strict=True):
-                assert found == pytest.approx(expected, abs=1e-6)
+                place = {name: value for name, value in found.items() if name != "score"}
+                assert place == pytest.approx(expected, abs=1e-6) and 0 <= found["score"] <= 1
             assert bins_of(job) == [b for object_bins in case["bins"] for b in object_bins]
         case "segment":
             assert job.output.token_ids == tuple(t["id"] for t in case["tokens"])

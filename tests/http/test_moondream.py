@@ -54,7 +54,7 @@ async def test_every_skill_answers_as_grpc_does(http):
     points = await served.vision.Point(
         pb.PointRequest(image=image, object="dot", sampling=sampling)
     )
-    assert body["points"] == [{"x": p.x, "y": p.y} for p in points.points]
+    assert body["points"] == [{"x": p.x, "y": p.y, "score": p.score} for p in points.points]
     assert body["count"] == len(points.points)
 
     body = (await client.post("/v1/detect", json={**asked, "object": "dot"})).json()
@@ -114,6 +114,13 @@ async def test_errors_name_the_json_field(http):
             400,
             "settings.max_objects",
             "at least 1",
+        ),
+        (
+            "segment",
+            {"image_url": url, "object": "x", "settings": {"min_score": 1.5}},
+            400,
+            "settings.min_score",
+            "in [0, 1]",
         ),
         ("point", {"image_url": url, "object": "x", "model": "gpt"}, 404, "model", "gpt"),
         (

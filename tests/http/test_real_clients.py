@@ -69,7 +69,7 @@ def test_moondream(endpoint: str, tmp_path: Path):
     assert "two green crescents" in out["caption"]["caption"]
     assert out["caption_stream"] == out["caption"]["caption"]
     assert len(out["detect"]["objects"]) == len(out["point"]["points"]) == 2
-    assert out["detect"]["objects"][0].keys() == {"x_min", "y_min", "x_max", "y_max"}
+    assert out["detect"]["objects"][0].keys() == {"x_min", "y_min", "x_max", "y_max", "score"}
     assert out["refs"].keys() == {"points"}
     assert out["chat"]["message"]["content"] == out["chat_stream"] == "0"
 

@@ -54,9 +54,9 @@ def test_what_was_sampled_is_kept_and_reported():
     sampled = SampledTokens.empty(4, DEVICE)
     results = torch.full((3, RESULT_WIDTH), -7, dtype=torch.int32, device=DEVICE)
     logprobs = torch.tensor([-0.5, -1.5, -2.5], device=DEVICE)
-    coords = Bins(ints(100, 200, 300).view(3, 1), torch.full((3, 1), -0.1, device=DEVICE), 1024)
+    coords = Bins(ints(100, 200, 300).view(3, 1), torch.full((3, 1), 0.75, device=DEVICE), 1024)
     sizes = Bins(
-        ints(1, 2, 3, 4, 1023, 512).view(3, 2), torch.full((3, 2), -0.2, device=DEVICE), 1024
+        ints(1, 2, 3, 4, 1023, 512).view(3, 2), torch.full((3, 2), 0.5, device=DEVICE), 1024
     )
     keep_rows(
         torch.ones(3, 70, device=DEVICE),
@@ -71,7 +71,7 @@ def test_what_was_sampled_is_kept_and_reported():
     assert results[:, 0].tolist() == [5, 5, 6] and results[:, 1].tolist() == [0, 0, 1]
     assert torch.equal(results[:, 2].view(torch.float32), logprobs)
     assert results[1, 3] == 200 and results[2, 4:6].tolist() == [1023, 512]
-    assert results[:, 7].view(torch.float32).tolist() == pytest.approx([-0.4] * 3)
+    assert results[:, 6:].view(torch.float32).tolist() == [[0.75, 0.25]] * 3
 
 
 def test_without_heads_a_row_is_text():
@@ -105,9 +105,9 @@ def test_a_row_with_a_number_that_is_not_finite_is_bad(dim, value):
 
 
 def test_a_value_is_bad_only_for_those_who_read_it():
-    logprobs = torch.tensor([[-0.1], [torch.nan], [torch.nan]], device=DEVICE)
-    coords = Bins(ints(1, 2, 3).view(3, 1), logprobs, 1024)
-    sizes = Bins(ints(*range(6)).view(3, 2), torch.full((3, 2), -0.2, device=DEVICE), 1024)
+    near = torch.tensor([[0.5], [torch.nan], [torch.nan]], device=DEVICE)
+    coords = Bins(ints(1, 2, 3).view(3, 1), near, 1024)
+    sizes = Bins(ints(*range(6)).view(3, 2), torch.full((3, 2), 0.5, device=DEVICE), 1024)
     results = torch.zeros(3, RESULT_WIDTH, dtype=torch.int32, device=DEVICE)
     keep_rows(
         torch.ones(3, 64, device=DEVICE), ints(0, 1, 2), ints(1, 1, 3), ints(5, 5, 6),

@@ -62,7 +62,9 @@ async def test_every_skill_answers_as_kestrel_v1_does(serve):
         )
     )
     assert got.keys() == {"points", *KEYS}
-    assert got["points"] == [{"x": point.x, "y": point.y} for point in points.points]
+    assert got["points"] == [
+        {"x": point.x, "y": point.y, "score": point.score} for point in points.points
+    ]
     assert got["metrics"]["input_tokens"] == points.usage.input_tokens
 
     got = output(await stub.ModelInfer(infer(SKILL="segment", OBJECT="dot", **given)))

@@ -283,6 +283,9 @@ def test_every_tunable_has_presence() -> None:
     tunables += [MESSAGES["QueryRequest"].fields_by_name["reasoning"]]
     tunables += [MESSAGES[f"{s}Request"].fields_by_name["max_objects"] for s in ("Point", "Detect")]
     tunables += [
+        MESSAGES[f"{s}Request"].fields_by_name["min_score"] for s in ("Point", "Detect", "Segment")
+    ]
+    tunables += [
         MESSAGES[f"{s}Request"].fields_by_name["num_samples"] for s in ("Query", "Caption")
     ]
     tunables += [MESSAGES["EmbedRequest"].fields_by_name[name] for name in ("whole_image", "crops")]
@@ -293,8 +296,6 @@ def test_every_tunable_has_presence() -> None:
 @pytest.mark.parametrize(
     ("message", "numbers", "name"),
     [
-        ("Point", [3], "score"),
-        ("Box", [5], "score"),
         ("RequestOptions", [4], "adapter"),
     ],
 )

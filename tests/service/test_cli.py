@@ -206,7 +206,8 @@ def test_objects_are_printed_one_a_line_and_painted(server, tmp_path):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     for line in lines:
-        assert re.fullmatch(r"([01]\.\d{4} ){3}[01]\.\d{4}  \((\d+, ){3}\d+ px\)", line)
+        place = r"([01]\.\d{4} ){3}[01]\.\d{4}  \((\d+, ){3}\d+ px\)"
+        assert re.fullmatch(place + r"  score [01]\.\d{3}", line)
     boxes = sorted(tuple(map(float, line.split()[:4])) for line in lines)
     assert boxes == [pytest.approx(box, abs=0.03) for box in CRESCENTS]
     with Image.open(painted) as image:

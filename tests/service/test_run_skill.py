@@ -130,7 +130,7 @@ async def test_the_five_skills_by_name(serve):
         for item in found.output["objects"]
     ]
     assert [pytest.approx(item, abs=1e-6) for item in clipped] == [
-        {edge: getattr(box, edge) for edge in ("x_min", "y_min", "x_max", "y_max")}
+        {edge: getattr(box, edge) for edge in ("x_min", "y_min", "x_max", "y_max", "score")}
         for box in boxes.objects
     ]
     refs = {"object": "cat", "spatial_refs": [[0.25, 0.5], [0, 0, 1, 1]]}

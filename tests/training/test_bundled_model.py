@@ -1,6 +1,7 @@
 """The bundled files: size, names, and the engine against the plain reference, token for token."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,34 @@ def _follow(
     )
 
 
+@torch.no_grad()
+def _box_scores(model: TinyModel, image: torch.Tensor, prompt: Prompt) -> list[float]:
+    """The raw scores of a finished prompt's boxes by the reference, as docs/scores.md defines them."""
+    from training.learning.model import prompt_mask
+
+    ids, values = torch.tensor([prompt.ids]), torch.tensor([prompt.values])
+    position = torch.arange(PREFIX, PREFIX + ids.shape[1])[None]
+    hidden, _ = model.decode(image, ids, values, position, prompt_mask(torch.zeros_like(ids)))
+    before = hidden[0, prompt.start - 1 : -1]
+
+    def near(logits: torch.Tensor) -> float:
+        probabilities = logits.softmax(-1).tolist()
+        best = probabilities.index(max(probabilities))
+        return float(sum(probabilities[max(0, best - 16) : best + 17]))
+
+    logits = model.text.logits(before)
+    coords, sizes = model.region.coord_logits(before), model.region.size_logits(before)
+    scores = []
+    for first in range(0, len(before) - 1, 3):
+        # The first decision is over the whole vocabulary, later ones are between one more box and the end.
+        end = (
+            logits[first].softmax(-1)[0] if first == 0 else logits[first, [0, COORD]].softmax(-1)[0]
+        )
+        places = [near(coords[first]), near(coords[first + 1])]
+        scores.append(float(1 - end) * math.prod([*places, *map(near, sizes[first + 2])]))
+    return scores
+
+
 async def test_the_engine_says_what_the_reference_says(bundled: Path, writer: PromptWriter) -> None:
     pytest.importorskip("pyvips")
     from kestrel_engine import InferenceEngine, RuntimeConfig
@@ -122,6 +151,9 @@ async def test_the_engine_says_what_the_reference_says(bundled: Path, writer: Pr
             ids, coords, sizes, _ = _follow(model, image, prompt)
             said = prompt.ids[prompt.start :]
             assert len(found.output["objects"]) > 1
+            scores = [box["score"] for box in found.output["objects"]]
+            assert scores == pytest.approx(_box_scores(model, image, prompt), abs=1e-4)
+            assert min(scores) > 0.5
             for step, token in enumerate(said):
                 value = prompt.values[prompt.start + step]
                 if step % 3 == 0:

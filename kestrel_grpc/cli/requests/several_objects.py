@@ -15,6 +15,7 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(f"no image is given: kestrel-grpc {args.command} IMAGE --object NAME")
     names = args.objects
     options = {**sampling(args), **request_options(args), "max_objects": args.max_objects}
+    options["min_score"] = args.min_score
     titles = {name: name for name in names}
     if args.command == "point":
         return run_several(

@@ -186,6 +186,13 @@ def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
             metavar="OBJECT",
             help="object to find, instead of the last word; may be given several times",
         )
+    if command in ("point", "detect", "segment"):
+        parser.add_argument(
+            "--min-score",
+            type=number,
+            metavar="SCORE",
+            help="omit what has a lower score, in [0, 1] [the server's default]",
+        )
     if command == "segment":
         parser.add_argument(
             "--mask", choices=("none", "svg", "png", "rle"), default="none",
@@ -274,8 +281,8 @@ def _arguments(args: argparse.Namespace, word: str) -> tuple[list[Any], dict[str
     if args.command == "caption":
         return [word], options
     if args.command == "segment":
-        return [word], {**options, "mask": args.mask}
-    return [word], {**options, "max_objects": args.max_objects}
+        return [word], {**options, "mask": args.mask, "min_score": args.min_score}
+    return [word], {**options, "max_objects": args.max_objects, "min_score": args.min_score}
 
 
 def _stream(
@@ -320,9 +327,9 @@ def event_dict(event: object) -> dict[str, Any]:
         case PathPiece():
             return {"path": event.path, "output_tokens": event.output_tokens}
         case Point():
-            return {"point": {"x": event.x, "y": event.y}}
+            return {"point": plain_value(event)}
         case Box():
-            return {"box": _edges(event)}
+            return {"box": plain_value(event)}
     raise AssertionError(f"an unknown event {event!r}")
 
 
@@ -389,14 +396,16 @@ def print_nothing(result: Result) -> None:
 
 
 def _place(place: Point | Box, size: ImageSize | None) -> str:
-    """Coordinates as fractions of the image, and in pixels if its size is known."""
+    """Coordinates as fractions of the image, in pixels if its size is known, and the score if there is one."""
     numbers = [place.x, place.y] if isinstance(place, Point) else list(_edges(place).values())
-    text = " ".join(f"{number:.4f}" for number in numbers)
-    if size is None:
-        return text
-    sides = (size.width, size.height) * 2
-    pixels = ", ".join(str(round(n * side)) for n, side in zip(numbers, sides, strict=False))
-    return f"{text}  ({pixels} px)"
+    parts = [" ".join(f"{number:.4f}" for number in numbers)]
+    if size is not None:
+        sides = (size.width, size.height) * 2
+        pixels = ", ".join(str(round(n * side)) for n, side in zip(numbers, sides, strict=False))
+        parts.append(f"({pixels} px)")
+    if place.score is not None:
+        parts.append(f"score {place.score:.3f}")
+    return "  ".join(parts)
 
 
 def _edges(box: Box) -> dict[str, float]:

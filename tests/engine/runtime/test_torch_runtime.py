@@ -13,6 +13,7 @@ from kestrel_engine.runtime.protocol import Runtime
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.requests import Coord, ImageBlock, PreparedImage, SamplingParams, Size
 from kestrel_engine.types.step import (
+    NEAR_BINS,
     PREVIOUS,
     EncodeSlice,
     Row,
@@ -110,7 +111,8 @@ def test_values_are_read_only_where_rule_and_id_say_so(runtime):
     assert x.id == coord and isinstance(x.value, Coord) and x.value.value * 64 % 1 == 0
     box = sampled(TokenRule(forced=size, read_size=True))
     assert box.id == size and isinstance(box.value, Size)
-    assert 2**-10 <= box.value.width <= 1 and box.logprob < 0
+    assert 2**-10 <= box.value.width <= 1
+    assert x.logprob == box.logprob == 0.0 and 0 < x.near < 1 and 0 < box.near < 1
     assert sampled(TokenRule(forced=coord)).value is None
     assert sampled(TokenRule(forced=coord)).logprob == 0.0
     assert sampled(TokenRule(forced=coord, read_size=True)).value is None
@@ -126,6 +128,24 @@ def test_region_heads_read_the_stream_before_the_last_layer_norm(runtime):
     rule = TokenRule(forced=5, read_coord=True)
     token = step(runtime, prefill=(row([0, 30, 31], sample=spec(rule)),)).tokens[0]
     assert token.value == Coord(expected / 64)
+
+
+def test_the_probability_near_a_value_is_that_of_the_bins_around_it(runtime):
+    hidden = runtime.hidden([row([0, 30, 31])])
+    region = runtime.model.region
+    (x,) = region.coord_logits(hidden).softmax(dim=-1).tolist()
+    ((w, h),) = region.size_logits(hidden).softmax(dim=-1).tolist()
+
+    def near(probabilities):
+        best = probabilities.index(max(probabilities))
+        return sum(probabilities[max(0, best - NEAR_BINS) : best + NEAR_BINS + 1])
+
+    coord, size = (
+        step(runtime, prefill=(row([0, 30, 31], sample=spec(rule)),)).tokens[0]
+        for rule in (TokenRule(forced=5, read_coord=True), TokenRule(forced=6, read_size=True))
+    )
+    assert coord.near == pytest.approx(near(x), abs=1e-6)
+    assert size.near == pytest.approx(near(w) * near(h), abs=1e-6)
 
 
 def test_a_image_stays_until_it_is_dropped(runtime):

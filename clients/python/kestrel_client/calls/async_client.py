@@ -136,6 +136,7 @@ class AsyncKestrelClient:
         *,
         max_objects: int | None = ...,
         spatial_refs: Iterable[SpatialRef] = ...,
+        min_score: float | None = ...,
         **options: Unpack[CallOptions],
     ) -> PointResult: ...
     @overload
@@ -146,6 +147,7 @@ class AsyncKestrelClient:
         objects: Sequence[str],
         max_objects: int | None = ...,
         spatial_refs: Iterable[SpatialRef] = ...,
+        min_score: float | None = ...,
         **options: Unpack[CallOptions],
     ) -> AnalyzeResult: ...
     async def point(
@@ -156,14 +158,16 @@ class AsyncKestrelClient:
         objects: Sequence[str] | None = None,
         max_objects: int | None = None,
         spatial_refs: Iterable[SpatialRef] = (),
+        min_score: float | None = None,
         **options: Unpack[CallOptions],
     ) -> PointResult | AnalyzeResult:
-        """Finds the centre of every object of a kind, like "red circle".
+        """Finds the centre of every object of a kind, like "red circle". Every point has a ``score``.
 
+        ``min_score``: points with a lower score are omitted; default: the server's.
         ``objects``: up to 256 names in place of ``object``. The result then is an AnalyzeResult: ``result["cat"]`` is
-        the PointResult of that name, or raises its error. ``max_objects`` applies to each name.
+        the PointResult of that name, or raises its error. ``max_objects`` and ``min_score`` apply to each name.
         """
-        task = PointTask(object, max_objects, spatial_refs)
+        task = PointTask(object, max_objects, spatial_refs, min_score)
         if objects is not None:
             prepare = self._requests.several
             return await self._channel.call(prepare, image, task, objects, options)
@@ -176,6 +180,7 @@ class AsyncKestrelClient:
         object: str,
         *,
         max_objects: int | None = ...,
+        min_score: float | None = ...,
         **options: Unpack[CallOptions],
     ) -> DetectResult: ...
     @overload
@@ -185,6 +190,7 @@ class AsyncKestrelClient:
         *,
         objects: Sequence[str],
         max_objects: int | None = ...,
+        min_score: float | None = ...,
         **options: Unpack[CallOptions],
     ) -> AnalyzeResult: ...
     async def detect(
@@ -194,14 +200,16 @@ class AsyncKestrelClient:
         *,
         objects: Sequence[str] | None = None,
         max_objects: int | None = None,
+        min_score: float | None = None,
         **options: Unpack[CallOptions],
     ) -> DetectResult | AnalyzeResult:
-        """Finds the bounding box of every object of a kind.
+        """Finds the bounding box of every object of a kind. Every box has a ``score``.
 
+        ``min_score``: boxes with a lower score are omitted; default: the server's.
         ``objects``: up to 256 names in place of ``object``. The result then is an AnalyzeResult: ``result["cat"]`` is
-        the DetectResult of that name, or raises its error. ``max_objects`` applies to each name.
+        the DetectResult of that name, or raises its error. ``max_objects`` and ``min_score`` apply to each name.
         """
-        task = DetectTask(object, max_objects)
+        task = DetectTask(object, max_objects, min_score)
         if objects is not None:
             prepare = self._requests.several
             return await self._channel.call(prepare, image, task, objects, options)
@@ -214,10 +222,14 @@ class AsyncKestrelClient:
         *,
         spatial_refs: Iterable[SpatialRef] = (),
         mask: MaskFormat = "none",
+        min_score: float | None = None,
         **options: Unpack[CallOptions],
     ) -> SegmentResult:
-        """Outlines one object. ``mask``: the encoding of a mask that the server sends in addition to the path."""
-        task = SegmentTask(object, spatial_refs, mask)
+        """Outlines one object. ``mask``: the encoding of a mask that the server sends in addition to the path.
+
+        ``min_score``: an outline with a lower score is omitted; default: the server's.
+        """
+        task = SegmentTask(object, spatial_refs, mask, min_score)
         return await self._channel.call(self._requests.task, image, task, options)
 
     def stream_query(
@@ -252,6 +264,7 @@ class AsyncKestrelClient:
         *,
         max_objects: int | None = ...,
         spatial_refs: Iterable[SpatialRef] = ...,
+        min_score: float | None = ...,
         **options: Unpack[CallOptions],
     ) -> AsyncStream[PointResult, Point]: ...
     @overload
@@ -262,6 +275,7 @@ class AsyncKestrelClient:
         objects: Sequence[str],
         max_objects: int | None = ...,
         spatial_refs: Iterable[SpatialRef] = ...,
+        min_score: float | None = ...,
         **options: Unpack[CallOptions],
     ) -> AsyncStream[AnalyzeResult, TaskEvent | TaskDone]: ...
     def stream_point(
@@ -272,10 +286,11 @@ class AsyncKestrelClient:
         objects: Sequence[str] | None = None,
         max_objects: int | None = None,
         spatial_refs: Iterable[SpatialRef] = (),
+        min_score: float | None = None,
         **options: Unpack[CallOptions],
     ) -> AsyncStream[PointResult, Point] | AsyncStream[AnalyzeResult, TaskEvent | TaskDone]:
         """As ``point``; the stream gives each point as soon as it is final. With ``objects``, as ``stream_analyze``."""
-        task = PointTask(object, max_objects, spatial_refs)
+        task = PointTask(object, max_objects, spatial_refs, min_score)
         if objects is not None:
             prepare = self._requests.several
             return self._channel.stream(prepare, image, task, objects, options)
@@ -288,6 +303,7 @@ class AsyncKestrelClient:
         object: str,
         *,
         max_objects: int | None = ...,
+        min_score: float | None = ...,
         **options: Unpack[CallOptions],
     ) -> AsyncStream[DetectResult, Box]: ...
     @overload
@@ -297,6 +313,7 @@ class AsyncKestrelClient:
         *,
         objects: Sequence[str],
         max_objects: int | None = ...,
+        min_score: float | None = ...,
         **options: Unpack[CallOptions],
     ) -> AsyncStream[AnalyzeResult, TaskEvent | TaskDone]: ...
     def stream_detect(
@@ -306,10 +323,11 @@ class AsyncKestrelClient:
         *,
         objects: Sequence[str] | None = None,
         max_objects: int | None = None,
+        min_score: float | None = None,
         **options: Unpack[CallOptions],
     ) -> AsyncStream[DetectResult, Box] | AsyncStream[AnalyzeResult, TaskEvent | TaskDone]:
         """As ``detect``; the stream gives each box as soon as it is final. With ``objects``, as ``stream_analyze``."""
-        task = DetectTask(object, max_objects)
+        task = DetectTask(object, max_objects, min_score)
         if objects is not None:
             prepare = self._requests.several
             return self._channel.stream(prepare, image, task, objects, options)
@@ -322,10 +340,11 @@ class AsyncKestrelClient:
         *,
         spatial_refs: Iterable[SpatialRef] = (),
         mask: MaskFormat = "none",
+        min_score: float | None = None,
         **options: Unpack[CallOptions],
     ) -> AsyncStream[SegmentResult, Box | PathPiece]:
         """As ``segment``; the stream gives the box, then the commands of the path one by one."""
-        task = SegmentTask(object, spatial_refs, mask)
+        task = SegmentTask(object, spatial_refs, mask, min_score)
         return self._channel.stream(self._requests.task, image, task, options)
 
     async def put_image(

@@ -135,6 +135,7 @@ class KestrelClient:
         *,
         max_objects: int | None = ...,
         spatial_refs: Iterable[SpatialRef] = ...,
+        min_score: float | None = ...,
         **options: Unpack[CallOptions],
     ) -> PointResult: ...
     @overload
@@ -145,6 +146,7 @@ class KestrelClient:
         objects: Sequence[str],
         max_objects: int | None = ...,
         spatial_refs: Iterable[SpatialRef] = ...,
+        min_score: float | None = ...,
         **options: Unpack[CallOptions],
     ) -> AnalyzeResult: ...
     def point(
@@ -155,14 +157,16 @@ class KestrelClient:
         objects: Sequence[str] | None = None,
         max_objects: int | None = None,
         spatial_refs: Iterable[SpatialRef] = (),
+        min_score: float | None = None,
         **options: Unpack[CallOptions],
     ) -> PointResult | AnalyzeResult:
-        """Finds the centre of every object of a kind, like "red circle".
+        """Finds the centre of every object of a kind, like "red circle". Every point has a ``score``.
 
+        ``min_score``: points with a lower score are omitted; default: the server's.
         ``objects``: up to 256 names in place of ``object``. The result then is an AnalyzeResult: ``result["cat"]`` is
-        the PointResult of that name, or raises its error. ``max_objects`` applies to each name.
+        the PointResult of that name, or raises its error. ``max_objects`` and ``min_score`` apply to each name.
         """
-        task = PointTask(object, max_objects, spatial_refs)
+        task = PointTask(object, max_objects, spatial_refs, min_score)
         if objects is not None:
             prepare = self._requests.several
             return self._channel.call(prepare, image, task, objects, options)
@@ -175,6 +179,7 @@ class KestrelClient:
         object: str,
         *,
         max_objects: int | None = ...,
+        min_score: float | None = ...,
         **options: Unpack[CallOptions],
     ) -> DetectResult: ...
     @overload
@@ -184,6 +189,7 @@ class KestrelClient:
         *,
         objects: Sequence[str],
         max_objects: int | None = ...,
+        min_score: float | None = ...,
         **options: Unpack[CallOptions],
     ) -> AnalyzeResult: ...
     def detect(
@@ -193,14 +199,16 @@ class KestrelClient:
         *,
         objects: Sequence[str] | None = None,
         max_objects: int | None = None,
+        min_score: float | None = None,
         **options: Unpack[CallOptions],
     ) -> DetectResult | AnalyzeResult:
-        """Finds the bounding box of every object of a kind.
+        """Finds the bounding box of every object of a kind. Every box has a ``score``.
 
+        ``min_score``: boxes with a lower score are omitted; default: the server's.
         ``objects``: up to 256 names in place of ``object``. The result then is an AnalyzeResult: ``result["cat"]`` is
-        the DetectResult of that name, or raises its error. ``max_objects`` applies to each name.
+        the DetectResult of that name, or raises its error. ``max_objects`` and ``min_score`` apply to each name.
         """
-        task = DetectTask(object, max_objects)
+        task = DetectTask(object, max_objects, min_score)
         if objects is not None:
             prepare = self._requests.several
             return self._channel.call(prepare, image, task, objects, options)
@@ -213,10 +221,14 @@ class KestrelClient:
         *,
         spatial_refs: Iterable[SpatialRef] = (),
         mask: MaskFormat = "none",
+        min_score: float | None = None,
         **options: Unpack[CallOptions],
     ) -> SegmentResult:
-        """Outlines one object. ``mask``: the encoding of a mask that the server sends in addition to the path."""
-        task = SegmentTask(object, spatial_refs, mask)
+        """Outlines one object. ``mask``: the encoding of a mask that the server sends in addition to the path.
+
+        ``min_score``: an outline with a lower score is omitted; default: the server's.
+        """
+        task = SegmentTask(object, spatial_refs, mask, min_score)
         return self._channel.call(self._requests.task, image, task, options)
 
     def stream_query(
@@ -251,6 +263,7 @@ class KestrelClient:
         *,
         max_objects: int | None = ...,
         spatial_refs: Iterable[SpatialRef] = ...,
+        min_score: float | None = ...,
         **options: Unpack[CallOptions],
     ) -> Stream[PointResult, Point]: ...
     @overload
@@ -261,6 +274,7 @@ class KestrelClient:
         objects: Sequence[str],
         max_objects: int | None = ...,
         spatial_refs: Iterable[SpatialRef] = ...,
+        min_score: float | None = ...,
         **options: Unpack[CallOptions],
     ) -> Stream[AnalyzeResult, TaskEvent | TaskDone]: ...
     def stream_point(
@@ -271,10 +285,11 @@ class KestrelClient:
         objects: Sequence[str] | None = None,
         max_objects: int | None = None,
         spatial_refs: Iterable[SpatialRef] = (),
+        min_score: float | None = None,
         **options: Unpack[CallOptions],
     ) -> Stream[PointResult, Point] | Stream[AnalyzeResult, TaskEvent | TaskDone]:
         """As ``point``; the stream gives each point as soon as it is final. With ``objects``, as ``stream_analyze``."""
-        task = PointTask(object, max_objects, spatial_refs)
+        task = PointTask(object, max_objects, spatial_refs, min_score)
         if objects is not None:
             prepare = self._requests.several
             return self._channel.stream(prepare, image, task, objects, options)
@@ -287,6 +302,7 @@ class KestrelClient:
         object: str,
         *,
         max_objects: int | None = ...,
+        min_score: float | None = ...,
         **options: Unpack[CallOptions],
     ) -> Stream[DetectResult, Box]: ...
     @overload
@@ -296,6 +312,7 @@ class KestrelClient:
         *,
         objects: Sequence[str],
         max_objects: int | None = ...,
+        min_score: float | None = ...,
         **options: Unpack[CallOptions],
     ) -> Stream[AnalyzeResult, TaskEvent | TaskDone]: ...
     def stream_detect(
@@ -305,10 +322,11 @@ class KestrelClient:
         *,
         objects: Sequence[str] | None = None,
         max_objects: int | None = None,
+        min_score: float | None = None,
         **options: Unpack[CallOptions],
     ) -> Stream[DetectResult, Box] | Stream[AnalyzeResult, TaskEvent | TaskDone]:
         """As ``detect``; the stream gives each box as soon as it is final. With ``objects``, as ``stream_analyze``."""
-        task = DetectTask(object, max_objects)
+        task = DetectTask(object, max_objects, min_score)
         if objects is not None:
             prepare = self._requests.several
             return self._channel.stream(prepare, image, task, objects, options)
@@ -321,10 +339,11 @@ class KestrelClient:
         *,
         spatial_refs: Iterable[SpatialRef] = (),
         mask: MaskFormat = "none",
+        min_score: float | None = None,
         **options: Unpack[CallOptions],
     ) -> Stream[SegmentResult, Box | PathPiece]:
         """As ``segment``; the stream gives the box, then the commands of the path one by one."""
-        task = SegmentTask(object, spatial_refs, mask)
+        task = SegmentTask(object, spatial_refs, mask, min_score)
         return self._channel.stream(self._requests.task, image, task, options)
 
     def put_image(

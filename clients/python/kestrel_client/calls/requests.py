@@ -430,14 +430,20 @@ def _described(name: str, task: TaskOf[Any]) -> tuple[_Skill, dict[str, Any]]:
                 "object": task.object,
                 "max_objects": task.max_objects,
                 "spatial_refs": refs,
+                "min_score": task.min_score,
             }
         case DetectTask():
-            return _DETECT, {"object": task.object, "max_objects": task.max_objects}
+            return _DETECT, {
+                "object": task.object,
+                "max_objects": task.max_objects,
+                "min_score": task.min_score,
+            }
         case SegmentTask():
             return _SEGMENT, {
                 "object": task.object,
                 "spatial_refs": to_spatial_refs(task.spatial_refs),
                 "mask_format": _choice("mask", task.mask, _MASK_FORMATS),
+                "min_score": task.min_score,
             }
     raise InvalidRequestError(f"{name}: {task!r} is not a task, like QueryTask")
 

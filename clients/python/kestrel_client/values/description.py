@@ -62,6 +62,7 @@ class ServerLimits:
     image_store_bytes: int = 0
     """Limit of the stored images in bytes; 0 if the server stores none."""
     max_analyze_tasks: int = 0
+    default_min_score: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,8 +31,15 @@ def to_supervision(
         xyxy=corners,
         mask=None if mask is None or not boxes else numpy.asarray(mask)[None] > 127,
         class_id=numpy.zeros(len(boxes), int),
+        confidence=_confidence(boxes, numpy),
         data={"class_name": numpy.array([name] * len(boxes), str)},
     )
+
+
+def _confidence(boxes: tuple[Box, ...], numpy: Any) -> Any:
+    """The scores; None if a box has none, as from a server without scores."""
+    scores = [box.score for box in boxes]
+    return None if None in scores else numpy.array(scores, numpy.float32)
 
 
 def to_coco(
@@ -42,16 +49,17 @@ def to_coco(
     for number, box in enumerate(boxes, 1):
         left, top = box.x_min * size.width, box.y_min * size.height
         width, height = box.width * size.width, box.height * size.height
-        annotations.append(
-            {
-                "id": number,
-                "image_id": image_id,
-                "category_id": category_id,
-                "bbox": [left, top, width, height],
-                "area": width * height,
-                "iscrowd": 0,
-            }
-        )
+        annotation: dict[str, Any] = {
+            "id": number,
+            "image_id": image_id,
+            "category_id": category_id,
+            "bbox": [left, top, width, height],
+            "area": width * height,
+            "iscrowd": 0,
+        }
+        if box.score is not None:
+            annotation["score"] = box.score
+        annotations.append(annotation)
     return annotations
 
 
@@ -73,11 +81,11 @@ def outline_to_coco(
 def points_frame(name: str, points: tuple[Point, ...], size: ImageSize | None) -> Any:
     rows = []
     for point in points:
-        row: dict[str, Any] = {"object": name, "x": point.x, "y": point.y}
+        row: dict[str, Any] = {"object": name, "x": point.x, "y": point.y, "score": point.score}
         if size is not None:
             row["x_px"], row["y_px"] = point.to_pixels(size)
         rows.append(row)
-    columns = ["object", "x", "y", *(["x_px", "y_px"] if size is not None else [])]
+    columns = ["object", "x", "y", "score", *(["x_px", "y_px"] if size is not None else [])]
     return package("pandas").DataFrame(rows, columns=columns)
 
 
@@ -86,12 +94,13 @@ def boxes_frame(name: str, boxes: tuple[Box, ...], size: ImageSize | None) -> An
     rows = []
     for box in boxes:
         row: dict[str, Any] = {"object": name, **{edge: getattr(box, edge) for edge in edges}}
+        row["score"] = box.score
         if size is not None:
             pixels = zip(edges, box.to_pixels(size), strict=True)
             row.update((f"{edge}_px", pixel) for edge, pixel in pixels)
         rows.append(row)
     in_pixels = [f"{edge}_px" for edge in edges] if size is not None else []
-    return package("pandas").DataFrame(rows, columns=["object", *edges, *in_pixels])
+    return package("pandas").DataFrame(rows, columns=["object", *edges, "score", *in_pixels])
 
 
 def package(name: str) -> Any:

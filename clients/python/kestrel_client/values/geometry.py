@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from .._pb.kestrel.v1 import common_pb2
+from .._pb.kestrel.v1 import common_pb2, vision_service_pb2
 from ..errors import InvalidRequestError
 
 
@@ -23,10 +23,17 @@ class ImageSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A point of the image. Both coordinates are in [0, 1]."""
+    """A point of the image. Both coordinates are in [0, 1].
+
+    ``score``: in results of ``point``, how sure the model is of the object, in [0, 1]; None elsewhere.
+    """
 
     x: float
     y: float
+    score: float | None = None
+
+    def __repr__(self) -> str:
+        return f"Point(x={self.x}, y={self.y}{_shown(self.score)})"
 
     def to_pixels(self, size: tuple[int, int]) -> tuple[int, int]:
         """Returns column and row of the pixel at the point, in an image of ``size`` (width, height)."""
@@ -39,12 +46,20 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle of the image, parallel to its edges. All coordinates are in [0, 1]."""
+    """A rectangle of the image, parallel to its edges. All coordinates are in [0, 1].
+
+    ``score``: in results of ``detect`` and ``segment``, how sure the model is of the object, in [0, 1]; None elsewhere.
+    """
 
     x_min: float
     y_min: float
     x_max: float
     y_max: float
+    score: float | None = None
+
+    def __repr__(self) -> str:
+        edges = f"x_min={self.x_min}, y_min={self.y_min}, x_max={self.x_max}, y_max={self.y_max}"
+        return f"Box({edges}{_shown(self.score)})"
 
     def to_pixels(self, size: tuple[int, int]) -> tuple[int, int, int, int]:
         """Returns left, upper, right and lower edge in an image of ``size`` (width, height), rounded to whole pixels.
@@ -106,8 +121,19 @@ def _spatial_ref(index: int, ref: SpatialRef) -> common_pb2.SpatialRef:
 
 
 def from_point(message: common_pb2.Point) -> Point:
-    return Point(message.x, message.y)
+    return Point(message.x, message.y, read_score(message))
 
 
 def from_box(message: common_pb2.Box) -> Box:
-    return Box(message.x_min, message.y_min, message.x_max, message.y_max)
+    edges = (message.x_min, message.y_min, message.x_max, message.y_max)
+    return Box(*edges, read_score(message))
+
+
+def read_score(
+    message: common_pb2.Point | common_pb2.Box | vision_service_pb2.SegmentResponse,
+) -> float | None:
+    return message.score if message.HasField("score") else None
+
+
+def _shown(score: float | None) -> str:
+    return "" if score is None else f", score={score:.3f}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -15,7 +15,7 @@ from .._pb.kestrel.v1 import common_pb2, vision_service_pb2
 from ..drawing.marks import Marks, Mask, Outline, labelled
 from ..errors import InvalidImageError, KestrelError
 from ..images.images import ImageInput
-from .geometry import Box, ImageSize, Point, from_box, from_point
+from .geometry import Box, ImageSize, Point, from_box, from_point, read_score
 from .struct_values import from_struct
 
 if TYPE_CHECKING:
@@ -242,10 +242,11 @@ class PointResult(Result):
         return len(self.points)
 
     def __repr__(self) -> str:
-        return self._short(f"{len(self.points)} x {self.object!r}")
+        return self._short(f"{len(self.points)} x {self.object!r}{_scores(self.points)}")
 
     def to_frame(self) -> pandas.DataFrame:
-        """Returns a pandas DataFrame with a row per point: object, x, y, and x_px, y_px if the image's size is known.
+        """Returns a pandas DataFrame with a row per point: object, x, y, score, and x_px, y_px if the image's size is
+        known.
 
         Raises MissingDependencyError without pandas.
         """
@@ -272,10 +273,11 @@ class DetectResult(Result):
         return len(self.objects)
 
     def __repr__(self) -> str:
-        return self._short(f"{len(self.objects)} x {self.object!r}")
+        return self._short(f"{len(self.objects)} x {self.object!r}{_scores(self.objects)}")
 
     def to_supervision(self) -> supervision.Detections:
-        """Returns the boxes in pixels for the package ``supervision``. ``data["class_name"]`` has the object.
+        """Returns the boxes in pixels for the package ``supervision``. ``confidence`` has the scores, and
+        ``data["class_name"]`` the object.
 
         Raises MissingDependencyError without supervision.
         """
@@ -284,14 +286,16 @@ class DetectResult(Result):
         return exports.to_supervision(self.object, self.objects, exports.size_of(self.image_size))
 
     def to_coco(self, image_id: int = 1, category_id: int = 1) -> list[dict[str, Any]]:
-        """Returns a COCO annotation for each box, with ids from 1 and ``bbox`` [x, y, width, height] in pixels."""
+        """Returns a COCO annotation for each box, with ids from 1, ``bbox`` [x, y, width, height] in pixels, and
+        ``score``, as COCO's tools read it in results."""
         from . import exports
 
         size = exports.size_of(self.image_size)
         return exports.to_coco(self.objects, size, image_id, category_id)
 
     def to_frame(self) -> pandas.DataFrame:
-        """Returns a pandas DataFrame with a row per box: object, its edges, and in pixels if the image's size is known.
+        """Returns a pandas DataFrame with a row per box: object, edges, score, and the edges in pixels if the image's
+        size is known.
 
         Raises MissingDependencyError without pandas.
         """
@@ -313,9 +317,9 @@ class SkillResult(Result):
     def marks(self) -> Marks:
         """Points and boxes, if the output has ``points`` or ``objects`` in the form of the model's own skills."""
         places = [place for name in ("points", "objects") for place in _listed(self.output, name)]
-        points = tuple(Point(p["x"], p["y"]) for p in places if _has(p, "x", "y"))
+        points = tuple(Point(**_only(p, "x", "y", "score")) for p in places if _has(p, "x", "y"))
         edges = ("x_min", "y_min", "x_max", "y_max")
-        boxes = tuple(Box(*(p[edge] for edge in edges)) for p in places if _has(p, *edges))
+        boxes = tuple(Box(**_only(p, *edges, "score")) for p in places if _has(p, *edges))
         texts = (self.output.get(name) for name in ("answer", "caption"))
         text = tuple(each for each in texts if isinstance(each, str))
         return Marks(points=points, boxes=labelled(boxes, self.skill), text=text)
@@ -334,6 +338,9 @@ class SegmentResult(Result):
     box: Box | None
     mask: Mask | None = None
     """Set if a mask was requested and there is an outline."""
+    score: float | None = None
+    """How sure the model is of the object, in [0, 1]; None if it gave no box. Set for an outline below ``min_score``
+    too, which has neither box nor path."""
     parse_error: str | None = None
     """Why the model's path is unreadable; None if it is readable."""
 
@@ -348,7 +355,8 @@ class SegmentResult(Result):
         return Marks(outline=self.outline, boxes=boxes)
 
     def __repr__(self) -> str:
-        return self._short(repr(self.object) if self.svg_path else f"no {self.object!r}")
+        found = f"{self.object!r}{_scores((self.box,))}" if self.svg_path else f"no {self.object!r}"
+        return self._short(found)
 
     def to_supervision(self) -> supervision.Detections:
         """Returns box and mask for the package ``supervision``.
@@ -405,6 +413,15 @@ def notebook_png(marks: Marks, source: ImageInput | None) -> bytes | None:
         return None
 
 
+def _scores(found: Sequence[Point | Box | None]) -> str:
+    """The lowest and the highest score, for a repr; empty if nothing has a score."""
+    scores = [each.score for each in found if each is not None and each.score is not None]
+    if not scores:
+        return ""
+    low, high = min(scores), max(scores)
+    return f" {low:.2f}" if len(scores) == 1 else f" {low:.2f} to {high:.2f}"
+
+
 def _clipped(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
@@ -419,6 +436,10 @@ def _has(place: Any, *names: str) -> bool:
     return isinstance(place, dict) and all(
         isinstance(place.get(name), (int, float)) for name in names
     )
+
+
+def _only(place: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: place[name] for name in names if name in place}
 
 
 def plain_value(value: Any) -> Any:
@@ -437,6 +458,11 @@ def plain_value(value: Any) -> Any:
         }
     if isinstance(value, (tuple, list, bytes)):
         return [plain_value(item) for item in value]
+    if isinstance(value, (Point, Box)):
+        plain = {name: getattr(value, name) for name in value.__dataclass_fields__}
+        return (
+            plain if value.score is not None else {n: v for n, v in plain.items() if n != "score"}
+        )
     if hasattr(value, "__dataclass_fields__"):
         return {name: plain_value(getattr(value, name)) for name in value.__dataclass_fields__}
     return value
@@ -537,6 +563,7 @@ def segment_result(
         object=object,
         svg_path=response.svg_path,
         box=from_box(response.box) if response.HasField("box") else None,
+        score=read_score(response),
         mask=_mask(response.mask) if response.HasField("mask") else None,
         parse_error=response.parse_error if response.HasField("parse_error") else None,
         **_common(response, source),

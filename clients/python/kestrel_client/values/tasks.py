@@ -81,6 +81,7 @@ class PointTask(TaskOf[PointResult]):
     object: str
     max_objects: int | None = None
     spatial_refs: Iterable[SpatialRef] = ()
+    min_score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class DetectTask(TaskOf[DetectResult]):
 
     object: str
     max_objects: int | None = None
+    min_score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ class SegmentTask(TaskOf[SegmentResult]):
     object: str
     spatial_refs: Iterable[SpatialRef] = ()
     mask: MaskFormat = "none"
+    min_score: float | None = None
 
 
 Task: TypeAlias = QueryTask | CaptionTask | PointTask | DetectTask | SegmentTask

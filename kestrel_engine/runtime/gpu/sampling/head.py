@@ -16,6 +16,7 @@ from ....kernels.sampling.read_bins import read_bins
 from ....kernels.sampling.sample import allocate, sample_rows
 from ....models.region import RegionModel
 from ....types.model_config import ModelConfig
+from ....types.step import NEAR_BINS
 from ..graphs import Variant
 from ..state.staging import Field
 from ..text.decoder import FusedText
@@ -122,7 +123,7 @@ class SampleHead:
 
 
 def _bins(logits: Tensor) -> Bins:
-    """Returns the best bins of ``logits`` [M, heads, num_bins] float32, with their log-probabilities."""
+    """Returns the best bins of ``logits`` [M, heads, num_bins] float32, with the probabilities near them."""
     rows, heads, num_bins = logits.shape
-    bins, logprobs = read_bins(logits.reshape(rows * heads, num_bins))
-    return Bins(bins.view(rows, heads), logprobs.view(rows, heads), num_bins)
+    bins, near = read_bins(logits.reshape(rows * heads, num_bins), NEAR_BINS)
+    return Bins(bins.view(rows, heads), near.view(rows, heads), num_bins)

@@ -145,7 +145,7 @@ def decode_results(
 ) -> list[StepToken | None]:
     """Decodes ``results`` [len(specs), RESULT_WIDTH] int32 on the host, which `kernels.decode_io.keep_rows` writes.
 
-    A row that is not finite becomes None. The log-probability of a value is added to that of its id.
+    A row that is not finite becomes None.
     """
     assert len(results) == len(specs), (len(results), len(specs))
     numbers = results.numpy()
@@ -167,13 +167,12 @@ def _add_values(
     """Replaces tokens that have a value by tokens with the value."""
     coord_id, size_id = config.ids.coord_id, config.ids.size_id
     num_coords, num_sizes = config.region.coord_out_dim, config.region.size_out_dim // 2
-    logprobs = results.view(torch.float32)[:, 6:8].tolist()
+    near = results.view(torch.float32)[:, 6:8].tolist()
     for index, (spec, bins) in enumerate(zip(specs, results[:, 3:6].tolist(), strict=True)):
         token, rule = tokens[index], spec.rule
-        assert token.logprob is not None
         if rule.read_coord and token.id == coord_id:
             coord = coord_of_bin(bins[0], num_coords)
-            tokens[index] = StepToken(token.id, coord, token.logprob + logprobs[index][0])
+            tokens[index] = StepToken(token.id, coord, token.logprob, near[index][0])
         elif rule.read_size and token.id == size_id:
             size = size_of_bins(bins[1], bins[2], num_sizes)
-            tokens[index] = StepToken(token.id, size, token.logprob + logprobs[index][1])
+            tokens[index] = StepToken(token.id, size, token.logprob, near[index][1])

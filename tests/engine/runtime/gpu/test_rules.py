@@ -99,13 +99,14 @@ def test_any_number_of_different_rules():
 
 
 def results(*rows: tuple[int, ...]) -> torch.Tensor:
-    """id, bad, coord bin, width bin, height bin; log-probabilities are -0.5, -0.25 and -2."""
+    """id, bad, coord bin, width bin, height bin. The id's log-probability is -0.5, and the probabilities near the
+    values are 0.25 and 0.75."""
     made = torch.zeros(len(rows), 8, dtype=torch.int32)
     floats = made.view(torch.float32)
     for index, (token, bad, *bins) in enumerate(rows):
         made[index, 0], made[index, 1] = token, bad
         made[index, 3:6] = torch.tensor(bins)
-        floats[index, 2], floats[index, 6], floats[index, 7] = -0.5, -0.25, -2.0
+        floats[index, 2], floats[index, 6], floats[index, 7] = -0.5, 0.25, 0.75
     return made
 
 
@@ -120,8 +121,8 @@ def test_tokens_and_values():
     )  # fmt: skip
     assert found == [
         StepToken(COORD, None, -0.5),
-        StepToken(COORD, coord_of_bin(3), -0.75),
-        StepToken(SIZE, size_of_bins(4, 5), -2.5),
+        StepToken(COORD, coord_of_bin(3), -0.5, 0.25),
+        StepToken(SIZE, size_of_bins(4, 5), -0.5, 0.75),
         StepToken(9, None, -0.5),
         StepToken(COORD, None, -0.5),
     ]

@@ -246,21 +246,29 @@ class Point(_message.Message):
 
     X_FIELD_NUMBER: _builtins.int
     Y_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     x: _builtins.float
     """Horizontal position, a fraction of the image's width in [0, 1]. Default 0."""
     y: _builtins.float
     """Vertical position, a fraction of the image's height in [0, 1]. Default 0."""
+    score: _builtins.float
+    """In the results of Point: how sure the model is of the object, in [0, 1] (docs/scores.md). Not set in other places;
+    ignored in requests.
+    """
     def __init__(
         self,
         *,
         x: _builtins.float = ...,
         y: _builtins.float = ...,
+        score: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["x", b"x", "y", b"y"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score", "x", b"x", "y", b"y"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
+    _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
 
 Global___Point: _TypeAlias = Point  # noqa: Y015
 
@@ -274,6 +282,7 @@ class Box(_message.Message):
     Y_MIN_FIELD_NUMBER: _builtins.int
     X_MAX_FIELD_NUMBER: _builtins.int
     Y_MAX_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     x_min: _builtins.float
     """Left edge, a fraction of the image's width in [0, 1]. Default 0."""
     y_min: _builtins.float
@@ -282,6 +291,10 @@ class Box(_message.Message):
     """Right edge, a fraction of the image's width in [0, 1], at least x_min. Default 0."""
     y_max: _builtins.float
     """Lower edge, a fraction of the image's height in [0, 1], at least y_min. Default 0."""
+    score: _builtins.float
+    """In the results of Detect and Segment: how sure the model is of the object, in [0, 1] (docs/scores.md). Not set in
+    other places; ignored in requests.
+    """
     def __init__(
         self,
         *,
@@ -289,12 +302,15 @@ class Box(_message.Message):
         y_min: _builtins.float = ...,
         x_max: _builtins.float = ...,
         y_max: _builtins.float = ...,
+        score: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["x_max", b"x_max", "x_min", b"x_min", "y_max", b"y_max", "y_min", b"y_min"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score", "x_max", b"x_max", "x_min", b"x_min", "y_max", b"y_max", "y_min", b"y_min"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
+    _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
 
 Global___Box: _TypeAlias = Box  # noqa: Y015
 

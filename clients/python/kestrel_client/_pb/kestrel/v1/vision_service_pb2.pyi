@@ -528,6 +528,7 @@ class PointRequest(_message.Message):
     MAX_OBJECTS_FIELD_NUMBER: _builtins.int
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
     OBJECTS_FIELD_NUMBER: _builtins.int
+    MIN_SCORE_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     object: _builtins.str
@@ -536,6 +537,10 @@ class PointRequest(_message.Message):
     """
     max_objects: _builtins.int
     """Limit on the number of objects, at least 1. Default: ServerLimits.default_max_objects."""
+    min_score: _builtins.float
+    """Points with a lower score are omitted, in streams too. They count towards max_objects. In [0, 1].
+    Default: ServerLimits.default_min_score.
+    """
     @_builtins.property
     def image(self) -> _common_pb2.Image:
         """The image. Required."""
@@ -568,16 +573,22 @@ class PointRequest(_message.Message):
         max_objects: _builtins.int | None = ...,
         spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
         objects: _abc.Iterable[_builtins.str] | None = ...,
+        min_score: _builtins.float | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
         options: _common_pb2.RequestOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "image", b"image", "max_objects", b"max_objects", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_score", b"_min_score", "image", b"image", "max_objects", b"max_objects", "min_score", b"min_score", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "image", b"image", "max_objects", b"max_objects", "object", b"object", "objects", b"objects", "options", b"options", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_score", b"_min_score", "image", b"image", "max_objects", b"max_objects", "min_score", b"min_score", "object", b"object", "objects", b"objects", "options", b"options", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_objects: _TypeAlias = _typing.Literal["max_objects"]  # noqa: Y015
     _WhichOneofArgType__max_objects: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects"]  # noqa: Y015
+    _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
+    _WhichOneofArgType__min_score: _TypeAlias = _typing.Literal["_min_score", b"_min_score"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_objects) -> _WhichOneofReturnType__max_objects | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_score) -> _WhichOneofReturnType__min_score | None: ...
 
 Global___PointRequest: _TypeAlias = PointRequest  # noqa: Y015
 
@@ -667,6 +678,7 @@ class DetectRequest(_message.Message):
     OBJECT_FIELD_NUMBER: _builtins.int
     MAX_OBJECTS_FIELD_NUMBER: _builtins.int
     OBJECTS_FIELD_NUMBER: _builtins.int
+    MIN_SCORE_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     object: _builtins.str
@@ -675,6 +687,10 @@ class DetectRequest(_message.Message):
     """
     max_objects: _builtins.int
     """Limit on the number of objects, at least 1. Default: ServerLimits.default_max_objects."""
+    min_score: _builtins.float
+    """Boxes with a lower score are omitted, in streams too. They count towards max_objects. In [0, 1].
+    Default: ServerLimits.default_min_score.
+    """
     @_builtins.property
     def image(self) -> _common_pb2.Image:
         """The image. Required."""
@@ -702,16 +718,22 @@ class DetectRequest(_message.Message):
         object: _builtins.str = ...,
         max_objects: _builtins.int | None = ...,
         objects: _abc.Iterable[_builtins.str] | None = ...,
+        min_score: _builtins.float | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
         options: _common_pb2.RequestOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "image", b"image", "max_objects", b"max_objects", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_score", b"_min_score", "image", b"image", "max_objects", b"max_objects", "min_score", b"min_score", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "image", b"image", "max_objects", b"max_objects", "object", b"object", "objects", b"objects", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_score", b"_min_score", "image", b"image", "max_objects", b"max_objects", "min_score", b"min_score", "object", b"object", "objects", b"objects", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_objects: _TypeAlias = _typing.Literal["max_objects"]  # noqa: Y015
     _WhichOneofArgType__max_objects: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects"]  # noqa: Y015
+    _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
+    _WhichOneofArgType__min_score: _TypeAlias = _typing.Literal["_min_score", b"_min_score"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_objects) -> _WhichOneofReturnType__max_objects | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_score) -> _WhichOneofReturnType__min_score | None: ...
 
 Global___DetectRequest: _TypeAlias = DetectRequest  # noqa: Y015
 
@@ -801,6 +823,7 @@ class SegmentRequest(_message.Message):
     OBJECT_FIELD_NUMBER: _builtins.int
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
     MASK_FORMAT_FIELD_NUMBER: _builtins.int
+    MIN_SCORE_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     object: _builtins.str
@@ -809,6 +832,10 @@ class SegmentRequest(_message.Message):
     """
     mask_format: Global___MaskFormat.ValueType
     """Format of a drawn mask to send in addition to the path. Default: no mask."""
+    min_score: _builtins.float
+    """If the outline has a lower score, the request ends before its path: the response then has `score`, but neither box
+    nor path, and a stream has no events of them. In [0, 1]. Default: ServerLimits.default_min_score.
+    """
     @_builtins.property
     def image(self) -> _common_pb2.Image:
         """The image. Required."""
@@ -832,14 +859,17 @@ class SegmentRequest(_message.Message):
         object: _builtins.str = ...,
         spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
         mask_format: Global___MaskFormat.ValueType = ...,
+        min_score: _builtins.float | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
         options: _common_pb2.RequestOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_score", b"_min_score", "image", b"image", "min_score", b"min_score", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "mask_format", b"mask_format", "object", b"object", "options", b"options", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_score", b"_min_score", "image", b"image", "mask_format", b"mask_format", "min_score", b"min_score", "object", b"object", "options", b"options", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
+    _WhichOneofArgType__min_score: _TypeAlias = _typing.Literal["_min_score", b"_min_score"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_score) -> _WhichOneofReturnType__min_score | None: ...
 
 Global___SegmentRequest: _TypeAlias = SegmentRequest  # noqa: Y015
 
@@ -853,6 +883,7 @@ class SegmentResponse(_message.Message):
     BOX_FIELD_NUMBER: _builtins.int
     MASK_FIELD_NUMBER: _builtins.int
     PARSE_ERROR_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
@@ -868,6 +899,8 @@ class SegmentResponse(_message.Message):
     """
     parse_error: _builtins.str
     """The reason why the model's path cannot be parsed; unset if it can be parsed."""
+    score: _builtins.float
+    """How sure the model is of the object, in [0, 1] (docs/scores.md), as in `box`; unset if the model gave no box."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """The reason why generation ended."""
     model: _builtins.str
@@ -907,6 +940,7 @@ class SegmentResponse(_message.Message):
         box: _common_pb2.Box | None = ...,
         mask: Global___Mask | None = ...,
         parse_error: _builtins.str | None = ...,
+        score: _builtins.float | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         usage: _common_pb2.Usage | None = ...,
         timings: _common_pb2.Timings | None = ...,
@@ -916,13 +950,18 @@ class SegmentResponse(_message.Message):
         seed: _builtins.int = ...,
         image_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_parse_error", b"_parse_error", "box", b"box", "image_size", b"image_size", "mask", b"mask", "parse_error", b"parse_error", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parse_error", b"_parse_error", "_score", b"_score", "box", b"box", "image_size", b"image_size", "mask", b"mask", "parse_error", b"parse_error", "score", b"score", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parse_error", b"_parse_error", "box", b"box", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "mask", b"mask", "model", b"model", "parse_error", b"parse_error", "request_id", b"request_id", "seed", b"seed", "svg_path", b"svg_path", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parse_error", b"_parse_error", "_score", b"_score", "box", b"box", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "mask", b"mask", "model", b"model", "parse_error", b"parse_error", "request_id", b"request_id", "score", b"score", "seed", b"seed", "svg_path", b"svg_path", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parse_error: _TypeAlias = _typing.Literal["parse_error"]  # noqa: Y015
     _WhichOneofArgType__parse_error: _TypeAlias = _typing.Literal["_parse_error", b"_parse_error"]  # noqa: Y015
+    _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
+    _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parse_error) -> _WhichOneofReturnType__parse_error | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
 
 Global___SegmentResponse: _TypeAlias = SegmentResponse  # noqa: Y015
 
@@ -1658,6 +1697,7 @@ class PointTask(_message.Message):
     OBJECT_FIELD_NUMBER: _builtins.int
     MAX_OBJECTS_FIELD_NUMBER: _builtins.int
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
+    MIN_SCORE_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     object: _builtins.str
     """The object to find, in any words ("the red circle"): 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes),
@@ -1665,6 +1705,10 @@ class PointTask(_message.Message):
     """
     max_objects: _builtins.int
     """Limit on the number of objects, at least 1. Default: ServerLimits.default_max_objects."""
+    min_score: _builtins.float
+    """Points with a lower score are omitted, in streams too. They count towards max_objects. In [0, 1].
+    Default: ServerLimits.default_min_score.
+    """
     @_builtins.property
     def spatial_refs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SpatialRef]:
         """Places in the image that the object's name refers to, in order. Default: none."""
@@ -1679,15 +1723,21 @@ class PointTask(_message.Message):
         object: _builtins.str = ...,
         max_objects: _builtins.int | None = ...,
         spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
+        min_score: _builtins.float | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "max_objects", b"max_objects", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_score", b"_min_score", "max_objects", b"max_objects", "min_score", b"min_score", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "max_objects", b"max_objects", "object", b"object", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_score", b"_min_score", "max_objects", b"max_objects", "min_score", b"min_score", "object", b"object", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_objects: _TypeAlias = _typing.Literal["max_objects"]  # noqa: Y015
     _WhichOneofArgType__max_objects: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects"]  # noqa: Y015
+    _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
+    _WhichOneofArgType__min_score: _TypeAlias = _typing.Literal["_min_score", b"_min_score"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_objects) -> _WhichOneofReturnType__max_objects | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_score) -> _WhichOneofReturnType__min_score | None: ...
 
 Global___PointTask: _TypeAlias = PointTask  # noqa: Y015
 
@@ -1699,6 +1749,7 @@ class DetectTask(_message.Message):
 
     OBJECT_FIELD_NUMBER: _builtins.int
     MAX_OBJECTS_FIELD_NUMBER: _builtins.int
+    MIN_SCORE_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     object: _builtins.str
     """The object to find, in any words ("the red circle"): 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes),
@@ -1706,6 +1757,10 @@ class DetectTask(_message.Message):
     """
     max_objects: _builtins.int
     """Limit on the number of objects, at least 1. Default: ServerLimits.default_max_objects."""
+    min_score: _builtins.float
+    """Boxes with a lower score are omitted, in streams too. They count towards max_objects. In [0, 1].
+    Default: ServerLimits.default_min_score.
+    """
     @_builtins.property
     def sampling(self) -> _common_pb2.Sampling:
         """Settings of sampling. Default: the default of every field."""
@@ -1715,15 +1770,21 @@ class DetectTask(_message.Message):
         *,
         object: _builtins.str = ...,
         max_objects: _builtins.int | None = ...,
+        min_score: _builtins.float | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "max_objects", b"max_objects", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_score", b"_min_score", "max_objects", b"max_objects", "min_score", b"min_score", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "max_objects", b"max_objects", "object", b"object", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_score", b"_min_score", "max_objects", b"max_objects", "min_score", b"min_score", "object", b"object", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_objects: _TypeAlias = _typing.Literal["max_objects"]  # noqa: Y015
     _WhichOneofArgType__max_objects: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects"]  # noqa: Y015
+    _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
+    _WhichOneofArgType__min_score: _TypeAlias = _typing.Literal["_min_score", b"_min_score"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_objects) -> _WhichOneofReturnType__max_objects | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_score) -> _WhichOneofReturnType__min_score | None: ...
 
 Global___DetectTask: _TypeAlias = DetectTask  # noqa: Y015
 
@@ -1736,6 +1797,7 @@ class SegmentTask(_message.Message):
     OBJECT_FIELD_NUMBER: _builtins.int
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
     MASK_FORMAT_FIELD_NUMBER: _builtins.int
+    MIN_SCORE_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     object: _builtins.str
     """The object to outline, in any words ("the red circle"): 1 byte to 32 KiB - 1 of UTF-8
@@ -1743,6 +1805,10 @@ class SegmentTask(_message.Message):
     """
     mask_format: Global___MaskFormat.ValueType
     """Format of a drawn mask to send in addition to the path. Default: no mask."""
+    min_score: _builtins.float
+    """If the outline has a lower score, the request ends before its path: the response then has `score`, but neither box
+    nor path, and a stream has no events of them. In [0, 1]. Default: ServerLimits.default_min_score.
+    """
     @_builtins.property
     def spatial_refs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SpatialRef]:
         """Places in the image that identify the object, in order. Default: none."""
@@ -1757,13 +1823,16 @@ class SegmentTask(_message.Message):
         object: _builtins.str = ...,
         spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
         mask_format: Global___MaskFormat.ValueType = ...,
+        min_score: _builtins.float | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_score", b"_min_score", "min_score", b"min_score", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mask_format", b"mask_format", "object", b"object", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_score", b"_min_score", "mask_format", b"mask_format", "min_score", b"min_score", "object", b"object", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
+    _WhichOneofArgType__min_score: _TypeAlias = _typing.Literal["_min_score", b"_min_score"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_score) -> _WhichOneofReturnType__min_score | None: ...
 
 Global___SegmentTask: _TypeAlias = SegmentTask  # noqa: Y015
 

@@ -1,0 +1,121 @@
+"""Scores of points, boxes and segments in the engine on the fake runtime: values, thresholds, streams."""
+
+import math
+
+import pytest
+
+from kestrel_engine import InvalidRequest
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_engine.skills.scores import raw_score
+from kestrel_engine.types.requests import Coord
+from kestrel_engine.types.step import StepToken
+from tests.engine.fakes import IMAGE
+
+SEVERAL = {"max_objects": 6}
+
+
+def listening(runtime):
+    """All tokens that the runtime samples from now on."""
+    sampled = []
+    sample = runtime._sample
+
+    def recorded(row):
+        sampled.append(sample(row))
+        return sampled[-1]
+
+    runtime._sample = recorded
+    return sampled
+
+
+def product(tokens):
+    return math.prod(math.exp(token.logprob) * token.near for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("skill", "key", "per_object"), [("point", "points", 2), ("detect", "objects", 3)]
+)
+async def test_a_score_is_the_product_of_its_tokens(
+    make_engine, fake_limits, skill, key, per_object
+):
+    runtime = FakeRuntime(fake_limits, lambda fed: 5)
+    sampled = listening(runtime)
+    result = await getattr(make_engine(runtime), skill)(IMAGE, "cat", settings=SEVERAL)
+    scores = [found["score"] for found in result.output[key]]
+    groups = [sampled[i : i + per_object] for i in range(0, 6 * per_object, per_object)]
+    assert scores == pytest.approx([product(group) for group in groups])
+    assert len(set(scores)) > 1 and all(0 < score < 1 for score in scores)
+
+
+def test_probabilities_beyond_one_by_rounding_give_no_score_beyond_one():
+    tokens = [StepToken(5, Coord(0.5), 1e-7, 1.0), StepToken(5, Coord(0.5), 0.0, 1.0)]
+    assert raw_score(tokens) == 1.0
+
+
+@pytest.mark.parametrize(
+    "unknown", [StepToken(5, Coord(0.5), -0.5), StepToken(5, Coord(0.5), None, 0.5)]
+)
+def test_an_unknown_probability_gives_no_score(unknown):
+    assert raw_score([StepToken(5, Coord(0.5), 0.0, 1.0), unknown]) is None
+
+
+@pytest.mark.parametrize(("skill", "key"), [("point", "points"), ("detect", "objects")])
+async def test_objects_below_the_threshold_are_omitted_everywhere(
+    make_engine, fake_limits, skill, key
+):
+    engine = make_engine(FakeRuntime(fake_limits, lambda fed: 5))
+    call = getattr(engine, skill)
+    every = await call(IMAGE, "cat", settings=SEVERAL)
+    found = every.output[key]
+    threshold = sorted(each["score"] for each in found)[2]
+    settings = {**SEVERAL, "min_score": threshold}
+    kept = [each for each in found if each["score"] >= threshold]
+    assert 0 < len(kept) < len(found)
+    stream = await call(IMAGE, "cat", settings=settings, stream=True)
+    assert [update.object async for update in stream] == kept
+    result = await stream.result()
+    assert result.output == {key: kept}
+    assert (result.token_ids, result.finish_reason) == (every.token_ids, every.finish_reason)
+    by_default = make_engine(FakeRuntime(fake_limits, lambda fed: 5), min_score=threshold)
+    assert (await getattr(by_default, skill)(IMAGE, "cat", settings=SEVERAL)).output[key] == kept
+    own = {**SEVERAL, "min_score": 0.0}
+    assert (await getattr(by_default, skill)(IMAGE, "cat", settings=own)).output[key] == found
+
+
+def outlining(fed):
+    """A box, then a path of six tokens."""
+    said = len(fed) - 1 - fed.index(3)
+    return [5, 5, 6, *(100 + letter for letter in b"M48L90"), 0][min(said, 9)]
+
+
+async def test_a_segment_below_the_threshold_ends_at_its_box(make_engine, fake_limits):
+    runtime = FakeRuntime(fake_limits, outlining)
+    sampled = listening(runtime)
+    engine = make_engine(runtime)
+    whole = (await engine.segment(IMAGE, "cat")).output["segments"][0]
+    assert whole["score"] == whole["bbox"]["score"] == pytest.approx(product(sampled[:3]))
+    assert whole["svg_path"]
+    kept = await engine.segment(IMAGE, "cat", settings={"min_score": whole["score"]})
+    assert kept.output["segments"][0] == whole
+    above = math.nextafter(whole["score"], 1)
+    stream = await engine.segment(IMAGE, "cat", settings={"min_score": above}, stream=True)
+    assert [update async for update in stream] == []
+    result = await stream.result()
+    assert result.output == {
+        "segments": [{"object": "cat", "svg_path": "", "score": whole["score"]}]
+    }
+    assert (result.finish_reason, len(result.token_ids)) == ("stop", 3)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, math.nan, math.inf, "0.5", True, [0.5]])
+@pytest.mark.parametrize("skill", ["point", "detect", "segment"])
+async def test_other_thresholds_are_refused(make_engine, fake_limits, skill, value):
+    engine = make_engine(FakeRuntime(fake_limits))
+    with pytest.raises(InvalidRequest, match=r"is not a number in \[0, 1\]") as caught:
+        await getattr(engine, skill)(IMAGE, "cat", settings={"min_score": value})
+    assert caught.value.field == "min_score"
+
+
+async def test_skills_that_write_text_refuse_it(make_engine, fake_limits):
+    engine = make_engine(FakeRuntime(fake_limits))
+    with pytest.raises(InvalidRequest, match="is not a setting of this skill"):
+        await engine.caption(IMAGE, settings={"min_score": 0.5})

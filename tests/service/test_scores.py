@@ -1,0 +1,113 @@
+"""Scores over the wire: of points, boxes and outlines, of tasks and skills by name, whole and as streams."""
+
+import grpc
+import pytest
+
+from kestrel_client import AsyncKestrelClient, DetectTask, PointTask, SegmentTask
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine.runtime.fake import FakeRuntime
+from tests.engine.fakes import IMAGE
+from tests.engine.test_scores import outlining
+from tests.service.conftest import LIMITS, raw_image
+from tests.service.statuses import failure
+
+FIELDS = {"Point": "points", "Detect": "objects"}
+
+
+def always():
+    return FakeRuntime(LIMITS, lambda fed: 5)
+
+
+def request(skill, **fields):
+    most = {} if skill == "Segment" else {"max_objects": 6}
+    return getattr(pb, f"{skill}Request")(image=raw_image(), **{"object": "cat", **most, **fields})
+
+
+def stream(served, skill, wanted):
+    wrapped = getattr(pb, f"Stream{skill}Request")(request=wanted)
+    return getattr(served.vision, f"Stream{skill}")(wrapped)
+
+
+@pytest.mark.parametrize("skill", FIELDS)
+async def test_all_ways_to_ask_give_the_same_scores(serve, skill):
+    served = await serve(always())
+    found = getattr(await getattr(served.vision, skill)(request(skill)), FIELDS[skill])
+    assert len({each.score for each in found}) > 3
+    assert all(each.HasField("score") and 0 < each.score < 1 for each in found)
+    threshold = sorted(each.score for each in found)[2]
+    kept = [each for each in found if each.score >= threshold]
+    wanted = request(skill, min_score=threshold)
+    assert list(getattr(await getattr(served.vision, skill)(wanted), FIELDS[skill])) == kept
+    events = [event async for event in stream(served, skill, wanted)]
+    assert [event.object for event in events[1:-1]] == kept
+    several = request(skill, object="", objects=["cat", "dog"], min_score=threshold)
+    (first, second) = (await getattr(served.vision, skill)(several)).results
+    assert list(getattr(getattr(first, skill.lower()), FIELDS[skill])) == kept
+    own = getattr(getattr(second, skill.lower()), FIELDS[skill])
+    assert all(each.score >= threshold for each in own)
+    kind = getattr(pb, f"{skill}Task")
+    task = {skill.lower(): kind(object="cat", max_objects=6, min_score=threshold)}
+    analysis = pb.AnalyzeRequest(image=raw_image(), tasks=[pb.AnalyzeTask(**task)])
+    (outcome,) = (await served.vision.Analyze(analysis)).results
+    assert list(getattr(getattr(outcome, skill.lower()), FIELDS[skill])) == kept
+    named = pb.RunSkillRequest(skill=skill.lower(), image=raw_image())
+    named.arguments.update({"object": "cat"})
+    named.settings.update({"max_objects": 6, "min_score": threshold})
+    output = (await served.vision.RunSkill(named)).output
+    assert [each["score"] for each in output[FIELDS[skill]]] == pytest.approx(
+        [each.score for each in kept]
+    )
+
+
+async def test_an_outline_below_the_threshold_has_a_score_only(serve):
+    served = await serve(FakeRuntime(LIMITS, outlining))
+    whole = await served.vision.Segment(request("Segment"))
+    assert whole.score == whole.box.score > 0 and whole.svg_path
+    wanted = request("Segment", min_score=whole.score + 0.01)
+    dropped = await served.vision.Segment(wanted)
+    assert dropped.score == whole.score and not dropped.HasField("box") and not dropped.svg_path
+    assert dropped.usage.output_tokens == 3
+    events = [event async for event in stream(served, "Segment", wanted)]
+    assert [event.WhichOneof("event") for event in events] == ["started", "final"]
+
+
+async def test_the_servers_default_applies_and_is_told(serve):
+    every = await (await serve(always())).vision.Detect(request("Detect"))
+    threshold = sorted(box.score for box in every.objects)[2]
+    served = await serve(always(), min_score=threshold)
+    kept = (await served.vision.Detect(request("Detect"))).objects
+    assert list(kept) == [box for box in every.objects if box.score >= threshold]
+    assert (await served.vision.Detect(request("Detect", min_score=0))).objects == every.objects
+    async with AsyncKestrelClient(served.server.addresses[0]) as client:
+        assert (await client.server_info()).limits.default_min_score == threshold
+
+
+@pytest.mark.parametrize("value", [-0.5, 1.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("skill", ["Point", "Detect", "Segment"])
+async def test_other_thresholds_are_refused(serve, skill, value):
+    served = await serve()
+    told = await failure(getattr(served.vision, skill)(request(skill, min_score=value)))
+    assert told.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert told.fields == ["min_score"] and "in [0, 1]" in told.message
+
+
+async def test_the_sdk_reads_them(serve):
+    served = await serve(always())
+    async with AsyncKestrelClient(served.server.addresses[0]) as client:
+        boxes = await client.detect(IMAGE, "cat", max_objects=4)
+        scores = [box.score for box in boxes]
+        assert repr(boxes.objects[0]).endswith(f"score={scores[0]:.3f})")
+        assert f"{min(scores):.2f} to {max(scores):.2f}" in repr(boxes)
+        assert [each["score"] for each in boxes.to_coco()] == scores
+        threshold = max(scores)
+        kept = await client.detect(IMAGE, "cat", max_objects=4, min_score=threshold)
+        assert [box.score for box in kept] == [threshold]
+        tasks = [PointTask("cat", 4, min_score=1.0), DetectTask("cat", 4, min_score=threshold)]
+        analysis = await client.analyze(IMAGE, [*tasks, SegmentTask("cat", min_score=1.0)])
+        assert analysis[0].points == () and analysis[1].objects == kept.objects
+        assert analysis[2].box is None
+        async with client.stream_point(IMAGE, "cat", max_objects=4, min_score=0.0) as events:
+            found = [point async for point in events]
+        assert (await client.point(IMAGE, "cat", max_objects=4)).points == tuple(found)
+        plain = boxes.to_dict()["objects"][0]
+        assert plain["score"] == scores[0] and plain["x_min"] == boxes.objects[0].x_min
