@@ -109,7 +109,6 @@ class InferenceEngine(SkillCalls):
             timeout_s=config.decode_timeout_s,
             cache_bytes=config.image_cache_bytes,
             max_waiting_pixels=config.max_queued_pixels,
-            allocate=built.allocate,
             device_pixels=built.device_pixels,
         )
         self._limits = built.runtime.limits

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ from .types.model_config import ModelConfig
 from .types.progress import Progress
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from .checkpoint.open import OpenedModel
@@ -52,8 +50,6 @@ class Built:
     info: EngineInfo
     compiling: CompileMeter | None = None
     """Counts compiled kernels; None if no kernels are compiled."""
-    allocate: Callable[[tuple[int, ...]], np.ndarray] | None = None
-    """Allocates pinned memory for images; None: ordinary memory will do."""
     device_pixels: int = 0
     """Width times height of the largest image whose crops the runtime makes of its pixels; 0: it takes crops only."""
 
@@ -155,9 +151,8 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
     if not kernels:
         return Built(runtime, model, codec, info, compiling)
     from .runtime.gpu.footprint import DEVICE_PIXELS
-    from .runtime.gpu.state.staging import pinned_bytes
 
-    return Built(runtime, model, codec, info, compiling, pinned_bytes, DEVICE_PIXELS)
+    return Built(runtime, model, codec, info, compiling, DEVICE_PIXELS)
 
 
 def _compile_meter() -> CompileMeter:

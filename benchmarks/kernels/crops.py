@@ -25,9 +25,9 @@ if not torch.cuda.is_available():
 from benchmarks.device.rates import seconds_of, synchronize
 from benchmarks.reports.report import Report, benchmark_parser, median
 from kestrel_engine.models.vision import num_distinct
-from kestrel_engine.preprocess.crops import new_bytes, prepare
+from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.decoded_image import DecodedImage
-from kestrel_engine.runtime.gpu.state.staging import ImageUploader, Uploader, pinned_bytes
+from kestrel_engine.runtime.gpu.state.staging import ImageUploader, Uploader
 from kestrel_engine.runtime.gpu.vision import device_crops
 from kestrel_engine.runtime.gpu.vision.device_crops import DeviceCrops
 from kestrel_engine.types.model_config import VisionConfig
@@ -39,15 +39,10 @@ QUICK = VisionConfig(crop_size=56, max_crops=6, overlap_margin=1)
 
 
 def image_of(width: int, height: int, vision: VisionConfig) -> tuple[PreparedImage, np.ndarray]:
-    """Returns an image of noise as pixels in pinned memory, and its distinct crops."""
+    """Returns an image of noise as pixels, and its distinct crops."""
     rng = np.random.default_rng(width)
     pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
-    kept = prepare(
-        DecodedImage(pixels),
-        vision,
-        device_pixels=width * height,
-        allocate=pinned_bytes if DEVICE.type == "cuda" else new_bytes,
-    )
+    kept = prepare(DecodedImage(pixels), vision, device_pixels=width * height)
     wanted = prepare(DecodedImage(pixels), vision)
     assert wanted.crops is not None
     return kept, wanted.crops[: num_distinct(wanted.num_crops, wanted.tiling)]

@@ -14,7 +14,7 @@ import numpy as np
 from ..config import ImageLimits
 from ..errors import ImageDecodeError, UnsupportedImageError
 from .costs import FIELD, KINDS, Cost, check_size, cost_of
-from .decoded_image import DecodedImage
+from .decoded_image import Allocate, DecodedImage, new_bytes
 
 AVAILABLE = find_spec("PIL") is not None
 MAGIC = b"BM"
@@ -49,9 +49,9 @@ class BmpImage:
         self._background, self._data = background, data
         self.cost: Cost = cost_of(KINDS["BMP"], self._image.width, self._image.height, len(data))
 
-    def begin(self) -> DecodedImage:
-        """The pixels, still to be decoded."""
-        pixels = np.empty((self._image.height, self._image.width, 3), np.uint8)
+    def begin(self, allocate: Allocate = new_bytes) -> DecodedImage:
+        """The pixels in memory of ``allocate``, still to be decoded."""
+        pixels = allocate((self._image.height, self._image.width, 3))
         identity = (self._data, bytes(self._background or ()))
         return DecodedImage(pixels, self._decoding(pixels), identity)
 

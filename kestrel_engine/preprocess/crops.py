@@ -19,7 +19,7 @@ import pyvips
 from ..exact_resize import STRIP_ROWS, is_exact
 from ..types.model_config import VisionConfig
 from ..types.requests import PreparedImage
-from .decoded_image import DecodedImage
+from .decoded_image import Allocate, DecodedImage, new_bytes
 
 PREPROCESS_VERSION = 1
 """A part of every key. Increase it when the same image may give other crops than before."""
@@ -37,15 +37,6 @@ Piece: TypeAlias = Callable[[], object]
 Run: TypeAlias = Callable[[Sequence[Piece]], None]
 """Calls every piece once, in any threads. Starts them in order, because a piece may wait for earlier ones. Returns when
 all are done. Raises the error of a piece."""
-
-
-Allocate: TypeAlias = Callable[[tuple[int, ...]], np.ndarray]
-"""Allocates uint8 memory of a shape, with any contents."""
-
-
-def new_bytes(shape: tuple[int, ...]) -> np.ndarray:
-    """Allocates ordinary memory."""
-    return np.empty(shape, np.uint8)
 
 
 def select_tiling(width: int, height: int, vision: VisionConfig) -> tuple[int, int]:
@@ -109,6 +100,7 @@ def prepare(
     run: Run | None = None,
     allocate: Allocate = new_bytes,
     device_pixels: int = 0,
+    in_place: bool = False,
 ) -> PreparedImage:
     """Decodes, tiles and resizes an image. The crops equal those of the reference, byte for byte. Blocks, so call it in
     a worker thread.
@@ -123,14 +115,18 @@ def prepare(
             the least processor time; several threads give the shortest delay. The crops are the same.
         allocate: Allocates the memory of crops or pixels.
         device_pixels: As in ``device_makes_crops``. If the device makes the crops, the result holds the pixels instead.
+        in_place: Whether the image's own pixels are in memory of ``allocate``, so that the result holds these.
     """
     side, window = vision.crop_size, vision.crop_window
     rows, columns = select_tiling(image.width, image.height, vision)
     key: list[str] = []
     pieces: list[Piece] = [image.decode, lambda: key.append(_content_key(image, vision))]
     if device_makes_crops(image.width, image.height, vision, device_pixels):
-        pixels = allocate(image.pixels.shape)
-        (run or _one_by_one)([*pieces, lambda: _copy(image, pixels)])
+        pixels = image.pixels
+        if not in_place:
+            pixels = allocate(image.pixels.shape)
+            pieces.append(lambda: _copy(image, pixels))
+        (run or _one_by_one)(pieces)
         return PreparedImage(
             key=key[0],
             crops=None,

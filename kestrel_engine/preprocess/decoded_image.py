@@ -6,9 +6,18 @@ One thread decodes a JPEG. Meanwhile other threads can resize and hash the finis
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import numpy as np
+
+Allocate: TypeAlias = Callable[[tuple[int, ...]], np.ndarray]
+"""Allocates uint8 memory of a shape, with any contents."""
+
+
+def new_bytes(shape: tuple[int, ...]) -> np.ndarray:
+    """Allocates ordinary memory."""
+    return np.empty(shape, np.uint8)
 
 
 class DecodedImage:

@@ -29,8 +29,8 @@ from ..errors import RequestError
 from ..types.model_config import VisionConfig
 from .bmp import BmpImage
 from .costs import PIXELS, Cost, cost_of
-from .crops import Piece, prepare
-from .decoded_image import DecodedImage
+from .crops import Piece, device_makes_crops, prepare
+from .decoded_image import DecodedImage, new_bytes
 from .images import EncodedImage, read_header
 from .segments import send_message, take_message
 
@@ -145,15 +145,27 @@ class Work:
         threads: int,
         device_pixels: int,
     ) -> dict[str, Any]:
+        vision = self._vision
+        in_place = False
+
+        def allocate_pixels(shape: tuple[int, ...]) -> np.ndarray:
+            """Pixels that the device turns into crops are decoded into the segment."""
+            nonlocal in_place
+            height, width, _ = shape
+            in_place = device_makes_crops(width, height, vision, device_pixels)
+            return self._allocate_crops(shape) if in_place else new_bytes(shape)
+
         with memory_bound(cost.num_bytes + _SLACK_BYTES):
-            decoded = image if isinstance(image, DecodedImage) else image.begin()
-            run = partial(self.split, threads=threads) if threads > 1 else None
+            decoded = image if isinstance(image, DecodedImage) else image.begin(allocate_pixels)
+            # Decoding alone is the work of one thread.
+            run = partial(self.split, threads=threads) if threads > 1 and not in_place else None
             prepared = prepare(
                 decoded,
-                self._vision,
+                vision,
                 run=run,
                 allocate=self._allocate_crops,
                 device_pixels=device_pixels,
+                in_place=in_place,
             )
         return {"key": prepared.key, "width": prepared.width, "height": prepared.height}
 

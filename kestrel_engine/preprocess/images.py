@@ -42,7 +42,7 @@ from ..errors import (
 from . import amplifiers, bmp
 from .bmp import BmpImage, on_background
 from .costs import FIELD, KINDS, PIXELS, Cost, Kind, check_size, cost_of
-from .decoded_image import DecodedImage
+from .decoded_image import Allocate, DecodedImage, new_bytes
 from .heif_probes import HEIF_PROBES
 
 try:
@@ -304,18 +304,18 @@ class EncodedImage:
             turned=_is_turned(self._image),
         )
 
-    def begin(self) -> DecodedImage:
-        """Returns the image, not yet decoded. If EXIF orientation turns the image, decodes it now. Raises
-        UnsupportedImageError, ImageDecodeError."""
+    def begin(self, allocate: Allocate = new_bytes) -> DecodedImage:
+        """Returns the image, not yet decoded, with pixels in memory of ``allocate``. If EXIF orientation turns the
+        image, decodes it now. Raises UnsupportedImageError, ImageDecodeError."""
         identity = (self._data, bytes(self._background or ()))
         try:
             image = _upright(self._image, self._background)
         except (pyvips.Error, UnicodeDecodeError):
             raise _broken(self._name) from None
         if self._is_plain and simplejpeg is not None:
-            pixels = _new_pixels(image)
+            pixels = allocate((image.height, image.width, 3))
             return DecodedImage(pixels, _decoding_jpeg(self._data, image, pixels), identity)
-        return _decoded(image, self._name, identity)
+        return _decoded(image, self._name, allocate, identity)
 
 
 def _kind(image: pyvips.Image, name: str) -> Kind:
@@ -363,15 +363,14 @@ def _is_turned(image: pyvips.Image) -> bool:
 
 
 def _decoded(
-    image: pyvips.Image, name: str, identity: tuple[bytes, ...] | None = None
+    image: pyvips.Image,
+    name: str,
+    allocate: Allocate = new_bytes,
+    identity: tuple[bytes, ...] | None = None,
 ) -> DecodedImage:
     """Returns the pixels of an upright image, [height, width, 3] uint8, which are not yet computed."""
-    pixels = _new_pixels(image)
+    pixels = allocate((image.height, image.width, 3))
     return DecodedImage(pixels, _decoding(image, pixels, name), identity)
-
-
-def _new_pixels(image: pyvips.Image) -> np.ndarray:
-    return np.empty((image.height, image.width, 3), np.uint8)
 
 
 def _decoding_jpeg(data: bytes, image: pyvips.Image, pixels: np.ndarray) -> Iterator[int]:

@@ -38,12 +38,12 @@ from ..errors import (
 from ..types.model_config import VisionConfig
 from ..types.requests import PreparedImage
 from .costs import FIELD, Cost
-from .crops import KEY_LENGTH, Allocate, device_makes_crops, select_tiling
+from .crops import KEY_LENGTH, device_makes_crops, select_tiling
 from .decoder_process import DecoderProcess, template
 from .fair_queue import FairQueue
 from .images import Colour, ImageSource, OnBackground, read_source
 from .prepared_cache import PreparedCache, in_namespace, source_digest, source_key
-from .segments import map_segment, new_segment, read_segment, write_segment
+from .segments import map_segment, new_segment, write_segment
 
 HASHED_AT_ONCE_BYTES = 256 * 1024
 """Encoded bytes of up to this size are hashed on the event loop, so that a repeated image does not wait for a thread.
@@ -139,17 +139,15 @@ class PreprocessPool:
         timeout_s: float = 30.0,
         cache_bytes: int = 0,
         max_waiting_pixels: int | None = None,
-        allocate: Allocate | None = None,
         device_pixels: int = 0,
     ) -> None:
         """Creates the pool.
 
         Args:
-            allocate: Allocates memory for crops or pixels, such as memory that a device reads without the host.
             device_pixels: As in ``crops.prepare``.
             timeout_s: Limit on the time to decode one image, in seconds.
         """
-        self._allocate, self._device_pixels = allocate, device_pixels
+        self._device_pixels = device_pixels
         self._limits, self._vision = limits, vision
         self._processes, self._timeout_s = processes, timeout_s
         self._cheap = Cost(
@@ -374,12 +372,7 @@ class PreprocessPool:
             raise ValueError(f"{width}x{height} pixels, key {key!r}")
         on_device = device_makes_crops(width, height, self._vision, self._device_pixels)
         shape = (height, width, 3) if on_device else (1 + tiling[0] * tiling[1], side, side, 3)
-        if self._allocate is None:
-            found = map_segment(decoder.crops, shape)
-        else:
-            found = self._allocate(shape)
-            if not read_segment(decoder.crops, found):
-                raise ValueError(f"a segment of less than {shape}")
+        found = map_segment(decoder.crops, shape)
         crops, pixels = (None, found) if on_device else (found, None)
         digest = run.job.source_digest
         image = PreparedImage(key, crops, tiling, width, height, pixels, digest)

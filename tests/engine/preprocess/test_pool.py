@@ -109,17 +109,6 @@ async def test_a_split_image_has_the_same_crops(make_pool):
     assert np.array_equal(found.image.crops, expected.crops)
 
 
-async def test_crops_lie_where_the_device_wants_them(make_pool):
-    made = []
-
-    def allocate(shape):
-        made.append(np.empty(shape, np.uint8))
-        return made[-1]
-
-    found = await make_pool(allocate=allocate).prepare(png())
-    assert found.image.crops is made[0]
-
-
 async def test_crops_stay_as_they_are_whatever_their_decoder_does_next(make_pool):
     """Each image has memory of its own, which a decoder prepares by the size of the image before."""
     pool, sizes = make_pool(), ((120, 90), (850, 600), (850, 600), (120, 90), (1200, 900))
