@@ -192,6 +192,13 @@ class RuntimeConfig:
         metavar="PATH",
         shown="the one beside the weights, else the model's own",
     )
+    refiner: str | Path = setting(
+        "auto",
+        MODEL,
+        "segmentation refiner: a file of its weights, moondream/SegHeadRefiner (released for Moondream 3), off, or "
+        "auto, the file refiner.safetensors beside the weights if there is one",
+        metavar="auto|off|PATH|moondream/SegHeadRefiner",
+    )
     offline: bool = setting(
         False, MODEL, "never contact the hub; use its cache and local files only", switch=True
     )

@@ -50,6 +50,7 @@ from .skills.registry import SkillRegistry
 from .skills.rule_check import RuleCheck, check_prompt
 from .steps.delivery import Delivery, DeliveryThread
 from .steps.loop import EngineLoop, Work
+from .steps.refining import Refining
 from .types.embedding import EmbeddingSpec
 from .types.events import EngineMetrics, EngineResult, StreamUpdate
 from .types.info import CompileCounts, EngineInfo, PlaceCounts, SchedulerStats
@@ -100,6 +101,7 @@ class InferenceEngine(SkillCalls):
                 min_score=config.min_score,
                 max_text_bytes=config.max_text_bytes,
             ),
+            refines=built.runtime.limits.refines,
         )
         self._pool = PreprocessPool(
             self._sizes.preprocess_threads,
@@ -116,7 +118,12 @@ class InferenceEngine(SkillCalls):
         self._observer = observer
         self._aio = asyncio.get_running_loop()
         self._open = OpenRequests(self.info.model, observer, self._note_idle)
-        self._delivery = DeliveryThread(self._deliver_threadsafe, lambda i: self._loop.abort(i))
+        self._delivery = DeliveryThread(
+            self._deliver_threadsafe,
+            lambda i: self._loop.abort(i),
+            lambda i, row: self._loop.refine(i, row),
+            Refining(built.model.vision) if self._limits.refines else None,
+        )
         self._loop = EngineLoop(
             built.runtime,
             self._delivery,
@@ -287,7 +294,8 @@ class InferenceEngine(SkillCalls):
         place.displace = lambda error: self._loop.refuse(sequence_id, error)
         self._idle.clear()
         queue_limited = bool(bounds) and min(bounds) != timeout_s
-        self._loop.submit(Work(request_id, submission, control, output, queue_limited))
+        refines = request.refine and self._limits.refines and prepared is not None
+        self._loop.submit(Work(request_id, submission, control, output, queue_limited, refines))
         return stream
 
     async def prepare_image(

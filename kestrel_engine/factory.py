@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .checkpoint.open import OpenedModel
     from .kernels.compile_meter import CompileMeter
     from .models.kv_format import Scales
+    from .models.refiner import Refiner
     from .runtime.gpu.memory import Pool
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,18 @@ class _Plan:
     device: torch.device
     dtype: torch.dtype
     kv_scales: tuple[Scales, ...] | None
+    refiner: Refiner | None
     progress: Progress | None
+
+    @property
+    def refine_bytes(self) -> int:
+        """Memory for the activations of the masks that one step refines."""
+        from .runtime.refinement import refine_bytes
+        from .types.step import MOST_REFINED
+
+        if self.refiner is None:
+            return 0
+        return refine_bytes(self.refiner.config, self.model.vision, self.dtype, MOST_REFINED)
 
 
 def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
@@ -74,6 +86,7 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
     import torch
 
     from .checkpoint.open import load_weights, open_model
+    from .checkpoint.refiner import load_refiner
     from .preprocess.prompt import Tokenizer
     from .runtime.gpu.memory import out_of_memory
     from .runtime.kv_cache import bytes_per_page, kv_dtype
@@ -109,7 +122,13 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
         weights_bytes = sum(t.nbytes for t in tensors.values())
         read = time.monotonic()
         logger.info("weights: %.2f GB in %.2f s", weights_bytes / 1e9, read - began)
-        plan = _Plan(config, sizes, model, page_size, page_bytes, device, dtype, scales, progress)
+        refiner = None
+        if opened.refiner is not None:
+            refiner = load_refiner(opened.refiner, model.vision, dtype=dtype, device=device)
+            logger.info("refiner: %s", opened.refiner)
+        plan = _Plan(
+            config, sizes, model, page_size, page_bytes, device, dtype, scales, refiner, progress
+        )
         runtime, capture_s = (_gpu_runtime if kernels else _torch_runtime)(plan, tensors)
         built = time.monotonic()
     except torch.OutOfMemoryError as error:
@@ -143,6 +162,7 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
         kv_cache_bytes=limits.num_pages * page_bytes,
         kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
         max_queue=config.max_queue,
+        refines=limits.refines,
         torch_version=torch.__version__,
         load=LoadTimes(
             weights_s=read - began, build_s=built - read - capture_s, capture_s=capture_s
@@ -261,7 +281,7 @@ def _torch_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runti
             max_batch_size=plan.sizes.max_batch_size,
             max_crops=PLAIN_CROPS,
         )
-    pool = _pool(plan, reserve)
+    pool = _pool(plan, reserve + plan.refine_bytes)
     runtime = TorchRuntime(
         Moondream(plan.model, tensors),
         plan.model,
@@ -272,6 +292,7 @@ def _torch_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runti
         device=plan.device,
         dtype=plan.dtype,
         kv_scales=plan.kv_scales,
+        refiner=plan.refiner,
     )
     return runtime, 0.0
 
@@ -284,7 +305,8 @@ def _gpu_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime
     sizes = plan.sizes
     pack_weights(plan.model, tensors)
     fp8_gemms = plan.config.fp8_gemms
-    pool = _pool(plan, reserve_of(plan.model, plan.dtype, sizes, fp8_gemms=fp8_gemms))
+    reserve = reserve_of(plan.model, plan.dtype, sizes, fp8_gemms=fp8_gemms)
+    pool = _pool(plan, reserve + plan.refine_bytes)
     runtime = GpuRuntime(
         plan.model,
         tensors,
@@ -298,6 +320,7 @@ def _gpu_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime
         cuda_graphs=plan.config.cuda_graphs,
         decode_beside=_decodes_beside(plan.config, plan.model),
         max_crops=_most_crops(sizes),
+        refiner=plan.refiner,
         progress=plan.progress,
     )
     return runtime, runtime.capture_s

@@ -18,6 +18,7 @@ from .config_file import NAME as CONFIG_NAME
 from .config_file import check_fits, config_beside, read_config
 from .files import find_files, read_headers
 from .hub import Hub, sibling
+from .refiner_file import find_refiner
 from .tokenizer_file import NAME as TOKENIZER_NAME
 from .tokenizer_file import find_tokenizer, stand_in_tokenizer
 from .weights.plan import (
@@ -41,7 +42,8 @@ class OpenedModel:
     """A model whose files are on this machine and whose settings are valid. Its weights are not read yet.
 
     ``name``: the name under which it is served. ``plan``: for `load_weights`. ``hint``: an addition to errors about the
-    tensors. ``random_seed``: the seed, if the weights are to be generated.
+    tensors. ``refiner``: the file of the segmentation refiner, if it is used. ``random_seed``: the seed, if the weights
+    are to be generated.
     """
 
     name: str
@@ -50,6 +52,7 @@ class OpenedModel:
     files: tuple[Path, ...]
     plan: CheckpointPlan
     hint: str = ""
+    refiner: Path | None = None
     random_seed: int | None = None
 
 
@@ -82,6 +85,7 @@ def open_model(
         files=files,
         plan=plan,
         hint=no_config_hint(raw, config),
+        refiner=find_refiner(runtime, config, files, hub),
     )
 
 

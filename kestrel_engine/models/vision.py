@@ -83,13 +83,31 @@ class VisionModel:
         passes = range(0, len(crops), size)
         return torch.cat([self._encode_pass(crops[i : i + size]) for i in passes])
 
+    def encode_two_depths(self, crops: Tensor, early: int) -> tuple[Tensor, Tensor]:
+        """Encodes ``crops`` as `encode_crops` does, in one pass of at most `CROPS_PER_PASS`.
+
+        Returns two tensors [n, patches, enc_dim]: the output of the last LayerNorm, and the residual stream after block
+        ``early``, counted from 0.
+        """
+        assert len(crops) <= CROPS_PER_PASS, len(crops)
+        x = self._embed_patches(crops)
+        for block in self.blocks[: early + 1]:
+            x = block(x)
+        stream = x
+        for block in self.blocks[early + 1 :]:
+            x = block(x)
+        return self.post_ln(x), stream
+
     def _encode_pass(self, crops: Tensor) -> Tensor:
-        weight = self.patch_emb.weight
-        x = patches(crops.to(weight.device), self.config.enc_patch_size).to(weight.dtype)
-        x = self.patch_emb(x) + self.pos_emb
+        x = self._embed_patches(crops)
         for block in self.blocks:
             x = block(x)
         return self.post_ln(x)
+
+    def _embed_patches(self, crops: Tensor) -> Tensor:
+        weight = self.patch_emb.weight
+        x = patches(crops.to(weight.device), self.config.enc_patch_size).to(weight.dtype)
+        return self.patch_emb(x) + self.pos_emb
 
     def stitch(self, local: Tensor, tiling: tuple[int, int]) -> Tensor:
         """Joins the features of tiles [th * tw, patches, enc_dim] to one grid [rows, columns, enc_dim].

@@ -163,7 +163,11 @@ class FakeRuntime:
                 bad.add(row.sequence_id)
             elif row.sample is not None:
                 tokens[row.sequence_id] = self._sampled[row.sequence_id] = self._sample(row)
-        return StepResult(tokens=tokens, embeddings=embeddings, non_finite=frozenset(bad))
+        # A refined mask is the coarse one less its first row, so that tests can tell them apart.
+        refined = {row.sequence_id: _without_first_row(row.mask) for row in plan.refine}
+        return StepResult(
+            tokens=tokens, embeddings=embeddings, non_finite=frozenset(bad), refined=refined
+        )
 
     def _embedding(self, read: EmbedRead) -> Embedding:
         """Two numbers a vector that depend on the image's key and the crop only."""
@@ -245,3 +249,10 @@ class FakeRuntime:
         logprob = 0.0 if rule.forced is not None else -((37 * len(fed) + wanted) % 1024) / 1024
         near = None if value is None else (hashed(fed) % 256 + 1) / 256
         return StepToken(wanted, value, logprob, near)
+
+
+def _without_first_row(mask: np.ndarray) -> np.ndarray:
+    """Returns a mask as float32 without the first row that has anything inside."""
+    refined = mask.astype("float32")
+    refined[int(refined.any(axis=1).argmax())] = 0
+    return refined

@@ -14,11 +14,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..models.kv_format import Scales
 from ..models.moondream import Moondream
+from ..models.refiner import Refiner
 from ..models.region import coord_of_bin, size_of_bins
 from ..models.vision import num_distinct
 from ..types.model_config import ModelConfig
@@ -28,6 +30,7 @@ from ..types.step import (
     PREVIOUS,
     EmbedRead,
     EncodeSlice,
+    RefineRow,
     Row,
     RuntimeLimits,
     SampleSpec,
@@ -41,6 +44,7 @@ from .kv_cache import KvCache
 from .lost_work import LostWork
 from .out_of_memory import raise_as_memory_error
 from .protocol import StepHandle
+from .refinement import Refinement, arrays_of, results_of
 from .sampler import sample
 
 SMALL_PASS = 12_000_000
@@ -75,6 +79,7 @@ class TorchRuntime:
         device: torch.device | str,
         dtype: torch.dtype,
         kv_scales: Sequence[Scales] | None = None,
+        refiner: Refiner | None = None,
     ) -> None:
         """``kv_scales``: the scales of each layer for an FP8 KV cache; None for a KV cache in ``dtype``."""
         device = torch.device(device)
@@ -91,7 +96,9 @@ class TorchRuntime:
             max_batch_size=max_batch_size,
             max_seq_length=max_seq_length,
             vocab_size=config.text.vocab_size,
+            refines=refiner is not None,
         )
+        self._refinement = None if refiner is None else Refinement(model.vision, refiner)
         self._cache: KvCache | None = KvCache(
             config.text,
             num_pages=num_pages,
@@ -157,6 +164,7 @@ class TorchRuntime:
         began = time.perf_counter()
         self._encode(plan.encode)
         embeddings = {read.sequence_id: self._embedding(read) for read in plan.embed}
+        refined = self._refine(plan.refine)
         encoded = self._now()
         tokens, non_finite = self._run(plan.prefill)
         non_finite |= {i for i, found in embeddings.items() if not found.is_finite}
@@ -174,6 +182,7 @@ class TorchRuntime:
             tokens=tokens,
             embeddings={i: e.embedding() for i, e in embeddings.items() if e.is_finite},
             non_finite=frozenset(non_finite),
+            refined=refined,
             vision_s=encoded - began,
             prefill_s=prefilled - encoded,
             decode_s=self._now() - prefilled,
@@ -220,6 +229,14 @@ class TorchRuntime:
             (features,) = self._features[key]
             crops = torch.stack([self.model.vision.embed(each[None], (1, 1)) for each in features])
         return fetch(spec, self._images[key] if spec.image else None, crops)
+
+    def _refine(self, rows: Sequence[RefineRow]) -> dict[int, np.ndarray]:
+        """Returns the refined masks by sequence id."""
+        if not rows:
+            return {}
+        assert self._refinement is not None, "this runtime has no refiner"
+        pixels, masks = (torch.from_numpy(a).to(self.model.device) for a in arrays_of(rows))
+        return results_of(rows, self._refinement(pixels, masks).cpu().numpy())
 
     def _run(self, rows: Sequence[Row]) -> tuple[dict[int, StepToken], set[int]]:
         """Returns the sampled token of each sequence, and the sequences whose rows are not finite.

@@ -22,10 +22,12 @@ from collections.abc import Hashable
 from ..types.info import SchedulerStats
 from ..types.requests import PreparedImage
 from ..types.step import (
+    MOST_REFINED,
     PREVIOUS,
     EmbedRead,
     EncodeSlice,
     Lane,
+    RefineRow,
     Row,
     RuntimeLimits,
     SampleSpec,
@@ -80,6 +82,8 @@ class Scheduler:
         self._leaving: dict[int, Sequence] = {}
         """Sequences that ended while a step of NEW_WORK writes to their pages. They keep pages and batch places."""
         self._ended: list[int] = []
+        self._refine: deque[RefineRow] = deque()
+        """Masks of sequences that have ended, in the order of their ends."""
         self._admitted: list[Sequence] = []
         self._next_step_id = 0
         self._pacer = Pacer(self._policy.budget)
@@ -87,7 +91,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        unfinished = self._sequences or self._ended or self._images.has_dropped
+        unfinished = self._sequences or self._ended or self._images.has_dropped or self._refine
         return bool(unfinished or any(self._out.values()))
 
     @property
@@ -129,6 +133,20 @@ class Scheduler:
         sequence = self._sequences.get(sequence_id)
         if sequence is not None:
             self._end(sequence, keep=True)
+
+    def refine(self, row: RefineRow) -> None:
+        """Queues a mask for the next steps. Its sequence has ended, so it holds neither pages nor a batch place."""
+        self._refine.append(row)
+
+    def abort_refinement(self, sequence_id: int) -> None:
+        """Removes a queued mask. Without effect if a step has it, or if there is none."""
+        self._refine = deque(row for row in self._refine if row.sequence_id != sequence_id)
+
+    @property
+    def is_refining(self) -> bool:
+        """Whether masks are queued, or in a step that is out."""
+        plans = (plan for out in self._out.values() for plan, _, _ in out)
+        return bool(self._refine) or any(plan.refine for plan in plans)
 
     def expired(self, now: float) -> list[int]:
         """Sequences that wait and whose deadline has passed; the caller ends them."""
@@ -177,7 +195,10 @@ class Scheduler:
             used = self._schedule_new_work(
                 turns, encode, embed, prefill, scheduled, now, num_decode=len(decode), lane=lane
             )
-        if lane is Lane.NEW_WORK and self._sequences and not (encode or embed or prefill):
+        refine: list[RefineRow] = []
+        while lane is not Lane.DECODE and self._refine and len(refine) < MOST_REFINED:
+            refine.append(self._refine.popleft())
+        if lane is Lane.NEW_WORK and self._sequences and not (encode or embed or prefill or refine):
             # Images to drop wait for the next step with new work.
             self._images.give_back_dropped(dropped)
             return None
@@ -192,6 +213,7 @@ class Scheduler:
             embed=tuple(embed),
             prefill=tuple(prefill),
             decode=tuple(decode),
+            refine=tuple(refine),
             lane=lane,
             after=after,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from ..errors import InvalidRequest
 from ..front.stream import EngineStream
@@ -68,6 +68,8 @@ class SkillContext:
     model: ModelConfig
     codec: TextCodec
     defaults: SkillDefaults = field(default_factory=SkillDefaults)
+    refines: bool = False
+    """The engine has a segmentation refiner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,13 @@ class SkillRequest:
     prompt_field: str = "arguments"
     embedding: EmbeddingSpec | None = None
     """The request asks for embeddings in place of tokens."""
+    refine: bool = False
+    """Whether the engine's refiner, if it has one, sharpens the outline. The output then has ``outline`` and
+    ``set_outline``, and its ``finish`` is called twice."""
+
+
+Outline: TypeAlias = tuple[str, tuple[float, float, float, float]]
+"""An SVG path relative to a box, and the box: x_min, y_min, x_max, y_max as fractions of the image."""
 
 
 class SkillControl(Protocol):
@@ -151,6 +160,18 @@ def logprobs_of(output: SkillOutput) -> tuple[TokenLogprob, ...] | None:
     """
     logprobs: tuple[TokenLogprob, ...] | None = getattr(output, "logprobs", None)
     return logprobs
+
+
+def outline_of(output: SkillOutput) -> Outline | None:
+    """The SVG path and the box of a finished output's outline; None if it has none. An output with an outline has an
+    attribute ``outline``."""
+    outline: Outline | None = getattr(output, "outline", None)
+    return outline
+
+
+def set_outline(output: SkillOutput, path: str, box: tuple[float, float, float, float]) -> None:
+    """Replaces the outline of an output that has one. ``path`` is relative to ``box``."""
+    output.set_outline(path, box)  # type: ignore[attr-defined]
 
 
 class SkillSpec(Protocol):

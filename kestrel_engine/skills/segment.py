@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import SkillUnavailable
+from ..errors import InvalidRequest, SkillUnavailable
 from ..types.events import FinishReason, StreamUpdate
 from ..types.model_config import ModelConfig
 from ..types.requests import Coord, Size, check_spatial_refs, spatial_tokens
 from ..types.step import StepToken, TokenRule
-from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, checked_text
+from .base import Outline, SkillContext, SkillControl, SkillOutput, SkillRequest, checked_text
 from .scores import raw_score, rounded
 from .settings import read_settings, reject_unknown
 from .svg_path import PathError, SvgPathDecoder
@@ -20,7 +20,11 @@ LAST_NON_TEXT_ID = 20
 
 
 class SegmentSkill:
-    """Arguments: object, spatial_refs. Output: {"segments": [one]} (moondream.md section 9.7), with its "score"."""
+    """Arguments: object, spatial_refs, refine. Output: {"segments": [one]} (moondream.md section 9.7), with its
+    "score".
+
+    ``refine``: None refines the outline if the engine has a refiner, False does not, and True needs a refiner.
+    """
 
     name = "segment"
 
@@ -30,12 +34,13 @@ class SegmentSkill:
     def build(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
     ) -> SkillRequest:
-        reject_unknown(arguments, frozenset({"object", "spatial_refs"}))
+        reject_unknown(arguments, frozenset({"object", "spatial_refs", "refine"}))
         templates = context.model.templates
         if templates.segment_prefix is None:
             raise SkillUnavailable("segment", "this model can't segment; Moondream 3 models can")
         text = checked_text("object", arguments.get("object"), context)
         refs = check_spatial_refs(arguments.get("spatial_refs"))
+        refine = _checked_refine(arguments.get("refine"), context)
         read = read_settings(
             settings, context.defaults, greedy=True, extra=frozenset({"max_tokens", "min_score"})
         )
@@ -52,6 +57,7 @@ class SegmentSkill:
             seed=read.seed,
             max_tokens=read.max_tokens,
             options={"object": text, "min_score": read.min_score},
+            refine=refine,
         )
 
     def new_control(
@@ -79,8 +85,9 @@ class SegmentControl:
 
 
 class SegmentOutput:
-    """The box is streamed first, then the path command by command; pieces are held back until the box is there. After a
-    parse error the final path is empty and ``parse_error`` says why, whatever was streamed before.
+    """The box is streamed first, then the coarse path command by command; pieces are held back until the box is there.
+    After a parse error the final path is empty and ``parse_error`` says why, whatever was streamed before. A refined
+    outline is not streamed: the result has it as ``svg_path`` and ``bbox``.
 
     The score is that of the box. If it is below ``min_score``, the request ends at the box, and the result has the
     score, but neither box nor path.
@@ -100,6 +107,7 @@ class SegmentOutput:
         self._error: str | None = None
         self._box: dict[str, float] | None = None
         self._held: list[StreamUpdate] = []
+        self._refined: Outline | None = None
 
     def push(self, token: StepToken) -> list[StreamUpdate]:
         self._ids.append(token.id)
@@ -136,6 +144,18 @@ class SegmentOutput:
     def is_complete(self) -> bool:
         return self._is_dropped
 
+    @property
+    def outline(self) -> Outline | None:
+        """The coarse outline; None without a path or a box."""
+        if self._error is not None or self._box is None or not self._decoder.path:
+            return None
+        box = self._box
+        return self._decoder.path, (box["x_min"], box["y_min"], box["x_max"], box["y_max"])
+
+    def set_outline(self, path: str, box: tuple[float, float, float, float]) -> None:
+        """Sets the refined outline of the result."""
+        self._refined = path, box
+
     def output(self) -> dict[str, Any]:
         if self._is_dropped:
             return {"segments": [{"object": self._name, "svg_path": "", "score": self._score}]}
@@ -155,6 +175,10 @@ class SegmentOutput:
             segment["coarse_bbox"] = dict(self._box)
         if self._score is not None:
             segment["score"] = self._score
+        if self._refined is not None:
+            segment["svg_path"], box = self._refined
+            segment["bbox"] |= dict(zip(("x_min", "y_min", "x_max", "y_max"), box, strict=True))
+        segment["refined"] = self._refined is not None
         if self._sizes:
             segment["sizes"] = [{"width": s.width, "height": s.height} for s in self._sizes]
         if self._error is not None:
@@ -193,6 +217,19 @@ class SegmentOutput:
             self._held.append(update)
             return []
         return [update]
+
+
+def _checked_refine(value: object, context: SkillContext) -> bool:
+    if value is None:
+        return context.refines
+    if not isinstance(value, bool):
+        raise InvalidRequest("refine", f"{value!r} is not true, false or absent")
+    if value and not context.refines:
+        raise SkillUnavailable(
+            "refine",
+            "this server has no refiner for its model; set refine to false or leave it out",
+        )
+    return value
 
 
 def _clamp(value: float) -> float:

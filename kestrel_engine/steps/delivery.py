@@ -17,15 +17,21 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import KestrelError, RuntimeFailure
 from ..skills.base import SkillOutput, is_complete, logprobs_of
 from ..skills.embed import EmbedOutput
 from ..types.embedding import Embedding
 from ..types.events import FinishReason, StreamUpdate, TokenLogprob
-from ..types.step import StepToken
+from ..types.step import RefineRow, StepToken
 from ..types.timings import StepTimings
+from .refining import Refining
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..types.requests import PreparedImage
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +48,8 @@ class SequenceEnd:
 
     reason: FinishReason | KestrelError
     timings: StepTimings
+    refined: np.ndarray | None = None
+    """The refined mask, as in StepResult."""
 
 
 @dataclass(slots=True)
@@ -56,6 +64,8 @@ class StepReport:
     end: SequenceEnd | None = None
     admitted_at: float | None = None
     embedding: Embedding | None = None
+    to_refine: PreparedImage | None = None
+    """The image of a request that has its last token and may be refined: the step thread waits for ``refine``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +111,17 @@ class DeliveryThread:
     even if one of them fails.
     """
 
-    def __init__(self, deliver: Deliver, abort: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        deliver: Deliver,
+        abort: Callable[[int], None],
+        refine: Callable[[int, RefineRow | None], None] | None = None,
+        refining: Refining | None = None,
+    ) -> None:
+        """``refine``: called once for each report with ``to_refine``, with the work for the device, or None if there is
+        none. With it comes ``refining``."""
         self._deliver, self._abort = deliver, abort
+        self._refine, self._refining = refine, refining
         # Bounded by what is sampled: at most max_tokens entries a request that the engine admitted.
         self._batches: queue.SimpleQueue[list[StepReport] | None] = queue.SimpleQueue()
         self._over: set[int] = set()
@@ -165,7 +184,10 @@ class DeliveryThread:
                 if report.embedding is not None:
                     assert isinstance(report.output, EmbedOutput)
                     report.output.take(report.embedding)
-                if report.end is not None:
+                if report.to_refine is not None:
+                    updates = [*updates, *self._draft(report, report.to_refine)]
+                elif report.end is not None:
+                    self._use_refined(report, report.end)
                     end, last_updates = self._finish(report.output, report.end)
                     updates = [*updates, *last_updates]
                 elif is_complete(report.output):
@@ -187,6 +209,19 @@ class DeliveryThread:
             delivery.admitted_at = report.admitted_at
         delivery.end = end
         return end is not None or report.num_sampled <= 1
+
+    def _draft(self, report: StepReport, image: PreparedImage) -> list[StreamUpdate]:
+        """Ends an output for now, and passes its outline to the step thread."""
+        assert self._refine is not None and self._refining is not None
+        updates = report.output.finish()
+        self._refine(
+            report.sequence_id, self._refining.begin(report.sequence_id, report.output, image)
+        )
+        return updates
+
+    def _use_refined(self, report: StepReport, end: SequenceEnd) -> None:
+        if self._refining is not None:
+            self._refining.finish(report.sequence_id, report.output, end.refined)
 
     def _end_early(self, sequence_id: int) -> None:
         self._over.add(sequence_id)

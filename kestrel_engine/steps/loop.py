@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..errors import (
     DeadlineExceeded,
@@ -38,10 +39,13 @@ from ..types.events import FinishReason
 from ..types.info import SchedulerStats
 from ..types.observer import Observer, StepEvent
 from ..types.requests import num_positions
-from ..types.step import PREVIOUS, Lane, StepPlan, StepResult, StepToken
+from ..types.step import PREVIOUS, Lane, RefineRow, StepPlan, StepResult, StepToken
 from ..types.submission import Submission
 from ..types.timings import StepTimings
 from .delivery import DeliveryThread, SequenceEnd, StepReport
+
+if TYPE_CHECKING:
+    import numpy as np
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +68,8 @@ class Work:
     output: SkillOutput
     queue_limited: bool = False
     """The submission's deadline is the engine's bound on waiting, not the caller's."""
+    refines: bool = False
+    """After the last token, the delivery thread may ask for a refinement of the request's outline."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +81,8 @@ class _Active:
     """None until the scheduler has it."""
     first_token_at: float | None = None
     last_token_at: float | None = None
+    finish: FinishReason | None = None
+    """Why generation ended, while the outline is refined. The scheduler no longer has the sequence."""
 
     @property
     def num_sampled(self) -> int:
@@ -131,6 +139,8 @@ class EngineLoop:
         """The steps that are out, in the order of their launch."""
         self._outbox: list[StepReport] = []
         self._profile: StepProfile | None = None
+        self._is_refining = False
+        """Whether masks are queued, or out in a step."""
         self._beat_at = clock()
         self._thread = threading.Thread(target=self._run, name="kestrel-steps", daemon=True)
 
@@ -152,7 +162,8 @@ class EngineLoop:
     def stalled_s(self) -> float:
         """Any thread. Seconds since the last command or collected step, while there is work; else 0."""
         stats = self._stats
-        return self._clock() - self._beat_at if stats.running or stats.waiting else 0.0
+        has_work = stats.running or stats.waiting or self._is_refining
+        return self._clock() - self._beat_at if has_work else 0.0
 
     def submit(self, work: Work) -> None:
         """Any thread. The delivery thread reports the request's outcome."""
@@ -165,6 +176,11 @@ class EngineLoop:
     def refuse(self, sequence_id: int, error: KestrelError) -> None:
         """Any thread. Ends a request with ``error`` before the next step; without effect if it has ended."""
         self._commands.put(lambda: self._refuse(sequence_id, error))
+
+    def refine(self, sequence_id: int, row: RefineRow | None) -> None:
+        """Any thread. Continues a request whose report had ``to_refine``: refines the mask of ``row`` in one of the
+        next steps, or, without a row, ends the request. Without effect if the request has ended."""
+        self._commands.put(lambda: self._refine(sequence_id, row))
 
     def flush(self) -> Future[None]:
         """Any thread. Drops cached prefixes and embeddings without users, before the next step. The future ends then,
@@ -239,7 +255,8 @@ class EngineLoop:
         if plan is not None:
             self._launch(plan, now)
         if plan is None:
-            assert any(self._out.values()) or not self._active, (
+            generating = (a for a in self._active.values() if a.finish is None)
+            assert any(self._out.values()) or next(generating, None) is None, (
                 "there is work, but no step to be made of it"
             )
         if any(self._out.values()) and (plan is None or not self._has_room):
@@ -328,6 +345,8 @@ class EngineLoop:
             active = self._active[sequence_id]
             active.first_token_at = active.last_token_at = self._beat_at
             self._end(sequence_id, "stop", embedding=result.embeddings[sequence_id])
+        if out.plan.refine:
+            self._end_refined(out.plan, result)
 
     def _fail_step(self, out: _Out, error: Exception) -> None:
         self._observe(out, StepResult(), failed=True)
@@ -338,6 +357,32 @@ class EngineLoop:
                 f"the step that computed this request failed{why}", out_of_memory=memory
             )
             self._end(sequence_id, failure)
+        if out.plan.refine:
+            # Their answers are complete without it.
+            self._end_refined(out.plan, StepResult())
+
+    def _end_refined(self, plan: StepPlan, result: StepResult) -> None:
+        """Ends the requests whose masks were in a step. A mask that could not be refined leaves the coarse outline."""
+        self._is_refining = self._scheduler.is_refining
+        for row in plan.refine:
+            active = self._active.get(row.sequence_id)
+            if active is not None:
+                assert active.finish is not None
+                mask = result.refined.get(row.sequence_id)
+                if mask is None:
+                    logger.error("request %s: the refiner failed", active.work.request_id)
+                self._end(row.sequence_id, active.finish, refined=mask)
+
+    def _refine(self, sequence_id: int, row: RefineRow | None) -> None:
+        active = self._active.get(sequence_id)
+        if active is None:
+            return
+        assert active.finish is not None
+        if row is None:
+            self._end(sequence_id, active.finish)
+        else:
+            self._scheduler.refine(row)
+            self._is_refining = True
 
     def _not_finite(self, sequence_id: int) -> None:
         """Ends a request whose row gave NaN or infinity."""
@@ -378,7 +423,22 @@ class EngineLoop:
                 StepReport(sequence.sequence_id, work.output, sequence.num_sampled, token)
             )
         else:
-            self._end(sequence.sequence_id, finish, None if finish == "stop" else token)
+            last = None if finish == "stop" else token
+            if work.refines:
+                self._draft(active, sequence, finish, last)
+            else:
+                self._end(sequence.sequence_id, finish, last)
+
+    def _draft(
+        self, active: _Active, sequence: Sequence, finish: FinishReason, token: StepToken | None
+    ) -> None:
+        """Ends a sequence, but not its request, whose outline the delivery thread may want refined."""
+        active.finish = finish
+        sequence_id, image = sequence.sequence_id, active.work.submission.image
+        self._scheduler.abort(sequence_id)
+        report = StepReport(sequence_id, active.work.output, sequence.num_sampled, token)
+        report.to_refine = image
+        self._outbox.append(report)
 
     def _skill_failed(self, sequence_id: int, error: Exception) -> None:
         """Called when a skill raised or gave an impossible rule. The fault ends its own request only."""
@@ -446,16 +506,20 @@ class EngineLoop:
         reason: FinishReason | KestrelError,
         token: StepToken | None = None,
         embedding: Embedding | None = None,
+        refined: np.ndarray | None = None,
     ) -> None:
         active = self._active.pop(sequence_id)
-        self._scheduler.abort(sequence_id)
+        if active.finish is None:
+            self._scheduler.abort(sequence_id)
+        else:
+            self._scheduler.abort_refinement(sequence_id)
         self._outbox.append(
             StepReport(
                 sequence_id,
                 active.work.output,
                 active.num_sampled,
                 token,
-                SequenceEnd(reason, active.timings(self._clock())),
+                SequenceEnd(reason, active.timings(self._clock()), refined),
                 embedding=embedding,
             )
         )

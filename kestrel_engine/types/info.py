@@ -103,3 +103,5 @@ class EngineInfo:
     max_queue: int
     torch_version: str
     load: LoadTimes = LoadTimes()
+    refines: bool = False
+    """The model has a segmentation refiner."""

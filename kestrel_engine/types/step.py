@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .embedding import Embedding, EmbeddingSpec
 from .requests import Coord, PreparedImage, SamplingParams, Size, Token
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,23 @@ class Row:
     sample: SampleSpec | None
 
 
+MOST_REFINED = 4
+"""Masks that one step refines at most. Each takes about the time of two crops."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RefineRow:
+    """A coarse mask to refine, of a sequence that has sampled its last token.
+
+    ``pixels``: [crop_size, crop_size, 3] uint8 RGB, the region around the object. ``mask``: [crop_size, crop_size]
+    uint8, 1 inside the coarse outline.
+    """
+
+    sequence_id: int
+    pixels: np.ndarray
+    mask: np.ndarray
+
+
 class Lane(enum.IntEnum):
     """Which steps run in order. A runtime with one lane gets steps of ``ALL``, which run in the order of their launch,
     so a page freed by one plan may be written by the next.
@@ -143,13 +164,15 @@ class StepPlan:
     """Rows of many tokens."""
     decode: tuple[Row, ...] = ()
     """Rows of exactly one token; they share one batched forward pass."""
+    refine: tuple[RefineRow, ...] = ()
+    """Masks to refine, beside the rows. Only for a runtime whose limits say that it refines."""
     lane: Lane = Lane.ALL
     after: int | None = None
     """For a step of ``DECODE``: the step of ``NEW_WORK`` that must have run before, because rows continue its rows."""
 
     @property
     def is_empty(self) -> bool:
-        work = self.encode or self.embed or self.prefill or self.decode
+        work = self.encode or self.embed or self.prefill or self.decode or self.refine
         return not (work or self.drop_images or self.ended)
 
 
@@ -164,7 +187,11 @@ class StepResult:
     """Sequences whose embedding is not finite, or whose row gave NaN or infinity, as hidden values at its last
     position, as logits or from a region head. They have no result, and what their rows wrote to their pages is
     worthless. Other sequences are not affected."""
+    refined: dict[int, np.ndarray] = field(default_factory=dict)
+    """By sequence id, the probability of each pixel to be inside, [crop_size, crop_size] float32. A mask whose values
+    are not finite is missing."""
     vision_s: float = 0.0
+    """Crops of images and refined masks."""
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
@@ -180,6 +207,8 @@ class RuntimeLimits:
     vocab_size: int
     decodes_beside: bool = False
     """The runtime has two lanes: it decodes while it encodes images and prefills prompts."""
+    refines: bool = False
+    """The runtime has a segmentation refiner."""
 
 
 def uniform(seed: int, draw: int) -> float:

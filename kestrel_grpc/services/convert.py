@@ -173,7 +173,11 @@ def detect_arguments(
 def segment_arguments(
     fields: vision_service_pb2.SegmentRequest | vision_service_pb2.SegmentTask,
 ) -> Fields:
-    return {"object": fields.object, "spatial_refs": spatial_refs(fields.spatial_refs)}
+    return {
+        "object": fields.object,
+        "spatial_refs": spatial_refs(fields.spatial_refs),
+        **({"refine": fields.refine} if fields.HasField("refine") else {}),
+    }
 
 
 def object_settings(
@@ -386,6 +390,8 @@ def segment_response(
         box=box(segment["bbox"]) if "bbox" in segment else None,
         score=segment.get("score"),
         parse_error=segment.get("parse_error"),
+        coarse_path=segment["coarse_path"] if segment.get("refined") else None,
+        coarse_box=box(segment["coarse_bbox"]) if segment.get("refined") else None,
         **shared_fields(result, image_positions),
     )
 

@@ -27,11 +27,16 @@ async def add_mask(response: pb.SegmentResponse, mask_format: pb.MaskFormat.Valu
         document = masks.svg_document(response.svg_path, box, size.width, size.height)
         response.mask.CopyFrom(pb.Mask(width=size.width, height=size.height, svg=document))
         return
+    if mask_format == pb.MASK_FORMAT_POLYGONS:
+        corners = masks.corners(response.svg_path, box, size.width, size.height)
+        found = pb.Polygons(polygons=[pb.Polygon(coordinates=each) for each in corners])
+        response.mask.CopyFrom(pb.Mask(width=size.width, height=size.height, polygons=found))
+        return
     if size.width * size.height > masks.MAX_MASK_PIXELS:
         raise InvalidRequest(
             "mask_format",
             f"the image has {size.width}x{size.height} = {size.width * size.height} pixels; PNG and RLE masks are "
-            f"limited to images of {masks.MAX_MASK_PIXELS}; request SVG or no mask",
+            f"limited to images of {masks.MAX_MASK_PIXELS}; request SVG, polygons or no mask",
         )
     if size.width * size.height <= _INLINE_PIXELS:
         mask = _encoded(response.svg_path, box, size.width, size.height, mask_format)

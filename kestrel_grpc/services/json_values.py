@@ -49,6 +49,9 @@ def outline_values(response: pb.SegmentResponse) -> dict[str, Any]:
         values["score"] = response.score
     if response.HasField("parse_error"):
         values["parse_error"] = response.parse_error
+    if response.HasField("coarse_path"):
+        values["coarse_path"] = response.coarse_path
+        values["coarse_bbox"] = box_values(response.coarse_box)
     return values
 
 

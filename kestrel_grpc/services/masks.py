@@ -12,7 +12,7 @@ import numpy as np
 import pyvips
 
 from kestrel_client.drawing.rasterise import fill
-from kestrel_client.drawing.svg_path import polygons
+from kestrel_client.drawing.svg_path import Polygon, polygons
 
 MAX_MASK_PIXELS = 16_000_000
 """Largest image that a mask is drawn for, in pixels. The bool array takes 16 MB."""
@@ -29,13 +29,25 @@ def draw_mask(svg_path: str, box: Box, width: int, height: int) -> np.ndarray:
     """
     if width < 1 or height < 1 or width * height > MAX_MASK_PIXELS:
         raise ValueError(f"{width}x{height} pixels: a mask has 1 to {MAX_MASK_PIXELS}")
+    return fill(_outline(svg_path, box, width, height), width, height)
+
+
+def corners(svg_path: str, box: Box, width: int, height: int) -> list[list[float]]:
+    """The outline as COCO's polygons: x and y of each corner in turn, in pixels, rounded to hundredths."""
+    return [
+        [round(value, 2) for corner in polygon for value in corner]
+        for polygon in _outline(svg_path, box, width, height)
+    ]
+
+
+def _outline(svg_path: str, box: Box, width: int, height: int) -> list[Polygon]:
+    """The outline's polygons in pixels of the image."""
     x, y = box[0] * width, box[1] * height
     w, h = (box[2] - box[0]) * width, (box[3] - box[1]) * height
-    outline = [
+    return [
         [(x + u * w, y + v * h) for u, v in polygon]
         for polygon in polygons(svg_path, max(abs(w), abs(h)))
     ]
-    return fill(outline, width, height)
 
 
 def mask_png(mask: np.ndarray) -> bytes:

@@ -139,6 +139,7 @@ class ModelService(ModelServiceServicer):
             model.skills.extend(info.skills)
             model.weights_fingerprint = info.weights_fingerprint
             model.parameter_count = info.num_parameters
+            model.refines = info.refines
         return model
 
     def _limits(self) -> pb.ServerLimits:

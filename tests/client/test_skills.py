@@ -219,6 +219,9 @@ def test_choices_go_out_as_enums(client: KestrelClient, peer: Any) -> None:
     caption, segment = peer.vision.requests
     assert caption.length == vision_service_pb2.CAPTION_LENGTH_LONG
     assert segment.mask_format == vision_service_pb2.MASK_FORMAT_PNG
+    assert not segment.HasField("refine")
+    client.segment(IMAGE, "circle", refine=False)
+    assert peer.vision.requests[-1].HasField("refine") and not peer.vision.requests[-1].refine
 
 
 def test_models(client: KestrelClient) -> None:

@@ -243,8 +243,14 @@ def test_an_outline_and_its_mask(server, tmp_path):
     assert 0.2 < sum(counts[1::2]) / inside < 0.5
     streamed = ask(server, "segment", IMAGE, "pink star", "--stream")
     _, *pieces = streamed.stdout.splitlines()
-    assert " ".join(pieces) == described["svg_path"]
+    assert " ".join(pieces) == described["coarse_path"] != described["svg_path"]
     assert painted.exists()
+    coarse = json.loads(ask(server, "segment", IMAGE, "pink star", "--json", "--coarse").stdout)
+    assert (coarse["svg_path"], coarse["box"]) == (
+        described["coarse_path"],
+        described["coarse_box"],
+    )
+    assert coarse["coarse_path"] is None
 
 
 def test_models_and_health(server):

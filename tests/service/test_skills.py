@@ -1,6 +1,7 @@
 """All five skills over a real socket: one answer, the stream of it, and that both tell the same."""
 
 import asyncio
+import dataclasses
 import itertools
 
 import grpc
@@ -11,6 +12,7 @@ import pyvips
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_grpc.services import masks
 from tests.service.conftest import LIMITS, raw_image
 
 GREEDY = common_pb2.Sampling(temperature=0, max_tokens=8)
@@ -176,7 +178,9 @@ def segment_script(path):
     def script(fed):
         said = fed[fed.index(3) + 1 :]
         plan = [5, 5, 6, *path, 0]
-        return plan[len(said)]
+        return plan[
+            min(len(said), len(plan) - 1)
+        ]  # A step may be launched before the end is known.
 
     return script
 
@@ -203,6 +207,44 @@ async def test_segment_draws_no_mask_unless_asked_to(serve, mask_format):
     )
     assert response.HasField("box")
     assert not response.HasField("mask")
+
+
+async def test_a_mask_as_polygons(serve):
+    path = [100 + b for b in b"M0L9H9Z"]
+    served = await serve(FakeRuntime(LIMITS, segment_script(path)))
+    response = await served.vision.Segment(
+        pb.SegmentRequest(image=raw_image(), object="cat", mask_format=pb.MASK_FORMAT_POLYGONS)
+    )
+    assert (response.mask.width, response.mask.height) == (60, 40)
+    assert response.mask.WhichOneof("encoding") == "polygons"
+    assert not response.mask.polygons.polygons  # Half of each pair is dropped: no corner is left.
+    square = masks.corners("M 0 0 L 1 0 L 1 1 L 0 1 z", (0.25, 0.5, 0.75, 1.0), 60, 40)
+    assert square == [[15, 20, 45, 20, 45, 40, 15, 40]]
+
+
+async def test_a_refined_outline_comes_with_the_coarse_one(serve):
+    # The byte tokenizer writes one digit at a time, so the path is drawn by letters of relative steps of 9/960.
+    path = [100 + b for b in b"M00" + b"l90" * 80 + b"l09" * 80 + b"z"]
+    limits = dataclasses.replace(LIMITS, refines=True, max_seq_length=1200, num_pages=1300)
+    served = await serve(FakeRuntime(limits, segment_script(path)))
+    request = pb.SegmentRequest(image=raw_image(), object="cat")
+    events = await collect(served.vision.StreamSegment(pb.StreamSegmentRequest(request=request)))
+    final = events[-1].final
+    pieces = [e.path_piece.path for e in events if e.WhichOneof("event") == "path_piece"]
+    assert " ".join(pieces) == final.coarse_path != final.svg_path
+    assert events[1].object == final.coarse_box != final.box
+    request.refine = False
+    coarse = await served.vision.Segment(request)
+    assert (coarse.svg_path, coarse.box) == (final.coarse_path, final.coarse_box)
+    assert not coarse.HasField("coarse_path") and not coarse.HasField("coarse_box")
+
+
+async def test_asking_for_a_refiner_that_is_not_there_is_an_error(serve):
+    served = await serve(FakeRuntime(LIMITS, segment_script([])))
+    with pytest.raises(grpc.RpcError) as caught:
+        await served.vision.Segment(pb.SegmentRequest(image=raw_image(), object="cat", refine=True))
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert "no refiner" in caught.value.details()
 
 
 async def test_results_are_clipped_to_the_image(serve):

@@ -27,14 +27,24 @@ from torch import Tensor
 from ...kernels.decode_io import RESULT_WIDTH, flag_rows
 from ...models.kv_format import Scales
 from ...models.moondream import Moondream
+from ...models.refiner import Refiner
 from ...types.model_config import ModelConfig
 from ...types.progress import Progress
-from ...types.step import Lane, Row, RuntimeLimits, StepPlan, StepResult
+from ...types.step import (
+    MOST_REFINED,
+    Lane,
+    RefineRow,
+    Row,
+    RuntimeLimits,
+    StepPlan,
+    StepResult,
+)
 from ..embedding import FetchedEmbedding
 from ..kv_cache import KvCache, kv_dtype
 from ..lost_work import LostWork
 from ..out_of_memory import raise_as_memory_error
 from ..protocol import StepHandle
+from ..refinement import Refinement, arrays_of, results_of
 from .attention.decode import FlashInferRows
 from .attention.prefill import choose_attention
 from .decode import Decode
@@ -58,12 +68,14 @@ from .weights import pack_weights
 class PendingStep:
     """An enqueued step. ``outputs``: the sampling rows of each pass, with their results. ``flags``: the prompt rows of
     each pass that has rows without sampling, with flags [rows, 1] int32 that are 1 for rows that are not finite.
-    ``embeddings``: by sequence id. All are valid after the last of ``marks``, which time the parts of the step."""
+    ``embeddings``: by sequence id. All are valid after the last of ``marks``, which time the parts of the step. So are
+    ``refined``, the masks of ``plan.refine``, [rows, crop_size, crop_size] float32; None without such rows."""
 
     plan: StepPlan
     embeddings: dict[int, FetchedEmbedding]
     outputs: list[tuple[list[Row], Tensor]]
     flags: list[tuple[Sequence[Row], Tensor]]
+    refined: Tensor | None
     marks: list[torch.cuda.Event | float]
 
 
@@ -89,6 +101,7 @@ class GpuRuntime:
         max_crops: int = MAX_CROPS,
         kv_scales: Sequence[Scales] | None = None,
         decode_beside: bool = True,
+        refiner: Refiner | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Captures the graphs on a CUDA device, unless ``cuda_graphs`` is False, and calls ``progress`` for each.
@@ -114,7 +127,9 @@ class GpuRuntime:
             max_seq_length=max_seq_length,
             vocab_size=config.text.vocab_size,
             decodes_beside=decode_beside and can_decode_beside,
+            refines=refiner is not None,
         )
+        self._refinement = None if refiner is None else Refinement(model.vision, refiner)
         self._lanes = Lanes(device, two=limits.decodes_beside)
         self._stream = self._lanes.stream
         # One page more than the scheduler uses: rows of padding write to it.
@@ -270,6 +285,9 @@ class GpuRuntime:
                     embeddings[sequence_id] = fetched.embedding()
                 else:
                     non_finite.add(sequence_id)
+            refined = {}
+            if handle.refined is not None:
+                refined = results_of(handle.plan.refine, handle.refined.numpy())
         except BaseException as error:
             self._lost.note(handle.plan)
             raise_as_memory_error(error)
@@ -279,6 +297,7 @@ class GpuRuntime:
             tokens=tokens,
             embeddings=embeddings,
             non_finite=frozenset(non_finite),
+            refined=refined,
             vision_s=vision_s,
             prefill_s=prefill_s,
             decode_s=decode_s,
@@ -351,12 +370,23 @@ class GpuRuntime:
         marks.append(self._mark())
         self._images.encode(plan.encode)
         embeddings = {read.sequence_id: self._images.embedding(read) for read in plan.embed}
+        refined = self._refine(plan.refine) if plan.refine else None
         marks.append(self._mark())
         for rows in self._prompts.passes(plan.prefill):
             self._prefill(rows, plan, outputs, flags)
         marks.append(self._mark())
         self._lanes.enqueued(plan, marks[-1])
-        return PendingStep(plan, embeddings, outputs, flags, marks)
+        return PendingStep(plan, embeddings, outputs, flags, refined, marks)
+
+    def _refine(self, rows: Sequence[RefineRow]) -> Tensor:
+        """Enqueues the refinement of masks, and the copy of the results to the host."""
+        assert self._refinement is not None, "this runtime has no refiner"
+        pixels, masks = arrays_of(rows)
+        sent = self._upload({"pixels": pixels, "masks": masks})
+        refined = self._refinement(sent["pixels"], sent["masks"])
+        host = torch.empty(refined.shape, pin_memory=self._stream is not None)
+        host.copy_(refined, non_blocking=True)
+        return host
 
     # Prompts.
 
@@ -401,6 +431,11 @@ class GpuRuntime:
         if self._vision_graphs is None:
             self.vision.warm_up()
         self._images.warm_up()
+        if self._refinement is not None:
+            side, device = self._config.vision.crop_size, self.model.device
+            for rows in range(1, MOST_REFINED + 1):
+                crops = torch.zeros(rows, side, side, 3, dtype=torch.uint8, device=device)
+                self._refinement(crops, crops[..., 0])
         self._prompts.warm_up()
         self._warm_up_samples()
         if not self._captured:

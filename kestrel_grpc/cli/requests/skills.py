@@ -195,9 +195,14 @@ def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
         )
     if command == "segment":
         parser.add_argument(
-            "--mask", choices=("none", "svg", "png", "rle"), default="none",
+            "--mask", choices=("none", "svg", "png", "rle", "polygons"), default="none",
             help="mask to request in addition to the outline; --json prints it",
         )  # fmt: skip
+        parser.add_argument(
+            "--coarse",
+            action="store_true",
+            help="give the model's own outline, which a refiner would sharpen",
+        )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -281,7 +286,8 @@ def _arguments(args: argparse.Namespace, word: str) -> tuple[list[Any], dict[str
     if args.command == "caption":
         return [word], options
     if args.command == "segment":
-        return [word], {**options, "mask": args.mask, "min_score": args.min_score}
+        own = {"mask": args.mask, "refine": False if args.coarse else None}
+        return [word], {**options, **own, "min_score": args.min_score}
     return [word], {**options, "max_objects": args.max_objects, "min_score": args.min_score}
 
 

@@ -222,13 +222,15 @@ class KestrelClient:
         spatial_refs: Iterable[SpatialRef] = (),
         mask: MaskFormat = "none",
         min_score: float | None = None,
+        refine: bool | None = None,
         **options: Unpack[CallOptions],
     ) -> SegmentResult:
         """Outlines one object. ``mask``: the encoding of a mask that the server sends in addition to the path.
 
-        ``min_score``: an outline with a lower score is omitted; default: the server's.
+        ``min_score``: an outline with a lower score is omitted; default: the server's. ``refine``: False gives the
+        model's own outline; the default refines it if the model has a refiner.
         """
-        task = SegmentTask(object, spatial_refs, mask, min_score)
+        task = SegmentTask(object, spatial_refs, mask, min_score, refine)
         return self._channel.call(self._requests.task, image, task, options)
 
     def stream_query(
@@ -340,10 +342,12 @@ class KestrelClient:
         spatial_refs: Iterable[SpatialRef] = (),
         mask: MaskFormat = "none",
         min_score: float | None = None,
+        refine: bool | None = None,
         **options: Unpack[CallOptions],
     ) -> Stream[SegmentResult, Box | PathPiece]:
-        """As ``segment``; the stream gives the box, then the commands of the path one by one."""
-        task = SegmentTask(object, spatial_refs, mask, min_score)
+        """As ``segment``; the stream gives the model's box, then the commands of its path one by one. A refined outline
+        comes with the result."""
+        task = SegmentTask(object, spatial_refs, mask, min_score, refine)
         return self._channel.stream(self._requests.task, image, task, options)
 
     def put_image(

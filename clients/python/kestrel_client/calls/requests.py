@@ -112,6 +112,7 @@ _MASK_FORMATS = {
     "svg": pb.MASK_FORMAT_SVG,
     "png": pb.MASK_FORMAT_PNG,
     "rle": pb.MASK_FORMAT_RLE,
+    "polygons": pb.MASK_FORMAT_POLYGONS,
 }
 _POOLINGS = {"mean": pb.EMBEDDING_POOLING_MEAN, "none": pb.EMBEDDING_POOLING_NONE}
 _EMBEDDING_DTYPES = {
@@ -444,6 +445,7 @@ def _described(name: str, task: TaskOf[Any]) -> tuple[_Skill, dict[str, Any]]:
                 "spatial_refs": to_spatial_refs(task.spatial_refs),
                 "mask_format": _choice("mask", task.mask, _MASK_FORMATS),
                 "min_score": task.min_score,
+                "refine": task.refine,
             }
     raise InvalidRequestError(f"{name}: {task!r} is not a task, like QueryTask")
 

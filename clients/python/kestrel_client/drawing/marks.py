@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from ..values.geometry import Box, Point
 
-MaskFormat: TypeAlias = Literal["none", "svg", "png", "rle"]
+MaskFormat: TypeAlias = Literal["none", "svg", "png", "rle", "polygons"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class Mask:
     """For "png": a file with one channel, 255 inside the object and 0 outside."""
     rle: tuple[int, ...] = field(default=(), repr=False)
     """For "rle": run lengths in COCO's order: column by column, the first run outside the object."""
+    polygons: tuple[tuple[float, ...], ...] = field(default=(), repr=False)
+    """For "polygons": x and y of each corner in turn, in pixels, for each polygon, as COCO has them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,8 @@ def corners(outline: Outline, size: tuple[int, int]) -> list[list[tuple[float, f
 
 
 def _drawn_mask(mask: Mask) -> Image.Image | None:
-    """The server's mask; None for SVG, which Pillow can't read."""
+    """The server's mask; None for SVG, which Pillow can't read, and for polygons, which are no
+    finer than the path."""
     if mask.format == "png":
         with Image.open(io.BytesIO(mask.png)) as image:
             return image.convert("L")

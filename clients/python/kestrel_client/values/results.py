@@ -343,6 +343,9 @@ class SegmentResult(Result):
     too, which has neither box nor path."""
     parse_error: str | None = None
     """Why the model's path is unreadable; None if it is readable."""
+    coarse_path: str | None = None
+    """The model's own path, relative to ``coarse_box``, if the server has refined the outline; else None."""
+    coarse_box: Box | None = None
 
     @property
     def outline(self) -> Outline:
@@ -449,7 +452,12 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, ImageSize):
         return {"width": value.width, "height": value.height}
     if isinstance(value, Mask):
-        data = {"svg": value.svg, "png": _base64(value.png), "rle": list(value.rle)}
+        data = {
+            "svg": value.svg,
+            "png": _base64(value.png),
+            "rle": list(value.rle),
+            "polygons": [list(polygon) for polygon in value.polygons],
+        }
         return {
             "format": value.format,
             "width": value.width,
@@ -566,6 +574,8 @@ def segment_result(
         score=read_score(response),
         mask=_mask(response.mask) if response.HasField("mask") else None,
         parse_error=response.parse_error if response.HasField("parse_error") else None,
+        coarse_path=response.coarse_path if response.HasField("coarse_path") else None,
+        coarse_box=from_box(response.coarse_box) if response.HasField("coarse_box") else None,
         **_common(response, source),
     )
 
@@ -605,4 +615,5 @@ def _mask(message: vision_service_pb2.Mask) -> Mask | None:
         svg=message.svg,
         png=message.png,
         rle=tuple(message.rle.counts),
+        polygons=tuple(tuple(each.coordinates) for each in message.polygons.polygons),
     )

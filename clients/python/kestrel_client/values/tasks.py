@@ -101,6 +101,7 @@ class SegmentTask(TaskOf[SegmentResult]):
     spatial_refs: Iterable[SpatialRef] = ()
     mask: MaskFormat = "none"
     min_score: float | None = None
+    refine: bool | None = None
 
 
 Task: TypeAlias = QueryTask | CaptionTask | PointTask | DetectTask | SegmentTask

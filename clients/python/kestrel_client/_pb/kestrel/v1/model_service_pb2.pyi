@@ -157,6 +157,7 @@ class Model(_message.Message):
     PARAMETER_COUNT_FIELD_NUMBER: _builtins.int
     LICENSE_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    REFINES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the model in requests."""
     family: _builtins.str
@@ -177,6 +178,8 @@ class Model(_message.Message):
     """Licence of the weights, as its SPDX identifier or name; empty if the server does not know it."""
     state: Global___ModelState.ValueType
     """Whether the model can answer now."""
+    refines: _builtins.bool
+    """Whether the model has a segmentation refiner (SegmentRequest.refine); false until the model is ready."""
     @_builtins.property
     def skills(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Skills of the model: those of "query", "caption", "point", "detect" and "segment" that it has, in this order, then
@@ -196,10 +199,11 @@ class Model(_message.Message):
         parameter_count: _builtins.int = ...,
         license: _builtins.str = ...,
         state: Global___ModelState.ValueType = ...,
+        refines: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_positions", b"context_positions", "default_max_objects", b"default_max_objects", "family", b"family", "image_positions", b"image_positions", "license", b"license", "name", b"name", "parameter_count", b"parameter_count", "skills", b"skills", "state", b"state", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_positions", b"context_positions", "default_max_objects", b"default_max_objects", "family", b"family", "image_positions", b"image_positions", "license", b"license", "name", b"name", "parameter_count", b"parameter_count", "refines", b"refines", "skills", b"skills", "state", b"state", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

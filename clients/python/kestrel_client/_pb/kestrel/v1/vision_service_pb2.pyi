@@ -74,6 +74,8 @@ class _MaskFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MaskFormat
     """A PNG file of the image's size: one channel of 8 bits, 255 inside and 0 outside."""
     MASK_FORMAT_RLE: _MaskFormat.ValueType  # 4
     """Run lengths of the mask at the image's size, in COCO's form."""
+    MASK_FORMAT_POLYGONS: _MaskFormat.ValueType  # 5
+    """Polygons of the outline, in pixels of the image, in COCO's form."""
 
 class MaskFormat(_MaskFormat, metaclass=_MaskFormatEnumTypeWrapper):
     """The format of a drawn mask."""
@@ -88,6 +90,8 @@ MASK_FORMAT_PNG: MaskFormat.ValueType  # 3
 """A PNG file of the image's size: one channel of 8 bits, 255 inside and 0 outside."""
 MASK_FORMAT_RLE: MaskFormat.ValueType  # 4
 """Run lengths of the mask at the image's size, in COCO's form."""
+MASK_FORMAT_POLYGONS: MaskFormat.ValueType  # 5
+"""Polygons of the outline, in pixels of the image, in COCO's form."""
 Global___MaskFormat: _TypeAlias = MaskFormat  # noqa: Y015
 
 class _EmbeddingPooling:
@@ -824,6 +828,7 @@ class SegmentRequest(_message.Message):
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
     MASK_FORMAT_FIELD_NUMBER: _builtins.int
     MIN_SCORE_FIELD_NUMBER: _builtins.int
+    REFINE_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     object: _builtins.str
@@ -835,6 +840,10 @@ class SegmentRequest(_message.Message):
     min_score: _builtins.float
     """If the outline has a lower score, the request ends before its path: the response then has `score`, but neither box
     nor path, and a stream has no events of them. In [0, 1]. Default: ServerLimits.default_min_score.
+    """
+    refine: _builtins.bool
+    """Whether a second network, the refiner, sharpens the outline, which takes about as long as two more crops of an image.
+    true is FAILED_PRECONDITION if the model has no refiner (Model.refines). Default: true if it has one.
     """
     @_builtins.property
     def image(self) -> _common_pb2.Image:
@@ -860,16 +869,22 @@ class SegmentRequest(_message.Message):
         spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
         mask_format: Global___MaskFormat.ValueType = ...,
         min_score: _builtins.float | None = ...,
+        refine: _builtins.bool | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
         options: _common_pb2.RequestOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_score", b"_min_score", "image", b"image", "min_score", b"min_score", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_score", b"_min_score", "_refine", b"_refine", "image", b"image", "min_score", b"min_score", "options", b"options", "refine", b"refine", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_score", b"_min_score", "image", b"image", "mask_format", b"mask_format", "min_score", b"min_score", "object", b"object", "options", b"options", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_score", b"_min_score", "_refine", b"_refine", "image", b"image", "mask_format", b"mask_format", "min_score", b"min_score", "object", b"object", "options", b"options", "refine", b"refine", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
     _WhichOneofArgType__min_score: _TypeAlias = _typing.Literal["_min_score", b"_min_score"]  # noqa: Y015
+    _WhichOneofReturnType__refine: _TypeAlias = _typing.Literal["refine"]  # noqa: Y015
+    _WhichOneofArgType__refine: _TypeAlias = _typing.Literal["_refine", b"_refine"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_score) -> _WhichOneofReturnType__min_score | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__refine) -> _WhichOneofReturnType__refine | None: ...
 
 Global___SegmentRequest: _TypeAlias = SegmentRequest  # noqa: Y015
 
@@ -884,6 +899,8 @@ class SegmentResponse(_message.Message):
     MASK_FIELD_NUMBER: _builtins.int
     PARSE_ERROR_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
+    COARSE_PATH_FIELD_NUMBER: _builtins.int
+    COARSE_BOX_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
@@ -901,6 +918,10 @@ class SegmentResponse(_message.Message):
     """The reason why the model's path cannot be parsed; unset if it can be parsed."""
     score: _builtins.float
     """How sure the model is of the object, in [0, 1] (docs/scores.md), as in `box`; unset if the model gave no box."""
+    coarse_path: _builtins.str
+    """The model's own outline before it was refined, in coordinates relative to `coarse_box`. Unset if the outline was not
+    refined; svg_path and box are then the model's own.
+    """
     finish_reason: _common_pb2.FinishReason.ValueType
     """The reason why generation ended."""
     model: _builtins.str
@@ -922,6 +943,10 @@ class SegmentResponse(_message.Message):
         """The drawn mask, at the size of the upright image. Set if it was requested and there are a path and a box."""
 
     @_builtins.property
+    def coarse_box(self) -> _common_pb2.Box:
+        """The model's own bounding box before the outline was refined. Set together with coarse_path."""
+
+    @_builtins.property
     def usage(self) -> _common_pb2.Usage:
         """Positions that the request used."""
 
@@ -941,6 +966,8 @@ class SegmentResponse(_message.Message):
         mask: Global___Mask | None = ...,
         parse_error: _builtins.str | None = ...,
         score: _builtins.float | None = ...,
+        coarse_path: _builtins.str | None = ...,
+        coarse_box: _common_pb2.Box | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         usage: _common_pb2.Usage | None = ...,
         timings: _common_pb2.Timings | None = ...,
@@ -950,14 +977,18 @@ class SegmentResponse(_message.Message):
         seed: _builtins.int = ...,
         image_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_parse_error", b"_parse_error", "_score", b"_score", "box", b"box", "image_size", b"image_size", "mask", b"mask", "parse_error", b"parse_error", "score", b"score", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_coarse_path", b"_coarse_path", "_parse_error", b"_parse_error", "_score", b"_score", "box", b"box", "coarse_box", b"coarse_box", "coarse_path", b"coarse_path", "image_size", b"image_size", "mask", b"mask", "parse_error", b"parse_error", "score", b"score", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parse_error", b"_parse_error", "_score", b"_score", "box", b"box", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "mask", b"mask", "model", b"model", "parse_error", b"parse_error", "request_id", b"request_id", "score", b"score", "seed", b"seed", "svg_path", b"svg_path", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_coarse_path", b"_coarse_path", "_parse_error", b"_parse_error", "_score", b"_score", "box", b"box", "coarse_box", b"coarse_box", "coarse_path", b"coarse_path", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "mask", b"mask", "model", b"model", "parse_error", b"parse_error", "request_id", b"request_id", "score", b"score", "seed", b"seed", "svg_path", b"svg_path", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__coarse_path: _TypeAlias = _typing.Literal["coarse_path"]  # noqa: Y015
+    _WhichOneofArgType__coarse_path: _TypeAlias = _typing.Literal["_coarse_path", b"_coarse_path"]  # noqa: Y015
     _WhichOneofReturnType__parse_error: _TypeAlias = _typing.Literal["parse_error"]  # noqa: Y015
     _WhichOneofArgType__parse_error: _TypeAlias = _typing.Literal["_parse_error", b"_parse_error"]  # noqa: Y015
     _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
     _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__coarse_path) -> _WhichOneofReturnType__coarse_path | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parse_error) -> _WhichOneofReturnType__parse_error | None: ...
     @_typing.overload
@@ -976,6 +1007,7 @@ class Mask(_message.Message):
     SVG_FIELD_NUMBER: _builtins.int
     PNG_FIELD_NUMBER: _builtins.int
     RLE_FIELD_NUMBER: _builtins.int
+    POLYGONS_FIELD_NUMBER: _builtins.int
     width: _builtins.int
     """Width of the upright image in pixels."""
     height: _builtins.int
@@ -988,6 +1020,10 @@ class Mask(_message.Message):
     def rle(self) -> Global___RunLengths:
         """Run lengths."""
 
+    @_builtins.property
+    def polygons(self) -> Global___Polygons:
+        """Polygons."""
+
     def __init__(
         self,
         *,
@@ -996,16 +1032,67 @@ class Mask(_message.Message):
         svg: _builtins.str = ...,
         png: _builtins.bytes = ...,
         rle: Global___RunLengths | None = ...,
+        polygons: Global___Polygons | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["encoding", b"encoding", "png", b"png", "rle", b"rle", "svg", b"svg"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["encoding", b"encoding", "png", b"png", "polygons", b"polygons", "rle", b"rle", "svg", b"svg"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoding", b"encoding", "height", b"height", "png", b"png", "rle", b"rle", "svg", b"svg", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoding", b"encoding", "height", b"height", "png", b"png", "polygons", b"polygons", "rle", b"rle", "svg", b"svg", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_encoding: _TypeAlias = _typing.Literal["svg", "png", "rle"]  # noqa: Y015
+    _WhichOneofReturnType_encoding: _TypeAlias = _typing.Literal["svg", "png", "rle", "polygons"]  # noqa: Y015
     _WhichOneofArgType_encoding: _TypeAlias = _typing.Literal["encoding", b"encoding"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_encoding) -> _WhichOneofReturnType_encoding | None: ...
 
 Global___Mask: _TypeAlias = Mask  # noqa: Y015
+
+@_typing.final
+class Polygons(_message.Message):
+    """An outline as polygons, which are filled by the nonzero rule; curves of the path become chords."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLYGONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def polygons(self) -> _containers.RepeatedCompositeFieldContainer[Global___Polygon]:
+        """The polygons, each with three corners or more."""
+
+    def __init__(
+        self,
+        *,
+        polygons: _abc.Iterable[Global___Polygon] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["polygons", b"polygons"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Polygons: _TypeAlias = Polygons  # noqa: Y015
+
+@_typing.final
+class Polygon(_message.Message):
+    """A closed polygon."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def coordinates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """x and y of each corner in turn, in pixels of the upright image, from its upper left corner; an even number of values.
+        The first corner is not repeated.
+        """
+
+    def __init__(
+        self,
+        *,
+        coordinates: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinates", b"coordinates"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Polygon: _TypeAlias = Polygon  # noqa: Y015
 
 @_typing.final
 class RunLengths(_message.Message):
@@ -1130,7 +1217,9 @@ class PathPiece(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """One SVG command with its arguments. All pieces joined with single spaces equal SegmentResponse.svg_path."""
+    """One SVG command with its arguments. All pieces joined with single spaces equal SegmentResponse.coarse_path, or
+    SegmentResponse.svg_path if the outline is not refined.
+    """
     output_tokens: _builtins.int
     """Tokens generated so far, spatial tokens included. At least 1."""
     def __init__(
@@ -1798,6 +1887,7 @@ class SegmentTask(_message.Message):
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
     MASK_FORMAT_FIELD_NUMBER: _builtins.int
     MIN_SCORE_FIELD_NUMBER: _builtins.int
+    REFINE_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     object: _builtins.str
     """The object to outline, in any words ("the red circle"): 1 byte to 32 KiB - 1 of UTF-8
@@ -1808,6 +1898,10 @@ class SegmentTask(_message.Message):
     min_score: _builtins.float
     """If the outline has a lower score, the request ends before its path: the response then has `score`, but neither box
     nor path, and a stream has no events of them. In [0, 1]. Default: ServerLimits.default_min_score.
+    """
+    refine: _builtins.bool
+    """Whether a second network, the refiner, sharpens the outline, which takes about as long as two more crops of an image.
+    true is FAILED_PRECONDITION if the model has no refiner (Model.refines). Default: true if it has one.
     """
     @_builtins.property
     def spatial_refs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SpatialRef]:
@@ -1824,15 +1918,21 @@ class SegmentTask(_message.Message):
         spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
         mask_format: Global___MaskFormat.ValueType = ...,
         min_score: _builtins.float | None = ...,
+        refine: _builtins.bool | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_score", b"_min_score", "min_score", b"min_score", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_score", b"_min_score", "_refine", b"_refine", "min_score", b"min_score", "refine", b"refine", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_score", b"_min_score", "mask_format", b"mask_format", "min_score", b"min_score", "object", b"object", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_score", b"_min_score", "_refine", b"_refine", "mask_format", b"mask_format", "min_score", b"min_score", "object", b"object", "refine", b"refine", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
     _WhichOneofArgType__min_score: _TypeAlias = _typing.Literal["_min_score", b"_min_score"]  # noqa: Y015
+    _WhichOneofReturnType__refine: _TypeAlias = _typing.Literal["refine"]  # noqa: Y015
+    _WhichOneofArgType__refine: _TypeAlias = _typing.Literal["_refine", b"_refine"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_score) -> _WhichOneofReturnType__min_score | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__refine) -> _WhichOneofReturnType__refine | None: ...
 
 Global___SegmentTask: _TypeAlias = SegmentTask  # noqa: Y015
 

@@ -186,7 +186,7 @@ class VisionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamSegment(self, request, context):
-        """Segment, with the box first and then the path, piece by piece.
+        """Segment, with the model's box first and then its path, piece by piece. The refined outline comes with the result.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -61,7 +61,7 @@ class VisionServiceStub:
     StreamDetect: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.StreamDetectRequest, _vision_service_pb2.StreamDetectResponse]
     """Detect, with each box as soon as it is found."""
     StreamSegment: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.StreamSegmentRequest, _vision_service_pb2.StreamSegmentResponse]
-    """Segment, with the box first and then the path, piece by piece."""
+    """Segment, with the model's box first and then its path, piece by piece. The refined outline comes with the result."""
     Analyze: _grpc.UnaryUnaryMultiCallable[_vision_service_pb2.AnalyzeRequest, _vision_service_pb2.AnalyzeResponse]
     """Runs several tasks on one image at once. The image is sent, decoded and encoded only once. A task that fails has an
     error as its result and does not affect the others. An invalid image, or an error in the rest of the request, fails
@@ -102,7 +102,7 @@ class VisionServiceAsyncStub(VisionServiceStub):
     StreamDetect: _aio.UnaryStreamMultiCallable[_vision_service_pb2.StreamDetectRequest, _vision_service_pb2.StreamDetectResponse]  # type: ignore[assignment]
     """Detect, with each box as soon as it is found."""
     StreamSegment: _aio.UnaryStreamMultiCallable[_vision_service_pb2.StreamSegmentRequest, _vision_service_pb2.StreamSegmentResponse]  # type: ignore[assignment]
-    """Segment, with the box first and then the path, piece by piece."""
+    """Segment, with the model's box first and then its path, piece by piece. The refined outline comes with the result."""
     Analyze: _aio.UnaryUnaryMultiCallable[_vision_service_pb2.AnalyzeRequest, _vision_service_pb2.AnalyzeResponse]  # type: ignore[assignment]
     """Runs several tasks on one image at once. The image is sent, decoded and encoded only once. A task that fails has an
     error as its result and does not affect the others. An invalid image, or an error in the rest of the request, fails
@@ -200,7 +200,7 @@ class VisionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _vision_service_pb2.StreamSegmentRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_vision_service_pb2.StreamSegmentResponse], _abc.AsyncIterator[_vision_service_pb2.StreamSegmentResponse]]:
-        """Segment, with the box first and then the path, piece by piece."""
+        """Segment, with the model's box first and then its path, piece by piece. The refined outline comes with the result."""
 
     @_abc_1.abstractmethod
     def Analyze(

@@ -1,0 +1,46 @@
+"""Finds the file of a model's segmentation refiner: ``refiner.safetensors`` beside its weights, or a named one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..config import RuntimeConfig
+from ..errors import ConfigError
+from ..types.model_config import ModelConfig
+from .catalog import HubFile
+from .hub import Hub
+
+NAME = "refiner.safetensors"
+RELEASED = HubFile("moondream/SegHeadRefiner", "main", "model.pt")
+"""The refiner of the released Moondream 3 models. Its repository may need permission."""
+
+
+def find_refiner(
+    runtime: RuntimeConfig, model: ModelConfig, files: tuple[Path, ...], hub: Hub
+) -> Path | None:
+    """Returns the file of the refiner that ``runtime`` names, downloaded if necessary; None for none.
+
+    ``files``: the model's weights. Raises ConfigError for a refiner that doesn't exist or a model that can't segment,
+    and DownloadError.
+    """
+    asked = str(runtime.refiner)
+    can_segment = "segment" in model.skills
+    if asked == "off":
+        return None
+    if asked == "auto":
+        beside = files[0].parent / NAME if files else None
+        return beside if can_segment and beside is not None and beside.is_file() else None
+    if not can_segment:
+        raise ConfigError("refiner", asked, f"is for models that segment, unlike {model.family}")
+    if asked == RELEASED.repo:
+        return hub.fetch(RELEASED)
+    path = Path(asked).expanduser()
+    if path.is_dir():
+        path = path / NAME
+    if not path.is_file():
+        raise ConfigError(
+            "refiner",
+            asked,
+            f"must be auto, off, {RELEASED.repo} or the path of a file that exists",
+        )
+    return path

@@ -1,0 +1,62 @@
+"""Refining: what the delivery thread does for a refined outline, before and after the device.
+
+Owns the regions of the requests whose masks are being refined. A fault here leaves the coarse outline.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from ..outlines.coarse_mask import draw
+from ..outlines.region import Region, crop
+from ..outlines.trace import trace
+from ..skills.base import SkillOutput, outline_of, set_outline
+from ..types.model_config import VisionConfig
+from ..types.requests import PreparedImage
+from ..types.step import RefineRow
+
+logger = logging.getLogger(__name__)
+
+
+class Refining:
+    """``begin`` and ``finish`` for each request, on one thread."""
+
+    def __init__(self, vision: VisionConfig) -> None:
+        self._vision = vision
+        self._regions: dict[int, Region] = {}
+
+    def begin(
+        self, sequence_id: int, output: SkillOutput, image: PreparedImage
+    ) -> RefineRow | None:
+        """Returns the work for the device; None if the finished ``output`` has no outline with anything inside."""
+        outline = outline_of(output)
+        if outline is None:
+            return None
+        path, box = outline
+        try:
+            region = Region.around(box)
+            if region is None:
+                return None
+            mask = draw(path, box, region, self._vision.crop_size)
+            if not mask.any():
+                return None
+            row = RefineRow(sequence_id, crop(image, region, self._vision), mask)
+        except Exception:
+            logger.exception("the outline of sequence %d can't be refined", sequence_id)
+            return None
+        self._regions[sequence_id] = region
+        return row
+
+    def finish(self, sequence_id: int, output: SkillOutput, mask: np.ndarray | None) -> None:
+        """Gives ``output`` the outline of the refined ``mask``. None: the coarse outline stays."""
+        region = self._regions.pop(sequence_id, None)
+        if region is None or mask is None:
+            return
+        try:
+            outline = trace(mask, region)
+            if outline is not None:
+                set_outline(output, outline.path, outline.box)
+        except Exception:
+            logger.exception("the refined mask of sequence %d can't be traced", sequence_id)

@@ -1,0 +1,189 @@
+"""Refined outlines on the fake runtime, which refines a mask by removing its first row."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+
+import pytest
+
+from kestrel_engine import InferenceEngine, InvalidRequest, RuntimeConfig, SkillUnavailable
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_engine.types.step import MOST_REFINED
+from tests.engine.fakes import IMAGE, Listener, fake_build
+
+PATH = "M 0 0 L 960 0 L 960 960 L 0 960 z".split()
+"""The whole box."""
+
+
+class PathCodec:
+    """Id 100 + n is word n of PATH; every object is called by one id."""
+
+    def encode(self, text: str) -> list[int]:
+        return [90]
+
+    def decode(self, ids: list[int] | tuple[int, ...]) -> str:
+        return "".join(PATH[i - 100] for i in ids if i >= 100)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.decode([token_id]).encode()
+
+
+def outline(fed, *, box=True):
+    """A script: centre, size, the path, the end."""
+    generated = len(fed) - 1 - max(i for i, token in enumerate(fed) if token == 3)
+    head = [5, 5, 6] if box else []
+    ids = [*head, *range(100, 100 + len(PATH)), 0]
+    return ids[min(generated, len(ids) - 1)]  # A step may be launched before the end is known.
+
+
+@pytest.fixture
+async def make(fake_limits):
+    engines = []
+
+    def make(script=outline, *, refines=True, observer=None, cost=None, **limits):
+        limits = dataclasses.replace(fake_limits, refines=refines, **limits)
+        runtime = FakeRuntime(limits, script, cost=cost)
+        config = RuntimeConfig(max_batch_size=limits.max_batch_size)
+        built = dataclasses.replace(fake_build(config, runtime), codec=PathCodec())
+        engine = InferenceEngine(config, built, observer=observer)
+        engines.append(engine)
+        return engine, runtime
+
+    yield make
+    for engine in engines:
+        await engine.shutdown(grace_s=0)
+
+
+def segment_of(result):
+    return result.output["segments"][0]
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+async def test_the_box_then_the_coarse_path_then_the_refined_result(make, lanes):
+    engine, runtime = make(decodes_beside=lanes)
+    stream = await engine.segment(IMAGE, "cat", stream=True)
+    updates = [update async for update in stream]
+    segment = segment_of(await stream.result())
+    assert segment["refined"]
+    assert updates[0].object == segment["coarse_bbox"]
+    pieces = " ".join(update.path for update in updates[1:])
+    assert pieces == segment["coarse_path"] == "M 0 0 L 1 0 L 1 1 L 0 1 z"
+    assert segment["svg_path"] != segment["coarse_path"]
+    box, coarse = segment["bbox"], segment["coarse_bbox"]
+    assert box["y_min"] > coarse["y_min"] + 0.001
+    assert box["x_min"] == pytest.approx(coarse["x_min"], abs=0.01)
+    assert box["y_max"] == pytest.approx(coarse["y_max"], abs=0.01)
+    (refining,) = [plan for plan in runtime.plans if plan.refine]
+    (row,) = refining.refine
+    assert row.pixels.shape == (126, 126, 3) and (row.pixels == 200).all()
+    assert row.mask.shape == (126, 126)
+
+
+async def test_refining_takes_neither_pages_nor_a_place_in_the_batch(make):
+    seen = []
+    engine, runtime = make(cost=lambda plan: seen.append(len(plan.decode)) or 0.0)
+    await engine.segment(IMAGE, "cat")
+    plan = next(plan for plan in runtime.plans if plan.refine)
+    assert not plan.decode and not plan.prefill
+    stats = engine.stats
+    assert stats.running == stats.waiting == 0
+
+
+async def test_masks_of_several_requests_share_a_step(make):
+    engine, runtime = make(cost=lambda plan: 0.03 if plan.refine else 0.0)
+    results = await asyncio.gather(*(engine.segment(IMAGE, "cat") for _ in range(9)))
+    assert all(segment_of(result)["refined"] for result in results)
+    counts = [len(plan.refine) for plan in runtime.plans if plan.refine]
+    assert sum(counts) == 9 and 1 < max(counts) <= MOST_REFINED
+
+
+async def test_the_coarse_outline_on_request_and_without_a_refiner(make):
+    engine, runtime = make()
+    arguments = {"object": "cat", "refine": False}
+    stream = await engine.submit("segment", IMAGE, arguments)
+    segment = segment_of(await stream.result())
+    assert not segment["refined"] and segment["svg_path"] == segment["coarse_path"]
+    other, _ = make(refines=False)
+    assert segment_of(await other.segment(IMAGE, "cat")) == segment
+    assert not any(plan.refine for plan in runtime.plans)
+
+
+async def test_refine_is_checked(make):
+    engine, _ = make()
+    with pytest.raises(InvalidRequest, match="refine"):
+        await engine.submit("segment", IMAGE, {"object": "cat", "refine": "yes"})
+    other, _ = make(refines=False)
+    with pytest.raises(SkillUnavailable, match="no refiner"):
+        await other.submit("segment", IMAGE, {"object": "cat", "refine": True})
+
+
+async def test_an_outline_without_a_box_is_not_refined(make):
+    engine, runtime = make(lambda fed: outline(fed, box=False))
+    segment = segment_of(await engine.segment(IMAGE, "cat"))
+    assert not segment["refined"] and segment["svg_path"] and "bbox" not in segment
+    assert not any(plan.refine for plan in runtime.plans)
+
+
+async def test_an_outline_cut_off_by_max_tokens_is_refined(make):
+    engine, _ = make()
+    # The corner (0, 1) is missing: a triangle.
+    result = await engine.segment(IMAGE, "cat", settings={"max_tokens": 3 + 9})
+    assert result.finish_reason == "length" and len(result.token_ids) == 12
+    assert segment_of(result)["refined"]
+
+
+async def test_a_step_that_fails_leaves_the_coarse_outline(make, caplog):
+    listener = Listener()
+
+    def cost(plan):
+        if plan.refine:
+            runtime.fail_next = RuntimeError("the refiner is broken")
+        return 0.0
+
+    engine, runtime = make(cost=cost, observer=listener)
+    segment = segment_of(await engine.segment(IMAGE, "cat"))
+    assert not segment["refined"] and segment["svg_path"] == segment["coarse_path"]
+    assert "the refiner failed" in caplog.text
+    assert [event.finish_reason for event in listener.requests] == ["stop"]
+    assert (await engine.segment(IMAGE, "dog")).finish_reason == "stop"
+
+
+async def test_a_request_is_cancelled_while_its_mask_is_refined(make):
+    entered, go_on = threading.Event(), threading.Event()
+
+    def cost(plan):
+        if plan.refine:
+            entered.set()
+            assert go_on.wait(20)
+        return 0.0
+
+    engine, _ = make(cost=cost)
+    first = await engine.segment(IMAGE, "cat", stream=True)
+    assert await asyncio.to_thread(entered.wait, 20)
+    second = await engine.segment(IMAGE, "dog", stream=True)
+    await first.aclose()
+    go_on.set()
+    assert segment_of(await second.result())["refined"]
+    assert engine.num_requests == 0
+
+
+async def test_shutdown_ends_requests_that_are_being_refined(make):
+    entered, go_on = threading.Event(), threading.Event()
+
+    def cost(plan):
+        if plan.refine:
+            entered.set()
+            assert go_on.wait(20)
+        return 0.0
+
+    engine, runtime = make(cost=cost)
+    stream = await engine.segment(IMAGE, "cat", stream=True)
+    assert await asyncio.to_thread(entered.wait, 20)
+    ending = asyncio.create_task(engine.shutdown(grace_s=5))
+    await asyncio.sleep(0.05)
+    go_on.set()
+    await ending
+    assert segment_of(await stream.result())["refined"]
+    assert runtime.closed
