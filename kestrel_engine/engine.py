@@ -15,6 +15,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -46,11 +47,13 @@ from .scheduler.budget import StepBudget
 from .scheduler.policy import SchedulerPolicy
 from .skills.base import SkillContext, SkillDefaults, SkillRequest
 from .skills.embed import EMBED, EmbedSkill
+from .skills.grammars import Grammars
 from .skills.registry import SkillRegistry
 from .skills.rule_check import RuleCheck, check_prompt
 from .steps.delivery import Delivery, DeliveryThread
 from .steps.loop import EngineLoop, Work
 from .steps.refining import Refining
+from .types.constraint import Constraint
 from .types.embedding import EmbeddingSpec
 from .types.events import EngineMetrics, EngineResult, StreamUpdate
 from .types.info import CompileCounts, EngineInfo, PlaceCounts, SchedulerStats
@@ -114,6 +117,8 @@ class InferenceEngine(SkillCalls):
             device_pixels=built.device_pixels,
         )
         self._limits = built.runtime.limits
+        self._grammars = Grammars(built.codec, built.model.text.vocab_size, built.model.ids.eos_id)
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="kestrel-grammars")
         self._places = QueuePlaces(config.max_queue, self._sizes.max_batch_size)
         self._observer = observer
         self._aio = asyncio.get_running_loop()
@@ -257,6 +262,8 @@ class InferenceEngine(SkillCalls):
         request = spec.build(arguments or {}, settings or {}, self._context)
         if image is None and request.needs_image:
             raise InvalidRequest("image", "is required")
+        if request.constraint is not None:
+            request = await self._compiled(request, request.constraint, timeout_s, place)
         prepared = None
         if image is not None:
             prepared, timings = await self._prepare(image, now, timeout_s, cache_salt, place)
@@ -389,6 +396,8 @@ class InferenceEngine(SkillCalls):
         await asyncio.sleep(0)  # Lets the last deliveries reach their streams.
         self._open.fail_all(EngineClosed("the engine was shut down"))
         self._pool.close()
+        await asyncio.to_thread(self._compiler.shutdown, cancel_futures=True)
+        self._grammars.close()
 
     async def __aenter__(self) -> InferenceEngine:
         return self
@@ -467,6 +476,30 @@ class InferenceEngine(SkillCalls):
             prepared_at=time.monotonic(),
         )
         return prepared.image, timings
+
+    async def _compiled(
+        self, request: SkillRequest, constraint: Constraint, timeout_s: float | None, place: Place
+    ) -> SkillRequest:
+        """``request`` with its compiled constraint.
+
+        Raises InvalidRequest naming the place of an error, and Displaced if the request loses its place meanwhile.
+        """
+        self._preparing += 1
+        self._idle.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                compiling = self._aio.run_in_executor(
+                    self._compiler, self._grammars.compile, constraint
+                )
+                grammar = await until_displaced(place, compiling)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the deadline of {timeout_s} s passed before the constraint was compiled"
+            ) from None
+        finally:
+            self._preparing -= 1
+            self._note_idle()
+        return dataclasses.replace(request, grammar=grammar)
 
     def _observe_image(
         self, request_id: str, timings: FrontTimings, image: PreparedImage | None, error: str

@@ -236,6 +236,15 @@ class FakeRuntime:
             wanted = rule.forced
         elif rule.allowed is not None and wanted not in rule.allowed:
             wanted = rule.allowed[hashed(fed) % len(rule.allowed)]
+        elif rule.mask is not None:
+            permitted = [
+                8 * at + bit
+                for at, byte in enumerate(rule.mask)
+                if byte
+                for bit in range(8)
+                if byte >> bit & 1
+            ]
+            wanted = wanted if wanted in permitted else permitted[hashed(fed) % len(permitted)]
         elif wanted in rule.suppressed:
             wanted = hashed(fed, self._limits.vocab_size)
         if rule.forced is None and rule.otherwise is not None and wanted != rule.stop:

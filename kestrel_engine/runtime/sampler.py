@@ -60,10 +60,19 @@ def _mask_(row: Tensor, rule: TokenRule) -> None:
         kept = row[allowed]
         row.fill_(-math.inf)
         row[allowed] = kept
+    if rule.mask is not None:
+        row[~allowed_ids(rule.mask, len(row)).to(row.device)] = -math.inf
     if rule.suppressed:
         row[torch.tensor(rule.suppressed, device=row.device)] = -math.inf
     if rule.allowed is not None:
         assert set(rule.allowed) - set(rule.suppressed), f"{rule} forbids every id"
+
+
+def allowed_ids(mask: bytes, vocab_size: int) -> Tensor:
+    """Unpacks a TokenRule's mask to [vocab_size] bool."""
+    packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
+    bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    return bits.flatten()[:vocab_size].bool()
 
 
 def _draw(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:

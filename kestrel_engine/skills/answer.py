@@ -8,6 +8,7 @@ from ..types.events import FinishReason, StreamUpdate, TokenLogprob
 from ..types.step import StepToken, TokenRule
 from .base import SkillContext
 from .detokenize import StreamingText
+from .grammars import Grammar
 from .stop_strings import StopStrings
 
 
@@ -26,6 +27,40 @@ class AnswerControl:
 
     def accept(self, token: StepToken) -> FinishReason | None:
         return "stop" if token.id == self._eos else None
+
+
+class ConstrainedAnswerControl:
+    """An answer whose tokens a grammar restricts. It ends with the end token, which the grammar allows where the text
+    may end. No rule is known before the token ahead of it was accepted."""
+
+    def __init__(self, context: SkillContext, grammar: Grammar) -> None:
+        ids = context.model.ids
+        self._eos = ids.eos_id
+        self._matcher = grammar.start()
+        self._num_accepted = 0
+        self._rule: TokenRule | None = None
+
+    def rule(self, index: int) -> TokenRule | None:
+        if index > self._num_accepted:
+            return None
+        if self._rule is None:
+            self._rule = TokenRule(stop=self._eos, mask=self._matcher.mask())
+        return self._rule
+
+    def accept(self, token: StepToken) -> FinishReason | None:
+        self._num_accepted += 1
+        self._rule = None
+        if token.id == self._eos:
+            return "stop"
+        self._matcher.take(token.id)
+        return None
+
+
+def answer_control(
+    context: SkillContext, grammar: Grammar | None
+) -> AnswerControl | ConstrainedAnswerControl:
+    """The control of an answer that must match ``grammar``, if there is one."""
+    return AnswerControl(context) if grammar is None else ConstrainedAnswerControl(context, grammar)
 
 
 class AnswerOutput:

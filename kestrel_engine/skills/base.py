@@ -12,11 +12,13 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from ..errors import InvalidRequest
 from ..front.stream import EngineStream
+from ..types.constraint import Constraint
 from ..types.embedding import EmbeddingSpec
 from ..types.events import EngineMetrics, EngineResult, FinishReason, StreamUpdate, TokenLogprob
 from ..types.model_config import ModelConfig
 from ..types.requests import Prompt, SamplingParams
 from ..types.step import StepToken, TokenRule
+from .grammars import Grammar
 
 __all__ = [
     "EngineMetrics",
@@ -97,6 +99,10 @@ class SkillRequest:
     refine: bool = False
     """Whether the engine's refiner, if it has one, sharpens the outline. The output then has ``outline`` and
     ``set_outline``, and its ``finish`` is called twice."""
+    constraint: Constraint | None = None
+    """What the text must match."""
+    grammar: Grammar | None = None
+    """The compiled ``constraint``. The engine sets it before it asks for a control."""
 
 
 Outline: TypeAlias = tuple[str, tuple[float, float, float, float]]

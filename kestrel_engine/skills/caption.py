@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidRequest
-from .answer import AnswerControl, AnswerOutput
+from .answer import AnswerOutput, answer_control
 from .base import SkillContext, SkillControl, SkillOutput, SkillRequest
 from .settings import TEXT_KEYS, read_settings, reject_unknown
 
@@ -33,13 +33,14 @@ class CaptionSkill:
             sampling=read.sampling,
             seed=read.seed,
             max_tokens=read.max_tokens,
+            constraint=read.constraint,
             options={"stop": read.stop, "logprobs": read.logprobs},
         )
 
     def new_control(
         self, request: SkillRequest, max_tokens: int, context: SkillContext
     ) -> SkillControl:
-        return AnswerControl(context)
+        return answer_control(context, request.grammar)
 
     def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
         options = request.options

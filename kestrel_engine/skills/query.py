@@ -9,9 +9,10 @@ from ..errors import InvalidRequest
 from ..types.events import FinishReason, StreamUpdate, TokenLogprob
 from ..types.requests import Coord, Prompt, check_spatial_refs, spatial_tokens
 from ..types.step import StepToken, TokenRule
-from .answer import AnswerControl, AnswerOutput
+from .answer import AnswerOutput, answer_control
 from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, check_size, checked_text
 from .detokenize import StreamingText
+from .grammars import Grammar
 from .settings import TEXT_KEYS, read_settings, reject_unknown
 
 MAX_TURNS = 64
@@ -23,8 +24,8 @@ class QuerySkill:
     ``history``: earlier turns as pairs of question and answer, oldest first. Each is rendered as it was asked and
     answered directly (moondream.md section 14).
 
-    max_tokens bounds the reasoning and the answer separately, as in the reference. Stop strings end the answer only;
-    in the reasoning they are ordinary text.
+    max_tokens bounds the reasoning and the answer separately, as in the reference. Stop strings and a constraint
+    apply to the answer only; in the reasoning stop strings are ordinary text.
     """
 
     name = "query"
@@ -59,6 +60,7 @@ class QuerySkill:
             needs_image=bool(refs),
             max_tokens=read.max_tokens,
             token_budget=2 * wanted + 1 if reasoning else None,
+            constraint=read.constraint,
             options={"reasoning": reasoning, "stop": read.stop, "logprobs": read.logprobs},
         )
 
@@ -66,10 +68,11 @@ class QuerySkill:
         self, request: SkillRequest, max_tokens: int, context: SkillContext
     ) -> SkillControl:
         if not request.options["reasoning"]:
-            return AnswerControl(context)
+            return answer_control(context, request.grammar)
         wanted = request.max_tokens or context.defaults.max_tokens
         # Where the context is too short for both, reasoning may take half of what there is.
-        return ReasoningControl(min(wanted, max(1, (max_tokens - 1) // 2)), wanted, context)
+        most = min(wanted, max(1, (max_tokens - 1) // 2))
+        return ReasoningControl(most, wanted, context, request.grammar)
 
     def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
         stop, logprobs = request.options["stop"], request.options["logprobs"]
@@ -110,13 +113,20 @@ class ReasoningControl:
     forced and the answer follows.
     """
 
-    def __init__(self, max_reasoning: int, max_answer: int, context: SkillContext) -> None:
+    def __init__(
+        self,
+        max_reasoning: int,
+        max_answer: int,
+        context: SkillContext,
+        grammar: Grammar | None = None,
+    ) -> None:
+        """``grammar``: of the answer."""
         ids = context.model.ids
         self._answer_id = ids.answer_id
         self._max_reasoning, self._max_answer = max_reasoning, max_answer
         self._first = TokenRule(read_coord=True)
         self._rest = TokenRule(suppressed=(ids.eos_id, ids.size_id), read_coord=True)
-        self._answer = AnswerControl(context)
+        self._answer = answer_control(context, grammar)
         self._num_accepted = 0
         self._answer_from: int | None = None
         """Index of the answer's first token."""

@@ -32,6 +32,8 @@ class RuleCheck:
         if not isinstance(rule, TokenRule):
             raise SkillFault(f"the skill gave {rule!r} as a rule; a rule is a TokenRule")
         self._check(rule)
+        if rule.mask is not None:  # Used once, and large.
+            return
         if len(self.passed) == _MAX_REMEMBERED:
             self.passed.clear()
         self.passed[id(rule)] = rule  # Kept, so that no other rule gets its identity.
@@ -46,6 +48,9 @@ class RuleCheck:
         for name, token in single.items():
             if token is not None:
                 self._check_ids(name, (token,))
+        if rule.mask is not None and rule.forced is None:
+            self._check_mask(rule, rule.mask)
+            return
         possible = self._possible(rule)
         if possible is not None and not possible:
             raise SkillFault(f"the skill's rule leaves no id to sample: {rule}")
@@ -62,6 +67,15 @@ class RuleCheck:
                 f"the skill's rule reads a value with id {_listed(values)}, but can only give id "
                 f"{_listed(possible)}: {rule}"
             )
+
+    def _check_mask(self, rule: TokenRule, mask: bytes) -> None:
+        expected = TokenRule.mask_bytes(self._vocab_size)
+        if not isinstance(mask, bytes) or len(mask) != expected:
+            raise SkillFault(f"the mask of the skill's rule must be {expected} bytes")
+        if rule.allowed is not None or rule.suppressed:
+            raise SkillFault("a rule with a mask has no allowed and no suppressed ids")
+        if not any(mask):
+            raise SkillFault("the mask of the skill's rule leaves no id to sample")
 
     def _possible(self, rule: TokenRule) -> set[int] | None:
         """The ids that a rule allows; None for most of the vocabulary."""

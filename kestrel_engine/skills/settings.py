@@ -8,12 +8,14 @@ from numbers import Real
 from typing import Any, cast
 
 from ..errors import InvalidRequest
+from ..types.constraint import Constraint
 from ..types.requests import SamplingParams
 from .base import SkillDefaults
+from .constraints import read_constraint
 from .stop_strings import read_stop_strings
 
 SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "seed"})
-TEXT_KEYS = frozenset({"max_tokens", "stop", "logprobs"})
+TEXT_KEYS = frozenset({"max_tokens", "stop", "logprobs", "constraint"})
 """Further settings of skills that write text."""
 OBJECT_KEYS = frozenset({"max_tokens", "max_objects", "min_score"})
 """Further settings of skills that find objects."""
@@ -34,6 +36,7 @@ class Settings:
     min_score: float = 0.0
     stop: tuple[str, ...] = ()
     logprobs: bool = False
+    constraint: Constraint | None = None
 
 
 def read_settings(
@@ -76,6 +79,7 @@ def read_settings(
         min_score=_share("min_score", given.get("min_score", defaults.min_score)),
         stop=read_stop_strings(given.get("stop")),
         logprobs=logprobs,
+        constraint=read_constraint(given.get("constraint")),
     )
 
 

@@ -24,6 +24,7 @@ from ..errors import (
     EngineClosed,
     KestrelError,
     QueueTimeout,
+    RequestError,
     RuntimeFailure,
     SkillFault,
 )
@@ -441,7 +442,12 @@ class EngineLoop:
         self._outbox.append(report)
 
     def _skill_failed(self, sequence_id: int, error: Exception) -> None:
-        """Called when a skill raised or gave an impossible rule. The fault ends its own request only."""
+        """Called when a skill raised or gave an impossible rule. The fault ends its own request only.
+
+        A RequestError is the caller's fault: a constraint that is too complex to follow."""
+        if isinstance(error, RequestError):
+            self._end(sequence_id, error)
+            return
         logger.error("the skill of sequence %d failed", sequence_id, exc_info=error)
         failure = RuntimeFailure("the skill failed on a sampled token")
         self._end(sequence_id, error if isinstance(error, SkillFault) else failure)

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 class TokenRule:
     """What may be sampled at one position, and whether a value is read from the region heads.
 
-    Order: ``forced`` wins over all; else logits outside ``allowed`` and inside ``suppressed`` become -inf, an id is
-    drawn, and if ``otherwise`` is set every id but ``stop`` turns into it (point and detect of Moondream 2 read any
-    token but the end as "another object"). Then id ``coord``/``size`` takes a value from its head at the same hidden
-    state if ``read_coord``/``read_size``; else it is an ordinary text token.
+    Order: ``forced`` wins over all; else logits outside ``allowed``, outside ``mask`` and inside ``suppressed`` become
+    -inf, an id is drawn, and if ``otherwise`` is set every id but ``stop`` turns into it (point and detect of
+    Moondream 2 read any token but the end as "another object"). Then id ``coord``/``size`` takes a value from its head
+    at the same hidden state if ``read_coord``/``read_size``; else it is an ordinary text token.
     """
 
     allowed: tuple[int, ...] | None = None
@@ -35,6 +35,14 @@ class TokenRule:
     stop: int = 0
     read_coord: bool = False
     read_size: bool = False
+    mask: bytes | None = None
+    """One bit for each id of the vocabulary: bit ``id % 8`` of byte ``id // 8``. Ids whose bit is 0 are forbidden. A
+    multiple of 4 bytes long, with zeros beyond the vocabulary. Such a rule is used for one token only."""
+
+    @staticmethod
+    def mask_bytes(vocab_size: int) -> int:
+        """The length of a mask."""
+        return -(-vocab_size // 32) * 4
 
 
 NEAR_BINS = 16

@@ -18,6 +18,9 @@ _KINDS: dict[type, str] = {
     list: "a list",
 }
 
+ANY_OBJECT = '{"type": "object"}'
+"""The JSON Schema of all JSON objects."""
+
 
 class Fields:
     """``path`` precedes the names of fields in errors."""
@@ -93,6 +96,14 @@ def json_fields(body: bytes | bytearray) -> Fields:
     if not isinstance(values, dict):
         raise InvalidRequest("", f"the body must be a JSON object, got {_kind_of(values)}")
     return Fields(values)
+
+
+def json_text(fields: Fields) -> str:
+    """The JSON of an object that was read from JSON. Raises InvalidRequest."""
+    try:
+        return orjson.dumps(fields.values).decode()
+    except orjson.JSONEncodeError as error:
+        raise InvalidRequest(fields.name("").rstrip("."), f"cannot be read: {error}") from None
 
 
 def image_bytes(text: str, field: str) -> bytes:

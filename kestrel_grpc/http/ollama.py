@@ -20,7 +20,7 @@ from ..services.model import ModelService
 from ..services.vision import VisionService
 from .conversation import Message, conversation
 from .edge import Asked, Endpoint, Form
-from .fields import Fields, image_bytes
+from .fields import ANY_OBJECT, Fields, image_bytes, json_text
 from .models import served_name
 
 _QUERY = f"{VISION_METHODS}Query"
@@ -33,6 +33,7 @@ _NAMES = {
     "image.encoded": "images",
     "question": "prompt",
     "sampling.max_tokens": "options.num_predict",
+    "sampling.constraint.json_schema": "format",
     "options.model": "model",
 }
 
@@ -138,6 +139,18 @@ def _images(fields: Fields) -> list[bytes]:
     return images
 
 
+def _schema(fields: Fields) -> str | None:
+    """The JSON Schema that ``format`` asks for: "json", or a schema. Raises InvalidRequest."""
+    form = fields.values.get("format")
+    if not form:
+        return None
+    if isinstance(form, dict):
+        return json_text(fields.inner("format"))
+    if form == "json":
+        return ANY_OBJECT
+    raise InvalidRequest("format", 'must be "json" or a JSON Schema')
+
+
 def _ask(
     fields: Fields,
     vision: VisionService,
@@ -146,8 +159,6 @@ def _ask(
     part: Callable[[str], dict[str, Any]],
 ) -> Asked:
     """``part`` converts text to the form of the path. Raises InvalidRequest."""
-    if fields.values.get("format"):
-        raise InvalidRequest("format", "is not supported; leave it out")
     if fields.values.get("tools"):
         raise InvalidRequest("tools", "the models call no tools; leave it out")
     talk = conversation(messages)
@@ -159,6 +170,9 @@ def _ask(
     if talk.image is not None:
         request.image.encoded = talk.image
     _sample(request.sampling, fields.inner("options"))
+    schema = _schema(fields)
+    if schema is not None:
+        request.sampling.constraint.json_schema = schema
     if fields.values.get("model") is not None:
         request.options.model = served_name(fields.text("model"), served)
 

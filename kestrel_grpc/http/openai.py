@@ -25,7 +25,7 @@ from ..services.model import ModelService
 from ..services.vision import VisionService
 from .conversation import Conversation, Message, conversation
 from .edge import Asked, Endpoint
-from .fields import Fields, image_bytes
+from .fields import ANY_OBJECT, Fields, image_bytes, json_text
 from .models import served_name
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ _NAMES = {
     "object": "messages",
     "num_samples": "n",
     "options.model": "model",
+    "constraint.json_schema": "response_format.json_schema.schema",
 }
 UNSUPPORTED_PATHS = {
     "/v1/completions": "the models answer questions, and do not continue a text; use /v1/chat/completions",
@@ -94,6 +95,9 @@ def _chat(fields: Fields, service: VisionService, served: str) -> Asked:
         history=[pb.Turn(question=asked, answer=given) for asked, given in talk.history],
     )
     _fill(request, fields, served, talk.image)
+    schema = _schema(fields)
+    if schema is not None:
+        request.sampling.constraint.json_schema = schema
     samples = fields.whole("n")
     if samples is not None:
         if not 1 <= samples < 2**31:
@@ -115,6 +119,8 @@ def _grounded(
 ) -> Asked:
     """Boxes or points as JSON. ``usage``: None unless the request streams."""
     skill, name = grounding[1].lower(), grounding[2].strip()
+    if _schema(fields) is not None:
+        raise InvalidRequest("response_format", "must be text for boxes and points")
     if fields.whole("n") not in (None, 1):
         raise InvalidRequest("n", f"must be 1 for boxes and points, got {fields.values['n']}")
     request: Any
@@ -189,13 +195,25 @@ def _refuse_unsupported(fields: Fields) -> None:
             "top_logprobs",
             f"must be 0, got {values['top_logprobs']}: the server gives the log-probability of the chosen token only",
         )
-    kind = fields.inner("response_format").text("type", "text")
-    if kind != "text":
-        raise InvalidRequest("response_format.type", f"must be text, got {kind!r}")
     for key in values.keys() - _KNOWN - _unknown_logged:
         if len(_unknown_logged) < 100:
             _unknown_logged.add(key)
             logger.info("the field %r of chat completions is ignored", key[:50])
+
+
+def _schema(fields: Fields) -> str | None:
+    """The JSON Schema that ``response_format`` asks for. Raises InvalidRequest."""
+    form = fields.inner("response_format")
+    kind = form.text("type", "text")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return ANY_OBJECT
+    if kind == "json_schema":
+        return json_text(form.inner("json_schema").inner("schema"))
+    raise InvalidRequest(
+        "response_format.type", f"must be text, json_object or json_schema, got {kind!r}"
+    )
 
 
 def _messages(fields: Fields) -> Iterator[Message]:

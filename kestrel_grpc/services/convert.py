@@ -296,6 +296,9 @@ def sampling_settings(sampling: common_pb2.Sampling) -> dict[str, Any]:
     values = {descriptor.name: value for descriptor, value in sampling.ListFields()}
     if "stop" in values:
         values["stop"] = list(values["stop"])
+    if "constraint" in values:
+        constraint = values["constraint"]
+        values["constraint"] = {each.name: value for each, value in constraint.ListFields()}
     return values
 
 

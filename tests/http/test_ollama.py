@@ -40,6 +40,15 @@ async def test_stop_ends_the_text(http):
     assert body["response"] == text[: text.index(stop)] and body["done_reason"] == "stop"
 
 
+async def test_a_format_gives_json(http):
+    _, client = await http()
+    asked = {**ASKED, "stream": False, "format": {"enum": ["dot", "line"]}}
+    body = (await client.post("/api/generate", json=asked)).json()
+    assert json.loads(body["response"]) in ("dot", "line")
+    body = (await client.post("/api/generate", json={**asked, "format": "json"})).json()
+    assert body["response"].startswith("{")
+
+
 async def test_chat_is_generate_with_messages(http):
     _, client = await http()
     whole = (await client.post("/api/generate", json={**ASKED, "stream": False})).json()
@@ -58,7 +67,8 @@ async def test_errors_have_ollamas_form(http):
         ("generate", {**ASKED, "model": "llava"}, 404, "llava"),
         ("generate", {**ASKED, "images": ["!!"]}, 400, "images[0]"),
         ("generate", {**ASKED, "images": [IMAGE, IMAGE]}, 400, "one image"),
-        ("generate", {**ASKED, "format": "json"}, 400, "format"),
+        ("generate", {**ASKED, "format": "xml"}, 400, "format"),
+        ("generate", {**ASKED, "format": {"type": "x"}}, 400, "format: Invalid type: x"),
         ("generate", {**ASKED, "options": {"stop": ["x", ""]}}, 400, "options.stop[1]"),
         ("generate", {**ASKED, "options": {"temperature": -1}}, 400, "options.temperature"),
         ("chat", {"messages": [{"role": "assistant", "content": "x"}]}, 400, "messages[0].role"),

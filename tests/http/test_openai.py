@@ -24,6 +24,10 @@ def chunks(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
 ASKED: dict[str, Any] = {"model": "moondream3-preview", "temperature": 0, "max_tokens": 12}
 
 
@@ -49,6 +53,28 @@ async def test_a_conversation_is_a_query_with_its_history(http):
     assert body["usage"]["prompt_tokens"] == response.usage.input_tokens
     assert body["object"] == "chat.completion" and body["id"].startswith("chatcmpl-")
     assert body["model"] == response.model
+
+
+async def test_a_response_format_gives_json(http):
+    _, client = await http()
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    asked = {**ASKED, "max_tokens": 40, "messages": [user("What?")]}
+    asked["response_format"] = schema_format(schema)
+    body = (await client.post("/v1/chat/completions", json=asked)).json()
+    [choice] = body["choices"]
+    assert list(json.loads(choice["message"]["content"])) == ["ok"]
+    assert choice["finish_reason"] == "stop"
+    asked["response_format"] = {"type": "json_object"}
+    body = (await client.post("/v1/chat/completions", json=asked)).json()
+    assert body["choices"][0]["message"]["content"].startswith("{")
+    asked["response_format"] = {"type": "text"}
+    body = (await client.post("/v1/chat/completions", json=asked)).json()
+    assert not body["choices"][0]["message"]["content"].startswith("{")
 
 
 async def test_a_stream_has_a_role_deltas_a_reason_and_the_usage(http):
@@ -190,6 +216,21 @@ async def test_errors_name_the_message(http, caplog):
         ({"messages": [user("a")], "logit_bias": {"50256": -100}}, "logit_bias", "leave it out"),
         ({"messages": [user("a")], "max_tokens": 0}, "max_tokens", "at least 1"),
         ({"messages": [user(" ")]}, "messages", "must not be empty"),
+        (
+            {"messages": [user("a")], "response_format": {"type": "xml"}},
+            "response_format.type",
+            "must be text, json_object or json_schema",
+        ),
+        (
+            {"messages": [user("a")], "response_format": schema_format({"properties": {"a": 3}})},
+            "response_format.json_schema.schema",
+            "at /properties/a",
+        ),
+        (
+            {"messages": [user("Detect: a", url)], "response_format": {"type": "json_object"}},
+            "response_format",
+            "must be text for boxes",
+        ),
     ]
     for body, param, part in cases:
         response = await client.post("/v1/chat/completions", json={**ASKED, **body})

@@ -157,6 +157,26 @@ def test_several_samples_are_printed_with_their_seeds(server):
     assert "--samples" not in ask(server, "detect", "--help").stdout
 
 
+def test_an_answer_of_a_given_form(server, tmp_path):
+    words = ["query", IMAGE, "How many green crescents are there?", "--temperature", 0]
+    done = ask(server, *words, "--choice", "twelve", "--choice", "none", "--choice", "a dozen")
+    assert done.stdout.strip() in ("twelve", "none", "a dozen"), done.stderr
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text(
+        '{"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": false}'
+    )
+    answer = json.loads(ask(server, *words, "--json-schema", schema, "--max-tokens", 50).stdout)
+    assert answer["n"] in (1, 2)
+    grammar.write_text('start: "<" /[a-f]{3}/ ">"')
+    said = ask(server, *words, "--grammar", grammar, "--stream").stdout.strip()
+    assert said[0] + said[-1] == "<>" and len(said) == 5
+    assert ask(server, *words, "--regex", "[xyz]").stdout.strip() in "xyz"
+    failed = ask(server, *words, "--regex", "(x").stderr
+    assert "sampling.constraint.regex: unclosed group at character 1" in failed
+    assert "not allowed with" in ask(server, *words, "--regex", "x", "--choice", "y").stderr
+    assert "--grammar" in ask(server, *words, "--grammar", tmp_path / "none").stderr
+
+
 def test_log_probabilities_follow_the_answer(server):
     words = ["caption", IMAGE, "short", "--temperature", 0]
     text = ask(server, *words).stdout

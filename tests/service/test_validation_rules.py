@@ -52,6 +52,9 @@ STRICTER = [
         r"^info\.sha256: is not the hash",
         r"^(info\.size_bytes|chunk): .* bytes",
         r"^module: no module of this name",
+        # What a constraint says. One of four fields.
+        r"constraint\.(regex|grammar|json_schema): (?!has|must)",
+        r"constraint: needs exactly one",
         # Settings that a skill does not have.
         r"stop: is not a setting of this skill",
         # One of two fields.
@@ -96,6 +99,12 @@ DETECT = {"object": "cat", "max_objects": 1, "sampling": SAMPLING}
 SEGMENT = {"object": "cat", "spatial_refs": REFS, "sampling": SAMPLING}
 CAPTION = {"sampling": TEXT_SAMPLING}
 EMBED = {"pooling": "EMBEDDING_POOLING_MEAN", "dtype": "EMBEDDING_DTYPE_FLOAT16"}
+CONSTRAINTS = [
+    common_pb2.Constraint(choices=["a"]),
+    common_pb2.Constraint(regex="a"),
+    common_pb2.Constraint(grammar='start: "a"'),
+    common_pb2.Constraint(json_schema="{}"),
+]
 TASKS = [
     {"query": pb.QueryTask(**QUERY)},
     {"caption": pb.CaptionTask(**CAPTION)},
@@ -108,6 +117,12 @@ VALID: dict[str, list[Message]] = {
     "VisionService/Query": [
         pb.QueryRequest(**SHARED, **QUERY, num_samples=2),
         pb.QueryRequest(question="what?", image=common_pb2.Image(encoded=FILE)),
+        *(
+            pb.QueryRequest(
+                question="what?", sampling=common_pb2.Sampling(max_tokens=1, constraint=constraint)
+            )
+            for constraint in CONSTRAINTS
+        ),
     ],
     "VisionService/Caption": [
         pb.CaptionRequest(**SHARED, **CAPTION, num_samples=2),

@@ -38,6 +38,7 @@ from .errors import (
     UnimplementedError,
 )
 from .images.images import ImageHandle, ImageInput
+from .values.constraint import Constraint
 from .values.description import Model, ServerCapabilities, ServerInfo, ServerLimits, ServerLoad
 from .values.embeddings import Embedding, EmbedResult
 from .values.events import Event, PathPiece, ReasoningDelta, TextDelta
@@ -86,6 +87,7 @@ __all__ = [
     "CaptionResult",
     "CaptionTask",
     "Captures",
+    "Constraint",
     "DeadlineExceededError",
     "DetectResult",
     "DetectTask",

@@ -8,11 +8,13 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from kestrel_client import (
     Box,
     CaptionResult,
+    Constraint,
     DetectResult,
     ImageSize,
     KestrelClient,
@@ -107,11 +109,60 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, text: bool) -> None:
             metavar="TEXT",
             help="end the answer before this text; may be given several times",
         )
+        _add_constraint_flags(parser)
+
+
+def _add_constraint_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("form of the answer (one of these; default: any text)")
+    kinds = group.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--choice",
+        action="append",
+        metavar="TEXT",
+        help="answer with this text, or with that of another --choice",
+    )
+    kinds.add_argument(
+        "--regex", metavar="PATTERN", help="answer with a text that matches this regular expression"
+    )
+    kinds.add_argument(
+        "--grammar",
+        metavar="FILE",
+        help="answer with a text of the Lark grammar in this file",
+    )
+    kinds.add_argument(
+        "--json-schema",
+        metavar="FILE",
+        help="answer with JSON that is valid under the JSON Schema in this file",
+    )
+
+
+def _constraint(args: argparse.Namespace) -> Constraint | None:
+    """Raises SettingsError if a file cannot be read."""
+    given = {
+        "choices": getattr(args, "choice", None),
+        "regex": getattr(args, "regex", None),
+        "grammar": _text_of("--grammar", getattr(args, "grammar", None)),
+        "json_schema": _text_of("--json-schema", getattr(args, "json_schema", None)),
+    }
+    return Constraint(**given) if any(value is not None for value in given.values()) else None
+
+
+def _text_of(flag: str, path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"{flag}: {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{flag}: {path}: is not UTF-8 text") from error
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The values of the flags of ``add_sampling_flags``, as keyword arguments of the client's methods."""
-    return {name: getattr(args, name, None) for name in _SAMPLING}
+    return {name: getattr(args, name, None) for name in _SAMPLING} | {
+        "constraint": _constraint(args)
+    }
 
 
 def add_save_flags(output: Any) -> None:

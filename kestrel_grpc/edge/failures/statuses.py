@@ -129,7 +129,7 @@ _MAX_MESSAGE_BYTES = 500
 """Limit on a message. The trailers hold it three times, escaped, and clients accept 8 KiB of trailers."""
 
 _SAMPLING_FIELDS = frozenset(
-    {"temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "logprobs"}
+    {"temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "logprobs", "constraint"}
 )
 _OPTION_FIELDS = frozenset({"request_id", "priority", "model", "cache_salt", "adapter"})
 _MODEL_FIELDS = frozenset({"skill", "segment"})

@@ -73,6 +73,15 @@ def test_temperature_comes_before_top_p():
     assert set(draws(2000, temperature=0.2, top_p=0.6)) == {1}
 
 
+def test_a_mask_of_bits():
+    """Bit ``id % 8`` of byte ``id // 8``; what lies beyond the vocabulary does not count."""
+    assert one(TokenRule(mask=bytes([0b01001, 0, 0, 0])))[0] == 3
+    assert one(TokenRule(mask=bytes([0b10001, 0, 0, 255])))[0] in (0, 4)
+    _, logprob = one(TokenRule(mask=bytes([0b01001, 0, 0, 0])))
+    assert logprob == pytest.approx(math.log(0.2 / 0.25), abs=1e-6)
+    assert set(draws(500, TokenRule(mask=bytes([0b10001, 0, 0, 0])))) == {0, 4}
+
+
 def test_masks():
     assert one(TokenRule(suppressed=(1,)))[0] == 2
     assert one(TokenRule(allowed=(0, 3)))[0] == 3

@@ -20,6 +20,7 @@ GOOD = [
     TokenRule(otherwise=5, stop=0, read_coord=True),
     TokenRule(otherwise=5, stop=0, allowed=(0, 9), read_coord=True),
     TokenRule(suppressed=tuple(range(1, 300))),
+    TokenRule(mask=bytes(36) + b"\x08" + bytes(3)),
 ]
 
 BAD = [
@@ -41,6 +42,10 @@ BAD = [
     (TokenRule(allowed=(0, 5), read_size=True), "reads a value with id 6, but can only give id 0, 5"),
     (TokenRule(allowed=(0, 5), suppressed=(5,), read_coord=True), "can only give id 0"),
     (TokenRule(otherwise=6, read_coord=True), "can only give id 0, 6"),
+    (TokenRule(mask=bytes(40)), "leaves no id"),
+    (TokenRule(mask=bytes([1] * 38)), "must be 40 bytes"),
+    (TokenRule(mask=bytearray([1] * 40)), "must be 40 bytes"),
+    (TokenRule(mask=bytes([1] * 40), suppressed=(3,)), "no suppressed ids"),
 ]  # fmt: skip
 
 

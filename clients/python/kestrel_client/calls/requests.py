@@ -20,6 +20,7 @@ from ..connection import HEALTH_CHECK_METHOD, Connection, Metadata
 from ..errors import InvalidRequestError
 from ..images.images import ImageHandle, ImageInput, loaded, to_image
 from ..images.stored import image_id_of, prepare_put, read_handle
+from ..values.constraint import Constraint, to_constraint
 from ..values.description import (
     Model,
     ServerInfo,
@@ -95,6 +96,8 @@ class CallOptions(HandlingOptions, total=False):
     bytes of UTF-8. One string is one text. In reasoning they are ordinary text."""
     logprobs: bool | None
     """For ``query`` and ``caption``: whether the result has the log-probability of each token (``result.logprobs``)."""
+    constraint: Constraint | None
+    """For ``query`` and ``caption``: what the text must match."""
 
 
 _CAPTION_LENGTHS = {
@@ -119,7 +122,16 @@ _EMBEDDING_DTYPES = {
     "float32": pb.EMBEDDING_DTYPE_FLOAT32,
     "float16": pb.EMBEDDING_DTYPE_FLOAT16,
 }
-_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "logprobs")
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_tokens",
+    "seed",
+    "stop",
+    "logprobs",
+    "constraint",
+)
 _HANDLING = ("model", "request_id", "priority", "cache_salt")
 
 _Q = TypeVar("_Q", bound=Message)
@@ -474,6 +486,8 @@ def _sampling(values: Mapping[str, Any]) -> common_pb2.Sampling | None:
     given = {name: values[name] for name in _SAMPLING if values.get(name) is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
+    if "constraint" in given:
+        given["constraint"] = to_constraint(given["constraint"])
     return _build(common_pb2.Sampling, **given) if given else None
 
 

@@ -11,6 +11,7 @@ from .._pb.kestrel.v1 import vision_service_pb2 as pb
 from ..drawing.marks import Marks, MaskFormat
 from ..errors import InvalidRequestError, RpcError, from_task_error
 from ..images.images import ImageInput
+from .constraint import Constraint
 from .events import Event, read_event
 from .geometry import ImageSize, SpatialRef
 from .results import (
@@ -51,6 +52,7 @@ class TaskOf(Generic[R_co]):
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     logprobs: bool | None = None
+    constraint: Constraint | None = None
 
 
 Turn: TypeAlias = QueryResult | tuple[str, str]

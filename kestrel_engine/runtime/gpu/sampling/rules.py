@@ -29,8 +29,10 @@ _MAX_CACHED = 4096
 
 def fits(rule: TokenRule) -> bool:
     """Returns whether the rule's lists fit the kernel's limits. If not, `runtime.sampler` must draw."""
-    return len(rule.suppressed) <= kernel.MAX_SUPPRESSED and (
-        rule.allowed is None or len(rule.allowed) <= kernel.MAX_ALLOWED
+    return (
+        rule.mask is None
+        and len(rule.suppressed) <= kernel.MAX_SUPPRESSED
+        and (rule.allowed is None or len(rule.allowed) <= kernel.MAX_ALLOWED)
     )
 
 

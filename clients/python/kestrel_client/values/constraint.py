@@ -1,0 +1,45 @@
+"""Constraint: what the text of an answer must match."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .._pb.kestrel.v1 import common_pb2
+from ..errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """What a text must match. Exactly one field is set."""
+
+    choices: Sequence[str] | None = None
+    """One of these texts: at most 256, each of at most 1,024 bytes of UTF-8."""
+    regex: str | None = None
+    """A regular expression in the notation of Rust's regex crate, without look-around and back references."""
+    grammar: str | None = None
+    """A context-free grammar in Lark's notation, whose start rule is ``start``."""
+    json_schema: str | Mapping[str, Any] | None = None
+    """A JSON Schema: JSON text, or a mapping such as Pydantic's ``model_json_schema()``."""
+
+
+def to_constraint(constraint: object) -> common_pb2.Constraint:
+    """Raises InvalidRequestError."""
+    if not isinstance(constraint, Constraint):
+        raise InvalidRequestError(f"constraint: {constraint!r} is not a Constraint")
+    fields: dict[str, Any] = {
+        "choices": constraint.choices,
+        "regex": constraint.regex,
+        "grammar": constraint.grammar,
+        "json_schema": constraint.json_schema,
+    }
+    if isinstance(constraint.choices, str):
+        raise InvalidRequestError("constraint: choices is one text, not several")
+    try:
+        if isinstance(constraint.json_schema, Mapping):
+            fields["json_schema"] = json.dumps(constraint.json_schema, ensure_ascii=False)
+        return common_pb2.Constraint(**fields)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"constraint: {error}") from error

@@ -1,0 +1,95 @@
+"""Constraints over the wire: in requests, streams, tasks and skills by name, and their errors."""
+
+import json
+
+import grpc
+import pytest
+
+from kestrel_client import AsyncKestrelClient, CaptionTask, Constraint, QueryTask
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from tests.engine.fakes import IMAGE
+from tests.engine.test_constraints import SCHEMA, matches
+from tests.service.conftest import raw_image
+from tests.service.statuses import failure
+
+CHOICES = ["red", "green", "green crescent"]
+
+
+def sampling(**constraint):
+    return common_pb2.Sampling(
+        temperature=0.0, max_tokens=100, constraint=common_pb2.Constraint(**constraint)
+    )
+
+
+async def test_answers_descriptions_streams_tasks_and_named_skills_match(serve):
+    served = await serve()
+    by_choice, by_schema = sampling(choices=CHOICES), sampling(json_schema=json.dumps(SCHEMA))
+    ask = pb.QueryRequest(question="what?", sampling=by_choice)
+    answer = await served.vision.Query(ask)
+    assert answer.answer in CHOICES and answer.finish_reason == common_pb2.FINISH_REASON_STOP
+    caption = pb.CaptionRequest(image=raw_image(), sampling=by_schema)
+    described = await served.vision.Caption(caption)
+    assert matches({"json_schema": SCHEMA}, described.caption)
+    stream = served.vision.StreamCaption(pb.StreamCaptionRequest(request=caption))
+    events = [event async for event in stream]
+    assert events[-1].final.caption == described.caption
+    assert "".join(event.text_delta.text for event in events) == described.caption
+    tasks = [
+        pb.AnalyzeTask(query=pb.QueryTask(question="what?", sampling=sampling(regex="[ab]{3}"))),
+        pb.AnalyzeTask(caption=pb.CaptionTask(sampling=by_schema)),
+    ]
+    analysis = await served.vision.Analyze(pb.AnalyzeRequest(image=raw_image(), tasks=tasks))
+    assert set(analysis.results[0].query.answer) <= {"a", "b"}
+    assert analysis.results[1].caption.caption == described.caption
+    named = pb.RunSkillRequest(skill="query")
+    named.arguments.update({"question": "what?"})
+    named.settings.update({"temperature": 0, "max_tokens": 100, "constraint": {"choices": CHOICES}})
+    assert (await served.vision.RunSkill(named)).output["answer"] == answer.answer
+
+
+@pytest.mark.parametrize(
+    ("constraint", "field", "words"),
+    [
+        ({"json_schema": '{"properties": {"a": 3}}'}, "json_schema", "at /properties/a"),
+        ({"regex": "(a"}, "regex", "unclosed group at character 1"),
+        ({"grammar": "start: b"}, "grammar", "unknown name"),
+        ({"choices": ["a", ""]}, "choices[1]", "must not be empty"),
+        ({"choices": ["a"], "regex": "a"}, "", "exactly one"),
+        ({}, "", "exactly one"),
+    ],
+)
+async def test_errors_name_field_and_place(serve, constraint, field, words):
+    served = await serve()
+    request = pb.QueryRequest(question="a", sampling=sampling(**constraint))
+    failed = await failure(served.vision.Query(request))
+    assert failed.code == grpc.StatusCode.INVALID_ARGUMENT
+    assert failed.fields == [f"sampling.constraint.{field}".rstrip(".")]
+    assert words in failed.message
+
+
+async def test_other_skills_refuse_it(serve):
+    served = await serve()
+    request = pb.DetectRequest(image=raw_image(), object="a", sampling=sampling(regex="a"))
+    failed = await failure(served.vision.Detect(request))
+    assert (failed.code, failed.fields) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        ["sampling.constraint"],
+    )
+
+
+async def test_the_sdk_takes_constraints(serve):
+    served = await serve()
+    options = {"temperature": 0, "max_tokens": 100}
+    async with AsyncKestrelClient(served.server.addresses[0]) as client:
+        result = await client.query(
+            None, "what?", constraint=Constraint(choices=CHOICES), **options
+        )
+        assert result.answer in CHOICES
+        by_schema = Constraint(json_schema=SCHEMA)
+        text = (await client.caption(IMAGE, constraint=by_schema, **options)).caption
+        assert matches({"json_schema": SCHEMA}, text)
+        ask = QueryTask("what?", constraint=Constraint(regex="[ab]{3}"), **options)
+        describe = CaptionTask(constraint=by_schema, **options)
+        analysis = await client.analyze(IMAGE, [ask, describe])
+        assert set(analysis[ask].answer) <= {"a", "b"} and analysis[describe].caption == text
