@@ -168,6 +168,7 @@ def _pickle_header(file: Path) -> list[StoredTensor]:
         torch.float16: "F16",
         torch.float8_e4m3fn: "F8_E4M3",
         torch.float8_e5m2: "F8_E5M2",
+        torch.uint8: "U8",
     }
     return [
         StoredTensor(

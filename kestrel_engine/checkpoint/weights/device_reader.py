@@ -35,6 +35,7 @@ TORCH_DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "U8": torch.uint8,
 }
 
 _Fill = Callable[[torch.Tensor, int], None]

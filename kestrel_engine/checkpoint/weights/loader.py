@@ -23,6 +23,7 @@ from ...types.model_config import ModelConfig
 from ..config_file import config_beside
 from ..files import StoredTensor, find_files, is_pickle, load_pickle, read_headers
 from ..progress import log_progress
+from . import int4
 from .device_reader import DeviceReader
 from .fingerprint import Fingerprint
 from .finite import FiniteCheck, is_finite
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 KEPT_FP8 = "F8_E4M3"
 """The stored dtype of experts that can stay in FP8: the dtype that the kernels read."""
+INT4_SAMPLES = 8
+"""Weights from which the order of 4-bit numbers is found: some 100,000 groups of a released model."""
 Read = Callable[[StoredTensor], torch.Tensor]
 
 
@@ -135,7 +138,8 @@ def load_planned(
     fingerprint = Fingerprint()
     finite = FiniteCheck()
     done = 0
-    wanted = [s for item in plan.tensors for s in (item.stored, item.scale) if s is not None]
+    order = _int4_order(plan, config, files)
+    wanted = [source for item in plan.tensors for source in item.sources]
     if read_ahead is None:
         read_ahead = device.type != "cpu"
     with DeviceReader(wanted, device) if read_ahead else _Reader(files) as read:
@@ -144,6 +148,13 @@ def load_planned(
             fingerprint.add(item.name, source)
             if item.scale is None:
                 made = {item.name: source.to(device=device, dtype=dtype)}
+            elif item.zero_point is not None:
+                assert order is not None
+                scale, zero = read(item.scale), read(item.zero_point)
+                fingerprint.add(f"{item.name}.scale", scale)
+                fingerprint.add(f"{item.name}.zero_point", zero)
+                packed = (source, scale, zero)
+                made = {item.name: int4.dequantise(packed, item.shape, order, dtype, device)}
             else:
                 scale = read(item.scale)
                 fingerprint.add(f"{item.name}.scale", scale)
@@ -178,6 +189,8 @@ def check_values(
             parts = [(item.name, _part(read(item.stored), item))]
             if item.scale is not None:
                 parts.append((f"{item.name}.scale", read(item.scale)))
+            if item.zero_point is not None:
+                parts.append((f"{item.name}.zero_point", read(item.zero_point)))
             for name, part in parts:
                 fingerprint.add(name, part)
             if not all(is_finite(part) for _, part in parts):
@@ -191,6 +204,22 @@ def read_tensors(files: tuple[Path, ...], wanted: Sequence[StoredTensor]) -> lis
     """Reads the ``wanted`` tensors as they are stored, onto the CPU. Raises CheckpointError for an unreadable file."""
     with _Reader(files) as read:
         return [read(tensor).clone() for tensor in wanted]
+
+
+def _int4_order(
+    plan: CheckpointPlan, config: ModelConfig, files: tuple[Path, ...]
+) -> int4.Order | None:
+    """Returns the order of 4-bit numbers, from a few of the smallest weights; None if there are no such weights."""
+    packed = sorted(
+        (item for item in plan.tensors if item.zero_point is not None), key=lambda i: i.num_elements
+    )
+    if not packed:
+        return None
+    # The release of Moondream 2 is known (moondream.md section 2.5).
+    default = int4.Order.HALVES if config.family == "moondream2" else None
+    with _Reader(files) as read:
+        samples = [tuple(map(read, item.sources)) for item in packed[:INT4_SAMPLES]]
+        return int4.find_order(((p, s, z) for p, s, z in samples), default=default)
 
 
 def scale_of(expert_weight: str) -> str:
@@ -226,8 +255,7 @@ def _scan(
     done = 0
     with _Reader(files) as read:
         for item in tensors:
-            fine = is_finite(_part(read(item.stored), item))
-            yield item.name, fine and (item.scale is None or is_finite(read(item.scale)))
+            yield item.name, all(is_finite(read(source)) for source in item.sources)
             done += item.num_elements
             report(done, total, item.name)
 

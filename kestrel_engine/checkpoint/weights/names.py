@@ -24,6 +24,7 @@ class Part(Enum):
     TRANSPOSED = "transposed"
     FIRST_ROWS = "first half of the rows"
     LAST_ROWS = "last half of the rows"
+    INT4 = "4-bit numbers, which need scales and zero points"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,15 @@ class NameMap:
 
     ``tensors``: the source of each canonical name. ``scales``: the stored name of the FP8 scale of each canonical
     expert weight. ``kv_scales``: the stored name of each scale of an FP8 KV cache, by ``text.blocks.N.attn.k_scale``
-    and ``….v_scale``. ``ignored``: buffers that the model does not need. ``unknown``: names of no known scheme.
+    and ``….v_scale``. ``groups``: the stored names of the scales and the zero points of each canonical 4-bit weight, by
+    "scale" and "zero_point". ``ignored``: buffers that the model does not need. ``unknown``: names of no known scheme.
     ``prefix``: the prefix of scheme A names in this checkpoint, for messages.
     """
 
     tensors: dict[str, Source] = field(default_factory=dict)
     scales: dict[str, str] = field(default_factory=dict)
     kv_scales: dict[str, str] = field(default_factory=dict)
+    groups: dict[str, dict[str, str]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     prefix: str = ""
@@ -62,6 +65,7 @@ _IGNORED = re.compile(
 _SCALE = re.compile(
     r"^(?:text_model\.transformer\.h|text\.blocks)\.(\d+)\.(?:mlp\.)?moe_quant\.(up|down)_scale$"
 )
+_INT4 = re.compile(r"^((?:text|region)\..+\.weight)\.(packed|scale|zero_point)$")
 _TAU_FUSED = re.compile(r"^text_model\.transformer\.h\.(\d+)\.tau_wqwv$")
 _BLOCK_B = re.compile(r"^text_model\.transformer\.h\.(\d+)\.(.+)$")
 _VISUAL = "vision_encoder.encoder.model.visual."
@@ -118,6 +122,7 @@ def map_names(stored_names: Iterable[str]) -> NameMap:
     tensors: dict[str, Source] = {}
     scales: dict[str, str] = {}
     kv_scales: dict[str, str] = {}
+    groups: dict[str, dict[str, str]] = {}
     ignored: list[str] = []
     unknown: list[str] = []
     clashes: list[str] = []
@@ -144,7 +149,11 @@ def map_names(stored_names: Iterable[str]) -> NameMap:
                 clashes.append(f"{stored} and {scales[target]}")
             scales[target] = stored
             continue
-        found = _canonical(name)
+        int4 = _INT4.match(name)
+        if int4 and int4[2] != "packed":
+            groups.setdefault(int4[1], {})[int4[2]] = stored
+            continue
+        found = [(int4[1], Part.INT4)] if int4 else _canonical(name)
         if not found:
             unknown.append(stored)
         for canonical, part in found:
@@ -156,7 +165,7 @@ def map_names(stored_names: Iterable[str]) -> NameMap:
             f"names that mean the same tensor: {'; '.join(clashes[:10])}"
             + (f" and {len(clashes) - 10} more" if len(clashes) > 10 else "")
         )
-    return NameMap(tensors, scales, kv_scales, tuple(ignored), tuple(unknown), prefix)
+    return NameMap(tensors, scales, kv_scales, groups, tuple(ignored), tuple(unknown), prefix)
 
 
 def kv_scale_name(layer: int, side: str) -> str:

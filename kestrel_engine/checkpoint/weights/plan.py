@@ -23,13 +23,21 @@ SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One canonical tensor: its shape, the part of the stored tensor that it is, and its FP8 scale, if any."""
+    """One canonical tensor: its shape, the part of the stored tensor that it is, and the scales of FP8 or 4-bit
+    numbers, if any. 4-bit numbers also have zero points."""
 
     name: str
     shape: tuple[int, ...]
     stored: StoredTensor
     part: Part
     scale: StoredTensor | None = None
+    zero_point: StoredTensor | None = None
+
+    @property
+    def sources(self) -> tuple[StoredTensor, ...]:
+        """The stored tensors that it is made of."""
+        found = (self.stored, self.scale, self.zero_point)
+        return tuple(tensor for tensor in found if tensor is not None)
 
     @property
     def num_elements(self) -> int:
@@ -99,10 +107,8 @@ def model_config_for(
 def plan_checkpoint(stored: Mapping[str, StoredTensor], config: ModelConfig) -> CheckpointPlan:
     """Matches the stored tensors with the tensors that ``config`` needs. ``faults`` lists what does not fit.
 
-    Raises CheckpointError if two stored names mean the same tensor, or for an unsupported format.
+    Raises CheckpointError if two stored names mean the same tensor.
     """
-    if any(name.endswith(".weight.packed") for name in stored):
-        raise CheckpointError("this checkpoint is quantised to 4 bits, which is not supported")
     names = map_names(stored)
     expected = expected_tensors(config)
     missing: list[str] = []
@@ -117,6 +123,19 @@ def plan_checkpoint(stored: Mapping[str, StoredTensor], config: ModelConfig) -> 
                 missing.append(name)
             continue
         tensor = stored[source.stored]
+        if source.part is Part.INT4:
+            found = names.groups.get(name, {})
+            lacking = [f"{name}.{leaf}" for leaf in ("scale", "zero_point") if leaf not in found]
+            if lacking:
+                missing += lacking
+                continue
+            scales, zeros = stored[found["scale"]], stored[found["zero_point"]]
+            if problem := _int4_problem(tensor, shape, scales, zeros):
+                misshaped.append(name)
+                details[name] = problem
+            else:
+                plans.append(TensorPlan(name, shape, tensor, source.part, scales, zeros))
+            continue
         scale = None
         if tensor.is_float8:
             if name in names.scales:
@@ -135,6 +154,14 @@ def plan_checkpoint(stored: Mapping[str, StoredTensor], config: ModelConfig) -> 
         *names.unknown,
         *dict.fromkeys(s.stored for name, s in names.tensors.items() if name not in expected),
         *(s for name, s in names.scales.items() if name not in used_scales),
+        *(
+            s
+            for name, found in names.groups.items()
+            if name not in expected
+            or name not in names.tensors
+            or names.tensors[name].part is not Part.INT4
+            for s in found.values()
+        ),
     ]
     if names.prefix:
         details |= {name: f"{names.prefix}{name}" for name in missing if name in expected}
@@ -197,4 +224,25 @@ def _problem(
         return f"{tensor.name} of {tensor.dtype} instead of a floating-point type"
     if scale is not None and scale.shape != shape[:-1]:
         return f"{scale.name} {list(scale.shape)} instead of {list(shape[:-1])}"
+    return ""
+
+
+def _int4_problem(
+    packed: StoredTensor, shape: tuple[int, ...], scale: StoredTensor, zero: StoredTensor
+) -> str:
+    """Two numbers in each byte of [..., rows, group], and a scale and a zero point for each group."""
+    rows, group = packed.shape[-2:] if len(packed.shape) > 1 else (0, 1)
+    outer = packed.shape[:-2]
+    if (
+        packed.dtype != "U8"
+        or 2 * prod(packed.shape) != prod(shape)
+        or outer not in ((), shape[:-2])
+    ):
+        return f"{packed.name} {list(packed.shape)} of {packed.dtype} instead of 4-bit numbers for {list(shape)}"
+    for tensor in (scale, zero):
+        if tensor.shape != (*outer, 2 * rows, 1) or not tensor.is_float:
+            return (
+                f"{tensor.name} {list(tensor.shape)} of {tensor.dtype} instead of "
+                f"{[*outer, 2 * rows, 1]} for groups of {group}"
+            )
     return ""

@@ -285,14 +285,6 @@ def test_folders_without_one_clear_checkpoint(tmp_path):
             load_checkpoint(tmp_path)
 
 
-def test_four_bit_checkpoints_are_refused_by_name(tmp_path):
-    save_file(
-        {"model.text.blocks.0.attn.qkv.weight.packed": torch.zeros(1)}, tmp_path / "q.safetensors"
-    )
-    with pytest.raises(CheckpointError, match="4 bits"):
-        load_checkpoint(tmp_path / "q.safetensors")
-
-
 def test_the_fingerprint_changes_with_the_weights(tmp_path, config_of, random_of, raw_of):
     tensors = random_of(config_of("moondream2"))
     raw = raw_of("moondream2")

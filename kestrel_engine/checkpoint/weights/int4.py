@@ -1,0 +1,97 @@
+"""Weights in 4 bits: groups of numbers that share a scale and a zero point, two numbers in a byte.
+
+A weight of n numbers is n / g groups of g: W = (q - zero_point) * scale, q in 0..15 (moondream.md section 2.5). A
+row of packed bytes holds two groups. Moondream 2's release has the high nibbles of all rows first, then the low ones.
+For Moondream 3, public loaders disagree: one takes the two groups of a row one after the other. So `find_order` decides
+by the numbers: the weights of a group have a mean near 0, so its q have a mean near its own zero point.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from enum import Enum
+from typing import TypeAlias
+
+import torch
+
+from ...errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+CLEAR = 0.5
+"""The best order is clear if its error is at most this share of the second best one's."""
+
+Packed: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""The bytes [..., n / 2g, g] uint8, and the scales and zero points of the groups [..., n / g, 1]."""
+
+
+class Order(Enum):
+    """The place of the two groups in a row of bytes."""
+
+    HALVES = "halves, high nibbles first"
+    HALVES_LOW_FIRST = "halves, low nibbles first"
+    INTERLEAVED = "interleaved, high nibble first"
+    INTERLEAVED_LOW_FIRST = "interleaved, low nibble first"
+
+
+def unpack(packed: torch.Tensor, order: Order) -> torch.Tensor:
+    """Returns the groups [..., n / g, g] uint8 of ``packed`` [..., n / 2g, g] uint8."""
+    first, second = packed >> 4, packed & 15
+    if order in (Order.HALVES_LOW_FIRST, Order.INTERLEAVED_LOW_FIRST):
+        first, second = second, first
+    if order in (Order.HALVES, Order.HALVES_LOW_FIRST):
+        return torch.cat([first, second], dim=-2)
+    return torch.stack([first, second], dim=-2).flatten(-3, -2)
+
+
+def dequantise(
+    weight: Packed, shape: tuple[int, ...], order: Order, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Returns the real values of ``weight`` in ``shape``, as ``dtype`` on ``device``.
+
+    It converts a matrix at a time, so that experts need little memory beside the result.
+    """
+    packed, scale, zero = weight
+    groups, size = scale.shape[-2], packed.shape[-1]
+    out = torch.empty(shape, dtype=dtype, device=device)
+    flat = out.view(-1, groups, size)
+    scale, zero = (
+        x.reshape(-1, groups, 1).to(device=device, dtype=torch.float32) for x in (scale, zero)
+    )
+    for part, rows in enumerate(packed.reshape(-1, *packed.shape[-2:])):
+        q = unpack(rows.to(device), order).float()
+        flat[part].copy_(q.sub_(zero[part]).mul_(scale[part]))
+    return out
+
+
+def find_order(samples: Iterable[Packed], *, default: Order | None) -> Order:
+    """Returns the order under which the groups of ``samples`` agree best with their zero points.
+
+    ``default``: the order for weights that don't show it, such as those with equal zero points. Raises CheckpointError
+    if they don't and there is no default.
+    """
+    errors = dict.fromkeys(Order, 0.0)
+    for packed, _, zero in samples:
+        for order in Order:
+            means = unpack(packed, order).float().mean(-1, keepdim=True)
+            errors[order] += float((means - zero.float()).square().sum())
+    ranked = sorted(errors, key=errors.__getitem__)
+    best, second = ranked[:2]
+    if errors[best] <= CLEAR * errors[second]:
+        logger.info(
+            "4-bit weights: %s (squared distance of the groups' means from their zero points %.3g, next %.3g)",
+            best.value,
+            errors[best],
+            errors[second],
+        )
+        return best
+    if default is None:
+        raise CheckpointError(
+            "the order of the 4-bit numbers can't be told from the weights: "
+            + ", ".join(f"{order.value}: {errors[order]:.3g}" for order in ranked)
+        )
+    logger.warning(
+        "4-bit weights: the order can't be told from the weights; %s is assumed", default.value
+    )
+    return default

@@ -1,0 +1,148 @@
+"""4-bit weights: every order of the numbers is told from the weights, and gives the same values."""
+
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kestrel_engine import CheckpointError
+from kestrel_engine.checkpoint.files import find_files, read_headers
+from kestrel_engine.checkpoint.weights.int4 import Order, dequantise, find_order, unpack
+from kestrel_engine.checkpoint.weights.loader import check_values, load_checkpoint, load_planned
+from kestrel_engine.checkpoint.weights.plan import plan_checkpoint
+
+GROUP = 32
+"""The releases have groups of 128; these small models have fewer numbers."""
+
+
+def quantised(weight, group=GROUP):
+    """Groups over the whole range of 4 bits: q [..., n / g, g], scales and zero points [..., n / g, 1]."""
+    groups = weight.float().reshape(*weight.shape[:-2], -1, group)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scale = (high - low) / 15
+    zero = (-low / scale).round()
+    return (groups / scale + zero).round().clamp(0, 15).byte(), scale, zero
+
+
+def pack(q, order):
+    """Written from the specification, not from the loader: two rows of groups become one row of bytes."""
+    if order in (Order.HALVES, Order.HALVES_LOW_FIRST):
+        first, second = q.chunk(2, dim=-2)
+    else:
+        first, second = q[..., 0::2, :], q[..., 1::2, :]
+    low_first = order in (Order.HALVES_LOW_FIRST, Order.INTERLEAVED_LOW_FIRST)
+    return second * 16 + first if low_first else first * 16 + second
+
+
+def in_four_bits(tensors, order):
+    """A checkpoint's stored tensors, and the values that they mean: linears of text and region, as in the releases."""
+    stored, values = {}, {}
+    for name, tensor in tensors.items():
+        is_linear = name.endswith(".weight") and tensor.ndim > 1 and not name.startswith("vision")
+        matrix = tensor.shape[-2:].numel()
+        if not is_linear or "lm_head" in name or "router" in name or matrix % (2 * GROUP):
+            stored[f"model.{name}"] = values[name] = tensor
+            continue
+        q, scale, zero = quantised(tensor)
+        stored[f"model.{name}.packed"] = pack(q, order)
+        stored[f"model.{name}.scale"], stored[f"model.{name}.zero_point"] = scale, zero
+        values[name] = ((q.float() - zero) * scale).reshape(tensor.shape)
+    assert sum(name.endswith(".packed") for name in stored) >= 10
+    return stored, values
+
+
+def write(folder, stored, raw):
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file({name: t.contiguous() for name, t in stored.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("order", list(Order))
+def test_packing_and_unpacking(order):
+    q = torch.randint(0, 16, (3, 6, 4), dtype=torch.uint8)
+    assert torch.equal(unpack(pack(q, order), order), q)
+
+
+@pytest.mark.parametrize("order", list(Order))
+def test_a_checkpoint_in_any_order_loads(
+    tmp_path, family, config_of, random_of, raw_of, order, caplog
+):
+    caplog.set_level(logging.INFO)
+    stored, values = in_four_bits(random_of(config_of(family), torch.float32), order)
+    loaded = load_checkpoint(write(tmp_path, stored, raw_of(family)))
+    assert loaded.tensors.keys() == values.keys()
+    for name, wanted in values.items():
+        torch.testing.assert_close(loaded.tensors[name], wanted.float(), rtol=1e-6, atol=1e-6)
+    assert f"4-bit weights: {order.value}" in caplog.text
+
+
+def test_both_readers_and_the_check_give_the_same(tmp_path, config_of, random_of, raw_of):
+    config = config_of("moondream3")
+    stored, _ = in_four_bits(random_of(config, torch.float32), Order.INTERLEAVED)
+    files = find_files(write(tmp_path, stored, raw_of("moondream3")))
+    plan = plan_checkpoint(read_headers(files), config)
+    mapped, ahead = (
+        load_planned(plan, config, files, torch.bfloat16, "cpu", read_ahead=ahead)
+        for ahead in (False, True)
+    )
+    assert all(torch.equal(mapped.tensors[name], ahead.tensors[name]) for name in mapped.tensors)
+    assert check_values(plan, files) == ([], mapped.fingerprint)
+    assert ahead.fingerprint == mapped.fingerprint
+
+
+def test_experts_may_be_packed_one_by_one_or_together(config_of, random_of):
+    tensor = torch.randn(4, 8, 16)
+    q, scale, zero = quantised(tensor)
+    wanted = ((q.float() - zero) * scale).reshape(tensor.shape)
+    for shape in ((4, -1), (-1,)):
+        own = [x.reshape(*shape, x.shape[-1]) for x in (q, scale, zero)]
+        packed = (pack(own[0], Order.HALVES), *own[1:])
+        found = dequantise(packed, (4, 8, 16), Order.HALVES, torch.float32, torch.device("cpu"))
+        torch.testing.assert_close(found, wanted)
+
+
+def test_an_order_that_does_not_show_is_assumed_or_refused(caplog):
+    q = torch.randint(0, 16, (64, GROUP), dtype=torch.uint8)
+    same = (pack(q, Order.HALVES), torch.ones(64, 1), torch.full((64, 1), 8.0))
+    assert find_order([same], default=Order.HALVES) is Order.HALVES
+    assert "is assumed" in caplog.text
+    with pytest.raises(CheckpointError, match="can't be told"):
+        find_order([same], default=None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, n: t.pop(f"{n}.scale"), r"1 missing: text\..*scale"),
+        (lambda t, n: t.pop(f"{n}.packed"), r"1 missing: .* 2 unexpected"),
+        (lambda t, n: t.update({f"{n}.scale": t[f"{n}.scale"][:-1]}), "scale .* instead of"),
+        (lambda t, n: t.update({f"{n}.packed": t[f"{n}.packed"].float()}), "F32 instead of 4-bit"),
+        (lambda t, n: t.update({f"{n}.packed": t[f"{n}.packed"][:-1]}), "instead of 4-bit numbers"),
+        (lambda t, n: t[f"{n}.scale"].fill_(float("nan")), "1 non-finite"),
+        (lambda t, n: t.update({n: torch.zeros(2)}), "mean the same tensor"),
+    ],
+)
+def test_faults_are_named(tmp_path, config_of, random_of, raw_of, change, message):
+    stored, _ = in_four_bits(random_of(config_of("moondream2"), torch.float32), Order.HALVES)
+    change(stored, "model.text.blocks.1.attn.qkv.weight")
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(write(tmp_path, stored, raw_of("moondream2")))
+
+
+def test_a_merged_variant_of_moondream2_is_a_checkpoint_like_any_other(
+    tmp_path, config_of, random_of, raw_of, schemes
+):
+    """A variant adds B A to the linears of the text blocks; merged, it has the names of a training dump."""
+    config = config_of("moondream2")
+    tensors = random_of(config, torch.float32)
+    for name in list(tensors):
+        if name.startswith("text.blocks") and name.endswith(".weight") and tensors[name].ndim == 2:
+            rows, columns = tensors[name].shape
+            tensors[name] = tensors[name] + torch.randn(rows, 2) @ torch.randn(2, columns)
+    (tmp_path / "config.json").write_text(json.dumps(raw_of("moondream2")))
+    torch.save({"model_state_dict": schemes["b"](tensors), "step": 3}, tmp_path / "final.pt")
+    loaded = load_checkpoint(tmp_path)
+    assert loaded.config == config
+    assert all(torch.equal(loaded.tensors[name], wanted) for name, wanted in tensors.items())
