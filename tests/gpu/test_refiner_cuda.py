@@ -59,7 +59,7 @@ async def test_outlines_in_float32_are_those_of_the_cpu(on_the_cpu, options):
         assert found["refined"] and wanted["refined"]
         assert found["coarse_path"] == wanted["coarse_path"]
         # The device reads the image's own pixels, the CPU's crops come from tiles.
-        least = 0.999 if options.get("compile") is False else 0.97
+        least = 0.99 if options.get("compile") is False else 0.95
         assert iou(found, wanted) > least, found["object"]
 
 

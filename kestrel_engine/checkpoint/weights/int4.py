@@ -40,9 +40,9 @@ def unpack(packed: torch.Tensor, order: Order) -> torch.Tensor:
     first, second = packed >> 4, packed & 15
     if order in (Order.HALVES_LOW_FIRST, Order.INTERLEAVED_LOW_FIRST):
         first, second = second, first
-    if order in (Order.HALVES, Order.HALVES_LOW_FIRST):
-        return torch.cat([first, second], dim=-2)
-    return torch.stack([first, second], dim=-2).flatten(-3, -2)
+    if order in (Order.INTERLEAVED, Order.INTERLEAVED_LOW_FIRST):
+        return torch.stack([first, second], dim=-2).flatten(-3, -2)
+    return torch.cat([first, second], dim=-2)
 
 
 def dequantise(
