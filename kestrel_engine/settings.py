@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
 from typing import Any, Literal
 
 from .errors import ConfigError
@@ -92,14 +94,19 @@ def setting(
     return dataclasses.field(default=default, metadata={_METADATA_KEY: made})
 
 
-def settings_of(config: Any) -> dict[str, Setting]:
+def settings_of(config: Any) -> Mapping[str, Setting]:
     """Returns the settings of a configuration class or object by field name, in the order of the fields."""
+    return _settings_of(config if isinstance(config, type) else type(config))
+
+
+@cache
+def _settings_of(kind: type) -> Mapping[str, Setting]:
     found: dict[str, Setting] = {}
-    for field in dataclasses.fields(config):
+    for field in dataclasses.fields(kind):
         made = field.metadata.get(_METADATA_KEY)
         if made is not None:
             found[field.name] = made if made.flag else dataclasses.replace(made, flag=_flag(field))
-    return found
+    return MappingProxyType(found)
 
 
 def default_of(config: Any, field: str) -> Any:

@@ -6,6 +6,7 @@ It answers also while the model loads, with some fields unset.
 from __future__ import annotations
 
 import platform
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -170,6 +171,7 @@ class ModelService(ModelServiceServicer):
         )
 
 
+@cache
 def _version(name: str) -> str:
     try:
         return metadata.version(name)
