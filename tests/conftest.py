@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import sys
 from collections.abc import Callable, Generator
 from contextlib import suppress
@@ -16,6 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 
 from tests.forking.process import start_fork_server
+
+FORKING = Path(__file__).parent / "forking"
 
 # Every process keeps what it compiles, whatever the shell says: otherwise each process compiles all modules again, and
 # pytest rewrites the tests again. That took 15 s for each process that collects.
@@ -84,6 +87,14 @@ def pytest_make_collect_report(
         first = (number // 2) * 2 * len(found) // (given["workercount"] + 1) % len(found)
         report.result = [*found[first:], *found[:first]][:: -1 if number % 2 else 1]
     return report
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """The processes that run tests are forks, which have imported torch and all else that takes seconds."""
+    if sys.platform == "linux":
+        for spec in specs:
+            spec.python = shlex.join([sys.executable, str(FORKING / "worker.py")])
 
 
 @pytest.hookimpl(optionalhook=True)
