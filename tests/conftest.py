@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shlex
 import sys
@@ -41,6 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     import torch
 
+    # pytest adds handlers to every logger that does not propagate, six times a test. Torch has forty.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and name.partition(".")[0] == "torch":
+            logger.propagate = True
     if not torch.cuda.is_available():
         # Triton reads it when a kernel is defined: here its kernels run on CPU tensors, by interpretation.
         os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -64,7 +64,8 @@ def _kept_logging() -> Iterator[None]:
         logging.disable(disabled)
         root.handlers[:] = handlers
         for logger, level in levels.items():
-            logger.setLevel(level)
+            if logger.level != level:  # Each change visits all loggers.
+                logger.setLevel(level)
 
 
 def here(*arguments: object, stdin: bytes = b"", **variables: str) -> Done[str]:
