@@ -1,8 +1,8 @@
 """Samples ids with their log-probabilities from logits and TokenRules. No row depends on the other rows of its batch.
 
-The order of operations is: masks; temperature, top-k and top-p, which keeps the token that crosses the threshold; one
-inverse-CDF draw with ``step.uniform(seed, draw)``; then ``otherwise``. The caller handles forced ids and the values of
-the region heads.
+The order of operations is: edits; masks; temperature, min-p, top-k and top-p, which keeps the token that crosses the
+threshold; one inverse-CDF draw with ``step.uniform(seed, draw)``; then ``otherwise``. The caller handles forced ids and
+the values of the region heads.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ def _sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int, floa
 
 
 def _mask_(row: Tensor, rule: TokenRule) -> None:
-    """Sets the logits that ``rule`` forbids to -inf, in place."""
+    """Changes logits by the rule's edits, and sets those that it forbids to -inf, in place."""
     assert rule.forced is None, f"id {rule.forced} is forced: nothing to sample"
+    if rule.edits:
+        _edit_(row, rule)
     if rule.allowed is not None:
         allowed = torch.tensor(rule.allowed, device=row.device)
         kept = row[allowed]
@@ -66,6 +68,16 @@ def _mask_(row: Tensor, rule: TokenRule) -> None:
         row[torch.tensor(rule.suppressed, device=row.device)] = -math.inf
     if rule.allowed is not None:
         assert set(rule.allowed) - set(rule.suppressed), f"{rule} forbids every id"
+
+
+def _edit_(row: Tensor, rule: TokenRule) -> None:
+    """Changes logits by the rule's edits, in place. It computes in float64, as the draw does."""
+    ids, bias, penalty, minus = (
+        torch.tensor(column, device=row.device) for column in zip(*rule.edits, strict=True)
+    )
+    x = row[ids].double() + bias
+    x = torch.where(x > 0, x / penalty, x * penalty) - minus
+    row[ids] = x.to(row.dtype)
 
 
 def allowed_ids(mask: bytes, vocab_size: int) -> Tensor:
@@ -89,6 +101,8 @@ def _draw(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     # Any integer is a valid top_k, so it is bounded before it becomes a float.
     top_k = column([min(s.sampling.top_k or vocab_size, vocab_size) for s in specs])
     ranks = torch.arange(logits.shape[-1], device=device)
+    least = column([math.log(s.sampling.min_p) if s.sampling.min_p else -math.inf for s in specs])
+    scaled = scaled.masked_fill(scaled < least, -math.inf)
     mass = scaled.masked_fill(ranks >= top_k, -math.inf).softmax(dim=-1)
     before = mass.cumsum(dim=-1) - mass
     mass = mass.masked_fill(before > column([s.sampling.top_p for s in specs]), 0.0)

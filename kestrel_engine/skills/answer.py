@@ -6,9 +6,10 @@ from typing import Any
 
 from ..types.events import FinishReason, StreamUpdate, TokenLogprob
 from ..types.step import StepToken, TokenRule
-from .base import SkillContext
+from .base import SkillContext, SkillControl, SkillRequest
 from .detokenize import StreamingText
 from .grammars import Grammar
+from .penalties import PenalizingControl, Penalties
 from .stop_strings import StopStrings
 
 
@@ -56,11 +57,17 @@ class ConstrainedAnswerControl:
         return None
 
 
-def answer_control(
-    context: SkillContext, grammar: Grammar | None
-) -> AnswerControl | ConstrainedAnswerControl:
-    """The control of an answer that must match ``grammar``, if there is one."""
-    return AnswerControl(context) if grammar is None else ConstrainedAnswerControl(context, grammar)
+def answer_control(request: SkillRequest, context: SkillContext) -> SkillControl:
+    """The control of an answer with the request's constraint and penalties."""
+    control: SkillControl
+    if request.grammar is None:
+        control = AnswerControl(context)
+    else:
+        control = ConstrainedAnswerControl(context, request.grammar)
+    penalties: Penalties | None = request.options["penalties"]
+    if penalties is None:
+        return control
+    return PenalizingControl(control, penalties, request.prompt_suffix, context)
 
 
 class AnswerOutput:

@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import InvalidRequest
 from .answer import AnswerOutput, answer_control
 from .base import SkillContext, SkillControl, SkillOutput, SkillRequest
+from .penalties import read_penalties
 from .settings import TEXT_KEYS, read_settings, reject_unknown
 
 LENGTHS = ("short", "normal", "long")
@@ -27,6 +28,7 @@ class CaptionSkill:
         if key not in LENGTHS:
             raise InvalidRequest("length", f"{length!r} is not one of {', '.join(LENGTHS)}")
         read = read_settings(settings, context.defaults, greedy=False, extra=TEXT_KEYS)
+        penalties = read_penalties(settings, context.model.text.vocab_size)
         return SkillRequest(
             skill=self.name,
             prompt_suffix=tuple(context.model.templates.caption[key]),
@@ -34,13 +36,13 @@ class CaptionSkill:
             seed=read.seed,
             max_tokens=read.max_tokens,
             constraint=read.constraint,
-            options={"stop": read.stop, "logprobs": read.logprobs},
+            options={"stop": read.stop, "logprobs": read.logprobs, "penalties": penalties},
         )
 
     def new_control(
         self, request: SkillRequest, max_tokens: int, context: SkillContext
     ) -> SkillControl:
-        return answer_control(context, request.grammar)
+        return answer_control(request, context)
 
     def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
         options = request.options

@@ -12,7 +12,7 @@ from ..types.step import StepToken, TokenRule
 from .answer import AnswerOutput, answer_control
 from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, check_size, checked_text
 from .detokenize import StreamingText
-from .grammars import Grammar
+from .penalties import read_penalties
 from .settings import TEXT_KEYS, read_settings, reject_unknown
 
 MAX_TURNS = 64
@@ -40,6 +40,7 @@ class QuerySkill:
             raise InvalidRequest("reasoning", f"{reasoning!r} is not true or false")
         refs = check_spatial_refs(arguments.get("spatial_refs"))
         read = read_settings(settings, context.defaults, greedy=False, extra=TEXT_KEYS)
+        penalties = read_penalties(settings, context.model.text.vocab_size)
         templates = context.model.templates
         suffix = templates.query_reasoning_suffix if reasoning else templates.query_suffix
         prompt: Prompt = (
@@ -61,18 +62,23 @@ class QuerySkill:
             max_tokens=read.max_tokens,
             token_budget=2 * wanted + 1 if reasoning else None,
             constraint=read.constraint,
-            options={"reasoning": reasoning, "stop": read.stop, "logprobs": read.logprobs},
+            options={
+                "reasoning": reasoning,
+                "stop": read.stop,
+                "logprobs": read.logprobs,
+                "penalties": penalties,
+            },
         )
 
     def new_control(
         self, request: SkillRequest, max_tokens: int, context: SkillContext
     ) -> SkillControl:
         if not request.options["reasoning"]:
-            return answer_control(context, request.grammar)
+            return answer_control(request, context)
         wanted = request.max_tokens or context.defaults.max_tokens
         # Where the context is too short for both, reasoning may take half of what there is.
         most = min(wanted, max(1, (max_tokens - 1) // 2))
-        return ReasoningControl(most, wanted, context, request.grammar)
+        return ReasoningControl(most, wanted, context, answer_control(request, context))
 
     def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
         stop, logprobs = request.options["stop"], request.options["logprobs"]
@@ -114,19 +120,15 @@ class ReasoningControl:
     """
 
     def __init__(
-        self,
-        max_reasoning: int,
-        max_answer: int,
-        context: SkillContext,
-        grammar: Grammar | None = None,
+        self, max_reasoning: int, max_answer: int, context: SkillContext, answer: SkillControl
     ) -> None:
-        """``grammar``: of the answer."""
+        """``answer``: the control of the answer."""
         ids = context.model.ids
         self._answer_id = ids.answer_id
         self._max_reasoning, self._max_answer = max_reasoning, max_answer
         self._first = TokenRule(read_coord=True)
         self._rest = TokenRule(suppressed=(ids.eos_id, ids.size_id), read_coord=True)
-        self._answer = answer_control(context, grammar)
+        self._answer = answer
         self._num_accepted = 0
         self._answer_from: int | None = None
         """Index of the answer's first token."""

@@ -32,7 +32,7 @@ class RuleCheck:
         if not isinstance(rule, TokenRule):
             raise SkillFault(f"the skill gave {rule!r} as a rule; a rule is a TokenRule")
         self._check(rule)
-        if rule.mask is not None:  # Used once, and large.
+        if rule.mask is not None or rule.edits:  # Used once, and large.
             return
         if len(self.passed) == _MAX_REMEMBERED:
             self.passed.clear()
@@ -48,6 +48,7 @@ class RuleCheck:
         for name, token in single.items():
             if token is not None:
                 self._check_ids(name, (token,))
+        self._check_ids("edits", tuple(edit.id for edit in rule.edits))
         if rule.mask is not None and rule.forced is None:
             self._check_mask(rule, rule.mask)
             return

@@ -12,10 +12,11 @@ from ..types.constraint import Constraint
 from ..types.requests import SamplingParams
 from .base import SkillDefaults
 from .constraints import read_constraint
+from .penalties import KEYS as PENALTIES
 from .stop_strings import read_stop_strings
 
-SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "seed"})
-TEXT_KEYS = frozenset({"max_tokens", "stop", "logprobs", "constraint"})
+SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
+TEXT_KEYS = frozenset({"max_tokens", "stop", "logprobs", "constraint"}) | PENALTIES
 """Further settings of skills that write text."""
 OBJECT_KEYS = frozenset({"max_tokens", "max_objects", "min_score"})
 """Further settings of skills that find objects."""
@@ -69,6 +70,7 @@ def read_settings(
         temperature=given.get("temperature", 0.0 if greedy else defaults.temperature),
         top_p=given.get("top_p", 1.0 if greedy else defaults.top_p),
         top_k=given.get("top_k", 0),
+        min_p=given.get("min_p", 0.0),
         seed=0 if seed is None else seed,
     )
     return Settings(

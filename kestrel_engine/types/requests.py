@@ -61,13 +61,17 @@ class SamplingParams:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    """Ids whose probability is below this part of the largest one are not drawn. It applies before top_k and top_p."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not _number(self.temperature) or not 0 <= self.temperature <= 100:
+        if not is_number(self.temperature) or not 0 <= self.temperature <= 100:
             raise InvalidRequest("temperature", f"{self.temperature!r} is not in [0, 100]")
-        if not _number(self.top_p) or not 0 < self.top_p <= 1:
+        if not is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise InvalidRequest("top_p", f"{self.top_p!r} is not in (0, 1]")
+        if not is_number(self.min_p) or not 0 <= self.min_p <= 1:
+            raise InvalidRequest("min_p", f"{self.min_p!r} is not in [0, 1]")
         if not isinstance(self.top_k, int) or isinstance(self.top_k, bool) or self.top_k < 0:
             raise InvalidRequest(
                 "top_k", f"{self.top_k!r} is not a whole number of at least 0 (0 keeps all)"
@@ -80,7 +84,8 @@ class SamplingParams:
             raise InvalidRequest("seed", f"{self.seed!r} is not a whole number in [0, 2^64)")
 
 
-def _number(value: object) -> TypeGuard[float]:
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether ``value`` is a finite number. Booleans are none."""
     # Compared, for isfinite() raises on a whole number that is no float.
     if not isinstance(value, Real) or isinstance(value, bool):  # numpy's numbers are registered
         return False
@@ -138,7 +143,7 @@ def check_spatial_refs(refs: object, field: str = "spatial_refs") -> tuple[Spati
         if not isinstance(ref, (list, tuple)) or len(ref) not in (2, 4):
             raise InvalidRequest(where, "must have 2 numbers (point) or 4 (box)")
         for value in ref:
-            if not _number(value) or not 0 <= value <= 1:
+            if not is_number(value) or not 0 <= value <= 1:
                 raise InvalidRequest(where, f"{value!r} is not a number in [0, 1]")
         if len(ref) == 4 and (ref[0] > ref[2] or ref[1] > ref[3]):
             raise InvalidRequest(where, "needs x_min <= x_max and y_min <= y_max")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .embedding import Embedding, EmbeddingSpec
 from .requests import Coord, PreparedImage, SamplingParams, Size, Token
@@ -18,14 +18,25 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+class LogitEdit(NamedTuple):
+    """A change of the logit of one id: ``bias`` is added; then a logit above 0 is divided by ``penalty`` and another is
+    multiplied by it; then ``minus`` is subtracted."""
+
+    id: int
+    bias: float = 0.0
+    penalty: float = 1.0
+    minus: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class TokenRule:
     """What may be sampled at one position, and whether a value is read from the region heads.
 
-    Order: ``forced`` wins over all; else logits outside ``allowed``, outside ``mask`` and inside ``suppressed`` become
-    -inf, an id is drawn, and if ``otherwise`` is set every id but ``stop`` turns into it (point and detect of
-    Moondream 2 read any token but the end as "another object"). Then id ``coord``/``size`` takes a value from its head
-    at the same hidden state if ``read_coord``/``read_size``; else it is an ordinary text token.
+    Order: ``forced`` wins over all; else ``edits`` change logits, each id at most once; logits outside ``allowed``,
+    outside ``mask`` and inside ``suppressed`` become -inf, an id is drawn, and if ``otherwise`` is set every id but
+    ``stop`` turns into it (point and detect of Moondream 2 read any token but the end as "another object"). Then id
+    ``coord``/``size`` takes a value from its head at the same hidden state if ``read_coord``/``read_size``; else it is
+    an ordinary text token.
     """
 
     allowed: tuple[int, ...] | None = None
@@ -38,6 +49,8 @@ class TokenRule:
     mask: bytes | None = None
     """One bit for each id of the vocabulary: bit ``id % 8`` of byte ``id // 8``. Ids whose bit is 0 are forbidden. A
     multiple of 4 bytes long, with zeros beyond the vocabulary. Such a rule is used for one token only."""
+
+    edits: tuple[LogitEdit, ...] = ()
 
     @staticmethod
     def mask_bytes(vocab_size: int) -> int:

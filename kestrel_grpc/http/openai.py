@@ -185,11 +185,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     for key in ("tools", "functions"):
         if values.get(key):
             raise InvalidRequest(key, "the models call no tools; leave it out")
-    for key in ("frequency_penalty", "presence_penalty"):
-        if fields.number(key):
-            raise InvalidRequest(key, "is not supported; leave it out or send 0")
-    if values.get("logit_bias"):
-        raise InvalidRequest("logit_bias", "is not supported; leave it out")
     if fields.whole("top_logprobs"):
         raise InvalidRequest(
             "top_logprobs",
@@ -262,6 +257,16 @@ def _fill(request: Any, fields: Fields, served: str, image: bytes | None) -> Non
         number = fields.number(key)
         if number is not None:
             setattr(sampling, key, number)
+    for key in ("frequency_penalty", "presence_penalty"):
+        number = fields.number(key)
+        if number:
+            setattr(sampling, key, number)
+    biases = fields.inner("logit_bias")
+    for token in biases.values:
+        bias = biases.number(token)
+        if not (token.isascii() and token.isdigit() and len(token) < 10) or bias is None:
+            raise InvalidRequest(biases.name(token), "must be a number for the id of a token")
+        sampling.logit_bias.add(id=int(token), bias=bias)
     key = "max_completion_tokens"
     if fields.values.get(key) is None:
         key = "max_tokens"

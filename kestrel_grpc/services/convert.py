@@ -296,6 +296,8 @@ def sampling_settings(sampling: common_pb2.Sampling) -> dict[str, Any]:
     values = {descriptor.name: value for descriptor, value in sampling.ListFields()}
     if "stop" in values:
         values["stop"] = list(values["stop"])
+    if "logit_bias" in values:
+        values["logit_bias"] = [(each.id, each.bias) for each in values["logit_bias"]]
     if "constraint" in values:
         constraint = values["constraint"]
         values["constraint"] = {each.name: value for each, value in constraint.ListFields()}

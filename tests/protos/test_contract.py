@@ -279,7 +279,7 @@ def test_embeddings_have_the_shared_fields_at_their_numbers() -> None:
 def test_every_tunable_has_presence() -> None:
     """A list has none; the empty one means none of its values."""
     sampling = MESSAGES["Sampling"].fields
-    tunables: list[FieldDescriptor] = [f for f in sampling if f.name != "stop"]
+    tunables: list[FieldDescriptor] = [f for f in sampling if not f.is_repeated]
     tunables += [MESSAGES["QueryRequest"].fields_by_name["reasoning"]]
     tunables += [MESSAGES[f"{s}Request"].fields_by_name["max_objects"] for s in ("Point", "Detect")]
     tunables += [

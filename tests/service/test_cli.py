@@ -175,6 +175,11 @@ def test_an_answer_of_a_given_form(server, tmp_path):
     assert "sampling.constraint.regex: unclosed group at character 1" in failed
     assert "not allowed with" in ask(server, *words, "--regex", "x", "--choice", "y").stderr
     assert "--grammar" in ask(server, *words, "--grammar", tmp_path / "none").stderr
+    plain = json.loads(ask(server, *words, "--logprobs", "--json").stdout)
+    bias = f"{plain['logprobs']['tokens'][0]['id']}=-100"
+    assert ask(server, *words, "--logit-bias", bias).stdout.strip() != plain["answer"].strip()
+    assert "like 17=-100" in ask(server, *words, "--logit-bias", "x").stderr
+    assert "presence_penalty: 3.0 is not" in ask(server, *words, "--presence-penalty", 3).stderr
 
 
 def test_log_probabilities_follow_the_answer(server):

@@ -68,6 +68,29 @@ async def test_errors_name_field_and_place(serve, constraint, field, words):
     assert words in failed.message
 
 
+async def test_penalties_and_bias_reach_the_rules(serve):
+    served = await serve()
+    settings = common_pb2.Sampling(
+        temperature=0.0, max_tokens=3, repetition_penalty=1.5, frequency_penalty=0.5,
+        logit_bias=[common_pb2.LogitBias(id=7, bias=-100)],
+    )  # fmt: skip
+    await served.vision.Query(pb.QueryRequest(question="x", sampling=settings))
+    options = {"temperature": 0, "max_tokens": 3, "repetition_penalty": 1.5}
+    options |= {"frequency_penalty": 0.5, "logit_bias": {7: -100}}
+    async with AsyncKestrelClient(served.server.addresses[0]) as client:
+        await client.query(None, "x", **options)
+    samples = [r.sample for plan in served.runtime.plans for r in (*plan.prefill, *plan.decode)]
+    edits = [sample.rule.edits for sample in samples if sample is not None]
+    assert edits[:3] == edits[3:] and len(edits) == 6
+    assert edits[0] == ((7, -100.0, 1.0, 0.0), (100 + ord("x"), 0.0, 1.5, 0.0))
+    settings.logit_bias[0].bias = 101
+    failed = await failure(served.vision.Query(pb.QueryRequest(question="x", sampling=settings)))
+    assert failed.fields == ["sampling.logit_bias[0]"]
+    settings.logit_bias[0].bias, settings.min_p = 1, 2
+    failed = await failure(served.vision.Query(pb.QueryRequest(question="x", sampling=settings)))
+    assert failed.fields == ["sampling.min_p"]
+
+
 async def test_other_skills_refuse_it(serve):
     served = await serve()
     request = pb.DetectRequest(image=raw_image(), object="a", sampling=sampling(regex="a"))

@@ -56,7 +56,7 @@ STRICTER = [
         r"constraint\.(regex|grammar|json_schema): (?!has|must)",
         r"constraint: needs exactly one",
         # Settings that a skill does not have.
-        r"stop: is not a setting of this skill",
+        r"(stop|logit_bias|penalty): is not a setting of this skill",
         # One of two fields.
         r"objects: is set beside object",
         # A stream has one sample.
@@ -85,7 +85,10 @@ def raw() -> common_pb2.Image:
 
 
 SAMPLING = common_pb2.Sampling(temperature=0.0, top_p=1.0, max_tokens=1)
-TEXT_SAMPLING = common_pb2.Sampling(stop=["END"])
+TEXT_SAMPLING = common_pb2.Sampling(
+    stop=["END"], logit_bias=[common_pb2.LogitBias(id=7, bias=1.0)],
+    repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5, min_p=0.5,
+)  # fmt: skip
 TEXT_SAMPLING.MergeFrom(SAMPLING)
 OPTIONS = common_pb2.RequestOptions(request_id="mine", priority="PRIORITY_LOW", model="fake")
 REFS = [

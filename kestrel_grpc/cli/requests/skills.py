@@ -38,7 +38,10 @@ from ..values import MAX_UINT64, number, whole
 from .inputs import IMAGE_HELP, Input, Source, open_inputs, split_words
 from .painted import SAVE_HELP, Painter
 
-_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "logprobs")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop", "logprobs", *_PENALTIES
+)  # fmt: skip
 _OPTIONS = ("model", "request_id", "priority", "cache_salt", "background")
 _LENGTHS = ("short", "normal", "long")
 _TEXT_COMMANDS = ("query", "caption")
@@ -93,6 +96,11 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, text: bool) -> None:
         help="sample from this many of the most likely tokens; 0: from all tokens",
     )
     group.add_argument(
+        "--min-p",
+        type=number,
+        help="sample from tokens with at least this part of the largest probability",
+    )
+    group.add_argument(
         "--max-tokens",
         type=whole(),
         help="limit on the generated tokens; a point takes 2 tokens, a box 3",
@@ -109,7 +117,39 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, text: bool) -> None:
             metavar="TEXT",
             help="end the answer before this text; may be given several times",
         )
+        group.add_argument(
+            "--repetition-penalty",
+            type=number,
+            help="above 1: repeat less of the question and of the text so far; 1: no penalty",
+        )
+        group.add_argument(
+            "--presence-penalty",
+            type=number,
+            help="above 0: avoid tokens of the text so far; from -2 to 2",
+        )
+        group.add_argument(
+            "--frequency-penalty",
+            type=number,
+            help="above 0: avoid frequent tokens of the text so far; from -2 to 2",
+        )
+        group.add_argument(
+            "--logit-bias",
+            action="append",
+            type=_bias,
+            metavar="ID=NUMBER",
+            help="add a number to the logit of a token; may be given several times",
+        )
         _add_constraint_flags(parser)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must be an id and a number, like 17=-100"
+        ) from None
 
 
 def _add_constraint_flags(parser: argparse.ArgumentParser) -> None:
@@ -160,8 +200,10 @@ def _text_of(flag: str, path: str | None) -> str | None:
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The values of the flags of ``add_sampling_flags``, as keyword arguments of the client's methods."""
+    biases = getattr(args, "logit_bias", None)
     return {name: getattr(args, name, None) for name in _SAMPLING} | {
-        "constraint": _constraint(args)
+        "constraint": _constraint(args),
+        "logit_bias": None if biases is None else dict(biases),
     }
 
 

@@ -129,7 +129,21 @@ _MAX_MESSAGE_BYTES = 500
 """Limit on a message. The trailers hold it three times, escaped, and clients accept 8 KiB of trailers."""
 
 _SAMPLING_FIELDS = frozenset(
-    {"temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "logprobs", "constraint"}
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "max_tokens",
+        "seed",
+        "stop",
+        "logprobs",
+        "constraint",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+    }
 )
 _OPTION_FIELDS = frozenset({"request_id", "priority", "model", "cache_salt", "adapter"})
 _MODEL_FIELDS = frozenset({"skill", "segment"})

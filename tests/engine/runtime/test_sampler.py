@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kestrel_engine.runtime.sampler import sample
 from kestrel_engine.types.requests import SamplingParams
-from kestrel_engine.types.step import SampleSpec, TokenRule, uniform
+from kestrel_engine.types.step import LogitEdit, SampleSpec, TokenRule, uniform
 
 PROBABILITIES = (0.05, 0.4, 0.3, 0.2, 0.05)
 
@@ -80,6 +80,44 @@ def test_a_mask_of_bits():
     _, logprob = one(TokenRule(mask=bytes([0b01001, 0, 0, 0])))
     assert logprob == pytest.approx(math.log(0.2 / 0.25), abs=1e-6)
     assert set(draws(500, TokenRule(mask=bytes([0b10001, 0, 0, 0])))) == {0, 4}
+
+
+def test_edits_against_a_plain_formula():
+    """Bias, then repetition by the sign of the logit, then what is subtracted."""
+    edits = (
+        LogitEdit(1, minus=1.5),
+        LogitEdit(3, bias=2.0, penalty=1.3),
+        LogitEdit(4, penalty=2.0),
+    )
+    plain = [math.log(p) for p in PROBABILITIES]
+    plain[1] -= 1.5
+    plain[3] = (plain[3] + 2.0) / 1.3
+    plain[4] *= 2.0
+    assert math.log(0.2) + 2 > 0 > plain[4]
+    token, logprob = one(TokenRule(edits=edits))
+    total = math.log(sum(math.exp(x) for x in plain))
+    assert token == max(range(5), key=plain.__getitem__) == 3
+    assert logprob == pytest.approx(plain[3] - total, abs=1e-6)
+    rule = TokenRule(edits=edits, mask=bytes([0b10011, 0, 0, 0]))
+    assert one(rule)[0] == max((0, 1, 4), key=plain.__getitem__)
+    counts = draws(4000, TokenRule(edits=edits))
+    for each, x in enumerate(plain):
+        assert counts[each] / 4000 == pytest.approx(math.exp(x - total), abs=0.03)
+
+
+def test_min_p_keeps_what_is_near_the_best_at_the_temperature():
+    assert set(draws(2000, min_p=0.51)) == {1, 2}
+    assert set(draws(2000, min_p=0.49)) == {1, 2, 3}
+    assert set(draws(2000, min_p=1.0)) == {1}
+    assert set(draws(2000, min_p=0.51, temperature=0.5)) == {1, 2}
+    assert set(draws(2000, min_p=0.57, temperature=0.5)) == {1}
+    assert draws(500, min_p=0.0) == draws(500)
+
+
+def test_min_p_comes_before_top_p():
+    """Of 0.4, 0.3 and 0.2 the first two have 7/9."""
+    assert set(draws(2000, min_p=0.4, top_p=0.75)) == {1, 2}
+    assert set(draws(2000, min_p=0.4, top_p=0.8)) == {1, 2, 3}
 
 
 def test_masks():

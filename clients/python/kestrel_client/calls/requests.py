@@ -98,6 +98,17 @@ class CallOptions(HandlingOptions, total=False):
     """For ``query`` and ``caption``: whether the result has the log-probability of each token (``result.logprobs``)."""
     constraint: Constraint | None
     """For ``query`` and ``caption``: what the text must match."""
+    min_p: float | None
+    """In [0, 1]: tokens whose probability is below this part of the largest one are not sampled."""
+    repetition_penalty: float | None
+    """For ``query`` and ``caption``, as the options below. In [0.01, 10]; above 1 the model repeats less of the prompt
+    and of the text so far."""
+    presence_penalty: float | None
+    """In [-2, 2]: subtracted from the logits of all tokens of the text so far."""
+    frequency_penalty: float | None
+    """In [-2, 2]: subtracted from the logit of a token for each time that it is in the text so far."""
+    logit_bias: Mapping[int, float] | None
+    """Numbers in [-100, 100] to add to the logits of at most 300 tokens, by id."""
 
 
 _CAPTION_LENGTHS = {
@@ -131,6 +142,11 @@ _SAMPLING = (
     "stop",
     "logprobs",
     "constraint",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
 )
 _HANDLING = ("model", "request_id", "priority", "cache_salt")
 
@@ -488,7 +504,19 @@ def _sampling(values: Mapping[str, Any]) -> common_pb2.Sampling | None:
         given["stop"] = [given["stop"]]
     if "constraint" in given:
         given["constraint"] = to_constraint(given["constraint"])
+    if "logit_bias" in given:
+        given["logit_bias"] = _to_bias(given["logit_bias"])
     return _build(common_pb2.Sampling, **given) if given else None
+
+
+def _to_bias(biases: object) -> list[common_pb2.LogitBias]:
+    """Raises InvalidRequestError."""
+    if not isinstance(biases, Mapping):
+        raise InvalidRequestError(f"logit_bias: {biases!r} is not a mapping from ids to numbers")
+    try:
+        return [common_pb2.LogitBias(id=token, bias=bias) for token, bias in biases.items()]
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"logit_bias: {error}") from error
 
 
 def _choice(name: str, value: object, choices: Mapping[str, _E]) -> _E:

@@ -53,6 +53,11 @@ class TaskOf(Generic[R_co]):
     stop: str | Sequence[str] | None = None
     logprobs: bool | None = None
     constraint: Constraint | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
 
 
 Turn: TypeAlias = QueryResult | tuple[str, str]

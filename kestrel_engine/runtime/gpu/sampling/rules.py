@@ -31,6 +31,7 @@ def fits(rule: TokenRule) -> bool:
     """Returns whether the rule's lists fit the kernel's limits. If not, `runtime.sampler` must draw."""
     return (
         rule.mask is None
+        and not rule.edits
         and len(rule.suppressed) <= kernel.MAX_SUPPRESSED
         and (rule.allowed is None or len(rule.allowed) <= kernel.MAX_ALLOWED)
     )
@@ -91,6 +92,8 @@ class RuleEncoder:
             # Look up by identity first: hashing a rule's eight fields takes longer than the rest of its row.
             found = known.get(id(rule))
             place = found[1] if found is not None and found[0] is rule else self._place(rule)
+            if sampling.min_p > 0 and sampling.temperature > 0 and rule.forced is None:
+                place = -1
             places.append(place)
             if place < 0:
                 self.odd[index] = spec

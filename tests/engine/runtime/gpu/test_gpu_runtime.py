@@ -20,6 +20,7 @@ from kestrel_engine.types.step import (
     PREVIOUS,
     EmbedRead,
     EncodeSlice,
+    LogitEdit,
     Row,
     SampleSpec,
     StepPlan,
@@ -191,6 +192,26 @@ def test_rules_with_long_lists_are_drawn_by_the_reference_sampler(both):
             Talk(0, [0, 20], [WIDE] * 2),
             Talk(1, [0, 22], [WIDE, TEXT, WIDE], hot),
             Talk(2, [0, 24], [TEXT] * 2),
+        ]
+
+    compare(both, make)
+
+
+@pytest.mark.slow_with("moondream2")
+def test_masks_edits_and_min_p_are_applied_by_the_reference_sampler(both):
+    """Rows with a constraint or a penalty, beside one without."""
+
+    def make(config):
+        mask = bytearray(TokenRule.mask_bytes(config.text.vocab_size))
+        mask[2:6] = 0b10110101, 255, 0, 129
+        masked = TokenRule(mask=bytes(mask))
+        edits = tuple(LogitEdit(i, bias=0.1 * (i % 7), penalty=1.5, minus=0.3) for i in range(40))
+        hot = SamplingParams(temperature=1.0, seed=9, min_p=0.02)
+        return [
+            Talk(0, [0, 20], [masked] * 3),
+            Talk(1, [0, 22], [masked, TEXT, TokenRule(mask=bytes(mask), edits=edits)], hot),
+            Talk(2, [0, 24], [TEXT] * 3),
+            Talk(3, [0, 26], [TokenRule(edits=edits)] * 3),
         ]
 
     compare(both, make)

@@ -9,7 +9,7 @@ import torch
 from kestrel_engine.models.region import coord_of_bin, size_of_bins
 from kestrel_engine.types.model_config import parse_model_config
 from kestrel_engine.types.requests import SamplingParams
-from kestrel_engine.types.step import SampleSpec, StepToken, TokenRule, uniform
+from kestrel_engine.types.step import LogitEdit, SampleSpec, StepToken, TokenRule, uniform
 
 rules = pytest.importorskip("kestrel_engine.runtime.gpu.sampling.rules")
 
@@ -56,6 +56,8 @@ def test_a_rule_that_forbids_everything_is_a_mistake():
         (TokenRule(suppressed=tuple(range(8)), allowed=tuple(range(16))), True),
         (TokenRule(suppressed=tuple(range(9))), False),
         (TokenRule(allowed=tuple(range(17))), False),
+        (TokenRule(mask=bytes([255] * 8)), False),
+        (TokenRule(edits=(LogitEdit(3, bias=1.0),)), False),
     ],
 )
 def test_what_fits(rule, expected):
@@ -88,6 +90,9 @@ def test_rules_that_do_not_fit_are_named_and_read_what_they_read():
     assert np.array_equal(host["rules"][1], rules.encode_rule(TokenRule(read_coord=True)))
     assert host["temperature"].tolist() == [0.0, 0.0, 0.0]
     assert encoder.encode([spec(TokenRule())], host, 1) == [] and encoder.odd == {}
+    # Min-p counts only where a row draws.
+    rows = [spec(TokenRule(), temperature=1.0, min_p=0.1), spec(TokenRule(), min_p=0.1)]
+    assert encoder.encode(rows, host, 2) == [0]
 
 
 def test_any_number_of_different_rules():
