@@ -53,6 +53,9 @@ from .shares import Shares
 from .turns import Turns
 from .waiting import WaitingQueue
 
+CROPS_OF_A_MASK = 4
+"""A mask to refine takes at most as long as this many crops of an image: one pass of the tower, and the refiner's."""
+
 
 class Scheduler:
     """add / schedule / commit / resume; every sequence ends by abort, discard or fail_step."""
@@ -196,7 +199,10 @@ class Scheduler:
                 turns, encode, embed, prefill, scheduled, now, num_decode=len(decode), lane=lane
             )
         refine: list[RefineRow] = []
-        while lane is not Lane.DECODE and self._refine and len(refine) < MOST_REFINED:
+        # Decoding rows of the step wait for the masks.
+        allowed = self._policy.budget.crops // CROPS_OF_A_MASK if decode else MOST_REFINED
+        most = 0 if lane is Lane.DECODE else min(MOST_REFINED, max(1, allowed))
+        while self._refine and len(refine) < most:
             refine.append(self._refine.popleft())
         if lane is Lane.NEW_WORK and self._sequences and not (encode or embed or prefill or refine):
             # Images to drop wait for the next step with new work.

@@ -541,7 +541,7 @@ class EngineLoop:
             return
         plan = out.plan
         ids = [row.sequence_id for row in plan.prefill + plan.decode]
-        ids += [read.sequence_id for read in plan.embed]
+        ids += [read.sequence_id for read in plan.embed] + [r.sequence_id for r in plan.refine]
         encoded = {piece.image.key for piece in plan.encode}
         num_tokens, gaps = self._gaps(result)
         event = StepEvent(

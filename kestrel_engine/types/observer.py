@@ -24,7 +24,7 @@ class StepEvent:
     num_prefill_positions: int
     num_decode: int
     request_ids: tuple[str, ...]
-    """Requests with a row in the step, or with embeddings from it."""
+    """Requests with a row or a mask in the step, or with embeddings from it."""
     encoded_request_ids: tuple[str, ...]
     """Requests with images of which the step encoded crops."""
     failed: bool

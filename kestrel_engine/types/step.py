@@ -136,7 +136,7 @@ class Row:
 
 
 MOST_REFINED = 4
-"""Masks that one step refines at most. Each takes about the time of two crops."""
+"""Masks that one step refines at most. Bounds their memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

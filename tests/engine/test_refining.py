@@ -6,11 +6,23 @@ import asyncio
 import dataclasses
 import threading
 
+import numpy as np
 import pytest
 
 from kestrel_engine import InferenceEngine, InvalidRequest, RuntimeConfig, SkillUnavailable
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_engine.types.step import MOST_REFINED
+from kestrel_engine.scheduler.budget import StepBudget
+from kestrel_engine.scheduler.policy import SchedulerPolicy
+from kestrel_engine.scheduler.scheduler import Scheduler
+from kestrel_engine.types.requests import SamplingParams
+from kestrel_engine.types.step import (
+    MOST_REFINED,
+    RefineRow,
+    StepResult,
+    StepToken,
+    TokenRule,
+)
+from kestrel_engine.types.submission import Submission
 from tests.engine.fakes import IMAGE, Listener, fake_build
 
 PATH = "M 0 0 L 960 0 L 960 960 L 0 960 z".split()
@@ -91,12 +103,52 @@ async def test_refining_takes_neither_pages_nor_a_place_in_the_batch(make):
     assert stats.running == stats.waiting == 0
 
 
-async def test_masks_of_several_requests_share_a_step(make):
-    engine, runtime = make(cost=lambda plan: 0.03 if plan.refine else 0.0)
+async def test_many_requests_at_once_are_all_refined(make):
+    engine, runtime = make()
     results = await asyncio.gather(*(engine.segment(IMAGE, "cat") for _ in range(9)))
     assert all(segment_of(result)["refined"] for result in results)
-    counts = [len(plan.refine) for plan in runtime.plans if plan.refine]
-    assert sum(counts) == 9 and 1 < max(counts) <= MOST_REFINED
+    assert sum(len(plan.refine) for plan in runtime.plans) == 9
+
+
+def masks(count):
+    pixels, mask = np.zeros((2, 2, 3), np.uint8), np.zeros((2, 2), np.uint8)
+    return [RefineRow(100 + number, pixels, mask) for number in range(count)]
+
+
+def test_masks_of_several_requests_share_a_step(fake_limits):
+    scheduler = Scheduler(dataclasses.replace(fake_limits, refines=True))
+    for row in masks(MOST_REFINED + 3):
+        scheduler.refine(row)
+    scheduler.abort_refinement(101)
+    steps = []
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        assert plan is not None and scheduler.is_refining
+        steps.append([row.sequence_id for row in plan.refine])
+        scheduler.commit(plan, StepResult())
+    assert steps == [[100, 102, 103, 104], [105, 106]]
+    assert not scheduler.is_refining
+
+
+@pytest.mark.parametrize(("crops", "most"), [(3, 1), (8, 2), (48, MOST_REFINED)])
+def test_rows_that_decode_wait_for_as_many_masks_as_the_allowance_has_crops(
+    fake_limits, crops, most
+):
+    policy = SchedulerPolicy(budget=StepBudget(crops=crops))
+    scheduler = Scheduler(dataclasses.replace(fake_limits, refines=True), policy)
+    sampling = SamplingParams(temperature=0.0, seed=0)
+    submission = Submission(
+        sequence_id=1, prompt=(0, 50), image=None, sampling=sampling, rule=TokenRule(), max_tokens=9
+    )
+    scheduler.add(submission)
+    prefill = scheduler.schedule()
+    assert prefill is not None
+    scheduler.commit(prefill, StepResult(tokens={1: StepToken(60)}))
+    scheduler.resume(1, TokenRule())
+    for row in masks(MOST_REFINED + 1):
+        scheduler.refine(row)
+    plan = scheduler.schedule()
+    assert plan is not None and len(plan.decode) == 1 and len(plan.refine) == most
 
 
 async def test_the_coarse_outline_on_request_and_without_a_refiner(make):
@@ -163,8 +215,11 @@ async def test_a_request_is_cancelled_while_its_mask_is_refined(make):
     first = await engine.segment(IMAGE, "cat", stream=True)
     assert await asyncio.to_thread(entered.wait, 20)
     second = await engine.segment(IMAGE, "dog", stream=True)
-    await first.aclose()
+    assert engine.cancel(first.request_id) == 1
     go_on.set()
+    cancelled = await first.result()
+    # The step that refines it may come back before the cancellation is read.
+    assert cancelled.finish_reason == ("stop" if segment_of(cancelled)["refined"] else "cancelled")
     assert segment_of(await second.result())["refined"]
     assert engine.num_requests == 0
 

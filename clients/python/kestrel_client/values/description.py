@@ -37,6 +37,8 @@ class Model:
     """0 until the model is ready."""
     license: str
     state: ModelState
+    refines: bool = False
+    """Whether it has a segmentation refiner; False until the model is ready."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for ``json.dumps``."""
@@ -143,6 +145,7 @@ def read_model(message: model_service_pb2.Model) -> Model:
         parameter_count=message.parameter_count,
         license=message.license,
         state=_STATES.get(message.state, "unknown"),
+        refines=message.refines,
     )
 
 

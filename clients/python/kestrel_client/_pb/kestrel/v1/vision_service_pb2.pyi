@@ -842,7 +842,7 @@ class SegmentRequest(_message.Message):
     nor path, and a stream has no events of them. In [0, 1]. Default: ServerLimits.default_min_score.
     """
     refine: _builtins.bool
-    """Whether a second network, the refiner, sharpens the outline, which takes about as long as two more crops of an image.
+    """Whether a second network, the refiner, sharpens the outline, which takes as long as two to four crops of an image.
     true is FAILED_PRECONDITION if the model has no refiner (Model.refines). Default: true if it has one.
     """
     @_builtins.property
@@ -1900,7 +1900,7 @@ class SegmentTask(_message.Message):
     nor path, and a stream has no events of them. In [0, 1]. Default: ServerLimits.default_min_score.
     """
     refine: _builtins.bool
-    """Whether a second network, the refiner, sharpens the outline, which takes about as long as two more crops of an image.
+    """Whether a second network, the refiner, sharpens the outline, which takes as long as two to four crops of an image.
     true is FAILED_PRECONDITION if the model has no refiner (Model.refines). Default: true if it has one.
     """
     @_builtins.property
