@@ -168,7 +168,10 @@ def new_job(golden: Golden, case: Case) -> Job:
     output: SkillOutput = AnswerOutput("answer", context)
     match case["skill"]:
         case "query_reasoning":
-            control, output = ReasoningControl(most, most, context), ReasoningOutput(context)
+            control, output = (
+                ReasoningControl(most, most, context, control),
+                ReasoningOutput(context),
+            )
             most = 2 * most + 1
         case "point" | "detect" as skill:
             boxes, objects = skill == "detect", case["max_objects"]
