@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import kestrel_engine
@@ -20,6 +21,7 @@ PACKAGES = [
 SOURCES = sorted(p for package in PACKAGES for p in package.rglob("*.py") if "_pb" not in p.parts)
 
 
+@cache
 def parsed(path: Path) -> ast.Module:
     """CPython 3.11 counts the depth of a tree for all threads together (gh-106905): when another thread formats a
     traceback meanwhile, which parses source too, parsing fails for no fault of the file."""

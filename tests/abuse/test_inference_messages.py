@@ -12,7 +12,7 @@ from hypothesis import given
 from kestrel_client._pb.inference import grpc_service_pb2 as pb
 from tests.abuse.edge_messages import mangled, near
 from tests.abuse.served import METADATA, ServedInThread
-from tests.abuse.test_messages import CALLERS_FAULT, FUZZ
+from tests.abuse.test_messages import CALLERS_FAULT, FEW_AND_MANY, fuzz
 from tests.kserve.conftest import infer, jpeg
 
 REQUEST = infer(
@@ -66,9 +66,10 @@ def test_the_valid_message_is_answered(channel, name: str):
     assert check(channel, name, data) is grpc.StatusCode.OK
 
 
+@FEW_AND_MANY
 @pytest.mark.parametrize("name", METHODS)
-def test_fields_at_their_edges(served, channel, name: str):
-    @FUZZ
+def test_fields_at_their_edges(served, channel, name: str, examples: int):
+    @fuzz(examples)
     @given(message=near(METHODS[name]))
     def abuse(message: Message) -> None:
         code = check(channel, name, message.SerializeToString())
@@ -78,9 +79,10 @@ def test_fields_at_their_edges(served, channel, name: str):
     served.assert_at_rest()
 
 
+@FEW_AND_MANY
 @pytest.mark.parametrize("name", METHODS)
-def test_bytes_that_are_no_message(served, channel, name: str):
-    @FUZZ
+def test_bytes_that_are_no_message(served, channel, name: str, examples: int):
+    @fuzz(examples)
     @given(data=mangled(METHODS[name].SerializeToString()))
     def abuse(data: bytes) -> None:
         code = check(channel, name, data)

@@ -27,13 +27,21 @@ from tests.abuse.edge_messages import length_delimited, mangled, near, nested
 from tests.abuse.served import METADATA, ServedInThread
 
 EXAMPLES = int(os.environ.get("KESTREL_FUZZ_EXAMPLES", "20"))
-FUZZ = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    database=None,
-    derandomize="KESTREL_FUZZ_EXAMPLES" not in os.environ,
-    suppress_health_check=list(HealthCheck),
+FEW_AND_MANY = pytest.mark.parametrize(
+    "examples", [EXAMPLES // 2, pytest.param(EXAMPLES, marks=pytest.mark.slow)]
 )
+
+
+def fuzz(examples: int) -> settings:
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize="KESTREL_FUZZ_EXAMPLES" not in os.environ,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
 TIMEOUT_S = 20.0
 CALLERS_FAULT = {
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -216,11 +224,12 @@ def test_the_valid_message_is_answered(caller, service, name):
     assert caller.check(service, name, *messages) is grpc.StatusCode.OK
 
 
+@FEW_AND_MANY
 @pytest.mark.parametrize(("service", "name"), METHODS)
-def test_fields_at_their_edges(served, caller, service, name):
+def test_fields_at_their_edges(served, caller, service, name, examples):
     valid = SERVICES[service][1][name]
 
-    @FUZZ
+    @fuzz(examples)
     @given(message=near(valid))
     def abuse(message: Message) -> None:
         caller.check(service, name, *around(name, message))
@@ -229,10 +238,11 @@ def test_fields_at_their_edges(served, caller, service, name):
     served.assert_at_rest()
 
 
-def test_uploads_in_any_order(served, caller):
+@FEW_AND_MANY
+def test_uploads_in_any_order(served, caller, examples):
     chunk = IMAGES["UploadImage"]
 
-    @FUZZ
+    @fuzz(examples)
     @given(st.lists(near(UPLOAD) | near(chunk), max_size=5))
     def abuse(messages: list[Message]) -> None:
         caller.check("ImageService", "UploadImage", *messages)
@@ -241,11 +251,12 @@ def test_uploads_in_any_order(served, caller):
     served.assert_at_rest()
 
 
+@FEW_AND_MANY
 @pytest.mark.parametrize(("service", "name"), METHODS)
-def test_bytes_that_are_no_message(served, caller, service, name):
+def test_bytes_that_are_no_message(served, caller, service, name, examples):
     valid = SERVICES[service][1][name].SerializeToString()
 
-    @FUZZ
+    @fuzz(examples)
     @given(data=mangled(valid))
     def abuse(data: bytes) -> None:
         caller.check(service, name, *around(name, data))

@@ -112,7 +112,9 @@ def address(folder):
     server = ForkedProcess(
         [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0", "--skill", "yes_no:YesNoSkill"],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/clients/python:{folder}"},
+        env={
+            **os.environ, "KESTREL_DRAIN_DELAY": "0", "PYTHONPATH": f"{ROOT}:{ROOT}/clients/python:{folder}",
+        },
     )  # fmt: skip
     with server:
         yield re.search(r"listening on (\S+),", server.stdout.readline())[1]

@@ -73,9 +73,13 @@ async def check_random(model: Model, images: Path, alone: Alone, seed: int, coun
 
 
 @pytest.mark.slow_with("md2", "kestrel-tiny")
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
-async def test_random_mixes(model: Model, seed: int, golden_images: Path, alone: Alone) -> None:
-    await check_random(model, golden_images, alone, seed, 12)
+@pytest.mark.parametrize(
+    ("seed", "count"), [(1, 8), *(pytest.param(n, 12, marks=pytest.mark.slow) for n in (1, 2))]
+)
+async def test_random_mixes(
+    model: Model, seed: int, count: int, golden_images: Path, alone: Alone
+) -> None:
+    await check_random(model, golden_images, alone, seed, count)
 
 
 @pytest.mark.slow_with("md2", "md3")
@@ -93,16 +97,17 @@ async def test_everything_at_once_from_the_caches(
 
 
 @pytest.mark.slow_with("md2", "kestrel-tiny")
-async def test_forced_preemption(model: Model, golden_images: Path, alone: Alone) -> None:
+@pytest.mark.parametrize("cached", [False, pytest.param(True, marks=pytest.mark.slow)])
+async def test_forced_preemption(
+    model: Model, cached: bool, golden_images: Path, alone: Alone
+) -> None:
     """Pages of one position and fewer of them than two images' answers need: they take turns."""
     asks = [a for a in model.asks if a.image in ("square_378", None)]
     mix = Mix(asks, [0.0] * len(asks))
     settings = {"max_batch_size": 6, "page_size": 1, "kv_cache_pages": 2 * (model.prefix + 22)}
-    for cached in (False, True):
-        seen = await check(
-            model, settings | {"prefix_cache": cached}, mix, golden_images, alone, int(cached)
-        )
-        assert cached or seen.preemptions > 0
+    settings |= {"prefix_cache": cached}
+    seen = await check(model, settings, mix, golden_images, alone, int(cached))
+    assert cached or seen.preemptions > 0
 
 
 @pytest.mark.slow

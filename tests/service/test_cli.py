@@ -143,7 +143,7 @@ def test_several_objects_are_found_in_one_call(server):
 
 
 def test_several_samples_are_printed_with_their_seeds(server):
-    words = ["caption", IMAGE, "short", "--temperature", 1.5]
+    words = ["caption", IMAGE, "short", "--temperature", 1.5, "--max-tokens", 8]
     texts = [ask(server, *words, "--seed", seed).stdout for seed in (3, 4, 5)]
     done = ask(server, *words, "--seed", 3, "--samples", 3)
     assert done.stdout == "".join(
@@ -183,7 +183,7 @@ def test_an_answer_of_a_given_form(server, tmp_path):
 
 
 def test_log_probabilities_follow_the_answer(server):
-    words = ["caption", IMAGE, "short", "--temperature", 0]
+    words = ["caption", IMAGE, "short", "--temperature", 0, "--max-tokens", 8]
     text = ask(server, *words).stdout
     done = ask(server, *words, "--logprobs").stdout
     assert done.startswith(text)

@@ -113,7 +113,10 @@ def _box_scores(model: TinyModel, image: torch.Tensor, prompt: Prompt) -> list[f
     return scores
 
 
-async def test_the_engine_says_what_the_reference_says(bundled: Path, writer: PromptWriter) -> None:
+@pytest.mark.parametrize("index", [3, pytest.param(18, marks=pytest.mark.slow)])
+async def test_the_engine_says_what_the_reference_says(
+    bundled: Path, writer: PromptWriter, index: int
+) -> None:
     pytest.importorskip("pyvips")
     from kestrel_engine import InferenceEngine, RuntimeConfig
 
@@ -121,49 +124,46 @@ async def test_the_engine_says_what_the_reference_says(bundled: Path, writer: Pr
     scored = {**GREEDY, "logprobs": True}
     config = RuntimeConfig(model_path=bundled, device="cpu", cpu_threads=1)
     async with await InferenceEngine.create(config) as engine:
-        for index in (3, 18):
-            data = encode(example("seen", index))
-            crops, view = _crops(data)
-            with torch.no_grad():
-                image = model.vision(crops, view)
-            question = Question("count", "How many shapes are there?", "")
-            texts: list[tuple[Prompt, Any]] = [
-                (writer.ask(question), await engine.query(data, question.text, settings=scored)),
-                (
-                    writer.open_caption("normal"),
-                    await engine.caption(data, "normal", settings=scored),
-                ),
-            ]
-            for prompt, result in texts:
-                said = list(result.token_ids)
-                prompt.text(said)
-                ids, *_, logprobs = _follow(model, image, prompt)
-                assert ids == said
-                assert result.logprobs is not None
-                assert [token.logprob for token in result.logprobs] == pytest.approx(
-                    logprobs, abs=1e-4
+        data = encode(example("seen", index))
+        crops, view = _crops(data)
+        with torch.no_grad():
+            image = model.vision(crops, view)
+        question = Question("count", "How many shapes are there?", "")
+        texts: list[tuple[Prompt, Any]] = [
+            (writer.ask(question), await engine.query(data, question.text, settings=scored)),
+            (
+                writer.open_caption("normal"),
+                await engine.caption(data, "normal", settings=scored),
+            ),
+        ]
+        for prompt, result in texts:
+            said = list(result.token_ids)
+            prompt.text(said)
+            ids, *_, logprobs = _follow(model, image, prompt)
+            assert ids == said
+            assert result.logprobs is not None
+            assert [token.logprob for token in result.logprobs] == pytest.approx(logprobs, abs=1e-4)
+        found = await engine.detect(data, "shapes", settings=GREEDY)
+        prompt = writer.seek("detect", "shapes")
+        for box in found.output["objects"]:
+            prompt.reference((box["x_min"], box["y_min"], box["x_max"], box["y_max"]))
+        prompt.text([0])
+        ids, coords, sizes, _ = _follow(model, image, prompt)
+        said = prompt.ids[prompt.start :]
+        assert len(found.output["objects"]) > 1
+        scores = [box["score"] for box in found.output["objects"]]
+        assert scores == pytest.approx(_box_scores(model, image, prompt), abs=1e-4)
+        assert min(scores) > 0.5
+        for step, token in enumerate(said):
+            value = prompt.values[prompt.start + step]
+            if step % 3 == 0:
+                assert ids[step] == token
+            if token == COORD:
+                assert coords[step] == round(value[0] * 1024)
+            elif token == SIZE:
+                assert [2 ** (10 * b / 1023 - 10) for b in sizes[step]] == pytest.approx(
+                    value, rel=1e-4
                 )
-            found = await engine.detect(data, "shapes", settings=GREEDY)
-            prompt = writer.seek("detect", "shapes")
-            for box in found.output["objects"]:
-                prompt.reference((box["x_min"], box["y_min"], box["x_max"], box["y_max"]))
-            prompt.text([0])
-            ids, coords, sizes, _ = _follow(model, image, prompt)
-            said = prompt.ids[prompt.start :]
-            assert len(found.output["objects"]) > 1
-            scores = [box["score"] for box in found.output["objects"]]
-            assert scores == pytest.approx(_box_scores(model, image, prompt), abs=1e-4)
-            assert min(scores) > 0.5
-            for step, token in enumerate(said):
-                value = prompt.values[prompt.start + step]
-                if step % 3 == 0:
-                    assert ids[step] == token
-                if token == COORD:
-                    assert coords[step] == round(value[0] * 1024)
-                elif token == SIZE:
-                    assert [2 ** (10 * b / 1023 - 10) for b in sizes[step]] == pytest.approx(
-                        value, rel=1e-4
-                    )
 
 
 @torch.no_grad()
@@ -181,8 +181,9 @@ def _continue(model: TinyModel, image: torch.Tensor, ids: list[int], most: int) 
     return said
 
 
+@pytest.mark.parametrize("turns", [2, pytest.param(4, marks=pytest.mark.slow)])
 async def test_a_conversation_goes_on_as_the_reference_goes_on(
-    bundled: Path, writer: PromptWriter
+    bundled: Path, writer: PromptWriter, turns: int
 ) -> None:
     """Each turn is computed on the pages of the turns before it; the reference computes all of them anew."""
     pytest.importorskip("pyvips")
@@ -204,7 +205,7 @@ async def test_a_conversation_goes_on_as_the_reference_goes_on(
         history: list[tuple[str, str]] = []
         ids: list[int] = []
         cached = 0
-        for text in questions:
+        for text in questions[:turns]:
             arguments = {"question": text, "history": history}
             stream = await engine.submit("query", data, arguments, {**GREEDY, "max_tokens": 40})
             result = await stream.result()
