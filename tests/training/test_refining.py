@@ -29,7 +29,7 @@ async def test_refined_outlines_are_better_on_some_scenes() -> None:
 
 @pytest.mark.slow
 async def test_refined_outlines_are_better_on_held_out_scenes() -> None:
-    """The mean of the bundled refiner on 2,000 scenes is in docs/models.md."""
+    """The mean of the bundled refiner on 120 scenes is in docs/models.md."""
     coarse, final = await run(100, "auto", 1)
     assert np.mean(coarse) == pytest.approx(0.955, abs=0.01)
     check(coarse, final, 0.005)
