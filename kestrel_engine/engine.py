@@ -26,6 +26,7 @@ from .errors import (
     ContextLengthError,
     DeadlineExceeded,
     EngineClosed,
+    EngineOverloaded,
     InvalidRequest,
     KestrelError,
     ProfileError,
@@ -47,7 +48,7 @@ from .scheduler.budget import StepBudget
 from .scheduler.policy import SchedulerPolicy
 from .skills.base import SkillContext, SkillDefaults, SkillRequest
 from .skills.embed import EMBED, EmbedSkill
-from .skills.grammars import Grammars
+from .skills.grammars import Grammar, Grammars
 from .skills.registry import SkillRegistry
 from .skills.rule_check import RuleCheck, check_prompt
 from .steps.delivery import Delivery, DeliveryThread
@@ -69,6 +70,9 @@ logger = logging.getLogger(__name__)
 
 FLUSH_PATIENCE_S = 10.0
 """Seconds that ``flush_caches`` waits for the step in progress."""
+
+MAX_COMPILING = 32
+"""Constraints that may wait to be compiled, each of which takes up to a second."""
 
 STOP_PATIENCE_S = 5.0
 """Seconds that shutdown waits for the running step."""
@@ -119,6 +123,7 @@ class InferenceEngine(SkillCalls):
         self._limits = built.runtime.limits
         self._grammars = Grammars(built.codec, built.model.text.vocab_size, built.model.ids.eos_id)
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="kestrel-grammars")
+        self._compiling: dict[Constraint, asyncio.Future[Grammar]] = {}
         self._places = QueuePlaces(config.max_queue, self._sizes.max_batch_size)
         self._observer = observer
         self._aio = asyncio.get_running_loop()
@@ -482,16 +487,20 @@ class InferenceEngine(SkillCalls):
     ) -> SkillRequest:
         """``request`` with its compiled constraint.
 
-        Raises InvalidRequest naming the place of an error, and Displaced if the request loses its place meanwhile.
+        Raises InvalidRequest naming the place of an error, EngineOverloaded if too many constraints wait to be
+        compiled, and Displaced if the request loses its place meanwhile.
         """
+        compiling = self._compile(constraint)
         self._preparing += 1
         self._idle.clear()
         try:
             async with asyncio.timeout(timeout_s):
-                compiling = self._aio.run_in_executor(
-                    self._compiler, self._grammars.compile, constraint
-                )
-                grammar = await until_displaced(place, compiling)
+                # Shielded, because other requests may wait for the same constraint.
+                grammar = await until_displaced(place, asyncio.shield(compiling))
+        except asyncio.CancelledError:
+            if compiling.cancelled():
+                raise EngineClosed("the engine was shut down") from None
+            raise
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the deadline of {timeout_s} s passed before the constraint was compiled"
@@ -500,6 +509,25 @@ class InferenceEngine(SkillCalls):
             self._preparing -= 1
             self._note_idle()
         return dataclasses.replace(request, grammar=grammar)
+
+    def _compile(self, constraint: Constraint) -> asyncio.Future[Grammar]:
+        """The compiled constraint, which several requests may await. Raises EngineOverloaded."""
+        compiling = self._compiling.get(constraint)
+        if compiling is None:
+            if len(self._compiling) == MAX_COMPILING:
+                raise EngineOverloaded(f"{MAX_COMPILING} constraints wait to be compiled")
+            compiling = self._aio.run_in_executor(
+                self._compiler, self._grammars.compile, constraint
+            )
+            self._compiling[constraint] = compiling
+
+            def ended(future: asyncio.Future[Grammar]) -> None:
+                del self._compiling[constraint]
+                if not future.cancelled():
+                    future.exception()  # All requests for it may have ended.
+
+            compiling.add_done_callback(ended)
+        return compiling
 
     def _observe_image(
         self, request_id: str, timings: FrontTimings, image: PreparedImage | None, error: str

@@ -3,11 +3,14 @@
 import asyncio
 import json
 import re
+import threading
+import types
 from dataclasses import replace
 
 import pytest
 
-from kestrel_engine import InvalidRequest
+from kestrel_engine import EngineOverloaded, InvalidRequest
+from kestrel_engine import engine as engine_module
 from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import IMAGE
 from tests.engine.test_stop_strings import GREEDY, says, streamed
@@ -169,3 +172,34 @@ async def test_errors_name_the_place_before_anything_is_computed(make_engine, fa
     assert engine.num_requests == 0 and not runtime.plans
     with pytest.raises(InvalidRequest, match="is not a setting of this skill"):
         await engine.detect(IMAGE, "a", settings={"constraint": {"choices": ["a"]}})
+
+
+async def test_constraints_that_wait_to_be_compiled_are_bounded(make_engine, monkeypatch):
+    engine = make_engine()
+    monkeypatch.setattr(engine_module, "MAX_COMPILING", 2)
+    opened = threading.Event()
+    compiled = []
+
+    def compile(constraint):
+        assert opened.wait(20)
+        compiled.append(constraint.source)
+        return grammars.compile(constraint)
+
+    grammars = engine._grammars
+    monkeypatch.setattr(
+        engine, "_grammars", types.SimpleNamespace(compile=compile, close=grammars.close)
+    )
+
+    def ask(choice):
+        settings = {**GREEDY, "constraint": {"choices": [choice]}}
+        return asyncio.create_task(engine.query(question="a", settings=settings))
+
+    waiting = [ask("one") for _ in range(3)] + [ask("two")]
+    await asyncio.sleep(0.01)
+    with pytest.raises(EngineOverloaded, match="2 constraints wait"):
+        await ask("three")
+    waiting.pop(0).cancel()
+    opened.set()
+    assert [r.output["answer"] for r in await asyncio.gather(*waiting)] == ["one", "one", "two"]
+    assert compiled == [("one",), ("two",)]
+    assert (await ask("three")).output["answer"] == "three"
