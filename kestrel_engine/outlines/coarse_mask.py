@@ -128,16 +128,15 @@ class _Pen:
 
 def fill(polygons: list[np.ndarray], side: int) -> np.ndarray:
     """Returns [side, side] bool by the nonzero rule. A pixel is inside if its centre is. Corners are in pixels."""
-    middles = np.arange(side) + 0.5
+    edges = [np.hstack([polygon, np.roll(polygon, -1, axis=0)]) for polygon in polygons]
+    x0, y0, x1, y1 = np.concatenate(edges).T if edges else np.empty((4, 0))
+    middles = (np.arange(side) + 0.5)[:, None]
+    crossed = (np.minimum(y0, y1) <= middles) & (middles < np.maximum(y0, y1))
+    row, edge = np.nonzero(crossed)
+    x = x0[edge] + (row + 0.5 - y0[edge]) * (x1[edge] - x0[edge]) / (y1[edge] - y0[edge])
+    # An edge changes the winding number of all pixels to the right of it.
+    column = np.clip(np.ceil(x - 0.5), 0, side).astype(np.intp)
     winding = np.zeros((side, side + 1), np.int32)
-    for polygon in polygons:
-        for (x0, y0), (x1, y1) in zip(polygon, np.roll(polygon, -1, axis=0), strict=True):
-            if y0 == y1:
-                continue
-            rows = np.flatnonzero((min(y0, y1) <= middles) & (middles < max(y0, y1)))
-            x = x0 + (middles[rows] - y0) * (x1 - x0) / (y1 - y0)
-            # The edge changes the winding number of all pixels to the right of it.
-            columns = np.clip(np.ceil(x - 0.5), 0, side).astype(np.intp)
-            np.add.at(winding, (rows, columns), 1 if y1 > y0 else -1)
+    np.add.at(winding, (row, column), np.where(y1[edge] > y0[edge], 1, -1))
     inside: np.ndarray = np.cumsum(winding[:, :side], axis=1) != 0
     return inside

@@ -15,6 +15,8 @@ from .region import Box, Region
 
 SMALLEST_ISLAND = 0.0015
 """Islands below this share of the image's area are removed, unless all are smaller (moondream.md section 9.5)."""
+MOST_ISLANDS = 64
+"""The largest ones are kept. Bounds the time for masks that are mostly noise."""
 TOLERANCE = 0.25
 """Largest distance between the contour and the path, in pixels of the mask."""
 DIGITS = 4
@@ -45,9 +47,10 @@ def trace(mask: np.ndarray, region: Region) -> Outline | None:
     if not islands:
         return None
     share = region.width * region.height / side**2
+    islands = sorted(islands, key=lambda island: -island[0])[:MOST_ISLANDS]
     kept = [ring for area, ring in islands if area * share >= SMALLEST_ISLAND]
     if not kept:
-        kept = [max(islands, key=lambda island: island[0])[1]]
+        kept = [islands[0][1]]
     outer = [_simplified(ring) for ring in _without_inner(kept)]
     corners = np.concatenate(outer)
     low, high = corners.min(0), corners.max(0)

@@ -20,6 +20,10 @@ from ..types.step import RefineRow
 logger = logging.getLogger(__name__)
 
 
+LONGEST_PATH = 8192
+"""Characters. A longer path is not refined: it has some 200 curves, and drawing it would delay other requests."""
+
+
 class Refining:
     """``begin`` and ``finish`` for each request, on one thread."""
 
@@ -30,11 +34,14 @@ class Refining:
     def begin(
         self, sequence_id: int, output: SkillOutput, image: PreparedImage
     ) -> RefineRow | None:
-        """Returns the work for the device; None if the finished ``output`` has no outline with anything inside."""
+        """Returns the work for the device; None if the finished ``output`` has no outline with anything inside, or one
+        that is too long."""
         outline = outline_of(output)
         if outline is None:
             return None
         path, box = outline
+        if len(path) > LONGEST_PATH:
+            return None
         try:
             region = Region.around(box)
             if region is None:
