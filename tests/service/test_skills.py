@@ -7,7 +7,6 @@ import itertools
 import grpc
 import numpy as np
 import pytest
-import pyvips
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
@@ -258,20 +257,17 @@ async def test_results_are_clipped_to_the_image(serve):
     assert (edges[:, :2] <= edges[:, 2:]).all()
 
 
-async def test_a_raw_image_and_a_file_of_the_same_pixels_give_the_same(serve):
+async def test_raw_images_of_the_same_pixels_give_the_same_in_every_format(serve):
     served = await serve()
     pixels = np.random.default_rng(0).integers(0, 255, (40, 60, 4), np.uint8)
     rgb = np.ascontiguousarray(pixels[:, :, :3])
-    png = pyvips.Image.new_from_memory(rgb.tobytes(), 60, 40, 3, "uchar").copy(
-        interpretation="srgb"
-    )
     raws = {
         common_pb2.PIXEL_FORMAT_UNSPECIFIED: rgb,
         common_pb2.PIXEL_FORMAT_RGB8: rgb,
         common_pb2.PIXEL_FORMAT_RGBA8: pixels,
         common_pb2.PIXEL_FORMAT_BGR8: rgb[:, :, ::-1],
     }
-    images = [common_pb2.Image(encoded=png.pngsave_buffer())]
+    images = []
     for pixel_format, data in raws.items():
         raw = common_pb2.RawImage(data=data.tobytes(), width=60, height=40, format=pixel_format)
         images.append(common_pb2.Image(raw=raw))
