@@ -104,6 +104,10 @@ def main() -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
+    # A child inherits what its parent ignores and blocks.
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF, signal.SIGALRM))
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit.
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     # What a constraint costs to compile hardly depends on the vocabulary.

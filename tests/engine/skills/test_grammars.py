@@ -4,6 +4,7 @@ with which one of the texts goes on."""
 import itertools
 import json
 import re
+import signal
 import time
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from kestrel_engine import InvalidRequest
 from kestrel_engine.skills import grammars
 from kestrel_engine.skills.constraints import read_constraint
+from kestrel_engine.skills.grammar_process import GrammarProcess
 from kestrel_engine.skills.grammars import Grammars
 from kestrel_engine.types.constraint import Constraint
 from tests.engine.fakes import ByteCodec
@@ -300,6 +302,19 @@ def test_hostile_constraints_end_soon(compiler, name):
     except InvalidRequest as error:
         assert error.field.startswith("constraint")
     assert time.process_time() - began < 5
+
+
+def test_the_limit_holds_where_the_parent_ignores_the_signals():
+    before = [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGPROF, signal.SIGALRM)]
+    process = GrammarProcess()
+    try:
+        hostile = Constraint(*HOSTILE["and"])
+        assert process.problem(hostile) == "takes too much time or memory to compile"
+        assert process.problem(Constraint("regex", "a")) == ""
+    finally:
+        process.close()
+        signal.signal(signal.SIGPROF, before[0])
+        signal.signal(signal.SIGALRM, before[1])
 
 
 def test_a_constraint_is_compiled_once(compiler, monkeypatch):
