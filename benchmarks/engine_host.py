@@ -106,7 +106,7 @@ def work(number: int, max_tokens: int, context: SkillContext) -> Work:
     submission = Submission(
         sequence_id=number,
         prompt=(0, ImageBlock(image.key, PREFIX - 1), 1, 2, 3),
-        image=image,
+        images=(image,),
         sampling=SamplingParams(),
         rule=control.rule(0),
         max_tokens=max_tokens,

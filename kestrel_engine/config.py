@@ -308,6 +308,16 @@ class RuntimeConfig:
         metavar="N",
         low=1,
     )
+    max_images: int = setting(
+        16,
+        REQUESTS,
+        "limit on the images of one request; the model's context limits them further",
+        kind="whole",
+        metavar="N",
+        low=1,
+        high=64,
+    )
+    """Moondream 2 holds two images, Moondream 3 five, kestrel-tiny six."""
     max_queued_pixels: int = setting(
         4_000_000_000,
         REQUESTS,

@@ -14,7 +14,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from .errors import (
     InvalidRequest,
     KestrelError,
     ProfileError,
+    RequestError,
     RuntimeFailure,
 )
 from .factory import Built, build
@@ -41,7 +42,7 @@ from .front.request_options import check_timeout, check_weight, checked_priority
 from .front.stream import EngineStream
 from .front.watchdog import watch
 from .preprocess.crops import crop_boxes
-from .preprocess.pool import PreprocessPool
+from .preprocess.pool import Preprocessed, PreprocessPool
 from .runtime.gpu.memory import out_of_memory
 from .runtime.profile import Profile
 from .scheduler.budget import StepBudget
@@ -49,6 +50,7 @@ from .scheduler.policy import SchedulerPolicy
 from .skills.base import SkillContext, SkillDefaults, SkillRequest
 from .skills.embed import EMBED, EmbedSkill
 from .skills.grammars import Grammar, Grammars
+from .skills.prompts import build_prompt, check_context, check_images
 from .skills.registry import SkillRegistry
 from .skills.rule_check import RuleCheck, check_prompt
 from .steps.delivery import Delivery, DeliveryThread
@@ -60,7 +62,7 @@ from .types.events import EngineMetrics, EngineResult, StreamUpdate
 from .types.info import CompileCounts, EngineInfo, PlaceCounts, SchedulerStats
 from .types.observer import ImageEvent, Observer
 from .types.progress import Progress
-from .types.requests import ImageBlock, PreparedImage, Prompt, num_positions
+from .types.requests import PreparedImage
 from .types.submission import Submission
 from .types.timings import FrontTimings
 
@@ -231,12 +233,14 @@ class InferenceEngine(SkillCalls):
         principal: str = "",
         weight: float = 1.0,
     ) -> EngineStream:
-        """Starts a registered skill, or "embed". Returns its stream once the image is prepared and the request queued.
+        """Starts a registered skill, or "embed". Returns its stream once the images are prepared and the request
+        queued.
 
-        ``priority``: "high", "normal" or "low". ``timeout_s``: the request is dropped if nothing was computed for it by
-        then. ``cache_salt``: images and prefixes are shared with requests of the same salt only. ``principal``: the
-        caller's name; "" is one principal, too. ``weight``: the principal's share relative to others, above 0. Raises
-        RequestError, EngineOverloaded, DeadlineExceeded, EngineClosed; the stream raises later failures.
+        ``image``: an image, a list of images in the order of the prompt, or None. ``priority``: "high", "normal" or
+        "low". ``timeout_s``: the request is dropped if nothing was computed for it by then. ``cache_salt``: images and
+        prefixes are shared with requests of the same salt only. ``principal``: the caller's name; "" is one principal,
+        too. ``weight``: the principal's share relative to others, above 0. Raises RequestError, EngineOverloaded,
+        DeadlineExceeded, EngineClosed; the stream raises later failures.
         """
         request_id = checked_request_id(request_id)
         check_timeout(timeout_s)
@@ -265,20 +269,24 @@ class InferenceEngine(SkillCalls):
         timings = FrontTimings(accepted_at=now)
         spec = EmbedSkill() if skill == EMBED else self._skills.get(skill)
         request = spec.build(arguments or {}, settings or {}, self._context)
-        if image is None and request.needs_image:
-            raise InvalidRequest("image", "is required")
+        check_prompt(request.prompt_suffix, self._built.model)
+        images = _as_list(image)
+        check_images(request, len(images), self._config.max_images)
+        model, context = self._built.model, self._limits.max_seq_length
+        embeds = request.embedding is not None
+        positions = 0 if embeds else check_context(request, len(images), model, context)
+        max_tokens = self._token_limit(request, positions)
+        if len(images) > 1:
+            self._places.take_more(place, len(images) - 1)
         if request.constraint is not None:
             request = await self._compiled(request, request.constraint, timeout_s, place)
-        prepared = None
-        if image is not None:
-            prepared, timings = await self._prepare(image, now, timeout_s, cache_salt, place)
+        prepared: list[PreparedImage] = []
+        if images:
+            prepared, timings = await self._prepare(images, now, timeout_s, cache_salt, place)
         self._check_alive()
         if request.embedding is not None:
-            assert prepared is not None
-            request, prepared = self._to_embed(request, request.embedding, prepared)
-        prompt = self._prompt(request, prepared)
-        max_tokens = self._token_limit(request, num_positions(prompt))
-        check_prompt(request.prompt_suffix, self._built.model)
+            request, *prepared = self._to_embed(request, request.embedding, *prepared)
+        prompt = () if embeds else build_prompt(request, prepared, model)
         control = spec.new_control(request, max_tokens, self._context)
         output = spec.new_output(request, self._context)
         sequence_id = next(self._ids)
@@ -286,7 +294,7 @@ class InferenceEngine(SkillCalls):
         submission = Submission(
             sequence_id=sequence_id,
             prompt=prompt,
-            image=prepared,
+            images=tuple(prepared),
             sampling=dataclasses.replace(request.sampling, seed=self._seed(request)),
             rule=control.rule(0),
             max_tokens=max_tokens,
@@ -306,7 +314,7 @@ class InferenceEngine(SkillCalls):
         place.displace = lambda error: self._loop.refuse(sequence_id, error)
         self._idle.clear()
         queue_limited = bool(bounds) and min(bounds) != timeout_s
-        refines = request.refine and self._limits.refines and prepared is not None
+        refines = request.refine and self._limits.refines and bool(prepared)
         self._loop.submit(Work(request_id, submission, control, output, queue_limited, refines))
         return stream
 
@@ -330,7 +338,7 @@ class InferenceEngine(SkillCalls):
         timings = FrontTimings(accepted_at=now)
         prepared, error = None, ""
         try:
-            prepared, timings = await self._prepare(image, now, timeout_s, cache_salt, place)
+            (prepared,), timings = await self._prepare([image], now, timeout_s, cache_salt, place)
             return prepared
         except BaseException as failed:
             error = type(failed).__name__
@@ -453,20 +461,20 @@ class InferenceEngine(SkillCalls):
 
     async def _prepare(
         self,
-        image: Any,
+        images: Sequence[Any],
         accepted_at: float,
         timeout_s: float | None,
         cache_salt: str,
         place: Place,
-    ) -> tuple[PreparedImage, FrontTimings]:
+    ) -> tuple[list[PreparedImage], FrontTimings]:
         """Raises Displaced besides, if the request loses its place meanwhile."""
-        if isinstance(image, PreparedImage):
-            return image, FrontTimings(accepted_at=accepted_at)
+        if all(isinstance(image, PreparedImage) for image in images):
+            return list(images), FrontTimings(accepted_at=accepted_at)
         self._preparing += 1
         self._idle.clear()
         try:
             async with asyncio.timeout(timeout_s):
-                preparing = self._pool.prepare(image, cache_salt, principal=place.principal)
+                preparing = self._prepare_each(images, cache_salt, place.principal)
                 prepared = await until_displaced(place, preparing)
         except TimeoutError:
             raise DeadlineExceeded(
@@ -475,12 +483,41 @@ class InferenceEngine(SkillCalls):
         finally:
             self._preparing -= 1
             self._note_idle()
+        # Images of one request are prepared at the same time if decoders are free.
+        now = time.monotonic()
         timings = FrontTimings(
             accepted_at=accepted_at,
-            preprocess_s=prepared.seconds,
-            prepared_at=time.monotonic(),
+            preprocess_s=min(sum(each.seconds for each in prepared), now - accepted_at),
+            prepared_at=now,
         )
-        return prepared.image, timings
+        return [each.image for each in prepared], timings
+
+    async def _prepare_each(
+        self, images: Sequence[Any], cache_salt: str, principal: str
+    ) -> list[Preprocessed]:
+        """Prepares the images at the same time. The error of an image names its place, if there are several."""
+        if len(images) == 1:
+            return [await self._pool.prepare(images[0], cache_salt, principal=principal)]
+
+        async def prepare(image: Any) -> Preprocessed:
+            if isinstance(image, PreparedImage):
+                return Preprocessed(image, 0.0)
+            return await self._pool.prepare(image, cache_salt, principal=principal)
+
+        tasks = [asyncio.create_task(prepare(image)) for image in images]
+        try:
+            prepared = []
+            for index, task in enumerate(tasks):
+                try:
+                    prepared.append(await task)
+                except RequestError as error:
+                    field = f"images[{index}]{error.field.removeprefix('image')}"
+                    raise type(error)(field, error.message) from error
+            return prepared
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _compiled(
         self, request: SkillRequest, constraint: Constraint, timeout_s: float | None, place: Place
@@ -548,15 +585,6 @@ class InferenceEngine(SkillCalls):
         except Exception:  # A fault of the observer must not change what it observes.
             logger.exception("the observer failed on an image")
 
-    def _prompt(self, request: SkillRequest, image: PreparedImage | None) -> Prompt:
-        if request.embedding is not None:
-            return ()
-        bos = self._context.model.ids.bos_id
-        block = (
-            () if image is None else (ImageBlock(image.key, self._context.model.image_positions),)
-        )
-        return (bos, *block, *request.prompt_suffix)
-
     def _to_embed(
         self, request: SkillRequest, spec: EmbeddingSpec, image: PreparedImage
     ) -> tuple[SkillRequest, PreparedImage]:
@@ -583,11 +611,6 @@ class InferenceEngine(SkillCalls):
     def _token_limit(self, request: SkillRequest, prompt_positions: int) -> int:
         """Most tokens to sample. An explicit max_tokens that exceeds the room is an error; a default shrinks."""
         room = self._limits.max_seq_length - prompt_positions
-        if room < 1:
-            raise ContextLengthError(
-                request.prompt_field,
-                f"the prompt takes {prompt_positions} positions; the context has {self._limits.max_seq_length}",
-            )
         if request.max_tokens is not None and request.max_tokens > room:
             raise ContextLengthError(
                 "max_tokens",
@@ -638,6 +661,13 @@ class InferenceEngine(SkillCalls):
         side = self._built.model.vision.crop_size
         await self.query(question="ready?", settings=settings)
         await self.caption(np.zeros((side, side, 3), np.uint8), settings=settings)
+
+
+def _as_list(image: Any) -> list[Any]:
+    """The images of a request."""
+    if isinstance(image, (list, tuple)):
+        return list(image)
+    return [] if image is None else [image]
 
 
 def _policy(config: RuntimeConfig, sizes: Sizes) -> SchedulerPolicy:

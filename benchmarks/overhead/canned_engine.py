@@ -29,6 +29,7 @@ from kestrel_engine import (
 )
 from kestrel_engine.preprocess.prepared_cache import source_digest
 from kestrel_engine.steps import delivery
+from kestrel_engine.types.events import SeenImage
 from kestrel_engine.types.info import CompileCounts, SchedulerStats
 
 from .cpu_window import Window, WindowKeeper
@@ -209,10 +210,14 @@ def _result(request: _Request, model: str) -> EngineResult:
             total_time_ms=1e3 * (now - accepted),
         ),
         model=model,
-        image_size=IMAGE_SIZE if request.has_image else None,
-        image_digest=(request.image_digest or b"").hex(),
+        images=_images(request),
         seed=1,
     )
+
+
+def _images(request: _Request) -> tuple[SeenImage, ...]:
+    digest = request.image_digest
+    return () if digest is None else (SeenImage(size=IMAGE_SIZE, digest=digest.hex()),)
 
 
 def _request_event(request: _Request, metrics: EngineMetrics) -> RequestEvent:

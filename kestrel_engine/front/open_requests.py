@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ..errors import KestrelError
 from ..steps.delivery import Delivery, RequestEnd
-from ..types.events import EngineMetrics, EngineResult
+from ..types.events import EngineMetrics, EngineResult, SeenImage
 from ..types.observer import Observer, RequestEvent
 from ..types.requests import num_positions
 from ..types.submission import Submission
@@ -36,9 +36,11 @@ class OpenRequest:
     """When the scheduler first took the request into the batch, as far as reported."""
 
     @property
-    def image_size(self) -> tuple[int, int] | None:
-        image = self.submission.image
-        return None if image is None else (image.width, image.height)
+    def images(self) -> tuple[SeenImage, ...]:
+        return tuple(
+            SeenImage(size=(image.width, image.height), digest=(image.source_digest or b"").hex())
+            for image in self.submission.images
+        )
 
 
 class OpenRequests:
@@ -98,7 +100,6 @@ class OpenRequests:
         if isinstance(outcome, KestrelError):
             request.stream.fail(outcome)
             return
-        image = request.submission.image
         result = EngineResult(
             request_id=request.stream.request_id,
             output=outcome.output,
@@ -106,8 +107,7 @@ class OpenRequests:
             token_ids=token_ids,
             metrics=metrics,
             model=self._model,
-            image_size=request.image_size,
-            image_digest="" if image is None else (image.source_digest or b"").hex(),
+            images=request.images,
             seed=request.submission.sampling.seed,
             logprobs=outcome.logprobs,
         )
@@ -116,7 +116,7 @@ class OpenRequests:
     def _observe(self, request: OpenRequest, end: RequestEnd, metrics: EngineMetrics) -> None:
         if self._observer is None:
             return
-        image, outcome = request.submission.image, end.outcome
+        images, outcome = request.submission.images, end.outcome
         if isinstance(outcome, KestrelError):
             reason, error = "", type(outcome).__name__
         else:
@@ -127,8 +127,8 @@ class OpenRequests:
             finish_reason=reason,
             error=error,
             metrics=metrics,
-            image_size=request.image_size,
-            num_crops=0 if image is None else image.num_crops,
+            image_size=(images[0].width, images[0].height) if images else None,
+            num_crops=sum(image.num_crops for image in images),
             accepted_at=request.timings.accepted_at,
             prepared_at=request.timings.prepared_at,
             scheduled_at=end.timings.scheduled_at,

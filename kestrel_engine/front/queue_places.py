@@ -28,7 +28,7 @@ _RESERVED_OF_QUEUE = 16
 class Place:
     """One request's place. ``is_waiting``: whether nothing was computed for it. ``displace`` ends it with an error."""
 
-    __slots__ = ("displace", "holder", "is_waiting", "principal", "priority", "weight")
+    __slots__ = ("displace", "holder", "is_waiting", "more", "principal", "priority", "weight")
 
     def __init__(self, holder: _Holder, weight: float, priority: int) -> None:
         self.holder: _Holder | None = holder
@@ -36,6 +36,8 @@ class Place:
         self.principal, self.weight, self.priority = holder.principal, weight, priority
         self.is_waiting: Callable[[], bool] = lambda: True
         self.displace: Callable[[Displaced], None] = lambda error: None
+        self.more: list[Place] = []
+        """The further places of a request with several images."""
 
 
 class _Holder:
@@ -114,8 +116,19 @@ class QueuePlaces:
             victim.displace(error)
         return place
 
+    def take_more(self, place: Place, count: int) -> None:
+        """Adds ``count`` places to ``place``, or as many as there are: a request holds the memory of its images. Raises
+        EngineOverloaded."""
+        for _ in range(min(count, self.bound - 1)):
+            more = self.take(place.principal, place.weight, place.priority)
+            more.is_waiting = lambda: place.is_waiting()
+            more.displace = lambda error: place.displace(error)
+            place.more.append(more)
+
     def give_back(self, place: Place) -> None:
-        """Idempotent."""
+        """Gives back the place and those that were added to it. Idempotent."""
+        for more in place.more:
+            self.give_back(more)
         holder, place.holder = place.holder, None
         if holder is None:
             return

@@ -54,7 +54,7 @@ def build_batch(
         else:
             seen = cache.slots(row.page_table, end)
             slots.append(_as_tensor(seen)[row.start :])
-            spans += _spans(row, begin, seen, model, rounds=cache.eight_bits)
+            spans += _spans(row, begin, seen, model.device, rounds=cache.eight_bits)
         inputs.add(row, begin)
         begin += count
         last.append(begin - 1)
@@ -156,32 +156,33 @@ def _as_tensor(slots: slice | Tensor) -> Tensor:
 
 
 def _spans(
-    row: Row, begin: int, seen: slice | Tensor, model: Moondream, *, rounds: bool
+    row: Row, begin: int, seen: slice | Tensor, device: torch.device, *, rounds: bool
 ) -> list[Span]:
     """Cuts a row into spans. ``begin``: the index of its first token in the batch.
 
-    BOS and image attend to each other in both directions; all other tokens attend causally. A span attends to the keys
-    from position 0 to its own end. ``rounds``: the KV cache rounds what it stores. In that case an image prefix, which
-    is always computed as a whole, attends to its unrounded keys, and text attends to the stored ones. So the result
-    depends neither on what was cached nor on where a prompt was split.
+    The positions of an image, and that of a BOS directly before it, attend to one another in both directions; all other
+    tokens attend causally. A span attends to the keys from position 0 to its own end. ``rounds``: the KV cache rounds
+    what it stores. In that case an image at the beginning, which is always computed as a whole, attends to its
+    unrounded keys, and text and later images attend to the stored ones. So the result depends neither on what was
+    cached nor on where a prompt was split.
     """
     pieces: list[tuple[int, int, bool]] = []  # first and one past the last position; bidirectional
     position = start = row.start
-    for before, token in zip((None, *row.tokens), row.tokens, strict=False):
+    for token in row.tokens:
         if not isinstance(token, ImageBlock):
             position += 1
             continue
-        assert before == model.config.ids.bos_id, (
-            f"sequence {row.sequence_id}: image {token.key} does not follow a BOS in its row"
+        assert row.start != 1 or position != 1, (
+            f"sequence {row.sequence_id}: image {token.key} is not in the row of its BOS"
         )
-        if start < position - 1:
-            pieces.append((start, position - 1, False))
-        start, position = position, position + token.num_positions
-        pieces.append((start - 1, position, True))
-        start = position
+        block = 0 if position == 1 else position
+        if start < block:
+            pieces.append((start, block, False))
+        start = position = position + token.num_positions
+        pieces.append((block, position, True))
     if start < position:
         pieces.append((start, position, False))
-    return [_span(row.start, begin, piece, seen, model.device, rounds=rounds) for piece in pieces]
+    return [_span(row.start, begin, piece, seen, device, rounds=rounds) for piece in pieces]
 
 
 def _span(

@@ -43,10 +43,10 @@ def check_holdings(
     users: dict[str, int] = {}
     for sequence in sequences:
         holds = sequence.phase is Phase.RUNNING or sequence.steps_out
-        assert holds or not (sequence.pages or sequence.node or sequence.uses_image)
+        assert holds or not (sequence.pages or sequence.node or sequence.needed)
         assert len(sequence.pages) * page_size >= sequence.num_scheduled
-        if sequence.uses_image and sequence.image is not None:
-            users[sequence.image.key] = users.get(sequence.image.key, 0) + 1
+        for piece in sequence.needed:
+            users[piece.image.key] = users.get(piece.image.key, 0) + 1
         for page in sequence.pages:
             references[page] += 1
     assert users == images.users(), "an image has users that do not exist"

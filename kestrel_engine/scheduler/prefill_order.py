@@ -24,8 +24,8 @@ class PrefillOrder:
     def order(self, running: Iterable[Sequence], now: float) -> list[Sequence]:
         """The sequences of ``running`` with prompt positions left to compute, in order."""
         waiting = [s for s in running if s.needs_prefill]
-        images = [s for s in waiting if s.uses_image]
-        text = [s for s in waiting if not s.uses_image]
+        images = [s for s in waiting if s.needed]
+        text = [s for s in waiting if not s.needed]
         text.sort(key=self._text_rank)
         if images and text:
             self._images_first = not self._images_first

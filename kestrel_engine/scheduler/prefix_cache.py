@@ -1,7 +1,8 @@
 """PrefixCache: which pages already hold the KV of a prompt's beginning.
 
-A radix tree whose edges are atoms: one whole page of typed tokens, or one image with the BOS before it (which
-attends in both directions and so is of use only whole). One tree a namespace. The tree holds one reference on each of
+A radix tree whose edges are atoms: one whole page of typed tokens, or the whole pages that hold an image (which attends
+in both directions and so is of use only whole), with the tokens beside it on its first and last page. One tree a
+namespace. The tree holds one reference on each of
 its pages. A user of a node's pages locks the node, which keeps it and all nodes above it. When pages are needed,
 unlocked leaves are evicted, the least recently used first. Ints and hashable keys only; knows no sequence and no
 clock.
@@ -49,11 +50,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix: its last node (locked by ``match``), its pages, and how many atoms it covers."""
+    """The longest cached prefix: its last node (locked by ``match``) and its pages."""
 
     node: Node | None
     pages: list[int]
-    num_atoms: int
 
 
 class PrefixCache:
@@ -99,10 +99,10 @@ class PrefixCache:
             pages += node.pages
             count += 1
         if node is None or count == 0:
-            return Match(None, [], 0)
+            return Match(None, [])
         self._touch(node)
         self.lock(node)
-        return Match(node, pages, count)
+        return Match(node, pages)
 
     def lock(self, node: Node) -> None:
         """Keeps ``node`` and those above it from eviction."""

@@ -1,5 +1,5 @@
-"""PrefixesUnderway: which image prefixes are being computed, and by which sequence, so that no prefix is
-computed twice."""
+"""PrefixesUnderway: which prompts up to an image are being computed, and by which sequence, so that no image is
+computed twice for the same beginning of a prompt."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from .sequence import Sequence
 
 
 class PrefixesUnderway:
-    """``begin`` when a sequence computes a prefix, ``end`` once it is cached or its computation ended early."""
+    """``begin`` when a sequence computes prefixes, ``end`` once they are cached or their computation ended early."""
 
     def __init__(self, *, shared: bool) -> None:
         """``shared``: whether prefixes are cached, so that other sequences can use one."""
         self._shared = shared
         self._computing: dict[Hashable, int] = {}
 
-    def key(self, sequence: Sequence) -> Hashable | None:
-        """The key of the prefix of ``sequence``; None if it has no prefix that can be shared."""
-        if sequence.image is None or not sequence.image_prefix or not self._shared:
-            return None
-        return (sequence.submission.namespace, sequence.image.key)
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._computing
+    def __contains__(self, prefix: Hashable) -> bool:
+        return prefix in self._computing
 
     def begin(self, sequence: Sequence) -> None:
-        key = self.key(sequence)
-        if key is not None:
-            self._computing[key] = sequence.sequence_id
+        """``sequence`` computes the prefixes that end after its cursor."""
+        if not self._shared:
+            return
+        for run in sequence.images.runs:
+            if run.prefix is not None and run.last > sequence.cursor:
+                self._computing[run.prefix] = sequence.sequence_id
 
-    def end(self, sequence: Sequence) -> Hashable | None:
-        """The key of the prefix that ``sequence`` was computing; None if it computed no prefix."""
-        key = self.key(sequence)
-        if key is None or self._computing.get(key) != sequence.sequence_id:
-            return None
-        del self._computing[key]
-        return key
+    def end(self, sequence: Sequence, num_pages: int | None = None) -> list[Hashable]:
+        """The prefixes that ``sequence`` was computing and that its first ``num_pages`` pages hold; None: all."""
+        ended: list[Hashable] = []
+        for run in sequence.images.runs:
+            if num_pages is not None and run.end > num_pages:
+                break
+            if run.prefix is None or self._computing.get(run.prefix) != sequence.sequence_id:
+                continue
+            del self._computing[run.prefix]
+            ended.append(run.prefix)
+        return ended
 
     def check(self, running: Collection[int]) -> None:
         """Raises AssertionError unless all sequences that compute a prefix are ``running``."""

@@ -17,4 +17,5 @@ class Scheduled:
     end_positions: int
     samples: bool
     is_prefill: bool
-    reads_image: bool
+    images: tuple[str, ...]
+    """Keys of the images that the row computes."""

@@ -5,10 +5,10 @@ tensor, text, skill or clock. One thread uses it. Several steps may be out at a 
 or in two lanes (types.step.Lane).
 
 Policy. All sequences that can decode do so in every step. Beside them a step takes new work within its allowance: text
-in chunks, images crop by crop, image prefixes whole. Waiting sequences join when a batch place and the pages of their
-prompt are free; pages for sampled tokens are allocated when they are needed. When no page is free, cached prefixes are
-evicted first. Then the youngest sequence of the least priority is preempted: it waits again and recomputes its
-positions, those of sampled tokens included.
+in chunks, images crop by crop, the positions of an image whole. Waiting sequences join when a batch place and the pages
+of their prompt are free; pages for sampled tokens are allocated when they are needed. When no page is free, cached
+prefixes are evicted first. Then the youngest sequence of the least priority is preempted: it waits again and recomputes
+its positions, those of sampled tokens included.
 
 Principals share the batch (shares.py). A principal may fill it while no other has work, and gives places back when a
 principal with less than its share waits (place_taker.py).
@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Hashable
 
 from ..types.info import SchedulerStats
-from ..types.requests import PreparedImage
 from ..types.step import (
     MOST_REFINED,
     PREVIOUS,
@@ -47,6 +46,7 @@ from .policy import SchedulerPolicy
 from .prefill_order import PrefillOrder
 from .prefix_cache import PrefixCache
 from .prefixes_underway import PrefixesUnderway
+from .prompt_images import ImagePiece
 from .scheduled import Scheduled
 from .sequence import Phase, Sequence
 from .shares import Shares
@@ -120,7 +120,7 @@ class Scheduler:
 
     def add(self, submission: Submission) -> Sequence:
         """Queues a new sequence, which must be one that ``fits``, and returns it."""
-        sequence = Sequence(submission)
+        sequence = Sequence(submission, self._limits.page_size)
         assert sequence.sequence_id not in self._sequences
         assert self.fits(sequence.num_prompt_positions, submission.max_tokens), (
             "callers check fits() first"
@@ -270,15 +270,14 @@ class Scheduler:
 
     def discard(self, sequence_id: int) -> None:
         """Ends a sequence whose row was not finite. The pages that it wrote leave the prefix cache, with all nodes
-        below them. If it computed from its image's embedding, the embedding is dropped. Pages of other sequences
-        stay."""
+        below them. The embeddings from which it computed are dropped. Pages of other sequences stay."""
         sequence = self._sequences[sequence_id]
         shared = sequence.num_shared_pages
         if sequence.node is not None:
             self._cache.forget(sequence.node, set(sequence.pages[shared:]))
-        reads_image = shared * self._limits.page_size < sequence.image_prefix
-        if sequence.image and (reads_image or sequence.submission.embedding is not None):
-            self._images.spoil(sequence.image.key)
+        for piece in sequence.images.pieces:
+            if piece.start >= shared * self._limits.page_size and piece not in sequence.needed:
+                self._images.spoil(piece.image.key)
         self._end(sequence, keep=False)
 
     def fail_step(self, plan: StepPlan) -> list[int]:
@@ -291,14 +290,16 @@ class Scheduler:
             self._decode_lane.ended(plan.step_id, None)
         images = {piece.image.key for piece in plan.encode}
         involved = [item.sequence for item in self._pop_oldest(plan)]
-        involved += [s for s in self._running.values() if s.uses_image and s.image_key in images]
+        involved += [
+            s for s in self._running.values() if any(p.image.key in images for p in s.needed)
+        ]
         # Later steps that are out may compute prefixes of images that this one should have encoded.
         involved += [
             item.sequence
             for out in self._out.values()
             for _, scheduled, _ in out
             for item in scheduled
-            if item.reads_image and item.sequence.image_key in images
+            if images.intersection(item.images)
         ]
         failed = []
         for sequence in involved:
@@ -425,17 +426,18 @@ class Scheduler:
         scheduled: list[Scheduled],
     ) -> None:
         """Schedules crops of an image as the allowance permits, and the embeddings to return after the last one."""
-        image, spec = sequence.image, sequence.submission.embedding
-        assert image is not None and spec is not None
-        if not self._encode(image, allowance, encode):
+        (piece,), spec = sequence.needed, sequence.submission.embedding
+        assert spec is not None
+        image = piece.image
+        if not self._encode(piece, allowance, encode):
             return
         allowance.take_crops(1)  # Embeddings that are there cost little, but not nothing.
         self._images.release(image.key)
-        sequence.uses_image = False
+        sequence.needed = []
         embed.append(EmbedRead(sequence.sequence_id, image, spec))
         scheduled.append(
             Scheduled(
-                sequence, sequence.epoch, 0, samples=False, is_prefill=False, reads_image=True
+                sequence, sequence.epoch, 0, samples=False, is_prefill=False, images=(image.key,)
             )
         )
 
@@ -447,32 +449,38 @@ class Scheduler:
         prefill: list[Row],
         scheduled: list[Scheduled],
     ) -> None:
-        """Schedules as much of a prompt as the allowance permits."""
+        """Schedules as much of a prompt as the allowance permits: text in parts, each image as a whole."""
         count = 0
-        if sequence.uses_image:
-            assert sequence.image is not None
-            if not self._encode(sequence.image, allowance, encode):
-                return
-            if not allowance.allows_whole(sequence.image_prefix):
-                return
-            allowance.take_positions(sequence.image_prefix)
-            self._images.release(sequence.image.key)
-            sequence.uses_image = False
-            count = 2
-        text = min(len(sequence.tokens) - sequence.cursor - count, allowance.positions)
-        allowance.take_positions(text)
-        if count + text:
-            prefill.append(self._row(sequence, count + text, scheduled, is_prefill=True))
+        computed: list[ImagePiece] = []
+        while (begin := sequence.cursor + count) < len(sequence.tokens):
+            piece = sequence.needed[0] if sequence.needed else None
+            if piece is not None and piece.first == begin:
+                if not self._encode(piece, allowance, encode):
+                    break
+                if not allowance.allows_whole(piece.num_positions):
+                    break
+                allowance.take_positions(piece.num_positions)
+                self._images.release(piece.image.key)
+                computed.append(sequence.needed.pop(0))
+                count += piece.last - piece.first
+                continue
+            end = len(sequence.tokens) if piece is None else piece.first
+            text = min(end - begin, allowance.positions)
+            allowance.take_positions(text)
+            count += text
+            if text < end - begin:
+                break
+        if count:
+            prefill.append(self._row(sequence, count, scheduled, tuple(computed), is_prefill=True))
 
-    def _encode(
-        self, image: PreparedImage, allowance: Allowance, encode: list[EncodeSlice]
-    ) -> bool:
+    def _encode(self, piece: ImagePiece, allowance: Allowance, encode: list[EncodeSlice]) -> bool:
         """Schedules crops of an image; True once all are."""
-        while not self._images.is_encoded(image.key) and allowance.crops:
-            piece = self._images.encode(image.key, allowance.crops)
-            allowance.take_crops(piece.last - piece.first)
-            encode.append(piece)
-        return self._images.is_encoded(image.key)
+        key = piece.image.key
+        while not self._images.is_encoded(key) and allowance.crops:
+            part = self._images.encode(key, allowance.crops)
+            allowance.take_crops(part.last - part.first)
+            encode.append(part)
+        return self._images.is_encoded(key)
 
     def _admit(self, now: float) -> Sequence | None:
         """Admits the next waiting sequence if it has room. No sequence overtakes it, unless it waits for an image
@@ -506,8 +514,8 @@ class Scheduler:
     def _next(self, now: float) -> Sequence | None:
         """The next waiting sequence, after parking those that wait for an image prefix; None if there is none."""
         while (sequence := self._queue.head(now)) is not None and not sequence.in_flight:
-            prefix = self._underway.key(sequence)
-            if prefix is None or not self._must_wait_for(sequence, prefix):
+            prefix = self._awaited_prefix(sequence)
+            if prefix is None:
                 return sequence
             self._queue.park(sequence, prefix)
         return None
@@ -520,16 +528,21 @@ class Scheduler:
         assert sequence.account is not None
         sequence.account.num_running += 1
         sequence.account.num_urgent += sequence.priority == 0
-        if sequence.image is not None and sequence.cursor == 0:
-            self._images.acquire(sequence.image)
-            sequence.uses_image = True
+        sequence.needed = [p for p in sequence.images.pieces if p.first >= sequence.cursor]
+        for piece in sequence.needed:
+            self._images.acquire(piece.image)
+        if sequence.needed:
             self._underway.begin(sequence)
 
-    def _must_wait_for(self, sequence: Sequence, prefix: Hashable) -> bool:
-        size = self._limits.page_size
-        atoms = sequence.atoms(size, sequence.image_prefix // size)
+    def _awaited_prefix(self, sequence: Sequence) -> Hashable | None:
+        """The prefix of ``sequence`` that another sequence is computing; None if it can begin."""
         namespace = sequence.submission.namespace
-        return prefix in self._underway and not self._cache.contains(namespace, atoms)
+        for run in sequence.images.runs:
+            if run.prefix in self._underway and not self._cache.contains(
+                namespace, sequence.atoms(run.end)
+            ):
+                return run.prefix
+        return None
 
     def _take_pages(self, sequence: Sequence, now: float) -> bool:
         """Reserves the pages of all tokens so far and shares cached ones. False, without effect, if too few are free.
@@ -539,7 +552,7 @@ class Scheduler:
         size = self._limits.page_size
         total = sequence.num_positions
         # At least one position is computed, or there would be nothing to sample from.
-        atoms = sequence.atoms(size, (total - 1) // size) if self._policy.prefix_cache else []
+        atoms = sequence.atoms((total - 1) // size) if self._policy.prefix_cache else []
         match = self._cache.match(sequence.submission.namespace, atoms)
         needed = self._num_pages(total) - len(match.pages)
         if needed + len(self._running) > self._pool.num_free + self._cache.num_evictable:
@@ -553,8 +566,7 @@ class Scheduler:
         sequence.replace_pages(match.pages + fresh)
         sequence.num_shared_pages = len(match.pages)
         sequence.num_scheduled = sequence.num_committed = len(match.pages) * size
-        skipped = max(0, sequence.image_prefix - 2)
-        sequence.cursor = sequence.num_scheduled - skipped if match.num_atoms else 0
+        sequence.cursor = sequence.images.num_tokens(sequence.num_scheduled)
         if sequence.admitted_at is None:
             sequence.admitted_at = now
             self._admitted.append(sequence)
@@ -564,18 +576,25 @@ class Scheduler:
         return True
 
     def _row(
-        self, sequence: Sequence, count: int, scheduled: list[Scheduled], *, is_prefill: bool
+        self,
+        sequence: Sequence,
+        count: int,
+        scheduled: list[Scheduled],
+        images: tuple[ImagePiece, ...] = (),
+        *,
+        is_prefill: bool,
     ) -> Row:
-        """Schedules the next ``count`` tokens; samples if they are the last ones."""
+        """Schedules the next ``count`` tokens, with ``images`` among them; samples if they are the last ones."""
         start = sequence.num_scheduled
         tokens = tuple(sequence.tokens[sequence.cursor : sequence.cursor + count])
-        skipped = max(0, sequence.image_prefix - 2) if sequence.cursor == 0 else 0
         sequence.cursor += count
         if not is_prefill:
             account = sequence.account
             assert account is not None
             account.used += account.token_cost
-        sequence.num_scheduled += count + skipped
+        sequence.num_scheduled += count
+        for piece in images:
+            sequence.num_scheduled += piece.num_hidden
         sample: SampleSpec | None = None
         if sequence.cursor == len(sequence.tokens):
             assert sequence.rule is not None and not (is_prefill and sequence.in_flight)
@@ -585,9 +604,9 @@ class Scheduler:
             sequence.in_flight += 1
             sequence.tokens.append(PREVIOUS)
         end = sequence.num_scheduled
-        reads_image = start == 0 and sequence.image is not None
+        keys = tuple([piece.image.key for piece in images]) if images else ()
         scheduled.append(
-            Scheduled(sequence, sequence.epoch, end, sample is not None, is_prefill, reads_image)
+            Scheduled(sequence, sequence.epoch, end, sample is not None, is_prefill, keys)
         )
         page_table = sequence.page_table(-(-end // self._limits.page_size))
         return Row(sequence.sequence_id, tokens, start, page_table, sample)
@@ -611,20 +630,19 @@ class Scheduler:
         if self._policy.prefix_cache and sequence.num_committed:
             size = self._limits.page_size
             count = sequence.num_committed // size
-            atoms = sequence.atoms(size, count)
+            atoms = sequence.atoms(count)
             num_pages = sum(atom.num_pages for atom in atoms)
             namespace = sequence.submission.namespace
             node = self._cache.insert(namespace, atoms, sequence.pages[:num_pages])
             if sequence.node is not None:
                 self._cache.unlock(sequence.node)
             sequence.node = node
-            if sequence.num_committed >= sequence.image_prefix:
-                self._prefix_is_there(sequence)
+            self._release_waiting(sequence, count)
 
-    def _prefix_is_there(self, sequence: Sequence) -> None:
-        """Releases the sequences that wait for this image prefix: it is cached, or its computation ended."""
-        prefix = self._underway.end(sequence)
-        if prefix is not None:
+    def _release_waiting(self, sequence: Sequence, num_pages: int | None = None) -> None:
+        """Releases the sequences that wait for prefixes of ``sequence``: its first ``num_pages`` pages are cached, or
+        its computation has ended."""
+        for prefix in self._underway.end(sequence, num_pages):
             self._queue.release(prefix)
 
     def _give_back(self, sequence: Sequence) -> None:
@@ -645,11 +663,10 @@ class Scheduler:
         if sequence.node is not None:
             self._cache.unlock(sequence.node)
             sequence.node = None
-        if sequence.uses_image:
-            assert sequence.image is not None
-            self._images.release(sequence.image.key)
-            sequence.uses_image = False
-        self._prefix_is_there(sequence)
+        for piece in sequence.needed:
+            self._images.release(piece.image.key)
+        sequence.needed = []
+        self._release_waiting(sequence)
 
     def _end(self, sequence: Sequence, *, keep: bool) -> None:
         is_written = bool(sequence.steps_out)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 
-from ..types.requests import ImageBlock, PreparedImage, Token, num_positions
+from ..types.requests import Token
 from ..types.step import PREVIOUS, Previous, StepToken
 from ..types.submission import Submission
 from .prefix_cache import Atom, Node
+from .prompt_images import ImagePiece, PromptImages
 from .shares import Account
 
 
@@ -40,7 +41,9 @@ class Sequence:
         "admitted_at",
         "cursor",
         "epoch",
+        "images",
         "in_flight",
+        "needed",
         "node",
         "num_cached",
         "num_committed",
@@ -54,16 +57,16 @@ class Sequence:
         "steps_out",
         "submission",
         "tokens",
-        "uses_image",
     )
 
-    def __init__(self, submission: Submission) -> None:
+    def __init__(self, submission: Submission, page_size: int) -> None:
         self.submission = submission
         self.sequence_id = submission.sequence_id
         self.account: Account | None = None
         """The principal's, while the scheduler has the sequence."""
         self.phase = Phase.WAITING
         self.tokens: list[Token | Previous] = list(submission.prompt)
+        self.images = PromptImages(submission, page_size)
         self.rule = submission.rule
         """For the next token to be sampled; None: not known until a token has come back."""
         self.cursor = 0
@@ -87,8 +90,9 @@ class Sequence:
         """The instant of the first admission."""
         self.num_cached = 0
         """Positions that the first admission took from the prefix cache."""
-        self.uses_image = False
-        """The sequence needs its image's embedding: it computes the image prefix, or asks for the embedding itself."""
+        self.needed: list[ImagePiece] = []
+        """The images that the running sequence has yet to compute, in order. It needs their embeddings, for their
+        positions or because it asks for the embeddings themselves."""
         self.steps_out: list[int] = []
         """The steps of NEW_WORK with a row of this sequence that have not come back, in order. They write to its pages,
         so it keeps these, also if it ends."""
@@ -104,20 +108,12 @@ class Sequence:
         return self.phase is Phase.WAITING
 
     @property
-    def image(self) -> PreparedImage | None:
-        return self.submission.image
-
-    @property
     def priority(self) -> int:
         return self.submission.priority
 
     @property
-    def image_key(self) -> str | None:
-        return None if self.image is None else self.image.key
-
-    @property
     def num_prompt_positions(self) -> int:
-        return num_positions(self.submission.prompt)
+        return len(self.submission.prompt) + self.images.num_hidden
 
     @property
     def num_planned(self) -> int:
@@ -125,16 +121,9 @@ class Sequence:
         return self.num_sampled + self.in_flight
 
     @property
-    def image_prefix(self) -> int:
-        """Positions of the block that attends in both directions and is computed whole; 0 without an image."""
-        prompt = self.submission.prompt
-        block = prompt[1] if len(prompt) > 1 else None
-        return 1 + block.num_positions if isinstance(block, ImageBlock) else 0
-
-    @property
     def num_positions(self) -> int:
         """Positions of all tokens, planned ones included."""
-        return len(self.tokens) + max(0, self.image_prefix - 2)
+        return len(self.tokens) + self.images.num_hidden
 
     @property
     def can_decode(self) -> bool:
@@ -149,7 +138,7 @@ class Sequence:
 
     @property
     def needs_prefill(self) -> bool:
-        return self.uses_image or (
+        return bool(self.needed) or (
             self.cursor < len(self.tokens)
             and self.tokens[self.cursor] is not PREVIOUS
             and not self.can_decode
@@ -173,22 +162,9 @@ class Sequence:
         )
         self.phase = phase
 
-    def atoms(self, page_size: int, num_pages: int) -> list[Atom]:
+    def atoms(self, num_pages: int) -> list[Atom]:
         """The whole atoms that the first ``num_pages`` pages hold."""
-        atoms: list[Atom] = []
-        pages, begin = 0, 0
-        if self.image_prefix:
-            assert self.image_prefix % page_size == 0, (
-                f"pages of {page_size}, image prefix {self.image_prefix}"
-            )
-            prefix_pages = self.image_prefix // page_size
-            if prefix_pages > num_pages:
-                return []
-            atoms.append(Atom((self.tokens[0], self.tokens[1]), prefix_pages))
-            pages, begin = prefix_pages, 2
-        for start in range(begin, begin + (num_pages - pages) * page_size, page_size):
-            atoms.append(Atom(tuple(self.tokens[start : start + page_size]), 1))
-        return atoms
+        return self.images.atoms(self.tokens, num_pages)
 
     def take(self, token: StepToken) -> None:
         """Replaces the oldest PREVIOUS by the sampled token."""

@@ -16,7 +16,7 @@ from ..types.constraint import Constraint
 from ..types.embedding import EmbeddingSpec
 from ..types.events import EngineMetrics, EngineResult, FinishReason, StreamUpdate, TokenLogprob
 from ..types.model_config import ModelConfig
-from ..types.requests import Prompt, SamplingParams
+from ..types.requests import ImagePlace, SamplingParams, Token
 from ..types.step import StepToken, TokenRule
 from .grammars import Grammar
 
@@ -76,7 +76,8 @@ class SkillContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkillRequest:
-    """A request in the skill's own terms, checked. ``prompt_suffix`` follows BOS and, if any, the image.
+    """A request in the skill's own terms, checked. ``prompt_suffix`` follows BOS and the request's images. It may hold
+    IMAGE_PLACE for images that come later: the last images of the request go there, in order.
 
     ``max_tokens``: what the caller asked for; None means the default, shrunk to the room left in the context.
     ``seed``: the caller's, else None and the engine draws one. ``options``: the skill's own fields, for its state.
@@ -84,9 +85,13 @@ class SkillRequest:
     """
 
     skill: str
-    prompt_suffix: Prompt
+    prompt_suffix: tuple[Token | ImagePlace, ...]
     sampling: SamplingParams
     needs_image: bool = True
+    max_images: int | None = 1
+    """None: as many as the engine takes in a request (RuntimeConfig.max_images)."""
+    num_images: int | None = None
+    """The number of images that ``prompt_suffix`` is made for; None: any."""
     max_tokens: int | None = None
     seed: int | None = None
     token_budget: int | None = None

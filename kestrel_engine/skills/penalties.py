@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InvalidRequest
 from ..types.events import FinishReason
-from ..types.requests import Prompt, is_number
+from ..types.requests import is_number
 from ..types.step import LogitEdit, StepToken, TokenRule
 from .base import SkillContext, SkillControl
 
@@ -56,9 +56,13 @@ class PenalizingControl:
     """Changes the rules of ``inner``, which writes text."""
 
     def __init__(
-        self, inner: SkillControl, penalties: Penalties, prompt: Prompt, context: SkillContext
+        self,
+        inner: SkillControl,
+        penalties: Penalties,
+        prompt: Iterable[object],
+        context: SkillContext,
     ) -> None:
-        """``prompt``: without its image. Special tokens in it are left out."""
+        """``prompt``: the tokens; those that are no ids are left out. Special tokens in it are left out."""
         self._inner, self._penalties = inner, penalties
         texts = (t for t in prompt if isinstance(t, int) and context.codec.token_bytes(t))
         self._prompt = frozenset(texts) if penalties.repetition != 1.0 else frozenset()

@@ -7,7 +7,14 @@ from typing import Any
 
 from ..errors import InvalidRequest
 from ..types.events import FinishReason, StreamUpdate, TokenLogprob
-from ..types.requests import Coord, Prompt, check_spatial_refs, spatial_tokens
+from ..types.requests import (
+    IMAGE_PLACE,
+    Coord,
+    ImagePlace,
+    Token,
+    check_spatial_refs,
+    spatial_tokens,
+)
 from ..types.step import StepToken, TokenRule
 from .answer import AnswerOutput, answer_control
 from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, check_size, checked_text
@@ -16,13 +23,18 @@ from .penalties import read_penalties
 from .settings import TEXT_KEYS, read_settings, reject_unknown
 
 MAX_TURNS = 64
+_ARGUMENTS = frozenset({"question", "reasoning", "spatial_refs", "history", "image_turns"})
 
 
 class QuerySkill:
-    """Arguments: question, reasoning (default False), spatial_refs, history. Output: {"answer", "reasoning"?}.
+    """Arguments: question, reasoning (default False), spatial_refs, history, image_turns. Output: {"answer",
+    "reasoning"?}.
 
     ``history``: earlier turns as pairs of question and answer, oldest first. Each is rendered as it was asked and
     answered directly (moondream.md section 14).
+
+    ``image_turns``: for each image of the request, in order, the turn that shows it: 0 is the first turn, and
+    ``len(history)`` the question. The images of a turn precede its text. Without it, the first turn shows all images.
 
     max_tokens bounds the reasoning and the answer separately, as in the reference. Stop strings and a constraint
     apply to the answer only; in the reasoning stop strings are ordinary text.
@@ -33,7 +45,7 @@ class QuerySkill:
     def build(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
     ) -> SkillRequest:
-        reject_unknown(arguments, frozenset({"question", "reasoning", "spatial_refs", "history"}))
+        reject_unknown(arguments, _ARGUMENTS)
         question = checked_text("question", arguments.get("question"), context)
         reasoning = arguments.get("reasoning", False)
         if not isinstance(reasoning, bool):
@@ -43,8 +55,10 @@ class QuerySkill:
         penalties = read_penalties(settings, context.model.text.vocab_size)
         templates = context.model.templates
         suffix = templates.query_reasoning_suffix if reasoning else templates.query_suffix
-        prompt: Prompt = (
-            *_earlier_turns(arguments.get("history"), context),
+        turns = _earlier_turns(arguments.get("history"), context)
+        shown = _image_turns(arguments.get("image_turns"), len(turns))
+        prompt = (
+            *_rendered(turns, shown),
             *templates.query_prefix,
             *spatial_tokens(refs),
             *context.codec.encode(question),
@@ -59,6 +73,8 @@ class QuerySkill:
             sampling=read.sampling,
             seed=read.seed,
             needs_image=bool(refs),
+            max_images=None,
+            num_images=None if shown is None else len(shown),
             max_tokens=read.max_tokens,
             token_budget=2 * wanted + 1 if reasoning else None,
             constraint=read.constraint,
@@ -87,15 +103,15 @@ class QuerySkill:
         return AnswerOutput("answer", context, stop, logprobs=logprobs)
 
 
-def _earlier_turns(history: Any, context: SkillContext) -> list[int]:
-    """The ids of ``history``. Raises InvalidRequest."""
+def _earlier_turns(history: Any, context: SkillContext) -> list[list[int]]:
+    """The ids of each turn of ``history``. Raises InvalidRequest."""
     turns = () if history is None else history
     if isinstance(turns, (str, bytes)) or not isinstance(turns, Sequence):
         raise InvalidRequest("history", "must be a list of pairs of question and answer")
     if len(turns) > MAX_TURNS:
         raise InvalidRequest("history", f"has {len(turns)} turns, the limit is {MAX_TURNS}")
     templates = context.model.templates
-    ids: list[int] = []
+    found: list[list[int]] = []
     for index, turn in enumerate(turns):
         if isinstance(turn, str) or not isinstance(turn, Sequence) or len(turn) != 2:
             raise InvalidRequest(f"history[{index}]", "must be a pair of question and answer")
@@ -104,11 +120,44 @@ def _earlier_turns(history: Any, context: SkillContext) -> list[int]:
         if not isinstance(answer, str):
             raise InvalidRequest(f"history[{index}].answer", "must be text")
         check_size(f"history[{index}].answer", answer, context)
-        ids += templates.query_prefix
-        ids += context.codec.encode(question)
-        ids += templates.query_suffix
-        ids += context.codec.encode(answer)
-    return ids
+        found.append(
+            [
+                *templates.query_prefix,
+                *context.codec.encode(question),
+                *templates.query_suffix,
+                *context.codec.encode(answer),
+            ]
+        )
+    return found
+
+
+def _image_turns(image_turns: Any, num_turns: int) -> list[int] | None:
+    """The turn of each image. ``num_turns``: the earlier turns. Raises InvalidRequest."""
+    if image_turns is None:
+        return None
+    field = "image_turns"
+    if isinstance(image_turns, (str, bytes)) or not isinstance(image_turns, Sequence):
+        raise InvalidRequest(field, "must be a list of the numbers of turns")
+    before = 0
+    for index, turn in enumerate(image_turns):
+        if not isinstance(turn, int) or isinstance(turn, bool) or not before <= turn <= num_turns:
+            raise InvalidRequest(
+                f"{field}[{index}]", f"{turn!r} is not a whole number from {before} to {num_turns}"
+            )
+        before = turn
+    return list(image_turns)
+
+
+def _rendered(
+    turns: Sequence[Sequence[int]], shown: Sequence[int] | None
+) -> list[Token | ImagePlace]:
+    """The earlier turns, and the places of all images that come after the first turn begins."""
+    tokens: list[Token | ImagePlace] = []
+    for index, ids in enumerate((*turns, ())):
+        if index and shown is not None:
+            tokens += [IMAGE_PLACE] * shown.count(index)
+        tokens += ids
+    return tokens
 
 
 class ReasoningControl:

@@ -7,10 +7,11 @@ come from plug-ins too, so the engine checks every prompt and rule.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from ..errors import SkillFault
 from ..types.model_config import ModelConfig
-from ..types.requests import Coord, Prompt, Size
+from ..types.requests import Coord, ImagePlace, Size, Token
 from ..types.step import TokenRule
 
 _MAX_REMEMBERED = 4096
@@ -106,8 +107,12 @@ class RuleCheck:
                 )
 
 
-def check_prompt(tokens: Prompt, model: ModelConfig) -> None:
-    """Raises SkillFault for a token of a skill's prompt that the model can't embed."""
+def check_prompt(tokens: Sequence[Token | ImagePlace], model: ModelConfig) -> None:
+    """Raises SkillFault for a token of a skill's prompt that the model can't embed, and for an image at its end."""
+    if tokens and isinstance(tokens[-1], ImagePlace):
+        raise SkillFault(
+            "the skill's prompt ends with an image; it must end with an id, a Coord or a Size"
+        )
     vocab_size = model.text.vocab_size
     for token in tokens:
         match token:
@@ -115,6 +120,8 @@ def check_prompt(tokens: Prompt, model: ModelConfig) -> None:
                 good = math.isfinite(value)
             case Size(width, height):
                 good = math.isfinite(width) and math.isfinite(height)
+            case ImagePlace():
+                good = True
             case int() if not isinstance(token, bool):
                 good = 0 <= token < vocab_size
             case _:

@@ -435,7 +435,7 @@ class EngineLoop:
     ) -> None:
         """Ends a sequence, but not its request, whose outline the delivery thread may want refined."""
         active.finish = finish
-        sequence_id, image = sequence.sequence_id, active.work.submission.image
+        sequence_id, (image,) = sequence.sequence_id, active.work.submission.images
         self._scheduler.abort(sequence_id)
         report = StepReport(sequence_id, active.work.output, sequence.num_sampled, token)
         report.to_refine = image
@@ -583,5 +583,8 @@ class EngineLoop:
     def _about(self, keys: set[str]) -> tuple[str, ...]:
         """Requests about one of the images."""
         works = [active.work for active in self._active.values()]
-        images = [(work.request_id, work.submission.image) for work in works]
-        return tuple(i for i, image in images if image is not None and image.key in keys)
+        return tuple(
+            work.request_id
+            for work in works
+            if any(image.key in keys for image in work.submission.images)
+        )

@@ -75,6 +75,15 @@ class EngineMetrics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SeenImage:
+    """An image of a request. ``size``: width and height in pixels of the upright image. ``digest``: SHA-256 of the
+    image as it was given, without its background, in hexadecimal."""
+
+    size: tuple[int, int]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineResult:
     """The whole result of one request. ``output``: the skill's dict (moondream.md section 13)."""
 
@@ -84,11 +93,14 @@ class EngineResult:
     token_ids: tuple[int, ...] = ()
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
     model: str = ""
-    image_size: tuple[int, int] | None = None
-    """Width and height in pixels of the upright image, if there was one."""
-    image_digest: str = ""
-    """SHA-256 of the image as it was given, without its background, in hexadecimal; "" without an image."""
+    images: tuple[SeenImage, ...] = ()
+    """The images of the request, in the order of its prompt."""
     seed: int = 0
     """The seed that the sampling used."""
     logprobs: tuple[TokenLogprob, ...] | None = None
     """The tokens of the answer or description, reasoning left out; None unless the request asked for them."""
+
+    @property
+    def image_size(self) -> tuple[int, int] | None:
+        """Width and height in pixels of the first image, upright; None without an image."""
+        return self.images[0].size if self.images else None

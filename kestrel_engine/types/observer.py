@@ -48,8 +48,9 @@ class RequestEvent:
     """Class name of the error, "" if it ended well."""
     metrics: EngineMetrics
     image_size: tuple[int, int] | None
-    """Width and height in pixels of the upright image, if there was one."""
+    """Width and height in pixels of the first image, upright, if there was one."""
     num_crops: int
+    """Crops of all images."""
     accepted_at: float
     prepared_at: float | None
     scheduled_at: float | None

@@ -6,6 +6,7 @@ type. Knows no tokenizer, tensor, skill or event.
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass
 from numbers import Real
@@ -34,7 +35,8 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class ImageBlock:
-    """One image in a prompt; with the BOS before it, it attends in both directions.
+    """One image in a prompt. Its positions attend to one another in both directions, and to all positions before it.
+    The BOS at position 0 belongs to the block of an image that follows it directly.
 
     ``key`` is the content hash of what the model sees, ``num_positions`` its length in KV positions (grid squared).
     """
@@ -42,6 +44,14 @@ class ImageBlock:
     key: str
     num_positions: int
 
+
+class ImagePlace(enum.Enum):
+    """In a skill's prompt, stands for an image of the request, which the engine puts there (SkillRequest)."""
+
+    NEXT = "next image"
+
+
+IMAGE_PLACE = ImagePlace.NEXT
 
 Token: TypeAlias = int | Coord | Size | ImageBlock
 """A prompt or fed-back token; a plain int is a text id."""

@@ -125,7 +125,8 @@ class Row:
     """One sequence's share of a step: ``tokens`` at positions start.., written to the pages of ``page_table``.
 
     ``page_table`` covers every position up to the end of ``tokens``. ``sample`` is None while prefill is incomplete.
-    An ImageBlock occurs only whole, directly after a BOS in the same row. PREVIOUS occurs only as the last token.
+    An ImageBlock occurs only whole, and a BOS directly before it is in the same row. PREVIOUS occurs only as the last
+    token.
     """
 
     sequence_id: int

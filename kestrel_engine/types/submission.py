@@ -19,7 +19,8 @@ class Submission:
 
     sequence_id: int
     prompt: Prompt
-    image: PreparedImage | None
+    images: tuple[PreparedImage, ...]
+    """The images of the prompt's blocks, in order."""
     sampling: SamplingParams
     rule: TokenRule | None
     """For the first token to be sampled; None: the skill gives it later."""

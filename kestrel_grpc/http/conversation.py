@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest
 
 
@@ -14,37 +15,68 @@ class Message:
 
     role: str
     text: str
-    image: bytes | None
+    images: Sequence[bytes]
     name: str
+
+
+@dataclass(slots=True)
+class Asked:
+    """What the user asked. ``images``: those that the question shows, in order."""
+
+    question: str
+    images: list[bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """``history``: earlier questions with their answers, oldest first. The image belongs to the first question."""
+    """``last``: the question to answer. ``history``: earlier questions with their answers, oldest first."""
 
-    question: str
-    history: list[tuple[str, str]]
-    image: bytes | None
+    last: Asked
+    history: list[tuple[Asked, str]]
+
+    @property
+    def images(self) -> list[bytes]:
+        """All images, in order."""
+        turns = [*(asked for asked, _ in self.history), self.last]
+        return [image for asked in turns for image in asked.images]
+
+    def request(self, *, reasoning: bool) -> pb.QueryRequest:
+        """The request that asks the question. Its ``image`` is that of the first turn, if this has one image."""
+        request = pb.QueryRequest(question=self.last.question, reasoning=reasoning)
+        fields = [
+            (asked.images, request.history.add(question=asked.question, answer=answer).images)
+            for asked, answer in self.history
+        ]
+        fields.append((self.last.images, request.images))
+        for turn, (images, field) in enumerate(fields):
+            if turn == 0 and len(images) == 1:
+                request.image.encoded = images[0]
+                continue
+            for image in images:
+                field.add(encoded=image)
+        return request
 
 
 def conversation(messages: Iterable[Message]) -> Conversation:
     """Converts messages. System texts precede the first question, and consecutive user messages are joined, with a
     blank line between them. Raises InvalidRequest."""
     system: list[str] = []
-    turns: list[tuple[str, str]] = []
-    asked: str | None = None
-    image: bytes | None = None
+    turns: list[tuple[Asked, str]] = []
+    asked: Asked | None = None
     for message in messages:
         name, has_begun = message.name, bool(turns) or asked is not None
-        if message.image is not None:
-            _check_image(message, image, has_begun)
-            image = message.image
+        if message.images and message.role != "user":
+            raise InvalidRequest(f"{name}.content", "only user messages may hold images")
         if message.role in ("system", "developer"):
             if has_begun:
                 raise InvalidRequest(f"{name}.role", "system messages must come first")
             system.append(message.text)
         elif message.role == "user":
-            asked = message.text if asked is None else f"{asked}\n\n{message.text}"
+            if asked is None:
+                asked = Asked(message.text, list(message.images))
+            else:
+                asked.question += f"\n\n{message.text}"
+                asked.images += message.images
         elif message.role == "assistant":
             if asked is None:
                 raise InvalidRequest(f"{name}.role", "an answer must follow a user message")
@@ -57,18 +89,6 @@ def conversation(messages: Iterable[Message]) -> Conversation:
     if asked is None:
         raise InvalidRequest("messages", "must end with a user message")
     before = "".join(f"{text}\n\n" for text in system)
-    if turns:
-        turns[0] = (before + turns[0][0], turns[0][1])
-    else:
-        asked = before + asked
-    return Conversation(asked, turns, image)
-
-
-def _check_image(message: Message, earlier: bytes | None, has_begun: bool) -> None:
-    where = f"{message.name}.content"
-    if message.role != "user":
-        raise InvalidRequest(where, "only user messages may hold images")
-    if earlier is not None:
-        raise InvalidRequest(where, "the model takes one image a conversation")
-    if has_begun:
-        raise InvalidRequest(where, "the image must be in the first user message")
+    first = turns[0][0] if turns else asked
+    first.question = before + first.question
+    return Conversation(asked, turns)

@@ -59,9 +59,9 @@ def endpoints(
         images = _images(fields)
         if not prompt.strip() and not images:
             return _loaded(models, served(), {"response": ""})
-        messages = [Message("user", prompt, images[0] if images else None, "prompt")]
+        messages = [Message("user", prompt, images, "prompt")]
         if system:
-            messages.insert(0, Message("system", system, None, "system"))
+            messages.insert(0, Message("system", system, (), "system"))
         return _ask(fields, vision, served(), messages, lambda text: {"response": text})
 
     def chat(fields: Fields) -> Asked:
@@ -120,21 +120,16 @@ def _message(item: Any, name: str) -> Message:
     if not isinstance(item, dict):
         raise InvalidRequest(name, "must be an object with role and content")
     fields = Fields(item, f"{name}.")
-    images = _images(fields)
-    return Message(
-        fields.text("role"), fields.text("content", ""), images[0] if images else None, name
-    )
+    return Message(fields.text("role"), fields.text("content", ""), _images(fields), name)
 
 
 def _images(fields: Fields) -> list[bytes]:
-    """At most one. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     images: list[bytes] = []
     for index, item in enumerate(fields.items("images")):
         name = fields.name(f"images[{index}]")
         if not isinstance(item, str):
             raise InvalidRequest(name, "must be base64 text")
-        if images:
-            raise InvalidRequest(name, "the model takes one image a conversation")
         images.append(image_bytes(item, name))
     return images
 
@@ -162,13 +157,7 @@ def _ask(
     if fields.values.get("tools"):
         raise InvalidRequest("tools", "the models call no tools; leave it out")
     talk = conversation(messages)
-    request = pb.QueryRequest(
-        question=talk.question,
-        reasoning=fields.values.get("think") is True,
-        history=[pb.Turn(question=asked, answer=given) for asked, given in talk.history],
-    )
-    if talk.image is not None:
-        request.image.encoded = talk.image
+    request = talk.request(reasoning=fields.values.get("think") is True)
     _sample(request.sampling, fields.inner("options"))
     schema = _schema(fields)
     if schema is not None:

@@ -1,8 +1,8 @@
 """OpenAI's interface: /v1/chat/completions and /v1/models.
 
-A conversation becomes one Query: system text goes before the first question, earlier turns become its history, and the
-image belongs to the first user message. ``Detect: OBJECT`` and ``Point: OBJECT`` as the whole text of the last message
-ask for boxes or points, which are returned as JSON with pixel coordinates (``bbox_2d``, ``point_2d``).
+A conversation becomes one Query: system text goes before the first question, and earlier turns become its history. A
+user message may hold images, which go before its text. ``Detect: OBJECT`` and ``Point: OBJECT`` as the whole text of
+the last message ask for boxes or points, which are returned as JSON with pixel coordinates (``bbox_2d``, ``point_2d``).
 """
 
 from __future__ import annotations
@@ -77,24 +77,20 @@ def endpoints(
 def json_name(path: str) -> str:
     """The field of OpenAI's JSON that stands for a field of kestrel.v1."""
     path = path.removeprefix("request.").removeprefix("sampling.")
-    return "messages" if path.startswith("history") else _NAMES.get(path, path)
+    return "messages" if path.startswith(("history", "images")) else _NAMES.get(path, path)
 
 
 def _chat(fields: Fields, service: VisionService, served: str) -> Asked:
     """Raises InvalidRequest, UnsupportedImageError."""
     _refuse_unsupported(fields)
     talk = conversation(_messages(fields))
-    grounding = _GROUNDING.fullmatch(talk.question)
+    grounding = _GROUNDING.fullmatch(talk.last.question)
     streams = fields.flag("stream")
     usage = fields.inner("stream_options").flag("include_usage")
-    if grounding is not None and talk.image is not None:
+    if grounding is not None and talk.images:
         return _grounded(fields, service, served, talk, grounding, usage if streams else None)
-    request = pb.QueryRequest(
-        question=talk.question,
-        reasoning=fields.flag("reasoning"),
-        history=[pb.Turn(question=asked, answer=given) for asked, given in talk.history],
-    )
-    _fill(request, fields, served, talk.image)
+    request = talk.request(reasoning=fields.flag("reasoning"))
+    _fill(request, fields, served)
     schema = _schema(fields)
     if schema is not None:
         request.sampling.constraint.json_schema = schema
@@ -121,6 +117,10 @@ def _grounded(
     skill, name = grounding[1].lower(), grounding[2].strip()
     if _schema(fields) is not None:
         raise InvalidRequest("response_format", "must be text for boxes and points")
+    if len(talk.images) > 1:
+        raise InvalidRequest(
+            "messages", f"hold {len(talk.images)} images; boxes and points are found in one"
+        )
     if fields.whole("n") not in (None, 1):
         raise InvalidRequest("n", f"must be 1 for boxes and points, got {fields.values['n']}")
     request: Any
@@ -129,7 +129,8 @@ def _grounded(
         request, behaviour = pb.DetectRequest(object=name), service.Detect
     else:
         request, behaviour = pb.PointRequest(object=name), service.Point
-    _fill(request, fields, served, talk.image)
+    request.image.encoded = talk.images[0]
+    _fill(request, fields, served)
 
     def answer(response: Any) -> dict[str, Any]:
         return _completion(response, _grounding_json(response, name))
@@ -217,18 +218,18 @@ def _messages(fields: Fields) -> Iterator[Message]:
         name = f"messages[{index}]"
         if not isinstance(item, dict):
             raise InvalidRequest(name, "must be an object with role and content")
-        text, image = _content(item.get("content"), f"{name}.content")
-        yield Message(str(item.get("role")), text, image, name)
+        text, images = _content(item.get("content"), f"{name}.content")
+        yield Message(str(item.get("role")), text, images, name)
 
 
-def _content(content: Any, name: str) -> tuple[str, bytes | None]:
-    """The text of a message, and its image if there is one. Raises InvalidRequest, UnsupportedImageError."""
+def _content(content: Any, name: str) -> tuple[str, list[bytes]]:
+    """The text of a message, and its images. Raises InvalidRequest, UnsupportedImageError."""
     if content is None or isinstance(content, str):
-        return content or "", None
+        return content or "", []
     if not isinstance(content, list):
         raise InvalidRequest(name, "must be a string or a list of parts")
     texts: list[str] = []
-    image: bytes | None = None
+    images: list[bytes] = []
     for index, item in enumerate(content):
         where = f"{name}[{index}]"
         if not isinstance(item, dict):
@@ -238,20 +239,16 @@ def _content(content: Any, name: str) -> tuple[str, bytes | None]:
         if kind == "text":
             texts.append(part.text("text"))
         elif kind == "image_url":
-            if image is not None:
-                raise InvalidRequest(where, "the model takes one image a conversation")
             given = item.get("image_url")
             url = given if isinstance(given, str) else part.inner("image_url").text("url")
-            image = image_bytes(url, f"{where}.image_url")
+            images.append(image_bytes(url, f"{where}.image_url"))
         else:
             raise InvalidRequest(f"{where}.type", f"must be text or image_url, got {kind!r}")
-    return "\n".join(texts), image
+    return "\n".join(texts), images
 
 
-def _fill(request: Any, fields: Fields, served: str, image: bytes | None) -> None:
+def _fill(request: Any, fields: Fields, served: str) -> None:
     """What all requests share. Raises InvalidRequest."""
-    if image is not None:
-        request.image.encoded = image
     sampling = request.sampling
     for key in ("temperature", "top_p"):
         number = fields.number(key)

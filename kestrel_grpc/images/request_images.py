@@ -47,7 +47,7 @@ class RequestImages:
             kept = self.store.get(owner, source.value)
             call = find_call()
             if call is not None:
-                call.stored = kept.source
+                call.stored[source.value] = kept.source
             return RequestImage(kept.source, kept)
         return RequestImage(source)
 

@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -32,7 +33,7 @@ from kestrel_engine import EngineInfo
 from .. import __version__
 from ..edge.calls.call import Call
 from ..edge.failures.errors import CaptureError
-from ..edge.messages.inner_request import inner_request
+from ..edge.messages.inner_request import inner_request, request_images
 from ..images.upload import ReceivedParts
 from ..served_model import ServedModel
 from ..service_names import IMAGE_METHODS, VISION_METHODS
@@ -70,8 +71,8 @@ class _Failed:
     message: Any
     """The request, or the ReceivedParts of an upload."""
     facts: dict[str, Any]
-    stored: bytes | np.ndarray | None
-    """The stored image that the request names by id, if it was found."""
+    stored: Mapping[str, bytes | np.ndarray]
+    """The stored images that the request names, by id, as far as they were found."""
     with_image: bool
     request_id: str
 
@@ -176,21 +177,29 @@ def described(failed: _Failed) -> dict[str, Any]:
 
 
 def _describe_request(failed: _Failed) -> tuple[Any, dict[str, Any] | None]:
-    """The request, and the facts about its image if the image is left out."""
+    """The request, and the facts about its image if the image is left out. If several are, ``more`` holds the facts
+    about the others, and their fields stay, empty."""
     request = type(failed.message)()
     request.CopyFrom(failed.message)
-    image, inner = _find_image(request), inner_request(request)
+    inner = inner_request(request)
+    images = request_images(inner)
     if hasattr(inner, "options"):
         inner.options.ClearField("cache_salt")
-    left_out = None
-    if image is not None:
+    left_out: list[dict[str, Any]] = []
+    for image in images:
         source = image.WhichOneof("source")
-        if source == "image_id" and failed.stored is not None:
-            _inline(image, failed.stored)
+        if source == "image_id" and image.image_id in failed.stored:
+            _inline(image, failed.stored[image.image_id])
         if not failed.with_image or image.WhichOneof("source") == "image_id":
-            left_out = {**_image_facts(image), "source": source}
-            inner.ClearField("image")
-    return _plain(request), left_out
+            left_out.append({**_image_facts(image), "source": source})
+            for name in ("encoded", "raw", "image_id"):
+                image.ClearField(name)
+    if not left_out:
+        return _plain(request), None
+    if len(images) == 1 and "image" in inner.DESCRIPTOR.fields_by_name:
+        inner.ClearField("image")
+    first, *more = left_out
+    return _plain(request), {**first, "more": more} if more else first
 
 
 def _describe_upload(
@@ -225,15 +234,6 @@ def _facts(call: Call, info: EngineInfo | None) -> dict[str, Any]:
         "error": None if error is None else type(error).__name__,
         "traceback": None if error is None else traceback.format_exception(error),
     }
-
-
-def _find_image(message: Any) -> common_pb2.Image | None:
-    """The image of a request, or None."""
-    inner = inner_request(message)
-    if "image" not in inner.DESCRIPTOR.fields_by_name or not inner.HasField("image"):
-        return None
-    image: common_pb2.Image = inner.image
-    return image
 
 
 def _image_facts(image: common_pb2.Image) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class _Kind:
 
 
 _KINDS = {
-    "query": _Kind(convert.query_arguments, convert.query_response),
+    "query": _Kind(convert.query_task_arguments, convert.query_response),
     "caption": _Kind(convert.caption_arguments, convert.caption_response),
     "point": _Kind(convert.point_arguments, convert.point_response, convert.object_settings),
     "detect": _Kind(convert.detect_arguments, convert.detect_response, convert.object_settings),
@@ -271,7 +271,7 @@ async def _respond(task: Task, shared: _Shared) -> tuple[Any, EngineMetrics]:
 
 async def _answer(task: Task, shared: _Shared) -> tuple[Any, EngineMetrics]:
     call = task.call(shared.options)
-    stream = await submit(shared.engine, call, shared.image.prepared)
+    stream = await submit(shared.engine, call, [shared.image.prepared])
     try:
         if shared.send is not None:
             async for update in stream:

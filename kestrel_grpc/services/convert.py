@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -20,16 +21,20 @@ from kestrel_engine import (
     EngineResult,
     InvalidRequest,
     OnBackground,
+    RequestError,
     StreamUpdate,
     TokenLogprob,
 )
 
+from ..edge.failures.errors import LocatedError
 from ..images.store import ImageId
 
 _COLOUR = re.compile(r"#[0-9a-fA-F]{6}")
 _MAX_MODEL_NAME = 512
 _MAX_SALT_BYTES = 128
 _MAX_IMAGE_ID = 64
+MAX_IMAGES = 64
+"""The most that ServerLimits.max_images may be."""
 
 _BYTES_PER_PIXEL = {
     common_pb2.PIXEL_FORMAT_UNSPECIFIED: 3,
@@ -62,6 +67,13 @@ ImageSource: TypeAlias = bytes | np.ndarray | ImageId | OnBackground
 background colour."""
 
 
+class LocatedImage(NamedTuple):
+    """An image with the path of its field in the request."""
+
+    path: str
+    source: ImageSource
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
     """A request's options in the form that the engine expects."""
@@ -80,12 +92,20 @@ class SkillCall:
 
     skill: str
     image: ImageSource | None
+    more_images: tuple[LocatedImage, ...] = ()
+    """The images after ``image``, in the order of the prompt."""
     arguments: Mapping[str, Any]
     settings: Mapping[str, Any]
     options: CallOptions = _NO_OPTIONS
     mask_format: vision_service_pb2.MaskFormat.ValueType = (
         vision_service_pb2.MASK_FORMAT_UNSPECIFIED
     )
+
+    @property
+    def images(self) -> tuple[LocatedImage, ...]:
+        """All images, in the order of the prompt."""
+        first = () if self.image is None else (LocatedImage("image", self.image),)
+        return (*first, *self.more_images)
 
 
 class HasImage(Protocol):
@@ -111,7 +131,12 @@ Fields = Mapping[str, Any]
 
 def query_call(request: vision_service_pb2.QueryRequest) -> SkillCall:
     image = image_source(request.image) if request.HasField("image") else None
-    return _call("query", request, image, query_arguments(request))
+    arguments, more = query_arguments(request), _more_images(request)
+    if more:
+        turns = [*([] if image is None else [0]), *(turn for turn, _ in more)]
+        arguments = {**arguments, "image_turns": turns}
+    call = _call("query", request, image, arguments)
+    return replace(call, more_images=tuple(image for _, image in more)) if more else call
 
 
 def caption_call(request: vision_service_pb2.CaptionRequest) -> SkillCall:
@@ -150,6 +175,45 @@ def query_arguments(
             else {}
         ),
     }
+
+
+def _more_images(request: vision_service_pb2.QueryRequest) -> list[tuple[int, LocatedImage]]:
+    """The images of the turns and of the question, each with the number of its turn. Raises InvalidRequest."""
+    shown = [
+        (turn, f"history[{turn}].images", each.images) for turn, each in enumerate(request.history)
+    ]
+    shown.append((len(shown), "images", request.images))
+    found: list[tuple[int, LocatedImage]] = []
+    for turn, field, images in shown:
+        for index, image in enumerate(images):
+            path = f"{field}[{index}]"
+            if len(found) == MAX_IMAGES:
+                raise InvalidRequest(path, f"is one image too many; the limit is {MAX_IMAGES}")
+            with at_image(path):
+                found.append((turn, LocatedImage(path, image_source(image))))
+    return found
+
+
+@contextmanager
+def at_image(path: str) -> Iterator[None]:
+    """Raises an error of the field ``image`` as a LocatedError with the image's ``path`` in the request."""
+    try:
+        yield
+    except RequestError as error:
+        if not error.field.startswith("image"):
+            raise
+        raise LocatedError(error, path + error.field.removeprefix("image")) from error
+
+
+def query_task_arguments(fields: vision_service_pb2.QueryTask) -> Fields:
+    """Raises InvalidRequest if a turn has images."""
+    for index, turn in enumerate(fields.history):
+        if turn.images:
+            raise InvalidRequest(
+                f"history[{index}].images",
+                "must be empty: all tasks are about one image; use Query",
+            )
+    return query_arguments(fields)
 
 
 def caption_arguments(
@@ -491,17 +555,31 @@ def seconds(duration_s: float) -> float:
     return round(duration_s, 6)
 
 
+def seen_images(
+    result: EngineResult, image_ids: Sequence[str]
+) -> list[vision_service_pb2.SeenImage]:
+    """The images of a request with several images. ``image_ids``: of the stored images, or ""."""
+    return [
+        vision_service_pb2.SeenImage(image_size=_image_size(image.size), image_id=image_id)
+        for image, image_id in zip(result.images, image_ids, strict=True)
+    ]
+
+
+def _image_size(size: tuple[int, int]) -> common_pb2.ImageSize:
+    return common_pb2.ImageSize(width=size[0], height=size[1])
+
+
 def shared_fields(result: EngineResult, image_positions: int) -> dict[str, Any]:
     """The fields that every response has, except image_id, which comes from the image store."""
     size = result.image_size
     metrics = result.metrics
     return {
         "finish_reason": _FINISH_REASONS[result.finish_reason],
-        "usage": usage(metrics, image_positions if size is not None else 0),
+        "usage": usage(metrics, image_positions * len(result.images)),
         "timings": timings(metrics),
         "model": result.model,
         "request_id": result.request_id,
-        "image_size": None if size is None else common_pb2.ImageSize(width=size[0], height=size[1]),
+        "image_size": None if size is None else _image_size(size),
         "seed": result.seed,
     }
 

@@ -168,6 +168,7 @@ class ModelService(ModelServiceServicer):
             image_store_bytes=self._image_store_bytes,
             max_analyze_tasks=MAX_TASKS,
             default_min_score=config.min_score,
+            max_images=config.max_images,
         )
 
 

@@ -1,7 +1,7 @@
 """Query and Caption with several samples (``num_samples``): each is a request of the engine with a seed of its own.
 
-The image is prepared once, and the requests share its prefix. Unlike the tasks of Analyze, the samples stand or fall
-together: the first that fails ends the others and is the error of the call.
+The images are prepared once, and the requests share their prefix. Unlike the tasks of Analyze, the samples stand or
+fall together: the first that fails ends the others and is the error of the call.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kestrel_engine import EngineStream, InvalidRequest
 
 from ..edge.calls.current_call import current_call
 from . import convert
-from .convert import SkillCall
-from .starting import Respond, Starter, submit
+from .convert import SkillCall, at_image
+from .starting import Respond, SharedImage, Starter, add_image_ids, submit
 from .total_result import total_result
 
 MAX_SAMPLES = 16
@@ -49,7 +49,10 @@ async def draw_samples(
     """The response that holds ``count`` samples. Raises the error of the first sample that fails."""
     began = time.monotonic()
     edge, engine = current_call(), starter.served.engine(call.options.model)
-    image = None if call.image is None else await starter.prepare(call.options, call.image)
+    images: list[SharedImage] = []
+    for path, source in call.images:
+        with at_image(path):
+            images.append(await starter.prepare(call.options, source))
     given = call.settings.get("seed")
     seed = engine.draw_seed(count) if given is None else given
     streams: list[EngineStream] = []
@@ -57,21 +60,21 @@ async def draw_samples(
         for index in range(count):
             settings = {**call.settings, "seed": (seed + index) % 2**64}
             sample = replace(call, settings=settings)
-            streams.append(await submit(engine, sample, image and image.prepared))
+            streams.append(await submit(engine, sample, [image.prepared for image in images]))
         await edge.accept()
         results = await asyncio.gather(*(stream.result() for stream in streams))
     finally:
         await asyncio.gather(*(stream.aclose() for stream in streams))
     edge.result = total_result(edge.request_id, [result.metrics for result in results])
     samples = [respond(result, engine.info.image_positions) for result in results]
-    if image is not None:
-        for each in samples:
-            each.image_id = image.image_id
+    if images:
+        for each, result in zip(samples, results, strict=True):
+            add_image_ids(each, call, result, [image.image_id for image in images])
     response = type(samples[0])()
     response.CopyFrom(samples[0])
     response.samples.extend(samples)
     used, total_time_ms = edge.result.metrics, 1e3 * (time.monotonic() - began)
-    image_tokens = 0 if image is None else engine.info.image_positions * count
+    image_tokens = engine.info.image_positions * len(images) * count
     response.usage.CopyFrom(convert.usage(used, image_tokens))
     response.timings.CopyFrom(convert.timings_of_several(used, total_time_ms))
     return response

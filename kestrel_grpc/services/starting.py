@@ -5,18 +5,29 @@ This module handles what the calls of all skills share: model, image, deadline, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import EngineResult, EngineStream, InferenceEngine, PreparedImage
+from kestrel_engine import (
+    EngineResult,
+    EngineStream,
+    InferenceEngine,
+    PreparedImage,
+    RequestError,
+)
 
 from ..edge.calls.current_call import current_call
+from ..edge.failures.errors import LocatedError
 from ..images.request_images import RequestImage, RequestImages
 from ..served_model import ServedModel
-from .convert import CallOptions, ImageSource, SkillCall
+from .convert import CallOptions, ImageSource, SkillCall, at_image, seen_images
 from .drawn_mask import add_mask
+
+_IMAGE = re.compile(r"images\[(\d+)\]|image(?!s)")
+"""The engine's names of an image: its place among several, or the only one."""
 
 Response = TypeVar("Response")
 Respond = Callable[[EngineResult, int], Response]
@@ -30,7 +41,7 @@ class Started:
     engine: InferenceEngine
     stream: EngineStream
     call: SkillCall
-    image: RequestImage | None
+    images: tuple[RequestImage, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,9 +62,12 @@ class Starter:
         """Raises the errors of the engine's ``submit``, and ImageNotFound, ModelNotReady, ModelNotFoundError."""
         engine = self.served.engine(call.options.model)
         owner = current_call().owner
-        image = None if call.image is None else self.images.find(owner, call.image)
-        stream = await submit(engine, call, None if image is None else image.given)
-        return Started(engine, stream, call, image)
+        images: list[RequestImage] = []
+        for path, source in call.images:
+            with at_image(path):
+                images.append(self.images.find(owner, source))
+        stream = await submit(engine, call, [image.given for image in images])
+        return Started(engine, stream, call, tuple(images))
 
     async def prepare(self, options: CallOptions, source: ImageSource) -> SharedImage:
         """Prepares an image for several requests of the call, and stores it. Raises the errors of the engine's
@@ -80,39 +94,56 @@ class Starter:
         return SharedImage(prepared, image_id)
 
     async def finish(self, started: Started, respond: Respond[Response]) -> Response:
-        """Waits for the result and makes the response. Stores the image, which the engine has found valid."""
+        """Waits for the result and makes the response. Stores the images, which the engine has found valid."""
         call = current_call()
         call.result = result = await started.stream.result()
         response = await responded(started.engine, started.call, result, respond)
-        if started.image is not None:
-            assert result.image_size is not None, "an image has a size"
-            assert result.image_digest, "bytes and pixels have a digest"
-            kept = self.images.keep(
+        image_ids = [
+            self.images.keep(
                 call.owner,
-                started.image,
-                result.image_size,
-                bytes.fromhex(result.image_digest),
+                image,
+                seen.size,
+                bytes.fromhex(seen.digest),
                 weight=call.principal.weight,
             )
-            response.image_id = kept  # type: ignore[attr-defined]  # all responses have it
+            for image, seen in zip(started.images, result.images, strict=True)
+        ]
+        if image_ids:
+            add_image_ids(response, started.call, result, image_ids)
         return response
 
 
-async def submit(engine: InferenceEngine, call: SkillCall, image: Any) -> EngineStream:
+def add_image_ids(
+    response: Any, call: SkillCall, result: EngineResult, image_ids: Sequence[str]
+) -> None:
+    """Adds the ids of the stored images, in the order of the prompt. All responses have an ``image_id``."""
+    response.image_id = image_ids[0]
+    if call.more_images:
+        response.images.extend(seen_images(result, image_ids))
+
+
+async def submit(engine: InferenceEngine, call: SkillCall, images: Sequence[Any]) -> EngineStream:
     """Submits the call to the engine. If the deadline passes while the request waits, the engine computes nothing."""
     options, edge = call.options, current_call()
-    return await engine.submit(
-        call.skill,
-        image,
-        call.arguments,
-        call.settings,
-        request_id=edge.request_id,
-        priority=options.priority,
-        timeout_s=edge.timeout_s,
-        cache_salt=edge.principal.namespace(options.cache_salt),
-        principal=edge.principal.name,
-        weight=edge.principal.weight,
-    )
+    try:
+        return await engine.submit(
+            call.skill,
+            images if len(images) > 1 else next(iter(images), None),
+            call.arguments,
+            call.settings,
+            request_id=edge.request_id,
+            priority=options.priority,
+            timeout_s=edge.timeout_s,
+            cache_salt=edge.principal.namespace(options.cache_salt),
+            principal=edge.principal.name,
+            weight=edge.principal.weight,
+        )
+    except RequestError as error:
+        place = _IMAGE.match(error.field)
+        if place is None or not call.more_images:
+            raise
+        path = call.images[int(place[1] or 0)].path + error.field[place.end() :]
+        raise LocatedError(error, path) from error
 
 
 async def responded(

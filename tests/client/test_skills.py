@@ -213,6 +213,27 @@ def test_earlier_turns_go_out_as_texts(client: KestrelClient, peer: Any) -> None
             client.query(IMAGE, "Which?", history=[first, turn])
 
 
+def test_further_images_go_out_with_their_turns(client: KestrelClient, peer: Any) -> None:
+    others = [b"second", b"third"]
+    first = client.query(IMAGE, "Which?", images=others)
+    client.query(IMAGE, "And?", history=[first, ("a", "b", [b"fourth"]), ("c", "d")])
+    with client.stream_query(None, "Both?", images=tuple(others)) as stream:
+        assert stream.result().more_sources == tuple(others)
+    asked, turned, streamed = peer.vision.requests
+    assert [image.encoded for image in asked.images] == others and asked.HasField("image")
+    shown = [[image.encoded for image in turn.images] for turn in turned.history]
+    assert shown == [others, [b"fourth"], []] and not turned.images
+    assert len(streamed.images) == 2 and not streamed.HasField("image")
+    assert "more_sources" not in first.to_dict() and first.images == ()
+    for bad in ("picture.jpg", b"x"):
+        with pytest.raises(InvalidRequestError, match=r"^images: is one image"):
+            client.query(IMAGE, "Which?", images=bad)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="all tasks are about one image"):
+        client.analyze(IMAGE, [QueryTask("Which?", images=others)])
+    with pytest.raises(InvalidRequestError, match="all tasks are about one image"):
+        client.analyze(IMAGE, [QueryTask("Which?", history=[first])])
+
+
 def test_choices_go_out_as_enums(client: KestrelClient, peer: Any) -> None:
     client.caption(IMAGE, "long")
     client.segment(IMAGE, "circle", mask="png")

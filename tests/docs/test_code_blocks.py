@@ -97,6 +97,7 @@ def folder(tmp_path_factory):
     picture.parent.mkdir(parents=True)
     shutil.copy(ROOT / "kestrel_grpc/cli/demo.jpg", picture)
     shutil.copy(picture, folder / "picture.jpg")
+    shutil.copy(ROOT / "kestrel_engine/bundled/kestrel_tiny/sample.jpg", folder / "other.jpg")
     program = folder / ".venv/bin/kestrel-grpc"
     program.parent.mkdir(parents=True)
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m kestrel_grpc "$@"\n')

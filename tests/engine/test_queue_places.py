@@ -65,6 +65,25 @@ def test_the_newest_waiting_request_gives_way_to_a_principal_below_its_share():
     assert held.places.held == held.places.bound
 
 
+def test_a_request_with_several_images_holds_a_place_for_each_and_loses_all_together():
+    held = Held()
+    first = held.taken[held.take("a")]
+    held.places.take_more(first, 3)
+    assert held.places.held == 4
+    held.fill("a")
+    with pytest.raises(EngineOverloaded, match="a holds 8"):
+        held.places.take_more(first, 1)
+    held.running = {1, 2, 3, 4}
+    held.take("b")  # The newest place that waits is one of the first request's.
+    assert list(held.lost) == [0] and held.places.held == 8
+    held.places.give_back(first)
+    held.places.give_back(first)
+    assert held.places.held == 5
+    alone = Held(max_queue=1, max_batch_size=1)
+    alone.places.take_more(alone.taken[alone.take()], 63)
+    assert alone.places.held == 2
+
+
 def test_what_runs_keeps_its_place():
     held = Held()
     held.running = set(held.fill("a"))

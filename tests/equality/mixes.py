@@ -20,10 +20,10 @@ SAMPLED = {"temperature": 1.0, "top_p": 0.9}
 
 @dataclass(frozen=True)
 class Ask:
-    """One request; ``image`` names a golden image."""
+    """One request; ``image`` names a golden image, or several."""
 
     skill: str
-    image: str | None = None
+    image: str | tuple[str, ...] | None = None
     arguments: tuple[tuple[str, Any], ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
 
@@ -37,7 +37,11 @@ class Ask:
 
 
 def ask(
-    skill: str, image: str | None = None, *, settings: Mapping[str, Any], **arguments: Any
+    skill: str,
+    image: str | tuple[str, ...] | None = None,
+    *,
+    settings: Mapping[str, Any],
+    **arguments: Any,
 ) -> Ask:
     greedy = {"temperature": 0.0, **settings}
     return Ask(skill, image, tuple(arguments.items()), tuple(greedy.items()))
@@ -67,6 +71,21 @@ REFERRING = (
     ),
     ask("query", "gray_640x480", settings={"max_tokens": 8}, question="Why?", reasoning=True),
 )
+PAIR = ("square_378", "gray_640x480")
+SEVERAL = (
+    ask("query", PAIR, settings={"max_tokens": 12}, question="Which image has more signs?"),
+    ask("query", PAIR, settings={"max_tokens": 12}, question="Are both at night?"),
+    ask(
+        "query",
+        ("square_378", "small_120x90"),
+        settings={"max_tokens": 10},
+        question="And this one?",
+        history=(("Is it a dog?", "No."),),
+        image_turns=(0, 1),
+    ),
+    ask("query", PAIR, settings={"max_tokens": 8}, question="Why?", reasoning=True),
+)
+"""Questions about two images. Moondream 2 has no room for more."""
 SEGMENTING = (ask("segment", "square_378", settings={"max_tokens": 24}, object="shoe"),)
 
 
@@ -153,7 +172,8 @@ async def run_mix(
         async def one(index: int) -> EngineResult:
             await asyncio.sleep(mix.delays_s[index])
             wanted = mix.asks[index]
-            image = None if wanted.image is None else next(images.glob(f"{wanted.image}.*"))
+            names = (wanted.image,) if isinstance(wanted.image, str) else wanted.image or ()
+            image = [next(images.glob(f"{name}.*")) for name in names]
             stream = await engine.submit(
                 wanted.skill, image, dict(wanted.arguments), dict(wanted.settings)
             )
@@ -188,7 +208,7 @@ class Alone:
             "kept_embeddings": 16,
             "step_prefill_positions": 10**6,
             "step_crops": 10**3,
-            "kv_cache_pages": 1 + (model.prefix + 300) // model.pages[-1],
+            "kv_cache_pages": 1 + (2 * model.prefix + 300) // model.pages[-1],
             "page_size": model.pages[-1],
         }
         # One at a time: with a batch of one, in order of arrival, none shares a step with another.

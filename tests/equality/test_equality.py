@@ -18,6 +18,7 @@ from tests.equality.mixes import (
     ASKS,
     REFERRING,
     SEGMENTING,
+    SEVERAL,
     Alone,
     Mix,
     Model,
@@ -108,6 +109,21 @@ async def test_forced_preemption(
     settings |= {"prefix_cache": cached}
     seen = await check(model, settings, mix, golden_images, alone, int(cached))
     assert cached or seen.preemptions > 0
+
+
+@pytest.mark.slow_with("md2", "md3")
+@pytest.mark.parametrize("pages", [1, 5])
+async def test_several_images_among_other_requests(
+    model: Model, pages: int, golden_images: Path, alone: Alone
+) -> None:
+    """With one page of a position each and few of them, sequences are preempted between two images."""
+    asks = [*SEVERAL, *model.asks[:3], *model.asks[7:9], *reversed(SEVERAL)]
+    room = 2 * model.prefix + 60 if pages == 1 else 5 * (model.prefix + 100)
+    settings = {"max_batch_size": 8, "step_prefill_positions": 200, "step_crops": 2}
+    settings |= {"page_size": pages, "kv_cache_pages": room // pages}
+    mix = Mix(asks, [0.01 * index for index in range(len(asks))], {1: 2})
+    seen = await check(model, settings, mix, golden_images, alone, pages)
+    assert seen.cached_positions > 2 * model.prefix
 
 
 @pytest.mark.slow

@@ -61,12 +61,20 @@ async def test_chat_is_generate_with_messages(http):
     assert longer["prompt_eval_count"] > chat["prompt_eval_count"]
 
 
+async def test_several_images_are_all_in_the_prompt(http):
+    _, client = await http()
+    one = (await client.post("/api/generate", json={**ASKED, "stream": False})).json()
+    asked = {**ASKED, "images": [IMAGE, IMAGE], "stream": False}
+    two = (await client.post("/api/generate", json=asked)).json()
+    assert two["prompt_eval_count"] == one["prompt_eval_count"] + 81
+
+
 async def test_errors_have_ollamas_form(http):
     _, client = await http()
     cases: list[tuple[str, dict[str, Any], int, str]] = [
         ("generate", {**ASKED, "model": "llava"}, 404, "llava"),
         ("generate", {**ASKED, "images": ["!!"]}, 400, "images[0]"),
-        ("generate", {**ASKED, "images": [IMAGE, IMAGE]}, 400, "one image"),
+        ("generate", {**ASKED, "images": [IMAGE, "!!"]}, 400, "images[1]"),
         ("generate", {**ASKED, "format": "xml"}, 400, "format"),
         ("generate", {**ASKED, "format": {"type": "x"}}, 400, "format: Invalid type: x"),
         ("generate", {**ASKED, "options": {"stop": ["x", ""]}}, 400, "options.stop[1]"),

@@ -77,6 +77,40 @@ async def test_a_response_format_gives_json(http):
     assert not body["choices"][0]["message"]["content"].startswith("{")
 
 
+def two_images(text: str, url: str) -> dict[str, Any]:
+    message = user(text, url)
+    return {**message, "content": [*message["content"], message["content"][0]]}
+
+
+async def test_a_message_may_hold_several_images(http):
+    served, client = await http()
+    first, second = data_url(), data_url(200)
+    parts = [
+        {"type": "image_url", "image_url": {"url": first}},
+        {"type": "text", "text": "Compare."},
+        {"type": "image_url", "image_url": {"url": second}},
+    ]
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "Both red."},
+        user("And this?", second),
+    ]
+    body = (await client.post("/v1/chat/completions", json={**ASKED, "messages": messages})).json()
+    images = [base64.b64decode(url.partition(",")[2]) for url in (first, second)]
+    request = pb.QueryRequest(
+        image={"encoded": images[0]},
+        history=[pb.Turn(question="Compare.", answer="Both red.", images=[{"encoded": images[1]}])],
+        question="And this?",
+        images=[{"encoded": images[1]}],
+        sampling={"temperature": 0, "max_tokens": 12},
+    )
+    response = await served.vision.Query(request)
+    [choice] = body["choices"]
+    assert choice["message"]["content"] == response.answer
+    assert body["usage"]["prompt_tokens"] == response.usage.input_tokens
+    assert response.usage.image_tokens == 3 * served.engine.info.image_positions
+
+
 async def test_a_stream_has_a_role_deltas_a_reason_and_the_usage(http):
     _, client = await http()
     asked = {**ASKED, "messages": [user("What?", data_url())]}
@@ -188,7 +222,12 @@ async def test_errors_name_the_message(http, caplog):
         ({"messages": [user("a"), assistant]}, "messages", "end with a user message"),
         ({"messages": [assistant]}, "messages[0].role", "must follow"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "got 'tool'"),
-        ({"messages": [user("a"), assistant, user("b", url)]}, "messages[2].content", "first user"),
+        (
+            {"messages": [user("a"), {**user("b", url), "role": "assistant"}, user("c")]},
+            "messages[1].content",
+            "only user messages",
+        ),
+        ({"messages": [two_images("Detect: a", url)]}, "messages", "hold 2 images"),
         ({"messages": [user("a", "https://x/y.png")]}, "messages[0].content[0].image_url", "none"),
         (
             {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},

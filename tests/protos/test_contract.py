@@ -226,7 +226,7 @@ def test_every_stream_has_the_same_shape(skill: str) -> None:
     assert request.message_type is MESSAGES[f"{skill}Request"]
 
 
-SEVERAL = ("objects", "num_samples")
+SEVERAL = ("objects", "num_samples", "images")
 
 
 @pytest.mark.parametrize("skill", SKILLS)

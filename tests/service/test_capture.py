@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 import pytest
 import pyvips
+from PIL import Image
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import image_service_pb2 as image_pb2
@@ -313,6 +314,43 @@ async def test_a_replay_does_it_again(serve, tmp_path, replay):
     assert status == 1 and told[-1].startswith("failed again: ")
 
 
+async def test_several_images_are_captured_or_left_out_and_given_again(serve, tmp_path, replay):
+    served = await serve(server_config=config(tmp_path, capture_images=True))
+    admin = Admin(served)
+    kept = await served.vision.Query(query(raw_image(), max_tokens=2), metadata=METADATA)
+    by_id = common_pb2.Image(image_id=kept.image_id)
+    request = query(raw_image(30, 30))
+    request.history.add(question="a", answer="b", images=[by_id])
+    request.images.append(raw_image(20, 20))
+    await admin.StartCapture(pictures=True)
+    await fail(served, request)
+    [name] = await files(admin)
+    [told] = read(tmp_path)
+    sizes = [
+        told["request"]["image"]["raw"]["width"],
+        told["request"]["history"][0]["images"][0]["raw"]["width"],
+        told["request"]["images"][0]["raw"]["width"],
+    ]
+    assert sizes == [30, 60, 20] and told["picture_left_out"] is None
+    (tmp_path / name).unlink()
+    await admin.StartCapture()
+    await fail(served, request)
+    [name] = await files(admin)
+    [told] = read(tmp_path)
+    facts = told["picture_left_out"]
+    assert [facts["bytes"], *(each["bytes"] for each in facts["more"])] == [2700, 7200, 1200]
+    assert told["request"]["image"] == {} and told["request"]["images"] == [{}]
+    images = []
+    for side in (30, 40, 20):
+        images += ["--image", str(tmp_path / f"{side}.png")]
+        Image.new("RGB", (side, side)).save(images[-1])
+    status, lines = await replay(served, tmp_path / name, *images)
+    assert status == 0
+    assert [i["image_size"]["width"] for i in json.loads(lines[-2])["images"]] == [30, 40, 20]
+    status, lines = await replay(served, tmp_path / name, *images[:2])
+    assert status == 1 and not lines
+
+
 def test_a_replay_asks_for_the_image_that_was_left_out(tmp_path, capsys):
     path = tmp_path / "a.capture.json"
     told = {
@@ -327,6 +365,10 @@ def test_a_replay_asks_for_the_image_that_was_left_out(tmp_path, capsys):
     assert main(["replay", str(path)]) == 1
     words = "the capture does not hold the image, of 3 bytes, SHA-256 abc: give it with --image"
     assert words in capsys.readouterr().err
+    told["picture_left_out"]["more"] = [{"source": "image_id"}]
+    path.write_text(json.dumps(told))
+    assert main(["replay", str(path)]) == 1
+    assert "does not hold image 1 of 2, of 3 bytes" in capsys.readouterr().err
     upload = {"method": "kestrel.v1.ImageService/UploadImage", "request": 5}
     wrong = (
         {"kestrel_capture": 2}, {"method": ["a"]}, {"method": "x/y"}, upload, {"request": "no"},

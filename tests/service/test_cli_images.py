@@ -47,6 +47,19 @@ async def test_folders_patterns_and_several_files(kestrel, folder):
     assert status == 0 and len(set(told.split())) == 1  # the same image twice
 
 
+async def test_one_question_about_all_images_together(kestrel, folder):
+    Image.new("RGB", (30, 20)).save(folder / "deep/c.png")
+    asked = ["query", folder / "b.jpg", folder / "deep", "same?", "--together", *ARGUMENTS]
+    status, told, errors = await kestrel(*asked, "--json")
+    assert status == 0 and len(told.splitlines()) == 1, errors
+    seen = json.loads(told)["images"]
+    assert [image["image_size"]["width"] for image in seen] == [857, 30]
+    status, streamed, _ = await kestrel(*asked, "--stream")
+    assert status == 0 and streamed.strip() == json.loads(told)["answer"].strip()
+    status, _, errors = await kestrel("query", *[folder / "b.jpg"] * 4, "same?", "--together")
+    assert status == 1 and "send at most 3 with this text" in errors
+
+
 async def test_put_stores_the_other_images_if_one_is_refused(kestrel, folder):
     notes = folder / "notes.txt"
     status, told, errors = await kestrel("put", notes, folder / "a.JPG", folder / "deep")

@@ -9,7 +9,7 @@ import argparse
 import asyncio
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 from kestrel_client._pb.kestrel.v1 import image_service_pb2, vision_service_pb2
 from kestrel_client.errors import from_rpc_error
 
-from ...edge.messages.inner_request import inner_request
+from ...edge.messages.inner_request import inner_request, request_images
 from ..connection import CallMetadata, add_connection_flags, open_channel
 from ..parser import EXIT_FAILED, CommandError
 
@@ -68,7 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
     parser.add_argument("file", metavar="FILE", help="a captured request")
     parser.add_argument(
-        "--image", metavar="FILE", help="the image, if the capture does not hold it"
+        "--image",
+        action="append",
+        metavar="FILE",
+        help="the image, if the capture does not hold it; of several, each in the order of the prompt",
     )
     parser.add_argument(
         "--in-process",
@@ -82,14 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     captured = read_captured(args.file)
-    if args.image is not None:
-        _set_image(captured, args.image)
-    elif captured.left_out is not None:
-        facts = captured.left_out
-        about = (
-            f", of {facts['bytes']} bytes, SHA-256 {facts['sha256']}" if "bytes" in facts else ""
-        )
-        raise CommandError(f"the capture does not hold the image{about}: give it with --image")
+    _set_images(captured, args.image or [])
     print(f"{captured.path.removeprefix('/')}, captured with {captured.code}", flush=True)
     if args.in_process:
         return asyncio.run(_in_process(args, captured))
@@ -120,7 +116,8 @@ def read_captured(path: str) -> Captured:
         else:
             request = json_format.ParseDict(fields["request"], make())
         left_out = fields["picture_left_out"]
-        if not isinstance(left_out, dict | None):
+        more = left_out.get("more", []) if isinstance(left_out, dict) else []
+        if not isinstance(left_out, dict | None) or not all(isinstance(m, dict) for m in more):
             raise ValueError("picture_left_out must be an object")
         return Captured(method, request, fields["code"], fields["model"], left_out)
     except KeyError as error:
@@ -139,11 +136,39 @@ def _methods() -> dict[tuple[str, str], MethodDescriptor]:
     }
 
 
-def _set_image(captured: Captured, path: str) -> None:
+def _set_images(captured: Captured, paths: Sequence[str]) -> None:
+    """Puts the images of the files ``paths`` in the place of those that were left out. Raises CommandError."""
+    first = captured.left_out
+    left_out = [] if first is None else [first, *first.get("more", ())]
+    if len(paths) < len(left_out):
+        facts = left_out[len(paths)]
+        about = (
+            f", of {facts['bytes']} bytes, SHA-256 {facts['sha256']}" if "bytes" in facts else ""
+        )
+        what = "the image" if len(left_out) == 1 else f"image {len(paths) + 1} of {len(left_out)}"
+        raise CommandError(f"the capture does not hold {what}{about}: give it with --image")
+    if len(paths) > max(1, len(left_out)):
+        raise CommandError(f"--image is given {len(paths)} times for {len(left_out)} images")
+    if not paths:
+        return
+    if len(left_out) <= 1:
+        _set_image(captured, paths[0])
+        return
+    empty = [i for i in request_images(captured.inner) if i.WhichOneof("source") is None]
+    for image, path in zip(empty, paths, strict=True):
+        image.encoded = _read(path)
+
+
+def _read(path: str) -> bytes:
+    """Raises CommandError."""
     try:
-        data = Path(path).read_bytes()
+        return Path(path).read_bytes()
     except OSError as error:
         raise CommandError(f"cannot read {path!r}: {error.strerror}") from None
+
+
+def _set_image(captured: Captured, path: str) -> None:
+    data = _read(path)
     if captured.method.client_streaming:
         # The captured size and hash belong to another image.
         upload = image_service_pb2.UploadImageRequest
@@ -152,8 +177,9 @@ def _set_image(captured: Captured, path: str) -> None:
         chunks = [upload(chunk=data[start : start + _CHUNK_BYTES]) for start in starts]
         captured.request[:] = [begin, *chunks]
         return
+    empty = [i for i in request_images(captured.inner) if i.WhichOneof("source") is None]
     try:
-        captured.inner.image.encoded = data
+        (empty[0] if empty else captured.inner.image).encoded = data
     except AttributeError:
         raise CommandError(f"{captured.path.removeprefix('/')} takes no image") from None
 

@@ -264,6 +264,11 @@ def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
         parser.add_argument(
             "--reasoning", action="store_true", help="let the model reason before it answers"
         )
+        parser.add_argument(
+            "--together",
+            action="store_true",
+            help="ask one question about all images together, instead of about each",
+        )
     elif command == "caption":
         parser.add_argument(
             "--length", choices=_LENGTHS, help="length of the caption, instead of the last word"
@@ -307,9 +312,14 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError("--samples: a stream has one sample; leave out --stream")
     names, word = _words(args)
     inputs: list[Input | None] = [*open_inputs(names)] or [None]
+    more: list[Input | None] = []
+    if getattr(args, "together", False):
+        inputs, more = inputs[:1], inputs[1:]
     given = [each for each in inputs if each is not None]
     painter = None if args.save is None else Painter(args.save, given, args.save_on)
     arguments, options = _arguments(args, word)
+    if more:
+        options["images"] = [each.source for each in more if each is not None]
     failed = 0
     with connected(args) as client:
         for each in inputs:

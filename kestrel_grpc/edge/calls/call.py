@@ -50,8 +50,8 @@ class Call:
     """The reason in the ErrorInfo of a call that failed; "" if it succeeded or its caller ended it."""
     message: Any = None
     """The request message once it is read; for an upload that failed, its ReceivedParts; None for other streams."""
-    stored: bytes | np.ndarray | None = None
-    """The stored image that the request names by id, once it is found."""
+    stored: dict[str, bytes | np.ndarray] = field(default_factory=dict)
+    """The stored images that the request names, by id, once they are found."""
     result: EngineResult | None = None
     error: Exception | None = None
     """The exception that ended the call, if it is the server's fault."""
@@ -64,7 +64,8 @@ class Call:
         """Drops large objects at the end of the call. A cancelled timer keeps its task's context, and so this object,
         until its time."""
         self.context = cast(Context, None)
-        self.message = self.stored = self.result = self.error = self.trace = None
+        self.message = self.result = self.error = self.trace = None
+        self.stored = {}
 
     async def accept(self) -> None:
         """Sends the request's id to the caller. From then on, clients do not retry the call transparently."""

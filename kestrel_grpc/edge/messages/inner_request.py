@@ -12,6 +12,16 @@ def inner_request(message: Any) -> Any:
     return message.request if _carries_request(kind) else message
 
 
+def request_images(request: Any) -> list[Any]:
+    """The Image messages that are set in a request, in the order of the prompt. ``request``: not that of a stream."""
+    names = request.DESCRIPTOR.fields_by_name
+    images = [request.image] if "image" in names and request.HasField("image") else []
+    if "images" in names:
+        for each in (*request.history, request):
+            images += each.images
+    return images
+
+
 @functools.cache
 def _carries_request(kind: Any) -> bool:
     descriptor = getattr(kind, "DESCRIPTOR", None)  # An upload's parts are no message.

@@ -15,7 +15,7 @@ from kestrel_engine.scheduler.policy import SchedulerPolicy
 from kestrel_engine.scheduler.scheduler import Scheduler
 from kestrel_engine.scheduler.sequence import Sequence
 from kestrel_engine.types.embedding import EmbeddingSpec
-from kestrel_engine.types.requests import ImageBlock, PreparedImage, SamplingParams
+from kestrel_engine.types.requests import ImageBlock, PreparedImage, SamplingParams, Token
 from kestrel_engine.types.step import Lane, RuntimeLimits, StepPlan, TokenRule
 from kestrel_engine.types.submission import Submission
 
@@ -24,6 +24,8 @@ LIMITS = RuntimeLimits(
 )
 IMAGE_POSITIONS = 9
 """With the BOS two pages of 5."""
+CROPS = {"a": 2, "b": 4, "c": 7}
+"""The crops of images that random requests share."""
 
 
 @dataclass(frozen=True)
@@ -42,25 +44,38 @@ class Spec:
     principal: str = ""
     weight: float = 1.0
     waits_at: frozenset[int] = frozenset()
+    more: tuple[tuple[int, str], ...] = ()
+    """Further images: each stands before the text token of that index."""
     stops_at: int | None = None
     """The request ends when token ``stops_at`` has come back, as by an end token."""
     embeds: EmbeddingSpec | None = None
     """The request asks for embeddings in place of tokens. What comes back counts as one token."""
 
-    def submission(self) -> Submission:
-        image = None
-        if self.image is not None:
-            crops = np.zeros((self.crops, 2, 2, 3), np.uint8)
-            image = PreparedImage(self.image, crops, (1, self.crops - 1), 2, 2)
-        block = () if self.image is None else (ImageBlock(self.image, IMAGE_POSITIONS),)
+    @property
+    def images(self) -> tuple[str, ...]:
+        """Keys of all images, in order."""
+        first = () if self.image is None else (self.image,)
+        return (*first, *(key for _, key in self.more))
+
+    def prepared(self, key: str) -> PreparedImage:
+        count = self.crops if key == self.image else CROPS[key]
+        image = PreparedImage(key, np.zeros((count, 2, 2, 3), np.uint8), (1, count - 1), 2, 2)
         if self.embeds is not None and self.embeds.crops:
-            assert image is not None
-            image = replace(image, key=f"{image.key}/crops", keeps_features=True)
+            return replace(image, key=f"{key}/crops", keeps_features=True)
+        return image
+
+    def submission(self) -> Submission:
+        places = [(0, self.image)] if self.image is not None else []
+        prompt: list[Token] = [0]
+        begin = 0
+        for place, key in [*places, *self.more]:
+            prompt += [*self.text[begin:place], ImageBlock(key, IMAGE_POSITIONS)]
+            begin = place
         return Submission(
             sequence_id=self.number,
-            prompt=() if self.embeds else (0, *block, *self.text),
+            prompt=() if self.embeds else (*prompt, *self.text[begin:]),
             embedding=self.embeds,
-            image=image,
+            images=tuple(self.prepared(key) for key in self.images),
             sampling=SamplingParams(),
             rule=TokenRule(),
             max_tokens=self.max_tokens,
@@ -221,12 +236,20 @@ def random_spec(rng: random.Random, number: int, now: float = 0.0) -> Spec:
     if image is not None and rng.random() < 0.2:
         embeds = rng.choice([EmbeddingSpec(), EmbeddingSpec(image=False, crops=True)])
         max_tokens = 1
+    more: tuple[tuple[int, str], ...] = ()
+    if embeds is None and rng.random() < 0.25:
+        text, max_tokens = text[:12], rng.randint(1, 16)
+        places = sorted(
+            rng.choice([0, rng.randrange(len(text))]) for _ in range(rng.choice([1, 2]))
+        )
+        more = tuple((place, rng.choice("abc")) for place in places)
     return Spec(
         number,
         text,
         max_tokens=max_tokens,
         image=image,
-        crops=rng.randint(2, 7) if image is None else {"a": 2, "b": 4, "c": 7}[image],
+        crops=rng.randint(2, 7) if image is None else CROPS[image],
+        more=more,
         priority=rng.randrange(3),
         arrived_at=now,
         deadline_at=now + rng.random() * 30 if rng.random() < 0.1 else None,

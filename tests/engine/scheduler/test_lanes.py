@@ -121,7 +121,7 @@ def test_a_sequence_whose_prompt_is_out_is_not_preempted():
 
 def is_waited_for(lane: DecodeLane) -> bool:
     """Whether a decode step of other rows waits for the step of new work that is out."""
-    other = Sequence(text(1, 4).submission())
+    other = Sequence(text(1, 4).submission(), LIMITS.page_size)
     return lane.choose([other], [other])[1] is not None
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kestrel_engine.errors import InvalidRequest, SkillUnavailable
+from kestrel_engine.errors import ContextLengthError, InvalidRequest, SkillUnavailable
 from kestrel_engine.skills import (
     CaptionSkill,
     DetectSkill,
@@ -12,7 +12,15 @@ from kestrel_engine.skills import (
     SegmentSkill,
     SkillRegistry,
 )
-from kestrel_engine.types.requests import Coord, Size
+from kestrel_engine.skills.prompts import build_prompt, check_context, check_images
+from kestrel_engine.types.requests import (
+    IMAGE_PLACE,
+    Coord,
+    ImageBlock,
+    PreparedImage,
+    Size,
+    num_positions,
+)
 from kestrel_engine.types.step import StepToken, TokenRule
 
 
@@ -397,3 +405,78 @@ def test_a_wrong_history_names_its_place(moondream3, history, field):
     with pytest.raises(InvalidRequest) as caught:
         start(QuerySkill(), moondream3, question="What?", history=history)
     assert caught.value.field == field
+
+
+def test_images_of_later_turns_have_places(moondream3, codec):
+    history = [("First?", "one"), ("Second?", "two")]
+    built, _ = start(
+        QuerySkill(), moondream3, question="Third?", history=history, image_turns=[0, 0, 1, 2, 2]
+    )
+    plain, _ = start(QuerySkill(), moondream3, question="Third?", history=history)
+    assert (built.num_images, plain.num_images, plain.max_images) == (5, None, None)
+    tokens = list(built.prompt_suffix)
+    first, second = (len(codec.encode(q + a)) + 4 for q, a in history)
+    assert tokens[first] is IMAGE_PLACE and tokens[first + 1] == 1
+    assert tokens[first + 1 + second : first + second + 3] == [IMAGE_PLACE] * 2
+    assert tuple(t for t in tokens if t is not IMAGE_PLACE) == plain.prompt_suffix
+    alone, _ = start(QuerySkill(), moondream3, question="Third?", image_turns=[0, 0])
+    assert alone.num_images == 2 and IMAGE_PLACE not in alone.prompt_suffix
+
+
+@pytest.mark.parametrize(
+    ("turns", "field"),
+    [
+        ("01", "image_turns"),
+        (3, "image_turns"),
+        ([0, 2], "image_turns[1]"),
+        ([1, 0], "image_turns[1]"),
+        ([True], "image_turns[0]"),
+        ([-1], "image_turns[0]"),
+        ([0.0], "image_turns[0]"),
+    ],
+)
+def test_wrong_turns_of_images_name_their_place(moondream3, turns, field):
+    with pytest.raises(InvalidRequest) as caught:
+        start(QuerySkill(), moondream3, question="x", history=[("a", "b")], image_turns=turns)
+    assert caught.value.field == field
+
+
+def test_the_prompt_has_its_images_at_their_places(moondream3):
+    history = [("a", "b")]
+    built, _ = start(QuerySkill(), moondream3, question="x", history=history, image_turns=[0, 1])
+    images = [PreparedImage(key, None, (1, 1), 2, 2) for key in "pq"]
+    prompt = build_prompt(built, images, moondream3.model)
+    length = moondream3.model.image_positions
+    assert prompt[:2] == (0, ImageBlock("p", length))
+    assert prompt.index(ImageBlock("q", length)) == 2 + built.prompt_suffix.index(IMAGE_PLACE)
+    assert len(prompt) == 2 + len(built.prompt_suffix)
+    positions = check_context(built, 2, moondream3.model, 4096)
+    assert positions == num_positions(prompt)
+
+
+def test_the_number_of_images_is_checked(moondream3):
+    model = moondream3.model
+    one, _ = start(CaptionSkill(), moondream3)
+    for request, count, said in [
+        (one, 0, "image: is required"),
+        (one, 2, "images: are 2; caption takes at most 1"),
+        (start(QuerySkill(), moondream3, question="x")[0], 5, "images: are 5; the limit is 4"),
+        (
+            start(QuerySkill(), moondream3, question="x", image_turns=[0, 0])[0],
+            1,
+            "images: are 1; the skill's arguments are about 2",
+        ),
+    ]:
+        with pytest.raises(InvalidRequest, match=said):
+            check_images(request, count, 4)
+    asked, _ = start(QuerySkill(), moondream3, question="x")
+    check_images(asked, 4, 4)
+    text = 1 + len(asked.prompt_suffix)
+    least = text + 2 * model.image_positions + 1
+    assert check_context(asked, 2, model, least) == least - 1
+    with pytest.raises(ContextLengthError, match="send at most 1 with this text") as caught:
+        check_context(asked, 2, model, least - 1)
+    assert caught.value.field == "images"
+    with pytest.raises(ContextLengthError, match="the prompt takes") as caught:
+        check_context(asked, 1, model, text)
+    assert caught.value.field == "question"

@@ -238,9 +238,16 @@ class Requests:
         The sampling of ``task`` takes precedence over that of ``options``. Raises TypeError for an option that is not
         in ``known``. Only a QueryTask takes None as its image.
         """
-        skill, fields = _described("task", task)
         given = cast(CallOptions, options)
+        if isinstance(task, QueryTask) and task.images:
+            if isinstance(task.images, (str, bytes)):
+                raise InvalidRequestError("images: is one image, needs a sequence of images")
+            more = tuple(map(self._loaded, task.images))
+            task = cast(TaskOf[_T], replace(task, images=more))
+        skill, fields = _described("task", task, self._to_image(given))
         sampling = {n: getattr(task, n) for n in _SAMPLING if getattr(task, n) is not None}
+        if isinstance(task, QueryTask) and task.images:
+            fields["images"] = [self._image(each, given) for each in task.images]
         if image is not None or not isinstance(task, QueryTask):
             image = self._loaded(cast(ImageInput, image))
             fields["image"] = self._image(image, given)
@@ -291,7 +298,7 @@ class Requests:
         if not objects:
             raise InvalidRequestError("objects: has no name")
         image = self._loaded(image)
-        skill, fields = _described("task", task)
+        skill, fields = _described("task", task, self._to_image(options))
         request = _build(
             skill.request,
             **fields,
@@ -428,6 +435,9 @@ class Requests:
     def _loaded(self, image: ImageInput) -> ImageInput:
         return loaded(image, self._connection.max_message_bytes)
 
+    def _to_image(self, options: HandlingOptions) -> Callable[[ImageInput], common_pb2.Image]:
+        return lambda image: self._image(image, options)
+
     def _image(self, image: ImageInput, options: HandlingOptions) -> common_pb2.Image:
         message = to_image(image, self._connection.max_message_bytes)
         if (background := options.get("background")) is not None:
@@ -437,8 +447,11 @@ class Requests:
         return message
 
 
-def _described(name: str, task: TaskOf[Any]) -> tuple[_Skill, dict[str, Any]]:
+def _described(
+    name: str, task: TaskOf[Any], to_image: Callable[[ImageInput], common_pb2.Image]
+) -> tuple[_Skill, dict[str, Any]]:
     """The skill of a task, and the fields that the task's message and the request of the skill's method share.
+    ``to_image``: makes the message of an image.
 
     Raises InvalidRequestError, naming the argument ``name``, for a value that is not a task.
     """
@@ -449,7 +462,7 @@ def _described(name: str, task: TaskOf[Any]) -> tuple[_Skill, dict[str, Any]]:
                 "question": task.question,
                 "reasoning": task.reasoning,
                 "spatial_refs": refs,
-                "history": to_turns(task.history),
+                "history": to_turns(task.history, to_image),
             }
         case CaptionTask():
             return _CAPTION, {"length": _choice("length", task.length, _CAPTION_LENGTHS)}
@@ -480,7 +493,13 @@ def _described(name: str, task: TaskOf[Any]) -> tuple[_Skill, dict[str, Any]]:
 
 def _task(key: str, task: Task) -> pb.AnalyzeTask:
     """Raises InvalidRequestError."""
-    skill, fields = _described(f"tasks[{key!r}]", task)
+
+    def refuse(image: ImageInput) -> common_pb2.Image:
+        raise InvalidRequestError(f"tasks[{key!r}]: all tasks are about one image; use query")
+
+    if isinstance(task, QueryTask) and task.images:
+        refuse(task.images[0])
+    skill, fields = _described(f"tasks[{key!r}]", task, refuse)
     sampling = _sampling({name: getattr(task, name) for name in _SAMPLING})
     message = _build(skill.task, **fields, sampling=sampling)
     return _build(pb.AnalyzeTask, key=key, **{skill.field: message})

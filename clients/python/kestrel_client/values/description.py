@@ -65,6 +65,7 @@ class ServerLimits:
     """Limit of the stored images in bytes; 0 if the server stores none."""
     max_analyze_tasks: int = 0
     default_min_score: float = 0.0
+    max_images: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

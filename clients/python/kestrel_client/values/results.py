@@ -121,11 +121,13 @@ class Result:
     """The image that was given to the call: ``draw()`` draws on it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for ``json.dumps``, the skill's own first. ``source`` is omitted."""
+        """Returns plain values for ``json.dumps``, the skill's own first. ``source`` and ``more_sources`` are
+        omitted."""
         common = {f.name for f in fields(Result)}
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in common}
-        shared = {f.name: getattr(self, f.name) for f in fields(Result) if f.name != "source"}
-        return {name: plain_value(value) for name, value in {**own, **shared}.items()}
+        names = [f.name for f in fields(self) if f.name not in common]
+        names += [f.name for f in fields(Result)]
+        omitted = ("source", "more_sources")
+        return {name: plain_value(getattr(self, name)) for name in names if name not in omitted}
 
     @property
     def marks(self) -> Marks:
@@ -183,6 +185,11 @@ class QueryResult(Result):
     samples: tuple[QueryResult, ...] = ()
     """With ``num_samples`` above 1, the result of each sample, the first included. The other fields are then those of
     the first sample, but ``usage`` (the sum) and ``timings``, which are about all together."""
+    images: tuple[SeenImage, ...] = ()
+    """With several images, all of them in the order of the prompt: that of the conversation, those of the turns, those
+    of the question. ``image_size`` and ``image_id`` are those of the first. Otherwise empty."""
+    more_sources: tuple[ImageInput, ...] = field(default=(), repr=False, compare=False)
+    """The further images that were given to the call (``images``), for the turns of a conversation."""
 
     @property
     def grounding(self) -> tuple[GroundingSpan, ...]:
@@ -200,6 +207,15 @@ class QueryResult(Result):
 
     def __repr__(self) -> str:
         return self._short(_clipped(self.answer))
+
+
+@dataclass(frozen=True, slots=True)
+class SeenImage:
+    """An image of a request with several images. ``image_size``: of the upright image. ``image_id``: of the stored
+    image, for ImageHandle; empty if the server does not store it."""
+
+    image_size: ImageSize
+    image_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -518,7 +534,10 @@ def _common(response: _Response, source: ImageInput | None) -> dict[str, Any]:
 
 
 def query_result(
-    response: vision_service_pb2.QueryResponse, source: ImageInput | None, question: str
+    response: vision_service_pb2.QueryResponse,
+    source: ImageInput | None,
+    question: str,
+    more_sources: tuple[ImageInput, ...] = (),
 ) -> QueryResult:
     reasoning = None
     if response.HasField("reasoning"):
@@ -534,7 +553,14 @@ def query_result(
         answer=response.answer,
         reasoning=reasoning,
         logprobs=_logprobs(response),
-        samples=tuple(query_result(each, source, question) for each in response.samples),
+        samples=tuple(
+            query_result(each, source, question, more_sources) for each in response.samples
+        ),
+        images=tuple(
+            SeenImage(ImageSize(seen.image_size.width, seen.image_size.height), seen.image_id)
+            for seen in response.images
+        ),
+        more_sources=more_sources,
         **_common(response, source),
     )
 

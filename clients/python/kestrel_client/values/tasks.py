@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, overload
 
+from .._pb.kestrel.v1 import common_pb2
 from .._pb.kestrel.v1 import vision_service_pb2 as pb
 from ..drawing.marks import Marks, MaskFormat
 from ..errors import InvalidRequestError, RpcError, from_task_error
@@ -60,8 +61,9 @@ class TaskOf(Generic[R_co]):
     logit_bias: Mapping[int, float] | None = None
 
 
-Turn: TypeAlias = QueryResult | tuple[str, str]
-"""An earlier question with its answer: the result of ``query``, or the two texts."""
+Turn: TypeAlias = QueryResult | tuple[str, str] | tuple[str, str, Sequence[ImageInput]]
+"""An earlier question with its answer: the result of ``query``, or the two texts, with the images of the question if it
+showed some besides that of the conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class QueryTask(TaskOf[QueryResult]):
     reasoning: bool | None = None
     spatial_refs: Iterable[SpatialRef] = ()
     history: Iterable[Turn] = ()
+    images: Sequence[ImageInput] = ()
+    """Not in ``analyze``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,19 +245,23 @@ def keyed(tasks: Tasks) -> dict[str, Task]:
     return read
 
 
-def to_turns(history: Iterable[Turn]) -> list[pb.Turn]:
-    """Raises InvalidRequestError for a turn that is no result and no pair of texts. The server checks the rest."""
-    return [_turn(index, turn) for index, turn in enumerate(history)]
+def to_turns(
+    history: Iterable[Turn], to_image: Callable[[ImageInput], common_pb2.Image]
+) -> list[pb.Turn]:
+    """``to_image``: makes the message of an image. Raises InvalidRequestError for a turn that is no result and no pair
+    of texts. The server checks the rest."""
+    return [_turn(index, turn, to_image) for index, turn in enumerate(history)]
 
 
-def _turn(index: int, turn: Turn) -> pb.Turn:
+def _turn(index: int, turn: Turn, to_image: Callable[[ImageInput], common_pb2.Image]) -> pb.Turn:
     if isinstance(turn, QueryResult):
-        turn = (turn.question, turn.answer)
+        turn = (turn.question, turn.answer, turn.more_sources)
     if isinstance(turn, str):
         raise InvalidRequestError(f"history[{index}]: is one text, needs a question and its answer")
     try:
-        question, answer = turn
-        return pb.Turn(question=question, answer=answer)
+        question, answer, *rest = turn
+        (images,) = rest or ((),)
+        return pb.Turn(question=question, answer=answer, images=map(to_image, images))
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"history[{index}]: {error}") from error
 
@@ -262,7 +270,7 @@ def read_result(task: Task, response: Any, source: ImageInput | None) -> Result:
     """``response``: the response of the task's method."""
     match task:
         case QueryTask():
-            return query_result(response, source, task.question)
+            return query_result(response, source, task.question, tuple(task.images))
         case CaptionTask():
             return caption_result(response, source)
         case PointTask():

@@ -1,8 +1,9 @@
 """Attention of one prefill pass: within each image block, and of text over the pages.
 
 The flat batch starts with n blocks of BOS and image. The positions of a block attend to each other in both directions
-and to nothing else. The text of all rows follows; it attends causally to all stored positions. Blocks read the output
-of the qkv GEMM, and text reads the KV cache. `choose_attention` chooses the library once.
+and to nothing else. The text of all rows follows; it attends causally to all stored positions. Among it are images
+later in a prompt, whose positions attend to all stored positions up to the last one of the image. Blocks read the
+output of the qkv GEMM, and text reads the KV cache. `choose_attention` chooses the library once.
 """
 
 from __future__ import annotations
@@ -162,7 +163,8 @@ class PrefillAttention:
             for part in batch.text:
                 assert part.begin == begin, f"text at {part.begin} instead of {begin}"
                 begin += part.count
-            if choice.text is not None:
+            # FlashInfer's plan is for causal attention only.
+            if choice.text is not None and all(part.image is None for part in batch.text):
                 self._text = choice.text.plan(batch.text, num_heads, head_dim, page_size)
             else:
                 self._text = GatheredText(batch.text, page_size, key_pool.device)
@@ -245,7 +247,9 @@ class _PaddedRows:
         begins = np.array([part.begin - first for part in parts])
         queries = begins[:, None] + query
         real = np.arange(counts.max()) < counts[:, None]
-        seen = position <= (starts[:, None] + query)[:, :, None]
+        is_image = np.array([part.image is not None for part in parts])
+        reach = np.where(is_image[:, None], ends[:, None] - 1, starts[:, None] + query)
+        seen = position <= reach[:, :, None]
 
         def upload(array: np.ndarray) -> Tensor:
             tensor = torch.from_numpy(np.ascontiguousarray(array))

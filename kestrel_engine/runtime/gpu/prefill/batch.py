@@ -1,28 +1,34 @@
 """Converts rows of prompt tokens to the arrays of one prefill pass, on the host with numpy.
 
 The flat batch starts with all image prefixes (BOS and image, which attend in both directions), block by block, so that
-their attention needs no gathering. The text tokens of all rows follow, row by row.
+their attention needs no gathering. The other tokens of all rows follow, row by row: text, and images later in a prompt.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ....types.requests import Coord, ImageBlock, Size
+from ....types.requests import Coord, ImageBlock, Size, Token
 from ....types.step import Previous, Row
 
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """The text of one row: ``count`` tokens from index ``begin`` of the flat batch, at positions from ``start`` on."""
+    """Text of a row, or an image after its beginning: ``count`` tokens from index ``begin`` of the flat batch, at
+    positions from ``start`` on."""
 
     begin: int
     count: int
     start: int
     page_table: tuple[int, ...]
+    row: int = 0
+    """The index of the row in the pass."""
+    image: str | None = None
+    """The key of the image. Its positions attend to all positions up to the last one of the image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,7 @@ def prefill_batch(rows: Sequence[Row], page_size: int, block_length: int) -> Pre
     last: list[int] = []
     positions = [block_positions] * len(keys)
     block = 0
-    for row, image in zip(rows, images, strict=True):
+    for index, (row, image) in enumerate(zip(rows, images, strict=True)):
         tokens, start = row.tokens, row.start
         if image is not None:
             block += 1
@@ -85,25 +91,37 @@ def prefill_batch(rows: Sequence[Row], page_size: int, block_length: int) -> Pre
             assert image is not None, f"sequence {row.sequence_id}: a row without tokens"
             last.append(block * block_length - 1)
             continue
-        begin = len(ids)
-        for place, token in enumerate(tokens, begin):
-            if isinstance(token, int):
-                ids.append(token)
-                continue
-            ids.append(0)
-            if isinstance(token, Coord):
-                coords.append((place, token.value))
-            elif isinstance(token, Size):
-                sizes.append((place, token.width, token.height))
-            else:
-                assert not isinstance(token, Previous), (
-                    f"sequence {row.sequence_id}: a token that is not known"
+        table, position = row.page_table, start
+        for is_image, run in itertools.groupby(tokens, _is_image):
+            for later in run if is_image else ():
+                assert isinstance(later, ImageBlock) and position != 1, (
+                    f"sequence {row.sequence_id}: an image that is not in the row of its BOS"
                 )
-                raise AssertionError(f"sequence {row.sequence_id}: an image amid the text")
-        own = np.arange(start, start + len(tokens))
+                count = later.num_positions
+                assert count == block_length - 1, (count, block_length)
+                text.append(TextPart(len(ids), count, position, table, index, later.key))
+                ids += [0] * count
+                position += count
+            if is_image:
+                continue
+            begin = len(ids)
+            for place, token in enumerate(run, begin):
+                if isinstance(token, int):
+                    ids.append(token)
+                    continue
+                ids.append(0)
+                if isinstance(token, Coord):
+                    coords.append((place, token.value))
+                else:
+                    assert isinstance(token, Size), (
+                        f"sequence {row.sequence_id}: a token that is not known"
+                    )
+                    sizes.append((place, token.width, token.height))
+            text.append(TextPart(begin, len(ids) - begin, position, table, index))
+            position += len(ids) - begin
+        own = np.arange(start, position)
         positions.append(own)
-        slots.append(_slots(row.page_table, own, page_size))
-        text.append(TextPart(begin, len(tokens), start, row.page_table))
+        slots.append(_slots(table, own, page_size))
         last.append(len(ids) - 1)
     return PrefillBatch(
         ids=np.array(ids, dtype=np.int64),
@@ -121,13 +139,16 @@ def prefill_batch(rows: Sequence[Row], page_size: int, block_length: int) -> Pre
 
 
 def _image(row: Row, block_length: int) -> ImageBlock | None:
-    """Returns the image at the beginning of the row, after BOS; None without an image."""
-    block = row.tokens[1] if len(row.tokens) > 1 else None
+    """Returns the image of the prefix that the row begins with; None if it begins with no prefix."""
+    block = row.tokens[1] if row.start == 0 and len(row.tokens) > 1 else None
     if not isinstance(block, ImageBlock):
         return None
-    assert row.start == 0, f"sequence {row.sequence_id}: an image at position {row.start + 1}"
     assert block.num_positions == block_length - 1, (block.num_positions, block_length)
     return block
+
+
+def _is_image(token: Token | Previous) -> bool:
+    return isinstance(token, ImageBlock)
 
 
 def _slots(page_table: tuple[int, ...], positions: np.ndarray, page_size: int) -> np.ndarray:

@@ -42,14 +42,14 @@ class PassShape(NamedTuple):
 def tiles_of(batch: PrefillBatch, seqs: Sequence[int]) -> list[tuple[int, int, int, int]]:
     """Returns the tiles of `paged_text` for the batch's text. Their row indices count from the first text token.
 
-    ``seqs``: the rows of the text's sequences in the page table.
+    ``seqs``: for each row of the pass, the row of its sequence in the page table.
     """
     tiles = []
     begin = len(batch.blocks) * batch.block_length
-    for part, seq in zip(batch.text, seqs, strict=True):
+    for part in batch.text:
         for first in range(0, part.count, TILE_QUERIES):
             size = min(TILE_QUERIES, part.count - first)
-            tiles.append((seq, part.begin - begin + first, size, part.start + first))
+            tiles.append((seqs[part.row], part.begin - begin + first, size, part.start + first))
     return tiles
 
 
@@ -93,7 +93,12 @@ class PrefillGraphs:
         self._graphs: dict[PassShape, torch.cuda.CUDAGraph] = {}
 
     def shape(self, batch: PrefillBatch, tiles: int) -> PassShape | None:
-        """Returns the smallest captured pass for ``batch`` with ``tiles`` tiles; None if there is none."""
+        """Returns the smallest captured pass for ``batch`` with ``tiles`` tiles; None if there is none.
+
+        A captured pass has no image later in a prompt, because its text attends causally.
+        """
+        if any(part.image is not None for part in batch.text):
+            return None
         blocks, text = len(batch.blocks), sum(part.count for part in batch.text)
         if blocks > MAX_BLOCKS or len(batch.last) > self._max_rows:
             return None

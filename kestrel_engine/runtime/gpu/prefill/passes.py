@@ -10,11 +10,11 @@ from ....types.step import Row
 
 
 def row_size(row: Row) -> tuple[int, int]:
-    """Returns the number of image blocks of a row (0 or 1) and its number of positions."""
-    block = row.tokens[1] if len(row.tokens) > 1 else None
-    if isinstance(block, ImageBlock):
-        return 1, len(row.tokens) - 1 + block.num_positions
-    return 0, len(row.tokens)
+    """Returns the number of image prefixes of a row (0 or 1) and its number of positions, those of later images
+    included."""
+    positions = sum(t.num_positions if isinstance(t, ImageBlock) else 1 for t in row.tokens)
+    begins = row.start == 0 and len(row.tokens) > 1 and isinstance(row.tokens[1], ImageBlock)
+    return int(begins), positions
 
 
 def captured_passes(
@@ -22,7 +22,7 @@ def captured_passes(
 ) -> Iterator[list[Row]]:
     """Groups rows, in order, into as few groups as possible.
 
-    A group has at most ``max_blocks`` image blocks of ``block_length`` positions and at most ``max_text`` other
+    A group has at most ``max_blocks`` image prefixes of ``block_length`` positions and at most ``max_text`` other
     positions. A row that exceeds these limits is a group of its own. Blocks are distributed evenly, because a single
     block runs at half the speed of four blocks.
     """

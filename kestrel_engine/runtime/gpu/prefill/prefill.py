@@ -25,7 +25,7 @@ from ..text.decoder import FusedText
 from ..vision.images import EncodedImages
 from .batch import PrefillBatch, prefill_batch
 from .graphs import MAX_BLOCKS, MAX_TEXT, PrefillGraphs, tiles_of
-from .passes import captured_passes, plain_passes, row_size
+from .passes import captured_passes, plain_passes
 
 WARM_UP_POSITIONS = (1, 16, 17, 300, 730, 2000)
 """One number of positions for every variant of a prefill kernel that is compiled separately."""
@@ -68,8 +68,7 @@ class Prefill:
         """
         batch = prefill_batch(rows, self._cache.page_size, self._config.image_prefix)
         if self._graphs is not None and seqs is not None:
-            with_text = [seq for seq, row in zip(seqs, rows, strict=True) if _has_text(row)]
-            tiles = tiles_of(batch, with_text)
+            tiles = tiles_of(batch, seqs)
             shape = self._graphs.shape(batch, len(tiles))
             if shape is not None:
                 embeddings = self._graphs.embeddings(batch.num_tokens)
@@ -132,12 +131,9 @@ class Prefill:
             x[arrays["coord_places"]] = region.embed_coords(arrays["coord_values"])
         if "size_places" in arrays:
             x[arrays["size_places"]] = region.embed_sizes(arrays["size_values"])
-
-
-def _has_text(row: Row) -> bool:
-    """Returns whether the row has tokens beside an image prefix."""
-    blocks, _ = row_size(row)
-    return len(row.tokens) > 2 * blocks
+        for part in batch.text:
+            if part.image is not None:
+                x[part.begin : part.begin + part.count] = self._images.prefix(part.image)[1:]
 
 
 def _no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:

@@ -170,6 +170,33 @@ def test_text_and_images_of_all_kinds_in_one_batch(both):
     )
 
 
+def with_several_images(config, *, chunk=None):
+    wide, single = image(config, "wide"), image(config, "single")
+    return [
+        Talk(0, [*wide, single[1], 11, 12, 13], [TEXT] * 3, chunk=chunk),
+        Talk(1, [*single, 21, 22, wide[1], single[1], 23], [TEXT] * 3, chunk=chunk),
+        Talk(2, [0, 31, 32, wide[1], 33, Coord(0.5)], [TEXT] * 3, chunk=chunk),
+        Talk(3, [*wide, 41], [POINT_X, POINT_Y, SIDES], chunk=chunk and 2),
+        Talk(4, [0, 51, 52], [TEXT] * 3),
+    ]
+
+
+@pytest.mark.slow_with("moondream2")
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_prompts_with_several_images_among_others(both, chunk):
+    wanted = compare(both, lambda config: with_several_images(config, chunk=chunk))
+    assert len({tuple(t.id for t in tokens) for tokens in wanted.values()}) == 5
+
+
+@pytest.mark.slow_with("moondream3")
+def test_a_prompt_with_several_images_alone_says_what_it_says_among_others(both):
+    config, _, tested = both
+    together = answers(tested, with_several_images(config))
+    for number in range(3):
+        alone = answers(tested, [with_several_images(config)[number]])
+        assert [t.id for t in alone[number]] == [t.id for t in together[number]]
+
+
 @pytest.mark.slow_with("moondream2")
 def test_sampled_rows_draw_what_the_reference_draws(both):
     def make(config):

@@ -24,6 +24,10 @@ def test_sizes_of_rows():
     assert row_size(row(1, picture=True, text=3)) == (1, BLOCK + 3)
     assert row_size(row(1, text=3)) == (0, 3)
     assert row_size(row(1, text=1)) == (0, 1)
+    later = Row(1, (5, ImageBlock("b", BLOCK - 1), 6), 7, (), None)
+    assert row_size(later) == (0, BLOCK + 1)
+    both = Row(1, (0, ImageBlock("a", BLOCK - 1), ImageBlock("b", BLOCK - 1), 6), 0, (), None)
+    assert row_size(both) == (1, 2 * BLOCK)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ class Pass:
     pictures: list[int] = field(default_factory=list)
     length: int = 5
     spare: int = 0
+    images: tuple[int, ...] = ()
+    """Indices of the rows that are images later in a prompt."""
 
     def __post_init__(self):
         g = torch.Generator().manual_seed(len(self.cached) + 7 * self.page_size)
@@ -40,9 +42,10 @@ class Pass:
         tables = [tuple(free.pop() for _ in range(-(-end // self.page_size))) for end in ends]
         begin = len(self.pictures) * self.length
         parts = []
-        for (start, count), table in zip(rows, tables, strict=True):
+        for row, ((start, count), table) in enumerate(zip(rows, tables, strict=True)):
             if count:
-                parts.append(TextPart(begin, count, start, table))
+                key = "later" if row in self.images else None
+                parts.append(TextPart(begin, count, start, table, row, key))
                 begin += count
         self.text = tuple(parts)
         width = 3 * DIM + self.spare
@@ -70,7 +73,8 @@ class Pass:
             out[own] = attend(q[own], k[own], v[own])
         for part in self.text:
             for i in range(part.count):
-                seen = self.slots(part.page_table, part.start + i + 1)
+                reach = part.start + (part.count if part.image else i + 1)
+                seen = self.slots(part.page_table, reach)
                 keys, values = self.keys[layer, seen].double(), self.values[layer, seen].double()
                 at = slice(part.begin + i, part.begin + i + 1)
                 out[at] = attend(q[at], keys, values)
@@ -102,6 +106,13 @@ def check(made):
 def test_images_and_text_of_many_rows(page_size, spare):
     cached = [(0, 4), (5, 1), (10, 3), (23, 7), (0, 1), (9, 2)]
     check(Pass(cached, page_size, pictures=[3, 0, 6], spare=spare))
+
+
+@pytest.mark.parametrize("page_size", [1, 5])
+def test_later_images_attend_in_both_directions(page_size):
+    cached = [(0, 4), (9, 5), (10, 3), (23, 5)]
+    check(Pass(cached, page_size, pictures=[3, 0, 6], images=(4, 6)))
+    check(Pass(cached, page_size, images=(0, 1, 2, 3)))
 
 
 def test_images_alone():

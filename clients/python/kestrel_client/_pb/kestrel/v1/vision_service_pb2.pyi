@@ -157,6 +157,7 @@ class QueryRequest(_message.Message):
     REASONING_FIELD_NUMBER: _builtins.int
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
@@ -175,7 +176,9 @@ class QueryRequest(_message.Message):
     """
     @_builtins.property
     def image(self) -> _common_pb2.Image:
-        """The image that the question is about. Default: none; the model then answers from the text alone."""
+        """The image that the question is about. With a history, it belongs to the first turn. Default: none; the model then
+        answers from the text alone, or from `images`.
+        """
 
     @_builtins.property
     def spatial_refs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SpatialRef]:
@@ -183,8 +186,16 @@ class QueryRequest(_message.Message):
 
     @_builtins.property
     def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___Turn]:
-        """Earlier turns of the conversation, oldest first: at most 64. The image belongs to the first of them. The models were
+        """Earlier turns of the conversation, oldest first: at most 64. `image` belongs to the first of them. The models were
         trained on single questions, so an answer may depend less on earlier turns than expected. Default: none.
+        """
+
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Image]:
+        """More images that the question is about, in order, directly before its text. `image`, the images of the turns and
+        these are at most ServerLimits.max_images together. Each takes Model.image_positions of the context, and a place of
+        its own in the queue. The positions of an image attend to all text and images before it. The models were trained on
+        single images. Default: none.
         """
 
     @_builtins.property
@@ -203,13 +214,14 @@ class QueryRequest(_message.Message):
         reasoning: _builtins.bool | None = ...,
         spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
         history: _abc.Iterable[Global___Turn] | None = ...,
+        images: _abc.Iterable[_common_pb2.Image] | None = ...,
         num_samples: _builtins.int | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
         options: _common_pb2.RequestOptions | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "_reasoning", b"_reasoning", "image", b"image", "num_samples", b"num_samples", "options", b"options", "reasoning", b"reasoning", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "_reasoning", b"_reasoning", "history", b"history", "image", b"image", "num_samples", b"num_samples", "options", b"options", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "_reasoning", b"_reasoning", "history", b"history", "image", b"image", "images", b"images", "num_samples", b"num_samples", "options", b"options", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_samples: _TypeAlias = _typing.Literal["num_samples"]  # noqa: Y015
     _WhichOneofArgType__num_samples: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples"]  # noqa: Y015
@@ -230,19 +242,25 @@ class Turn(_message.Message):
 
     QUESTION_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     question: _builtins.str
     """What the user asked: as QueryRequest.question. Required."""
     answer: _builtins.str
     """What the model answered. May be empty."""
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Image]:
+        """Images that the question showed, in order, directly before its text. Not in a QueryTask. Default: none."""
+
     def __init__(
         self,
         *,
         question: _builtins.str = ...,
         answer: _builtins.str = ...,
+        images: _abc.Iterable[_common_pb2.Image] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "question", b"question"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "images", b"images", "question", b"question"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -257,6 +275,7 @@ class QueryResponse(_message.Message):
     ANSWER_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
@@ -292,6 +311,12 @@ class QueryResponse(_message.Message):
         """
 
     @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___SeenImage]:
+        """With QueryRequest.images or Turn.images, all images of the request in the order of the prompt: QueryRequest.image,
+        those of the turns, those of the question. Otherwise empty. `image_size` and `image_id` are those of the first.
+        """
+
+    @_builtins.property
     def usage(self) -> _common_pb2.Usage:
         """Positions that the request used."""
 
@@ -313,6 +338,7 @@ class QueryResponse(_message.Message):
         answer: _builtins.str = ...,
         reasoning: Global___Reasoning | None = ...,
         samples: _abc.Iterable[Global___QueryResponse] | None = ...,
+        images: _abc.Iterable[Global___SeenImage] | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         usage: _common_pb2.Usage | None = ...,
         timings: _common_pb2.Timings | None = ...,
@@ -325,13 +351,41 @@ class QueryResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "image_size", b"image_size", "logprobs", b"logprobs", "reasoning", b"reasoning", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "answer", b"answer", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "logprobs", b"logprobs", "model", b"model", "reasoning", b"reasoning", "request_id", b"request_id", "samples", b"samples", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "answer", b"answer", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "images", b"images", "logprobs", b"logprobs", "model", b"model", "reasoning", b"reasoning", "request_id", b"request_id", "samples", b"samples", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reasoning: _TypeAlias = _typing.Literal["reasoning"]  # noqa: Y015
     _WhichOneofArgType__reasoning: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning) -> _WhichOneofReturnType__reasoning | None: ...
 
 Global___QueryResponse: _TypeAlias = QueryResponse  # noqa: Y015
+
+@_typing.final
+class SeenImage(_message.Message):
+    """An image of a request with several images."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IMAGE_SIZE_FIELD_NUMBER: _builtins.int
+    IMAGE_ID_FIELD_NUMBER: _builtins.int
+    image_id: _builtins.str
+    """Id of the stored image, for later requests; empty if the server does not store it (see ImageService)."""
+    @_builtins.property
+    def image_size(self) -> _common_pb2.ImageSize:
+        """Size of the upright image. Always set."""
+
+    def __init__(
+        self,
+        *,
+        image_size: _common_pb2.ImageSize | None = ...,
+        image_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["image_size", b"image_size"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image_id", b"image_id", "image_size", b"image_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SeenImage: _TypeAlias = SeenImage  # noqa: Y015
 
 @_typing.final
 class Reasoning(_message.Message):
