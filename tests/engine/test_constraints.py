@@ -12,7 +12,9 @@ import pytest
 from kestrel_engine import EngineOverloaded, InvalidRequest
 from kestrel_engine import engine as engine_module
 from kestrel_engine.runtime.fake import FakeRuntime
-from tests.engine.fakes import IMAGE
+from kestrel_engine.skills.grammars import Grammars
+from kestrel_engine.types.model_config import parse_model_config
+from tests.engine.fakes import IMAGE, SMALL, ByteCodec
 from tests.engine.test_stop_strings import GREEDY, says, streamed
 
 SCHEMA = {
@@ -31,6 +33,20 @@ CONSTRAINTS = [
     {"json_schema": json.dumps(SCHEMA)},
     {"json_schema": SCHEMA},
 ]
+
+
+@pytest.fixture(scope="module")
+def shared_grammars():
+    """One for all engines here: each would start a process and build a tree of the vocabulary."""
+    model = parse_model_config(SMALL, family="moondream3")
+    grammars = Grammars(ByteCodec(), model.text.vocab_size, model.ids.eos_id)
+    yield types.SimpleNamespace(compile=grammars.compile, close=lambda: None)
+    grammars.close()
+
+
+@pytest.fixture(autouse=True)
+def one_compiler(monkeypatch, shared_grammars):
+    monkeypatch.setattr(engine_module, "Grammars", lambda *arguments: shared_grammars)
 
 
 def matches(constraint, text):
