@@ -41,6 +41,18 @@ MOST = {"other": 3.0, "urgent": 2.0, "flood itself, urgent": 2.0}
 """The limits of the p95 latency, as multiples of an idle server's p95."""
 
 
+PHASES = ("preprocess", "queue", "prefill", "decode")
+"""Of an answer's timings."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """An answered call. ``seconds``: for the caller."""
+
+    seconds: float
+    answer: Any
+
+
 def query(image: bytes, question: str, priority: Any) -> pb.QueryRequest:
     return pb.QueryRequest(
         image=common_pb2.Image(encoded=image),
@@ -73,29 +85,38 @@ def measure(report: Report, address: str, tokens: dict[str, str], args: argparse
     with grpc.insecure_channel(address) as channel:
         stub = VisionServiceStub(channel)
 
-        def seconds(name: str, priority: Any) -> list[float]:
-            taken = []
+        def calls(name: str, priority: Any) -> list[Call]:
+            made = []
             for _ in range(count):
                 request = query(jpeg(next(seeds), *SIZE), QUESTIONS[0], priority)
                 began = time.perf_counter()
-                stub.Query(request, metadata=bearer(tokens[name]), timeout=100)
-                taken.append(time.perf_counter() - began)
-            return taken
+                answer = stub.Query(request, metadata=bearer(tokens[name]), timeout=100)
+                made.append(Call(time.perf_counter() - began, answer))
+            return made
 
-        def row(who: str, taken: list[float], idle: float) -> None:
+        def row(who: str, made: list[Call], idle: float) -> float:
+            taken = [call.seconds for call in made]
+            p95 = quantile(taken, 0.95)
+            name = f"Seconds from call to answer, {count} calls, all answered"
             report.add(
-                f"Seconds from call to answer, {count} calls, all answered",
-                {
-                    "caller": who,
-                    "p50": median(taken),
-                    "p95": quantile(taken, 0.95),
-                    "over idle": quantile(taken, 0.95) / idle,
+                name, {"caller": who, "p50": median(taken), "p95": p95, "over idle": p95 / idle}
+            )
+            report.add(
+                "The phases of these calls, p50 and p95 in ms, by the server's clock",
+                {"caller": who}
+                | {
+                    f"{phase} {p}": quantile(
+                        [getattr(call.answer.timings, f"{phase}_time_ms") for call in made], q
+                    )
+                    for phase in PHASES
+                    for p, q in (("p50", 0.5), ("p95", 0.95))
                 },
             )
+            return p95
 
-        seconds("other", NORMAL)
-        alone = seconds("other", NORMAL)
-        idle = quantile(alone, 0.95)
+        calls("other", NORMAL)
+        alone = calls("other", NORMAL)
+        idle = quantile([call.seconds for call in alone], 0.95)
         row("idle server", alone, idle)
         with Flood(address, args.in_flight, ask) as flood:
             time.sleep(2 if args.quick else 10)
@@ -104,13 +125,8 @@ def measure(report: Report, address: str, tokens: dict[str, str], args: argparse
                 ("urgent", "urgent", HIGH),
                 ("flood itself, urgent", "flood", HIGH),
             ):
-                taken = seconds(name, priority)
-                row(who, taken, idle)
-                report.bar(
-                    f"p95 of {who!r} over an idle server's",
-                    quantile(taken, 0.95) / idle,
-                    MOST[who],
-                )
+                p95 = row(who, calls(name, priority), idle)
+                report.bar(f"p95 of {who!r} over an idle server's", p95 / idle, MOST[who])
             ended: dict[str, float | int | str] = dict(flood.ended)
         report.add("The flood's calls by how they ended", ended)
 
