@@ -5,6 +5,7 @@ A process of its own runs ``problem`` (grammar_process.py), so this module impor
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -12,19 +13,14 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import llguidance
-
 from ..types.constraint import Constraint
 
-LIMITS = llguidance.LLParserLimits(
-    initial_lexer_fuel=200_000,
-    step_lexer_fuel=100_000,
-    step_max_items=20_000,
-    max_lexer_states=8_000,
-    max_grammar_size=100_000,
-    verbose_errors=False,
-)
-"""Bounds on time and memory: some 10 ms for a token, and 16 MB for the states of one constraint."""
+try:
+    import llguidance
+except ImportError:  # There are no wheels for some systems.
+    AVAILABLE = False
+else:
+    AVAILABLE = True
 _NO_FORCING = '%llguidance {"no_forcing": true}'
 """Without this, the library looks for the longest text that must follow. A pattern may demand gigabytes."""
 _JSON_OPTIONS = {"whitespace_pattern": "[ ]?"}
@@ -35,6 +31,19 @@ _PLACE_S = 0.2
 _SUBSCHEMAS = ("items", "additionalProperties", "contains", "not", "if", "then", "else")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
+
+
+@functools.cache
+def _limits() -> llguidance.LLParserLimits:
+    """Bounds on time and memory: some 10 ms for a token, and 16 MB for the states of one constraint."""
+    return llguidance.LLParserLimits(
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=100_000,
+        step_max_items=20_000,
+        max_lexer_states=8_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
 
 
 class Vocabulary:
@@ -58,7 +67,7 @@ def new_tokenizer(tokens: list[bytes], eos_id: int) -> llguidance.LLTokenizer:
 
 def new_matcher(tokenizer: llguidance.LLTokenizer, lark: str) -> llguidance.LLMatcher:
     """The matcher may be in its error state."""
-    return llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=LIMITS)
+    return llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=_limits())
 
 
 def lark_of(constraint: Constraint) -> str:

@@ -7,15 +7,16 @@ vocabulary.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Protocol
-
-import llguidance
+from typing import TYPE_CHECKING, Protocol
 
 from ..errors import InvalidRequest, SkillUnavailable
 from ..types.constraint import Constraint
 from ..types.step import TokenRule
 from .grammar_process import GrammarProcess
-from .grammar_text import first_line, lark_of, new_matcher, new_tokenizer
+from .grammar_text import AVAILABLE, first_line, lark_of, new_matcher, new_tokenizer
+
+if TYPE_CHECKING:
+    import llguidance
 
 MAX_CACHED = 32
 """Compiled constraints that are kept."""
@@ -83,9 +84,14 @@ class Grammars:
         """Compiles ``constraint``, or takes it from the cache. The first call builds a tree of the vocabulary and
         starts a process, which takes up to a second.
 
-        Raises InvalidRequest naming field and place, SkillUnavailable if the tokenizer does not suit the library, and
-        RuntimeFailure if no process can be started.
+        Raises InvalidRequest naming field and place, SkillUnavailable if the library is not installed or the tokenizer
+        does not suit it, and RuntimeFailure if no process can be started.
         """
+        if not AVAILABLE:
+            raise SkillUnavailable(
+                "constraint",
+                "needs the package llguidance on the server, which is not installed there",
+            )
         grammar = self._compiled.get(constraint)
         if grammar is None:
             grammar = Grammar(self._compile(constraint), self._vocab_size)
