@@ -83,7 +83,7 @@ def jobs(args: argparse.Namespace, cache: Path) -> list[Job]:
         found.append(Job("floors", floors, 45.0))
     if "score" in args.parts:
         score = ["benchmarks.gpu.quality", *quick, "--score-only", *device]
-        found.append(Job("score", [*score, "--json", f"{out}/score.json"], 60.0))
+        found.append(Job("score", [*score, "--json", f"{out}/score.json"], 110.0))
     if "startup" in args.parts:
         startup = ["benchmarks.gpu.startup", *quick, "--model", first, *device, "--runs", "2"]
         found.append(Job("startup", [*startup, "--json", f"{out}/startup.json"], 120.0))

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from kestrel_engine import InvalidRequest
+from kestrel_engine import InvalidRequest, SkillUnavailable
 from kestrel_engine.skills import grammars
 from kestrel_engine.skills.constraints import read_constraint
 from kestrel_engine.skills.grammar_process import GrammarProcess
@@ -332,3 +332,9 @@ def test_matchers_of_one_grammar_are_independent(compiler):
     one.take(100 + ord("a"))
     assert ids(other.mask()) == plain_ids([b"ab", b"ba"], b"")
     assert ids(one.mask()) == {100 + ord("b")}
+
+
+def test_without_the_library_constraints_are_refused(compiler, monkeypatch):
+    monkeypatch.setattr(grammars, "AVAILABLE", False)
+    with pytest.raises(SkillUnavailable, match="llguidance"):
+        compiler.compile(Constraint("regex", "a+"))
