@@ -199,6 +199,13 @@ class RuntimeConfig:
         "auto, the file refiner.safetensors beside the weights if there is one",
         metavar="auto|off|PATH|moondream/SegHeadRefiner",
     )
+    calibration: str | Path = setting(
+        "auto",
+        MODEL,
+        "file of the model's score calibration, from 'kestrel-grpc calibrate'; auto: score_calibration.json beside the "
+        "weights, if there is one; off: raw scores",
+        metavar="FILE",
+    )
     offline: bool = setting(
         False, MODEL, "never contact the hub; use its cache and local files only", switch=True
     )
@@ -514,6 +521,8 @@ class RuntimeConfig:
             value = getattr(self, name)
             if value is not None and not str(value):
                 raise ConfigError(name, value, "must not be empty")
+        if not str(self.calibration):
+            raise ConfigError("calibration", self.calibration, "must be auto, off or a file")
         self._check_device()
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         check_settings(self)

@@ -111,6 +111,7 @@ class InferenceEngine(SkillCalls):
                 max_text_bytes=config.max_text_bytes,
             ),
             refines=built.runtime.limits.refines,
+            calibration=built.calibration,
         )
         self._pool = PreprocessPool(
             self._sizes.preprocess_threads,

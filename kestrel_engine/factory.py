@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .config import RuntimeConfig, Sizes
 from .errors import ConfigError
 from .runtime.protocol import Runtime
 from .skills.base import TextCodec
+from .types.calibration import FILE_NAME, UNCALIBRATED, Calibration, from_text
 from .types.info import EngineInfo, LoadTimes
 from .types.model_config import ModelConfig
 from .types.progress import Progress
@@ -53,6 +56,7 @@ class Built:
     """Counts compiled kernels; None if no kernels are compiled."""
     device_pixels: int = 0
     """Width times height of the largest image whose crops the runtime makes of its pixels; 0: it takes crops only."""
+    calibration: Calibration = UNCALIBRATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,7 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
             progress=progress,
         )
         tensors = loaded.tensors
+        calibration = read_calibration(config.calibration, opened.files, loaded.fingerprint)
         num_parameters = sum(t.numel() for n, t in tensors.items() if not n.endswith(".scale"))
         weights_bytes = sum(t.nbytes for t in tensors.values())
         read = time.monotonic()
@@ -164,15 +169,34 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
         max_queue=config.max_queue,
         refines=limits.refines,
         torch_version=torch.__version__,
+        calibrated=calibration.names,
         load=LoadTimes(
             weights_s=read - began, build_s=built - read - capture_s, capture_s=capture_s
         ),
     )
     if not kernels:
-        return Built(runtime, model, codec, info, compiling)
+        return Built(runtime, model, codec, info, compiling, calibration=calibration)
     from .runtime.gpu.footprint import DEVICE_PIXELS
 
-    return Built(runtime, model, codec, info, compiling, DEVICE_PIXELS)
+    return Built(runtime, model, codec, info, compiling, DEVICE_PIXELS, calibration)
+
+
+def read_calibration(asked: str | Path, weights: Sequence[Path], fingerprint: str) -> Calibration:
+    """The calibration that the setting ``asked`` names, for ``weights`` with this fingerprint. Raises ConfigError."""
+    path = Path(asked).expanduser()
+    if asked == "off":
+        return UNCALIBRATED
+    if asked == "auto":
+        if not weights:
+            return UNCALIBRATED
+        path = weights[0].parent / FILE_NAME
+        if not path.is_file():
+            return UNCALIBRATED
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("calibration", str(path), f"cannot be read: {error}") from None
+    return from_text(text, str(path), fingerprint)
 
 
 def _compile_meter() -> CompileMeter:

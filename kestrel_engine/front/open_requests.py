@@ -110,6 +110,7 @@ class OpenRequests:
             images=request.images,
             seed=request.submission.sampling.seed,
             logprobs=outcome.logprobs,
+            absence=outcome.absence,
         )
         request.stream.finish(result)
 

@@ -5,7 +5,7 @@ The functions import torch and other large packages when they are called, so imp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,16 +14,20 @@ from .finding import Finding
 
 if TYPE_CHECKING:
     from ..types.progress import Progress
+    from .labelled_images import LabelledImage
     from .model_cache import Downloaded
     from .model_download import Download
+    from .score_calibration import CalibrationReport
 
 __all__ = [
     "Finding",
     "answer",
+    "calibrate",
     "check_names",
     "diagnose",
     "download",
     "downloaded",
+    "read_labelled_images",
     "remove",
     "verify",
 ]
@@ -101,6 +105,27 @@ def verify(
     from .model_verification import verify
 
     return verify(config, record=record, progress=progress)
+
+
+def read_labelled_images(
+    annotations: Path, folder: Path, *, absent: int = 1
+) -> list[LabelledImage]:
+    """Reads annotations in COCO's form. ``absent``: questions about absent objects for each image.
+
+    Raises ConfigError.
+    """
+    from .labelled_images import read_coco
+
+    return read_coco(annotations, folder, absent=absent)
+
+
+async def calibrate(
+    config: RuntimeConfig, images: Sequence[LabelledImage], *, progress: Progress | None = None
+) -> CalibrationReport:
+    """Loads the model, asks about the images, and fits a calibration of its scores. Raises KestrelError."""
+    from .score_calibration import calibrate
+
+    return await calibrate(config, images, progress=progress)
 
 
 async def answer(

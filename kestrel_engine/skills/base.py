@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from ..errors import InvalidRequest
 from ..front.stream import EngineStream
+from ..types.calibration import UNCALIBRATED, Calibration
 from ..types.constraint import Constraint
 from ..types.embedding import EmbeddingSpec
 from ..types.events import EngineMetrics, EngineResult, FinishReason, StreamUpdate, TokenLogprob
@@ -72,6 +73,7 @@ class SkillContext:
     defaults: SkillDefaults = field(default_factory=SkillDefaults)
     refines: bool = False
     """The engine has a segmentation refiner."""
+    calibration: Calibration = UNCALIBRATED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +185,22 @@ def outline_of(output: SkillOutput) -> Outline | None:
 def set_outline(output: SkillOutput, path: str, box: tuple[float, float, float, float]) -> None:
     """Replaces the outline of an output that has one. ``path`` is relative to ``box``."""
     output.set_outline(path, box)  # type: ignore[attr-defined]
+
+
+def note_stop(output: SkillOutput, token: StepToken) -> None:
+    """Passes the stop token, which ``push`` does not get, to an output that has a method ``note_stop``."""
+    note = getattr(output, "note_stop", None)
+    if note is not None:
+        note(token)
+
+
+def absence_of(output: SkillOutput) -> float | None:
+    """The probability that the image has no such object; None if it is unknown.
+
+    An output that gives it has an attribute ``absence``; others need none.
+    """
+    absence: float | None = getattr(output, "absence", None)
+    return absence
 
 
 class SkillSpec(Protocol):

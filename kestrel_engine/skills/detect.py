@@ -46,5 +46,9 @@ class DetectSkill:
         return LocateControl(boxes=True, max_objects=max_objects, model=context.model)
 
     def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
-        min_score = request.options["min_score"]
-        return LocateOutput("objects", boxes=True, min_score=min_score)
+        return LocateOutput(
+            "objects",
+            boxes=True,
+            min_score=request.options["min_score"],
+            calibration=context.calibration,
+        )

@@ -7,8 +7,10 @@ so every rule is known in advance.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from ..types.calibration import ABSENCE, UNCALIBRATED, Calibration
 from ..types.events import FinishReason, StreamUpdate
 from ..types.model_config import ModelConfig
 from ..types.requests import Coord, Size
@@ -53,16 +55,28 @@ class LocateOutput:
     """Points, or boxes if a size follows. Each is returned when it is complete, with its ``score``.
 
     An object whose score is below ``min_score`` is dropped. It still counts towards the limit on objects.
+    ``absence``: the probability that there is no such object, which the first decision gives; None if it is unknown.
     """
 
-    def __init__(self, key: str, *, boxes: bool, min_score: float = 0.0) -> None:
+    def __init__(
+        self,
+        key: str,
+        *,
+        boxes: bool,
+        min_score: float = 0.0,
+        calibration: Calibration = UNCALIBRATED,
+    ) -> None:
         self._key, self._boxes, self._min_score = key, boxes, min_score
+        self._calibration, self._curve = calibration, "detect" if boxes else "point"
+        self.absence: float | None = None
         self._ids: list[int] = []
         self._tokens: list[StepToken] = []
         """Tokens of the incomplete object."""
         self._objects: list[dict[str, float]] = []
 
     def push(self, token: StepToken) -> list[StreamUpdate]:
+        if not self._ids and token.logprob is not None:
+            self._set_absence(-math.expm1(token.logprob))
         self._ids.append(token.id)
         self._tokens.append(token)
         values = [each.value for each in self._tokens]
@@ -75,6 +89,11 @@ class LocateOutput:
                 )
         assert all(isinstance(value, Coord) for value in values) and len(values) < 3, values
         return []
+
+    def note_stop(self, token: StepToken) -> None:
+        """Takes the end token."""
+        if not self._ids and token.logprob is not None:
+            self._set_absence(math.exp(token.logprob))
 
     def finish(self) -> list[StreamUpdate]:
         return []
@@ -90,9 +109,13 @@ class LocateOutput:
         tokens, self._tokens = self._tokens, []
         raw = raw_score(tokens)
         if raw is not None:
-            score = rounded(raw)
+            score = rounded(self._calibration.score(self._curve, raw))
             if score < self._min_score:
                 return []
             found["score"] = score
         self._objects.append(found)
         return [StreamUpdate(object=found)]
+
+    def _set_absence(self, raw: float) -> None:
+        # Rounding may give a little more than 1.
+        self.absence = self._calibration.score(ABSENCE, min(max(raw, 0.0), 1.0))

@@ -48,5 +48,9 @@ class PointSkill:
         return LocateControl(boxes=False, max_objects=max_objects, model=context.model)
 
     def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
-        min_score = request.options["min_score"]
-        return LocateOutput("points", boxes=False, min_score=min_score)
+        return LocateOutput(
+            "points",
+            boxes=False,
+            min_score=request.options["min_score"],
+            calibration=context.calibration,
+        )

@@ -95,6 +95,7 @@ class SegmentOutput:
 
     def __init__(self, name: str, context: SkillContext, *, min_score: float = 0.0) -> None:
         self._name, self._codec, self._min_score = name, context.codec, min_score
+        self._calibration = context.calibration
         self._ids: list[int] = []
         self._placing: list[StepToken] = []
         """The tokens that determine the box: two coordinates and a size."""
@@ -193,7 +194,8 @@ class SegmentOutput:
         if self._box is not None or len(self._coordinates) < 2 or not self._sizes:
             return []
         raw = raw_score(self._placing)
-        self._score = None if raw is None else rounded(raw)
+        if raw is not None:
+            self._score = rounded(self._calibration.score("segment", raw))
         if self._score is not None and self._score < self._min_score:
             self._is_dropped, self._held = True, []
             return []

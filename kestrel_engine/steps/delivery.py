@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import KestrelError, RuntimeFailure
-from ..skills.base import SkillOutput, is_complete, logprobs_of
+from ..skills.base import SkillOutput, absence_of, is_complete, logprobs_of, note_stop
 from ..skills.embed import EmbedOutput
 from ..types.embedding import Embedding
 from ..types.events import FinishReason, StreamUpdate, TokenLogprob
@@ -44,12 +44,13 @@ LONGEST_PAUSE_S = 0.010
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnd:
-    """Why and when the step thread ended a sequence."""
+    """Why and when the step thread ended a sequence. ``stop``: the stop token that ended it, if one did."""
 
     reason: FinishReason | KestrelError
     timings: StepTimings
     refined: np.ndarray | None = None
     """The refined mask, as in StepResult."""
+    stop: StepToken | None = None
 
 
 @dataclass(slots=True)
@@ -76,6 +77,7 @@ class Finished:
     reason: FinishReason
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
+    absence: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,12 +234,16 @@ class DeliveryThread:
         reason = end.reason
         if isinstance(reason, KestrelError) and not is_complete(output):
             return RequestEnd(reason, end.timings), []
+        if end.stop is not None:
+            note_stop(output, end.stop)
         updates = output.finish()
         # Asked again: a stop string may lie in the text that was held back to the end.
         if is_complete(output):
             reason = "stop"
         assert not isinstance(reason, KestrelError)
-        finished = Finished(output.output(), reason, output.token_ids, logprobs_of(output))
+        finished = Finished(
+            output.output(), reason, output.token_ids, logprobs_of(output), absence_of(output)
+        )
         return RequestEnd(finished, end.timings), updates
 
 

@@ -424,11 +424,13 @@ class EngineLoop:
                 StepReport(sequence.sequence_id, work.output, sequence.num_sampled, token)
             )
         else:
-            last = None if finish == "stop" else token
+            # The stop token is no part of the output.
+            stopped = finish == "stop"
+            last, stop = (None, token) if stopped else (token, None)
             if work.refines:
                 self._draft(active, sequence, finish, last)
             else:
-                self._end(sequence.sequence_id, finish, last)
+                self._end(sequence.sequence_id, finish, last, stop=stop)
 
     def _draft(
         self, active: _Active, sequence: Sequence, finish: FinishReason, token: StepToken | None
@@ -513,6 +515,7 @@ class EngineLoop:
         token: StepToken | None = None,
         embedding: Embedding | None = None,
         refined: np.ndarray | None = None,
+        stop: StepToken | None = None,
     ) -> None:
         active = self._active.pop(sequence_id)
         if active.finish is None:
@@ -525,7 +528,7 @@ class EngineLoop:
                 active.work.output,
                 active.num_sampled,
                 token,
-                SequenceEnd(reason, active.timings(self._clock()), refined),
+                SequenceEnd(reason, active.timings(self._clock()), refined, stop),
                 embedding=embedding,
             )
         )

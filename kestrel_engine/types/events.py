@@ -99,6 +99,8 @@ class EngineResult:
     """The seed that the sampling used."""
     logprobs: tuple[TokenLogprob, ...] | None = None
     """The tokens of the answer or description, reasoning left out; None unless the request asked for them."""
+    absence: float | None = None
+    """Of point and detect: the probability in [0, 1] that the image has no such object; None if it is unknown."""
 
     @property
     def image_size(self) -> tuple[int, int] | None:

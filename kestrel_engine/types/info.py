@@ -102,6 +102,8 @@ class EngineInfo:
     """As ``dtype``, or "float8_e4m3fn"."""
     max_queue: int
     torch_version: str
+    calibrated: tuple[str, ...] = ()
+    """The skills whose scores are calibrated, and "absence"."""
     load: LoadTimes = LoadTimes()
     refines: bool = False
     """The model has a segmentation refiner."""

@@ -54,6 +54,7 @@ COMMANDS = {
     "doctor": ("operation.doctor", "check whether this machine can serve as configured"),
     "download": ("weights.download", "download a model's files before serving"),
     "verify": ("weights.verify", "check a model's files and its answers"),
+    "calibrate": ("weights.calibrate", "fit the scores of a model to labelled images"),
     "token": ("operation.token", "create a token and its line for the file of --auth-tokens"),
     "health": ("operation.health", "report whether a server is ready"),
     "bench": (

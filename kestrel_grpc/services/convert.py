@@ -436,6 +436,7 @@ def caption_response(
 def point_response(result: EngineResult, image_positions: int) -> vision_service_pb2.PointResponse:
     return vision_service_pb2.PointResponse(
         points=[point(found) for found in result.output["points"]],
+        absence=result.absence,
         **shared_fields(result, image_positions),
     )
 
@@ -445,6 +446,7 @@ def detect_response(
 ) -> vision_service_pb2.DetectResponse:
     return vision_service_pb2.DetectResponse(
         objects=[box(found) for found in result.output["objects"]],
+        absence=result.absence,
         **shared_fields(result, image_positions),
     )
 

@@ -141,6 +141,7 @@ class ModelService(ModelServiceServicer):
             model.weights_fingerprint = info.weights_fingerprint
             model.parameter_count = info.num_parameters
             model.refines = info.refines
+            model.calibrated_scores.extend(info.calibrated)
         return model
 
     def _limits(self) -> pb.ServerLimits:

@@ -1,15 +1,17 @@
 """Scores of points, boxes and segments in the engine on the fake runtime: values, thresholds, streams."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from kestrel_engine import InvalidRequest
+from kestrel_engine import InferenceEngine, InvalidRequest, RuntimeConfig
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.skills.scores import raw_score
+from kestrel_engine.types.calibration import Calibration, Curve
 from kestrel_engine.types.requests import Coord
 from kestrel_engine.types.step import StepToken
-from tests.engine.fakes import IMAGE
+from tests.engine.fakes import GREEDY, IMAGE, fake_build
 
 SEVERAL = {"max_objects": 6}
 
@@ -119,3 +121,38 @@ async def test_skills_that_write_text_refuse_it(make_engine, fake_limits):
     engine = make_engine(FakeRuntime(fake_limits))
     with pytest.raises(InvalidRequest, match="is not a setting of this skill"):
         await engine.caption(IMAGE, settings={"min_score": 0.5})
+
+
+@pytest.mark.parametrize(("skill", "key"), [("point", "points"), ("detect", "objects")])
+async def test_a_calibration_applies_before_the_threshold(fake_limits, skill, key):
+    """Each skill has a curve of its own; what lacks one stays raw."""
+    config = RuntimeConfig(max_batch_size=3)
+    raw = fake_build(config, FakeRuntime(fake_limits, lambda fed: 5))
+    curve = Curve((0.0, 1.0), (0.5, 1.0))
+    async with InferenceEngine(config, raw) as engine:
+        before = await getattr(engine, skill)(IMAGE, "cat", settings=SEVERAL)
+        other = await engine.point(IMAGE, "dog", settings=SEVERAL)
+    built = replace(raw, runtime=FakeRuntime(fake_limits, lambda fed: 5))
+    built = replace(built, calibration=Calibration({skill: curve}))
+    async with InferenceEngine(config, built) as engine:
+        settings = {**SEVERAL, "min_score": 0.5}
+        after = await getattr(engine, skill)(IMAGE, "cat", settings=settings)
+        same = await engine.point(IMAGE, "dog", settings=SEVERAL)
+    assert [found["score"] for found in after.output[key]] == pytest.approx(
+        [curve(found["score"]) for found in before.output[key]]
+    )
+    assert after.absence == before.absence
+    assert (same.output == other.output) == (skill == "detect")
+
+
+@pytest.mark.parametrize("skill", ["point", "detect"])
+async def test_the_first_decision_gives_the_absence(make_engine, fake_limits, skill):
+    for script, is_there in ((lambda fed: 5, True), (lambda fed: 0, False)):
+        runtime = FakeRuntime(fake_limits, script)
+        sampled = listening(runtime)
+        result = await getattr(make_engine(runtime), skill)(IMAGE, "cat", settings=SEVERAL)
+        decided = math.exp(sampled[0].logprob)
+        assert result.absence == pytest.approx(1 - decided if is_there else decided)
+        assert bool(next(iter(result.output.values()))) == is_there
+    text = await make_engine(FakeRuntime(fake_limits)).query(question="a", settings=GREEDY)
+    assert text.absence is None

@@ -82,6 +82,21 @@ async def test_the_servers_default_applies_and_is_told(serve):
         assert (await client.server_info()).limits.default_min_score == threshold
 
 
+@pytest.mark.parametrize("skill", FIELDS)
+async def test_a_response_has_the_probability_of_absence(serve, skill):
+    there, absent = await serve(always()), await serve(FakeRuntime(LIMITS, lambda fed: 0))
+    for served, found in ((there, True), (absent, False)):
+        response = await getattr(served.vision, skill)(request(skill))
+        assert bool(getattr(response, FIELDS[skill])) == found
+        assert response.HasField("absence") and 0 < response.absence < 1
+        events = [event async for event in stream(served, skill, request(skill))]
+        assert events[-1].final.absence == response.absence
+    several = request(skill, object="", objects=["cat", "dog"])
+    response = await getattr(there.vision, skill)(several)
+    assert not response.HasField("absence")
+    assert all(getattr(each, skill.lower()).HasField("absence") for each in response.results)
+
+
 @pytest.mark.parametrize("value", [-0.5, 1.5, float("nan"), float("inf")])
 @pytest.mark.parametrize("skill", ["Point", "Detect", "Segment"])
 async def test_other_thresholds_are_refused(serve, skill, value):

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from training.scenes.paths import path_tokens
 from training.scenes.scenes import Scene
 from training.scoring.evaluation_set import Task, example
@@ -37,7 +39,7 @@ def _perfect(scene: Scene, task: Task) -> dict[str, Any]:
         case "point":
             return {"points": [{"x": x, "y": y} for x, y in points]}
         case "detect":
-            return {"objects": [_box(scene, i) for i in task.targets]}
+            return {"objects": [{**_box(scene, i), "score": 0.9} for i in task.targets]}
     if not task.targets:
         return {"segments": [{"svg_path": ""}]}
     index = task.targets[0]
@@ -57,6 +59,9 @@ def test_perfect_answers_reach_every_bar() -> None:
                 {**common, **score(found.scene, t, _perfect(found.scene, t))} for t in found.tasks
             ]
     assert all(r["ok"] for r in records)
+    pytest.importorskip("faster_coco_eval")
+    precise = [row.value for row in tabulate(records).rows if "average precision" in row.name]
+    assert precise == [pytest.approx(1.0)] * 4
     rows = [row for row in tabulate(records).rows if row.bar is not None]
     assert len(rows) == 10
     assert all(row.value >= row.bar for row in rows if row.bar is not None)

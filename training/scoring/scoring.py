@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kestrel_engine.maintenance.average_precision import Detection, average_precision
 from training.scenes.paths import outline, path_polygon, polygon_iou
 from training.scenes.scenes import Box, Scene, Shape
 from training.scoring.evaluation_set import Task
@@ -120,6 +121,16 @@ def score(scene: Scene, task: Task, output: Mapping[str, Any]) -> Record:
         ious = _matched_ious([scene.shapes[i].box for i in task.targets], found)
         record["ious"], record["found"] = [round(i, 4) for i in ious], len(found)
         record["ok"] = len(ious) == len(found) == len(task.targets)
+        w, h = scene.width, scene.height
+        record["truth"] = [
+            [x0 / w, y0 / h, x1 / w, y1 / h]
+            for x0, y0, x1, y1 in (scene.shapes[i].box for i in task.targets)
+        ]
+        record["boxes"] = [
+            [b["x_min"], b["y_min"], b["x_max"], b["y_max"], b["score"]]
+            for b in output["objects"]
+            if "score" in b
+        ]
     else:
         final, coarse = _segment_ious(scene, task, output["segments"])
         record["iou"], record["coarse_iou"] = round(final, 4), round(coarse, 4)
@@ -189,6 +200,21 @@ def _spatial(table: Table, records: list[Record], prefix: str, bars: bool) -> No
     table.ratio(
         f"{prefix}detect: mean IoU of matches", sum(ious), len(ious), bar(0.94), percent=False
     )
+    precision = average_precision(
+        [
+            Detection(
+                "shape",
+                tuple((x0, y0, x1, y1) for x0, y0, x1, y1 in r["truth"]),
+                tuple(((x0, y0, x1, y1), score) for x0, y0, x1, y1, score in r["boxes"]),
+            )
+            for r in boxes
+            if len(r.get("boxes", ())) == r["found"]
+        ]
+    )
+    if precision is not None:
+        for iou, value in (("0.5 to 0.95", precision.mean), ("0.5", precision.at_50)):
+            name = f"{prefix}detect: average precision, IoU {iou}"
+            table.rows.append(Row(name, len(boxes), value, percent=False))
     paths = [r for r in records if r["kind"] == "segment"]
     own = f"{prefix}segment, the model's own outline: mean IoU"
     for name, key, least in (

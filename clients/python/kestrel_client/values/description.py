@@ -39,10 +39,13 @@ class Model:
     state: ModelState
     refines: bool = False
     """Whether it has a segmentation refiner; False until the model is ready."""
+    calibrated_scores: tuple[str, ...] = ()
+    """The skills whose scores are calibrated, and "absence"."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for ``json.dumps``."""
-        return {**asdict(self), "skills": list(self.skills)}
+        lists = {"skills": list(self.skills), "calibrated_scores": list(self.calibrated_scores)}
+        return {**asdict(self), **lists}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +150,7 @@ def read_model(message: model_service_pb2.Model) -> Model:
         license=message.license,
         state=_STATES.get(message.state, "unknown"),
         refines=message.refines,
+        calibrated_scores=tuple(message.calibrated_scores),
     )
 
 

@@ -246,6 +246,8 @@ class PointResult(Result):
 
     object: str
     points: tuple[Point, ...]
+    absence: float | None = None
+    """The probability that the image has no such object, in [0, 1]; None from a server that does not give it."""
 
     @property
     def marks(self) -> Marks:
@@ -277,6 +279,8 @@ class DetectResult(Result):
 
     object: str
     objects: tuple[Box, ...]
+    absence: float | None = None
+    """The probability that the image has no such object, in [0, 1]; None from a server that does not give it."""
 
     @property
     def marks(self) -> Marks:
@@ -580,14 +584,24 @@ def point_result(
     response: vision_service_pb2.PointResponse, source: ImageInput | None, object: str
 ) -> PointResult:
     points = tuple(map(from_point, response.points))
-    return PointResult(object=object, points=points, **_common(response, source))
+    return PointResult(
+        object=object, points=points, absence=_absence(response), **_common(response, source)
+    )
 
 
 def detect_result(
     response: vision_service_pb2.DetectResponse, source: ImageInput | None, object: str
 ) -> DetectResult:
     boxes = tuple(map(from_box, response.objects))
-    return DetectResult(object=object, objects=boxes, **_common(response, source))
+    return DetectResult(
+        object=object, objects=boxes, absence=_absence(response), **_common(response, source)
+    )
+
+
+def _absence(
+    response: vision_service_pb2.PointResponse | vision_service_pb2.DetectResponse,
+) -> float | None:
+    return response.absence if response.HasField("absence") else None
 
 
 def segment_result(

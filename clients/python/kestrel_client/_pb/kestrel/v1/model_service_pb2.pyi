@@ -158,6 +158,7 @@ class Model(_message.Message):
     LICENSE_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     REFINES_FIELD_NUMBER: _builtins.int
+    CALIBRATED_SCORES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the model in requests."""
     family: _builtins.str
@@ -186,6 +187,12 @@ class Model(_message.Message):
         the server's additional skills, which RunSkill runs.
         """
 
+    @_builtins.property
+    def calibrated_scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The skills whose scores are calibrated (docs/scores.md), and "absence" if PointResponse.absence and
+        DetectResponse.absence are. Other scores are raw. Empty until the model is ready.
+        """
+
     def __init__(
         self,
         *,
@@ -200,10 +207,11 @@ class Model(_message.Message):
         license: _builtins.str = ...,
         state: Global___ModelState.ValueType = ...,
         refines: _builtins.bool = ...,
+        calibrated_scores: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_positions", b"context_positions", "default_max_objects", b"default_max_objects", "family", b"family", "image_positions", b"image_positions", "license", b"license", "name", b"name", "parameter_count", b"parameter_count", "refines", b"refines", "skills", b"skills", "state", b"state", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibrated_scores", b"calibrated_scores", "context_positions", b"context_positions", "default_max_objects", b"default_max_objects", "family", b"family", "image_positions", b"image_positions", "license", b"license", "name", b"name", "parameter_count", b"parameter_count", "refines", b"refines", "skills", b"skills", "state", b"state", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

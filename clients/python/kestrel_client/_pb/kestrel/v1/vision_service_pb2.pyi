@@ -658,6 +658,7 @@ class PointResponse(_message.Message):
 
     POINTS_FIELD_NUMBER: _builtins.int
     RESULTS_FIELD_NUMBER: _builtins.int
+    ABSENCE_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
@@ -666,6 +667,8 @@ class PointResponse(_message.Message):
     IMAGE_SIZE_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     IMAGE_ID_FIELD_NUMBER: _builtins.int
+    absence: _builtins.float
+    """The probability that the image has no such object, in [0, 1] (docs/scores.md); unset with PointRequest.objects."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """The reason why generation ended."""
     model: _builtins.str
@@ -709,6 +712,7 @@ class PointResponse(_message.Message):
         *,
         points: _abc.Iterable[_common_pb2.Point] | None = ...,
         results: _abc.Iterable[Global___TaskResult] | None = ...,
+        absence: _builtins.float | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         usage: _common_pb2.Usage | None = ...,
         timings: _common_pb2.Timings | None = ...,
@@ -718,11 +722,13 @@ class PointResponse(_message.Message):
         seed: _builtins.int = ...,
         image_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["image_size", b"image_size", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_absence", b"_absence", "absence", b"absence", "image_size", b"image_size", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "model", b"model", "points", b"points", "request_id", b"request_id", "results", b"results", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_absence", b"_absence", "absence", b"absence", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "model", b"model", "points", b"points", "request_id", b"request_id", "results", b"results", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__absence: _TypeAlias = _typing.Literal["absence"]  # noqa: Y015
+    _WhichOneofArgType__absence: _TypeAlias = _typing.Literal["_absence", b"_absence"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__absence) -> _WhichOneofReturnType__absence | None: ...
 
 Global___PointResponse: _TypeAlias = PointResponse  # noqa: Y015
 
@@ -803,6 +809,7 @@ class DetectResponse(_message.Message):
 
     OBJECTS_FIELD_NUMBER: _builtins.int
     RESULTS_FIELD_NUMBER: _builtins.int
+    ABSENCE_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
@@ -811,6 +818,8 @@ class DetectResponse(_message.Message):
     IMAGE_SIZE_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     IMAGE_ID_FIELD_NUMBER: _builtins.int
+    absence: _builtins.float
+    """The probability that the image has no such object, in [0, 1] (docs/scores.md); unset with DetectRequest.objects."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """The reason why generation ended."""
     model: _builtins.str
@@ -854,6 +863,7 @@ class DetectResponse(_message.Message):
         *,
         objects: _abc.Iterable[_common_pb2.Box] | None = ...,
         results: _abc.Iterable[Global___TaskResult] | None = ...,
+        absence: _builtins.float | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         usage: _common_pb2.Usage | None = ...,
         timings: _common_pb2.Timings | None = ...,
@@ -863,11 +873,13 @@ class DetectResponse(_message.Message):
         seed: _builtins.int = ...,
         image_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["image_size", b"image_size", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_absence", b"_absence", "absence", b"absence", "image_size", b"image_size", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "model", b"model", "objects", b"objects", "request_id", b"request_id", "results", b"results", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_absence", b"_absence", "absence", b"absence", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "model", b"model", "objects", b"objects", "request_id", b"request_id", "results", b"results", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__absence: _TypeAlias = _typing.Literal["absence"]  # noqa: Y015
+    _WhichOneofArgType__absence: _TypeAlias = _typing.Literal["_absence", b"_absence"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__absence) -> _WhichOneofReturnType__absence | None: ...
 
 Global___DetectResponse: _TypeAlias = DetectResponse  # noqa: Y015
 

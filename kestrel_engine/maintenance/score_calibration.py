@@ -1,0 +1,129 @@
+"""Calibrates the scores of a model on labelled images: asks, judges, fits, and measures on held-out images."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..config import RuntimeConfig
+from ..engine import InferenceEngine
+from ..errors import ConfigError
+from ..types.calibration import CURVES, Calibration, Curve, to_text
+from ..types.progress import Progress
+from .average_precision import AveragePrecision, average_precision
+from .labelled_images import LabelledImage
+from .reliability_plot import draw
+from .score_fit import Bin, Judged, calibration_error, fit, reliability
+from .scored_results import Results, collect
+
+
+@dataclass(frozen=True, slots=True)
+class FittedCurve:
+    """A curve, and how far scores are off: ``raw_error`` without it, ``error`` with it.
+
+    ``error`` and ``bins`` are about held-out images: the images are divided into halves, and the results of each half
+    are scored by a curve that is fitted on the other half. ``curve`` is fitted on all images.
+    """
+
+    curve: Curve
+    count: int
+    correct: float
+    """The share of correct results."""
+    raw_error: float
+    error: float
+    raw_bins: tuple[Bin, ...]
+    bins: tuple[Bin, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationReport:
+    """The fitted curves by name. ``fingerprint``: of the weights."""
+
+    model: str
+    fingerprint: str
+    num_images: int
+    curves: dict[str, FittedCurve]
+    precision: AveragePrecision | None
+    """Of the detected boxes, ordered by their raw scores; None without the package that computes it."""
+
+    @property
+    def text(self) -> str:
+        """The text of the calibration file."""
+        calibration = Calibration({name: fitted.curve for name, fitted in self.curves.items()})
+        facts = {
+            name: {
+                "results": fitted.count,
+                "correct": round(fitted.correct, 4),
+                "raw_error": round(fitted.raw_error, 4),
+                "error": round(fitted.error, 4),
+            }
+            for name, fitted in self.curves.items()
+        }
+        fitted_on = {"model": self.model, "images": self.num_images, "curves": facts}
+        return to_text(calibration, self.fingerprint, fitted_on)
+
+    @property
+    def svg(self) -> str:
+        """A drawing of the shares of correct results against the scores."""
+        return draw({name: (each.raw_bins, each.bins) for name, each in self.curves.items()})
+
+
+async def calibrate(
+    config: RuntimeConfig,
+    images: Sequence[LabelledImage],
+    *,
+    progress: Progress | None = None,
+) -> CalibrationReport:
+    """Loads the model, asks about all images, and fits the curves. ``progress`` is called with finished images too.
+
+    Raises KestrelError; ConfigError if there are fewer than 2 images.
+    """
+    if len(images) < 2:
+        raise ConfigError(
+            "annotations", len(images), "needs at least 2 images, to fit and to measure"
+        )
+    raw = replace(config, calibration="off", min_score=0.0)
+    async with await InferenceEngine.create(raw, progress=progress) as engine:
+        results = await collect(engine, images, progress)
+        info = engine.info
+    order = list(range(len(results)))
+    random.Random(0).shuffle(order)
+    middle = len(order) // 2
+    halves = [_together([results[i] for i in part]) for part in (order[:middle], order[middle:])]
+    curves = {name: _fitted(*(half.judged.get(name, []) for half in halves)) for name in CURVES}
+    return CalibrationReport(
+        info.model,
+        info.weights_fingerprint,
+        len(images),
+        {name: curve for name, curve in curves.items() if curve is not None},
+        average_precision(_together(results).detections),
+    )
+
+
+def _together(results: Sequence[Results]) -> Results:
+    whole = Results()
+    for each in results:
+        whole.add(each)
+    return whole
+
+
+def _fitted(first: Sequence[Judged], second: Sequence[Judged]) -> FittedCurve | None:
+    """The curve of two halves; None if a half has no result."""
+    if not first or not second:
+        return None
+    held_out = [
+        (curve(raw), correct)
+        for curve, other in ((fit(first), second), (fit(second), first))
+        for raw, correct in other
+    ]
+    every = [*first, *second]
+    return FittedCurve(
+        curve=fit(every),
+        count=len(every),
+        correct=sum(correct for _, correct in every) / len(every),
+        raw_error=calibration_error(every),
+        error=calibration_error(held_out),
+        raw_bins=tuple(reliability(every)),
+        bins=tuple(reliability(held_out)),
+    )

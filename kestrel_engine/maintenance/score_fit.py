@@ -1,0 +1,97 @@
+"""Fits a calibration of scores: from results whose correctness is known to rising curves, and how far they are off.
+
+A curve is fitted by isotonic regression: results are sorted by raw score and divided into groups of equal size, and the
+share of correct results must not fall from group to group (pool adjacent violators).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from ..types.calibration import Curve
+
+GROUPS = 30
+"""The most groups of a curve."""
+LEAST_IN_GROUP = 25
+BINS = 15
+"""Bins of equal width for the expected calibration error."""
+
+Judged = tuple[float, bool]
+"""The score of a result, and whether the result is correct."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """The results whose scores are in [``low``, ``high``)."""
+
+    low: float
+    high: float
+    count: int
+    mean_score: float
+    correct: float
+    """The share of correct results."""
+
+
+def fit(results: Sequence[Judged]) -> Curve:
+    """Returns the curve of ``results`` with raw scores. Raises ValueError if there are none."""
+    if not results:
+        raise ValueError("no result to fit")
+    blocks = _pooled(_groups(sorted(results)))
+    points = [(0.0, 0.0), *((raw, score) for raw, score, _ in blocks)]
+    # A raw score of 1 gets the share of the last group.
+    points.append((1.0, points[-1][1]))
+    curve: list[tuple[float, float]] = []
+    for raw, score in points:
+        if curve and raw <= curve[-1][0]:
+            curve[-1] = (curve[-1][0], max(score, curve[-1][1]))
+        else:
+            curve.append((raw, score))
+    return Curve(tuple(raw for raw, _ in curve), tuple(score for _, score in curve))
+
+
+def reliability(results: Sequence[Judged], bins: int = BINS) -> list[Bin]:
+    """Returns the bins of equal width that hold results."""
+    ordered = sorted(results)
+    found = []
+    for place, members in groupby(ordered, key=lambda result: min(int(result[0] * bins), bins - 1)):
+        scores, correct = np.array(list(members), float).T
+        mean = float(scores.mean())
+        share = float(correct.mean())
+        found.append(Bin(place / bins, (place + 1) / bins, len(scores), mean, share))
+    return found
+
+
+def calibration_error(results: Sequence[Judged], bins: int = BINS) -> float:
+    """Returns the expected calibration error: the mean difference between score and share of correct results, over bins
+    of equal width weighted by their counts. 0 without results."""
+    total = max(len(results), 1)
+    return sum(
+        each.count / total * abs(each.mean_score - each.correct)
+        for each in reliability(results, bins)
+    )
+
+
+def _groups(ordered: Sequence[Judged]) -> list[tuple[float, float, int]]:
+    """Divides results into groups of nearly equal size: mean raw score, share of correct results, count."""
+    count = min(GROUPS, max(1, len(ordered) // LEAST_IN_GROUP))
+    return [
+        (float(part[:, 0].mean()), float(part[:, 1].mean()), len(part))
+        for part in np.array_split(np.array(ordered, float), count)
+    ]
+
+
+def _pooled(groups: Sequence[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
+    """Joins neighbouring groups until the shares rise."""
+    blocks: list[tuple[float, float, int]] = []
+    for group in groups:
+        blocks.append(group)
+        while len(blocks) > 1 and blocks[-2][1] >= blocks[-1][1]:
+            (a_raw, a_share, a), (b_raw, b_share, b) = blocks[-2:]
+            joined = a + b
+            raw, share = (a_raw * a + b_raw * b) / joined, (a_share * a + b_share * b) / joined
+            blocks[-2:] = [(raw, share, joined)]
+    return blocks

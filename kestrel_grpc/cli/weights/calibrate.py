@@ -1,0 +1,122 @@
+"""``calibrate``: fits the calibration of a model's scores on labelled images, and writes it to a file."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from kestrel_engine import ConfigError, KestrelError, maintenance
+
+from ...process.startup_progress import LoadingProgress
+from ...settings.configuration import add_config_flag
+from ...settings.model import DEVICE_FLAGS, add_model_flags, config_error
+from ..parser import CommandError
+from ..values import whole
+from .download import source_config
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.epilog = (
+        "Asks point, detect and segment about each image, compares the results with the labels, and fits a curve for\n"
+        "each skill on half of the images. The error that it prints is measured on the other half; the written curves\n"
+        "are then fitted on all images. Without --out it only measures. The server reads the file\n"
+        "score_calibration.json beside the weights, or the file that --calibration names (docs/scores.md):\n"
+        "  kestrel-grpc calibrate --annotations instances.json --images photos/ --out score_calibration.json"
+    )
+    parser.add_argument(
+        "name", nargs="?", metavar="MODEL", help="like --model [the configured model]"
+    )
+    parser.add_argument(
+        "--annotations", required=True, metavar="FILE", help="labels in COCO's form, with boxes"
+    )
+    parser.add_argument(
+        "--images", required=True, metavar="FOLDER", help="folder of the image files"
+    )
+    parser.add_argument("--out", metavar="FILE", help="file to write the calibration to")
+    parser.add_argument("--plot", metavar="FILE", help="SVG file to draw the reliability in")
+    parser.add_argument("--limit", type=whole(2), metavar="N", help="use only the first N images")
+    parser.add_argument(
+        "--absent",
+        type=whole(0),
+        default=1,
+        metavar="N",
+        help="questions about absent objects for each image [1]",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_config_flag(parser)
+    add_model_flags(parser, only=DEVICE_FLAGS)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = source_config(args)
+    try:
+        config = dataclasses.replace(
+            config, device=args.device, dtype=args.dtype, cpu_threads=args.threads
+        )
+        images = maintenance.read_labelled_images(
+            Path(args.annotations), Path(args.images), absent=args.absent
+        )[: args.limit]
+    except ConfigError as error:
+        raise config_error(error, args) from None
+    try:
+        with LoadingProgress() as progress:
+            report = asyncio.run(maintenance.calibrate(config, images, progress=progress))
+    except KestrelError as error:
+        raise CommandError(str(error)) from None
+    _write(args.out, report.text)
+    _write(args.plot, report.svg)
+    _print(report, as_json=args.json)
+    return 0
+
+
+def _write(path: str | None, text: str) -> None:
+    """Raises CommandError."""
+    if path is None:
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"cannot write {path!r}: {error.strerror}") from None
+
+
+def _print(report: Any, *, as_json: bool) -> None:
+    """``report``: from maintenance.calibrate."""
+    if as_json:
+        curves = {
+            name: {
+                "results": fitted.count,
+                "correct": fitted.correct,
+                "raw_error": fitted.raw_error,
+                "error": fitted.error,
+            }
+            for name, fitted in report.curves.items()
+        }
+        precision = None if report.precision is None else dataclasses.asdict(report.precision)
+        print(
+            json.dumps(
+                {
+                    "model": report.model,
+                    "images": report.num_images,
+                    "curves": curves,
+                    "average_precision": precision,
+                }
+            )
+        )
+        return
+    print(f"{report.model}: {report.num_images} images")
+    print(f"{'':10}{'results':>9}{'correct':>9}{'error raw':>11}{'calibrated':>12}")
+    for name, fitted in report.curves.items():
+        print(
+            f"{name:10}{fitted.count:9}{fitted.correct:9.3f}{fitted.raw_error:11.4f}{fitted.error:12.4f}"
+        )
+    if report.precision is None:
+        print("average precision of detect: needs faster-coco-eval (extra evaluation)")
+    else:
+        mean, at_50, at_75 = dataclasses.astuple(report.precision)
+        print(
+            f"average precision of detect: {mean:.4f}, {at_50:.4f} at IoU 0.5, {at_75:.4f} at 0.75"
+        )
