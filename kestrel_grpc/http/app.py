@@ -12,12 +12,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ..kserve.service import InferenceService
+from ..security.admission.guard import Guard
 from ..served_model import ServedModel, State
 from ..services.model import ModelService
 from ..services.vision import VisionService
-from . import kserve, moondream, ollama, openai
+from ..telemetry.opening import Telemetry
+from . import completions, kserve, moondream, ollama, openai
 from .edge import Endpoint, HttpEdge, Receive, Scope, Send
 from .files import page_routes
+from .metrics import metrics
 
 
 class _Answered:
@@ -36,11 +39,14 @@ def application(
     models: ModelService,
     inference: InferenceService,
     served: ServedModel,
+    guard: Guard,
+    telemetry: Telemetry | None,
 ) -> Any:
     """The ASGI application."""
     endpoints = {
         **moondream.endpoints(vision, lambda: served.name),
         **openai.endpoints(vision, models, lambda: served.name),
+        **completions.endpoints(vision, lambda: served.name),
         **ollama.endpoints(vision, models, lambda: served.name),
         **kserve.endpoints(inference),
     }
@@ -52,6 +58,7 @@ def application(
         Route("/api/version", _ollama_version, methods=["GET"]),
         Route("/healthz", _health(served), methods=["GET"]),
         Route("/health", _health(served), methods=["GET"]),
+        Route("/metrics", metrics(guard, telemetry), methods=["GET"]),
         *page_routes(),
     ]
     return Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method})

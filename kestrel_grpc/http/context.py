@@ -5,19 +5,28 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from ..security.identity.callers import AuthContext
+
+CERTIFICATE = "kestrel.certificate"
+"""The key in a scope's state of the names in the client's certificate, as ``shown_by`` returns them."""
+
 
 class HttpContext:
-    """``write`` receives each message of a streaming method."""
+    """``scope``: the request's, of ASGI. ``write`` receives each message of a streaming method. None: the request is no
+    method's."""
 
-    def __init__(self, peer: str, write: Callable[[Any], Awaitable[None]]) -> None:
-        self._peer, self._write = peer, write
+    def __init__(
+        self, scope: Mapping[str, Any], write: Callable[[Any], Awaitable[None]] | None = None
+    ) -> None:
+        self._peer = peer_of(scope.get("client"))
+        self._certificate: AuthContext = scope.get("state", {}).get(CERTIFICATE, {})
+        self._write = write
 
     def peer(self) -> str:
         return self._peer
 
-    def auth_context(self) -> Mapping[str, list[bytes]]:
-        """Empty, because certificates do not identify callers of HTTP."""
-        return {}
+    def auth_context(self) -> AuthContext:
+        return self._certificate
 
     def time_remaining(self) -> float | None:
         """None, because HTTP has no deadline. The server's own limit applies."""
@@ -27,6 +36,7 @@ class HttpContext:
         """The response's headers carry the ids."""
 
     async def write(self, message: Any) -> None:
+        assert self._write is not None, "only methods write"
         await self._write(message)
 
 

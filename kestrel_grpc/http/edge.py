@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import grpc
 import orjson
@@ -30,7 +30,9 @@ from ..security.admission.admission import MessageTooLarge
 from ..security.admission.guard import Guard
 from ..security.admission.message_limits import COPIES
 from ..security.admission.message_room import Hold
-from .context import HttpContext, peer_of
+from ..security.connections.connection_guard import ConnectionGuard
+from .context import HttpContext
+from .fetching import ImageFetcher, places
 from .fields import Fields, json_fields
 from .refusals import Refusal, refusal
 
@@ -44,6 +46,7 @@ _TEXT_BYTES = 1024 * 1024
 """Bytes of a body in addition to its image."""
 _INLINE_BYTES = 256 * 1024
 """A thread parses a larger body, because parsing would occupy the event loop for milliseconds."""
+_Parsed = TypeVar("_Parsed")
 _JSON = b"application/json"
 _KEY_HEADERS = (b"x-moondream-auth", b"x-api-key")
 """Headers in which clients send a key, in addition to ``authorization``."""
@@ -113,16 +116,20 @@ class Endpoint:
 
 
 class HttpEdge:
-    """``end_call`` is called once at the end of every request."""
+    """``connections``: the guard of the port's connections. ``end_call`` is called once at the end of every request.
+    ``fetcher``: None if the server fetches no images."""
 
     def __init__(
         self,
         in_flight: InFlight,
         guard: Guard,
+        connections: ConnectionGuard,
         end_call: Callable[[Call], None],
         watcher: CallWatcher | None = None,
+        fetcher: ImageFetcher | None = None,
     ) -> None:
-        self._in_flight, self._guard = in_flight, guard
+        self._in_flight, self._guard, self._connections = in_flight, guard, connections
+        self._fetcher = fetcher
         self._end_call, self._watcher = end_call, watcher
         limits = guard.limits
         self._limit = CallLimit(limits.deadline_s)
@@ -135,25 +142,29 @@ class HttpEdge:
 
     async def handle(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
-        metadata = tuple(_metadata(scope["headers"]))
+        metadata = metadata_of(scope["headers"])
         writer = _Writer(send, self._guard.limits.write_s, endpoint.form)
+        context = HttpContext(scope, writer.write)
         call = Call(
             method=endpoint.method,
-            peer=peer_of(scope.get("client")),
-            context=cast(Context, None),
+            peer=context.peer(),
+            context=cast(Context, context),
             metadata=metadata,
             request_id=id_from_metadata(metadata) or new_id(),
             longest_s=self._guard.limits.deadline_s,
         )
-        call.context = cast(Context, HttpContext(call.peer, writer.write))
         writer.call = call
         current.set(call)
         watcher = self._watcher
         if watcher is not None:
             watcher.begin(call)
         failed: Exception | None = None
-        with self._in_flight:
+        use = self._connections.use(call.peer)
+        with self._in_flight, use:
             try:
+                call.principal = principal = self._guard.principal(metadata, call.context)
+                call.owner = principal.name or call.owner
+                use.is_known = True
                 await self._answer(call, endpoint, scope, receive, writer)
             except asyncio.CancelledError:
                 # The client has disconnected, or the server stops. uvicorn would log an exception.
@@ -176,18 +187,17 @@ class HttpEdge:
     async def _answer(
         self, call: Call, endpoint: Endpoint, scope: Scope, receive: Receive, writer: _Writer
     ) -> None:
-        guard, watcher = self._guard, self._watcher
-        call.principal = principal = guard.principal(call.metadata, call.context)
-        call.owner = principal.name or call.owner
+        guard, watcher, principal = self._guard, self._watcher, call.principal
         with (
             guard.admit(principal, call.method),
             contextlib.closing(guard.hold(principal, call.peer)) as hold,
         ):
             guard.check_room(call.method)
             if endpoint.takes_body:
+                _check_encoding(scope["headers"])
                 body = await self._body(scope, receive, hold)
                 writer.has_read_all = True
-                asked = await _parsed(endpoint, scope, body)
+                asked = await self._asked(endpoint, scope, body, hold)
                 del body
                 held = endpoint.copies * _bytes_of(asked.message)
                 hold.settle(min(hold.num_bytes, held))
@@ -217,6 +227,21 @@ class HttpEdge:
         body = await self._reads.within(self._pull(receive))
         hold.arrived(len(body))
         return cast(bytearray, body)
+
+    async def _asked(self, endpoint: Endpoint, scope: Scope, body: bytearray, hold: Hold) -> Asked:
+        """Converts a request, after the images that it names by address are fetched. Raises InvalidRequest,
+        UnsupportedImageError, MessagesFull."""
+        fetcher = self._fetcher
+        if fetcher is None or endpoint.parse is not None:
+            return await _parsed(body, lambda: endpoint.asked(scope, body))
+        fields = await _parsed(body, lambda: json_fields(body))
+        wanted = places(fields.values)
+        if wanted:
+            num_bytes = _BODY_COPIES * (len(body) + self._guard.messages.largest)
+            held = self._guard.messages.held
+            await hold.reserve(num_bytes if held is None else min(num_bytes, held))
+            hold.arrived(len(body) + await fetcher.fill(wanted))
+        return await _parsed(body, lambda: endpoint.read(fields))
 
     async def _pull(self, receive: Receive) -> bytearray:
         body = bytearray()
@@ -309,10 +334,8 @@ class _Writer:
             ) from None
 
 
-async def _parsed(endpoint: Endpoint, scope: Scope, body: bytearray) -> Asked:
-    def parse() -> Asked:
-        return endpoint.asked(scope, body)
-
+async def _parsed(body: bytearray, parse: Callable[[], _Parsed]) -> _Parsed:
+    """The result of ``parse``, which a thread computes if the body is large."""
     return parse() if len(body) <= _INLINE_BYTES else await asyncio.to_thread(parse)
 
 
@@ -339,17 +362,28 @@ async def _cancelled_with(receive: Receive) -> AsyncIterator[None]:
         waiting.cancel()
 
 
-def _metadata(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[str, str]]:
+def metadata_of(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[str, str], ...]:
     """Returns the headers in gRPC's form. A key in one of _KEY_HEADERS becomes a bearer token."""
     headers = list(headers)
     has_token = any(key == b"authorization" for key, _ in headers)
+    metadata = []
     for key, value in headers:
         if key in _KEY_HEADERS:
             if not has_token:
                 has_token = True
-                yield "authorization", f"Bearer {value.decode('latin-1')}"
+                metadata.append(("authorization", f"Bearer {value.decode('latin-1')}"))
             continue
-        yield key.decode("latin-1"), value.decode("latin-1")
+        metadata.append((key.decode("latin-1"), value.decode("latin-1")))
+    return tuple(metadata)
+
+
+def _check_encoding(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raises InvalidRequest for a compressed body, which would unpack to more than the server has reserved."""
+    for key, value in headers:
+        if key == b"content-encoding" and value.lower() != b"identity":
+            raise InvalidRequest(
+                "", "the body is compressed; this server takes uncompressed bodies only"
+            )
 
 
 def _content_length(headers: Iterable[tuple[bytes, bytes]]) -> int | None:

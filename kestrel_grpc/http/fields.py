@@ -11,6 +11,8 @@ import orjson
 
 from kestrel_engine import InvalidRequest, UnsupportedImageError
 
+from .fetching import FetchedImage, is_address
+
 _KINDS: dict[type, str] = {
     str: "a string",
     bool: "true or false",
@@ -20,6 +22,11 @@ _KINDS: dict[type, str] = {
 
 ANY_OBJECT = '{"type": "object"}'
 """The JSON Schema of all JSON objects."""
+
+
+_MOST_VALUES = 200_000
+"""Limit on the commas and opening brackets in a body. A value takes up to 20 times the bytes of its JSON in memory. An
+image is one value."""
 
 
 class Fields:
@@ -33,7 +40,8 @@ class Fields:
 
     def text(self, key: str, default: str | None = None) -> str:
         """Raises InvalidRequest, also if the field is missing and there is no default."""
-        return str(self._get(key, str, default))
+        text: str = self._get(key, str, default)
+        return text  # Possibly a FetchedImage.
 
     def flag(self, key: str) -> bool:
         """False if the field is missing or null. Raises InvalidRequest."""
@@ -89,6 +97,8 @@ class Fields:
 
 def json_fields(body: bytes | bytearray) -> Fields:
     """The fields of a request's body. Raises InvalidRequest."""
+    if sum(map(body.count, (b",", b"[", b"{"))) > _MOST_VALUES:
+        raise InvalidRequest("", f"the body has more than {_MOST_VALUES} values")
     try:
         values = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -108,7 +118,9 @@ def json_text(fields: Fields) -> str:
 
 def image_bytes(text: str, field: str) -> bytes:
     """The encoded image in a data URL or in plain base64. Raises InvalidRequest, UnsupportedImageError."""
-    if text[:8].lower().startswith(("http://", "https://", "file:")):
+    if isinstance(text, FetchedImage):
+        return text.image
+    if is_address(text) or text[:5].lower() == "file:":
         raise UnsupportedImageError(
             field, "is an address, and this server fetches none; send the image as a data URL"
         )

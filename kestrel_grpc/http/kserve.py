@@ -159,11 +159,6 @@ def _ready(response: Any) -> dict[str, Any]:
 def _request(scope: Scope, body: bytes | bytearray) -> tuple[pb.ModelInferRequest, bool]:
     """Returns the request, and whether the client requests its output in binary form. Raises InvalidRequest."""
     headers = dict(scope["headers"])
-    encoding = headers.get(b"content-encoding", b"identity")
-    if encoding != b"identity":
-        raise InvalidRequest(
-            "", "the body is compressed; this server takes uncompressed bodies only"
-        )
     length = len(body)
     if _HEADER_LENGTH in headers:
         text = headers[_HEADER_LENGTH]

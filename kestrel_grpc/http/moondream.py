@@ -71,15 +71,16 @@ def endpoints(service: VisionService, served: Callable[[], str]) -> dict[tuple[s
         return Asked(stream, service.StreamCaption, caption_json, _text_events(caption_json))
 
     def point(fields: Fields) -> Asked:
-        refs = _spatial_refs(fields)
-        request = pb.PointRequest(object=fields.text("object"), spatial_refs=refs)
+        refs, names = _spatial_refs(fields), _objects(fields)
+        request = pb.PointRequest(spatial_refs=refs, **names)
         _fill(request, fields, served())
-        return Asked(request, service.Point, point_json)
+        return Asked(request, service.Point, _several(names, point_json))
 
     def detect(fields: Fields) -> Asked:
-        request = pb.DetectRequest(object=fields.text("object"))
+        names = _objects(fields)
+        request = pb.DetectRequest(**names)
         _fill(request, fields, served())
-        return Asked(request, service.Detect, detect_json)
+        return Asked(request, service.Detect, _several(names, detect_json))
 
     def segment(fields: Fields) -> Asked:
         refs = _spatial_refs(fields)
@@ -125,6 +126,7 @@ def _fill(request: Any, fields: Fields, served: str, *, needs_image: bool = True
     min_score = settings.number("min_score")
     if min_score is not None and "min_score" in request.DESCRIPTOR.fields_by_name:
         request.min_score = min_score
+    request.sampling.stop.extend(settings.texts("stop"))
     if settings.values.get("adapter") is not None:
         raise InvalidRequest("settings.adapter", "this server has no adapters")
     model = fields.values.get("model")
@@ -146,6 +148,37 @@ def _spatial_refs(fields: Fields) -> list[common_pb2.SpatialRef]:
         name = fields.name(f"spatial_refs[{index}]")
         refs.append(spatial_ref(numbers(item, name), name))
     return refs
+
+
+def _objects(fields: Fields) -> dict[str, Any]:
+    """The field ``object``, or ``objects`` with several names. Raises InvalidRequest."""
+    names = fields.items("objects")
+    if not names:
+        return {"object": fields.text("object")}
+    if fields.values.get("object") is not None:
+        raise InvalidRequest("objects", "is set beside object; set only one of them")
+    return {"objects": fields.texts("objects")}
+
+
+def _several(names: dict[str, Any], one: Callable[[Any], dict[str, Any]]) -> Callable[[Any], Any]:
+    """``one``, or for several names a function that converts a response with the results of all, in their order."""
+    if "objects" not in names:
+        return one
+
+    def all_json(response: Any) -> dict[str, Any]:
+        results = []
+        for name, result in zip(names["objects"], response.results, strict=True):
+            outcome = result.WhichOneof("outcome")
+            if outcome == "error":
+                error = {"message": result.error.message, "code": result.error.reason.lower()}
+                results.append({"object": name, "error": error})
+            else:
+                found = one(getattr(result, outcome))
+                places = ("points", "objects", "count")
+                results.append({"object": name, **{k: v for k, v in found.items() if k in places}})
+        return {"results": results, **_shared(response)}
+
+    return all_json
 
 
 def query_json(response: pb.QueryResponse) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Ollama's interface: /api/generate, /api/chat, /api/tags, /api/show and /api/version.
+"""Ollama's interface: /api/generate, /api/chat, /api/tags, /api/ps, /api/show and /api/version.
 
 Images are plain base64. A stream is one JSON object a line, and is the default, as Ollama's clients expect.
 """
@@ -82,6 +82,12 @@ def endpoints(
             request, models.ListModels, lambda response: {"models": _tags(response.models)}
         )
 
+    def loaded(fields: Fields) -> Asked:
+        request = model_service_pb2.ListModelsRequest()
+        return Asked(
+            request, models.ListModels, lambda response: {"models": _loaded_tags(response.models)}
+        )
+
     def show(fields: Fields) -> Asked:
         name = fields.values.get("model") or fields.values.get("name") or served()
         if not isinstance(name, str):
@@ -93,6 +99,7 @@ def endpoints(
         ("POST", "/api/generate"): Endpoint(_QUERY, generate, json_name, form=FORM),
         ("POST", "/api/chat"): Endpoint(_QUERY, chat, json_name, form=FORM),
         ("GET", "/api/tags"): Endpoint(_LIST, tags, takes_body=False, form=FORM),
+        ("GET", "/api/ps"): Endpoint(_LIST, loaded, takes_body=False, form=FORM),
         ("POST", "/api/show"): Endpoint(f"{MODEL_METHODS}GetModel", show, _show_name, form=FORM),
     }
 
@@ -238,6 +245,12 @@ def _tags(models: Iterable[model_service_pb2.Model]) -> list[dict[str, Any]]:
         }
         for model in models
     ]
+
+
+def _loaded_tags(models: Iterable[model_service_pb2.Model]) -> list[dict[str, Any]]:
+    """The model is never unloaded, which Ollama's own programs show as a time far away."""
+    never = {"expires_at": "2318-01-01T00:00:00Z", "size_vram": 0}
+    return [{**tag, **never} for tag in _tags(models)]
 
 
 def _shown(model: model_service_pb2.Model) -> dict[str, Any]:

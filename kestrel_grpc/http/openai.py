@@ -49,7 +49,6 @@ _NAMES = {
     "constraint.json_schema": "response_format.json_schema.schema",
 }
 UNSUPPORTED_PATHS = {
-    "/v1/completions": "the models answer questions, and do not continue a text; use /v1/chat/completions",
     "/v1/responses": "use /v1/chat/completions",
     "/v1/embeddings": "the models make no embeddings of texts",
 }
@@ -82,7 +81,7 @@ def json_name(path: str) -> str:
 
 def _chat(fields: Fields, service: VisionService, served: str) -> Asked:
     """Raises InvalidRequest, UnsupportedImageError."""
-    _refuse_unsupported(fields)
+    refuse_unsupported(fields)
     talk = conversation(_messages(fields))
     grounding = _GROUNDING.fullmatch(talk.last.question)
     streams = fields.flag("stream")
@@ -90,15 +89,11 @@ def _chat(fields: Fields, service: VisionService, served: str) -> Asked:
     if grounding is not None and talk.images:
         return _grounded(fields, service, served, talk, grounding, usage if streams else None)
     request = talk.request(reasoning=fields.flag("reasoning"))
-    _fill(request, fields, served)
+    fill(request, fields, served)
     schema = _schema(fields)
     if schema is not None:
         request.sampling.constraint.json_schema = schema
-    samples = fields.whole("n")
-    if samples is not None:
-        if not 1 <= samples < 2**31:
-            raise InvalidRequest("n", f"must be at least 1, got {samples}")
-        request.num_samples = samples
+    request.num_samples = samples(fields)
     if not streams:
         return Asked(request, service.Query, _completion)
     stream = pb.StreamQueryRequest(request=request)
@@ -130,7 +125,7 @@ def _grounded(
     else:
         request, behaviour = pb.PointRequest(object=name), service.Point
     request.image.encoded = talk.images[0]
-    _fill(request, fields, served)
+    fill(request, fields, served)
 
     def answer(response: Any) -> dict[str, Any]:
         return _completion(response, _grounding_json(response, name))
@@ -179,9 +174,9 @@ def _grounding_json(response: Any, label: str) -> str:
     return orjson.dumps(found).decode()
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    """Raises InvalidRequest for what would change the answer and is not supported; other unknown fields are logged
-    once."""
+def refuse_unsupported(fields: Fields, known: frozenset[str] = frozenset()) -> None:
+    """Raises InvalidRequest for what would change the answer and is not supported. Logs each other unknown field once.
+    ``known``: fields of this path in addition to those of chat completions."""
     values = fields.values
     for key in ("tools", "functions"):
         if values.get(key):
@@ -191,10 +186,20 @@ def _refuse_unsupported(fields: Fields) -> None:
             "top_logprobs",
             f"must be 0, got {values['top_logprobs']}: the server gives the log-probability of the chosen token only",
         )
-    for key in values.keys() - _KNOWN - _unknown_logged:
+    for key in values.keys() - _KNOWN - known - _unknown_logged:
         if len(_unknown_logged) < 100:
             _unknown_logged.add(key)
-            logger.info("the field %r of chat completions is ignored", key[:50])
+            logger.info("the field %r of completions is ignored", key[:50])
+
+
+def samples(fields: Fields) -> int:
+    """How many answers to give. Raises InvalidRequest."""
+    wanted = fields.whole("n")
+    if wanted is None:
+        return 1
+    if not 1 <= wanted < 2**31:
+        raise InvalidRequest("n", f"must be at least 1, got {wanted}")
+    return wanted
 
 
 def _schema(fields: Fields) -> str | None:
@@ -247,8 +252,8 @@ def _content(content: Any, name: str) -> tuple[str, list[bytes]]:
     return "\n".join(texts), images
 
 
-def _fill(request: Any, fields: Fields, served: str) -> None:
-    """What all requests share. Raises InvalidRequest."""
+def fill(request: Any, fields: Fields, served: str) -> None:
+    """Fills in what all requests share. Raises InvalidRequest."""
     sampling = request.sampling
     for key in ("temperature", "top_p"):
         number = fields.number(key)
@@ -284,14 +289,14 @@ def _fill(request: Any, fields: Fields, served: str) -> None:
 
 def _completion(response: Any, content: str | None = None) -> dict[str, Any]:
     """``content``: that of a response which is no QueryResponse."""
-    samples = [response] if content is not None else response.samples or [response]
+    given = [response] if content is not None else response.samples or [response]
     return {
         "id": f"chatcmpl-{response.request_id}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": response.model,
-        "choices": [_choice(index, each, content) for index, each in enumerate(samples)],
-        "usage": _usage(response),
+        "choices": [_choice(index, each, content) for index, each in enumerate(given)],
+        "usage": usage_json(response),
     }
 
 
@@ -306,7 +311,7 @@ def _choice(index: int, response: Any, content: str | None) -> dict[str, Any]:
         "index": index,
         "message": message,
         "logprobs": _logprobs(_tokens(response)),
-        "finish_reason": _finish_reason(response),
+        "finish_reason": finish_reason(response),
     }
 
 
@@ -359,9 +364,9 @@ def _last(
     response: Any, usage: bool, tokens: Sequence[common_pb2.TokenLogprob] | None = None
 ) -> Iterable[bytes]:
     """``tokens``: those after the last delta, with their log-probabilities."""
-    yield _chunk(response, {}, finish_reason=_finish_reason(response), tokens=tokens or None)
+    yield _chunk(response, {}, finish_reason=finish_reason(response), tokens=tokens or None)
     if usage:
-        yield _chunk(response, None, usage=_usage(response))
+        yield _chunk(response, None, usage=usage_json(response))
     yield b"data: [DONE]\n\n"
 
 
@@ -390,11 +395,11 @@ def _chunk(
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
-def _finish_reason(response: Any) -> str:
+def finish_reason(response: Any) -> str:
     return "length" if response.finish_reason == common_pb2.FINISH_REASON_LENGTH else "stop"
 
 
-def _usage(response: Any) -> dict[str, Any]:
+def usage_json(response: Any) -> dict[str, Any]:
     used = response.usage
     return {
         "prompt_tokens": used.input_tokens,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import ssl
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..edge.calls.call import Call
-from ..edge.calls.call_watcher import CallWatcher
 from ..edge.calls.in_flight import InFlight
 from ..kserve.service import InferenceService
 from ..security.admission.guard import Guard
-from ..security.identity.tls import server_context
+from ..security.connections.connection_guard import ConnectionGuard
+from ..security.identity.tls import RenewedContext
 from ..security.listening import check_exposure
 from ..served_model import ServedModel
 from ..services.model import ModelService
@@ -19,6 +19,7 @@ from ..services.vision import VisionService
 from ..settings.addresses import AddressError
 from ..settings.http import HttpConfig
 from ..settings.security import SecurityConfig
+from ..telemetry.opening import Telemetry
 
 if TYPE_CHECKING:
     from .listener import HttpListener
@@ -36,24 +37,27 @@ def open_http(
     in_flight: InFlight,
     guard: Guard,
     end_call: Callable[[Call], None],
-    watcher: CallWatcher | None,
+    telemetry: Telemetry | None,
 ) -> HttpListener:
     """Returns the listener, not yet started. Raises AddressError, TlsError."""
     check_exposure(config.http_listen, security)
-    if security.client_ca is not None and not security.has_tokens:
-        raise AddressError(
-            f"refusing to listen on {config.http_listen[0]} for HTTP, where certificates do not identify callers; "
-            "give callers tokens (--auth-tokens)"
-        )
     try:
         from .app import application
+        from .connections import HttpConnections
         from .edge import HttpEdge
+        from .fetching import ImageFetcher
         from .listener import HttpListener
     except ModuleNotFoundError as error:
         raise AddressError(
             f"cannot listen for HTTP: the package {error.name} is not installed; --http-listen needs {_PACKAGES}, "
             "pip install '.[http]'"
         ) from None
-    context: ssl.SSLContext | None = None if security.tls is None else server_context(security.tls)
-    edge = HttpEdge(in_flight, guard, end_call, watcher)
-    return HttpListener(application(edge, vision, models, inference, served), config, context)
+    connections = HttpConnections(config.http_max_connections)
+    limits = dataclasses.replace(security.connections, connections=config.http_max_connections)
+    connection_guard = ConnectionGuard(limits, 0, connections)
+    allowed = config.http_fetch_allow
+    fetcher = ImageFetcher(allowed, guard.messages.largest) if allowed else None
+    edge = HttpEdge(in_flight, guard, connection_guard, end_call, telemetry, fetcher)
+    app = application(edge, vision, models, inference, served, guard, telemetry)
+    tls = None if security.tls is None else RenewedContext(security.tls, "HTTP port")
+    return HttpListener(app, config, tls, connections, connection_guard)

@@ -4,6 +4,8 @@
 with its texts. It holds the image only if both the operator (--capture-images) and the administrator allow that. It
 never holds the caller's name or cache_salt. A file is written completely or not at all, and only its owner can read
 it. If the disk is full, the file is lost; the call is not affected.
+
+A request by HTTP or KServe's protocol is captured as the message of kestrel.v1 that it became, with its method.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import numpy as np
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
-from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2
+from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2, vision_service_pb2
 from kestrel_engine import EngineInfo
 
 from .. import __version__
@@ -36,7 +38,7 @@ from ..edge.failures.errors import CaptureError
 from ..edge.messages.inner_request import inner_request, request_images
 from ..images.upload import ReceivedParts
 from ..served_model import ServedModel
-from ..service_names import IMAGE_METHODS, VISION_METHODS
+from ..service_names import IMAGE_METHODS, KSERVE_METHODS, VISION_METHODS
 from ..settings.debug import DebugConfig
 
 logger = logging.getLogger(__name__)
@@ -53,7 +55,12 @@ _CAPTURED_STATUSES = frozenset(
     }
 )
 """Statuses that are captured. UNAVAILABLE is not, because the request did not start or the whole server ended."""
-_CAPTURED_METHODS = (VISION_METHODS, IMAGE_METHODS)
+_CAPTURED_METHODS = (VISION_METHODS, IMAGE_METHODS, KSERVE_METHODS)
+_METHODS_OF_VISION = {
+    method.input_type.full_name: f"{VISION_METHODS}{method.name}"
+    for method in vision_service_pb2.DESCRIPTOR.services_by_name["VisionService"].methods
+}
+"""By the name of the request message."""
 _FORMATS = {
     1: common_pb2.PIXEL_FORMAT_GRAY8,
     3: common_pb2.PIXEL_FORMAT_RGB8,
@@ -110,9 +117,9 @@ class Capture:
         return self._files, self._lost
 
     def on_call(self, call: Call) -> None:
-        if not self._left or call.code not in _CAPTURED_STATUSES or call.message is None:
+        if not self._left or call.code not in _CAPTURED_STATUSES:
             return
-        if not call.method.startswith(_CAPTURED_METHODS):
+        if not call.method.startswith(_CAPTURED_METHODS) or _method_of(call) is None:
             return
         self._left -= 1
         if len(self._writing) >= _MOST_WAITING:
@@ -227,13 +234,25 @@ def _facts(call: Call, info: EngineInfo | None) -> dict[str, Any]:
         "model": None if info is None else info.model,
         "weights": None if info is None else info.weights_fingerprint,
         "device": None if info is None else info.device_name or info.device,
-        "method": call.method.removeprefix("/"),
+        "method": (_method_of(call) or call.method).removeprefix("/"),
         "request_id": call.request_id,
         "code": call.code.name,
         "after_ms": round(call.duration_ms, 1),
         "error": None if error is None else type(error).__name__,
         "traceback": None if error is None else traceback.format_exception(error),
     }
+
+
+def _method_of(call: Call) -> str | None:
+    """The method that takes the call's message; None if there is no message, or none that a file can hold: a request of
+    KServe's protocol that could not be converted, or several prompts of one request by HTTP."""
+    message = call.message
+    if isinstance(message, ReceivedParts):
+        return call.method
+    if not isinstance(message, Message):
+        return None
+    own = None if call.method.startswith(KSERVE_METHODS) else call.method
+    return _METHODS_OF_VISION.get(message.DESCRIPTOR.full_name, own)
 
 
 def _image_facts(image: common_pb2.Image) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,7 @@ from ..services.vision import VisionService
 from ..settings.addresses import check_free, close_address, unix_path, with_port
 from ..settings.security import SecurityConfig
 from ..settings.server import COMPRESSIONS, ServerConfig
+from ..settings.telemetry import with_http
 from ..telemetry.edge_counts import EdgeCounts
 from ..telemetry.opening import Telemetry, open_telemetry
 from .file_watch import INTERVAL_S, FileWatch
@@ -165,14 +167,16 @@ class KestrelServer:
         check_exposure((*self._config.listen, *self._config.shared_listen), security)
         if security.tls is not None:
             self._credentials = server_credentials(security.tls)
+        http = self._config.http
+        has_http_metrics = bool(http.http_listen) and http.http_metrics
         self.telemetry = open_telemetry(
-            self._config.telemetry,
+            with_http(self._config.telemetry) if has_http_metrics else self._config.telemetry,
             security,
             num_calls=lambda: self._in_flight.count,
             is_ready=lambda: self.served.state is State.READY,
             edge=EdgeCounts(
                 connections=lambda: self.guard.connections.num_connections,
-                ended=lambda: self.guard.connections.ended,
+                ended=self._ended_connections,
                 visits=lambda: self.guard.visits.num_calls,
                 max_connections=security.connections.connections,
                 max_streams=security.connections.streams,
@@ -195,10 +199,10 @@ class KestrelServer:
             kserve.refuse,
         )
         self._health.start()
-        if self._config.http.http_listen:
+        if http.http_listen:
             vision = self._vision_service(RequestImages(self.images))
             self._http = open_http(
-                self._config.http,
+                http,
                 security,
                 vision,
                 self._model_service(),
@@ -275,6 +279,13 @@ class KestrelServer:
             max_message_bytes=self._config.max_message_bytes,
             image_store_bytes=self._config.image_store_bytes,
         )
+
+    def _ended_connections(self) -> Counter[str]:
+        """By reason, of both ports."""
+        ended = Counter(self.guard.connections.ended)
+        if self._http is not None:
+            ended.update(self._http.ended)
+        return ended
 
     async def _watch_files(self) -> None:
         while True:

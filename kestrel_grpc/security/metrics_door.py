@@ -7,27 +7,21 @@ of the HTTP server use a MetricsDoor.
 
 from __future__ import annotations
 
-import logging
-import socket
 import ssl
 import threading
 from dataclasses import replace
-from typing import Any
 
 from ..settings.addresses import AddressError
-from ..settings.security import SecurityConfig, TlsFiles
-from .files.watched_files import WatchedFiles
-from .identity.callers import AUTHORIZATION, CERTIFICATE, AuthContext, Callers
+from ..settings.security import SecurityConfig
+from .identity.callers import AUTHORIZATION, AuthContext, Callers
 from .identity.principal import NotAuthenticated, Scope, ScopeMissing
-from .identity.tls import TlsError, server_context, watched_paths
+from .identity.tls import RenewedContext
 from .listening import is_loopback
 
-logger = logging.getLogger(__name__)
 _WAYS = (
     "credentials (--auth-tokens or KESTREL_API_KEY with --open-metrics off, or --metrics-client-ca)"
 )
 UNAUTHORIZED, FORBIDDEN = "401 Unauthorized", "403 Forbidden"
-_SPIFFE = "spiffe://"
 
 
 class MetricsDoor:
@@ -46,7 +40,7 @@ class MetricsDoor:
         _check_exposure(address, security, asks=asks, talks_tls=tls is not None)
         self._lock = threading.Lock()
         self._callers = Callers(security, client_ca) if asks else None
-        self._tls = None if tls is None else _Https(tls)
+        self._tls = None if tls is None else RenewedContext(tls, "metrics port")
 
     @property
     def talks_tls(self) -> bool:
@@ -56,7 +50,7 @@ class MetricsDoor:
         self, authorization: str | None, connection: AuthContext | None = None
     ) -> tuple[str, str] | None:
         """The HTTP status and the message of a refusal; None if the scraper may read. ``connection``: the result of
-        ``shown_by``."""
+        ``certificates.shown_by``."""
         if self._callers is None:
             return None
         header = () if authorization is None else ((AUTHORIZATION, authorization),)
@@ -79,51 +73,6 @@ class MetricsDoor:
             return None
         with self._lock:
             return self._tls.context()
-
-
-class _Https:
-    """The TLS context of the port. The files are checked for every connection. If changed files are invalid, that is
-    logged once and the old context stays in use."""
-
-    def __init__(self, files: TlsFiles) -> None:
-        self._files = files
-        self._watched = WatchedFiles(watched_paths(files))
-        self._watched.changed()
-        self._context = self._read()
-
-    def context(self) -> ssl.SSLContext:
-        if self._watched.changed():
-            try:
-                self._context = self._read()
-            except TlsError as error:
-                logger.error("the metrics port is keeping the old certificate: %s", error)
-        return self._context
-
-    def _read(self) -> ssl.SSLContext:
-        return server_context(self._files)
-
-
-def shown_by(connection: socket.socket) -> AuthContext:
-    """The names in the peer's certificate, under gRPC's keys; empty without a certificate."""
-    shown = (
-        connection.getpeercert(binary_form=True) if isinstance(connection, ssl.SSLSocket) else None
-    )
-    if shown is None:
-        return {}
-    assert isinstance(connection, ssl.SSLSocket)
-    found: dict[str, Any] = connection.getpeercert() or {}
-    subject = [pair for part in found.get("subject", ()) for pair in part]
-    others = found.get("subjectAltName", ())
-    ids = [name for kind, name in others if kind == "URI"]
-    return {
-        # Like gRPC, sets no id if there are several.
-        "peer_spiffe_id": [
-            uri.encode() for uri in ids if len(ids) == 1 and uri.startswith(_SPIFFE)
-        ],
-        "x509_common_name": [value.encode() for name, value in subject if name == "commonName"],
-        "x509_subject_alternative_name": [str(name).encode() for _, name in others],
-        CERTIFICATE: [ssl.DER_cert_to_PEM_cert(shown).encode()],
-    }
 
 
 def _check_exposure(address: str, security: SecurityConfig, *, asks: bool, talks_tls: bool) -> None:

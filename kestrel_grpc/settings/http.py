@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from kestrel_engine import SettingGroup, check_settings, setting
@@ -9,10 +10,25 @@ from kestrel_engine import SettingGroup, check_settings, setting
 from .addresses import parse_address
 
 HTTP = SettingGroup("HTTP", "http")
+_HOST = re.compile(
+    r"(?=[^:]{1,253}(:|$))([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\.)+[a-z][a-z0-9-]{0,62}(:[1-9]\d{0,4})?"
+)
+"""A name with a dot, whose last part is no number, so that no form of an IP address is a host."""
 
 
 def _addresses(text: str) -> list[str]:
     return [parse_address(part.strip()) for part in text.split(",")]
+
+
+def _hosts(text: str) -> list[str]:
+    """Raises ValueError."""
+    hosts = [part.strip().lower() for part in text.split(",")]
+    for host in hosts:
+        if not _HOST.fullmatch(host):
+            raise ValueError(
+                "must be HOST or HOST:PORT, with a full name such as images.example.org"
+            )
+    return hosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +61,22 @@ class HttpConfig:
         kind="seconds",
         metavar="SECONDS",
         low=1,
+    )
+    http_fetch_allow: tuple[str, ...] = setting(
+        (),
+        HTTP,
+        "host from which the server fetches images that requests name by address: HOST or HOST:PORT; repeat the flag "
+        "or separate hosts with commas; hosts with private IP addresses are refused",
+        parse=_hosts,
+        repeated=True,
+        distinct=True,
+        metavar="HOST",
+        shown="none: images come in requests",
+    )
+    http_metrics: bool = setting(
+        True,
+        HTTP,
+        "serve the metrics of --metrics-listen at /metrics too; needs the packages of pip install '.[telemetry]'",
     )
     is_shared: bool = False
     """Whether other processes listen on the same TCP addresses, each on its own socket (SO_REUSEPORT). Not a setting: a

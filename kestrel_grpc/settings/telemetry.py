@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from kestrel_engine import SettingGroup, setting
@@ -45,6 +45,8 @@ class TelemetryConfig:
         metavar="ADDRESS",
         shown="off",
     )
+    by_http: bool = False
+    """Whether the HTTP port serves the metrics too. Not a setting: ``with_http`` sets it."""
     worker: int | None = None
     """This process's index among several workers, a label of the Prometheus metrics; None without workers."""
     content: bool = False
@@ -56,7 +58,12 @@ class TelemetryConfig:
 
     @property
     def measures(self) -> bool:
-        return self.metrics != "none" or self.prometheus is not None
+        return self.metrics != "none" or self.is_scraped
+
+    @property
+    def is_scraped(self) -> bool:
+        """Whether Prometheus may read the metrics at one of the server's ports."""
+        return self.prometheus is not None or self.by_http
 
 
 def telemetry_config(environ: Mapping[str, str], prometheus: str | None = None) -> TelemetryConfig:
@@ -84,6 +91,13 @@ def telemetry_config(environ: Mapping[str, str], prometheus: str | None = None) 
     )
 
 
+def with_http(config: TelemetryConfig) -> TelemetryConfig:
+    """``config`` with metrics on the HTTP port, if the packages for it are installed."""
+    if missing_packages(TelemetryConfig(by_http=True)):
+        return config
+    return replace(config, by_http=True)
+
+
 def _check_prometheus(address: str) -> None:
     if address.startswith("unix:"):
         raise ValueError(f"--metrics-listen={address}: must be HOST:PORT or [IPV6]:PORT")
@@ -100,7 +114,7 @@ def missing_packages(config: TelemetryConfig) -> tuple[str, ...]:
     wanted: list[str] = []
     if config.traces != "none" or config.measures:
         wanted.append("opentelemetry.sdk")
-    if config.prometheus is not None:
+    if config.is_scraped:
         wanted.append("prometheus_client")
     for exporter, protocol in (
         (config.traces, config.traces_protocol),

@@ -15,7 +15,8 @@ from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from ..security.metrics_door import UNAUTHORIZED, MetricsDoor, shown_by
+from ..security.identity.certificates import shown_by
+from ..security.metrics_door import UNAUTHORIZED, MetricsDoor
 
 TIMEOUT_S = 10.0
 """Timeout of the handshake and of each read of a request."""
@@ -50,7 +51,8 @@ class _Handler(WSGIRequestHandler):
     timeout = TIMEOUT_S
 
     def get_environ(self) -> dict[str, Any]:
-        return {**super().get_environ(), _SHOWN: shown_by(self.connection)}
+        secured = self.connection if isinstance(self.connection, ssl.SSLSocket) else None
+        return {**super().get_environ(), _SHOWN: shown_by(secured)}
 
     def log_message(self, format: str, *args: Any) -> None:
         """Does nothing: a scrape is not logged."""

@@ -21,6 +21,8 @@ from . import names
 from .edge_counts import EdgeCounts
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from ..settings.security import SecurityConfig
     from .metrics import ServiceMetrics
     from .prometheus import PrometheusEndpoint
@@ -58,9 +60,10 @@ class Telemetry:
         metrics: ServiceMetrics | None,
         endpoint: PrometheusEndpoint | None,
         shutdowns: list[Callable[[], object]],
+        registry: CollectorRegistry | None = None,
     ) -> None:
         self._tracing, self._metrics = tracing, metrics
-        self._endpoint = endpoint
+        self._endpoint, self._registry = endpoint, registry
         self._shutdowns = shutdowns
         self._counts = False
         self._complained: set[str] = set()
@@ -69,6 +72,21 @@ class Telemetry:
     def metrics_address(self) -> str | None:
         """The address of the Prometheus endpoint; None if there is none."""
         return None if self._endpoint is None else self._endpoint.address
+
+    @property
+    def is_scraped(self) -> bool:
+        """Whether ``exposition`` has metrics."""
+        return self._registry is not None
+
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """The metrics in Prometheus' text form, and its content type. ``accept``: the scraper's header of this name.
+
+        Takes milliseconds. Any thread may call it.
+        """
+        from .prometheus import exposition
+
+        assert self._registry is not None, "is_scraped tells it"
+        return exposition(self._registry, accept)
 
     @property
     def num_open_traces(self) -> int:
@@ -174,17 +192,21 @@ def open_telemetry(
         from . import providers  # The SDK reads some variables when it is imported.
 
     shutdowns: list[Callable[[], object]] = []
-    tracing = metrics = endpoint = reader = None
-    if (
-        config.prometheus is not None
-    ):  # This comes first because it may fail, and the others start threads.
-        from ..security.metrics_door import MetricsDoor
+    tracing = metrics = endpoint = reader = registry = None
+    if config.is_scraped:
         from .dense import PullReader
-        from .prometheus import PrometheusEndpoint
+        from .prometheus import registry_of
 
         reader = PullReader()
+        registry = registry_of(reader, config.worker)
+    if config.prometheus is not None:
+        # This comes before tracing and metrics because it may fail, and they start threads.
+        from ..security.metrics_door import MetricsDoor
+        from .prometheus import PrometheusEndpoint
+
+        assert registry is not None, "is_scraped says so"
         door = MetricsDoor(config.prometheus, security)
-        endpoint = PrometheusEndpoint(config.prometheus, reader, door, config.worker)
+        endpoint = PrometheusEndpoint(config.prometheus, registry, door)
         logger.info("metrics at %s://%s/metrics", endpoint.scheme, endpoint.address)
     if config.traces != "none":
         with _named_variables():
@@ -209,7 +231,7 @@ def open_telemetry(
         shutdowns.append(meter_provider.shutdown)
     if endpoint is not None:
         shutdowns.append(endpoint.close)
-    return Telemetry(tracing, metrics, endpoint, shutdowns)
+    return Telemetry(tracing, metrics, endpoint, shutdowns, registry)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""PrometheusEndpoint: the meter's metrics at http(s)://HOST:PORT/metrics."""
+"""The meter's metrics in Prometheus' form: at http(s)://HOST:PORT/metrics (PrometheusEndpoint), or as text."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from prometheus_client.core import (
     GaugeMetricFamily,
     HistogramMetricFamily,
 )
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
@@ -32,26 +33,35 @@ from .names import METRICS, Metric
 _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
+def registry_of(reader: InMemoryMetricReader, worker: int | None = None) -> CollectorRegistry:
+    """The metrics that ``reader`` collects. Any thread may read them.
+
+    Args:
+        reader: The reader that the meter provider was created with.
+        worker: The index of this worker, which becomes a label of every series; None without workers.
+    """
+    registry = CollectorRegistry()
+    registry.register(_Scrape(reader, worker))
+    return registry
+
+
+def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
+    """The metrics as text, and its content type. ``accept``: the scraper's header of this name. Takes milliseconds."""
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type
+
+
 class PrometheusEndpoint:
-    """Serves the metrics that ``reader`` collects. Raises AddressError if it cannot listen.
+    """Serves the metrics of ``registry``. Raises AddressError if it cannot listen.
 
     Args:
         address: HOST:PORT or [IPV6]:PORT.
-        reader: The reader that the meter provider was created with.
+        registry: The metrics.
         door: Decides which scrapers may read.
-        worker: The index of this worker, which becomes a label of every series; None without workers.
     """
 
-    def __init__(
-        self,
-        address: str,
-        reader: InMemoryMetricReader,
-        door: MetricsDoor,
-        worker: int | None = None,
-    ) -> None:
+    def __init__(self, address: str, registry: CollectorRegistry, door: MetricsDoor) -> None:
         host, _, port = address.rpartition(":")
-        registry = CollectorRegistry()
-        registry.register(_Scrape(reader, worker))
         try:
             self._port = MetricsPort(host.strip("[]"), int(port), make_wsgi_app(registry), door)
         except OSError as error:

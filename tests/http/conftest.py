@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
 from io import BytesIO
 from typing import Any
 
@@ -22,6 +23,18 @@ def data_url(width: int = 60, height: int = 40, kind: str = "JPEG") -> str:
     file = BytesIO()
     Image.new("RGB", (width, height), (200, 200, 200)).save(file, kind)
     return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+async def question_with_stop(ask: Callable[[str], Awaitable[str]]) -> tuple[str, str, str]:
+    """A question, its answer and a stop string within the answer. ``ask`` gives the answer to a question.
+
+    The fake runtime's answers are random bytes, so most have few whole characters."""
+    for number in range(50):
+        text = await ask(question := f"What {number}?")
+        found = re.search("[^\ufffd]{2}", text[1:-2])
+        if found is not None:
+            return question, text, found[0]
+    raise AssertionError("no answer has two whole characters")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.settings.security import CallLimits, SecurityConfig
 from tests.engine.fakes import never_ends
-from tests.http.conftest import data_url
+from tests.http.conftest import data_url, question_with_stop
 from tests.service.conftest import LIMITS
 
 SETTINGS = {"temperature": 0, "max_tokens": 12}
@@ -68,6 +68,42 @@ async def test_every_skill_answers_as_grpc_does(http):
         pb.SegmentRequest(image=image, object="dot", sampling=sampling)
     )
     assert body["path"] == outline.svg_path
+
+
+async def test_several_objects_and_stop(http):
+    _, client = await http()
+    asked = {"image_url": data_url(), "settings": SETTINGS}
+    for path, key in (("detect", "objects"), ("point", "points")):
+        alone = [
+            (await client.post(f"/v1/{path}", json={**asked, "object": name})).json()[key]
+            for name in ("dot", "line")
+        ]
+        body = (await client.post(f"/v1/{path}", json={**asked, "objects": ["dot", "line"]})).json()
+        assert [each["object"] for each in body["results"]] == ["dot", "line"]
+        assert [each[key] for each in body["results"]] == alone
+        assert body["metrics"]["output_tokens"] > 0 and body["request_id"]
+        mixed = {**asked, "objects": ["dot", " "]}
+        results = (await client.post(f"/v1/{path}", json=mixed)).json()["results"]
+        assert results[0][key] == alone[0] and results[1]["error"]["message"]
+        for wrong, name in (
+            ({"object": "dot", "objects": ["line"]}, "objects"),
+            ({"objects": ["dot", 3]}, "objects[1]"),
+            ({"objects": ["dot", "dot"]}, "objects"),
+        ):
+            refused = await client.post(f"/v1/{path}", json={**asked, **wrong})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == name
+
+    async def ask(question: str) -> str:
+        body = (await client.post("/v1/query", json={**asked, "question": question})).json()
+        return str(body["answer"])
+
+    asked["question"], text, stop = await question_with_stop(ask)
+    asked["settings"] = {**SETTINGS, "stop": stop}
+    body = (await client.post("/v1/query", json=asked)).json()
+    assert body["answer"] == text[: text.index(stop)] and body["finish_reason"] == "stop"
+    asked["settings"] = {**SETTINGS, "stop": ["x", ""]}
+    error = (await client.post("/v1/query", json=asked)).json()["error"]
+    assert error["param"] == "settings.stop[1]"
 
 
 async def test_a_question_needs_no_image(http):

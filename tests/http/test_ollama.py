@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.http.conftest import data_url
+from tests.http.conftest import data_url, question_with_stop
 
 IMAGE = data_url().partition(",")[2]
 ASKED: dict[str, Any] = {
@@ -33,8 +33,12 @@ async def test_a_stream_is_the_default_and_joins_to_the_whole(http):
 async def test_stop_ends_the_text(http):
     _, client = await http()
     asked = {**ASKED, "stream": False}
-    text = (await client.post("/api/generate", json=asked)).json()["response"]
-    stop = text[3:6]
+
+    async def ask(question: str) -> str:
+        body = (await client.post("/api/generate", json={**asked, "prompt": question})).json()
+        return str(body["response"])
+
+    asked["prompt"], text, stop = await question_with_stop(ask)
     asked["options"] = {**ASKED["options"], "stop": [stop]}
     body = (await client.post("/api/generate", json=asked)).json()
     assert body["response"] == text[: text.index(stop)] and body["done_reason"] == "stop"

@@ -289,12 +289,12 @@ async def test_errors_name_the_message(http, caplog):
 
 async def test_paths_that_are_not_supported_say_what_to_do(http):
     _, client = await http()
-    for path in ("completions", "responses", "embeddings", "made_up"):
+    for path in ("responses", "embeddings", "made_up"):
         response = await client.post(f"/v1/{path}", json={"model": "x", "prompt": "Once"})
         error = response.json()["error"]
         assert response.status_code == 404 and error["code"] == "path_not_found"
         assert f"there is no path '/v1/{path}'" in error["message"]
-        known = {"completions": "use /v1/chat/completions", "responses": "use /v1/chat/completions"}
+        known = {"responses": "use /v1/chat/completions"}
         assert known.get(path, "") in error["message"]
 
 

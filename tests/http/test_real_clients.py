@@ -1,10 +1,12 @@
-"""The unmodified packages of Moondream, OpenAI and Ollama, each in its own environment, against the bundled model."""
+"""The unmodified packages of Moondream, OpenAI (Python and Node), Ollama, LangChain and LlamaIndex, each in its own
+environment, against the bundled model."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs.code_blocks import ROOT
+from tests.docs.code_blocks import ROOT, code_blocks
 from tests.environments import python_with
 from tests.forking.process import ForkedProcess
 
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.slow
 KEY = "k" * 40
 FLAGS = ("--device", "cpu", "--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0")
 IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
+NODE, NPM = shutil.which("node"), shutil.which("npm")
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +51,30 @@ def endpoint() -> Iterator[str]:
 def run(folder: Path, packages: list[str], program: str, endpoint: str) -> dict[str, Any]:
     """What the program prints in a fresh environment with ``packages``."""
     python = python_with(folder, *packages)
+    return printed([python, ROOT / "tests/http" / program, endpoint, KEY, IMAGE])
+
+
+def example(folder: Path, endpoint: str, part: str, command: list[str | Path]) -> str:
+    """What the block of docs/http.md that holds ``part`` prints, run as written, apart from address and token."""
+    (block,) = [each for each in code_blocks(ROOT / "docs/http.md") if part in each.text]
+    text = block.text.replace("http://127.0.0.1:2020", endpoint.removesuffix("/v1"))
+    program = folder / "example.mjs"
+    program.write_text(text.replace("the-token", KEY))
+    shutil.copy(IMAGE, folder / "picture.jpg")
     done = subprocess.run(
-        [python, ROOT / "tests/http" / program, endpoint, KEY, IMAGE],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        [*command, program], cwd=folder, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    answered: dict[str, Any] = json.loads(done.stdout)
+    return done.stdout.strip()
+
+
+def printed(command: list[str | Path], **options: Any) -> dict[str, Any]:
+    """The JSON that a command prints in its last line."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=False, **options
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    answered: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answered
 
 
@@ -72,6 +90,7 @@ def test_moondream(endpoint: str, tmp_path: Path):
     assert out["detect"]["objects"][0].keys() == {"x_min", "y_min", "x_max", "y_max", "score"}
     assert out["refs"].keys() == {"points"}
     assert out["chat"]["message"]["content"] == out["chat_stream"] == "0"
+    assert example(tmp_path, endpoint, "import moondream", [tmp_path / "env/bin/python"])
 
 
 def test_openai(endpoint: str, tmp_path: Path):
@@ -86,6 +105,9 @@ def test_openai(endpoint: str, tmp_path: Path):
     assert [box["label"] for box in out["boxes"]] == ["green crescent"] * 2
     assert out["models"] == ["kestrel-tiny"]
     assert out["bad_request"] == ["n", 400] and out["wrong_key"] == "credentials_invalid"
+    assert (
+        example(tmp_path, endpoint, "import OpenAI\n\nclient", [tmp_path / "env/bin/python"]) == "2"
+    )
 
 
 def test_ollama(endpoint: str, tmp_path: Path):
@@ -94,3 +116,41 @@ def test_ollama(endpoint: str, tmp_path: Path):
     assert out["eval_count"] == 1 and out["models"] == ["kestrel-tiny"]
     assert "vision" in out["capabilities"] and out["load"] == "load"
     assert out["wrong_model"] == [404, True]
+    assert example(tmp_path, endpoint, "import ollama", [tmp_path / "env/bin/python"])
+
+
+def test_curl(endpoint: str, tmp_path: Path):
+    told = json.loads(example(tmp_path, endpoint, "curl -s", ["bash", "-euo", "pipefail"]))
+    assert told["answer"] == "2"
+
+
+@pytest.mark.skipif(NODE is None or NPM is None, reason="needs node and npm")
+def test_openai_in_node(endpoint: str, tmp_path: Path):
+    (tmp_path / "package.json").write_text('{"private": true}')
+    installed = subprocess.run(
+        [str(NPM), "install", "--silent", "--no-audit", "--no-fund", "openai@^6"],
+        cwd=tmp_path,
+        timeout=200,
+        check=False,
+    )
+    if installed.returncode:
+        pytest.skip("the npm package openai can't be installed here")
+    program = tmp_path / "program.mjs"  # Node looks for packages beside the program.
+    shutil.copy(ROOT / "tests/http/openai_program.mjs", program)
+    out = printed([str(NODE), program, endpoint, KEY, IMAGE])
+    assert out["answer"] == out["stream"] == "0" and out["finish_reason"] == "stop"
+    assert out["tokens"] == out["stream_tokens"] == 1
+    assert out["choices"] == ["0", "0", "0"] and out["completions"] == 2
+    assert [box["label"] for box in out["boxes"]] == ["green crescent"] * 2
+    assert out["models"] == ["kestrel-tiny"]
+    assert out["bad_request"] == ["n", 400, True] and out["wrong_key"] == "credentials_invalid"
+    assert example(tmp_path, endpoint, 'from "openai"', [str(NODE)]) == "2"
+
+
+def test_langchain_and_llama_index(endpoint: str, tmp_path: Path):
+    packages = ["langchain-openai>=1,<2", "llama-index-llms-openai-like>=0.5,<1"]
+    out = run(tmp_path, packages, "langchain_program.py", endpoint)
+    assert out["langchain"] == out["langchain_stream"] == "0" and out["langchain_tokens"] == 1
+    assert out["llama_index"] == out["llama_index_stream"] == "0"
+    for part in ("langchain_openai", "llama_index.core"):
+        assert example(tmp_path, endpoint, part, [tmp_path / "env/bin/python"]) == "2"

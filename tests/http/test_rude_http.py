@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 
 import pytest
 
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.http import listener
+from kestrel_grpc.security.connections import connection_guard
 from kestrel_grpc.settings.http import HttpConfig
-from kestrel_grpc.settings.security import CallLimits, SecurityConfig
+from kestrel_grpc.settings.security import CallLimits, ConnectionLimits, SecurityConfig
 from tests.engine.fakes import never_ends
 from tests.service.conftest import LIMITS
 
@@ -119,6 +121,105 @@ async def test_connections_beyond_the_limit_are_closed_at_once(http):
     assert await closed(reader) == b""
     for _, other in (*held, (reader, writer)):
         other.close()
+
+
+async def test_the_limit_holds_for_all_addresses_together(http):
+    listen = ("127.0.0.1:0", "127.0.0.1:0")
+    config = HttpConfig(http_listen=listen, http_max_connections=2)
+    served, _ = await http(server_config={"http": config})
+    host, port = served.server.http_addresses[1].split(":")
+    held = [await connect(served), await asyncio.open_connection(host, int(port))]
+    reader, writer = await asyncio.open_connection(host, int(port))
+    assert await closed(reader) == b""
+    for _, other in (*held, (reader, writer)):
+        other.close()
+
+
+async def test_one_address_has_half_of_the_connections_unless_it_is_known(http, monkeypatch):
+    monkeypatch.setattr(connection_guard, "PATIENCE_S", 0.3)
+    security = SecurityConfig(api_key="k" * 40)
+    config = HttpConfig(http_listen=("127.0.0.1:0",), http_max_connections=8)
+    served, client = await http(server_config={"http": config, "security": security})
+    client.headers["authorization"] = f"Bearer {'k' * 40}"
+    assert (await client.get("/v1/models")).status_code == 200
+    held = [await connect(served) for _ in range(6)]
+    for _, writer in held:
+        writer.write(HEAD)
+    for reader, _ in held[4:]:
+        assert await closed(reader) == b""
+    assert served.server._ended_connections()["address_limit"] == 2
+    assert not any(reader.at_eof() for reader, _ in held[:4])
+    for _, writer in held:
+        writer.close()
+    before = len(client._transport._pool.connections)
+    assert (await client.get("/v1/models")).status_code == 200
+    assert len(client._transport._pool.connections) == before, "the same connection"
+
+
+async def test_idle_connections_end_if_few_are_left(http, monkeypatch):
+    monkeypatch.setattr(connection_guard, "IDLE_S", 0.3)
+    security = SecurityConfig(connections=ConnectionLimits(address_connections=0))
+    config = HttpConfig(http_listen=("127.0.0.1:0",), http_max_connections=8)
+    runtime = FakeRuntime(LIMITS, never_ends, cost=lambda plan: 0.02)
+    served, client = await http(
+        runtime=runtime, server_config={"http": config, "security": security}
+    )
+    asked = {"question": "Why?", "stream": True, "settings": {"max_tokens": 200}}
+    async with client.stream("POST", "/v1/query", json=asked) as response:
+        lines = response.aiter_lines()
+        await anext(lines)
+        held = [await connect(served) for _ in range(7)]
+        assert await closed(held[0][0]) == b"", "the oldest of the idle ones"
+        assert served.server._ended_connections()["idle"] == 1
+        await anext(lines)
+    for _, writer in held:
+        writer.close()
+
+
+async def test_a_body_that_no_handler_reads_ends_its_connection(http):
+    served, _ = await http()
+    for path in (b"/", b"/healthz", b"/metrics", b"/nothing"):
+        reader, writer = await connect(served)
+        writer.write(
+            b"GET " + path + b" HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\nx"
+        )
+        assert (await closed(reader)).startswith(b"HTTP/1.1 ")
+        writer.close()
+
+
+async def test_bodies_of_many_small_values_are_refused_before_they_are_parsed(http):
+    _, client = await http()
+    body = b'{"question": [' + b"[]," * 1_000_000 + b"0]}"
+    for path in ("/v1/query", "/v1/chat/completions", "/api/generate"):
+        response = await client.post(path, content=body)
+        assert response.status_code == 400 and "more than 200000 values" in response.text
+
+
+async def test_tiny_chunks_and_many_headers_end_their_connection(http):
+    served, client = await http()
+    chunks = HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 50_000
+    headers = HEAD + b"a:b\r\n" * 10_000 + b"\r\n"
+    for data in (chunks, headers):
+        reader, writer = await connect(served)
+        writer.write(data)
+        assert not (await closed(reader)).startswith(b"HTTP/1.1 200")
+        writer.close()
+    assert served.engine.num_requests == 0
+    body = b'{"question": "Why?", "settings": {"max_tokens": 2}}'
+
+    async def pieces():
+        for at in range(0, len(body), 10):
+            yield body[at : at + 10]
+
+    assert (await client.post("/v1/query", content=pieces())).status_code == 200
+
+
+async def test_compressed_bodies_are_refused(http):
+    _, client = await http()
+    body = gzip.compress(b'{"question": "' + b"a" * 30_000_000 + b'"}')
+    for path in ("/v1/query", "/v1/chat/completions", "/api/generate"):
+        response = await client.post(path, content=body, headers={"content-encoding": "gzip"})
+        assert response.status_code == 400 and "the body is compressed" in response.text
 
 
 async def test_a_reader_who_reads_nothing_is_cut_off(http):

@@ -8,16 +8,20 @@ import logging
 import stat
 
 import grpc
+import httpx
 import numpy as np
 import pytest
 import pyvips
 from PIL import Image
 
+from kestrel_client._pb.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import image_service_pb2 as image_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_grpc.cli.parser import main
 from kestrel_grpc.settings.debug import DebugConfig
+from kestrel_grpc.settings.http import HttpConfig
+from tests.kserve.conftest import infer
 from tests.service.conftest import raw_image
 from tests.service.security.test_admin import CONFIG, METADATA, Admin, query, slow
 from tests.service.statuses import failure
@@ -90,6 +94,28 @@ async def test_what_a_file_holds_and_what_not(serve, tmp_path):
     assert told["request"]["question"] == "what?"
     assert "image" not in told["request"]
     assert told["picture_left_out"]["bytes"] == 60 * 40 * 3
+
+
+async def test_requests_by_kserve_and_http_are_captured_as_what_they_became(serve, tmp_path):
+    http = HttpConfig(http_listen=("127.0.0.1:0",), http_metrics=False)
+    served = await serve(server_config={**config(tmp_path), "http": http})
+    admin = Admin(served)
+    await admin.StartCapture()
+    kserve = GRPCInferenceServiceStub(served.channel)
+    for request in (infer(SKILL="query", QUESTION="what?"), infer(SKILL="none")):
+        served.runtime.fail_next = RuntimeError("x")
+        await failure(kserve.ModelInfer(request, metadata=METADATA))
+    served.runtime.fail_next = RuntimeError("x")
+    async with httpx.AsyncClient(headers=dict(METADATA)) as client:
+        url = f"http://{served.server.http_addresses[0]}/v1/query"
+        response = await client.post(url, json={"question": "why?", "stream": True})
+    assert "computation_failed" in response.text
+    await files(admin)
+    streamed, by_kserve = sorted(read(tmp_path), key=lambda told: told["method"], reverse=True)
+    assert by_kserve["method"] == "kestrel.v1.VisionService/Query"
+    assert by_kserve["request"]["question"] == "what?"
+    assert streamed["method"] == "kestrel.v1.VisionService/StreamQuery"
+    assert streamed["request"]["request"]["question"] == "why?"
 
 
 async def test_images_where_both_allow_it_also_those_named_by_id(serve, tmp_path):

@@ -53,6 +53,15 @@ async def test_five_tools_answer_over_standard_input(serve, folder: Path):
         found = await client.call_tool("detect", {"image": "grey.png", "object": "dot"})
         assert json.loads(found.content[0].text)["objects"] is not None
         assert [part.type for part in found.content] == ["text", "image"]
+        several = {"image": "grey.png", "objects": ["dot", "line"]}
+        found = await client.call_tool("point", several)
+        assert {"dot", "line"} <= json.loads(found.content[0].text)["tasks"].keys()
+        assert [part.type for part in found.content] == ["text", "image"]
+        refused = await client.call_tool("detect", {**several, "object": "dot"})
+        assert refused.is_error and "either object or objects" in refused.content[0].text
+        asked["stop"] = [""]
+        refused = await client.call_tool("query", asked)
+        assert refused.is_error and "stop[0]" in refused.content[0].text
         for image, part in (
             ("../secret.png", "is not below"),
             (str(folder.parent / "secret.png"), "is not below"),

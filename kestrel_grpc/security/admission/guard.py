@@ -15,7 +15,7 @@ from ..connections.accepted import AcceptedSockets
 from ..connections.connection_guard import ConnectionGuard
 from ..identity.callers import Callers, Metadata
 from ..identity.peers import address_of
-from ..identity.principal import ANONYMOUS, Principal, needed_scopes
+from ..identity.principal import ANONYMOUS, Principal, Scope, needed_scopes
 from .admission import Admission
 from .message_limits import MessageLimits
 from .message_room import Hold, MessageRoom, copy_s_per_byte
@@ -90,6 +90,13 @@ class Guard:
         """The principal of a call. Raises NotAuthenticated."""
         connection = context.auth_context() if self._callers.asks_certificate else {}
         return self._callers.of(metadata, connection)
+
+    def check_scraper(self, metadata: Metadata, context: Any) -> None:
+        """Checks that a caller of the model's port may read the metrics. Raises NotAuthenticated, ScopeMissing."""
+        if not self._security.open_metrics:
+            self.principal(metadata, context).check(Scope.METRICS, Scope.ADMIN)
+        elif self._callers.asks_certificate:
+            self._callers.check_revoked(context.auth_context())
 
     def admit(self, principal: Principal, method: str) -> AbstractContextManager[None]:
         """A context manager around a call of kestrel.v1. Raises ScopeMissing. Entering it raises RateExceeded,

@@ -55,6 +55,25 @@ class _Renewal:
         return renewed
 
 
+class RenewedContext:
+    """The TLS context of a port that gRPC does not serve. ``port``: its name in the log. Raises TlsError."""
+
+    def __init__(self, files: TlsFiles, port: str) -> None:
+        self._files, self._port = files, port
+        self._watched = WatchedFiles(watched_paths(files))
+        self._watched.changed()
+        self._context = server_context(files)
+
+    def context(self) -> ssl.SSLContext:
+        """The context of a new connection. For one thread at a time."""
+        if self._watched.changed():
+            try:
+                self._context = server_context(self._files)
+            except TlsError as error:
+                logger.error("the %s is keeping the old certificate: %s", self._port, error)
+        return self._context
+
+
 def watched_paths(files: TlsFiles) -> list[str]:
     """The files whose change causes a renewal."""
     paths = [files.certificate, files.private_key]

@@ -1,0 +1,119 @@
+"""OpenAI's /v1/completions over the fake runtime."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from kestrel_engine.runtime.fake import FakeRuntime
+from tests.engine.fakes import never_ends
+from tests.http.test_openai import chunks
+from tests.service.conftest import LIMITS
+
+ASKED: dict[str, Any] = {"model": "moondream2", "temperature": 0, "max_tokens": 12}
+
+
+async def complete(client: Any, **fields: Any) -> dict[str, Any]:
+    response = await client.post("/v1/completions", json={**ASKED, **fields})
+    assert response.status_code == 200, response.text
+    body: dict[str, Any] = response.json()
+    return body
+
+
+async def test_each_prompt_of_a_list_has_its_answer_in_order(http):
+    _, client = await http()
+    prompts = ["Why?", "What is it?", "And how many of them are there?"]
+    alone = [await complete(client, prompt=prompt) for prompt in prompts]
+    body = await complete(client, prompt=prompts)
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    texts = [choice["text"] for choice in body["choices"]]
+    assert texts == [each["choices"][0]["text"] for each in alone] and all(texts)
+    for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert body["usage"][key] == sum(each["usage"][key] for each in alone)
+    assert body["object"] == "text_completion" and body["id"].startswith("cmpl-")
+    assert body["choices"][0].keys() == {"index", "text", "logprobs", "finish_reason"}
+    message = {"role": "user", "content": prompts[1]}
+    asked = {**ASKED, "messages": [message]}
+    chat = (await client.post("/v1/chat/completions", json=asked)).json()
+    assert chat["choices"][0]["message"]["content"] == texts[1]
+
+
+async def test_several_samples_of_several_prompts(http):
+    _, client = await http()
+    asked: dict[str, Any] = {"temperature": 1, "seed": 3, "n": 2}
+    body = await complete(client, prompt=["Why?", "How?"], **asked)
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    for at, prompt in ((0, "Why?"), (2, "How?")):
+        own = await complete(client, prompt=prompt, **asked)
+        texts = [choice["text"] for choice in own["choices"]]
+        assert [choice["text"] for choice in body["choices"][at : at + 2]] == texts
+
+
+async def test_a_stream_joins_to_the_whole(http):
+    _, client = await http()
+    whole = await complete(client, prompt="Why?")
+    asked = {**ASKED, "prompt": ["Why?"], "stream": True}
+    asked["stream_options"] = {"include_usage": True}
+    *pieces, last, usage = chunks((await client.post("/v1/completions", json=asked)).text)
+    text = "".join(piece["choices"][0]["text"] for piece in pieces)
+    assert text == whole["choices"][0]["text"]
+    assert last["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert usage["usage"] == whole["usage"] | usage["usage"] and usage["choices"] == []
+
+
+async def test_errors_name_the_field(http):
+    _, client = await http()
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        ({}, "prompt", "must be 1 to 256 texts, got 0"),
+        ({"prompt": []}, "prompt", "got 0"),
+        ({"prompt": ["x"] * 257}, "prompt", "got 257"),
+        ({"prompt": " "}, "prompt", "must not be empty"),
+        ({"prompt": ["a", ""]}, "prompt[1]", "must not be empty"),
+        ({"prompt": ["a", 3]}, "prompt[1]", "must be a string"),
+        ({"prompt": [1, 2]}, "prompt", "takes no token ids"),
+        ({"prompt": [[1], [2]]}, "prompt", "takes no token ids"),
+        ({"prompt": {}}, "prompt", "must be a list"),
+        ({"prompt": ["a", "b"], "stream": True}, "prompt", "one text in a stream, got 2"),
+        ({"prompt": "a", "n": 2, "stream": True}, "n", "must be 1 in a stream"),
+        ({"prompt": "a", "n": 17}, "n", "17 is not in [1, 16]"),
+        ({"prompt": "a", "echo": True}, "echo", "must be false"),
+        ({"prompt": "a", "logprobs": 1}, "logprobs", "use /v1/chat/completions"),
+        ({"prompt": "a", "suffix": "b"}, "suffix", "is not supported"),
+        ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format", "not"),
+        ({"prompt": "a", "best_of": 3}, "best_of", "equal to n"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"prompt": "a", "stop": [""]}, "stop[0]", "must not be empty"),
+        ({"prompt": "x " * 3000}, "prompt", ""),
+    ]
+    for fields, param, part in cases:
+        response = await client.post("/v1/completions", json={**ASKED, **fields})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param), (fields, error)
+        assert part in error["message"], error
+    response = await client.post("/v1/completions", json={"prompt": "a", "model": "gpt"})
+    assert response.status_code == 404
+
+
+async def test_the_first_error_ends_the_other_prompts(http):
+    runtime = FakeRuntime(LIMITS, never_ends, cost=lambda plan: 0.02)
+    served, client = await http(runtime=runtime)
+    prompts = ["Why?", "How?", "x " * 3000]
+    response = await client.post(
+        "/v1/completions", json={**ASKED, "max_tokens": 200, "prompt": prompts}
+    )
+    assert response.status_code == 400, response.text
+    assert served.engine.num_requests == 0
+
+
+async def test_a_client_that_disconnects_cancels_all_prompts(http):
+    runtime = FakeRuntime(LIMITS, never_ends, cost=lambda plan: 0.02)
+    served, client = await http(runtime=runtime)
+    asked = {**ASKED, "max_tokens": 200, "prompt": ["Why?"] * 8}
+    sending = asyncio.create_task(client.post("/v1/completions", json=asked))
+    for wanted in (8, 0):
+        for _ in range(200):
+            if served.engine.num_requests == wanted:
+                break
+            await asyncio.sleep(0.02)
+        assert served.engine.num_requests == wanted
+        sending.cancel()

@@ -1,0 +1,146 @@
+"""TLS on the HTTP port: the server's certificate and its renewal, clients' certificates, and silent handshakes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kestrel_grpc.http import listener
+from kestrel_grpc.security.identity import revocation
+from kestrel_grpc.security.identity.principal import Scope
+from kestrel_grpc.security.identity.tokens import line_of, new_token
+from kestrel_grpc.settings.http import HttpConfig
+from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
+from tests.http.test_rude_http import closed, connect
+from tests.service.security.conftest import Authority, Pair, authority, make_authority, server_pair
+from tests.service.security.test_revocation import list_of
+
+__all__ = ["authority", "server_pair"]
+
+ASKED = {"question": "Why?", "settings": {"max_tokens": 2}}
+Ask = Callable[..., Any]
+
+
+def trust(authority: Authority, pair: Pair | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(authority.ca.cert))
+    if pair is not None:
+        context.load_cert_chain(pair.cert, pair.key)
+    return context
+
+
+def files(pair: Pair, **more: Any) -> TlsFiles:
+    return TlsFiles(certificate=str(pair.cert), private_key=str(pair.key), **more)
+
+
+@pytest.fixture
+async def ask(http: Any) -> AsyncIterator[Ask]:
+    """Starts a server with ``security``; gives a function that asks it with a context of TLS, and the server."""
+
+    async def start(security: SecurityConfig, **config: Any) -> Any:
+        served, _ = await http(server_config={"security": security, **config})
+        base = f"https://{served.server.http_addresses[0]}"
+
+        async def ask(
+            context: ssl.SSLContext, token: str | None = None, path: str = "/v1/query"
+        ) -> httpx.Response:
+            headers = {} if token is None else {"authorization": f"Bearer {token}"}
+            async with httpx.AsyncClient(base_url=base, verify=context) as client:
+                if path == "/v1/query":
+                    return await client.post(path, json=ASKED, headers=headers)
+                return await client.get(path, headers=headers)
+
+        return served, ask
+
+    yield start
+
+
+async def test_the_certificate_is_renewed_without_a_restart(ask, authority, tmp_path: Path):
+    pair, renewed = authority.issue("localhost"), authority.issue("localhost")
+    served, get = await ask(SecurityConfig(tls=files(pair)))
+    assert (await get(trust(authority))).status_code == 200
+
+    async def serial() -> str:
+        host, _, port = served.server.http_addresses[0].rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port), ssl=trust(authority))
+        shown = writer.get_extra_info("peercert")["serialNumber"]
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        return str(shown)
+
+    before = await serial()
+    pair.cert.write_bytes(renewed.cert.read_bytes())
+    assert await serial() == before, "half of a renewal changes nothing"
+    pair.key.write_bytes(renewed.key.read_bytes())
+    assert await serial() != before
+
+
+async def test_a_certificate_identifies_its_caller(ask, authority, server_pair, tmp_path: Path):
+    token = new_token()
+    lines = [
+        line_of("camera", [Scope.INFER], "t" * 20).rpartition(" ")[0] + " cert:camera",
+        line_of("prometheus", [Scope.METRICS], "t" * 20).rpartition(" ")[0] + " cert:prometheus",
+        line_of("both", [Scope.INFER, Scope.METRICS], token),
+    ]
+    tokens = tmp_path / "tokens"
+    tokens.write_text("\n".join(lines))
+    tls = files(server_pair, client_ca=str(authority.ca.cert))
+    _, get = await ask(SecurityConfig(tls=tls, auth_tokens=str(tokens)))
+    camera, prometheus, other = (
+        trust(authority, authority.issue(name)) for name in ("camera", "prometheus", "other")
+    )
+    assert (await get(camera)).status_code == 200
+    assert (await get(camera, path="/metrics")).status_code == 403
+    assert (await get(prometheus)).status_code == 403
+    assert (await get(prometheus, path="/metrics")).status_code == 200
+    unknown = await get(other)
+    assert unknown.status_code == 401 and "'other'" in unknown.json()["error"]["message"]
+    assert (await get(other, token)).status_code == 200, "the token counts"
+    stranger = make_authority(tmp_path)
+    for context in (trust(authority), trust(authority, stranger.issue("camera"))):
+        with pytest.raises(httpx.TransportError):
+            await get(context)
+
+
+async def test_without_tokens_a_certificate_is_enough_until_it_is_revoked(
+    ask, authority, server_pair, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr(revocation, "_CHECK_EVERY_S", 0.0)
+    lists, pair = tmp_path / "crl.pem", authority.issue("camera")
+    lists.write_bytes(list_of(authority))
+    tls = files(server_pair, client_ca=str(authority.ca.cert), client_crl=str(lists))
+    _, get = await ask(SecurityConfig(tls=tls))
+    context = trust(authority, pair)
+    assert (await get(context)).status_code == (await get(context, path="/metrics")).status_code
+    lists.write_bytes(list_of(authority, pair))
+    for path in ("/v1/query", "/metrics"):
+        refused = await get(context, path=path)
+        assert refused.status_code == 401 and "was revoked on" in refused.text
+
+
+async def test_connections_without_a_handshake_count_and_are_closed(
+    ask, authority, server_pair, monkeypatch
+):
+    monkeypatch.setattr(listener, "_HEAD_S", 0.5)
+    limited = HttpConfig(http_listen=("127.0.0.1:0",), http_max_connections=3)
+    served, get = await ask(SecurityConfig(tls=files(server_pair)), http=limited)
+    silent = [await connect(served) for _ in range(3)]
+    reader, writer = await connect(served)
+    async with asyncio.timeout(5):
+        assert await closed(reader) == b"", "beyond the limit"
+    writer.close()
+    for reader, writer in silent:
+        assert await closed(reader) == b""
+        writer.close()
+    reader, writer = await connect(served)
+    writer.write(b"GET / HTTP/1.1\r\n\r\n")
+    await closed(reader)
+    writer.close()
+    assert (await get(trust(authority))).status_code == 200
