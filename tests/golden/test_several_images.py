@@ -125,7 +125,7 @@ def plain_answer(golden: Golden, prompt: Prompt, most: int) -> list[int]:
     return answer
 
 
-@pytest.mark.slow_with("md2")
+@pytest.mark.slow
 async def test_the_engine_answers_as_the_plain_model(
     golden: Golden, golden_folder: Callable[[str], Path], golden_images: Path
 ) -> None:
