@@ -48,6 +48,7 @@ EXCEPTIONS = {
     "import moondream": "another package's client, run by tests/http/test_real_clients.py",
     "from base64 import": "another package's client, run by tests/http/test_real_clients.py",
     "from llama_index": "another package's client, run by tests/http/test_real_clients.py",
+    "lm_eval ": "as tests/http/test_real_clients.py does",
     "import OpenAI": "another package's client, run by tests/http/test_real_clients.py",
     "curl ": "run by tests/http/test_real_clients.py",
     '[{"bbox_2d"': "an answer",

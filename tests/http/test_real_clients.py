@@ -1,5 +1,5 @@
-"""The unmodified packages of Moondream, OpenAI (Python and Node), Ollama, LangChain and LlamaIndex, each in its own
-environment, against the bundled model."""
+"""The unmodified packages of Moondream, OpenAI (Python and Node), Ollama, LangChain, LlamaIndex and EleutherAI's
+lm-evaluation-harness, each in an environment of its own, against the bundled model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.docs.code_blocks import ROOT, code_blocks
@@ -154,3 +155,64 @@ def test_langchain_and_llama_index(endpoint: str, tmp_path: Path):
     assert out["llama_index"] == out["llama_index_stream"] == "0"
     for part in ("langchain_openai", "llama_index.core"):
         assert example(tmp_path, endpoint, part, [tmp_path / "env/bin/python"]) == "2"
+
+
+TASK = """
+task: shapes
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: questions.jsonl
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs:
+  until: ["\\n\\n"]
+  max_gen_toks: 8
+  do_sample: false
+  temperature: 0.0
+metric_list:
+  - metric: exact_match
+    aggregation: mean
+    higher_is_better: true
+"""
+
+
+def test_lm_evaluation_harness(endpoint: str, tmp_path: Path):
+    """A generation task of two questions; the expected answers are those of the server, one of them changed."""
+    python = python_with(tmp_path, "lm_eval[api]>=0.4.9,<0.5")
+    questions = ["How many legs has a cat?", "What is red?"]
+    client = httpx.Client(headers={"authorization": f"Bearer {KEY}"}, timeout=60)
+    asked = {"model": "moondream2", "prompt": questions, "max_tokens": 8, "temperature": 0}
+    choices = client.post(f"{endpoint}/completions", json=asked).json()["choices"]
+    client.close()
+    answers = [choice["text"] for choice in choices]
+    rows = zip(questions, [answers[0], f"not {answers[1]}"], strict=True)
+    lines = [json.dumps({"question": question, "answer": answer}) for question, answer in rows]
+    (tmp_path / "questions.jsonl").write_text("\n".join(lines))
+    (tmp_path / "shapes.yaml").write_text(TASK)
+    arguments = (
+        f"model=moondream2,base_url={endpoint}/completions,tokenizer_backend=None,num_concurrent=2"
+    )
+    command = [
+        *(python, "-m", "lm_eval", "--model", "local-completions", "--model_args", arguments),
+        *("--tasks", "shapes", "--include_path", tmp_path, "--batch_size", "2"),
+        *("--output_path", tmp_path / "out", "--log_samples"),
+    ]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, **offline, "OPENAI_API_KEY": KEY},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    assert json.loads(results.read_text())["results"]["shapes"]["exact_match,none"] == 0.5
+    (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
+    told = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert [each["filtered_resps"] for each in told] == [[answer] for answer in answers]
