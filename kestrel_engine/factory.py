@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -128,7 +129,12 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
         read = time.monotonic()
         logger.info("weights: %.2f GB in %.2f s", weights_bytes / 1e9, read - began)
         refiner = None
-        if opened.refiner is not None:
+        if opened.refiner is not None and find_spec("contourpy") is None:
+            logger.warning(
+                "refiner: %s is not used, because the package contourpy is not installed",
+                opened.refiner,
+            )
+        elif opened.refiner is not None:
             refiner = load_refiner(opened.refiner, model.vision, dtype=dtype, device=device)
             logger.info("refiner: %s", opened.refiner)
         plan = _Plan(

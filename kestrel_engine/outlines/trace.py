@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from contourpy import LineType, contour_generator
 
 from .region import Box, Region
 
@@ -36,6 +35,9 @@ def trace(mask: np.ndarray, region: Region) -> Outline | None:
 
     The mask is closed by 3 x 3 pixels first. Then holes are filled, and small islands removed.
     """
+    # Imported here, because a server without a refiner does not need it.
+    from contourpy import LineType, contour_generator
+
     side = len(mask)
     # A margin of zeros closes the contours that meet the mask's edge.
     closed = np.pad(_close(np.asarray(mask, np.float64)), 1)
