@@ -85,6 +85,9 @@ ANALYZE = pb.AnalyzeRequest(
 )
 SKILL = pb.RunSkillRequest(image=RAW, skill="query", sampling=SAMPLING)
 SKILL.arguments.update({"question": "what?"})
+EMBED = pb.EmbedRequest(
+    image=RAW, crops=True, pooling="EMBEDDING_POOLING_NONE", dtype="EMBEDDING_DTYPE_FLOAT16"
+)
 
 VISION: dict[str, Message] = {
     "Query": QUERY,
@@ -94,6 +97,7 @@ VISION: dict[str, Message] = {
     "Segment": SEGMENT,
     "Analyze": ANALYZE,
     "RunSkill": SKILL,
+    "Embed": EMBED,
     "StreamQuery": pb.StreamQueryRequest(request=QUERY),
     "StreamCaption": pb.StreamCaptionRequest(request=CAPTION),
     "StreamPoint": pb.StreamPointRequest(request=POINT),
@@ -101,6 +105,7 @@ VISION: dict[str, Message] = {
     "StreamSegment": pb.StreamSegmentRequest(request=SEGMENT),
     "StreamAnalyze": pb.StreamAnalyzeRequest(request=ANALYZE),
     "StreamSkill": pb.StreamSkillRequest(request=SKILL),
+    "StreamEmbed": pb.StreamEmbedRequest(request=EMBED),
 }
 IMAGES: dict[str, Message] = {
     "PutImage": image_service_pb2.PutImageRequest(image=JPEG),

@@ -141,7 +141,7 @@ def test_rows_that_decode_wait_for_as_many_masks_as_the_allowance_has_crops(
     scheduler = Scheduler(dataclasses.replace(fake_limits, refines=True), policy)
     sampling = SamplingParams(temperature=0.0, seed=0)
     submission = Submission(
-        sequence_id=1, prompt=(0, 50), image=None, sampling=sampling, rule=TokenRule(), max_tokens=9
+        sequence_id=1, prompt=(0, 50), images=(), sampling=sampling, rule=TokenRule(), max_tokens=9
     )
     scheduler.add(submission)
     prefill = scheduler.schedule()

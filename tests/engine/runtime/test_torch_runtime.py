@@ -238,8 +238,7 @@ def test_a_row_may_be_launched_before_the_token_that_it_feeds_is_known(runtime):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (row([IMAGE, 30]), "does not follow a BOS"),
-        (row([30, IMAGE]), "does not follow a BOS"),
+        (row([IMAGE, 30], start=1), "not in the row of its BOS"),
         (row([]), "without tokens"),
         (row([0, 30], first_page=58), "pages outside"),
         (row([0] * 30, pages=2), "2 pages of 4 for 30"),
