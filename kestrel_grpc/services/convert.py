@@ -34,7 +34,7 @@ _MAX_MODEL_NAME = 512
 _MAX_SALT_BYTES = 128
 _MAX_IMAGE_ID = 64
 MAX_IMAGES = 64
-"""The most that ServerLimits.max_images may be."""
+"""The most that --max-images may be (kestrel_engine.config). The engine then applies the server's own limit."""
 
 _BYTES_PER_PIXEL = {
     common_pb2.PIXEL_FORMAT_UNSPECIFIED: 3,

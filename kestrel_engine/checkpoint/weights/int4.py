@@ -88,10 +88,10 @@ def find_order(samples: Iterable[Packed], *, default: Order | None) -> Order:
         return best
     if default is None:
         raise CheckpointError(
-            "the order of the 4-bit numbers can't be told from the weights: "
+            "the weights do not show the order of their 4-bit numbers: "
             + ", ".join(f"{order.value}: {errors[order]:.3g}" for order in ranked)
         )
     logger.warning(
-        "4-bit weights: the order can't be told from the weights; %s is assumed", default.value
+        "the weights do not show the order of their 4-bit numbers; assumed: %s", default.value
     )
     return default

@@ -497,10 +497,10 @@ def print_nothing(result: Result) -> None:
     """Reports on standard error that nothing was found or that the result is incomplete."""
     match result:
         case PointResult(points=()) | DetectResult(objects=()):
-            told = (
+            absence = (
                 "" if result.absence is None else f"; absent with probability {result.absence:.3f}"
             )
-            print(f"no {result.object} found{told}", file=sys.stderr)
+            print(f"no {result.object} found{absence}", file=sys.stderr)
         case SegmentResult(box=None):
             print(f"no {result.object} found", file=sys.stderr)
         case SegmentResult(parse_error=str() as why):

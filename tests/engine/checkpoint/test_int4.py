@@ -1,4 +1,4 @@
-"""4-bit weights: every order of the numbers is told from the weights, and gives the same values."""
+"""4-bit weights: the loader finds every order of the numbers, and each order gives the same values."""
 
 import json
 import logging
@@ -107,8 +107,8 @@ def test_an_order_that_does_not_show_is_assumed_or_refused(caplog):
     q = torch.randint(0, 16, (64, GROUP), dtype=torch.uint8)
     same = (pack(q, Order.HALVES), torch.ones(64, 1), torch.full((64, 1), 8.0))
     assert find_order([same], default=Order.HALVES) is Order.HALVES
-    assert "is assumed" in caplog.text
-    with pytest.raises(CheckpointError, match="can't be told"):
+    assert "assumed: halves, high nibbles first" in caplog.text
+    with pytest.raises(CheckpointError, match="do not show the order"):
         find_order([same], default=None)
 
 
