@@ -247,13 +247,16 @@ def checked_text(field_name: str, value: object, context: SkillContext) -> str:
 
 def check_size(field_name: str, text: str, context: SkillContext) -> None:
     """Raises InvalidRequest if ``text`` is too long or is not valid Unicode."""
+    check_bytes(field_name, text, context.defaults.max_text_bytes)
+
+
+def check_bytes(field_name: str, text: str, limit: int) -> None:
+    """Raises InvalidRequest if ``text`` has more than ``limit`` UTF-8 bytes or is not valid Unicode."""
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
         raise InvalidRequest(
             field_name, "holds a lone surrogate and is not valid Unicode"
         ) from error
-    if size > context.defaults.max_text_bytes:
-        raise InvalidRequest(
-            field_name, f"has {size} UTF-8 bytes, the limit is {context.defaults.max_text_bytes}"
-        )
+    if size > limit:
+        raise InvalidRequest(field_name, f"has {size} UTF-8 bytes, the limit is {limit}")

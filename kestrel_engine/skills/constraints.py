@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import InvalidRequest
 from ..types.constraint import Constraint, ConstraintKind
+from .base import check_bytes
 
 MAX_SOURCE_BYTES = 32 * 1024 - 1
 """UTF-8 bytes of a regular expression, grammar or schema."""
@@ -62,12 +63,7 @@ def _check_text(field: str, text: object, limit: int) -> None:
         raise InvalidRequest(field, "must be text")
     if not text:
         raise InvalidRequest(field, "must not be empty")
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(field, "holds a lone surrogate and is not valid Unicode") from error
-    if size > limit:
-        raise InvalidRequest(field, f"has {size} UTF-8 bytes, the limit is {limit}")
+    check_bytes(field, text, limit)
 
 
 def _dumped(schema: Mapping[object, object]) -> str:
