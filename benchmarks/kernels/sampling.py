@@ -28,11 +28,12 @@ from torch import Tensor
 from benchmarks.reports.report import Report, benchmark_parser
 from kestrel_engine.runtime.sampler import sample
 from kestrel_engine.types.requests import SamplingParams
-from kestrel_engine.types.step import SampleSpec, TokenRule, uniform
+from kestrel_engine.types.step import MAX_TOP, SampleSpec, TokenRule, uniform
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from kestrel_engine.kernels.sampling.likeliest import likeliest
 from kestrel_engine.kernels.sampling.sample import Tiles, allocate, sample_rows
 from kestrel_engine.runtime.gpu.sampling.rules import RULE_WIDTH, RuleEncoder
 
@@ -108,6 +109,7 @@ class Rows:
         self.ids = torch.full((count,), -7, dtype=torch.int32, device=device)
         self.logprobs = torch.full((count,), math.nan, device=device)
         self.bad = torch.full((count,), -7, dtype=torch.int32, device=device)
+        self._tops = torch.zeros(count, 2, MAX_TOP, dtype=torch.int32, device=device)
 
     def run(self) -> None:
         self._sample_rows(
@@ -115,6 +117,10 @@ class Rows:
             logprobs=self.logprobs, bad=self.bad, workspace=self._work, tiles=self._tiles,
             pdl=self._pdl,
         )  # fmt: skip
+
+    def find_tops(self) -> None:
+        """The likeliest ids, after `run`."""
+        likeliest(self._logits, self._columns[0], self._work, self._tops, tiles=self._tiles)
 
 
 def random_logits(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> Tensor:
@@ -187,9 +193,9 @@ def check(report: Report, device: str, rows: int, vocab: int, batches: int) -> N
                 sys.exit(f"WRONG: {kind} {dtype}: another result the second time")
             wanted = sample(logits.float().clone(), specs)
             found = zip(ours.ids.tolist(), ours.logprobs.tolist(), ours.bad.tolist(), strict=True)
-            for i, ((token, logprob, bad), (id_, reference)) in enumerate(
-                zip(found, wanted, strict=True)
-            ):
+            for i, ((token, logprob, bad), drawn) in enumerate(zip(found, wanted, strict=True)):
+                assert drawn is not None, "the logits are finite"
+                id_, reference, _ = drawn
                 if token != id_ and specs[i].sampling.temperature > 0:
                     if beside_a_boundary(logits[i], specs[i]):
                         num_boundary += 1
@@ -261,6 +267,19 @@ def time_rows(report: Report, title: str, shape: str, batches: Sequence[int], **
         report.add(f"microseconds, {shape}, {title}", row)
 
 
+def time_tops(report: Report, batches: Sequence[int]) -> None:
+    """Adds the microseconds that the likeliest ids of all rows add to a greedy pass."""
+    for rows in batches:
+        logits = (3 * torch.randn(rows, VOCAB, device="cuda")).bfloat16()
+        row: dict[str, float | int | str] = {"rows": rows}
+        for top in (1, 5, MAX_TOP):
+            rule = TokenRule(suppressed=(3,), top=top)
+            sampled = Rows(logits, [SampleSpec(rule, SamplingParams(), 0)] * rows, Tiles())
+            sampled.run()
+            row[f"top {top}"] = microseconds(sampled.find_tops, 9)
+        report.add("microseconds, likeliest ids", row)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = benchmark_parser("kernels.sampling", __doc__)
     parser.add_argument("--tilings", action="store_true", help="also time other tiles")
@@ -282,6 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if flags.before:
             before = kernels_of(flags.before)
             time_rows(report, "before", shape, batches, tiles=None, kernels=before)
+    time_tops(report, batches)
     for tiles in TILINGS if flags.tilings else ():
         changed = [f"{n}={v}" for n, v in tiles._asdict().items() if v != getattr(Tiles(), n)]
         for shape in ("deviation 3", "deviation 1"):

@@ -31,6 +31,8 @@ class Tokenizer:
         self.append_only: bool = all(part["type"] in _APPEND_ONLY_DECODERS for part in parts)
         """See ``detokenize.StreamingText``. True for every byte-level BPE, hence for all Moondream models."""
         self._is_byte_level = any(part["type"] == "ByteLevel" for part in parts)
+        self._bytes: dict[int, bytes] = {}
+        """The bytes of the ids that were asked for: to decode one takes some microseconds."""
 
     @classmethod
     def from_file(cls, path: str | Path, *, vocab_size: int | None = None) -> Tokenizer:
@@ -82,6 +84,12 @@ class Tokenizer:
         Without a byte-level decoder, which all Moondream models have, a part of a character is U+FFFD, and a decoder
         that looks across ids may drop the blank before a word.
         """
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._bytes_of(token_id)
+        return known
+
+    def _bytes_of(self, token_id: int) -> bytes:
         text = self.decode([token_id])
         if _REPLACEMENT not in text or not self._is_byte_level:
             return text.encode()

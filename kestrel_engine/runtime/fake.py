@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from hashlib import blake2b
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from typing import cast
 
 import numpy as np
@@ -29,6 +29,7 @@ from ..types.step import (
     StepPlan,
     StepResult,
     StepToken,
+    TokenRule,
 )
 from .lost_work import LostWork
 
@@ -257,7 +258,22 @@ class FakeRuntime:
         # Any numbers that depend on the sequence alone and that float32 holds exactly.
         logprob = 0.0 if rule.forced is not None else -((37 * len(fed) + wanted) % 1024) / 1024
         near = None if value is None else (hashed(fed) % 256 + 1) / 256
-        return StepToken(wanted, value, logprob, near)
+        top: list[tuple[int, float]] = []
+        if rule.forced is None:
+            places = range(self._limits.vocab_size)
+            near_ids = ((wanted + place) % self._limits.vocab_size for place in places)
+            permitted_ids = (token for token in near_ids if _permits(rule, token))
+            top = [
+                (token, logprob - place / 16)
+                for place, token in enumerate(islice(permitted_ids, rule.top))
+            ]
+        return StepToken(wanted, value, logprob, near, tuple(top))
+
+
+def _permits(rule: TokenRule, token: int) -> bool:
+    if rule.mask is not None:
+        return bool(rule.mask[token // 8] >> token % 8 & 1)
+    return token not in rule.suppressed and (rule.allowed is None or token in rule.allowed)
 
 
 def _without_first_row(mask: np.ndarray) -> np.ndarray:

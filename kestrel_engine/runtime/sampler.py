@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +17,16 @@ from torch import Tensor
 from ..types.step import SampleSpec, TokenRule, uniform
 
 
-def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int, float] | None]:
-    """Samples one (id, logprob) for each row of ``logits`` [rows, vocab] float32, and waits for the device.
+class Drawn(NamedTuple):
+    """A sampled id, its log-probability, and the likeliest ids with theirs (StepToken.top)."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[Drawn | None]:
+    """Samples one id for each row of ``logits`` [rows, vocab] float32, and waits for the device.
 
     The result is None for a row whose logits are not finite. ``logits`` is overwritten. The logprob is that of the id
     under the rule, before temperature and truncation. An id that stands for all ids but the stop id (``otherwise``) has
@@ -34,7 +43,7 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int, float
     return [*_sample(logits, specs)]
 
 
-def _sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int, float]]:
+def _sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[Drawn]:
     """As `sample`, for finite logits."""
     for row, spec in zip(logits, specs, strict=True):
         _mask_(row, spec.rule)
@@ -45,11 +54,24 @@ def _sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int, floa
     logprobs = logits.log_softmax(dim=-1)
     chosen = logprobs.gather(1, ids[:, None]).flatten()
     return [
-        _apply_otherwise(spec.rule, int(i), float(logprob), logprobs[row])
+        Drawn(
+            *_apply_otherwise(spec.rule, int(i), float(logprob), logprobs[row]),
+            _top(logits[row], logprobs[row], spec.rule.top) if spec.rule.top else (),
+        )
         for row, (spec, i, logprob) in enumerate(
             zip(specs, ids.tolist(), chosen.tolist(), strict=True)
         )
     ]
+
+
+def _top(logits: Tensor, logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    """Returns the ``count`` likeliest ids of a row with their log-probabilities, in the order of StepToken.top."""
+    # topk chooses freely among equal logits, so it gives the least logit only.
+    least = logits.topk(min(count, len(logits))).values[-1]
+    ids = ((logits >= least) & (logits > -math.inf)).nonzero().flatten()
+    order = logits[ids].argsort(descending=True, stable=True)[:count]
+    found = ids[order]
+    return tuple(zip(found.tolist(), logprobs[found].tolist(), strict=True))
 
 
 def _mask_(row: Tensor, rule: TokenRule) -> None:

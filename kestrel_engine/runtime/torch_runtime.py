@@ -45,7 +45,7 @@ from .lost_work import LostWork
 from .out_of_memory import raise_as_memory_error
 from .protocol import StepHandle
 from .refinement import Refinement, arrays_of, results_of
-from .sampler import sample
+from .sampler import Drawn, sample
 
 SMALL_PASS = 12_000_000
 """The largest number of multiply-adds of a layer's qkv projection for which a pass runs on one CPU thread.
@@ -314,13 +314,13 @@ class TorchRuntime:
         The id is forced or sampled from the vocabulary head. If the rule reads a value, it comes from a region head.
         """
         free = [i for i, spec in enumerate(specs) if spec.rule.forced is None]
-        ids: list[tuple[int, float] | None] = [(spec.rule.forced or 0, 0.0) for spec in specs]
+        ids: list[Drawn | None] = [Drawn(spec.rule.forced or 0, 0.0) for spec in specs]
         if free:
             logits = self.model.text.logits(hidden[free])
             for i, drawn in zip(free, sample(logits, [specs[i] for i in free]), strict=True):
                 ids[i] = drawn
         special = self._config.ids
-        kinds = [-1 if drawn is None else drawn[0] for drawn in ids]
+        kinds = [-1 if drawn is None else drawn.id for drawn in ids]
         coords = [
             i for i, s in enumerate(specs) if s.rule.read_coord and kinds[i] == special.coord_id
         ]
@@ -336,7 +336,7 @@ class TorchRuntime:
             if drawn is None or (near is not None and math.isnan(near)):
                 tokens.append(None)
             else:
-                tokens.append(StepToken(drawn[0], value, drawn[1], near))
+                tokens.append(StepToken(drawn.id, value, drawn.logprob, near, drawn.top))
         return tokens
 
     def _read_coords(self, hidden: Tensor) -> list[tuple[Coord, float]]:

@@ -17,11 +17,12 @@ class AnswerControl:
     """The answer id is suppressed from the second token on; the first is unmasked, as in the reference
     (moondream.md section 15). Coordinate ids are ordinary tokens here."""
 
-    def __init__(self, context: SkillContext) -> None:
+    def __init__(self, context: SkillContext, top: int = 0) -> None:
+        """``top``: how many alternatives each token has (TokenRule.top)."""
         ids = context.model.ids
         self._eos = ids.eos_id
-        self._first = TokenRule(stop=ids.eos_id)
-        self._rest = TokenRule(stop=ids.eos_id, suppressed=(ids.answer_id,))
+        self._first = TokenRule(stop=ids.eos_id, top=top)
+        self._rest = TokenRule(stop=ids.eos_id, suppressed=(ids.answer_id,), top=top)
 
     def rule(self, index: int) -> TokenRule:
         return self._rest if index else self._first
@@ -34,9 +35,10 @@ class ConstrainedAnswerControl:
     """An answer whose tokens a grammar restricts. It ends with the end token, which the grammar allows where the text
     may end. No rule is known before the token ahead of it was accepted."""
 
-    def __init__(self, context: SkillContext, grammar: Grammar) -> None:
+    def __init__(self, context: SkillContext, grammar: Grammar, top: int = 0) -> None:
+        """``top``: how many alternatives each token has (TokenRule.top)."""
         ids = context.model.ids
-        self._eos = ids.eos_id
+        self._eos, self._top = ids.eos_id, top
         self._matcher = grammar.start()
         self._num_accepted = 0
         self._rule: TokenRule | None = None
@@ -45,7 +47,7 @@ class ConstrainedAnswerControl:
         if index > self._num_accepted:
             return None
         if self._rule is None:
-            self._rule = TokenRule(stop=self._eos, mask=self._matcher.mask())
+            self._rule = TokenRule(stop=self._eos, mask=self._matcher.mask(), top=self._top)
         return self._rule
 
     def accept(self, token: StepToken) -> FinishReason | None:
@@ -58,12 +60,13 @@ class ConstrainedAnswerControl:
 
 
 def answer_control(request: SkillRequest, context: SkillContext) -> SkillControl:
-    """The control of an answer with the request's constraint and penalties."""
+    """The control of an answer with the request's constraint, penalties and alternatives."""
+    top: int = request.options["top_logprobs"]
     control: SkillControl
     if request.grammar is None:
-        control = AnswerControl(context)
+        control = AnswerControl(context, top)
     else:
-        control = ConstrainedAnswerControl(context, request.grammar)
+        control = ConstrainedAnswerControl(context, request.grammar, top)
     penalties: Penalties | None = request.options["penalties"]
     if penalties is None:
         return control
@@ -74,7 +77,7 @@ class AnswerOutput:
     """Text under ``key``, streamed as it becomes certain. It ends before the first of the ``stop`` strings.
 
     The token that completes a stop string is the last of ``token_ids``. ``logprobs``: whether to keep the tokens'
-    log-probabilities.
+    log-probabilities, with the alternatives for which their rules ask.
     """
 
     def __init__(
@@ -94,8 +97,8 @@ class AnswerOutput:
         self._ids.append(token.id)
         if self._logprobs is not None:
             assert token.logprob is not None, "the runtime gives log-probabilities"
-            utf8 = self._codec.token_bytes(token.id)
-            self._logprobs.append(TokenLogprob(token.id, utf8, token.logprob))
+            top = tuple(self._logprob(*each) for each in token.top)
+            self._logprobs.append(self._logprob(token.id, token.logprob, top))
         return self._emit(self._streaming.push(token.id))
 
     def finish(self) -> list[StreamUpdate]:
@@ -115,6 +118,11 @@ class AnswerOutput:
     @property
     def is_complete(self) -> bool:
         return self._stop is not None and self._stop.found
+
+    def _logprob(
+        self, token: int, logprob: float, top: tuple[TokenLogprob, ...] = ()
+    ) -> TokenLogprob:
+        return TokenLogprob(token, self._codec.token_bytes(token), logprob, top)
 
     def _emit(self, text: str, *, is_last: bool = False) -> list[StreamUpdate]:
         if self._stop is not None:

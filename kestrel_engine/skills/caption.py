@@ -36,7 +36,12 @@ class CaptionSkill:
             seed=read.seed,
             max_tokens=read.max_tokens,
             constraint=read.constraint,
-            options={"stop": read.stop, "logprobs": read.logprobs, "penalties": penalties},
+            options={
+                "stop": read.stop,
+                "logprobs": read.logprobs,
+                "top_logprobs": read.top_logprobs,
+                "penalties": penalties,
+            },
         )
 
     def new_control(

@@ -82,6 +82,7 @@ class QuerySkill:
                 "reasoning": reasoning,
                 "stop": read.stop,
                 "logprobs": read.logprobs,
+                "top_logprobs": read.top_logprobs,
                 "penalties": penalties,
             },
         )

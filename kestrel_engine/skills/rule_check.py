@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ..errors import SkillFault
 from ..types.model_config import ModelConfig
 from ..types.requests import Coord, ImagePlace, Size, Token
-from ..types.step import TokenRule
+from ..types.step import MAX_TOP, TokenRule
 
 _MAX_REMEMBERED = 4096
 
@@ -50,6 +50,8 @@ class RuleCheck:
             if token is not None:
                 self._check_ids(name, (token,))
         self._check_ids("edits", tuple(edit.id for edit in rule.edits))
+        if not isinstance(rule.top, int) or not 0 <= rule.top <= MAX_TOP:
+            raise SkillFault(f"top of the skill's rule is {rule.top!r}; the limit is {MAX_TOP}")
         if rule.mask is not None and rule.forced is None:
             self._check_mask(rule, rule.mask)
             return

@@ -10,13 +10,14 @@ from typing import Any, cast
 from ..errors import InvalidRequest
 from ..types.constraint import Constraint
 from ..types.requests import SamplingParams
+from ..types.step import MAX_TOP
 from .base import SkillDefaults
 from .constraints import read_constraint
 from .penalties import KEYS as PENALTIES
 from .stop_strings import read_stop_strings
 
 SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
-TEXT_KEYS = frozenset({"max_tokens", "stop", "logprobs", "constraint"}) | PENALTIES
+TEXT_KEYS = frozenset({"max_tokens", "stop", "logprobs", "top_logprobs", "constraint"}) | PENALTIES
 """Further settings of skills that write text."""
 OBJECT_KEYS = frozenset({"max_tokens", "max_objects", "min_score"})
 """Further settings of skills that find objects."""
@@ -37,6 +38,8 @@ class Settings:
     min_score: float = 0.0
     stop: tuple[str, ...] = ()
     logprobs: bool = False
+    top_logprobs: int = 0
+    """With ``logprobs``: the alternatives of each token."""
     constraint: Constraint | None = None
 
 
@@ -66,6 +69,11 @@ def read_settings(
     logprobs = given.get("logprobs", False)
     if not isinstance(logprobs, bool):
         raise InvalidRequest("logprobs", f"{logprobs!r} is not true or false")
+    top = given.get("top_logprobs", 0)
+    if not isinstance(top, int) or isinstance(top, bool) or not 0 <= top <= MAX_TOP:
+        raise InvalidRequest("top_logprobs", f"{top!r} is not a whole number from 0 to {MAX_TOP}")
+    if top and not logprobs:
+        raise InvalidRequest("top_logprobs", f"is {top} without logprobs; set logprobs to true")
     sampling = SamplingParams(
         temperature=given.get("temperature", 0.0 if greedy else defaults.temperature),
         top_p=given.get("top_p", 1.0 if greedy else defaults.top_p),
@@ -81,6 +89,7 @@ def read_settings(
         min_score=_share("min_score", given.get("min_score", defaults.min_score)),
         stop=read_stop_strings(given.get("stop")),
         logprobs=logprobs,
+        top_logprobs=top,
         constraint=read_constraint(given.get("constraint")),
     )
 

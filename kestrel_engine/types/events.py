@@ -14,12 +14,15 @@ class TokenLogprob:
 
     ``utf8``: the token's bytes, which may be a part of a character; joined, the bytes of all tokens are the text. Empty
     for a special token. ``logprob``: the natural logarithm of the probability that the model gave to the token among
-    those that its rule allows, at temperature 1, before top_k and top_p; 0 for a forced token.
+    those that its rule allows, at temperature 1, before top_k and top_p; 0 for a forced token. ``top``: the likeliest
+    tokens at this place, the likeliest first, if the request asks for them; their own ``top`` is empty. The end token
+    may be among them.
     """
 
     id: int
     utf8: bytes
     logprob: float
+    top: tuple[TokenLogprob, ...] = ()
 
     @property
     def text(self) -> str:

@@ -28,6 +28,10 @@ class LogitEdit(NamedTuple):
     minus: float = 0.0
 
 
+MAX_TOP = 20
+"""The most alternatives of one token."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenRule:
     """What may be sampled at one position, and whether a value is read from the region heads.
@@ -52,6 +56,9 @@ class TokenRule:
 
     edits: tuple[LogitEdit, ...] = ()
 
+    top: int = 0
+    """How many of the likeliest ids to return with the token (StepToken.top), at most MAX_TOP. Not for a forced id."""
+
     @staticmethod
     def mask_bytes(vocab_size: int) -> int:
         """The length of a mask."""
@@ -70,12 +77,16 @@ class StepToken:
     ``logprob``: the natural logarithm of the id's probability under its rule, at temperature 1; 0 for a forced id; None
     if unknown. ``near``: for a value, the probability in [0, 1] that the region head gives to the bins within NEAR_BINS
     of the value's bin; for a size, the product for width and height; None if unknown. Both are float32.
+
+    ``top``: the likeliest ids under the rule, as many as it asks for, with their log-probabilities. The likeliest is
+    first, and of equal ones the smaller id. Forbidden ids are left out. ``otherwise`` does not change them.
     """
 
     id: int
     value: Coord | Size | None = None
     logprob: float | None = None
     near: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
     def as_input(self) -> Token:
         """The input at the next position."""

@@ -6,6 +6,7 @@ A list of prompts becomes as many Queries, of which a few run at once. They stan
 from __future__ import annotations
 
 import asyncio
+import codecs
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import EngineResult, InvalidRequest
 
@@ -23,7 +25,15 @@ from ..services.total_result import total_result
 from ..services.vision import VisionService
 from .edge import Asked, Endpoint
 from .fields import Fields
-from .openai import fill, finish_reason, json_name, refuse_unsupported, samples, usage_json
+from .openai import (
+    fill,
+    fill_top_logprobs,
+    finish_reason,
+    json_name,
+    refuse_unsupported,
+    samples,
+    usage_json,
+)
 
 MOST_PROMPTS = 256
 _AT_ONCE = 16
@@ -58,6 +68,9 @@ def _complete(fields: Fields, service: VisionService, served: str) -> Asked:
     for prompt in prompts:
         request = pb.QueryRequest(question=prompt, num_samples=samples(fields))
         fill(request, fields, served)
+        if fields.values.get("logprobs") is not None and fields.values["logprobs"] is not False:
+            fill_top_logprobs(request.sampling, fields, "logprobs")
+            request.sampling.logprobs = True
         requests.append(request)
     if streams:
         stream = pb.StreamQueryRequest(request=requests[0])
@@ -88,10 +101,6 @@ def _refuse(fields: Fields) -> None:
     refuse_unsupported(fields, _KNOWN)
     if fields.flag("echo"):
         raise InvalidRequest("echo", "must be false: the model scores and repeats no prompts")
-    if values.get("logprobs") not in (None, False):
-        raise InvalidRequest(
-            "logprobs", "is not supported here; leave it out, or use /v1/chat/completions"
-        )
     for key in ("suffix", "response_format"):
         if values.get(key):
             raise InvalidRequest(key, "is not supported here; leave it out")
@@ -136,7 +145,8 @@ def _completion(responses: Sequence[pb.QueryResponse]) -> dict[str, Any]:
     return {
         **_head(responses[0]),
         "choices": [
-            _choice(index, each.answer, finish_reason(each)) for index, each in enumerate(texts)
+            _choice(index, each.answer, finish_reason(each), _TokenLists().of(each.logprobs.tokens))
+            for index, each in enumerate(texts)
         ],
         "usage": total,
     }
@@ -145,17 +155,22 @@ def _completion(responses: Sequence[pb.QueryResponse]) -> dict[str, Any]:
 def _chunks(usage: bool) -> Callable[[Any], Iterable[bytes]]:
     """The events of a streamed Query; ``usage``: whether a last chunk tells the tokens."""
     head: dict[str, Any] = {}
+    lists, num_sent = _TokenLists(), 0
 
     def events(message: Any) -> Iterable[bytes]:
-        nonlocal head
+        nonlocal head, num_sent
         kind = message.WhichOneof("event")
         if kind == "started":
             head = _head(message.started)
         elif kind == "text_delta":
-            yield _event({**head, "choices": [_choice(0, message.text_delta.text, None)]})
+            delta = message.text_delta
+            num_sent += len(delta.tokens)
+            choice = _choice(0, delta.text, None, lists.of(delta.tokens))
+            yield _event({**head, "choices": [choice]})
         elif kind == "final":
             final = message.final
-            yield _event({**head, "choices": [_choice(0, "", finish_reason(final))]})
+            rest = lists.of(final.logprobs.tokens[num_sent:])
+            yield _event({**head, "choices": [_choice(0, "", finish_reason(final), rest)]})
             if usage:
                 yield _event({**head, "choices": [], "usage": usage_json(final)})
             yield b"data: [DONE]\n\n"
@@ -173,8 +188,50 @@ def _head(source: Any) -> dict[str, Any]:
     }
 
 
-def _choice(index: int, text: str, reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+def _choice(
+    index: int, text: str, reason: str | None, logprobs: dict[str, Any] | None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+class _TokenLists:
+    """Converts the tokens of one completion to lists, part by part. ``text_offset`` counts characters from the
+    beginning of the completion."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0
+
+    def of(self, tokens: Sequence[common_pb2.TokenLogprob]) -> dict[str, Any] | None:
+        """None if there is no token. Alternatives include the token itself, as in OpenAI's interface."""
+        if not tokens:
+            return None
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._decoder.decode(token.utf8))
+        tops = [_top(token) for token in tokens]
+        return {
+            "tokens": [_name(token) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": tops if any(token.top for token in tokens) else None,
+            "text_offset": offsets,
+        }
+
+
+def _top(token: common_pb2.TokenLogprob) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for each in (*token.top, token):
+        found.setdefault(_name(each), each.logprob)  # Of equal texts, the likeliest counts.
+    return found
+
+
+def _name(token: common_pb2.TokenLogprob) -> str:
+    """The token's text. A part of a character is shown by its bytes, as in OpenAI's interface."""
+    try:
+        return token.utf8.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.utf8)
 
 
 def _event(body: dict[str, Any]) -> bytes:

@@ -29,10 +29,12 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """``last``: the question to answer. ``history``: earlier questions with their answers, oldest first."""
+    """``last``: the question to answer. ``history``: earlier questions with their answers, oldest first. ``text``: the
+    question without system texts."""
 
     last: Asked
     history: list[tuple[Asked, str]]
+    text: str
 
     @property
     def images(self) -> list[bytes]:
@@ -88,7 +90,8 @@ def conversation(messages: Iterable[Message]) -> Conversation:
             )
     if asked is None:
         raise InvalidRequest("messages", "must end with a user message")
+    text = asked.question
     before = "".join(f"{text}\n\n" for text in system)
     first = turns[0][0] if turns else asked
     first.question = before + first.question
-    return Conversation(asked, turns)
+    return Conversation(asked, turns, text)

@@ -1,16 +1,15 @@
 """OpenAI's interface: /v1/chat/completions and /v1/models.
 
 A conversation becomes one Query: system text goes before the first question, and earlier turns become its history. A
-user message may hold images, which go before its text. ``Detect: OBJECT`` and ``Point: OBJECT`` as the whole text of
-the last message ask for boxes or points, which are returned as JSON with pixel coordinates (``bbox_2d``, ``point_2d``).
+user message may hold images, which go before its text. A request for boxes or points (grounding.py) becomes one Detect
+or Point.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -20,12 +19,12 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest
 
 from ..service_names import MODEL_METHODS, VISION_METHODS
-from ..services.json_values import score_values
 from ..services.model import ModelService
 from ..services.vision import VisionService
 from .conversation import Conversation, Message, conversation
 from .edge import Asked, Endpoint
 from .fields import ANY_OBJECT, Fields, image_bytes, json_text
+from .grounding import Wanted, wanted_places
 from .models import served_name
 
 logger = logging.getLogger(__name__)
@@ -38,7 +37,6 @@ _KNOWN = frozenset(
         "tool_choice", "functions", "modalities", "store", "metadata",
     }
 )  # fmt: skip
-_GROUNDING = re.compile(r"\s*(detect|point)\s*:\s*(.+)", re.IGNORECASE | re.DOTALL)
 _NAMES = {
     "image": "messages",
     "image.encoded": "messages",
@@ -54,6 +52,7 @@ UNSUPPORTED_PATHS = {
 }
 """Paths of OpenAI's interface that this one does not have, and what to do instead."""
 _unknown_logged: set[str] = set()
+_MOST_TOP = 20
 
 
 def endpoints(
@@ -83,13 +82,15 @@ def _chat(fields: Fields, service: VisionService, served: str) -> Asked:
     """Raises InvalidRequest, UnsupportedImageError."""
     refuse_unsupported(fields)
     talk = conversation(_messages(fields))
-    grounding = _GROUNDING.fullmatch(talk.last.question)
+    form = fields.inner("response_format")
+    wanted = wanted_places(talk.text, form) if talk.images else None
     streams = fields.flag("stream")
     usage = fields.inner("stream_options").flag("include_usage")
-    if grounding is not None and talk.images:
-        return _grounded(fields, service, served, talk, grounding, usage if streams else None)
+    if wanted is not None:
+        return _grounded(fields, service, served, talk, wanted, usage if streams else None)
     request = talk.request(reasoning=fields.flag("reasoning"))
     fill(request, fields, served)
+    _fill_logprobs(request.sampling, fields)
     schema = _schema(fields)
     if schema is not None:
         request.sampling.constraint.json_schema = schema
@@ -105,30 +106,24 @@ def _grounded(
     service: VisionService,
     served: str,
     talk: Conversation,
-    grounding: re.Match[str],
+    wanted: Wanted,
     usage: bool | None,
 ) -> Asked:
     """Boxes or points as JSON. ``usage``: None unless the request streams."""
-    skill, name = grounding[1].lower(), grounding[2].strip()
-    if _schema(fields) is not None:
-        raise InvalidRequest("response_format", "must be text for boxes and points")
     if len(talk.images) > 1:
         raise InvalidRequest(
             "messages", f"hold {len(talk.images)} images; boxes and points are found in one"
         )
     if fields.whole("n") not in (None, 1):
         raise InvalidRequest("n", f"must be 1 for boxes and points, got {fields.values['n']}")
-    request: Any
-    behaviour: Callable[[Any, Any], Awaitable[Any]]
-    if skill == "detect":
-        request, behaviour = pb.DetectRequest(object=name), service.Detect
-    else:
-        request, behaviour = pb.PointRequest(object=name), service.Point
+    request = wanted.request()
+    behaviour = service.Detect if wanted.skill == "detect" else service.Point
     request.image.encoded = talk.images[0]
     fill(request, fields, served)
+    _fill_logprobs(request.sampling, fields)
 
     def answer(response: Any) -> dict[str, Any]:
-        return _completion(response, _grounding_json(response, name))
+        return _completion(response, wanted.text(response))
 
     if usage is None:
         return Asked(request, behaviour, answer)
@@ -138,40 +133,10 @@ def _grounded(
 
     def events(response: Any) -> Iterable[bytes]:
         yield _chunk(response, {"role": "assistant", "content": ""})
-        yield _chunk(response, {"content": _grounding_json(response, name)})
+        yield _chunk(response, {"content": wanted.text(response)})
         yield from _last(response, usage)
 
     return Asked(request, stream, answer, events)
-
-
-def _grounding_json(response: Any, label: str) -> str:
-    """Boxes and points in pixels of the upright image."""
-    width, height = response.image_size.width, response.image_size.height
-    found: list[dict[str, Any]]
-    if isinstance(response, pb.DetectResponse):
-        found = [
-            {
-                "bbox_2d": [
-                    round(box.x_min * width),
-                    round(box.y_min * height),
-                    round(box.x_max * width),
-                    round(box.y_max * height),
-                ],
-                "label": label,
-                **score_values(box),
-            }
-            for box in response.objects
-        ]
-    else:
-        found = [
-            {
-                "point_2d": [round(point.x * width), round(point.y * height)],
-                "label": label,
-                **score_values(point),
-            }
-            for point in response.points
-        ]
-    return orjson.dumps(found).decode()
 
 
 def refuse_unsupported(fields: Fields, known: frozenset[str] = frozenset()) -> None:
@@ -181,11 +146,6 @@ def refuse_unsupported(fields: Fields, known: frozenset[str] = frozenset()) -> N
     for key in ("tools", "functions"):
         if values.get(key):
             raise InvalidRequest(key, "the models call no tools; leave it out")
-    if fields.whole("top_logprobs"):
-        raise InvalidRequest(
-            "top_logprobs",
-            f"must be 0, got {values['top_logprobs']}: the server gives the log-probability of the chosen token only",
-        )
     for key in values.keys() - _KNOWN - known - _unknown_logged:
         if len(_unknown_logged) < 100:
             _unknown_logged.add(key)
@@ -281,10 +241,24 @@ def fill(request: Any, fields: Fields, served: str) -> None:
     if seed is not None:
         sampling.seed = seed % 2**64
     sampling.stop.extend(fields.texts("stop"))
-    if fields.flag("logprobs"):
-        sampling.logprobs = True
     if fields.values.get("model") is not None:
         request.options.model = served_name(fields.text("model"), served)
+
+
+def _fill_logprobs(sampling: common_pb2.Sampling, fields: Fields) -> None:
+    """Raises InvalidRequest."""
+    if fields.flag("logprobs"):
+        sampling.logprobs = True
+    fill_top_logprobs(sampling, fields, "top_logprobs")
+
+
+def fill_top_logprobs(sampling: common_pb2.Sampling, fields: Fields, key: str) -> None:
+    """Raises InvalidRequest."""
+    wanted = fields.whole(key)
+    if wanted is not None:
+        if not 0 <= wanted <= _MOST_TOP:
+            raise InvalidRequest(key, f"must be from 0 to {_MOST_TOP}, got {wanted}")
+        sampling.top_logprobs = wanted
 
 
 def _completion(response: Any, content: str | None = None) -> dict[str, Any]:
@@ -325,15 +299,13 @@ def _logprobs(tokens: Sequence[common_pb2.TokenLogprob] | None) -> dict[str, Any
     if tokens is None:
         return None
     content = [
-        {
-            "token": token.text,
-            "logprob": token.logprob,
-            "bytes": list(token.utf8),
-            "top_logprobs": [],
-        }
-        for token in tokens
+        {**_token(token), "top_logprobs": [_token(each) for each in token.top]} for token in tokens
     ]
     return {"content": content, "refusal": None}
+
+
+def _token(token: common_pb2.TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.utf8)}
 
 
 def _chunks(usage: bool) -> Callable[[Any], Iterable[bytes]]:

@@ -498,7 +498,11 @@ def logprobs(result: EngineResult) -> common_pb2.Logprobs | None:
 
 def token_logprob(token: TokenLogprob) -> common_pb2.TokenLogprob:
     return common_pb2.TokenLogprob(
-        text=token.text, utf8=token.utf8, id=token.id, logprob=token.logprob
+        text=token.text,
+        utf8=token.utf8,
+        id=token.id,
+        logprob=token.logprob,
+        top=map(token_logprob, token.top),
     )
 
 

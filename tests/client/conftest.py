@@ -38,7 +38,13 @@ POINTS = [(0.25, 0.5), (0.75, 0.125)]
 BOXES = [(0.125, 0.25, 0.5, 0.75), (0.5, 0.5, 1.0, 1.0)]
 LOGPROBS = common_pb2.Logprobs(
     tokens=[
-        common_pb2.TokenLogprob(text="Two", utf8=b"Two", id=7, logprob=-0.25),
+        common_pb2.TokenLogprob(
+            text="Two",
+            utf8=b"Two",
+            id=7,
+            logprob=-0.25,
+            top=[common_pb2.TokenLogprob(text="Too", utf8=b"Too", id=8, logprob=-2.0)],
+        ),
         common_pb2.TokenLogprob(text="\ufffd", utf8=b"\xf0", id=9, logprob=-1.5),
     ],
     sum=-1.75,

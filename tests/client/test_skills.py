@@ -182,16 +182,24 @@ def test_stop_strings_go_out_as_a_list(client: KestrelClient, peer: Any) -> None
 def test_log_probabilities_come_typed(client: KestrelClient, peer: Any) -> None:
     result = client.query(IMAGE, "q", logprobs=True)
     assert result.logprobs == Logprobs(
-        (TokenLogprob("Two", b"Two", 7, -0.25), TokenLogprob("\ufffd", b"\xf0", 9, -1.5)),
+        (
+            TokenLogprob("Two", b"Two", 7, -0.25, (TokenLogprob("Too", b"Too", 8, -2.0),)),
+            TokenLogprob("\ufffd", b"\xf0", 9, -1.5),
+        ),
         -1.75,
         -0.875,
     )
     assert [token.id for token in result.logprobs] == [7, 9] and len(result.logprobs) == 2
     plain = json.loads(json.dumps(result.to_dict()))["logprobs"]
-    assert plain["tokens"][1] == {"text": "\ufffd", "utf8": [240], "id": 9, "logprob": -1.5}
+    other = {"text": "Too", "utf8": [84, 111, 111], "id": 8, "logprob": -2.0, "top": []}
+    assert plain["tokens"][0]["top"] == [other]
+    assert plain["tokens"][1] == {
+        "text": "\ufffd", "utf8": [240], "id": 9, "logprob": -1.5, "top": []
+    }  # fmt: skip
     assert client.query(IMAGE, "q").logprobs is None
-    client.analyze(IMAGE, [CaptionTask(logprobs=True), QueryTask("q")])
+    client.analyze(IMAGE, [CaptionTask(logprobs=True, top_logprobs=3), QueryTask("q")])
     sent = [request.sampling for request in peer.vision.requests]
+    assert [sampling.top_logprobs for sampling in sent] == [0, 0, 3, 0]
     assert [sampling.logprobs for sampling in sent] == [True, False, True, False]
     assert not sent[1].HasField("logprobs")
     with pytest.raises(InvalidRequestError, match=r"^logprobs: "):

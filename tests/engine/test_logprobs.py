@@ -109,6 +109,63 @@ async def test_no_token_gives_an_empty_list(make_engine, fake_limits):
     assert result.logprobs == () and result.finish_reason == "stop"
 
 
+async def test_the_likeliest_tokens_at_each_place(make_engine, fake_limits):
+    engine = make_engine(FakeRuntime(fake_limits, says("größer 🐞. ")))
+    settings = {**GREEDY, "max_tokens": 12, "logprobs": True}
+    plain = await engine.query(question="a", settings=settings)
+    stream = await engine.query(
+        question="a", stream=True, settings={**settings, "top_logprobs": 20}
+    )
+    updates, result = await streamed(stream)
+    assert (result.output, result.token_ids) == (plain.output, plain.token_ids)
+    for token, other in zip(result.logprobs, plain.logprobs, strict=True):
+        assert len(token.top) == 20 and other.top == ()
+        assert token.top[0] == other and token.top[0].utf8 == token.utf8
+        assert [each.logprob for each in token.top] == [
+            token.logprob - place / 16 for place in range(20)
+        ]
+        assert all(each.top == () for each in token.top)
+    # The separator cannot be sampled after the first token, so it is no alternative either.
+    assert all(3 not in [each.id for each in token.top] for token in result.logprobs[1:])
+    told = [token for update in updates for token in update.tokens]
+    assert tuple(told) == result.logprobs[: len(told)] and told
+
+
+async def test_reasoning_has_no_alternatives(make_engine, fake_limits):
+    runtime = FakeRuntime(
+        fake_limits, lambda fed: 3 if fed[-1] == 100 + ord("s") else 100 + ord("s")
+    )
+    asked = []
+    sample = runtime._sample
+
+    def noted(row):
+        asked.append(row.sample.rule.top)
+        return sample(row)
+
+    runtime._sample = noted
+    engine = make_engine(runtime)
+    settings = {**GREEDY, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    result = await engine.query(question="a", reasoning=True, settings=settings)
+    assert asked[:2] == [0, 0] and asked[2:5] == [2] * 3
+    assert all(len(token.top) == 2 for token in result.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"logprobs": True, "top_logprobs": 21}, "21 is not a whole number from 0 to 20"),
+        ({"logprobs": True, "top_logprobs": -1}, "-1 is not a whole number from 0 to 20"),
+        ({"logprobs": True, "top_logprobs": True}, "True is not a whole number"),
+        ({"top_logprobs": 2}, "is 2 without logprobs; set logprobs to true"),
+    ],
+)
+async def test_alternatives_that_cannot_be_given(make_engine, fake_limits, settings, problem):
+    engine = make_engine(FakeRuntime(fake_limits))
+    with pytest.raises(InvalidRequest, match=problem) as caught:
+        await engine.query(question="a", settings=settings)
+    assert caught.value.field == "top_logprobs"
+
+
 @pytest.mark.parametrize("value", [1, 0, "yes", [True]])
 async def test_other_values_are_refused(make_engine, fake_limits, value):
     engine = make_engine(FakeRuntime(fake_limits))

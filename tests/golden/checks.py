@@ -15,8 +15,8 @@ from kestrel_engine.skills.locate import LocateControl, LocateOutput
 from kestrel_engine.skills.query import ReasoningControl, ReasoningOutput
 from kestrel_engine.skills.segment import SegmentControl, SegmentOutput
 from kestrel_engine.types.requests import Coord, PreparedImage, Size, Token
-from kestrel_engine.types.step import Row, StepToken
-from tests.golden.driver import Feed, Job, pages_for
+from kestrel_engine.types.step import MAX_TOP, Row, StepToken
+from tests.golden.driver import Feed, Job, pages_for, run_jobs
 from tests.golden.goldens import Golden
 
 Case = dict[str, Any]
@@ -215,6 +215,27 @@ def check_job(case: Case, job: Job) -> None:
         case _:
             assert job.output.token_ids == tuple(case["ids"])
             assert output["answer"] == case["text"]
+
+
+def check_tops(golden: Golden, case: Case) -> None:
+    """The likeliest ids of the tokens of an answer or a caption: those of the log-softmax of the stored logits."""
+    name, context = case["id"], golden.context
+    control = AnswerControl(context, top=MAX_TOP)
+    after = golden.arrays[f"{name}.decode_logits"]
+    job = Job(golden.prompt(case), control, AnswerOutput("answer", context), len(after))
+    run_jobs(golden.runtime, [job])
+    stored = [golden.arrays[f"{name}.prefill_logits"], *after]
+    for index, (token, logits) in enumerate(zip(job.tokens, stored, strict=False)):
+        logits = logits.clone()
+        logits[list(job.rules[index].suppressed)] = -math.inf
+        logprobs = logits.log_softmax(dim=-1)
+        expected = logprobs.topk(MAX_TOP)
+        assert token.top[0] == (token.id, token.logprob) and len(token.top) == MAX_TOP
+        values = torch.tensor([logprob for _, logprob in token.top])
+        tolerance = golden.tolerances["fp32"]["logits"]
+        torch.testing.assert_close(values, expected.values, **tolerance)
+        torch.testing.assert_close(values, logprobs[[i for i, _ in token.top]], **tolerance)
+    assert len(job.tokens) > 1
 
 
 def value_of(token: StepToken) -> float | list[float] | None:

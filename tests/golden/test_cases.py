@@ -13,6 +13,7 @@ from tests.golden.checks import (
     check_first_object,
     check_job,
     check_prefill,
+    check_tops,
     new_job,
 )
 from tests.golden.driver import run_jobs
@@ -49,6 +50,18 @@ def test_decode_logits_of_one_case_a_skill(golden: Golden) -> None:
         check_decode(golden, case)
     skills = {case["skill"] for case in golden.expected["cases"]}
     assert {case["skill"] for case in kept} == skills - {"point", "detect"}
+
+
+def test_the_likeliest_ids_of_texts(golden: Golden) -> None:
+    skills = ("query", "caption")
+    kept = [
+        case
+        for case in golden.expected["cases"]
+        if case["skill"] in skills and f"{case['id']}.decode_logits" in golden.arrays
+    ]
+    assert {case["skill"] for case in kept} == set(skills)
+    for case in kept:
+        check_tops(golden, case)
 
 
 @pytest.mark.parametrize("case_id", BLOCK_CASES)

@@ -13,7 +13,7 @@ import torch
 
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.types.requests import PreparedImage
-from tests.golden.checks import check_job, new_job
+from tests.golden.checks import check_job, check_tops, new_job
 from tests.golden.driver import Feed, pages_for, run_jobs
 from tests.golden.goldens import Golden
 
@@ -68,3 +68,12 @@ def test_generation_in_one_batch(runtimes, model):
         run_jobs(golden.runtime, jobs, starts_per_step=2)
         for case, job in zip(batch, jobs, strict=True):
             check_job(case, job)
+
+
+@pytest.mark.parametrize("model", ["md2", "md3"])
+def test_the_likeliest_ids_of_texts(runtimes, model):
+    golden = runtimes(model)
+    for case in golden.expected["cases"]:
+        has_logits = f"{case['id']}.decode_logits" in golden.arrays
+        if case["skill"] in ("query", "caption") and has_logits:
+            check_tops(golden, case)

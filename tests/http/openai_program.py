@@ -28,7 +28,11 @@ def ask(text, **options):
 question = "How many red circles are there?"
 whole = ask(question)
 stream = list(ask(question, stream=True, stream_options={"include_usage": True}))
-scored = ask("Describe this image.", logprobs=True).choices[0]
+scored = ask("Describe this image.", logprobs=True, top_logprobs=3).choices[0]
+scored_stream = list(ask("Describe this image.", logprobs=True, top_logprobs=3, stream=True))
+completed = client.completions.create(
+    model="moondream", prompt="How many?", logprobs=2, temperature=0, max_tokens=4
+).choices[0]
 out = {
     "answer": whole.choices[0].message.content,
     "finish_reason": whole.choices[0].finish_reason,
@@ -38,6 +42,20 @@ out = {
     "described": ask("Describe this image.").choices[0].message.content,
     "scored": bytes(b for t in scored.logprobs.content for b in t.bytes).decode(),
     "logprobs": [token.logprob for token in scored.logprobs.content],
+    "top": [[each.token for each in t.top_logprobs] for t in scored.logprobs.content],
+    "top_stream": [
+        [each.token for each in token.top_logprobs]
+        for chunk in scored_stream
+        if chunk.choices[0].logprobs
+        for token in chunk.choices[0].logprobs.content
+    ],
+    "tokens_scored": [token.token for token in scored.logprobs.content],
+    "completed": [
+        len(completed.logprobs.tokens),
+        len(completed.logprobs.token_logprobs),
+        [len(top) for top in completed.logprobs.top_logprobs],
+        completed.logprobs.text_offset[0],
+    ],
     "stopped": ask("Describe this image.", stop=["two"]).choices[0].message.content,
     "choices": [c.message.content for c in ask(question, n=3).choices],
     "boxes": json.loads(ask("Detect: green crescent").choices[0].message.content),

@@ -7,6 +7,7 @@ from typing import Any
 
 from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import never_ends
+from tests.engine.test_stop_strings import says
 from tests.http.test_openai import chunks
 from tests.service.conftest import LIMITS
 
@@ -36,6 +37,40 @@ async def test_each_prompt_of_a_list_has_its_answer_in_order(http):
     asked = {**ASKED, "messages": [message]}
     chat = (await client.post("/v1/chat/completions", json=asked)).json()
     assert chat["choices"][0]["message"]["content"] == texts[1]
+
+
+async def test_log_probabilities_are_lists(http):
+    _, client = await http(runtime=FakeRuntime(LIMITS, says("größer 🐞. ")))
+    asked = {"max_tokens": 24, "prompt": "What?"}
+    chat = {**ASKED, **asked, "messages": [{"role": "user", "content": "What?"}]}
+    chat |= {"logprobs": True, "top_logprobs": 2}
+    found = (await client.post("/v1/chat/completions", json=chat)).json()
+    expected = found["choices"][0]["logprobs"]["content"]
+    [choice] = (await complete(client, logprobs=2, **asked))["choices"]
+    lists = choice["logprobs"]
+    assert lists.keys() == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+    assert lists["token_logprobs"] == [token["logprob"] for token in expected]
+    for name, top, token in zip(lists["tokens"], lists["top_logprobs"], expected, strict=True):
+        assert top[name] == token["logprob"] and len(top) == 2
+        assert list(top.values()) == [each["logprob"] for each in token["top_logprobs"]]
+    named = zip(lists["tokens"], lists["text_offset"], strict=True)
+    whole = [(name, offset) for name, offset in named if not name.startswith("bytes:")]
+    assert [name for name, _ in whole[:5]] == ["g", "r", "e", "r", " "]
+    for name, offset in whole:
+        assert choice["text"][offset : offset + len(name)] == name
+    parts = [name for name in lists["tokens"] if name.startswith("bytes:")]
+    assert parts[:3] == [r"bytes:\xc3", r"bytes:\xb6", r"bytes:\xc3"]
+    [plain] = (await complete(client, logprobs=0, **asked))["choices"]
+    assert plain["logprobs"] == {**lists, "top_logprobs": None}
+    [none] = (await complete(client, **asked))["choices"]
+    assert none["logprobs"] is None and none["text"] == choice["text"]
+    body = {**ASKED, **asked, "logprobs": 2, "stream": True}
+    streamed = chunks((await client.post("/v1/completions", json=body)).text)
+    joined: dict[str, list[Any]] = {key: [] for key in lists}
+    for chunk in streamed:
+        for key, values in (chunk["choices"][0]["logprobs"] or {}).items():
+            joined[key] += values
+    assert joined == lists
 
 
 async def test_several_samples_of_several_prompts(http):
@@ -77,7 +112,8 @@ async def test_errors_name_the_field(http):
         ({"prompt": "a", "n": 2, "stream": True}, "n", "must be 1 in a stream"),
         ({"prompt": "a", "n": 17}, "n", "17 is not in [1, 16]"),
         ({"prompt": "a", "echo": True}, "echo", "must be false"),
-        ({"prompt": "a", "logprobs": 1}, "logprobs", "use /v1/chat/completions"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs", "must be from 0 to 20, got 21"),
+        ({"prompt": "a", "logprobs": "3"}, "logprobs", "must be a whole number"),
         ({"prompt": "a", "suffix": "b"}, "suffix", "is not supported"),
         ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format", "not"),
         ({"prompt": "a", "best_of": 3}, "best_of", "equal to n"),

@@ -101,6 +101,10 @@ def test_openai(endpoint: str, tmp_path: Path):
     assert (
         out["scored"] == out["described"] and -1 < min(out["logprobs"]) <= max(out["logprobs"]) <= 0
     )
+    assert out["top"] == out["top_stream"] and {len(top) for top in out["top"]} == {3}
+    assert [top[0] for top in out["top"]] == out["tokens_scored"]
+    number, same, tops, first = out["completed"]
+    assert number == same == len(tops) >= 1 and first == 0 and set(tops) <= {2, 3}
     assert out["described"].partition("two")[0] == out["stopped"] != out["described"]
     assert out["choices"] == ["0", "0", "0"]
     assert [box["label"] for box in out["boxes"]] == ["green crescent"] * 2
@@ -109,6 +113,7 @@ def test_openai(endpoint: str, tmp_path: Path):
     assert (
         example(tmp_path, endpoint, "import OpenAI\n\nclient", [tmp_path / "env/bin/python"]) == "2"
     )
+    assert example(tmp_path, endpoint, "import BaseModel", [tmp_path / "env/bin/python"]) == "2"
 
 
 def test_ollama(endpoint: str, tmp_path: Path):

@@ -60,11 +60,11 @@ def by_kernel(logits, specs, tiles=SMALL, greedy=False, workspace=None):
 
 def check(logits, specs, tiles=SMALL, greedy=False, workspace=None):
     expected = sample(logits.float().clone(), specs)
-    for spec, row, (token, logprob) in zip(
+    for spec, row, drawn in zip(
         specs, by_kernel(logits, specs, tiles, greedy, workspace), expected, strict=True
     ):
-        assert row[0] == token, (spec, row, token, logprob)
-        assert row[1] == pytest.approx(logprob, rel=2e-5, abs=2e-5), spec
+        assert row[0] == drawn.id, (spec, row, drawn)
+        assert row[1] == pytest.approx(drawn.logprob, rel=2e-5, abs=2e-5), spec
         assert row[2] == 0
 
 

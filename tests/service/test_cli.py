@@ -203,6 +203,11 @@ def test_log_probabilities_follow_the_answer(server):
         == described["logprobs"]["tokens"]
     )
     assert "--logprobs" not in ask(server, "detect", "--help").stdout
+    likeliest = ask(server, *words, "--logprobs", "--top-logprobs", 2).stdout
+    for line, token in zip(likeliest.removeprefix(text).splitlines(), tokens, strict=False):
+        assert line.startswith(token) and line.removeprefix(token).startswith(f"  {token[12:]} ")
+        assert len(line.removeprefix(token).split()) >= 4
+    assert "set logprobs to true" in ask(server, *words, "--top-logprobs", 2).stderr
 
 
 def test_stop_strings_end_a_description(server):

@@ -20,6 +20,11 @@ REQUESTS = {
 TEXTS = {"Query": "answer", "Caption": "caption"}
 
 
+def token_id(result):
+    """Of the first token."""
+    return result.logprobs.tokens[0].id
+
+
 def stream(served, skill, request):
     wrapped = getattr(pb, f"Stream{skill}Request")(request=request)
     return getattr(served.vision, f"Stream{skill}")(wrapped)
@@ -68,6 +73,29 @@ async def test_without_the_setting_there_are_none(serve, skill):
         events = [event async for event in stream(served, skill, request)]
         assert not events[-1].final.HasField("logprobs")
         assert all(not event.text_delta.tokens for event in events)
+
+
+@pytest.mark.parametrize("skill", REQUESTS)
+async def test_the_likeliest_tokens_at_each_place(serve, skill):
+    served = await serve()
+    request = type(REQUESTS[skill])()
+    request.CopyFrom(REQUESTS[skill])
+    plain = await getattr(served.vision, skill)(request)
+    request.sampling.top_logprobs = 3
+    response = await getattr(served.vision, skill)(request)
+    assert response.logprobs.sum == plain.logprobs.sum
+    for token, other in zip(response.logprobs.tokens, plain.logprobs.tokens, strict=True):
+        assert list(token.top)[:1] == [other] and len(token.top) == 3 and not other.top
+    events = [event async for event in stream(served, skill, request)]
+    assert events[-1].final.logprobs == response.logprobs
+    told = [token for event in events for token in event.text_delta.tokens]
+    assert told == list(response.logprobs.tokens[: len(told)]) and told
+    for sampling in ({"top_logprobs": 21}, {"logprobs": False}):
+        wrong = type(request)()
+        wrong.CopyFrom(request)
+        wrong.sampling.MergeFrom(common_pb2.Sampling(**sampling))
+        failed = await failure(getattr(served.vision, skill)(wrong))
+        assert failed.fields == ["sampling.top_logprobs"]
 
 
 async def test_each_task_has_its_own(serve):
@@ -119,6 +147,11 @@ async def test_the_sdk_has_them_typed(serve):
             streamed = await events.result()
         assert streamed.logprobs == result.logprobs
         assert tuple(told) == result.logprobs.tokens[: len(told)]
+        likeliest = await client.query(IMAGE, "what?", logprobs=True, top_logprobs=4, **options)
+        assert likeliest.logprobs is not None
+        for token, plain in zip(likeliest.logprobs, result.logprobs, strict=True):
+            assert len(token.top) == 4 and token.top[0] == plain
+        assert likeliest.to_dict()["logprobs"]["tokens"][0]["top"][0]["id"] == token_id(result)
         ask, describe = QueryTask("what?", logprobs=True, **options), CaptionTask(max_tokens=3)
         analysis = await client.analyze(IMAGE, [ask, describe])
         assert analysis[ask].logprobs == result.logprobs and analysis[describe].logprobs is None

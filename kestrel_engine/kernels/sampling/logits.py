@@ -12,9 +12,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 RULE_WIDTH = 32
 """The number of int32 columns of a rule: forced id or -1, id for all but the stop id or -1, stop id, number of
-suppressed ids, number of allowed ids (0: all), three columns that are not read here, 8 suppressed ids, 16 allowed
-ids."""
-FORCED, OTHERWISE, STOP, NUM_SUPPRESSED, NUM_ALLOWED = 0, 1, 2, 3, 4
+suppressed ids, number of allowed ids (0: all), a column that is not read here, the number of likeliest ids to find
+(likeliest.py), another column that is not read here, 8 suppressed ids, 16 allowed ids."""
+FORCED, OTHERWISE, STOP, NUM_SUPPRESSED, NUM_ALLOWED, NUM_TOP = 0, 1, 2, 3, 4, 6
 SUPPRESSED, MAX_SUPPRESSED = 8, 8
 ALLOWED, MAX_ALLOWED = 16, 16
 

@@ -51,8 +51,9 @@ class Decode:
         self._values = torch.zeros(max_rows, 2, dtype=torch.float32, device=device)
         self._graphs = DecodeGraphs(self._body, max_rows, stream=stream)
 
-    def run(self, rows: Sequence[Row], step_id: int) -> Tensor:
-        """Runs one pass over ``rows`` and returns the results on the device: [len(rows), RESULT_WIDTH] int32.
+    def run(self, rows: Sequence[Row], step_id: int) -> tuple[Tensor, Tensor | None]:
+        """Runs one pass over ``rows`` and returns the results on the device: [len(rows), RESULT_WIDTH] int32, and the
+        likeliest ids as `RowSampler.tops` does.
 
         The results are valid until the next run.
         """
@@ -75,7 +76,7 @@ class Decode:
             self._sampler(self._hidden(variant), variant)
         else:
             self._graphs.run(variant)
-        return self._sampler.head.results[:count]
+        return self._sampler.head.results[:count], self._sampler.tops(count)
 
     def capture(self, progress: Progress | None) -> None:
         """Captures all graphs, with rows of the spare sequence as input. Requires a CUDA device."""

@@ -54,7 +54,7 @@ from .lanes import Lanes
 from .prefill.graphs import PrefillGraphs
 from .prefill.prefill import Prefill
 from .sampling.rows import RowSampler, spec_of
-from .sampling.rules import decode_results
+from .sampling.rules import TOP_WIDTH, decode_results
 from .state.sequence_state import SequenceState
 from .state.staging import Results, Uploader
 from .text.decoder import FusedText
@@ -65,15 +65,25 @@ from .weights import pack_weights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PassOutput:
+    """The sampling ``rows`` of a pass with their ``results`` [rows, RESULT_WIDTH] int32. ``tops``: their likeliest ids,
+    [rows, TOP_WIDTH] int32; None if no row asks for them."""
+
+    rows: Sequence[Row]
+    results: Tensor
+    tops: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PendingStep:
-    """An enqueued step. ``outputs``: the sampling rows of each pass, with their results. ``flags``: the prompt rows of
+    """An enqueued step. ``outputs``: those of its passes. ``flags``: the prompt rows of
     each pass that has rows without sampling, with flags [rows, 1] int32 that are 1 for rows that are not finite.
     ``embeddings``: by sequence id. All are valid after the last of ``marks``, which time the parts of the step. So are
     ``refined``, the masks of ``plan.refine``, [rows, crop_size, crop_size] float32; None without such rows."""
 
     plan: StepPlan
     embeddings: dict[int, FetchedEmbedding]
-    outputs: list[tuple[list[Row], Tensor]]
+    outputs: list[PassOutput]
     flags: list[tuple[Sequence[Row], Tensor]]
     refined: Tensor | None
     marks: list[torch.cuda.Event | float]
@@ -191,6 +201,7 @@ class GpuRuntime:
             stream=self._lanes.decode_stream,
         )
         self._results = Results(max_batch_size, RESULT_WIDTH, device)
+        self._tops = Results(max_batch_size, TOP_WIDTH, device)
         self._flags = Results(max_batch_size, 1, device)
         self._lost = LostWork()
         self._pending: dict[Lane, deque[PendingStep]] = {lane: deque() for lane in Lane}
@@ -268,10 +279,13 @@ class GpuRuntime:
             last = handle.marks[-1]
             if isinstance(last, torch.cuda.Event):
                 last.synchronize()
-            for rows, results in handle.outputs:
-                found = decode_results(results, [spec_of(row) for row in rows], self._config)
-                self._results.release(results)
-                for row, token in zip(rows, found, strict=True):
+            for each in handle.outputs:
+                specs = [spec_of(row) for row in each.rows]
+                found = decode_results(each.results, specs, self._config, each.tops)
+                self._results.release(each.results)
+                if each.tops is not None:
+                    self._tops.release(each.tops)
+                for row, token in zip(each.rows, found, strict=True):
                     if token is None:
                         non_finite.add(row.sequence_id)
                     else:
@@ -360,13 +374,13 @@ class GpuRuntime:
         self._images.drop(plan.drop_images)
         for sequence_id in plan.ended:
             self._state.release(sequence_id)
-        outputs: list[tuple[list[Row], Tensor]] = []
+        outputs: list[PassOutput] = []
         flags: list[tuple[Sequence[Row], Tensor]] = []
         marks = [self._mark()]
         # The rows of a step don't depend on one another. Decode goes first, so the host prepares images while it runs.
         if plan.decode:
-            sampled = self._decode.run(plan.decode, plan.step_id)
-            outputs.append((list(plan.decode), self._results.fetch(sampled)))
+            sampled, tops = self._decode.run(plan.decode, plan.step_id)
+            outputs.append(self._output(plan.decode, sampled, tops))
         marks.append(self._mark())
         self._images.encode(plan.encode)
         embeddings = {read.sequence_id: self._images.embedding(read) for read in plan.embed}
@@ -377,6 +391,11 @@ class GpuRuntime:
         marks.append(self._mark())
         self._lanes.enqueued(plan, marks[-1])
         return PendingStep(plan, embeddings, outputs, flags, refined, marks)
+
+    def _output(self, rows: Sequence[Row], results: Tensor, tops: Tensor | None) -> PassOutput:
+        """Enqueues the copy of a pass's results to the host."""
+        fetched = None if tops is None else self._tops.fetch(tops)
+        return PassOutput(rows, self._results.fetch(results), fetched)
 
     def _refine(self, rows: Sequence[RefineRow]) -> Tensor:
         """Enqueues the refinement of masks, and the copy of the results to the host."""
@@ -394,7 +413,7 @@ class GpuRuntime:
         self,
         rows: Sequence[Row],
         plan: StepPlan,
-        outputs: list[tuple[list[Row], Tensor]],
+        outputs: list[PassOutput],
         flags: list[tuple[Sequence[Row], Tensor]],
     ) -> None:
         """Enqueues one prefill pass and adds its results to ``outputs`` and ``flags``."""
@@ -418,7 +437,8 @@ class GpuRuntime:
         variant = sampler.encode(sampled, host, len(sampled), spatial=False)
         sampler.rows.send()
         sampler(hidden, variant)
-        outputs.append((sampled, self._results.fetch(sampler.head.results[: len(sampled)])))
+        results = sampler.head.results[: len(sampled)]
+        outputs.append(self._output(sampled, results, sampler.tops(len(sampled))))
 
     def _warm_up(self) -> None:
         """Runs every kind of pass that is compiled or planned separately. The passes write to the spare page.

@@ -40,7 +40,8 @@ from .painted import SAVE_HELP, Painter
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop", "logprobs", *_PENALTIES
+    "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop", "logprobs",
+    "top_logprobs", *_PENALTIES
 )  # fmt: skip
 _OPTIONS = ("model", "request_id", "priority", "cache_salt", "background")
 _LENGTHS = ("short", "normal", "long")
@@ -69,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
             action="store_true",
             default=None,
             help="print the log-probability of each token too, and their sum and mean",
+        )
+        output.add_argument(
+            "--top-logprobs",
+            type=whole(0, 20),
+            metavar="N",
+            help="with --logprobs: print the N likeliest tokens beside each token, at most 20",
         )
     output.add_argument("--stream", action="store_true", help="print the answer as it arrives")
     output.add_argument(
@@ -489,7 +496,8 @@ def _print_logprobs(logprobs: Logprobs | None) -> None:
     if logprobs is None:
         return
     for token in logprobs:
-        print(f"{token.logprob:10.4f}  {token.text!r}")
+        others = "".join(f"  {each.text!r} {each.logprob:.4f}" for each in token.top)
+        print(f"{token.logprob:10.4f}  {token.text!r}{styled(others, 'dim', sys.stdout)}")
     print(f"{logprobs.sum:10.4f}  in all, {logprobs.mean:.4f} a token")
 
 

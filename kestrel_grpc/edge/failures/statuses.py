@@ -138,6 +138,7 @@ _SAMPLING_FIELDS = frozenset(
         "seed",
         "stop",
         "logprobs",
+        "top_logprobs",
         "constraint",
         "repetition_penalty",
         "presence_penalty",

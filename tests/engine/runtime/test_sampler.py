@@ -23,11 +23,11 @@ def draws(count: int, rule: TokenRule | None = None, **sampling: float) -> Count
     rule = rule or TokenRule()
     params = SamplingParams(**{"temperature": 1.0, "seed": 5, **sampling})
     specs = [SampleSpec(rule, params, draw) for draw in range(count)]
-    return Counter(token for token, _ in sample(logits(count), specs))
+    return Counter(drawn.id for drawn in sample(logits(count), specs))
 
 
 def one(rule: TokenRule, **sampling: float) -> tuple[int, float]:
-    return sample(logits(), [SampleSpec(rule, SamplingParams(**sampling), 0)])[0]
+    return sample(logits(), [SampleSpec(rule, SamplingParams(**sampling), 0)])[0][:2]
 
 
 def test_greedy_takes_the_best_and_says_how_likely_it_was():
@@ -137,6 +137,42 @@ def test_otherwise_turns_all_but_the_stop_into_one_id():
     assert one(TokenRule(otherwise=4, stop=1)) == (1, pytest.approx(math.log(0.4), abs=1e-6))
 
 
+def top(rule: TokenRule, rows: torch.Tensor | None = None) -> tuple[tuple[int, float], ...]:
+    rows = logits() if rows is None else rows
+    return sample(rows, [SampleSpec(rule, SamplingParams(), 0)])[0].top
+
+
+def test_the_likeliest_ids_with_their_log_probabilities():
+    assert top(TokenRule()) == ()
+    found = top(TokenRule(top=3))
+    assert [token for token, _ in found] == [1, 2, 3]
+    expected = [math.log(PROBABILITIES[token]) for token, _ in found]
+    assert [logprob for _, logprob in found] == pytest.approx(expected, abs=1e-6)
+    assert [token for token, _ in top(TokenRule(top=20))] == [1, 2, 3, 0, 4]
+
+
+def test_the_likeliest_ids_are_those_that_the_rule_allows():
+    rule = TokenRule(top=3, mask=bytes([0b01001, 0, 0, 0]))
+    assert top(rule) == (
+        (3, pytest.approx(math.log(0.8), abs=1e-6)),
+        (0, pytest.approx(math.log(0.2), abs=1e-6)),
+    )
+    assert [token for token, _ in top(TokenRule(top=2, suppressed=(1,)))] == [2, 3]
+    assert [token for token, _ in top(TokenRule(top=5, allowed=(4, 0)))] == [0, 4]
+    edits = (LogitEdit(4, bias=9.0),)
+    assert [token for token, _ in top(TokenRule(top=2, edits=edits))] == [4, 1]
+    plain = top(TokenRule(top=2))
+    assert top(TokenRule(top=2, otherwise=4, stop=3)) == plain
+
+
+def test_of_equal_ids_the_smaller_come_first():
+    rows = torch.zeros(1, 100)
+    rows[0, 50] = 1.0
+    found = top(TokenRule(top=4), rows)
+    assert [token for token, _ in found] == [50, 0, 1, 2]
+    assert found[1][1] == found[3][1]
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=6), st.integers(0, 50))
 def test_a_row_draws_the_same_whatever_its_neighbours(seeds, draw):
@@ -145,7 +181,7 @@ def test_a_row_draws_the_same_whatever_its_neighbours(seeds, draw):
         SampleSpec(TokenRule(), SamplingParams(temperature=0.7, top_p=0.8, top_k=20, seed=s), draw)
         for s in seeds
     ]
-    together = [token for token, _ in sample(rows.clone(), specs)]
+    together = [drawn.id for drawn in sample(rows.clone(), specs)]
     alone = [sample(rows[i : i + 1].clone(), [spec])[0][0] for i, spec in enumerate(specs)]
     assert together == alone
 
@@ -156,7 +192,7 @@ def test_mixed_rows_of_greedy_and_drawn():
         SampleSpec(TokenRule(), SamplingParams(temperature=1.0, seed=3), 0),
         SampleSpec(TokenRule(suppressed=(1,)), SamplingParams(), 0),
     ]
-    ids = [token for token, _ in sample(logits(3), specs)]
+    ids = [drawn.id for drawn in sample(logits(3), specs)]
     cumulative, expected = 0.0, None
     for token, probability in sorted(enumerate(PROBABILITIES), key=lambda p: -p[1]):
         cumulative += probability

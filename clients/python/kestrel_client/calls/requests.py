@@ -96,6 +96,9 @@ class CallOptions(HandlingOptions, total=False):
     bytes of UTF-8. One string is one text. In reasoning they are ordinary text."""
     logprobs: bool | None
     """For ``query`` and ``caption``: whether the result has the log-probability of each token (``result.logprobs``)."""
+    top_logprobs: int | None
+    """With ``logprobs``: how many of the likeliest tokens the result has at the place of each token, at most 20
+    (``TokenLogprob.top``)."""
     constraint: Constraint | None
     """For ``query`` and ``caption``: what the text must match."""
     min_p: float | None
@@ -141,6 +144,7 @@ _SAMPLING = (
     "seed",
     "stop",
     "logprobs",
+    "top_logprobs",
     "constraint",
     "min_p",
     "repetition_penalty",

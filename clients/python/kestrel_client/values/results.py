@@ -74,12 +74,16 @@ class TokenLogprob:
 
     ``text``: the token alone, with U+FFFD in place of a part of a character. ``utf8``: its bytes; joined, the bytes of
     all tokens are the text.
+
+    ``top``: with ``top_logprobs``, the likeliest tokens at this place, the likeliest first. The chosen token is among
+    them only if it is that likely.
     """
 
     text: str
     utf8: bytes
     id: int
     logprob: float
+    top: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -630,7 +634,8 @@ def skill_result(
 
 
 def read_token(message: common_pb2.TokenLogprob) -> TokenLogprob:
-    return TokenLogprob(message.text, message.utf8, message.id, message.logprob)
+    top = tuple(map(read_token, message.top))
+    return TokenLogprob(message.text, message.utf8, message.id, message.logprob, top)
 
 
 def _logprobs(

@@ -53,6 +53,7 @@ class TaskOf(Generic[R_co]):
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = None
     constraint: Constraint | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from ....kernels.decode_io import RESULT_WIDTH, Bins, SampledTokens, keep_rows
+from ....kernels.sampling.likeliest import likeliest
 from ....kernels.sampling.read_bins import read_bins
 from ....kernels.sampling.sample import allocate, sample_rows
 from ....models.region import RegionModel
 from ....types.model_config import ModelConfig
-from ....types.step import NEAR_BINS
+from ....types.step import MAX_TOP, NEAR_BINS
+from ...sampler import Drawn
 from ..graphs import Variant
 from ..state.staging import Field
 from ..text.decoder import FusedText
-from .rules import FLAGS_COLUMN, READS_COORD, READS_SIZE, RULE_WIDTH
+from .rules import FLAGS_COLUMN, READS_COORD, READS_SIZE, RULE_WIDTH, TOP_WIDTH, encode_top
 
 ROW_FIELDS: Mapping[str, Field] = {
     "top_p": Field(np.float64),
@@ -52,11 +54,14 @@ class SampleHead:
     ) -> None:
         self._text, self._region, self._sampled = text, region, sampled
         self._config = config
-        self._workspace = allocate(max_rows, config.text.vocab_size, device)
+        vocab_size = config.text.vocab_size
+        self._logits = torch.empty(max_rows, vocab_size, dtype=text.dtype, device=device)
+        self._workspace = allocate(max_rows, vocab_size, device)
         self._ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._bad = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._logprobs = torch.zeros(max_rows, dtype=torch.float32, device=device)
         self.results = torch.zeros(max_rows, RESULT_WIDTH, dtype=torch.int32, device=device)
+        self._tops = torch.zeros(max_rows, TOP_WIDTH, dtype=torch.int32, device=device)
 
     def __call__(
         self,
@@ -71,12 +76,21 @@ class SampleHead:
         ``hidden``: [num_rows, dim], the residual stream before ``post_ln``. ``normed``: the same after ``post_ln``, if
         the caller has it. ``rows``: the device arrays of a RowBuffers.
         """
-        self.sample(self._text.logits(hidden, normed=normed), rows, variant)
+        self.sample(hidden, rows, variant, normed=normed)
         self.keep(hidden, rows, variant)
 
-    def sample(self, logits: Tensor, rows: Mapping[str, Tensor], variant: Variant) -> None:
-        """Samples ids and log-probabilities from ``logits`` [num_rows, vocab]."""
+    def sample(
+        self,
+        hidden: Tensor,
+        rows: Mapping[str, Tensor],
+        variant: Variant,
+        *,
+        normed: Tensor | None = None,
+    ) -> Tensor:
+        """Samples ids and log-probabilities, and returns the logits [num_rows, vocab], which are valid until the next
+        pass."""
         n = variant.num_rows
+        logits = self._text.logits(hidden, normed=normed, out=self._logits[:n])
         sample_rows(
             logits,
             rows["rules"][:n],
@@ -91,11 +105,29 @@ class SampleHead:
             workspace=self._workspace,
             pdl=self._text.early,
         )
+        return logits
 
-    def replace(self, row: int, token: int, logprob: float) -> None:
+    def replace(self, row: int, drawn: Drawn) -> None:
         """Replaces the token of one row, between `sample` and `keep`."""
-        self._ids[row] = token
-        self._logprobs[row] = logprob
+        self._ids[row] = drawn.id
+        self._logprobs[row] = drawn.logprob
+        if drawn.top:
+            self._tops[row] = torch.from_numpy(encode_top(drawn.top))
+
+    def tops(self, rows: Mapping[str, Tensor], count: int) -> Tensor:
+        """Returns the likeliest ids of the first ``count`` rows of the last pass: [count, TOP_WIDTH] int32.
+
+        The pass may have been captured: its logits are at a fixed address. Only the rows whose rules ask for ids are
+        filled.
+        """
+        found = self._tops[:count]
+        likeliest(
+            self._logits[:count],
+            rows["rules"][:count],
+            self._workspace,
+            found.view(count, 2, MAX_TOP),
+        )
+        return found
 
     def keep(self, hidden: Tensor, rows: Mapping[str, Tensor], variant: Variant) -> None:
         """Reads values from the region heads where rules demand it, and stores all tokens for the next pass."""

@@ -41,6 +41,8 @@ class RowSampler:
         self.head = SampleHead(text, model.region, config, state.sampled, max_rows, device)
         self._rules = RuleEncoder()
         self._odd: list[int] = []
+        self._wants_tops = False
+        """Whether a row of the last `encode` asks for its likeliest ids."""
 
     @property
     def has_odd(self) -> bool:
@@ -57,6 +59,7 @@ class RowSampler:
         """
         specs = [spec_of(row) for row in rows]
         self._odd = self._rules.encode(specs, host, padded)
+        self._wants_tops = any(spec.rule.top for spec in specs)
         reads = self._state.note_rules(host["seqs"][: len(rows)].tolist(), specs)
         greedy = all(spec.sampling.temperature == 0 for spec in specs)
         return Variant(padded, greedy, spatial or reads)
@@ -69,6 +72,7 @@ class RowSampler:
         host["seqs"][:padded] = self._state.spare
         host["new_pages"][:padded] = -1
         self._odd = self._rules.encode([], host, padded)
+        self._wants_tops = False
         self.rows.send()
 
     def warm_up(self, hidden: Tensor) -> None:
@@ -79,6 +83,7 @@ class RowSampler:
             for greedy in (True, False):
                 for spatial in (True, False):
                     self(hidden[:count], Variant(count, greedy, spatial))
+        self.head.tops(self.rows.device, len(hidden))
 
     def __call__(self, hidden: Tensor, variant: Variant) -> None:
         """Samples from ``hidden`` [num_rows, dim], the residual stream before ``post_ln``, and fills
@@ -86,13 +91,17 @@ class RowSampler:
         if not self._odd:
             self.head(hidden, self.rows.device, variant)
             return
-        logits = self._text.logits(hidden)
-        self.head.sample(logits, self.rows.device, variant)
+        logits = self.head.sample(hidden, self.rows.device, variant)
         drawn = sample(logits[self._odd].float(), [self._rules.odd[row] for row in self._odd])
         for row, found in zip(self._odd, drawn, strict=True):
             if found is not None:  # If it is None, the kernel has flagged the row as well.
-                self.head.replace(row, *found)
+                self.head.replace(row, found)
         self.head.keep(hidden, self.rows.device, variant)
+
+    def tops(self, count: int) -> Tensor | None:
+        """Returns the likeliest ids of the ``count`` rows of the last pass: [count, TOP_WIDTH] int32; None if no rule
+        asks for them, which costs nothing. Runs after the pass, captured or not."""
+        return self.head.tops(self.rows.device, count) if self._wants_tops else None
 
 
 def spec_of(row: Row) -> SampleSpec:

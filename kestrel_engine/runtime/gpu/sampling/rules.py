@@ -6,6 +6,7 @@ Rules are few and repeat from step to step, so each rule is encoded once and its
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,12 +16,14 @@ from ....kernels.sampling import logits as kernel
 from ....models.region import coord_of_bin, size_of_bins
 from ....types.model_config import ModelConfig
 from ....types.requests import SamplingParams
-from ....types.step import SampleSpec, StepToken, TokenRule, uniform
+from ....types.step import MAX_TOP, SampleSpec, StepToken, TokenRule, uniform
 
 RULE_WIDTH = kernel.RULE_WIDTH
 FLAGS_COLUMN = 5
 """The column of a rule with its READS_ flags. The sampling kernel does not read it; `keep_rows` does."""
 READS_COORD, READS_SIZE = 1, 2
+TOP_WIDTH = 2 * MAX_TOP
+"""The number of int32 columns for the likeliest ids of a row: the ids, then their log-probabilities as bits."""
 
 _MAX_TOP_K = 2**31 - 1
 _MAX_CACHED = 4096
@@ -46,6 +49,7 @@ def encode_rule(rule: TokenRule) -> np.ndarray:
     row[FLAGS_COLUMN] = READS_COORD * rule.read_coord | READS_SIZE * rule.read_size
     if rule.forced is not None:
         return row
+    row[kernel.NUM_TOP] = rule.top
     row[kernel.NUM_SUPPRESSED] = len(rule.suppressed)
     row[kernel.SUPPRESSED : kernel.SUPPRESSED + len(rule.suppressed)] = rule.suppressed
     if rule.allowed is not None:
@@ -146,11 +150,12 @@ class RuleEncoder:
 
 
 def decode_results(
-    results: Tensor, specs: Sequence[SampleSpec], config: ModelConfig
+    results: Tensor, specs: Sequence[SampleSpec], config: ModelConfig, tops: Tensor | None = None
 ) -> list[StepToken | None]:
     """Decodes ``results`` [len(specs), RESULT_WIDTH] int32 on the host, which `kernels.decode_io.keep_rows` writes.
 
-    A row that is not finite becomes None.
+    A row that is not finite becomes None. ``tops``: [len(specs), TOP_WIDTH] int32, the likeliest ids of the rows whose
+    rules ask for them (SampleHead); None if no rule does.
     """
     assert len(results) == len(specs), (len(results), len(specs))
     numbers = results.numpy()
@@ -161,9 +166,32 @@ def decode_results(
     ]
     if any(spec.rule.read_coord or spec.rule.read_size for spec in specs):
         _add_values(tokens, results, specs, config)
+    if tops is not None:
+        _add_tops(tokens, tops, specs)
     if not numbers[:, 1].any():
         return [*tokens]
     return [None if bad else t for t, bad in zip(tokens, numbers[:, 1].tolist(), strict=True)]
+
+
+def encode_top(top: Sequence[tuple[int, float]]) -> np.ndarray:
+    """Encodes the likeliest ids of a row as `kernels.sampling.likeliest` does: [TOP_WIDTH] int32."""
+    row = np.full((2, MAX_TOP), -1, np.int32)
+    for place, (token, logprob) in enumerate(top):
+        row[0, place] = token
+        row[1].view(np.float32)[place] = logprob
+    return row.reshape(TOP_WIDTH)
+
+
+def _add_tops(tokens: list[StepToken], tops: Tensor, specs: Sequence[SampleSpec]) -> None:
+    """Adds their likeliest ids to the tokens whose rules ask for them."""
+    ids = tops[:, :MAX_TOP].tolist()
+    logprobs = tops.view(torch.float32)[:, MAX_TOP:].tolist()
+    for index, spec in enumerate(specs):
+        count = 0 if spec.rule.forced is not None else spec.rule.top
+        if count:
+            pairs = zip(ids[index][:count], logprobs[index][:count], strict=True)
+            top = tuple((token, logprob) for token, logprob in pairs if token >= 0)
+            tokens[index] = replace(tokens[index], top=top)
 
 
 def _add_values(

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ....kernels.attention.rope_store import rope_store
@@ -216,14 +215,16 @@ class FusedText:
         """
         return self._decode(x, positions, row_seq, page_table, keys, values, normed=normed)
 
-    def logits(self, hidden: Tensor, *, normed: Tensor | None = None) -> Tensor:
+    def logits(
+        self, hidden: Tensor, *, normed: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """Returns the logits [n, vocab], in the model's dtype, of ``hidden`` [n, dim], the residual stream.
 
-        ``normed``: ``post_ln`` of ``hidden``, if the caller has it.
+        ``normed``: ``post_ln`` of ``hidden``, if the caller has it. ``out``: where to write them; None to allocate.
         """
         if normed is None:
             normed = layer_norm(hidden, self._post_ln.weight, self._post_ln.bias, pending=None)
         if len(normed) <= SKINNY_LOGITS:
             weight, bias = self._lm_head.weight, self._lm_head.bias
-            return skinny_linear(normed, weight, bias, pdl=self._early)
-        return F.linear(normed, self._lm_head.weight, self._lm_head.bias)
+            return skinny_linear(normed, weight, bias, pdl=self._early, out=out)
+        return linear(normed, self._lm_head, out=out)

@@ -145,6 +145,9 @@ def compare(both, make):
         assert [t.logprob for t in got[number]] == pytest.approx(
             [t.logprob for t in tokens], abs=2e-4
         )
+        for token, other in zip(got[number], tokens, strict=True):
+            assert [i for i, _ in token.top] == [i for i, _ in other.top], number
+            assert [p for _, p in token.top] == pytest.approx([p for _, p in other.top], abs=2e-4)
     return wanted
 
 
@@ -242,6 +245,30 @@ def test_masks_edits_and_min_p_are_applied_by_the_reference_sampler(both):
         ]
 
     compare(both, make)
+
+
+@pytest.mark.slow_with("moondream3")
+def test_the_likeliest_ids_of_rows_that_ask_for_them(both):
+    """After a prompt and after captured passes, beside rows that do not ask; one is drawn by the reference sampler."""
+    top = replace(TEXT, top=5)
+
+    def make(config):
+        hot = SamplingParams(temperature=1.0, seed=9)
+        return [
+            Talk(0, [0, 20], [top] * 3),
+            Talk(1, [0, 22], [TEXT] * 3),
+            Talk(2, [0, 24], [replace(TEXT, top=20), TEXT, top], hot),
+            Talk(3, [0, 26], [top, replace(WIDE, top=7), TokenRule(forced=9, top=3)]),
+        ]
+
+    wanted = compare(both, make)
+    assert [[len(token.top) for token in wanted[number]] for number in range(4)] == [
+        [5, 5, 5],
+        [0, 0, 0],
+        [20, 0, 5],
+        [5, 7, 0],
+    ]
+    assert all(token.top[0] == (token.id, token.logprob) for token in wanted[0])
 
 
 @pytest.mark.slow_with("moondream3")

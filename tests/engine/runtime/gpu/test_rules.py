@@ -133,6 +133,25 @@ def test_tokens_and_values():
     ]
 
 
+def test_the_likeliest_ids_of_rows_that_ask_for_them():
+    asking = [TokenRule(top=2), TokenRule(), TokenRule(top=3), TokenRule(forced=4, top=3)]
+    tops = [
+        rules.encode_top([(7, -0.5), (8, -1.0)]),
+        rules.encode_top([(5, -2.0)]),
+        rules.encode_top([(9, -0.25)]),
+        rules.encode_top([(5, -2.0)]),
+    ]
+    found = rules.decode_results(
+        results(*[(7, 0, 0, 0, 0)] * 4),
+        [spec(rule) for rule in asking],
+        CONFIG,
+        torch.from_numpy(np.stack(tops)),
+    )
+    assert [token.top for token in found] == [((7, -0.5), (8, -1.0)), (), ((9, -0.25),), ()]
+    assert rules.encode_rule(TokenRule(top=3))[6] == 3
+    assert rules.encode_rule(TokenRule(forced=1, top=3))[6] == 0
+
+
 def test_bins_are_those_of_the_model():
     config = replace(CONFIG, region=replace(CONFIG.region, coord_out_dim=64, size_out_dim=256))
     specs = [spec(TokenRule(read_coord=True)), spec(TokenRule(read_size=True))]
