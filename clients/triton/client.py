@@ -21,10 +21,12 @@ import tritonclient.grpc as triton
 _DATATYPES = {
     "TEMPERATURE": ("FP32", np.float32),
     "TOP_P": ("FP32", np.float32),
+    "THRESHOLD": ("FP32", np.float32),
     "MAX_TOKENS": ("INT32", np.int32),
     "MAX_OBJECTS": ("INT32", np.int32),
     "REASONING": ("BOOL", np.bool_),
     "STREAM": ("BOOL", np.bool_),
+    "REFINE": ("BOOL", np.bool_),
 }
 """Of the inputs that are no BYTES."""
 

@@ -17,6 +17,7 @@ from kestrel_engine import InvalidRequest
 
 from ..service_names import VISION_METHODS
 from ..services.json_values import (
+    absence_values,
     box_values,
     finish_reason,
     metrics_values,
@@ -85,6 +86,8 @@ def endpoints(service: VisionService, served: Callable[[], str]) -> dict[tuple[s
     def segment(fields: Fields) -> Asked:
         refs = _spatial_refs(fields)
         request = pb.SegmentRequest(object=fields.text("object"), spatial_refs=refs)
+        if fields.values.get("refine") is not None:
+            request.refine = fields.flag("refine")
         _fill(request, fields, served())
         if not fields.flag("stream"):
             return Asked(request, service.Segment, segment_json)
@@ -174,7 +177,7 @@ def _several(names: dict[str, Any], one: Callable[[Any], dict[str, Any]]) -> Cal
                 results.append({"object": name, "error": error})
             else:
                 found = one(getattr(result, outcome))
-                places = ("points", "objects", "count")
+                places = ("points", "objects", "count", "absence")
                 results.append({"object": name, **{k: v for k, v in found.items() if k in places}})
         return {"results": results, **_shared(response)}
 
@@ -194,11 +197,17 @@ def caption_json(response: pb.CaptionResponse) -> dict[str, Any]:
 
 def point_json(response: pb.PointResponse) -> dict[str, Any]:
     points = [point_values(point) for point in response.points]
-    return {"points": points, "count": len(points), **_shared(response)}
+    return {
+        "points": points,
+        "count": len(points),
+        **absence_values(response),
+        **_shared(response),
+    }
 
 
 def detect_json(response: pb.DetectResponse) -> dict[str, Any]:
-    return {"objects": [box_values(box) for box in response.objects], **_shared(response)}
+    objects = [box_values(box) for box in response.objects]
+    return {"objects": objects, **absence_values(response), **_shared(response)}
 
 
 def segment_json(response: pb.SegmentResponse) -> dict[str, Any]:

@@ -48,6 +48,9 @@ INPUTS = {
         Input("REASONING", ("BOOL",)),
         Input("STREAM", ("BOOL",)),
         Input("SPATIAL_REFS", (BYTES,)),
+        Input("THRESHOLD", _FLOATS),
+        Input("REFINE", ("BOOL",)),
+        Input("ADAPTER", (BYTES,)),
     )
 }
 

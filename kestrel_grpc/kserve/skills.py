@@ -16,6 +16,7 @@ from kestrel_engine import InvalidRequest, RequestError
 from ..edge.calls.call import Context
 from ..edge.failures.errors import LocatedError
 from ..services.json_values import (
+    absence_values,
     box_values,
     finish_reason,
     metrics_values,
@@ -99,7 +100,7 @@ def located() -> Iterator[None]:
 def _input_of(field: str) -> str:
     """Returns the input for a field of kestrel.v1, such as "spatial_refs[2]". Returns other names unchanged."""
     root, bracket, index = field.partition(".")[0].partition("[")
-    name = root.upper()
+    name = "THRESHOLD" if root == "min_score" else root.upper()
     return f"{name}{bracket}{index}" if root.islower() and name in INPUTS else field
 
 
@@ -136,6 +137,9 @@ class _Inputs:
             raise InvalidRequest(name, f"is required for the skill {skill}")
         return text
 
+    def has(self, name: str) -> bool:
+        return name in self._found
+
     def flag(self, name: str) -> bool:
         return name in self._found and bool(self._found[name].only())
 
@@ -148,6 +152,10 @@ class _Inputs:
         for name in ("TEMPERATURE", "TOP_P"):
             if name in self._found:
                 setattr(request.sampling, name.lower(), self._found[name].only())
+        if "THRESHOLD" in self._found and "min_score" in request.DESCRIPTOR.fields_by_name:
+            request.min_score = self._found["THRESHOLD"].only()
+        if self.text("ADAPTER"):
+            raise InvalidRequest("ADAPTER", "must be empty: this server has no adapters")
         for name, holder in (("MAX_TOKENS", request.sampling), ("MAX_OBJECTS", request)):
             field = name.lower()
             if name in self._found and field in holder.DESCRIPTOR.fields_by_name:
@@ -251,6 +259,8 @@ def _segment(inputs: _Inputs, vision: VisionService) -> Asked:
     request = pb.SegmentRequest(
         object=inputs.required("OBJECT", "segment"), spatial_refs=inputs.spatial_refs()
     )
+    if inputs.has("REFINE"):
+        request.refine = inputs.flag("REFINE")
     inputs.fill(request, "segment")
     return Asked(request, vision.Segment, False, _segment_values)
 
@@ -276,11 +286,13 @@ def _caption_values(response: pb.CaptionResponse) -> Values:
 
 
 def _point_values(response: pb.PointResponse) -> Values:
-    return _values(response, points=[point_values(point) for point in response.points])
+    points = [point_values(point) for point in response.points]
+    return _values(response, points=points, **absence_values(response))
 
 
 def _detect_values(response: pb.DetectResponse) -> Values:
-    return _values(response, objects=[box_values(box) for box in response.objects])
+    objects = [box_values(box) for box in response.objects]
+    return _values(response, objects=objects, **absence_values(response))
 
 
 def _segment_values(response: pb.SegmentResponse) -> Values:

@@ -27,6 +27,11 @@ def score_values(found: common_pb2.Point | common_pb2.Box) -> dict[str, float]:
     return {"score": found.score} if found.HasField("score") else {}
 
 
+def absence_values(response: pb.PointResponse | pb.DetectResponse) -> dict[str, float]:
+    """The probability that the image has no such object. Empty if it is unknown."""
+    return {"absence": response.absence} if response.HasField("absence") else {}
+
+
 def reasoning_values(reasoning: pb.Reasoning) -> dict[str, Any]:
     return {
         "text": reasoning.text,

@@ -66,7 +66,7 @@ def request_for(side: Side, suffix=(20, 30, 40), skill="query") -> Request:
         skill=skill,
         prompt_suffix=suffix,
         sampling=SamplingParams(),
-        options={"reasoning": False, "penalties": None, "max_objects": 2},
+        options={"reasoning": False, "top_logprobs": 0, "penalties": None, "max_objects": 2},
     )
     block = ImageBlock(image.key, side.config.image_positions)
     context = SkillContext(model=side.config, codec=side.codec)

@@ -95,6 +95,21 @@ def test_boxes_have_edges_and_labels() -> None:
     assert ((label == 255).all(-1) | (label == 0).all(-1)).any()  # its letters
 
 
+def test_labels_have_scores() -> None:
+    scored = (Box(0.25, 0.5, 0.5, 1, score=0.987), Box(0.75, 0.5, 0.875, 0.75))
+    labels = [label for _, label in made(DetectResult, object="car", objects=scored).marks.boxes]
+    assert labels == ["car 1 (0.99)", "car 2"]
+    outlined = made(SegmentResult, object="car", svg_path=CIRCLE, box=scored[0])
+    assert [label for _, label in outlined.marks.boxes] == ["car (0.99)"]
+    bare = made(DetectResult, object="car", objects=(Box(0.25, 0.5, 0.5, 1),))
+    assert wide(made(DetectResult, object="car", objects=scored[:1])) > wide(bare)
+
+
+def wide(result: DetectResult) -> int:
+    """The pixels of the label above the first box."""
+    return int((np.asarray(result.draw())[:99] == COLOURS[0]).all(-1).any(0).sum())
+
+
 def test_a_label_stays_inside_the_image() -> None:
     boxes = (Box(0.9, 0, 1, 0.5),)
     image = made(DetectResult, object="a rather long description", objects=boxes).draw()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import json
 from typing import Any
 
@@ -16,6 +17,7 @@ from kestrel_grpc.settings.security import CallLimits, SecurityConfig
 from tests.engine.fakes import never_ends
 from tests.http.conftest import data_url, question_with_stop
 from tests.service.conftest import LIMITS
+from tests.service.test_skills import segment_script
 
 SETTINGS = {"temperature": 0, "max_tokens": 12}
 
@@ -55,19 +57,33 @@ async def test_every_skill_answers_as_grpc_does(http):
         pb.PointRequest(image=image, object="dot", sampling=sampling)
     )
     assert body["points"] == [{"x": p.x, "y": p.y, "score": p.score} for p in points.points]
-    assert body["count"] == len(points.points)
+    assert body["count"] == len(points.points) and body["absence"] == points.absence
 
     body = (await client.post("/v1/detect", json={**asked, "object": "dot"})).json()
     found = await served.vision.Detect(
         pb.DetectRequest(image=image, object="dot", sampling=sampling)
     )
     assert [box["x_min"] for box in body["objects"]] == [box.x_min for box in found.objects]
+    assert body["absence"] == found.absence and 0 <= found.absence <= 1
 
     body = (await client.post("/v1/segment", json={**asked, "object": "dot"})).json()
     outline = await served.vision.Segment(
         pb.SegmentRequest(image=image, object="dot", sampling=sampling)
     )
     assert body["path"] == outline.svg_path
+
+
+async def test_an_outline_is_refined_unless_the_request_says_no(http):
+    path = [100 + b for b in b"M00" + b"l90" * 80 + b"l09" * 80 + b"z"]
+    limits = dataclasses.replace(LIMITS, refines=True, max_seq_length=1200, num_pages=1300)
+    _, client = await http(runtime=FakeRuntime(limits, segment_script(path)))
+    asked = {"image_url": data_url(), "object": "dot"}
+    refined = (await client.post("/v1/segment", json=asked)).json()
+    coarse = (await client.post("/v1/segment", json={**asked, "refine": False})).json()
+    assert coarse["path"] == refined["coarse_path"] != refined["path"]
+    assert "coarse_path" not in coarse
+    error = (await client.post("/v1/segment", json={**asked, "refine": 3})).json()["error"]
+    assert error["param"] == "refine"
 
 
 async def test_several_objects_and_stop(http):
@@ -81,6 +97,7 @@ async def test_several_objects_and_stop(http):
         body = (await client.post(f"/v1/{path}", json={**asked, "objects": ["dot", "line"]})).json()
         assert [each["object"] for each in body["results"]] == ["dot", "line"]
         assert [each[key] for each in body["results"]] == alone
+        assert all(0 <= each["absence"] <= 1 for each in body["results"])
         assert body["metrics"]["output_tokens"] > 0 and body["request_id"]
         mixed = {**asked, "objects": ["dot", " "]}
         results = (await client.post(f"/v1/{path}", json=mixed)).json()["results"]

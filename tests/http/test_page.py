@@ -67,14 +67,39 @@ def test_every_skill_in_a_browser(endpoint: str, scheme: str, width: int, tmp_pa
         run("query", "How many green crescents are there?", "#facts:not(:empty)")
         assert page.inner_text("#log") == "2"
         run("caption", "", "#facts:not(:empty)")
-        assert page.inner_text("#log")
+        assert " a " in page.inner_text("#log")
+        page.fill("#end", " a ")
+        run("caption", "", "#facts:not(:empty)")
+        assert page.inner_text("#log") and " a " not in page.inner_text("#log")
+        page.fill("#end", "")
         run("detect", "green crescent, pink star", "#legend li:nth-child(2)")
-        assert page.inner_text("#legend").split("\n") == ["green crescent: 2", "pink star: 1"]
+        found = [
+            re.fullmatch(r"(.+): (\d) \(score [01]\.\d\d(, [01]\.\d\d)*\)", line)
+            for line in page.inner_text("#legend").split("\n")
+        ]
+        assert [line and line.group(1, 2) for line in found] == [
+            ("green crescent", "2"),
+            ("pink star", "1"),
+        ]
         assert page.locator("#marks rect").count() == 3
+        labels = page.locator("#labels span").all_inner_texts()
+        assert len(labels) == 3 and all(
+            re.fullmatch(r"(green crescent|pink star) [01]\.\d\d", each) for each in labels
+        )
+        page.screenshot(path=tmp_path / f"{scheme}-found.png", full_page=True)
         run("point", "green crescent", "#legend li")
         assert page.locator("#marks ellipse").count() == 2
+        assert all(
+            re.fullmatch(r"[01]\.\d\d", each)
+            for each in page.locator("#labels span").all_inner_texts()
+        )
         run("segment", "pink star", "#legend li")
         assert page.locator("#marks path").get_attribute("d")
+        assert re.fullmatch(r"pink star [01]\.\d\d", page.inner_text("#labels"))
+        run("detect", "purple elephant", "#legend li")
+        assert re.fullmatch(
+            r"purple elephant: 0 \(absent with probability [01]\.\d\d\)", page.inner_text("#legend")
+        )
         run("chat", "How many green crescents are there?", "#facts:not(:empty)")
         assert page.locator("#log .answer").inner_text() == "2"
         page.click("#code summary")

@@ -44,7 +44,12 @@ async def test_every_skill_answers_as_kestrel_v1_does(serve):
 
     got = output(await stub.ModelInfer(infer(SKILL="detect", OBJECT="dot", **given)))
     found = await served.vision.Detect(vision_service_pb2.DetectRequest(object="dot", **shared))
-    assert got.keys() == {"objects", *KEYS}
+    assert got.keys() == {"objects", "absence", *KEYS} and got["absence"] == found.absence
+    scores = [box.score for box in found.objects]
+    for threshold, kept in ((min(scores), scores), (2 * max(scores), [])):
+        asked = infer(SKILL="detect", OBJECT="dot", THRESHOLD=threshold, **given)
+        objects = output(await stub.ModelInfer(asked))["objects"]
+        assert [box["score"] for box in objects] == kept
     assert [box["x_min"] for box in got["objects"]] == [box.x_min for box in found.objects]
 
     refs = "[[0.5, 0.5], [0, 0, 1, 0.25]]"
@@ -61,7 +66,7 @@ async def test_every_skill_answers_as_kestrel_v1_does(serve):
             **shared,
         )
     )
-    assert got.keys() == {"points", *KEYS}
+    assert got.keys() == {"points", "absence", *KEYS} and got["absence"] == points.absence
     assert got["points"] == [
         {"x": point.x, "y": point.y, "score": point.score} for point in points.points
     ]
@@ -70,6 +75,8 @@ async def test_every_skill_answers_as_kestrel_v1_does(serve):
     got = output(await stub.ModelInfer(infer(SKILL="segment", OBJECT="dot", **given)))
     outline = await served.vision.Segment(vision_service_pb2.SegmentRequest(object="dot", **shared))
     assert got["path"] == outline.svg_path
+    coarse = infer(SKILL="segment", OBJECT="dot", REFINE=False, ADAPTER="", **given)
+    assert output(await stub.ModelInfer(coarse))["path"] == outline.svg_path
 
 
 async def test_reasoning_has_its_text_and_grounding(serve):
@@ -170,8 +177,12 @@ BAD = [
         "PROMPT: is not an input of the model; its inputs",
     ),
     (
-        {"SKILL": "query", "QUESTION": "?", "THRESHOLD": 0.5},
-        "THRESHOLD: is not an input of the model",
+        {"SKILL": "detect", "OBJECT": "x", "IMAGE": jpeg(), "THRESHOLD": 1.5},
+        "THRESHOLD: 1.5 is not a number in [0, 1]",
+    ),
+    (
+        {"SKILL": "query", "QUESTION": "?", "ADAPTER": "mine@100"},
+        "ADAPTER: must be empty: this server has no adapters",
     ),
 ]
 

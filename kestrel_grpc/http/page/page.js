@@ -118,6 +118,7 @@ function choose(skill) {
   $("text").placeholder = PLACEHOLDERS[skill] || "";
   $("length-label").hidden = skill !== "caption";
   $("reasoning-label").hidden = !asks;
+  $("end-label").hidden = !asks && skill !== "caption";
   state.turns = [];
   clearAnswer();
   showCode();
@@ -127,11 +128,13 @@ function choose(skill) {
 function requests() {
   const text = $("text").value.trim();
   const image = state.image ? { image_url: state.image } : {};
+  const end = $("end").value;
+  const settings = end ? { settings: { stop: [end] } } : {};
   switch (state.skill) {
     case "caption":
-      return [{ path: "caption", body: { ...image, length: $("length").value, stream: true } }];
+      return [{ path: "caption", body: { ...image, length: $("length").value, ...settings, stream: true } }];
     case "query":
-      return [{ path: "query", body: { ...image, question: text, reasoning: $("reasoning").checked, stream: true } }];
+      return [{ path: "query", body: { ...image, question: text, reasoning: $("reasoning").checked, ...settings, stream: true } }];
     case "chat": {
       const parts = (question, first) =>
         first && state.image
@@ -142,7 +145,8 @@ function requests() {
         messages.push({ role: "user", content: parts(turn.question, index === 0) });
         if (turn.answer !== undefined) messages.push({ role: "assistant", content: turn.answer });
       }
-      const body = { messages, reasoning: $("reasoning").checked, stream: true, stream_options: { include_usage: true } };
+      const stop = end ? { stop: [end] } : {};
+      const body = { messages, reasoning: $("reasoning").checked, ...stop, stream: true, stream_options: { include_usage: true } };
       return [{ path: "chat/completions", body }];
     }
     case "segment":
@@ -284,7 +288,8 @@ function showSegment(request, index, began) {
     if (message.type === "final") {
       path = message.path;
       box = message.bbox || box;
-      legend(request.label, path ? 1 : 0, COLOURS[0], 0);
+      if (path && box) paintLabel(box.x_min, box.y_min, COLOURS[0], request.label, message.score);
+      legend(request.label, path ? [message.score] : [], COLOURS[0], 0);
       showFacts(message.metrics, began);
     }
     draw();
@@ -294,8 +299,11 @@ function showSegment(request, index, began) {
 function showFound(body, label, index, began) {
   const colour = COLOURS[index % COLOURS.length];
   for (const box of body.objects || []) paintBox(box, colour, label);
-  for (const point of body.points || []) paintPoint(point, colour);
-  legend(label, (body.objects || body.points).length, colour, index);
+  for (const point of body.points || []) {
+    paintPoint(point, colour);
+    paintLabel(point.x, point.y, colour, "", point.score);
+  }
+  legend(label, (body.objects || body.points).map((each) => each.score), colour, index, body.absence);
   showFacts(body.metrics, began);
 }
 
@@ -309,10 +317,18 @@ function mark(name, attributes) {
 
 function paintBox(box, colour, label) {
   const shape = { x: box.x_min, y: box.y_min, width: box.x_max - box.x_min, height: box.y_max - box.y_min };
-  const element = mark("rect", { ...shape, fill: colour, "fill-opacity": 0.12, stroke: colour, "stroke-width": 3 });
-  const title = document.createElementNS(SVG, "title");
-  title.textContent = box.score === undefined ? label : `${label} ${box.score.toFixed(2)}`;
-  element.append(title);
+  mark("rect", { ...shape, fill: colour, "fill-opacity": 0.12, stroke: colour, "stroke-width": 3 });
+  paintLabel(box.x_min, box.y_min, colour, label, box.score);
+}
+
+// Text in HTML, because the view box of the marks is stretched to the image.
+function paintLabel(x, y, colour, label, score) {
+  const element = document.createElement("span");
+  element.textContent = [label, score === undefined ? "" : score.toFixed(2)].filter(Boolean).join(" ");
+  element.style.left = `${100 * x}%`;
+  element.style.top = `${100 * y}%`;
+  element.style.background = colour;
+  if (element.textContent) $("labels").append(element);
 }
 
 function paintPoint(point, colour) {
@@ -325,11 +341,15 @@ function paintPoint(point, colour) {
   });
 }
 
-function legend(label, count, colour, index) {
+// ``scores``: of the objects, undefined where there is none.
+function legend(label, scores, colour, index, absence) {
   const item = document.createElement("li");
   const swatch = document.createElement("span");
   swatch.style.background = colour;
-  item.append(swatch, `${label}: ${count}`);
+  const known = scores.filter((score) => score !== undefined).map((score) => score.toFixed(2));
+  let detail = known.length ? ` (score ${known.join(", ")})` : "";
+  if (!scores.length && absence !== undefined) detail = ` (absent with probability ${absence.toFixed(2)})`;
+  item.append(swatch, `${label}: ${scores.length}${detail}`);
   item.dataset.index = index;
   const later = [...$("legend").children].find((each) => Number(each.dataset.index) > index);
   $("legend").insertBefore(item, later || null);
@@ -351,6 +371,7 @@ function clearAnswer(keepLog = false) {
   $("facts").textContent = "";
   $("legend").replaceChildren();
   $("marks").replaceChildren();
+  $("labels").replaceChildren();
   if (!keepLog) $("log").replaceChildren();
 }
 
@@ -409,6 +430,7 @@ addEventListener("DOMContentLoaded", () => {
     }
   });
   $("length").addEventListener("change", showCode);
+  $("end").addEventListener("input", showCode);
   $("reasoning").addEventListener("change", showCode);
   const tabs = [...document.querySelectorAll("[data-skill]")];
   for (const tab of tabs) {

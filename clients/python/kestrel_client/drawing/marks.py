@@ -56,6 +56,11 @@ class Marks:
 
 
 def labelled(boxes: tuple[Box, ...], label: str) -> tuple[tuple[Box, str], ...]:
-    """Boxes with their label, numbered if there are several."""
+    """Boxes with their label and score. They are numbered if there are several."""
     several = len(boxes) > 1
-    return tuple((box, f"{label} {i + 1}" if several else label) for i, box in enumerate(boxes))
+    names = (f"{label} {i + 1}" if several else label for i in range(len(boxes)))
+    return tuple((box, _scored(name, box)) for box, name in zip(boxes, names, strict=True))
+
+
+def _scored(name: str, box: Box) -> str:
+    return name if box.score is None else f"{name} ({box.score:.2f})"
