@@ -34,7 +34,7 @@ HELD = 512 * MIB
 QUERY = "/kestrel.v1.VisionService/Query"
 CHECK = "/grpc.health.v1.Health/Check"
 RUDE, POLITE = "rude-caller-token-0123456789", "polite-caller-token-0123456789"
-CONNECTIONS, SECONDS = 4, 4.0
+CONNECTIONS, SECONDS = 4, 2.0
 ATTACKS = {
     "bombs": (QUERY, "", bomb, 120 * MIB, 100),
     "unfinished": (QUERY, "", None, 40 * MIB, 24),

@@ -17,7 +17,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from tests.abuse.served import METADATA, ServedInThread
 
-SIDE = 1200
+SIDE = 900
 IMAGE_BYTES = 3 * SIDE * SIDE
 CALLS = 30
 

@@ -46,6 +46,7 @@ def test_engine_host(tmp_path: Path) -> None:
     assert len(report["bars"]) == 3
 
 
+@pytest.mark.slow
 def test_serving_cpu(tmp_path: Path) -> None:
     report = run(serving_cpu, tmp_path, "--threads", "1")
     decoding, fresh, repeated, mixed = report["tables"].values()

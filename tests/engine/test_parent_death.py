@@ -6,18 +6,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
 
+from kestrel_engine import parent_death
+
 CHILD = """
-import re, sys, time
-from kestrel_engine.parent_death import end_with_parent
-end_with_parent(int(sys.argv[1]), {options})
+import importlib.util, re, sys, time
+spec = importlib.util.spec_from_file_location("parent_death", {module!r})
+parent_death = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(parent_death)
+parent_death.end_with_parent(int(sys.argv[1]), {options})
 print("ready", flush=True)
 {work}
 """
+
+MODULE = parent_death.__file__
+"""Children run this file alone. To import the package takes a second."""
 
 PARENT = """
 import os, subprocess, sys, time
@@ -40,7 +47,7 @@ def family(
     options: str = "", work: str = SLEEP
 ) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
     """A parent, and its child's process."""
-    child_code = CHILD.format(options=options, work=work)
+    child_code = CHILD.format(module=MODULE, options=options, work=work)
     command = [sys.executable, "-c", PARENT, child_code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -54,10 +61,13 @@ def family(
 
 
 def ends_within(process: psutil.Process, seconds: float) -> bool:
-    try:
-        process.wait(seconds)
-    except psutil.TimeoutExpired:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    """A zombie has ended: its new parent may wait for it late."""
+    until = time.monotonic() + seconds
+    with suppress(psutil.NoSuchProcess):
+        while process.status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.01)
     return True
 
 
@@ -90,7 +100,7 @@ def test_a_child_gets_time_to_end_by_itself():
 def test_a_parent_that_ended_before_the_call_ends_the_child():
     ours, theirs = os.pipe()
     os.close(theirs)
-    child = CHILD.format(options="", work=SLEEP)
+    child = CHILD.format(module=MODULE, options="", work=SLEEP)
     with subprocess.Popen(
         [sys.executable, "-c", child, str(ours)], pass_fds=(ours,), stdout=subprocess.DEVNULL
     ) as process:

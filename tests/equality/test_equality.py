@@ -83,7 +83,7 @@ async def test_random_mixes(
     await check_random(model, golden_images, alone, seed, count)
 
 
-@pytest.mark.slow_with("md2", "md3")
+@pytest.mark.slow_with("md2", "kestrel-tiny")
 async def test_everything_at_once_from_the_caches(
     model: Model, golden_images: Path, alone: Alone
 ) -> None:
@@ -111,7 +111,7 @@ async def test_forced_preemption(
     assert cached or seen.preemptions > 0
 
 
-@pytest.mark.slow_with("md2", "md3")
+@pytest.mark.slow_with("md2", "kestrel-tiny")
 @pytest.mark.parametrize("pages", [pytest.param(1, marks=pytest.mark.slow), 5])
 async def test_several_images_among_other_requests(
     model: Model, pages: int, golden_images: Path, alone: Alone

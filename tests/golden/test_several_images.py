@@ -90,6 +90,7 @@ def test_a_prompt_equals_the_plain_model(golden: Golden, name: str) -> None:
 
 
 @pytest.mark.slow_with("md2")
+@pytest.mark.slow_with(1, 73)
 @pytest.mark.parametrize("page_size", [1, 10, 73])
 def test_pieces_and_pages_change_nothing(golden: Golden, page_size: int) -> None:
     """Each image in a row of its own, or with text before and after it in its row."""

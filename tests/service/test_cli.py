@@ -654,6 +654,7 @@ def assert_complete(demo, folder):
     assert (folder / "detect.png").exists()
 
 
+@pytest.mark.slow
 def test_the_demo_calls_everything_and_ends_its_server(tmp_path, demo_servers):
     assert_complete(here("demo", "--output", tmp_path / "out"), tmp_path / "out")
     (server,) = demo_servers

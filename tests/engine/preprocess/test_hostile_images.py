@@ -139,12 +139,13 @@ def test_trailing_bytes_do_no_harm(name):
     assert np.array_equal(open_image(TAKEN[name] + b"<script>" * 9, LIMITS).pixels, expected)
 
 
-def test_mutated_images_give_images_or_image_errors():
+@pytest.mark.parametrize("rounds", [500, pytest.param(1500, marks=pytest.mark.slow)])
+def test_mutated_images_give_images_or_image_errors(rounds):
     """Bytes flipped, cut out, repeated, spliced: no other exception, no crash, no line break or path in a message."""
     rng = np.random.default_rng(20261120)
     seeds = list(TAKEN.values())
     errors = 0
-    for round_ in range(1500):
+    for round_ in range(rounds):
         data = bytearray(seeds[round_ % len(seeds)])
         for _ in range(rng.integers(1, 8)):
             at = int(rng.integers(0, len(data)))
@@ -167,7 +168,7 @@ def test_mutated_images_give_images_or_image_errors():
             assert "\n" not in str(error) and "/" not in str(error) and len(str(error)) < 300
         else:
             assert image.pixels.dtype == np.uint8 and image.pixels.shape[2] == 3
-    assert errors > 300
+    assert errors > rounds / 5
 
 
 # Limits, from the header alone: none of these files holds the pixels that it announces, so a decoder that began before

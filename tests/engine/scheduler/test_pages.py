@@ -1,8 +1,8 @@
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel_engine.scheduler.pages import PagePool
+from tests.examples import given_examples
 
 
 def test_allocates_each_page_once_and_frees_it():
@@ -40,8 +40,7 @@ def test_refuses_what_would_corrupt_the_pool():
         pool.share(pages)
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.data())
+@given_examples(20, 200, data=st.data())
 def test_no_page_is_lost_over_random_operations(data):
     pool = PagePool(data.draw(st.integers(1, 12)))
     held: list[list[int]] = []

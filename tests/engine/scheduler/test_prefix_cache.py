@@ -135,7 +135,7 @@ class Model:
         return freed
 
 
-@given_examples(40, 150, data=st.data())
+@given_examples(15, 150, data=st.data())
 def test_agrees_with_the_brute_force_model(data):
     pool, cache = filled(60)
     model = Model()

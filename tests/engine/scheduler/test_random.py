@@ -87,7 +87,7 @@ def check_end(simulation, disturbed):
             assert have == want, f"request {number} of {spec}"
 
 
-@given_examples(15, 40, seed=st.integers(0, 2**32))
+@given_examples(8, 60, seed=st.integers(0, 2**32))
 def test_random_histories(seed):
     check_end(*run(random.Random(seed), 80))
 
@@ -105,13 +105,13 @@ def test_no_page_is_lost_in_100_000_operations():
 def test_random_histories_preempt_and_hit_the_cache():
     """The histories above are of use only if they reach what they are about."""
     preemptions = hits = spoiled = embedded = 0
-    for seed in range(40):
+    for seed in range(20):
         simulation, _ = run(random.Random(seed), 200, checked=False)
         spoiled += len(simulation.not_finite - simulation.runtime.bad_sequences)
         preemptions += simulation.scheduler.stats.preemptions
         hits += simulation.scheduler.stats.cached_positions
         embedded += sum(simulation.specs[number].embeds is not None for number in simulation.ended)
-    assert preemptions > 20
-    assert embedded > 20
-    assert hits > 500
-    assert spoiled > 10
+    assert preemptions > 10
+    assert embedded > 10
+    assert hits > 250
+    assert spoiled > 5
