@@ -85,6 +85,9 @@ class Scheduler:
         self._leaving: dict[int, Sequence] = {}
         """Sequences that ended while a step of NEW_WORK writes to their pages. They keep pages and batch places."""
         self._ended: list[int] = []
+        """Sequences that the next step names as ended."""
+        self._flushing = False
+        """Whether the next step is due even if it only drops images."""
         self._refine: deque[RefineRow] = deque()
         """Masks of sequences that have ended, in the order of their ends."""
         self._admitted: list[Sequence] = []
@@ -94,7 +97,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        unfinished = self._sequences or self._ended or self._images.has_dropped or self._refine
+        unfinished = self._sequences or self._refine or self._flushing
         return bool(unfinished or any(self._out.values()))
 
     @property
@@ -204,13 +207,13 @@ class Scheduler:
         most = 0 if lane is Lane.DECODE else min(MOST_REFINED, max(1, allowed))
         while self._refine and len(refine) < most:
             refine.append(self._refine.popleft())
-        if lane is Lane.NEW_WORK and self._sequences and not (encode or embed or prefill or refine):
-            # Images to drop wait for the next step with new work.
+        flushing = self._flushing and lane is not Lane.DECODE
+        if not (encode or embed or prefill or decode or refine or flushing):
+            # Ended sequences and images to drop wait for the next step with rows. A step for them alone would delay the
+            # next request and the delivery of the last one.
             self._images.give_back_dropped(dropped)
             return None
-        ended: tuple[int, ...] = ()
-        if lane is not Lane.NEW_WORK:
-            ended, self._ended = tuple(self._ended), []
+        ended, self._ended = tuple(self._ended), []
         plan = StepPlan(
             step_id=self._next_step_id,
             drop_images=tuple(dropped),
@@ -223,6 +226,7 @@ class Scheduler:
             lane=lane,
             after=after,
         )
+        self._flushing = self._flushing and not flushing
         if plan.is_empty:
             return None
         self._next_step_id += 1
@@ -311,9 +315,10 @@ class Scheduler:
         return failed
 
     def flush(self) -> None:
-        """Drops cached prefixes and embeddings without users."""
+        """Drops cached prefixes and embeddings without users. The next step drops them in the runtime."""
         self._cache.flush()
         self._images.flush()
+        self._flushing = self._images.has_dropped
 
     def check(self) -> None:
         """Raises AssertionError unless pages, tree, phases, shares and counts agree."""

@@ -172,7 +172,7 @@ class Lane(enum.IntEnum):
     in the order of their launch. A step of ``NEW_WORK`` begins after all decode steps that were launched before it. A
     step of ``DECODE`` does not wait for steps of ``NEW_WORK``, except for the one that its ``after`` names. So decode
     steps run while a long step of ``NEW_WORK`` does. The scheduler keeps the pages that a step of ``NEW_WORK`` writes
-    until the step has come back. Steps of ``NEW_WORK`` drop images, and steps of ``DECODE`` name the ended sequences.
+    until the step has come back. Steps of ``NEW_WORK`` drop images.
     """
 
     ALL = 0

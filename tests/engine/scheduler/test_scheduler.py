@@ -224,8 +224,27 @@ def test_embeddings_kept_are_bounded():
     for i in range(1, 8):
         simulation.add(text(i, 2, image=f"p{i}", max_tokens=1))
     simulation.drain()
-    dropped = [key for plan in simulation.runtime.plans for key in plan.drop_images]
-    assert dropped == [f"p{i}" for i in range(1, 6)]
+    assert dropped(simulation) == ["p1", "p2", "p3", "p4"]
+    # No step is made to drop an image only, so p5 waits for the next one.
+    simulation.add(text(8, 2, max_tokens=1))
+    simulation.drain()
+    assert dropped(simulation) == ["p1", "p2", "p3", "p4", "p5"]
+
+
+def test_a_flush_drops_embeddings_at_once():
+    simulation = Simulation()
+    simulation.add(text(1, 2, image="p1", max_tokens=1))
+    simulation.drain()
+    assert dropped(simulation) == []
+    simulation.scheduler.flush()
+    assert simulation.scheduler.has_work
+    simulation.drain()
+    assert dropped(simulation) == ["p1"]
+    assert not simulation.scheduler.has_work
+
+
+def dropped(simulation: Simulation) -> list[str]:
+    return [key for plan in simulation.runtime.plans for key in plan.drop_images]
 
 
 def test_when_pages_run_out_the_youngest_of_the_least_priority_is_preempted_and_nothing_is_lost():
