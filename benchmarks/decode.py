@@ -57,9 +57,16 @@ class Timed:
 
 
 def prefill_contexts(
-    steps: HandMadeSteps, config: ModelConfig, count: int, length: int, room: int
+    steps: HandMadeSteps,
+    config: ModelConfig,
+    count: int,
+    length: int,
+    room: int,
+    *,
+    shared: int = 0,
 ) -> Context:
-    """Prefills ``count`` sequences of ``length`` positions of random text, with pages for ``room`` more positions."""
+    """Prefills ``count`` sequences of ``length`` positions of random text, with pages for ``room`` more positions.
+    ``shared``: the first positions that all have in common, rounded down to whole pages."""
     rng = random.Random(0)
     texts = [
         [
@@ -68,10 +75,19 @@ def prefill_contexts(
         ]
         for _ in range(count)
     ]
-    held = [steps.hold(length + room) for _ in range(count)]
+    held = [steps.hold(length + room)]
+    page_size = steps.runtime.limits.page_size
+    beginning = held[0].pages[: shared // page_size]
+    shared = len(beginning) * page_size
+    held += [steps.hold(length + room, beginning) for _ in range(count - 1)]
+    texts = [texts[0][:shared] + text[shared:] for text in texts]
+    if shared:
+        steps.prefill([steps.row(held[0], tuple(texts[0][:shared]), 0)])
     for first in range(0, count, ROWS_A_PREFILL):
         some = range(first, min(first + ROWS_A_PREFILL, count))
-        result = steps.prefill([steps.row(held[i], tuple(texts[i]), 0, draw=0) for i in some])
+        result = steps.prefill(
+            [steps.row(held[i], tuple(texts[i][shared:]), shared, draw=0) for i in some]
+        )
         for i in some:
             texts[i].append(result.tokens[held[i].sequence_id].id)
     return Context(held, texts, length)
@@ -122,9 +138,10 @@ def measure(
     warm_up: int,
     rate: float | None = None,
     sampled: bool = False,
+    shared: int = 0,
 ) -> None:
     """Measures all batch sizes. ``rate``: copied bytes a second; None to measure it. ``sampled``: sample with the
-    defaults of query."""
+    defaults of query. ``shared``: the first positions that all sequences have in common."""
     config, device = opened.built.model, opened.device
     model = opened.runtime.model
     rate = rate or copy_rate(device)
@@ -134,7 +151,9 @@ def measure(
     steps = HandMadeSteps(opened.runtime, rule=rule, sampling=sampling)
     total = num_steps + warm_up
     largest = min(max(batches), opened.runtime.limits.max_batch_size)
-    prefilled = prefill_contexts(steps, config, largest, context - total // 2, total + 1)
+    prefilled = prefill_contexts(
+        steps, config, largest, context - total // 2, total + 1, shared=shared
+    )
     work = decoder_bytes(model, opened.kv_dtype)
     routed = chosen_experts(model, prefilled.texts) if work.moe_layers else None
     positions = prefilled.start + warm_up + num_steps / 2
@@ -146,12 +165,13 @@ def measure(
             )
         collected = collect_cost(steps, steps.decode_plans(held, prefilled.start, 5), device)
         experts = touched(routed[:batch]) if routed is not None else 0.0
-        floor = work.step(batch, positions, experts) / rate
+        floor = work.step(batch, positions - shared + shared / batch, experts) / rate
         # Use the mean, so that work that moves from one step to another is counted.
         step_s = sum(timed.step_s) / len(timed.step_s)
         row: dict[str, float | int | str] = {
             "model": opened.name,
             "batch": batch,
+            "shared": shared,
             "ms": 1e3 * step_s,
             "p95 ms": 1e3 * quantile(timed.step_s, 0.95),
             "device ms": 1e3 * median(timed.device_s),
@@ -169,16 +189,19 @@ def measure(
         )
         # The limits are for a KV cache in the model's dtype. In FP8, there is less to read but the same other work.
         judged = opened.on_cuda and context >= 800 and not sampled and not opened.kv_in_fp8
-        limits = bars.DECODE_SHARE.get((opened.name, batch), bars.NONE) if judged else bars.NONE
         cache = ", FP8 KV cache" if opened.kv_in_fp8 else ""
+        name = f"{opened.name}{cache}: decode step, {'drawn, ' if sampled else ''}batch {batch}"
+        if shared:
+            limits = bars.DECODE_SHARED_MS.get((opened.name, batch), bars.NONE)
+            limits = limits if judged else bars.NONE
+            name, bar, goal = f"{name}, one image", limits.bar, limits.goal
+        else:
+            limits = bars.DECODE_SHARE.get((opened.name, batch), bars.NONE)
+            limits = limits if judged else bars.NONE
+            bar = 1e3 * floor / limits.bar if limits.bar else None
+            goal = 1e3 * floor / limits.goal if limits.goal else None
         report.figure(
-            f"{opened.name}{cache}: decode step, {'drawn, ' if sampled else ''}batch {batch}",
-            1e3 * step_s,
-            "ms",
-            at_least=False,
-            floor=1e3 * floor,
-            bar=1e3 * floor / limits.bar if limits.bar else None,
-            goal=1e3 * floor / limits.goal if limits.goal else None,
+            name, 1e3 * step_s, "ms", at_least=False, floor=1e3 * floor, bar=bar, goal=goal
         )
     steps.end(prefilled.held)
 
@@ -195,6 +218,13 @@ def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=96, help="measured steps [96]")
     parser.add_argument(
         "--warm-up", type=int, default=16, help="steps before the measured ones [16]"
+    )
+    parser.add_argument(
+        "--shared",
+        type=int,
+        default=0,
+        metavar="N",
+        help="positions that all sequences have in common, such as those of one image (730) [0]",
     )
     parser.add_argument(
         "--sampled",
@@ -220,6 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
             num_steps=args.steps,
             warm_up=args.warm_up,
             sampled=args.sampled,
+            shared=args.shared,
         )
     finally:
         opened.runtime.close()

@@ -201,7 +201,17 @@ def _decode(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
 
     sizes = ((1, 2), 48, 4, 2) if args.quick else ((1, 4, 16, 32, 64), 800, 96, 16)
     batches, context, steps, warm = sizes
-    measure(opened, report, batches=batches, context=context, num_steps=steps, warm_up=warm)
+    shared = 20 if args.quick else opened.built.model.image_prefix
+    for some, common in ((batches, 0), (batches[-1:], shared)):
+        measure(
+            opened,
+            report,
+            batches=some,
+            context=context,
+            num_steps=steps,
+            warm_up=warm,
+            shared=common,
+        )
 
 
 def _vision(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:

@@ -28,10 +28,11 @@ _ids = itertools.count(1 << 40)
 
 @dataclass(frozen=True)
 class Held:
-    """A sequence with pages for all its positions."""
+    """A sequence with pages for all its positions. The first ``borrowed`` pages belong to another sequence."""
 
     sequence_id: int
     pages: tuple[int, ...]
+    borrowed: int = 0
 
 
 class HandMadeSteps:
@@ -51,18 +52,18 @@ class HandMadeSteps:
         self._free = list(range(runtime.limits.num_pages))
         random.Random(0).shuffle(self._free)
 
-    def hold(self, positions: int) -> Held:
-        """Allocates pages for ``positions``."""
-        count = -(-positions // self.runtime.limits.page_size)
+    def hold(self, positions: int, beginning: tuple[int, ...] = ()) -> Held:
+        """Allocates pages for ``positions``. ``beginning``: pages of another sequence to begin with."""
+        count = -(-positions // self.runtime.limits.page_size) - len(beginning)
         assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
         pages = tuple(self._free.pop() for _ in range(count))
-        return Held(next(_ids), pages)
+        return Held(next(_ids), beginning + pages, len(beginning))
 
     def end(self, held: Sequence[Held], images: Sequence[str] = ()) -> None:
         """Frees the pages and ends the sequences and images in the runtime."""
         ended = tuple(h.sequence_id for h in held)
         for one in held:
-            self._free += one.pages
+            self._free += one.pages[one.borrowed :]
         self.run(StepPlan(next(_ids), ended=ended, drop_images=tuple(images)))
 
     def run(self, plan: StepPlan) -> StepResult:

@@ -51,6 +51,9 @@ DECODE_SHARE = {
 }
 """Of the decode step's memory floor, by model and batch."""
 
+DECODE_SHARED_MS = {("moondream2", 64): Limits(1.5, 1.1)}
+"""Of a decode step whose rows are about one image, by model and batch."""
+
 VISION_TFLOPS = {56: Limits(490, 560), 9: Limits(440, 520)}
 """By crops; both models have one tower."""
 

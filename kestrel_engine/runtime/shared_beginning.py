@@ -6,7 +6,7 @@ in Hydragen (arXiv 2402.05099). This module works on plain integers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..types.step import Row
@@ -22,23 +22,29 @@ class SharedBeginning:
     num_pages: int
 
 
-def find_groups(rows: Sequence[Row], page_size: int) -> tuple[list[SharedBeginning], set[int]]:
-    """Returns the groups that save reads, and the indices of all rows in these groups."""
+def shared_beginnings(
+    rows: Sequence[Row], page_size: int, *, at_least: int = 2
+) -> Iterator[SharedBeginning]:
+    """Finds all groups of ``at_least`` rows or more."""
     by_first_page: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         if len(row.tokens) == 1 and row.start >= page_size:
             by_first_page.setdefault(row.page_table[0], []).append(index)
-    groups = []
     for indices in by_first_page.values():
-        if len(indices) < 2:
-            continue
-        members = [rows[i] for i in indices]
-        num_pages = _common_pages(members, page_size)
-        shared = num_pages * page_size
-        own = [row.start + 1 - shared for row in members]
+        if len(indices) >= at_least:
+            members = [rows[i] for i in indices]
+            yield SharedBeginning(members, indices, _common_pages(members, page_size))
+
+
+def find_groups(rows: Sequence[Row], page_size: int) -> tuple[list[SharedBeginning], set[int]]:
+    """Returns the groups that save reads in a padded batch, and the indices of all rows in these groups."""
+    groups = []
+    for group in shared_beginnings(rows, page_size):
+        shared = group.num_pages * page_size
+        own = [row.start + 1 - shared for row in group.rows]
         # Rows are padded to the longest row. The padding must not cost more than reading the common pages for each row.
         if max(own) * len(own) - sum(own) < shared * (len(own) - 1):
-            groups.append(SharedBeginning(members, indices, num_pages))
+            groups.append(group)
     return groups, {index for group in groups for index in group.indices}
 
 

@@ -22,6 +22,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..e4m3 import as_bytes, has_units, stored, widened
+from .shared_prefix import SharedPrefixes, attend_shared
+from .tau_factors import tau_factors
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,7 @@ def paged_decode(
     config: DecodeConfig | None = None,
     pdl: bool = False,
     beside: bool = False,
+    shared: SharedPrefixes | None = None,
 ) -> Tensor:
     """Stores each row's new key and value, and returns ``out`` [M, H*D], the attention to positions 0..p.
 
@@ -182,7 +185,8 @@ def paged_decode(
 
     ``pdl``: the kernel may start before the preceding kernel has ended. It then reads page table, positions and older
     keys early, so these must come from an earlier graph or from a kernel that allows no early start. ``beside``: other
-    kernels run concurrently.
+    kernels run concurrently. ``shared``: positions that several rows have in common, which another kernel reads first,
+    once for up to 16 rows. Not with ``pdl``.
     """
     rows = qkv.shape[0]
     _, num_heads, head_dim = key_pool.shape
@@ -206,6 +210,13 @@ def paged_decode(
     assert tau is None or content.stride(-1) == 1
     parts = 1 if content.dim() == 2 else len(content)
     launch = {"launch_pdl": True} if pdl else {}
+    scale = head_dim**-0.5 * math.log2(math.e) * scales[0]
+    if shared is not None:
+        assert not pdl and len(shared.counts) == rows
+        attend_shared(
+            qkv, key_pool, value_pool, page_table, row_seq, positions, cos, sin, shared,
+            page_size=page_size, tau=tau, scale=scale,
+        )  # fmt: skip
     _decode[(groups, splits, rows)](
         qkv,
         as_bytes(key_pool),
@@ -220,13 +231,16 @@ def paged_decode(
         sums,
         stats,
         arrived,
+        positions if shared is None else shared.counts,
+        sums if shared is None else shared.sums,
+        stats if shared is None else shared.stats,
         out,
         qkv.stride(0),
         page_table.stride(0),
         content.stride(-2),
         content.stride(0),
         out.stride(0),
-        head_dim**-0.5 * math.log2(math.e) * scales[0],
+        scale,
         1.0 / scales[0],
         1.0 / scales[1],
         scales[1],
@@ -240,6 +254,7 @@ def paged_decode(
         AHEAD=chosen.ahead,
         MERGE=chosen.merge,
         PDL=pdl,
+        SHARED=shared is not None,
         UNITS=units,
         num_warps=chosen.num_warps,
         H=num_heads,
@@ -293,24 +308,6 @@ def _prefetch(
         is_pure=False,
         pack=1,
     )
-
-
-@triton.jit
-def _tau(content, part_stride, alpha, heads, known, position, PARTS: tl.constexpr):
-    """Returns tanh(content) + 0.5 + sigmoid(alpha * ln(p + 1)), [HEADS] float32. Content is the sum of its parts."""
-    if PARTS == 1:
-        raw = tl.load(content + heads, mask=known, other=0.0).to(tl.float32)
-    else:
-        some = tl.zeros([32, heads.shape[0]], tl.float32)
-        for first in tl.static_range(0, PARTS, 32):
-            part = first + tl.arange(0, 32)
-            there = (part < PARTS)[:, None] & known[None, :]
-            at = part[:, None] * part_stride + heads[None, :]
-            some += tl.load(content + at, mask=there, other=0.0)
-        raw = tl.sum(some, axis=0)
-    turn = tl.load(alpha + heads, mask=known, other=0.0)
-    place = tl.sigmoid(turn * tl.log(position.to(tl.float32) + 1.0))
-    return 2.0 * tl.sigmoid(2.0 * raw) - 0.5 + place  # tanh(x) = 2 * sigmoid(2x) - 1
 
 
 @triton.jit
@@ -394,20 +391,22 @@ def _merged(sums, stats, entry, active, heads, known, element, inside, H: tl.con
 
 @triton.jit
 def _decode(
-    qkv, key_pool, value_pool, page_table, row_seq, positions, cos, sin, content, alpha, sums, stats, arrived, out,
-    qkv_stride, table_stride, content_stride, part_stride, out_stride, scale,
-    per_key, per_value, value_scale,
+    qkv, key_pool, value_pool, page_table, row_seq, positions, cos, sin, content, alpha, sums, stats, arrived,
+    shared_counts, shared_sums, shared_stats, out, qkv_stride, table_stride, content_stride, part_stride, out_stride,
+    scale, per_key, per_value, value_scale,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, TAU: tl.constexpr,
-    AHEAD: tl.constexpr, MERGE: tl.constexpr, PDL: tl.constexpr, UNITS: tl.constexpr,
+    AHEAD: tl.constexpr, MERGE: tl.constexpr, PDL: tl.constexpr, SHARED: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     # The group is the fastest dimension, so neighbouring programs read neighbouring heads of the same positions.
     group, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row)
     table = page_table + tl.load(row_seq + row).to(tl.int64) * table_stride
     splits = tl.num_programs(1)
-    chunk = _chunk(position, splits)
-    begin = split * chunk
+    # The positions before ``base`` were read for several rows at once.
+    base = tl.load(shared_counts + row) if SHARED else 0
+    chunk = _chunk(position - base, splits)
+    begin = base + split * chunk
     end = tl.minimum(begin + chunk, position)
     if (begin >= end) & (split > 0):
         return
@@ -453,8 +452,9 @@ def _decode(
     v_new = tl.load(x + H * D + hd, mask=known_hd, other=0.0).to(tl.float32)
     if TAU:
         raw = content + row.to(tl.int64) * content_stride
-        q *= _tau(raw, part_stride, alpha, heads, known, position, TAU)[:, None]
-        v_new *= _tau(raw + H, part_stride, alpha, heads, known, position, TAU)[:, None]
+        turn = tl.load(alpha + heads, mask=known, other=0.0)
+        q *= tau_factors(raw + heads, part_stride, turn, known, position, TAU)[:, None]
+        v_new *= tau_factors(raw + H + heads, part_stride, turn, known, position, TAU)[:, None]
     q *= scale
 
     # The first split begins with the new token, rounded to the pool's dtype, as later steps will read it.
@@ -465,9 +465,23 @@ def _decode(
     tl.store(value_pool + slot * (H * D) + hd, v_low, mask=known_hd & first)
     # A leading dimension of 1 gives state and tiles the same layout, so the loop does not use shared memory.
     score = tl.sum(q * widened(k_low, UNITS), 1)
-    most = tl.where(first, score, float("-inf"))[None, :]
-    total = tl.where(first, tl.full([1, HEADS], 1.0, tl.float32), 0.0)
-    acc = tl.where(first, widened(v_low, UNITS), 0.0)[None, :, :]
+    v_seen = widened(v_low, UNITS)
+    if SHARED:
+        # It continues with the softmax over the shared positions. Without any, the result is the same as below.
+        there = known & first & (base > 0)
+        of_row = row.to(tl.int64) * H
+        before = tl.load(shared_stats + of_row * 2 + heads, mask=there, other=float("-inf"))
+        weight = tl.load(shared_stats + of_row * 2 + H + heads, mask=there, other=0.0)
+        attended = tl.load(shared_sums + of_row * D + hd, mask=known_hd & there[:, None], other=0.0)
+        higher = tl.maximum(score, before)
+        old, new = tl.exp2(before - higher), tl.exp2(score - higher)
+        most = tl.where(first, higher, float("-inf"))[None, :]
+        total = tl.where(first, weight * old + new, 0.0)[None, :]
+        acc = tl.where(first, attended * old[:, None] + v_seen * new[:, None], 0.0)[None, :, :]
+    else:
+        most = tl.where(first, score, float("-inf"))[None, :]
+        total = tl.where(first, tl.full([1, HEADS], 1.0, tl.float32), 0.0)
+        acc = tl.where(first, v_seen, 0.0)[None, :, :]
     if AHEAD:
         most, total, acc = _attend(q, first_k, first_v, near - BLOCK < end, most, total, acc, UNITS)
         begin += BLOCK
@@ -486,7 +500,7 @@ def _decode(
     # These sums only remove the dimension of 1.
     acc, total, most = tl.sum(acc, 0), tl.sum(total, 0), tl.sum(most, 0)
     target = out + row.to(tl.int64) * out_stride
-    active = _num_active(position, splits)
+    active = _num_active(position - base, splits)
     # ``out`` may be qkv's columns of v. All threads have read the new value before any thread overwrites it. The other
     # splits have either ended at once or arrived before the last split writes.
     tl.debug_barrier()

@@ -76,7 +76,7 @@ def paged_text(
 
 
 @triton.jit
-def _loaded(pointers, there, dtype: tl.constexpr, UNITS: tl.constexpr):
+def loaded(pointers, there, dtype: tl.constexpr, UNITS: tl.constexpr):
     """Loads values from a pool as ``dtype``, which represents every e4m3 number exactly."""
     kept = tl.load(pointers, mask=there, other=0)
     if kept.dtype == dtype:
@@ -119,7 +119,7 @@ def _text_kernel(
             slot = page * PAGE_SIZE + position % PAGE_SIZE
             place = slot[:, None] * slot_stride + head * HEAD_DIM + dim[None, :]
             there = stored[:, None] & (dim < HEAD_DIM)[None, :]
-            k = _loaded(keys + place, there, own.dtype, UNITS)
+            k = loaded(keys + place, there, own.dtype, UNITS)
             scores = tl.dot(own, tl.trans(k), input_precision=precision) * scale
             seen = position[None, :] <= start + query[:, None]
             scores = tl.where(seen, scores, float("-inf"))
@@ -127,7 +127,7 @@ def _text_kernel(
             larger = tl.maximum(best, tl.max(scores, 1))
             weights = tl.exp2(scores - larger[:, None])
             shrink = tl.exp2(best - larger)
-            v = _loaded(values + place, there, own.dtype, UNITS)
+            v = loaded(values + place, there, own.dtype, UNITS)
             total = total * shrink + tl.sum(weights, 1)
             sums = sums * shrink[:, None] + tl.dot(
                 weights.to(v.dtype), v, input_precision=precision

@@ -22,6 +22,7 @@ from .attention.decode import FlashInferRows
 from .graphs import DecodeGraphs, Variant, ladder
 from .sampling.rows import RowSampler
 from .state.sequence_state import SequenceState
+from .state.shared_rows import FEWEST_ROWS, SharedRows
 from .text.decoder import FusedText
 
 
@@ -49,7 +50,18 @@ class Decode:
         self._normed = torch.empty_like(self._x)
         self._kinds = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._values = torch.zeros(max_rows, 2, dtype=torch.float32, device=device)
-        self._graphs = DecodeGraphs(self._body, max_rows, stream=stream)
+        config = text.config
+        self._shared: SharedRows | None = None
+        if planned is None and max_rows >= FEWEST_ROWS:
+            self._shared = SharedRows(
+                max_rows, config.n_heads, config.head_dim, cache.page_size, device
+            )
+        self._graphs = DecodeGraphs(
+            self._body,
+            max_rows,
+            stream=stream,
+            fewest_shared=None if self._shared is None else FEWEST_ROWS,
+        )
 
     def run(self, rows: Sequence[Row], step_id: int) -> tuple[Tensor, Tensor | None]:
         """Runs one pass over ``rows`` and returns the results on the device: [len(rows), RESULT_WIDTH] int32, and the
@@ -59,7 +71,8 @@ class Decode:
         """
         count = len(rows)
         assert count <= self._max_rows, f"{count} decode rows, limit {self._max_rows}"
-        padded = self._graphs.padded(count)
+        shared = self._shared is not None and self._shared.send(rows)
+        padded = self._graphs.padded(count, shared=shared)
         host = self._sampler.rows.host()
         host["new_pages"][:padded] = -1
         host["seqs"][:count] = self._state.assign_decoding(rows, step_id, host["new_pages"])
@@ -69,6 +82,7 @@ class Decode:
         host["kinds"][count:padded] = TEXT
         host["ids"][count:padded] = 0
         variant = self._sampler.encode(rows, host, padded, spatial=spatial)
+        variant = variant._replace(shared=shared)
         self._sampler.rows.send()
         if self._planned is not None:
             self._planned.plan(padded, rows)
@@ -80,7 +94,7 @@ class Decode:
 
     def capture(self, progress: Progress | None) -> None:
         """Captures all graphs, with rows of the spare sequence as input. Requires a CUDA device."""
-        self._sampler.send_padding(self._max_rows)
+        self._send_padding()
         if self._planned is not None:
             with torch.cuda.stream(self._stream):
                 for padded in ladder(self._max_rows):
@@ -89,7 +103,7 @@ class Decode:
 
     def warm_up(self) -> None:
         """Runs every variant of a pass uncaptured, on rows of the spare sequence: for a runtime without graphs."""
-        self._sampler.send_padding(self._max_rows)
+        self._send_padding()
         if self._planned is not None:
             for padded in ladder(self._max_rows):
                 self._planned.plan(padded, ())
@@ -97,6 +111,11 @@ class Decode:
 
     def close(self) -> None:
         self._graphs.clear()
+
+    def _send_padding(self) -> None:
+        self._sampler.send_padding(self._max_rows)
+        if self._shared is not None:
+            self._shared.send_nothing()
 
     def _fill_inputs(self, rows: Sequence[Row], host: dict[str, np.ndarray]) -> bool:
         """Writes each row's input token and position. Returns True if an input may be a coordinate or a size."""
@@ -167,4 +186,5 @@ class Decode:
             self._cache.keys,
             self._cache.values,
             normed=self._normed[:n],
+            shared=self._shared.of(n) if self._shared is not None and variant.shared else None,
         )

@@ -26,6 +26,8 @@ class Variant(NamedTuple):
     """No row draws a random number."""
     spatial: bool
     """Rows may have coordinates and sizes as input, and may sample them."""
+    shared: bool = False
+    """Positions that several rows share are read once."""
 
 
 def ladder(max_rows: int) -> tuple[int, ...]:
@@ -37,29 +39,50 @@ def ladder(max_rows: int) -> tuple[int, ...]:
     return (*(n for n in rungs if n < max_rows), max_rows)
 
 
+def shared_ladder(max_rows: int, fewest: int) -> tuple[int, ...]:
+    """Returns the captured batch sizes of passes with shared reads: ``fewest`` and its doubles, and ``max_rows``."""
+    rungs = []
+    while fewest < max_rows:
+        rungs.append(fewest)
+        fewest *= 2
+    return (*rungs, max_rows)
+
+
 class DecodeGraphs:
-    """The graphs of decode passes. ``body`` enqueues one pass of a variant on the current stream and does not wait."""
+    """The graphs of decode passes. ``body`` enqueues one pass of a variant on the current stream and does not wait.
+    ``fewest_shared``: the fewest rows of a pass with shared reads; None if there are no such passes."""
 
     def __init__(
-        self, body: Callable[[Variant], None], max_rows: int, *, stream: torch.cuda.Stream | None
+        self,
+        body: Callable[[Variant], None],
+        max_rows: int,
+        *,
+        stream: torch.cuda.Stream | None,
+        fewest_shared: int | None = None,
     ) -> None:
         self._body, self._stream = body, stream
-        self._rungs = ladder(max_rows)
+        shares = fewest_shared is not None and fewest_shared <= max_rows
+        self._rungs = {
+            False: ladder(max_rows),
+            True: shared_ladder(max_rows, fewest_shared) if shares and fewest_shared else (),
+        }
         self._graphs: dict[Variant, torch.cuda.CUDAGraph] = {}
 
     @property
     def variants(self) -> list[Variant]:
         """All variants, the largest first, so that smaller graphs reuse the memory of larger ones."""
         return [
-            Variant(rows, greedy, spatial)
-            for rows in reversed(self._rungs)
+            Variant(rows, greedy, spatial, shared)
+            for shared, rungs in self._rungs.items()
+            for rows in reversed(rungs)
             for greedy in (True, False)
             for spatial in (True, False)
         ]
 
-    def padded(self, num_rows: int) -> int:
+    def padded(self, num_rows: int, *, shared: bool = False) -> int:
         """Returns the captured batch size for ``num_rows``."""
-        return self._rungs[bisect.bisect_left(self._rungs, num_rows)]
+        rungs = self._rungs[shared]
+        return rungs[bisect.bisect_left(rungs, num_rows)]
 
     def capture(self, progress: Progress | None = None) -> None:
         """Runs and captures every variant, which compiles missing kernels. Requires a CUDA device."""

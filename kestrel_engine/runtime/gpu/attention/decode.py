@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ....kernels.attention.paged_decode import DecodeWorkspace, choose_splits, paged_decode
 from ....kernels.attention.rope_store import rope_store
+from ....kernels.attention.shared_prefix import SharedPrefixes
 from ....kernels.e4m3 import has_units
 from ....models.kv_format import EIGHT_BITS, UNSCALED, Scales
 from ....types.model_config import TextConfig
@@ -41,13 +42,15 @@ class DecodeAttention(Protocol):
         tau: tuple[Tensor, Tensor] | None,
         out: Tensor,
         scales: Scales = UNSCALED,
+        *,
+        shared: SharedPrefixes | None = None,
     ) -> object:
         """Computes the attention output into ``out`` [M, H*D], which may be the columns of v.
 
         ``qkv``: [M, >= 3*H*D], before RoPE and tau factors; it may be overwritten. ``keys``, ``values``: [num_slots, H,
         D], in FP8 divided by ``scales``. ``rows``: positions and row_seq, both [M] int32, and page_table [num_seqs,
         max_pages] int32. ``angles``: cos and sin, both [max_positions, rotary_dim / 2] float32. ``tau``: raw content
-        [M, 2*H] and alpha [H], both float32.
+        [M, 2*H] and alpha [H], both float32. ``shared``: as for `paged_decode`.
         """
         ...
 
@@ -83,6 +86,8 @@ class PagedDecode:
         tau: tuple[Tensor, Tensor] | None,
         out: Tensor,
         scales: Scales = UNSCALED,
+        *,
+        shared: SharedPrefixes | None = None,
     ) -> None:
         positions, row_seq, page_table = rows
         paged_decode(
@@ -104,6 +109,7 @@ class PagedDecode:
             pdl=self._early and len(qkv) <= EARLY_ROWS,
             # Layers without experts are launched in the same way: that is what was measured.
             beside=self._config.moe is not None,
+            shared=shared,
         )
 
     def _splits(self, rows: int, pool: torch.dtype) -> int:
@@ -162,8 +168,11 @@ class FlashInferRows:
         tau: tuple[Tensor, Tensor] | None,
         out: Tensor,
         scales: Scales = UNSCALED,
+        *,
+        shared: SharedPrefixes | None = None,
     ) -> None:
         """As `DecodeAttention`, but with the positions and pages of the plan instead of ``rows``."""
+        assert shared is None, "the host plans for each row"
         assert scales == UNSCALED, "FlashInfer reads the model's dtype only"
         count = len(qkv)
         on_device = self._places.device

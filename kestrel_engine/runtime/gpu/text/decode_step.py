@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ....kernels.attention.shared_prefix import SharedPrefixes
 from ....kernels.attention.tau_content import TauWorkspace, tau_content
 from ....kernels.layer_norm import add_layer_norm, layer_norm
 from ....kernels.linear.skinny_linear import (
@@ -112,6 +113,7 @@ class DecodePass:
         values: Tensor,
         *,
         normed: Tensor | None,
+        shared: SharedPrefixes | None,
     ) -> Tensor:
         """As `FusedText.decode`."""
         assert len(x) <= self._max_rows, f"{len(x)} rows, buffers for {self._max_rows}"
@@ -121,7 +123,8 @@ class DecodePass:
         layer_norm(x, first.weight, first.bias, pending=None, out=u)
         norms = [*(layer.ln for layer in self._layers[1:]), self._post_ln]
         for layer, norm in zip(self._layers, norms, strict=True):
-            parts = self._block(layer, u, rows, keys[layer.index], values[layer.index])
+            pool = keys[layer.index], values[layer.index]
+            parts = self._block(layer, u, rows, pool, shared)
             if norm is self._post_ln and normed is not None:
                 u = normed
             # An early launch waits for its predecessor in the same stream, but not for kernels of the other stream.
@@ -138,8 +141,8 @@ class DecodePass:
         layer: TextLayer,
         u: Tensor,
         rows: tuple[Tensor, Tensor, Tensor],
-        keys: Tensor,
-        values: Tensor,
+        pool: tuple[Tensor, Tensor],
+        shared: SharedPrefixes | None,
     ) -> list[Tensor]:
         """Returns tensors whose sum is the block's output, without its biases."""
         dim, moe = self._config.dim, layer.moe
@@ -151,8 +154,10 @@ class DecodePass:
         def attend(reads: Linear, *, gelu_from: int | None = None) -> None:
             out = read[:, : reads.weight.shape[0]]
             factors = self._linear_and_tau(layer, u, reads, out, gelu_from=gelu_from)
-            pool = keys, values
-            self._attention(read, *pool, rows, self._angles, factors, attended, layer.kv_scales)
+            scales = layer.kv_scales
+            self._attention(
+                read, *pool, rows, self._angles, factors, attended, scales, shared=shared
+            )
 
         if moe is None:
             attend(layer.reads, gelu_from=3 * dim)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.attention.rope_store import rope_store
+from ....kernels.attention.shared_prefix import SharedPrefixes
 from ....kernels.attention.tau_content import TauWorkspace, tau_content
 from ....kernels.layer_norm import layer_norm
 from ....kernels.linear.fp8_rows import Fp8Rows, layer_norm_fp8, quantise_rows
@@ -205,15 +206,17 @@ class FusedText:
         values: Tensor,
         *,
         normed: Tensor | None = None,
+        shared: SharedPrefixes | None = None,
     ) -> Tensor:
         """Runs one token of each row: overwrites ``x`` [M, dim] with the stream after the last block, and returns it.
 
         ``positions``: [M] int32, the positions of the tokens. ``row_seq``: [M] int32, the row of each token's sequence
         in ``page_table`` [num_seqs, max_pages] int32. ``keys``, ``values``: as for `prefill`. ``normed``: [M, dim],
-        filled with ``post_ln`` of the stream at no cost, for `logits`. A graph can capture this pass, because the grids
-        depend on M only and all memory is allocated before.
+        filled with ``post_ln`` of the stream at no cost, for `logits`. ``shared``: as for `paged_decode`. A graph can
+        capture this pass, because the grids depend on M only and all memory is allocated before.
         """
-        return self._decode(x, positions, row_seq, page_table, keys, values, normed=normed)
+        rows = positions, row_seq, page_table
+        return self._decode(x, *rows, keys, values, normed=normed, shared=shared)
 
     def logits(
         self, hidden: Tensor, *, normed: Tensor | None = None, out: Tensor | None = None
