@@ -34,6 +34,7 @@ from .reports.gpu_report import GpuReport, command_line
 from .reports.report import benchmark_parser, median, quantile
 
 ROWS_A_PREFILL = 8
+TOP_ROUNDS = 5
 FIRST_TEXT_ID = 10
 """Smaller ids are special in every family."""
 
@@ -139,9 +140,11 @@ def measure(
     rate: float | None = None,
     sampled: bool = False,
     shared: int = 0,
+    top: int = 0,
 ) -> None:
     """Measures all batch sizes. ``rate``: copied bytes a second; None to measure it. ``sampled``: sample with the
-    defaults of query. ``shared``: the first positions that all sequences have in common."""
+    defaults of query. ``shared``: the first positions that all sequences have in common. ``top``: also measure steps
+    whose rows ask for that many of the likeliest tokens."""
     config, device = opened.built.model, opened.device
     model = opened.runtime.model
     rate = rate or copy_rate(device)
@@ -203,7 +206,40 @@ def measure(
         report.figure(
             name, 1e3 * step_s, "ms", at_least=False, floor=1e3 * floor, bar=bar, goal=goal
         )
+        if top:
+            _measure_tops(report, steps, held, prefilled.start, total, warm_up, top)
     steps.end(prefilled.held)
+
+
+def _measure_tops(
+    report: GpuReport,
+    steps: HandMadeSteps,
+    held: Sequence[Held],
+    start: int,
+    total: int,
+    warm_up: int,
+    top: int,
+) -> None:
+    """Measures steps with and without the likeliest tokens, in turn."""
+    off, on = list[float](), list[float]()
+    with server_gc():
+        for _ in range(TOP_ROUNDS):
+            for means, asked in ((off, 0), (on, top)):
+                plans = steps.decode_plans(held, start, total + 1, top=asked)
+                step_s = run_pipelined(steps, plans, warm_up).step_s
+                means.append(sum(step_s) / len(step_s))
+    cost = [b / a - 1 for a, b in zip(off, on, strict=True)]
+    report.add(
+        f"Decode steps whose rows all ask for the {top} likeliest tokens, {TOP_ROUNDS} rounds",
+        {
+            "batch": len(held),
+            "off ms": 1e3 * median(off),
+            "on ms": 1e3 * median(on),
+            "cost": median(cost),
+            "least cost": min(cost),
+            "most cost": max(cost),
+        },
+    )
 
 
 def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
@@ -231,6 +267,12 @@ def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="draw with temperature 0.2 and top_p 0.9, the query's defaults, instead of greedily",
     )
+    parser.add_argument(
+        "--top-logprobs",
+        type=int,
+        default=0,
+        help="also measure the cost of this many likeliest tokens of every row, at most 20 [0]",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> GpuReport:
@@ -251,6 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
             warm_up=args.warm_up,
             sampled=args.sampled,
             shared=args.shared,
+            top=args.top_logprobs,
         )
     finally:
         opened.runtime.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kestrel_engine.runtime.protocol import Runtime
 from kestrel_engine.types.requests import PreparedImage, SamplingParams, Token, num_positions
@@ -88,14 +88,18 @@ class HandMadeSteps:
     def decode(self, rows: Sequence[Row]) -> StepResult:
         return self.run(StepPlan(next(_ids), decode=tuple(rows)))
 
-    def decode_plans(self, held: Sequence[Held], start: int, count: int) -> list[StepPlan]:
+    def decode_plans(
+        self, held: Sequence[Held], start: int, count: int, *, top: int = 0
+    ) -> list[StepPlan]:
         """Returns ``count`` steps from position ``start`` on. Each sequence's input is the token that it sampled last.
+        ``top``: how many of the likeliest ids each row asks for.
 
         Page tables are whole from the beginning, so that a sequence may start over from an earlier position.
         """
         plans = []
+        rule = replace(self._rule, top=top)
         for step in range(count):
-            spec = self._sample(1 + step)
+            spec = SampleSpec(rule, self._sampling, 1 + step)
             rows = [Row(h.sequence_id, (PREVIOUS,), start + step, h.pages, spec) for h in held]
             plans.append(StepPlan(next(_ids), decode=tuple(rows)))
         return plans

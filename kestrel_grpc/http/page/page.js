@@ -328,7 +328,10 @@ function paintLabel(x, y, colour, label, score) {
   element.style.left = `${100 * x}%`;
   element.style.top = `${100 * y}%`;
   element.style.background = colour;
-  if (element.textContent) $("labels").append(element);
+  if (!element.textContent) return;
+  $("labels").append(element);
+  const over = element.offsetLeft + element.offsetWidth - $("labels").clientWidth;
+  if (over > 0) element.style.marginLeft = `${-over}px`;
 }
 
 function paintPoint(point, colour) {
