@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..types.step import SampleSpec, TokenRule, uniform
 
+Top: TypeAlias = tuple[tuple[int, float], ...]
+"""The likeliest ids with their log-probabilities (StepToken.top)."""
+
 
 class Drawn(NamedTuple):
-    """A sampled id, its log-probability, and the likeliest ids with theirs (StepToken.top)."""
+    """A sampled id, its log-probability, and the likeliest ids."""
 
     id: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: Top = ()
 
 
 def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[Drawn | None]:
@@ -53,10 +56,10 @@ def _sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[Drawn]:
         ids[drawn] = _draw(logits[drawn], [specs[i] for i in drawn])
     logprobs = logits.log_softmax(dim=-1)
     chosen = logprobs.gather(1, ids[:, None]).flatten()
+    tops = _tops(logits, logprobs, [spec.rule.top for spec in specs])
     return [
         Drawn(
-            *_apply_otherwise(spec.rule, int(i), float(logprob), logprobs[row]),
-            _top(logits[row], logprobs[row], spec.rule.top) if spec.rule.top else (),
+            *_apply_otherwise(spec.rule, int(i), float(logprob), logprobs[row]), tops.get(row, ())
         )
         for row, (spec, i, logprob) in enumerate(
             zip(specs, ids.tolist(), chosen.tolist(), strict=True)
@@ -64,9 +67,27 @@ def _sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[Drawn]:
     ]
 
 
-def _top(logits: Tensor, logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
-    """Returns the ``count`` likeliest ids of a row with their log-probabilities, in the order of StepToken.top."""
-    # topk chooses freely among equal logits, so it gives the least logit only.
+def _tops(logits: Tensor, logprobs: Tensor, counts: Sequence[int]) -> dict[int, Top]:
+    """Returns the likeliest ids of the rows whose count is not 0, in the order of StepToken.top."""
+    rows = [row for row, count in enumerate(counts) if count]
+    if not rows:
+        return {}
+    if len(rows) < len(counts):
+        logits, logprobs = logits[rows], logprobs[rows]
+    # One id more than wanted shows whether the last is one of several equal ones, or a forbidden one.
+    values, ids = logits.topk(min(max(counts) + 1, logits.shape[-1]))
+    has_equal = ((values[:, 1:] == values[:, :-1]).any(dim=-1) | values[:, -1].isinf()).tolist()
+    found = zip(ids.tolist(), logprobs.gather(1, ids).tolist(), strict=True)
+    return {
+        row: _exact_top(logits[at], logprobs[at], counts[row])
+        if has_equal[at]
+        else tuple(zip(*(column[: counts[row]] for column in pair), strict=True))
+        for at, (row, pair) in enumerate(zip(rows, found, strict=True))
+    }
+
+
+def _exact_top(logits: Tensor, logprobs: Tensor, count: int) -> Top:
+    """Returns the likeliest ids of a row with equal logits, among which ``topk`` chooses freely, or with few ids."""
     least = logits.topk(min(count, len(logits))).values[-1]
     ids = ((logits >= least) & (logits > -math.inf)).nonzero().flatten()
     order = logits[ids].argsort(descending=True, stable=True)[:count]

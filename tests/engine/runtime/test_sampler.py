@@ -158,6 +158,7 @@ def test_the_likeliest_ids_are_those_that_the_rule_allows():
         (0, pytest.approx(math.log(0.2), abs=1e-6)),
     )
     assert [token for token, _ in top(TokenRule(top=2, suppressed=(1,)))] == [2, 3]
+    assert [token for token, _ in top(TokenRule(top=20, suppressed=(1,)))] == [2, 3, 0, 4]
     assert [token for token, _ in top(TokenRule(top=5, allowed=(4, 0)))] == [0, 4]
     edits = (LogitEdit(4, bias=9.0),)
     assert [token for token, _ in top(TokenRule(top=2, edits=edits))] == [4, 1]
