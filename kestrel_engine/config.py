@@ -39,6 +39,14 @@ _DTYPE_ALIASES = {
     "auto": "auto",
 }
 
+_PRECISIONS = {
+    "auto": {"fp8_gemms": "off"},
+    "float32": {"dtype": "float32", "fp8_gemms": "off", "kv_cache_dtype": "model"},
+    "bfloat16": {"dtype": "bfloat16", "fp8_gemms": "off", "kv_cache_dtype": "model"},
+    "fp8": {"dtype": "bfloat16", "fp8_gemms": "all", "kv_cache_dtype": "fp8"},
+}
+"""What each precision makes of settings that are auto."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLimits:
@@ -212,6 +220,13 @@ class RuntimeConfig:
     device: str = setting(
         "auto", DEVICE, "auto (CUDA if the machine has a GPU, else the CPU), cpu, cuda or cuda:N"
     )
+    precision: str = setting(
+        "auto",
+        DEVICE,
+        "default of --dtype, --fp8-gemms and --kv-cache-dtype: float32 (float32, off, model), bfloat16 (bfloat16, off, "
+        "model), fp8 (bfloat16, all, fp8) or auto (auto, off, auto)",
+        choices=("auto", "float32", "bfloat16", "fp8"),
+    )
     dtype: str | torch.dtype = setting(
         "auto", DEVICE, "float32, bfloat16, float16, or auto (float32 on a CPU, bfloat16 on CUDA)"
     )
@@ -232,13 +247,14 @@ class RuntimeConfig:
         choices=("auto", "keep", "dequantise"),
     )
     fp8_gemms: str = setting(
-        "off",
+        "auto",
         DEVICE,
         "matrix products to compute in FP8: vision, prefill, all or off; faster, but less accurate; needs compute "
-        "capability 8.9 or newer",
-        choices=("off", "vision", "prefill", "all"),
+        "capability 8.9 or newer; auto: off, or all with --precision fp8",
+        choices=("auto", "off", "vision", "prefill", "all"),
     )
-    """Each row of weights and activations has a scale. The FP8 weights are copies. Decode steps keep their type."""
+    """Never auto after the initialisation. Each row of weights and activations has a scale. The FP8 weights are copies.
+    Decode steps keep their type."""
     random_weights: bool = setting(
         False,
         MODEL,
@@ -526,6 +542,9 @@ class RuntimeConfig:
         self._check_device()
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         check_settings(self)
+        for name, value in _PRECISIONS[self.precision].items():
+            if getattr(self, name) == "auto":
+                object.__setattr__(self, name, value)
         if self.kv_cache_dtype == "fp8" and self.attention == "flashinfer":
             raise ConfigError(
                 "kv_cache_dtype",

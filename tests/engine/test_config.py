@@ -72,3 +72,25 @@ def test_flashinfer_reads_no_cache_in_fp8():
 def test_the_pool_has_one_size():
     with pytest.raises(ConfigError, match="kv_cache_pages=9 is set too"):
         RuntimeConfig(kv_cache_gib=1.0, kv_cache_pages=9)
+
+
+@pytest.mark.parametrize(
+    ("precision", "found"),
+    [
+        ("auto", ("auto", "off", "auto")),
+        ("float32", ("float32", "off", "model")),
+        ("bfloat16", ("bfloat16", "off", "model")),
+        ("fp8", ("bfloat16", "all", "fp8")),
+    ],
+)
+def test_a_precision_stands_for_three_settings(precision, found):
+    config = RuntimeConfig(precision=precision)
+    assert (config.dtype, config.fp8_gemms, config.kv_cache_dtype) == found
+    # A setting of one's own goes before.
+    own = RuntimeConfig(precision=precision, fp8_gemms="vision", dtype="float16")
+    assert (own.dtype, own.fp8_gemms, own.kv_cache_dtype) == ("float16", "vision", found[2])
+
+
+def test_an_unknown_precision_is_refused():
+    with pytest.raises(ConfigError, match="precision"):
+        RuntimeConfig(precision="fp4")
