@@ -78,7 +78,7 @@ def measure_one(report: Report, count: int) -> None:
     stages: dict[str, Callable[[], Any]] = {
         "source digest": lambda: source_digest(image),
         "decode": lambda: open_image(image, LIMITS),
-        "content key": lambda: crops._content_key(decoded, VISION),
+        "content key": lambda: crops.content_key(decoded, VISION),
     }
     for threads in SHARES:
         stages[f"tile and key, {threads} threads"] = _tiling(lambda: decoded, threads)

@@ -38,11 +38,13 @@ from .errors import (
     SkillUnavailable,
     UnsupportedImageError,
 )
+from .front.merging import best_boxes
 from .front.profiling import ProfileRequest
 from .front.stream import EngineStream
 from .parent_death import end_with_parent
 from .preprocess.images import FORMATS as IMAGE_FORMATS
 from .preprocess.images import OnBackground
+from .preprocess.looks import InRegion, Tiled, Tiles
 from .runtime.profile import Profile
 from .settings import Setting, SettingGroup, check_settings, default_of, setting, settings_of
 from .skills.base import SkillSpec
@@ -50,7 +52,7 @@ from .skills.registry import SkillRegistry
 from .types.events import EngineMetrics, EngineResult, FinishReason, StreamUpdate, TokenLogprob
 from .types.info import EngineInfo, LoadTimes, SchedulerStats
 from .types.observer import ImageEvent, Observer, RequestEvent, StepEvent
-from .types.requests import PreparedImage
+from .types.requests import PreparedImage, PreparedTiles
 
 __all__ = [
     "IMAGE_FORMATS",
@@ -73,6 +75,7 @@ __all__ = [
     "ImageLimits",
     "ImageTooLargeError",
     "ImageTooSlowError",
+    "InRegion",
     "InferenceEngine",
     "InsufficientMemoryError",
     "InvalidRequest",
@@ -84,6 +87,7 @@ __all__ = [
     "OnBackground",
     "PixelsWaiting",
     "PreparedImage",
+    "PreparedTiles",
     "Profile",
     "ProfileError",
     "ProfileRequest",
@@ -102,8 +106,11 @@ __all__ = [
     "SkillUnavailable",
     "StepEvent",
     "StreamUpdate",
+    "Tiled",
+    "Tiles",
     "TokenLogprob",
     "UnsupportedImageError",
+    "best_boxes",
     "check_settings",
     "default_of",
     "end_with_parent",

@@ -14,10 +14,10 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -35,14 +35,18 @@ from .errors import (
 )
 from .factory import Built, build
 from .front.calls import SkillCalls
+from .front.looks import LookGroup
 from .front.open_requests import OpenRequest, OpenRequests
 from .front.profiling import ProfileRequest, take_profile
 from .front.queue_places import Place, QueuePlaces, until_displaced
 from .front.request_options import check_timeout, check_weight, checked_priority, checked_request_id
 from .front.stream import EngineStream
 from .front.watchdog import watch
+from .front.whole_image import prompt_in_region
 from .preprocess.crops import crop_boxes
+from .preprocess.looks import Tiled
 from .preprocess.pool import Preprocessed, PreprocessPool
+from .preprocess.prepared_cache import Looks
 from .runtime.gpu.memory import out_of_memory
 from .runtime.profile import Profile
 from .scheduler.budget import StepBudget
@@ -62,7 +66,7 @@ from .types.events import EngineMetrics, EngineResult, StreamUpdate
 from .types.info import CompileCounts, EngineInfo, PlaceCounts, SchedulerStats
 from .types.observer import ImageEvent, Observer
 from .types.progress import Progress
-from .types.requests import PreparedImage
+from .types.requests import Coord, PreparedImage, PreparedTiles
 from .types.submission import Submission
 from .types.timings import FrontTimings
 
@@ -237,7 +241,8 @@ class InferenceEngine(SkillCalls):
         """Starts a registered skill, or "embed". Returns its stream once the images are prepared and the request
         queued.
 
-        ``image``: an image, a list of images in the order of the prompt, or None. ``priority``: "high", "normal" or
+        ``image``: an image, an InRegion of one, a Tiled image for point and detect, a list of images in the order of
+        the prompt, or None. A Tiled image takes a place in the queue for each look. ``priority``: "high", "normal" or
         "low". ``timeout_s``: the request is dropped if nothing was computed for it by then. ``cache_salt``: images and
         prefixes are shared with requests of the same salt only. ``principal``: the caller's name; "" is one principal,
         too. ``weight``: the principal's share relative to others, above 0. Raises RequestError, EngineOverloaded,
@@ -272,52 +277,99 @@ class InferenceEngine(SkillCalls):
         request = spec.build(arguments or {}, settings or {}, self._context)
         check_prompt(request.prompt_suffix, self._built.model)
         images = _as_list(image)
+        num_looks = _check_tiled(images, request)
         check_images(request, len(images), self._config.max_images)
         model, context = self._built.model, self._limits.max_seq_length
         embeds = request.embedding is not None
         positions = 0 if embeds else check_context(request, len(images), model, context)
         max_tokens = self._token_limit(request, positions)
-        if len(images) > 1:
-            self._places.take_more(place, len(images) - 1)
+        if len(images) * num_looks > 1:
+            self._places.take_more(place, len(images) * num_looks - 1)
         if request.constraint is not None:
             request = await self._compiled(request, request.constraint, timeout_s, place)
-        prepared: list[PreparedImage] = []
+        prepared: list[Looks] = []
         if images:
             prepared, timings = await self._prepare(images, now, timeout_s, cache_salt, place)
         self._check_alive()
         if request.embedding is not None:
-            request, *prepared = self._to_embed(request, request.embedding, *prepared)
-        prompt = () if embeds else build_prompt(request, prepared, model)
-        control = spec.new_control(request, max_tokens, self._context)
-        output = spec.new_output(request, self._context)
-        sequence_id = next(self._ids)
+            ((image,),) = prepared
+            request, image = self._to_embed(request, request.embedding, image)
+            prepared = [(image,)]
+        is_tiled = num_looks > 1
+        looks = _sequences(prepared, is_tiled)
         bounds = [b for b in (timeout_s, self._config.max_queue_wait_s) if b is not None]
-        submission = Submission(
-            sequence_id=sequence_id,
-            prompt=prompt,
-            images=tuple(prepared),
-            sampling=dataclasses.replace(request.sampling, seed=self._seed(request)),
-            rule=control.rule(0),
-            max_tokens=max_tokens,
-            namespace=cache_salt,
-            principal=place.principal,
-            weight=place.weight,
-            priority=place.priority,
-            arrived_at=now,
-            deadline_at=now + min(bounds) if bounds else None,
-            embedding=request.embedding,
-        )
-        stream = EngineStream(request_id, lambda: self._loop.abort(sequence_id))
-        give_back = partial(self._places.give_back, place)
-        opened = OpenRequest(skill, stream, timings, submission, give_back)
-        self._open.add(sequence_id, opened)
-        place.is_waiting = lambda: opened.admitted_at is None
-        place.displace = lambda error: self._loop.refuse(sequence_id, error)
-        self._idle.clear()
         queue_limited = bool(bounds) and min(bounds) != timeout_s
-        refines = request.refine and self._limits.refines and bool(prepared)
-        self._loop.submit(Work(request_id, submission, control, output, queue_limited, refines))
+        seed = self._seed(request)
+        ids = [next(self._ids) for _ in looks]
+
+        def for_all(command: Callable[[int], None]) -> None:
+            for sequence_id in ids:
+                command(sequence_id)
+
+        abort = partial(for_all, self._loop.abort)
+        stream = EngineStream(request_id, abort)
+        group, merging = None, request.merging
+        if merging is not None and (is_tiled or merging.max_overlap is not None):
+            group = LookGroup(len(looks), merging, abort)
+        give_back = partial(self._places.give_back, place)
+        opened: list[OpenRequest] = []
+        works: list[Work] = []
+        for sequence_id, images_of_look in zip(ids, looks, strict=True):
+            seen = _in_region(request, images_of_look)
+            control = spec.new_control(seen, max_tokens, self._context)
+            submission = Submission(
+                sequence_id=sequence_id,
+                prompt=() if embeds else build_prompt(seen, images_of_look, model),
+                images=images_of_look,
+                sampling=dataclasses.replace(request.sampling, seed=seed),
+                rule=control.rule(0),
+                max_tokens=max_tokens,
+                namespace=cache_salt,
+                principal=place.principal,
+                weight=place.weight,
+                priority=place.priority,
+                arrived_at=now,
+                deadline_at=now + min(bounds) if bounds else None,
+                embedding=request.embedding,
+            )
+            output = spec.new_output(seen, self._context)
+            refines = request.refine and self._limits.refines and bool(images_of_look)
+            works.append(Work(request_id, submission, control, output, queue_limited, refines))
+            opened.append(OpenRequest(skill, stream, timings, submission, give_back, group=group))
+        for each in opened:
+            self._open.add(each.submission.sequence_id, each)
+        place.is_waiting = lambda: all(each.admitted_at is None for each in opened)
+        place.displace = lambda error: for_all(lambda i: self._loop.refuse(i, error))
+        self._idle.clear()
+        for work in works:
+            self._loop.submit(work)
         return stream
+
+    @overload
+    async def prepare_image(
+        self,
+        image: Tiled,
+        *,
+        timeout_s: float | None = ...,
+        cache_salt: str = ...,
+        request_id: str = ...,
+        priority: str = ...,
+        principal: str = ...,
+        weight: float = ...,
+    ) -> PreparedTiles: ...
+
+    @overload
+    async def prepare_image(
+        self,
+        image: Any,
+        *,
+        timeout_s: float | None = ...,
+        cache_salt: str = ...,
+        request_id: str = ...,
+        priority: str = ...,
+        principal: str = ...,
+        weight: float = ...,
+    ) -> PreparedImage: ...
 
     async def prepare_image(
         self,
@@ -329,24 +381,26 @@ class InferenceEngine(SkillCalls):
         priority: str = "normal",
         principal: str = "",
         weight: float = 1.0,
-    ) -> PreparedImage:
-        """Checks, decodes and tiles an image ahead of the requests that will be about it, which take the result as
-        their ``image``; ``request_id`` is for the observer, ``priority``, ``principal`` and ``weight`` are as for
-        ``submit``. Raises ImageError, InvalidRequest, EngineOverloaded, DeadlineExceeded, EngineClosed."""
+    ) -> PreparedImage | PreparedTiles:
+        """Checks, decodes and tiles an image, an InRegion or a Tiled image ahead of the requests that will be about it,
+        which take the result as their ``image``; ``request_id`` is for the observer, ``priority``, ``principal`` and
+        ``weight`` are as for ``submit``. Raises ImageError, InvalidRequest, EngineOverloaded, DeadlineExceeded,
+        EngineClosed."""
         check_timeout(timeout_s)
         place = self._take_place(principal, weight, priority)
         now = time.monotonic()
         timings = FrontTimings(accepted_at=now)
-        prepared, error = None, ""
+        looks: Looks = ()
+        error = ""
         try:
-            (prepared,), timings = await self._prepare([image], now, timeout_s, cache_salt, place)
-            return prepared
+            (looks,), timings = await self._prepare([image], now, timeout_s, cache_salt, place)
+            return PreparedTiles(looks) if isinstance(image, Tiled) else looks[0]
         except BaseException as failed:
             error = type(failed).__name__
             raise
         finally:
             self._places.give_back(place)
-            self._observe_image(request_id, timings, prepared, error)
+            self._observe_image(request_id, timings, looks, error)
 
     def cancel(self, request_id: str) -> int:
         """Ends the requests of this id as "cancelled", as soon as a step ends; returns how many. One whose image is
@@ -354,7 +408,7 @@ class InferenceEngine(SkillCalls):
         found = self._open.named(request_id)
         for sequence_id in found:
             self._loop.abort(sequence_id)
-        return len(found)
+        return len(set(found.values()))
 
     async def flush_caches(self) -> None:
         """Drops prefixes, embeddings and prepared images that no request uses, before the next step.
@@ -467,10 +521,12 @@ class InferenceEngine(SkillCalls):
         timeout_s: float | None,
         cache_salt: str,
         place: Place,
-    ) -> tuple[list[PreparedImage], FrontTimings]:
-        """Raises Displaced besides, if the request loses its place meanwhile."""
-        if all(isinstance(image, PreparedImage) for image in images):
-            return list(images), FrontTimings(accepted_at=accepted_at)
+    ) -> tuple[list[Looks], FrontTimings]:
+        """The looks at each image: one, or those of a tiled image. Raises Displaced besides, if the request loses its
+        place meanwhile."""
+        ready = [_looks_of(image) for image in images]
+        if all(ready):
+            return ready, FrontTimings(accepted_at=accepted_at)
         self._preparing += 1
         self._idle.clear()
         try:
@@ -491,7 +547,7 @@ class InferenceEngine(SkillCalls):
             preprocess_s=min(sum(each.seconds for each in prepared), now - accepted_at),
             prepared_at=now,
         )
-        return [each.image for each in prepared], timings
+        return [each.looks for each in prepared], timings
 
     async def _prepare_each(
         self, images: Sequence[Any], cache_salt: str, principal: str
@@ -501,8 +557,8 @@ class InferenceEngine(SkillCalls):
             return [await self._pool.prepare(images[0], cache_salt, principal=principal)]
 
         async def prepare(image: Any) -> Preprocessed:
-            if isinstance(image, PreparedImage):
-                return Preprocessed(image, 0.0)
+            if ready := _looks_of(image):
+                return Preprocessed(ready, 0.0)
             return await self._pool.prepare(image, cache_salt, principal=principal)
 
         tasks = [asyncio.create_task(prepare(image)) for image in images]
@@ -568,15 +624,15 @@ class InferenceEngine(SkillCalls):
         return compiling
 
     def _observe_image(
-        self, request_id: str, timings: FrontTimings, image: PreparedImage | None, error: str
+        self, request_id: str, timings: FrontTimings, looks: Looks, error: str
     ) -> None:
         if self._observer is None:
             return
         event = ImageEvent(
             request_id=request_id,
             error=error,
-            size=None if image is None else (image.width, image.height),
-            num_crops=0 if image is None else image.num_crops,
+            size=looks[0].image_size if looks else None,
+            num_crops=sum(look.num_crops for look in looks),
             seconds=timings.preprocess_s,
             accepted_at=timings.accepted_at,
             ended_at=time.monotonic(),
@@ -669,6 +725,49 @@ def _as_list(image: Any) -> list[Any]:
     if isinstance(image, (list, tuple)):
         return list(image)
     return [] if image is None else [image]
+
+
+def _looks_of(image: Any) -> Looks:
+    """The looks at an image that is prepared; none for another image."""
+    if isinstance(image, PreparedTiles):
+        return image.looks
+    return (image,) if isinstance(image, PreparedImage) else ()
+
+
+def _sequences(prepared: Sequence[Looks], is_tiled: bool) -> list[Looks]:
+    """The images of each sequence of a request: one look at a tiled image, or all images together."""
+    if is_tiled:
+        return [(look,) for look in prepared[0]]
+    return [tuple(looks[0] for looks in prepared)]
+
+
+def _check_tiled(images: Sequence[Any], request: SkillRequest) -> int:
+    """The number of looks at an image of the request: 1 unless it is tiled. Raises InvalidRequest."""
+    for image in images:
+        if not isinstance(image, (Tiled, PreparedTiles)):
+            continue
+        if len(images) > 1:
+            raise InvalidRequest("tiles", f"are for one image; the request has {len(images)}")
+        if request.merging is None:
+            raise InvalidRequest(
+                "tiles", f"are for skills that find objects; {request.skill} looks at an image once"
+            )
+        if any(isinstance(token, Coord) for token in request.prompt_suffix):
+            raise InvalidRequest(
+                "spatial_refs", "must be empty for a tiled image: a tile may not show the places"
+            )
+        return image.tiles.num_looks if isinstance(image, Tiled) else len(image.looks)
+    return 1
+
+
+def _in_region(request: SkillRequest, images: Sequence[PreparedImage]) -> SkillRequest:
+    """The request with its spatial references in the coordinates of its only image, if that is a region. Raises
+    InvalidRequest."""
+    region = images[0].region if len(images) == 1 else None
+    if region is None:
+        return request
+    suffix = prompt_in_region(request.prompt_suffix, region)
+    return dataclasses.replace(request, prompt_suffix=suffix)
 
 
 def _policy(config: RuntimeConfig, sizes: Sizes) -> SchedulerPolicy:

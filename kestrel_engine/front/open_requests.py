@@ -1,31 +1,34 @@
 """OpenRequests: the requests that were accepted and whose outcome has not come back.
 
-Owns their streams, on the event loop. Turns deliveries into updates and results, and calls the observer at each end.
-Knows no scheduler and no runtime.
+Owns their streams, on the event loop. Turns deliveries into updates and results, in coordinates of the whole image, and
+calls the observer at each end. Knows no scheduler and no runtime.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from ..errors import KestrelError
-from ..steps.delivery import Delivery, RequestEnd
-from ..types.events import EngineMetrics, EngineResult, SeenImage
+from ..errors import EngineClosed, KestrelError, RuntimeFailure
+from ..steps.delivery import Delivery, Finished, RequestEnd
+from ..types.events import EngineMetrics, EngineResult, SeenImage, StreamUpdate
 from ..types.observer import Observer, RequestEvent
-from ..types.requests import num_positions
+from ..types.requests import ImageRegion, num_positions
 from ..types.submission import Submission
 from ..types.timings import FrontTimings, StepTimings, metrics_of
+from .looks import LookGroup
 from .stream import EngineStream
+from .whole_image import output_in_image, update_in_image
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True)
 class OpenRequest:
-    """A request as the event loop sees it. ``on_end`` is called when it has ended."""
+    """A request, or one look of a tiled request, as the event loop sees it. ``on_end`` is called when it has ended."""
 
     skill: str
     stream: EngineStream
@@ -34,33 +37,49 @@ class OpenRequest:
     on_end: Callable[[], None]
     admitted_at: float | None = None
     """When the scheduler first took the request into the batch, as far as reported."""
+    group: LookGroup | None = None
+    """The looks of a request whose objects are merged. They share stream, timings and outcome."""
+
+    @property
+    def region(self) -> ImageRegion | None:
+        """The region that the request's only image is; None for another image, and for several."""
+        images = self.submission.images
+        return images[0].region if len(images) == 1 else None
 
     @property
     def images(self) -> tuple[SeenImage, ...]:
         return tuple(
-            SeenImage(size=(image.width, image.height), digest=(image.source_digest or b"").hex())
+            SeenImage(size=image.image_size, digest=(image.source_digest or b"").hex())
             for image in self.submission.images
         )
 
 
 class OpenRequests:
-    """add() on acceptance; each ends by a delivery's outcome or by fail_all(). ``on_end`` is called after any ended."""
+    """add() on acceptance; each ends by a delivery's outcome or by fail_all(). ``on_end`` is called after any ended.
+
+    A tiled request is added once for each look, and ends with the last of them.
+    """
 
     def __init__(self, model: str, observer: Observer | None, on_end: Callable[[], None]) -> None:
         self._model = model
         self._observer = observer
         self._on_end = on_end
         self._open: dict[int, OpenRequest] = {}
+        self._streams: set[EngineStream] = set()
+        self._merging: set[asyncio.Task[None]] = set()
+        """Requests whose looks have all ended. Merging takes time, so a thread does it."""
 
     def __len__(self) -> int:
-        return len(self._open)
+        """The number of requests."""
+        return len(self._streams)
 
     def add(self, sequence_id: int, request: OpenRequest) -> None:
         self._open[sequence_id] = request
+        self._streams.add(request.stream)
 
-    def named(self, request_id: str) -> list[int]:
-        """Sequence ids of the requests that carry ``request_id``."""
-        return [i for i, r in self._open.items() if r.stream.request_id == request_id]
+    def named(self, request_id: str) -> dict[int, EngineStream]:
+        """The sequence ids of the requests that carry ``request_id``, with the request's stream."""
+        return {i: r.stream for i, r in self._open.items() if r.stream.request_id == request_id}
 
     def deliver(self, deliveries: list[Delivery]) -> None:
         """Passes deliveries to their requests. A delivery for a request that has ended is dropped."""
@@ -71,32 +90,64 @@ class OpenRequests:
             if delivery.admitted_at is not None:
                 request.admitted_at = delivery.admitted_at
             if delivery.updates:
-                request.stream.push(delivery.updates)
+                request.stream.push(_in_image(request, delivery))
             if delivery.end is not None:
-                del self._open[delivery.sequence_id]
-                self._end(request, delivery.end)
+                self._end(delivery.sequence_id, delivery.end)
         self._on_end()
 
     def fail_all(self, error: KestrelError) -> None:
         """Ends all open requests without the step thread."""
-        requests, self._open = self._open, {}
         now = time.monotonic()
-        for request in requests.values():
+        for sequence_id, request in list(self._open.items()):
             timings = StepTimings(scheduled_at=request.admitted_at, finished_at=now)
-            self._end(request, RequestEnd(error, timings))
+            self._end(sequence_id, RequestEnd(error, timings))
         self._on_end()
 
-    def _end(self, request: OpenRequest, end: RequestEnd) -> None:
+    def _end(self, sequence_id: int, end: RequestEnd) -> None:
+        request = self._open.pop(sequence_id)
+        region, group = request.region, request.group
+        if isinstance(end.outcome, Finished) and region is not None:
+            output = output_in_image(end.outcome.output, region)
+            end = dataclasses.replace(end, outcome=dataclasses.replace(end.outcome, output=output))
+        if group is None:
+            self._conclude(request, [request.submission], end)
+        elif group.end(sequence_id, request.submission, end):
+            if group.error is not None:
+                failed = RequestEnd(group.error, group.timings)
+                self._conclude(request, group.submissions, failed)
+            else:
+                task = asyncio.get_running_loop().create_task(self._merge(request, group))
+                self._merging.add(task)
+                task.add_done_callback(self._merging.discard)
+
+    async def _merge(self, request: OpenRequest, group: LookGroup) -> None:
+        """Ends a request, all of whose looks have ended well."""
+        outcome: Finished | KestrelError = EngineClosed("the engine was shut down")
+        try:
+            outcome = await asyncio.to_thread(group.merged)
+        except Exception:  # A fault ends its own request only.
+            logger.exception("the objects of request %s can't be merged", request.stream.request_id)
+            outcome = RuntimeFailure("the objects of all looks could not be merged")
+        finally:
+            timings = dataclasses.replace(group.timings, finished_at=time.monotonic())
+            self._conclude(request, group.submissions, RequestEnd(outcome, timings))
+            self._on_end()
+
+    def _conclude(
+        self, request: OpenRequest, submissions: Sequence[Submission], end: RequestEnd
+    ) -> None:
+        """Ends a request. ``submissions``: one, or those of all looks."""
+        self._streams.discard(request.stream)
         request.on_end()
         outcome = end.outcome
         token_ids = () if isinstance(outcome, KestrelError) else outcome.token_ids
         metrics = metrics_of(
             request.timings,
             end.timings,
-            input_tokens=num_positions(request.submission.prompt),
+            input_tokens=sum(num_positions(each.prompt) for each in submissions),
             output_tokens=len(token_ids),
         )
-        self._observe(request, end, metrics)
+        self._observe(request, submissions, end, metrics)
         if isinstance(outcome, KestrelError):
             request.stream.fail(outcome)
             return
@@ -108,16 +159,24 @@ class OpenRequests:
             metrics=metrics,
             model=self._model,
             images=request.images,
+            num_looks=len(submissions),
             seed=request.submission.sampling.seed,
             logprobs=outcome.logprobs,
             absence=outcome.absence,
         )
         request.stream.finish(result)
 
-    def _observe(self, request: OpenRequest, end: RequestEnd, metrics: EngineMetrics) -> None:
+    def _observe(
+        self,
+        request: OpenRequest,
+        submissions: Sequence[Submission],
+        end: RequestEnd,
+        metrics: EngineMetrics,
+    ) -> None:
         if self._observer is None:
             return
-        images, outcome = request.submission.images, end.outcome
+        images = request.submission.images
+        outcome = end.outcome
         if isinstance(outcome, KestrelError):
             reason, error = "", type(outcome).__name__
         else:
@@ -128,8 +187,8 @@ class OpenRequests:
             finish_reason=reason,
             error=error,
             metrics=metrics,
-            image_size=(images[0].width, images[0].height) if images else None,
-            num_crops=sum(image.num_crops for image in images),
+            image_size=images[0].image_size if images else None,
+            num_crops=sum(image.num_crops for each in submissions for image in each.images),
             accepted_at=request.timings.accepted_at,
             prepared_at=request.timings.prepared_at,
             scheduled_at=end.timings.scheduled_at,
@@ -140,3 +199,15 @@ class OpenRequests:
             self._observer.on_request(event)
         except Exception:  # A fault of the observer must not change what it observes.
             logger.exception("the observer failed on request %s", event.request_id)
+
+
+def _in_image(request: OpenRequest, delivery: Delivery) -> list[tuple[int, StreamUpdate]]:
+    """The updates of a delivery, in coordinates of the whole image, with the tokens of all looks together."""
+    updates, region, group = delivery.updates, request.region, request.group
+    if region is not None:
+        updates = [(count, update_in_image(update, region)) for count, update in updates]
+    if group is not None:
+        updates = [
+            (group.total_sampled(delivery.sequence_id, count), update) for count, update in updates
+        ]
+    return updates

@@ -18,7 +18,7 @@ import pyvips
 
 from ..exact_resize import STRIP_ROWS, is_exact
 from ..types.model_config import VisionConfig
-from ..types.requests import PreparedImage
+from ..types.requests import ImageRegion, PreparedImage
 from .decoded_image import Allocate, DecodedImage, new_bytes
 
 PREPROCESS_VERSION = 1
@@ -93,6 +93,26 @@ def device_makes_crops(width: int, height: int, vision: VisionConfig, device_pix
     return width * height <= device_pixels and is_exact(width, height, to_width, to_height)
 
 
+def stored_shape(
+    width: int, height: int, vision: VisionConfig, device_pixels: int
+) -> tuple[int, ...]:
+    """Returns the shape of what ``prepare`` makes: of the pixels if the device makes the crops, or else of the
+    crops."""
+    if device_makes_crops(width, height, vision, device_pixels):
+        return height, width, 3
+    rows, columns = select_tiling(width, height, vision)
+    return 1 + rows * columns, vision.crop_size, vision.crop_size, 3
+
+
+def region_of(image: DecodedImage, key: str, region: ImageRegion) -> DecodedImage:
+    """Returns a part of a finished image as an image of its own. Its key follows from the image's ``key`` and its
+    place."""
+    bottom, right = region.top + region.height, region.left + region.width
+    pixels = np.ascontiguousarray(image.pixels[region.top : bottom, region.left : right])
+    identity = (key.encode(), repr(region).encode())
+    return DecodedImage(pixels, identity=identity)
+
+
 def prepare(
     image: DecodedImage,
     vision: VisionConfig,
@@ -120,7 +140,7 @@ def prepare(
     side, window = vision.crop_size, vision.crop_window
     rows, columns = select_tiling(image.width, image.height, vision)
     key: list[str] = []
-    pieces: list[Piece] = [image.decode, lambda: key.append(_content_key(image, vision))]
+    pieces: list[Piece] = [image.decode, lambda: key.append(content_key(image, vision))]
     if device_makes_crops(image.width, image.height, vision, device_pixels):
         pixels = image.pixels
         if not in_place:
@@ -240,7 +260,7 @@ class _Resized:
                 tile_row[:, first:last] = parts[:, first + above - top : last + above - top]
 
 
-def _content_key(image: DecodedImage, vision: VisionConfig) -> str:
+def content_key(image: DecodedImage, vision: VisionConfig) -> str:
     """Returns 32 hexadecimal digits: 128 bits of SHA-256, the fastest hash on processors with instructions for it."""
     geometry = (vision.crop_size, vision.enc_patch_size, vision.overlap_margin, vision.max_crops)
     pixels = image.pixels

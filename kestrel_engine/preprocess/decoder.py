@@ -28,10 +28,11 @@ from ..config import ImageLimits
 from ..errors import RequestError
 from ..types.model_config import VisionConfig
 from .bmp import BmpImage
-from .costs import PIXELS, Cost, cost_of
-from .crops import Piece, device_makes_crops, prepare
+from .costs import PIXELS, Cost, check_size, cost_of
+from .crops import Piece, content_key, device_makes_crops, prepare, region_of, stored_shape
 from .decoded_image import DecodedImage, new_bytes
 from .images import EncodedImage, read_header
+from .looks import WHOLE, Selection, look_size, read_selection, regions
 from .segments import send_message, take_message
 
 _SLACK_BYTES = 64 * 2**20
@@ -45,6 +46,9 @@ pixels, and libvips frees and allocates the same buffers repeatedly within one i
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt(3)."""
+
+_SECONDS_PER_LOOK = 0.02
+"""Seconds for a look, whose crops have the same size whatever the size of the look."""
 
 _SWITCH_INTERVAL_S = 0.5e-3
 """Python's switch interval. Threads that share an image wait this long for the interpreter. Python's default of 5 ms is
@@ -123,13 +127,23 @@ class Work:
                 cost = cost_of(PIXELS, width, height, 0)
             # Memory for the pixels that are kept for the device.
             kept = 3 * min(cost.pixels, job["device_pixels"])
+            selection = read_selection(job["selection"])
+            if selection != WHOLE:
+                kept += 3 * cost.pixels  # The pixels of one look at a time.
+                num_looks = 1 if selection.tiles is None else selection.tiles.num_looks
+                cost = cost._replace(seconds=cost.seconds + num_looks * _SECONDS_PER_LOOK)
             cost = cost._replace(num_bytes=cost.num_bytes + kept)
             if (
                 cost.num_bytes > job["granted"]["num_bytes"]
                 or cost.seconds > job["granted"]["seconds"]
             ):
                 return {"cost": cost._asdict()}
-            done = self._prepare(image, cost, job["threads"], job["device_pixels"])
+            if selection == WHOLE:
+                done = self._prepare(image, cost, job["threads"], job["device_pixels"])
+            else:
+                done = self._prepare_looks(
+                    image, selection, cost, job["threads"], job["device_pixels"]
+                )
             return {"done": {**done, "seconds": time.perf_counter() - began}}
         except RequestError as error:
             return {"error": [type(error).__name__, error.field, error.message]}
@@ -167,7 +181,44 @@ class Work:
                 device_pixels=device_pixels,
                 in_place=in_place,
             )
-        return {"key": prepared.key, "width": prepared.width, "height": prepared.height}
+        return {"keys": [prepared.key], "width": prepared.width, "height": prepared.height}
+
+    def _prepare_looks(
+        self,
+        image: DecodedImage | EncodedImage | BmpImage,
+        selection: Selection,
+        cost: Cost,
+        threads: int,
+        device_pixels: int,
+    ) -> dict[str, Any]:
+        """Decodes the image once, and writes the crops of all looks one after the other."""
+        vision = self._vision
+        keys: list[str] = []
+        with memory_bound(cost.num_bytes + _SLACK_BYTES):
+            decoded = image if isinstance(image, DecodedImage) else image.begin(new_bytes)
+            width, height = decoded.width, decoded.height
+            looks = regions(width, height, selection)
+            for look in looks:
+                check_size(*look_size(look, width, height), self._limits, PIXELS)
+            decoded.decode()
+            key = content_key(decoded, vision)
+            shapes = [
+                stored_shape(*look_size(look, width, height), vision, device_pixels)
+                for look in looks
+            ]
+            room = self._allocate_crops((sum(map(math.prod, shapes)),))
+            run = partial(self.split, threads=threads) if threads > 1 else None
+            for look, shape in zip(looks, shapes, strict=True):
+                part, room = room[: math.prod(shape)].reshape(shape), room[math.prod(shape) :]
+                prepared = prepare(
+                    decoded if look is None else region_of(decoded, key, look),
+                    vision,
+                    run=run,
+                    allocate=lambda _, part=part: part,  # type: ignore[misc]
+                    device_pixels=device_pixels,
+                )
+                keys.append(prepared.key)
+        return {"keys": keys, "width": width, "height": height}
 
     def _allocate_crops(self, shape: tuple[int, ...]) -> np.ndarray:
         size = math.prod(shape)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import time
@@ -31,6 +32,7 @@ from ..errors import (
     ImageDecodeError,
     ImageTooLargeError,
     ImageTooSlowError,
+    InvalidRequest,
     PixelsWaiting,
     RequestError,
     RuntimeFailure,
@@ -38,11 +40,12 @@ from ..errors import (
 from ..types.model_config import VisionConfig
 from ..types.requests import PreparedImage
 from .costs import FIELD, Cost
-from .crops import KEY_LENGTH, device_makes_crops, select_tiling
+from .crops import KEY_LENGTH, select_tiling, stored_shape
 from .decoder_process import DecoderProcess, template
 from .fair_queue import FairQueue
 from .images import Colour, ImageSource, OnBackground, read_source
-from .prepared_cache import PreparedCache, in_namespace, source_digest, source_key
+from .looks import WHOLE, Selection, look_size, regions, selection_of, selection_values
+from .prepared_cache import Looks, PreparedCache, in_namespace, source_digest, source_key
 from .segments import map_segment, new_segment, write_segment
 
 HASHED_AT_ONCE_BYTES = 256 * 1024
@@ -80,10 +83,16 @@ _ERRORS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Preprocessed:
-    """``seconds``: the time of the work, without the wait for a decoder."""
+    """``looks``: one, or those of a Tiled image. ``seconds``: the time of the work, without the wait for a decoder."""
 
-    image: PreparedImage
+    looks: Looks
     seconds: float
+
+    @property
+    def image(self) -> PreparedImage:
+        """The only look."""
+        (look,) = self.looks
+        return look
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +107,7 @@ class _Job:
     result: asyncio.Future[Preprocessed]
     namespace: str
     background: Colour | None = None
+    selection: Selection = WHOLE
     source_digest: bytes | None = None
     arrived: float = field(default_factory=time.monotonic)
     cost: Cost | None = None
@@ -167,7 +177,8 @@ class PreprocessPool:
     async def prepare(
         self, source: ImageSource, namespace: str = "", *, principal: str = ""
     ) -> Preprocessed:
-        """Decodes and tiles one image. Requests of one namespace share repeated images.
+        """Decodes and tiles one image, which may be an InRegion or Tiled. Requests of one namespace share repeated
+        images.
 
         If all callers of an image are cancelled, a waiting image is dropped, and the process of a dear image is killed.
         Raises the errors of ``begin_image``, ImageTooSlowError, PixelsWaiting, EngineOverloaded (no process can be
@@ -175,12 +186,13 @@ class PreprocessPool:
         """
         self._check_open()
         began = time.perf_counter()
+        source, selection = selection_of(source)
         background = source.colour if isinstance(source, OnBackground) else None
         if isinstance(source, bytes) and len(source) <= HASHED_AT_ONCE_BYTES:
             digest = source_digest(source)
         else:
             digest = await asyncio.to_thread(source_digest, source)
-        key = None if digest is None else source_key(digest, namespace, background)
+        key = None if digest is None else source_key(digest, namespace, background, selection)
         if key is not None and (kept := self._cache.find(key)) is not None:
             return Preprocessed(kept, time.perf_counter() - began)
         if isinstance(source, bytes):
@@ -191,7 +203,7 @@ class PreprocessPool:
         job = self._making.get(key) if key is not None else None
         if job is None:
             result = asyncio.get_running_loop().create_future()
-            job = _Job(payload, principal, key, result, namespace, background, digest)
+            job = _Job(payload, principal, key, result, namespace, background, selection, digest)
             if key is not None:
                 self._making[key] = job
             self._unknown.push(job, principal, job.rank)
@@ -272,6 +284,7 @@ class PreprocessPool:
         message = {
             "shape": job.payload.shape if isinstance(job.payload, np.ndarray) else None,
             "background": job.background,
+            "selection": selection_values(job.selection),
             "granted": granted._asdict(),
             "threads": min(MOST_THREADS_AN_IMAGE, self._processes) if alone else 1,
             "device_pixels": self._device_pixels,
@@ -325,7 +338,8 @@ class PreprocessPool:
         if isinstance(outcome, Cost):
             self._learn_cost(run.job, outcome)
         elif isinstance(outcome, Preprocessed):
-            self._renew_crops(decoder, outcome.image.num_bytes)
+            num_bytes = sum(look.num_bytes for look in outcome.looks)
+            self._renew_crops(decoder, num_bytes)
             self._finish(run.job, outcome)
         else:
             self._fail(run.job, outcome)
@@ -362,21 +376,36 @@ class PreprocessPool:
             return ImageTooLargeError(FIELD, text)
         return RuntimeFailure(f"decoding failed: {message['fault']}")
 
-    def _prepared(self, run: _Run, decoder: DecoderProcess, done: dict[str, Any]) -> PreparedImage:
-        """Returns the image that a decoder has prepared. Its crops or pixels are in memory that the decoder cannot
-        shrink. Raises OSError and the errors of ``_outcome``."""
-        width, height, key = int(done["width"]), int(done["height"]), str(done["key"])
-        tiling = select_tiling(width, height, self._vision)
-        side = self._vision.crop_size
-        if width * height > self._limits.max_pixels or len(key) != KEY_LENGTH:
-            raise ValueError(f"{width}x{height} pixels, key {key!r}")
-        on_device = device_makes_crops(width, height, self._vision, self._device_pixels)
-        shape = (height, width, 3) if on_device else (1 + tiling[0] * tiling[1], side, side, 3)
-        found = map_segment(decoder.crops, shape)
-        crops, pixels = (None, found) if on_device else (found, None)
-        digest = run.job.source_digest
-        image = PreparedImage(key, crops, tiling, width, height, pixels, digest)
-        return in_namespace(image, run.job.namespace)
+    def _prepared(self, run: _Run, decoder: DecoderProcess, done: dict[str, Any]) -> Looks:
+        """Returns what a decoder has prepared. The crops or pixels are in memory that the decoder cannot shrink. Raises
+        OSError and the errors of ``_outcome``."""
+        job = run.job
+        width, height = int(done["width"]), int(done["height"])
+        keys = [str(key) for key in done["keys"]]
+        if width * height > self._limits.max_pixels:
+            raise ValueError(f"{width}x{height} pixels")
+        try:
+            found = regions(width, height, job.selection)
+        except InvalidRequest as error:
+            raise ValueError(str(error)) from error
+        if len(keys) != len(found):
+            raise ValueError(f"{len(keys)} keys for {len(found)} looks")
+        sizes = [look_size(region, width, height) for region in found]
+        shapes = [stored_shape(*size, self._vision, self._device_pixels) for size in sizes]
+        memory = map_segment(decoder.crops, (sum(map(math.prod, shapes)),))
+        looks = []
+        for key, region, size, shape in zip(keys, found, sizes, shapes, strict=True):
+            if len(key) != KEY_LENGTH:
+                raise ValueError(f"key {key!r}")
+            part = memory[: math.prod(shape)].reshape(shape)
+            memory = memory[math.prod(shape) :]
+            crops, pixels = (None, part) if len(shape) == 3 else (part, None)
+            tiling = select_tiling(*size, self._vision)
+            look = PreparedImage(
+                key, crops, tiling, *size, pixels, job.source_digest, region=region
+            )
+            looks.append(in_namespace(look, job.namespace))
+        return tuple(looks)
 
     def _learn_cost(self, job: _Job, cost: Cost) -> None:
         """Queues ``job`` by the cost that its decoder found in the header, if the limits allow it."""
@@ -438,7 +467,7 @@ class PreprocessPool:
 
     def _finish(self, job: _Job, done: Preprocessed) -> None:
         if job.key is not None:
-            self._cache.keep(job.key, done.image)
+            self._cache.keep(job.key, done.looks)
         self._forget(job)
         if not job.result.done():
             job.result.set_result(done)

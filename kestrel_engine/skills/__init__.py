@@ -6,6 +6,7 @@ from ..types.requests import Coord, Prompt, SamplingParams, Size
 from ..types.step import StepToken, TokenRule
 from .answer import AnswerControl, AnswerOutput
 from .base import (
+    Merging,
     SkillContext,
     SkillControl,
     SkillOutput,
@@ -32,6 +33,7 @@ __all__ = [
     "InvalidRequest",
     "LocateControl",
     "LocateOutput",
+    "Merging",
     "PointSkill",
     "Prompt",
     "QuerySkill",

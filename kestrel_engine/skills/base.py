@@ -76,6 +76,17 @@ class SkillContext:
     calibration: Calibration = UNCALIBRATED
 
 
+@dataclass(frozen=True, slots=True)
+class Merging:
+    """How to merge the outputs of several looks at an image: ``key`` names the list of points or boxes in an output, of
+    which the merged one has at most ``max_objects``. ``max_overlap``: of two boxes that overlap more (intersection over
+    union), also of one look, the result has the better one; None: both."""
+
+    key: str
+    max_objects: int
+    max_overlap: float | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkillRequest:
     """A request in the skill's own terms, checked. ``prompt_suffix`` follows BOS and the request's images. It may hold
@@ -108,6 +119,8 @@ class SkillRequest:
     ``set_outline``, and its ``finish`` is called twice."""
     constraint: Constraint | None = None
     """What the text must match."""
+    merging: Merging | None = None
+    """None: the skill looks at an image once, and refuses tiles."""
     grammar: Grammar | None = None
     """The compiled ``constraint``. The engine sets it before it asks for a control."""
 

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, checked_text
+from .base import (
+    Merging,
+    SkillContext,
+    SkillControl,
+    SkillOutput,
+    SkillRequest,
+    checked_text,
+)
 from .locate import LocateControl, LocateOutput
-from .settings import OBJECT_KEYS, read_settings, reject_unknown
+from .settings import BOX_KEYS, read_settings, reject_unknown
 
 
 class DetectSkill:
@@ -21,7 +28,7 @@ class DetectSkill:
     ) -> SkillRequest:
         reject_unknown(arguments, frozenset({"object"}))
         text = checked_text("object", arguments.get("object"), context)
-        read = read_settings(settings, context.defaults, greedy=True, extra=OBJECT_KEYS)
+        read = read_settings(settings, context.defaults, greedy=True, extra=BOX_KEYS)
         max_objects = read.max_objects or context.defaults.max_objects
         templates = context.model.templates
         return SkillRequest(
@@ -36,6 +43,7 @@ class DetectSkill:
             seed=read.seed,
             max_tokens=read.max_tokens,
             token_budget=min(read.max_tokens or 3 * max_objects, 3 * max_objects),
+            merging=Merging("objects", max_objects, read.max_overlap),
             options={"max_objects": max_objects, "min_score": read.min_score},
         )
 

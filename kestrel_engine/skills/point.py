@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..types.requests import check_spatial_refs, spatial_tokens
-from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, checked_text
+from .base import (
+    Merging,
+    SkillContext,
+    SkillControl,
+    SkillOutput,
+    SkillRequest,
+    checked_text,
+)
 from .locate import LocateControl, LocateOutput
 from .settings import OBJECT_KEYS, read_settings, reject_unknown
 
@@ -38,6 +45,7 @@ class PointSkill:
             seed=read.seed,
             max_tokens=read.max_tokens,
             token_budget=min(read.max_tokens or 2 * max_objects, 2 * max_objects),
+            merging=Merging("points", max_objects),
             options={"max_objects": max_objects, "min_score": read.min_score},
         )
 

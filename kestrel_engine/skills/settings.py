@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from ..errors import InvalidRequest
 from ..types.constraint import Constraint
-from ..types.requests import SamplingParams
+from ..types.requests import SamplingParams, is_number
 from ..types.step import MAX_TOP
 from .base import SkillDefaults
 from .constraints import read_constraint
@@ -21,6 +21,8 @@ TEXT_KEYS = frozenset({"max_tokens", "stop", "logprobs", "top_logprobs", "constr
 """Further settings of skills that write text."""
 OBJECT_KEYS = frozenset({"max_tokens", "max_objects", "min_score"})
 """Further settings of skills that find objects."""
+BOX_KEYS = OBJECT_KEYS | {"max_overlap"}
+"""Further settings of skills that find boxes."""
 _MAX_SEED = 2**64 - 1
 
 
@@ -28,7 +30,8 @@ _MAX_SEED = 2**64 - 1
 class Settings:
     """``seed``, ``max_tokens`` and ``max_objects`` are None where the caller set none; ``stop`` is empty.
 
-    ``min_score``: the least score of an object that is returned, in [0, 1].
+    ``min_score``: the least score of an object that is returned, in [0, 1]. ``max_overlap``: of two boxes that overlap
+    more, the better one is returned; None returns both.
     """
 
     sampling: SamplingParams
@@ -36,6 +39,7 @@ class Settings:
     max_tokens: int | None
     max_objects: int | None
     min_score: float = 0.0
+    max_overlap: float | None = None
     stop: tuple[str, ...] = ()
     logprobs: bool = False
     top_logprobs: int = 0
@@ -87,6 +91,7 @@ def read_settings(
         max_tokens=_positive("max_tokens", given.get("max_tokens")),
         max_objects=_positive("max_objects", given.get("max_objects")),
         min_score=_share("min_score", given.get("min_score", defaults.min_score)),
+        max_overlap=_inner_share("max_overlap", given.get("max_overlap")),
         stop=read_stop_strings(given.get("stop")),
         logprobs=logprobs,
         top_logprobs=top,
@@ -108,6 +113,13 @@ def _share(name: str, value: object) -> float:
     if isinstance(value, Real) and not isinstance(value, bool) and 0 <= cast(float, value) <= 1:
         return float(value)
     raise InvalidRequest(name, f"{value!r} is not a number in [0, 1]")
+
+
+def _inner_share(name: str, value: object) -> float | None:
+    """A number in (0, 1), or None."""
+    if value is None or (is_number(value) and 0 < value < 1):
+        return value
+    raise InvalidRequest(name, f"{value!r} is not a number above 0 and below 1")
 
 
 def reject_unknown(arguments: Mapping[str, Any], known: frozenset[str]) -> None:

@@ -79,8 +79,8 @@ class EngineMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenImage:
-    """An image of a request. ``size``: width and height in pixels of the upright image. ``digest``: SHA-256 of the
-    image as it was given, without its background, in hexadecimal."""
+    """An image of a request. ``size``: width and height in pixels of the whole upright image. ``digest``: SHA-256 of
+    the image as it was given, without its background and region, in hexadecimal."""
 
     size: tuple[int, int]
     digest: str
@@ -98,6 +98,8 @@ class EngineResult:
     model: str = ""
     images: tuple[SeenImage, ...] = ()
     """The images of the request, in the order of its prompt."""
+    num_looks: int = 1
+    """How often the request looked at its images: above 1 for a tiled image."""
     seed: int = 0
     """The seed that the sampling used."""
     logprobs: tuple[TokenLogprob, ...] | None = None

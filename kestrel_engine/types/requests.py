@@ -102,15 +102,59 @@ def is_number(value: object) -> TypeGuard[float]:
     return -math.inf < cast(float, value) < math.inf
 
 
+Edges: TypeAlias = tuple[float, float, float, float]
+"""x_min, y_min, x_max, y_max as fractions of an image."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRegion:
+    """The part of an image that a request sees, in pixels of the upright image, and the size of that image."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+    image_width: int
+    image_height: int
+
+    @property
+    def edges(self) -> Edges:
+        """The region's place in the image."""
+        return (
+            self.left / self.image_width,
+            self.top / self.image_height,
+            (self.left + self.width) / self.image_width,
+            (self.top + self.height) / self.image_height,
+        )
+
+    def x_to_image(self, x: float) -> float:
+        """``x``: a fraction of the region's width. Returns a fraction of the image's."""
+        return (self.left + x * self.width) / self.image_width
+
+    def y_to_image(self, y: float) -> float:
+        """As ``x_to_image``, for the height."""
+        return (self.top + y * self.height) / self.image_height
+
+    def x_to_region(self, x: float) -> float:
+        """``x``: a fraction of the image's width. Returns a fraction of the region's, outside [0, 1] if ``x`` is
+        outside the region."""
+        return (x * self.image_width - self.left) / self.width
+
+    def y_to_region(self, y: float) -> float:
+        """As ``x_to_region``, for the height."""
+        return (y * self.image_height - self.top) / self.height
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedImage:
-    """A decoded image whose crops are there, or will be made on the device.
+    """A decoded image, or a region of one, whose crops are there, or will be made on the device.
 
     ``crops``: [num_crops, crop_size, crop_size, 3] uint8 RGB; crop 0 is the whole image, then the tiles row by row;
     None if ``pixels`` [height, width, 3] uint8 RGB are there instead. ``tiling``: rows and columns of tiles. ``key``:
-    hash of the decoded pixels and the preprocessing version. ``width``, ``height``: the upright image's.
-    ``source_digest``: SHA-256 of what the caller gave, by which callers may recognise equal images. ``keeps_features``:
-    the runtime keeps the features of the crops as long as the embedding, because embeddings of crops are read.
+    hash of the decoded pixels and the preprocessing version. ``width``, ``height``: of the upright image, or of the
+    region. ``source_digest``: SHA-256 of what the caller gave, by which callers may recognise equal images.
+    ``keeps_features``: the runtime keeps the features of the crops as long as the embedding, because embeddings of
+    crops are read. ``region``: None for a whole image.
     """
 
     key: str
@@ -121,6 +165,14 @@ class PreparedImage:
     pixels: np.ndarray | None = None
     source_digest: bytes | None = None
     keeps_features: bool = False
+    region: ImageRegion | None = None
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Width and height of the whole upright image."""
+        if self.region is None:
+            return self.width, self.height
+        return self.region.image_width, self.region.image_height
 
     @property
     def num_crops(self) -> int:
@@ -131,6 +183,14 @@ class PreparedImage:
     def num_bytes(self) -> int:
         """Memory of crops and pixels."""
         return sum(array.nbytes for array in (self.crops, self.pixels) if array is not None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedTiles:
+    """An image that a request looks at several times. ``looks``: the whole image first, if it is among them, then the
+    tiles row by row."""
+
+    looks: tuple[PreparedImage, ...]
 
 
 SpatialRef: TypeAlias = tuple[float, float] | tuple[float, float, float, float]

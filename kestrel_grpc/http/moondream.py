@@ -41,6 +41,8 @@ _NAMES = {
     "image.encoded": "image_url",
     "max_objects": "settings.max_objects",
     "min_score": "settings.min_score",
+    "max_overlap": "settings.max_overlap",
+    "image.region": "settings.region",
     "options.model": "model",
 }
 
@@ -108,6 +110,8 @@ def json_name(path: str) -> str:
     path = path.removeprefix("request.")
     if path.startswith("sampling."):
         return f"settings.{path.removeprefix('sampling.')}"
+    if path.partition(".")[0] == "tiles":
+        return f"settings.{path}"
     return _NAMES.get(path, path)
 
 
@@ -129,12 +133,40 @@ def _fill(request: Any, fields: Fields, served: str, *, needs_image: bool = True
     min_score = settings.number("min_score")
     if min_score is not None and "min_score" in request.DESCRIPTOR.fields_by_name:
         request.min_score = min_score
+    max_overlap = settings.number("max_overlap")
+    if max_overlap is not None and "max_overlap" in request.DESCRIPTOR.fields_by_name:
+        request.max_overlap = max_overlap
+    _fill_looks(request, settings, fields)
     request.sampling.stop.extend(settings.texts("stop"))
     if settings.values.get("adapter") is not None:
         raise InvalidRequest("settings.adapter", "this server has no adapters")
     model = fields.values.get("model")
     if model is not None:
         request.options.model = served_name(fields.text("model"), served)
+
+
+def _fill_looks(request: Any, settings: Fields, fields: Fields) -> None:
+    """The region of the image, as [x_min, y_min, x_max, y_max], and for point and detect its tiles, as an object.
+    Raises InvalidRequest."""
+    edges = settings.items("region")
+    if edges:
+        if not request.HasField("image"):
+            raise InvalidRequest(settings.name("region"), f"needs {fields.name('image_url')}")
+        read = numbers(edges, settings.name("region"))
+        if len(read) != 4:
+            raise InvalidRequest(settings.name("region"), f"must have 4 numbers, got {len(read)}")
+        region = request.image.region
+        region.x_min, region.y_min, region.x_max, region.y_max = read
+    tiles = settings.inner("tiles")
+    if not tiles.values or "tiles" not in request.DESCRIPTOR.fields_by_name:
+        return
+    for key in ("rows", "columns"):
+        setattr(request.tiles, key, _positive(tiles, key) or 1)
+    overlap = tiles.number("overlap")
+    if overlap is not None:
+        request.tiles.overlap = overlap
+    if tiles.values.get("whole_image") is not None:
+        request.tiles.whole_image = tiles.flag("whole_image")
 
 
 def _positive(settings: Fields, key: str) -> int | None:

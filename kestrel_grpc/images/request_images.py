@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kestrel_engine import ImageTooLargeError, OnBackground
+from kestrel_engine import ImageTooLargeError, InRegion, OnBackground
 
 from ..edge.calls.current_call import find_call
 from ..edge.failures.errors import ImagesFull, ImagesNotKept
@@ -24,13 +24,16 @@ class RequestImage:
     kept: StoredImage | None = None
     background: tuple[int, int, int] | None = None
     """The background colour of this request. The store holds the image without it."""
+    region: tuple[float, float, float, float] | None = None
+    """The part of the image that this request sees. The store holds the whole image."""
 
     @property
-    def given(self) -> bytes | np.ndarray | OnBackground:
+    def given(self) -> bytes | np.ndarray | OnBackground | InRegion:
         """The image in the form that the engine takes."""
-        return (
+        image = (
             self.source if self.background is None else OnBackground(self.source, self.background)
         )
+        return image if self.region is None else InRegion(image, self.region)
 
 
 class RequestImages:
@@ -39,8 +42,12 @@ class RequestImages:
     def __init__(self, store: ImageStore) -> None:
         self.store = store
 
-    def find(self, owner: str, source: bytes | np.ndarray | ImageId | OnBackground) -> RequestImage:
+    def find(
+        self, owner: str, source: bytes | np.ndarray | ImageId | OnBackground | InRegion
+    ) -> RequestImage:
         """The image that a request holds or names. Raises ImageNotFound."""
+        if isinstance(source, InRegion):
+            return replace(self.find(owner, source.source), region=source.box)
         if isinstance(source, OnBackground):
             return replace(self.find(owner, source.source), background=source.colour)  # type: ignore[arg-type]
         if isinstance(source, ImageId):

@@ -24,6 +24,7 @@ from kestrel_engine import (
     RequestError,
     SkillUnavailable,
     StreamUpdate,
+    Tiles,
 )
 
 from ..edge.calls.current_call import current_call
@@ -38,7 +39,7 @@ from .total_result import total_result
 logger = logging.getLogger(__name__)
 
 MAX_TASKS = 32
-"""Also the most requests of one call that wait or run at a time."""
+"""Also the most sequences of one call that wait or run at a time. A tiled request has one for each look."""
 
 _KEY = re.compile(r"[!-~]{1,128}")
 
@@ -152,8 +153,10 @@ async def run_tasks(
     tasks: Sequence[Task],
     send: Send | None,
     event: Event,
+    *,
+    tiles: Tiles | None = None,
 ) -> Analysis:
-    """Runs all tasks on an image and returns their results.
+    """Runs all tasks on an image and returns their results. With ``tiles``, all tasks are Point or Detect.
 
     Raises an error if the image or an option is invalid. The failure of one task is its result instead, unless all
     tasks fail for fields that belong to the call. Cancellation ends all tasks. ``send`` receives the events of a
@@ -162,12 +165,12 @@ async def run_tasks(
     began = time.monotonic()
     call = current_call()
     engine = starter.served.engine(options.model)
-    image = await starter.prepare(options, source)
+    image = await starter.prepare(options, source, tiles)
     await call.accept()
     if send is not None:
         begun = pb.StreamStarted(request_id=call.request_id, model=engine.info.model)
         await send("", {"started": begun})
-    turns = asyncio.Semaphore(MAX_TASKS)
+    turns = asyncio.Semaphore(max(1, MAX_TASKS // image.num_looks))
     shared = _Shared(engine, image, options, send, event, turns)
     done = await _all([_run(task, shared) for task in tasks])
     faults = [each.call_fault for each in done if each.call_fault is not None]
@@ -178,12 +181,12 @@ async def run_tasks(
     used = call.result.metrics
     return Analysis(
         results=[each.result for each in done],
-        usage=convert.usage(used, engine.info.image_positions * len(metrics)),
+        usage=convert.usage(used, engine.info.image_positions * len(metrics) * image.num_looks),
         metrics=used,
         total_time_ms=convert.milliseconds(1e3 * (time.monotonic() - began)),
         model=engine.info.model,
         request_id=call.request_id,
-        image_size=common_pb2.ImageSize(width=image.prepared.width, height=image.prepared.height),
+        image_size=common_pb2.ImageSize(width=image.size[0], height=image.size[1]),
         image_id=image.image_id,
     )
 

@@ -19,10 +19,12 @@ from kestrel_client._pb.kestrel.v1 import common_pb2, vision_service_pb2
 from kestrel_engine import (
     EngineMetrics,
     EngineResult,
+    InRegion,
     InvalidRequest,
     OnBackground,
     RequestError,
     StreamUpdate,
+    Tiles,
     TokenLogprob,
 )
 
@@ -62,9 +64,9 @@ _FINISH_REASONS = {
 }
 
 
-ImageSource: TypeAlias = bytes | np.ndarray | ImageId | OnBackground
-"""Encoded bytes; pixels as [height, width(, channels)] uint8 RGB(A); the id of a stored image; or one of these with a
-background colour."""
+ImageSource: TypeAlias = bytes | np.ndarray | ImageId | OnBackground | InRegion
+"""Encoded bytes; pixels as [height, width(, channels)] uint8 RGB(A); the id of a stored image; one of these with a
+background colour; or a region of one of these."""
 
 
 class LocatedImage(NamedTuple):
@@ -100,6 +102,8 @@ class SkillCall:
     mask_format: vision_service_pb2.MaskFormat.ValueType = (
         vision_service_pb2.MASK_FORMAT_UNSPECIFIED
     )
+    tiles: Tiles | None = None
+    """How to cut the image; None: not at all."""
 
     @property
     def images(self) -> tuple[LocatedImage, ...]:
@@ -145,12 +149,14 @@ def caption_call(request: vision_service_pb2.CaptionRequest) -> SkillCall:
 
 def point_call(request: vision_service_pb2.PointRequest) -> SkillCall:
     image = required_image(request)
-    return _call("point", request, image, point_arguments(request), object_settings(request))
+    call = _call("point", request, image, point_arguments(request), object_settings(request))
+    return replace(call, tiles=tiles(request))
 
 
 def detect_call(request: vision_service_pb2.DetectRequest) -> SkillCall:
     image = required_image(request)
-    return _call("detect", request, image, detect_arguments(request), object_settings(request))
+    call = _call("detect", request, image, detect_arguments(request), object_settings(request))
+    return replace(call, tiles=tiles(request))
 
 
 def segment_call(request: vision_service_pb2.SegmentRequest) -> SkillCall:
@@ -251,7 +257,25 @@ def object_settings(
     | vision_service_pb2.DetectTask,
 ) -> Fields:
     limit = {"max_objects": fields.max_objects} if fields.HasField("max_objects") else {}
-    return {**limit, **min_score(fields)}
+    overlap: dict[str, Any] = {}
+    if isinstance(fields, (vision_service_pb2.DetectRequest, vision_service_pb2.DetectTask)):
+        overlap = {"max_overlap": fields.max_overlap} if fields.HasField("max_overlap") else {}
+    return {**limit, **overlap, **min_score(fields)}
+
+
+def tiles(
+    request: vision_service_pb2.PointRequest | vision_service_pb2.DetectRequest,
+) -> Tiles | None:
+    """Raises InvalidRequest."""
+    if not request.HasField("tiles"):
+        return None
+    given = request.tiles
+    values: dict[str, Any] = {"rows": given.rows, "columns": given.columns}
+    if given.HasField("overlap"):
+        values["overlap"] = _short(given.overlap)
+    if given.HasField("whole_image"):
+        values["whole_image"] = given.whole_image
+    return Tiles(**values)
 
 
 def min_score(
@@ -278,8 +302,18 @@ def mask_format(
 def image_source(image: common_pb2.Image) -> ImageSource:
     """The image of a request: encoded bytes, an ImageId, or raw pixels as an array that shares the message's memory.
 
-    If the request sets a background, the result is an OnBackground of these. Raises InvalidRequest.
+    If the request sets a background, the result is an OnBackground of these; with a region, an InRegion of all that.
+    Raises InvalidRequest.
     """
+    source = _on_background(image)
+    if not image.HasField("region"):
+        return source
+    region = image.region
+    edges = (region.x_min, region.y_min, region.x_max, region.y_max)
+    return InRegion(source, tuple(map(_short, edges)))  # type: ignore[arg-type]
+
+
+def _on_background(image: common_pb2.Image) -> bytes | np.ndarray | ImageId | OnBackground:
     source = _source(image)
     if not image.HasField("background"):
         return source
@@ -291,7 +325,7 @@ def image_source(image: common_pb2.Image) -> ImageSource:
     return OnBackground(source, (red, green, blue))  # type: ignore[arg-type]  # images.store resolves ids
 
 
-def _source(image: common_pb2.Image) -> ImageSource:
+def _source(image: common_pb2.Image) -> bytes | np.ndarray | ImageId:
     source = image.WhichOneof("source")
     if source == "encoded":
         return image.encoded
@@ -581,13 +615,18 @@ def shared_fields(result: EngineResult, image_positions: int) -> dict[str, Any]:
     metrics = result.metrics
     return {
         "finish_reason": _FINISH_REASONS[result.finish_reason],
-        "usage": usage(metrics, image_positions * len(result.images)),
+        "usage": usage(metrics, image_positions * len(result.images) * result.num_looks),
         "timings": timings(metrics),
         "model": result.model,
         "request_id": result.request_id,
         "image_size": None if size is None else _image_size(size),
         "seed": result.seed,
     }
+
+
+def _short(value: float) -> float:
+    """The number that the caller meant: 0.1 for the float32 next to it."""
+    return float(str(np.float32(value)))
 
 
 def _clip(value: float) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, overload
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import InvalidRequest
+from kestrel_engine import InvalidRequest, best_boxes
 
 from . import convert
 from .analysis import Analysis, Send, Task, run_tasks
@@ -34,9 +35,14 @@ async def find_several(
     """
     _check(request)
     options, source = convert.call_options(request.options), convert.required_image(request)
-    done = await run_tasks(starter, options, source, _tasks(request), send, convert.event)
+    done = await run_tasks(
+        starter, options, source, _tasks(request), send, convert.event, tiles=convert.tiles(request)
+    )
     if isinstance(request, pb.PointRequest):
         return pb.PointResponse(**_shared_fields(done))
+    if request.HasField("max_overlap"):
+        found = [result.detect for result in done.results if result.HasField("detect")]
+        await asyncio.to_thread(_suppress, found, request.max_overlap)
     return pb.DetectResponse(**_shared_fields(done))
 
 
@@ -79,6 +85,18 @@ def _shared_fields(done: Analysis) -> dict[str, Any]:
         "image_size": done.image_size,
         "image_id": done.image_id,
     }
+
+
+def _suppress(results: Sequence[pb.DetectResponse], max_overlap: float) -> None:
+    """Removes boxes until no two of them overlap by more than ``max_overlap``, whatever their names."""
+    boxes = [box for result in results for box in result.objects]
+    edges = [(box.x_min, box.y_min, box.x_max, box.y_max) for box in boxes]
+    stays = iter(best_boxes(edges, [box.score for box in boxes], max_overlap))
+    for result in results:
+        kept = [box for box in result.objects if next(stays)]
+        if len(kept) < len(result.objects):
+            del result.objects[:]
+            result.objects.extend(kept)
 
 
 def _finish_reason(results: Sequence[pb.TaskResult]) -> common_pb2.FinishReason.ValueType:

@@ -16,7 +16,10 @@ from kestrel_engine import (
     EngineStream,
     InferenceEngine,
     PreparedImage,
+    PreparedTiles,
     RequestError,
+    Tiled,
+    Tiles,
 )
 
 from ..edge.calls.current_call import current_call
@@ -46,10 +49,13 @@ class Started:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedImage:
-    """A prepared image for several requests of one call. ``image_id``: as in their responses."""
+    """A prepared image for several requests of one call. ``size``: width and height in pixels. ``image_id``: as in
+    their responses. ``num_looks``: the looks of each request at it."""
 
-    prepared: PreparedImage
+    prepared: PreparedImage | PreparedTiles
+    size: tuple[int, int]
     image_id: str
+    num_looks: int
 
 
 class Starter:
@@ -66,16 +72,21 @@ class Starter:
         for path, source in call.images:
             with at_image(path):
                 images.append(self.images.find(owner, source))
-        stream = await submit(engine, call, [image.given for image in images])
+        given: list[Any] = [image.given for image in images]
+        if call.tiles is not None:
+            given = [Tiled(each, call.tiles) for each in given]
+        stream = await submit(engine, call, given)
         return Started(engine, stream, call, tuple(images))
 
-    async def prepare(self, options: CallOptions, source: ImageSource) -> SharedImage:
+    async def prepare(
+        self, options: CallOptions, source: ImageSource, tiles: Tiles | None = None
+    ) -> SharedImage:
         """Prepares an image for several requests of the call, and stores it. Raises the errors of the engine's
         ``prepare_image``, and ImageNotFound, ModelNotReady, ModelNotFoundError."""
         call, engine = current_call(), self.served.engine(options.model)
         image = self.images.find(call.owner, source)
-        prepared = await engine.prepare_image(
-            image.given,
+        prepared: PreparedImage | PreparedTiles = await engine.prepare_image(
+            image.given if tiles is None else Tiled(image.given, tiles),
             timeout_s=call.timeout_s,
             cache_salt=call.principal.namespace(options.cache_salt),
             request_id=call.request_id,
@@ -83,15 +94,12 @@ class Starter:
             principal=call.principal.name,
             weight=call.principal.weight,
         )
-        assert prepared.source_digest is not None, "bytes and pixels have a digest"
-        image_id = self.images.keep(
-            call.owner,
-            image,
-            (prepared.width, prepared.height),
-            prepared.source_digest,
-            weight=call.principal.weight,
-        )
-        return SharedImage(prepared, image_id)
+        looks = prepared.looks if isinstance(prepared, PreparedTiles) else (prepared,)
+        size, digest = looks[0].image_size, looks[0].source_digest
+        assert digest is not None, "bytes and pixels have a digest"
+        weight = call.principal.weight
+        image_id = self.images.keep(call.owner, image, size, digest, weight=weight)
+        return SharedImage(prepared, size, image_id, len(looks))
 
     async def finish(self, started: Started, respond: Respond[Response]) -> Response:
         """Waits for the result and makes the response. Stores the images, which the engine has found valid."""

@@ -2,7 +2,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from kestrel_engine import InferenceEngine, RuntimeConfig
+from kestrel_engine import InferenceEngine, Observer, RuntimeConfig
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.step import RuntimeLimits
 from tests.engine.fakes import fake_build
@@ -21,11 +21,16 @@ async def make_engine(fake_limits: RuntimeLimits) -> AsyncIterator[Callable[...,
     engines: list[InferenceEngine] = []
 
     def make(
-        runtime: FakeRuntime | None = None, *, family: str = "moondream3", **config: object
+        runtime: FakeRuntime | None = None,
+        *,
+        family: str = "moondream3",
+        observer: Observer | None = None,
+        **config: object,
     ) -> InferenceEngine:
         runtime = runtime or FakeRuntime(fake_limits)
         settings = RuntimeConfig(max_batch_size=runtime.limits.max_batch_size, **config)  # type: ignore[arg-type]
-        engine = InferenceEngine(settings, fake_build(settings, runtime, family))
+        built = fake_build(settings, runtime, family)
+        engine = InferenceEngine(settings, built, observer=observer)
         engines.append(engine)
         return engine
 

@@ -175,6 +175,41 @@ async def test_errors_name_the_json_field(http):
             "settings.min_score",
             "in [0, 1]",
         ),
+        (
+            "detect",
+            {"image_url": url, "object": "x", "settings": {"max_overlap": 2}},
+            400,
+            "settings.max_overlap",
+            "above 0 and below 1",
+        ),
+        (
+            "query",
+            {"image_url": url, "question": "x", "settings": {"region": [0.5, 0, 0.2, 1]}},
+            400,
+            "settings.region",
+            "needs x_min < x_max",
+        ),
+        (
+            "query",
+            {"question": "x", "settings": {"region": [0, 0, 1, 1]}},
+            400,
+            "settings.region",
+            "image_url",
+        ),
+        (
+            "point",
+            {"image_url": url, "object": "x", "settings": {"tiles": {"rows": 5, "columns": 5}}},
+            400,
+            "settings.tiles",
+            "must be 2 to 16",
+        ),
+        (
+            "point",
+            {"image_url": url, "object": "x", "settings": {"tiles": {"rows": 2, "columns": 0}}},
+            400,
+            "settings.tiles.columns",
+            "at least 1",
+        ),
         ("point", {"image_url": url, "object": "x", "model": "gpt"}, 404, "model", "gpt"),
         (
             "point",
@@ -264,3 +299,17 @@ async def test_health_follows_the_model(http):
     assert (await client.get("/healthz")).json() == {"status": "ready"}
     await served.server.drain()
     assert (await client.get("/health")).status_code == 503
+
+
+async def test_a_region_and_tiles_are_settings(http):
+    _, client = await http()
+    asked = {"image_url": data_url(), "object": "cat"}
+    settings = {"max_objects": 2, "region": [0.5, 0, 1, 1], "tiles": {"rows": 1, "columns": 2}}
+    for path, key in (("point", "points"), ("detect", "objects")):
+        answer = (await client.post(f"/v1/{path}", json={**asked, "settings": settings})).json()
+        alone = (
+            await client.post(f"/v1/{path}", json={**asked, "settings": {"max_objects": 2}})
+        ).json()
+        assert all(place.get("x", place.get("x_min")) >= 0.5 for place in answer[key])
+        input_tokens = alone["metrics"]["input_tokens"]
+        assert answer["metrics"]["input_tokens"] == 3 * input_tokens

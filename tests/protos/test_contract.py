@@ -226,12 +226,13 @@ def test_every_stream_has_the_same_shape(skill: str) -> None:
     assert request.message_type is MESSAGES[f"{skill}Request"]
 
 
-SEVERAL = ("objects", "num_samples", "images")
+SEVERAL = ("objects", "num_samples", "images", "tiles")
 
 
 @pytest.mark.parametrize("skill", SKILLS)
 def test_a_task_has_the_fields_of_the_method_with_their_numbers(skill: str) -> None:
-    """All but image and options, which the call has once, and several objects or samples, which are several tasks."""
+    """All but image and options, which the call has once, and several objects, samples or looks, which are several
+    tasks."""
     task, request = MESSAGES[f"{skill}Task"], MESSAGES[f"{skill}Request"]
     theirs = [f for f in request.fields if f.name not in ("image", "options", *SEVERAL)]
     shape = [(f.name, f.number, f.type, f.has_presence, f.is_repeated) for f in theirs]

@@ -126,6 +126,29 @@ def test_a_image_may_come_from_standard_input(server):
     assert "two green crescents" in named.stdout
 
 
+def test_regions_and_tiles(server):
+    whole = ask(server, "detect", IMAGE, "green crescent", "--json")
+    boxes = json.loads(whole.stdout)["objects"]
+    left = min(boxes, key=lambda box: box["x_min"])
+    middle = sum(box["x_min"] + box["x_max"] for box in boxes) / 4
+    region = ["--region", f"0,0,{middle},1"]
+    (seen,) = json.loads(ask(server, "detect", IMAGE, "green crescent", *region, "--json").stdout)[
+        "objects"
+    ]
+    assert seen["x_min"] == pytest.approx(left["x_min"], abs=0.02)
+    tiles = ["--tiles", "1x2", "--tile-overlap", 0.4, "--max-overlap", 0.5]
+    tiled = json.loads(ask(server, "detect", IMAGE, "green crescent", *tiles, "--json").stdout)
+    assert len(tiled["objects"]) == 2
+    several = ["--object", "green crescent", "--tiles", "1x2", "--tiles-only", "--min-score", 0.5]
+    assert len(ask(server, "point", IMAGE, *several).stdout.splitlines()) == 3
+    for flags, why in (
+        (["--tile-overlap", 0.2], "--tile-overlap: needs --tiles"),
+        (["--tiles", "2"], "must be rows and columns, like 2x3"),
+        (["--region", "0,1"], "must be four numbers"),
+    ):
+        assert why in ask(server, "point", IMAGE, "cat", *flags).stderr
+
+
 def test_several_objects_are_found_in_one_call(server):
     words = ["detect", IMAGE, "--object", "green crescent", "--object", "red circle"]
     alone = ask(server, "detect", IMAGE, "green crescent").stdout

@@ -57,8 +57,13 @@ STRICTER = [
         r"constraint: needs exactly one",
         # Settings that a skill does not have.
         r"(stop|logit_bias|penalty): is not a setting of this skill",
+        # The number and the size of tiles, and the size of a region.
+        r"tiles: .* (tiles; must be|the least is)",
+        r"image\.region: (needs|covers)",
         # One of two fields.
         r"objects: is set beside object",
+        # One field needs another.
+        r"top_logprobs: is \d+ without logprobs",
         # A stream has one sample.
         r"num_samples: must be 1 in a stream",
         # Only white space.
@@ -84,6 +89,8 @@ def raw() -> common_pb2.Image:
     return common_pb2.Image(raw=image, background="#ffffff")
 
 
+PART = common_pb2.Image(encoded=FILE, region=common_pb2.Box(x_min=0.25, x_max=1, y_max=0.75))
+TILES = pb.Tiles(rows=2, columns=2, overlap=0.25)
 SAMPLING = common_pb2.Sampling(temperature=0.0, top_p=1.0, max_tokens=1)
 TEXT_SAMPLING = common_pb2.Sampling(
     stop=["END"], logit_bias=[common_pb2.LogitBias(id=7, bias=1.0)],
@@ -138,6 +145,7 @@ VALID: dict[str, list[Message]] = {
     "VisionService/Detect": [
         pb.DetectRequest(**SHARED, **DETECT),
         pb.DetectRequest(**SHARED, objects=["cat", "dog"]),
+        pb.DetectRequest(image=PART, object="cat", tiles=TILES, max_overlap=0.5),
     ],
     "VisionService/Segment": [pb.SegmentRequest(**SHARED, **SEGMENT)],
     "VisionService/Analyze": [

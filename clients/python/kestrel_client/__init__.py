@@ -42,7 +42,7 @@ from .values.constraint import Constraint
 from .values.description import Model, ServerCapabilities, ServerInfo, ServerLimits, ServerLoad
 from .values.embeddings import Embedding, EmbedResult
 from .values.events import Event, PathPiece, ReasoningDelta, TextDelta
-from .values.geometry import Box, ImageSize, Point, SpatialRef
+from .values.geometry import Box, ImageSize, Point, SpatialRef, Tiles
 from .values.results import (
     CaptionResult,
     DetectResult,
@@ -156,6 +156,7 @@ __all__ = [
     "TaskOf",
     "Tasks",
     "TextDelta",
+    "Tiles",
     "Timings",
     "Tls",
     "TokenLogprob",

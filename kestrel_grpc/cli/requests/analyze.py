@@ -32,7 +32,14 @@ from ..terminal import styled
 from ..values import whole
 from .inputs import IMAGE_HELP, Input, open_inputs
 from .painted import Painter
-from .skills import add_request_flags, add_save_flags, event_dict, print_result, request_options
+from .skills import (
+    add_min_score_flag,
+    add_request_flags,
+    add_save_flags,
+    event_dict,
+    print_result,
+    request_options,
+)
 
 _KINDS: dict[str, type[Task]] = {
     "query": QueryTask,
@@ -76,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         help="describe the image",
     )
     parser.add_argument("--max-tokens", type=whole(), help="limit on the tokens of each task")
+    add_min_score_flag(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--stream", action="store_true", help="print results as they arrive")
     output.add_argument(
@@ -93,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if not args.words:
         raise SettingsError("no image is given: kestrel-grpc analyze IMAGE TASK ...")
-    tasks = [_KINDS[kind](asked, max_tokens=args.max_tokens) for kind, asked in args.tasks]
+    tasks = [_task(kind, asked, args) for kind, asked in args.tasks]
     titles = {str(n): f"{kind} {asked!r}" for n, (kind, asked) in enumerate(args.tasks)}
     options = request_options(args)
     return run_several(
@@ -102,6 +110,11 @@ def run(args: argparse.Namespace) -> int:
         lambda client, image: client.analyze(image, tasks, **options),
         lambda client, image: client.stream_analyze(image, tasks, **options),
     )
+
+
+def _task(kind: str, asked: Any, args: argparse.Namespace) -> Task:
+    scored = {} if kind in ("query", "caption") else {"min_score": args.min_score}
+    return _KINDS[kind](asked, max_tokens=args.max_tokens, **scored)
 
 
 Ask = Callable[[KestrelClient, Any], AnalyzeResult]

@@ -67,7 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         help="limit on the tokens of an answer [%(default)s]",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, times in milliseconds")
-    parser.set_defaults(request_id=None, priority="low", cache_salt=None, background=None)
+    parser.set_defaults(
+        request_id=None, priority="low", cache_salt=None, background=None, region=None
+    )
     parser.add_argument("--model", help="name of the model that must answer")
     add_connection_flags(parser)
 

@@ -6,7 +6,7 @@ import argparse
 
 from ...settings.flags import SettingsError
 from .analyze import run_several
-from .skills import request_options, sampling
+from .skills import object_options, request_options, sampling
 
 
 def run(args: argparse.Namespace) -> int:
@@ -14,8 +14,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.words:
         raise SettingsError(f"no image is given: kestrel-grpc {args.command} IMAGE --object NAME")
     names = args.objects
-    options = {**sampling(args), **request_options(args), "max_objects": args.max_objects}
-    options["min_score"] = args.min_score
+    options = {**sampling(args), **request_options(args), **object_options(args)}
     titles = {name: name for name in names}
     if args.command == "point":
         return run_several(

@@ -27,6 +27,7 @@ from kestrel_client import (
     Result,
     SegmentResult,
     TextDelta,
+    Tiles,
 )
 from kestrel_client.values.results import plain_value
 
@@ -43,7 +44,7 @@ _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop", "logprobs",
     "top_logprobs", *_PENALTIES
 )  # fmt: skip
-_OPTIONS = ("model", "request_id", "priority", "cache_salt", "background")
+_OPTIONS = ("model", "request_id", "priority", "cache_salt", "background", "region")
 _LENGTHS = ("short", "normal", "long")
 _TEXT_COMMANDS = ("query", "caption")
 _OWN_WORD = {"query": "QUESTION", "caption": "[short|normal|long]"}
@@ -242,6 +243,27 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
         metavar="COLOUR",
         help="background for a transparent image: white, black or RRGGBB [alpha is dropped]",
     )
+    request.add_argument(
+        "--region",
+        type=_region,
+        metavar="X0,Y0,X1,Y1",
+        help="part of the image that the model sees: left, upper, right and lower edge as fractions [the whole image]",
+    )
+
+
+def _region(text: str) -> tuple[float, ...]:
+    numbers = tuple(map(number, text.split(",")))
+    if len(numbers) != 4:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be four numbers, like 0,0,0.5,0.5")
+    return numbers
+
+
+def _tiles(text: str) -> tuple[int, int]:
+    rows, _, columns = text.partition("x")
+    try:
+        return int(rows), int(columns)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be rows and columns, like 2x3") from None
 
 
 def _colour(text: str) -> str:
@@ -255,6 +277,31 @@ def _colour(text: str) -> str:
 def request_options(args: argparse.Namespace) -> dict[str, Any]:
     """The values of the flags of ``add_request_flags``, as keyword arguments of the client's methods."""
     return {name: getattr(args, name) for name in _OPTIONS}
+
+
+def add_min_score_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--min-score",
+        type=number,
+        metavar="SCORE",
+        help="omit what has a lower score, in [0, 1] [the server's default]",
+    )
+
+
+def object_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The values of the flags of ``point`` and ``detect`` alone, as keyword arguments of the client's methods. Raises
+    SettingsError."""
+    options = {name: getattr(args, name) for name in ("max_objects", "min_score")}
+    if args.command == "detect":
+        options["max_overlap"] = args.max_overlap
+    if args.tiles is None:
+        for flag in ("tile_overlap", "tiles_only"):
+            if getattr(args, flag):
+                raise SettingsError(f"--{flag.replace('_', '-')}: needs --tiles, like --tiles 2x3")
+        return options
+    whole_image = False if args.tiles_only else None
+    rows, columns = args.tiles
+    return {**options, "tiles": Tiles(rows, columns, args.tile_overlap, whole_image)}
 
 
 _EPILOGS = {
@@ -291,13 +338,32 @@ def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
             metavar="OBJECT",
             help="object to find, instead of the last word; may be given several times",
         )
-    if command in ("point", "detect", "segment"):
         parser.add_argument(
-            "--min-score",
-            type=number,
-            metavar="SCORE",
-            help="omit what has a lower score, in [0, 1] [the server's default]",
+            "--tiles",
+            type=_tiles,
+            metavar="RxC",
+            help="look for small objects in R rows and C columns of tiles too, like 2x3; at most 16 tiles",
         )
+        parser.add_argument(
+            "--tile-overlap",
+            type=number,
+            metavar="PART",
+            help="with --tiles: the part of a tile that it shares with its neighbour, in [0, 0.5] [0.2]",
+        )
+        parser.add_argument(
+            "--tiles-only",
+            action="store_true",
+            help="with --tiles: leave out the look at the whole image",
+        )
+    if command == "detect":
+        parser.add_argument(
+            "--max-overlap",
+            type=number,
+            metavar="PART",
+            help="of two boxes that overlap more, keep the one with the higher score [keep both]",
+        )
+    if command in ("point", "detect", "segment"):
+        add_min_score_flag(parser)
     if command == "segment":
         parser.add_argument(
             "--mask", choices=("none", "svg", "png", "rle", "polygons"), default="none",
@@ -398,7 +464,7 @@ def _arguments(args: argparse.Namespace, word: str) -> tuple[list[Any], dict[str
     if args.command == "segment":
         own = {"mask": args.mask, "refine": False if args.coarse else None}
         return [word], {**options, **own, "min_score": args.min_score}
-    return [word], {**options, "max_objects": args.max_objects, "min_score": args.min_score}
+    return [word], {**options, **object_options(args)}
 
 
 def _stream(

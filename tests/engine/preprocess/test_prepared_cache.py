@@ -2,6 +2,7 @@ import os
 
 import numpy as np
 
+from kestrel_engine.preprocess.looks import InRegion, Selection, Tiled, Tiles
 from kestrel_engine.preprocess.prepared_cache import (
     PreparedCache,
     in_namespace,
@@ -16,14 +17,20 @@ def picture(key="p", size=10):
 
 
 def test_equal_bytes_have_one_digest():
-    sources = (b"abc", bytearray(b"abc"), memoryview(b"abc"), memoryview(b"a-b-c")[::2])
+    region = InRegion(b"abc", (0, 0, 1, 0.5))
+    tiled = Tiled(region, Tiles(rows=1, columns=2))
+    views = (memoryview(b"abc"), memoryview(b"a-b-c")[::2])
+    sources = (b"abc", bytearray(b"abc"), *views, region, tiled)
     assert len({source_digest(source) for source in sources}) == 1
     assert source_digest(b"abd") != source_digest(b"abc")
 
 
-def test_namespaces_share_nothing():
+def test_namespaces_and_looks_share_nothing():
     keys = {source_key(bytes(32), namespace) for namespace in ("", "a", "b" * 200, "a", "")}
     assert len(keys) == 3
+    parts = [Selection((0, 0, 0.5, 1), None), Selection(None, Tiles(rows=1, columns=2))]
+    keys |= {source_key(bytes(32), selection=part) for part in parts}
+    assert len(keys) == 5
     images = [in_namespace(picture(), namespace) for namespace in ("", "a", "b" * 200)]
     assert images[0].key == "p"
     assert len({image.key for image in images}) == 3
@@ -55,11 +62,11 @@ def test_memory_is_bounded_and_the_least_recently_used_goes():
     for name in (b"a", b"b", b"a", b"c", b"a", b"b"):
         if cache.find(name) is None:
             made.append(name)
-            cache.keep(name, picture())
+            cache.keep(name, (picture(),))
     assert made == [b"a", b"b", b"c", b"b"]
     assert cache.size_bytes == 20
-    cache.keep(b"huge", picture(size=26))
-    cache.keep(b"b", picture())
+    cache.keep(b"huge", (picture(size=13), picture(size=13)))
+    cache.keep(b"b", (picture(),))
     assert cache.size_bytes == 20
     cache.flush()
     assert (cache.size_bytes, cache.find(b"b")) == (0, None)

@@ -25,7 +25,7 @@ from ..images.images import ImageHandle, ImageInput
 from ..values.description import Model, ServerInfo, ServerLoad
 from ..values.embeddings import Embedding, EmbeddingDtype, EmbedResult, Pooling
 from ..values.events import Event, PathPiece, ReasoningDelta, TextDelta
-from ..values.geometry import Box, Point, SpatialRef
+from ..values.geometry import Box, Point, SpatialRef, TilesInput
 from ..values.results import (
     CaptionResult,
     DetectResult,
@@ -139,6 +139,7 @@ class AsyncKestrelClient:
         max_objects: int | None = ...,
         spatial_refs: Iterable[SpatialRef] = ...,
         min_score: float | None = ...,
+        tiles: TilesInput | None = ...,
         **options: Unpack[CallOptions],
     ) -> PointResult: ...
     @overload
@@ -150,6 +151,7 @@ class AsyncKestrelClient:
         max_objects: int | None = ...,
         spatial_refs: Iterable[SpatialRef] = ...,
         min_score: float | None = ...,
+        tiles: TilesInput | None = ...,
         **options: Unpack[CallOptions],
     ) -> AnalyzeResult: ...
     async def point(
@@ -161,15 +163,18 @@ class AsyncKestrelClient:
         max_objects: int | None = None,
         spatial_refs: Iterable[SpatialRef] = (),
         min_score: float | None = None,
+        tiles: TilesInput | None = None,
         **options: Unpack[CallOptions],
     ) -> PointResult | AnalyzeResult:
         """Finds the centre of every object of a kind, like "red circle". Every point has a ``score``.
 
-        ``min_score``: points with a lower score are omitted; default: the server's.
+        ``min_score``: points with a lower score are omitted; default: the server's. ``tiles``: cuts the image into this
+        many rows and columns, like "2x3" or Tiles(2, 3, overlap=0.3), and looks at each tile and at the whole image,
+        which finds small objects; default: one look.
         ``objects``: up to 256 names in place of ``object``. The result then is an AnalyzeResult: ``result["cat"]`` is
         the PointResult of that name, or raises its error. ``max_objects`` and ``min_score`` apply to each name.
         """
-        task = PointTask(object, max_objects, spatial_refs, min_score)
+        task = PointTask(object, max_objects, spatial_refs, min_score, tiles)
         if objects is not None:
             prepare = self._requests.several
             return await self._channel.call(prepare, image, task, objects, options)
@@ -183,6 +188,8 @@ class AsyncKestrelClient:
         *,
         max_objects: int | None = ...,
         min_score: float | None = ...,
+        max_overlap: float | None = ...,
+        tiles: TilesInput | None = ...,
         **options: Unpack[CallOptions],
     ) -> DetectResult: ...
     @overload
@@ -193,6 +200,8 @@ class AsyncKestrelClient:
         objects: Sequence[str],
         max_objects: int | None = ...,
         min_score: float | None = ...,
+        max_overlap: float | None = ...,
+        tiles: TilesInput | None = ...,
         **options: Unpack[CallOptions],
     ) -> AnalyzeResult: ...
     async def detect(
@@ -203,15 +212,19 @@ class AsyncKestrelClient:
         objects: Sequence[str] | None = None,
         max_objects: int | None = None,
         min_score: float | None = None,
+        max_overlap: float | None = None,
+        tiles: TilesInput | None = None,
         **options: Unpack[CallOptions],
     ) -> DetectResult | AnalyzeResult:
         """Finds the bounding box of every object of a kind. Every box has a ``score``.
 
-        ``min_score``: boxes with a lower score are omitted; default: the server's.
+        ``min_score``: boxes with a lower score are omitted; default: the server's. ``max_overlap``: of two boxes whose
+        intersection exceeds this part of their union, the result has the one with the higher score, whatever their
+        names; default: both. ``tiles``: as for ``point``.
         ``objects``: up to 256 names in place of ``object``. The result then is an AnalyzeResult: ``result["cat"]`` is
         the DetectResult of that name, or raises its error. ``max_objects`` and ``min_score`` apply to each name.
         """
-        task = DetectTask(object, max_objects, min_score)
+        task = DetectTask(object, max_objects, min_score, max_overlap, tiles)
         if objects is not None:
             prepare = self._requests.several
             return await self._channel.call(prepare, image, task, objects, options)
@@ -270,6 +283,7 @@ class AsyncKestrelClient:
         max_objects: int | None = ...,
         spatial_refs: Iterable[SpatialRef] = ...,
         min_score: float | None = ...,
+        tiles: TilesInput | None = ...,
         **options: Unpack[CallOptions],
     ) -> AsyncStream[PointResult, Point]: ...
     @overload
@@ -281,6 +295,7 @@ class AsyncKestrelClient:
         max_objects: int | None = ...,
         spatial_refs: Iterable[SpatialRef] = ...,
         min_score: float | None = ...,
+        tiles: TilesInput | None = ...,
         **options: Unpack[CallOptions],
     ) -> AsyncStream[AnalyzeResult, TaskEvent | TaskDone]: ...
     def stream_point(
@@ -292,10 +307,11 @@ class AsyncKestrelClient:
         max_objects: int | None = None,
         spatial_refs: Iterable[SpatialRef] = (),
         min_score: float | None = None,
+        tiles: TilesInput | None = None,
         **options: Unpack[CallOptions],
     ) -> AsyncStream[PointResult, Point] | AsyncStream[AnalyzeResult, TaskEvent | TaskDone]:
         """As ``point``; the stream gives each point as soon as it is final. With ``objects``, as ``stream_analyze``."""
-        task = PointTask(object, max_objects, spatial_refs, min_score)
+        task = PointTask(object, max_objects, spatial_refs, min_score, tiles)
         if objects is not None:
             prepare = self._requests.several
             return self._channel.stream(prepare, image, task, objects, options)
@@ -309,6 +325,8 @@ class AsyncKestrelClient:
         *,
         max_objects: int | None = ...,
         min_score: float | None = ...,
+        max_overlap: float | None = ...,
+        tiles: TilesInput | None = ...,
         **options: Unpack[CallOptions],
     ) -> AsyncStream[DetectResult, Box]: ...
     @overload
@@ -319,6 +337,8 @@ class AsyncKestrelClient:
         objects: Sequence[str],
         max_objects: int | None = ...,
         min_score: float | None = ...,
+        max_overlap: float | None = ...,
+        tiles: TilesInput | None = ...,
         **options: Unpack[CallOptions],
     ) -> AsyncStream[AnalyzeResult, TaskEvent | TaskDone]: ...
     def stream_detect(
@@ -329,10 +349,12 @@ class AsyncKestrelClient:
         objects: Sequence[str] | None = None,
         max_objects: int | None = None,
         min_score: float | None = None,
+        max_overlap: float | None = None,
+        tiles: TilesInput | None = None,
         **options: Unpack[CallOptions],
     ) -> AsyncStream[DetectResult, Box] | AsyncStream[AnalyzeResult, TaskEvent | TaskDone]:
         """As ``detect``; the stream gives each box as soon as it is final. With ``objects``, as ``stream_analyze``."""
-        task = DetectTask(object, max_objects, min_score)
+        task = DetectTask(object, max_objects, min_score, max_overlap, tiles)
         if objects is not None:
             prepare = self._requests.several
             return self._channel.stream(prepare, image, task, objects, options)

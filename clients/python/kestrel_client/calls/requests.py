@@ -30,7 +30,7 @@ from ..values.description import (
     read_server_info,
 )
 from ..values.embeddings import EmbeddingDtype, EmbedResult, EmbedStream, Pooling, embed_result
-from ..values.geometry import to_spatial_refs
+from ..values.geometry import Box, to_region, to_spatial_refs, to_tiles
 from ..values.results import Result, SkillResult, skill_result
 from ..values.struct_values import to_struct
 from ..values.tasks import (
@@ -71,6 +71,9 @@ class HandlingOptions(TypedDict, total=False):
     """The server reuses computation only among calls with the same salt; at most 128 bytes of UTF-8."""
     background: str | None
     """Background colour for a transparent image, like "#ffffff"; without it the server drops the alpha channel."""
+    region: Box | Sequence[float] | None
+    """The part of the image that the model sees: a Box, or x_min, y_min, x_max and y_max. Results and spatial
+    references have coordinates of the whole image. Further images of a query are seen whole."""
     timeout: float | None
     """Seconds for the whole call; default: the client's. The server drops a request that still waits at its end."""
     metadata: Metadata | None
@@ -254,7 +257,9 @@ class Requests:
             fields["images"] = [self._image(each, given) for each in task.images]
         if image is not None or not isinstance(task, QueryTask):
             image = self._loaded(cast(ImageInput, image))
-            fields["image"] = self._image(image, given)
+            fields["image"] = self._seen(image, given)
+        elif given.get("region") is not None:
+            raise InvalidRequestError("region: needs an image")
         if num_samples is not None:
             fields["num_samples"] = num_samples
         request = _build(
@@ -277,7 +282,7 @@ class Requests:
         by_key = keyed(tasks)
         request = _build(
             pb.AnalyzeRequest,
-            image=self._image(image, options),
+            image=self._seen(image, options),
             tasks=[_task(key, task) for key, task in by_key.items()],
             options=_handling(options, HandlingOptions),
         )
@@ -306,7 +311,7 @@ class Requests:
         request = _build(
             skill.request,
             **fields,
-            image=self._image(image, options),
+            image=self._seen(image, options),
             objects=list(objects),
             sampling=_sampling(options),
             options=_handling(options, CallOptions),
@@ -330,7 +335,7 @@ class Requests:
         request = _build(
             pb.RunSkillRequest,
             skill=skill,
-            image=None if image is None else self._image(image, options),
+            image=None if image is None else self._seen(image, options),
             arguments=to_struct("arguments", arguments),
             settings=to_struct("settings", settings),
             sampling=_sampling(options),
@@ -354,7 +359,7 @@ class Requests:
         image = self._loaded(image)
         request = _build(
             pb.EmbedRequest,
-            image=self._image(image, options),
+            image=self._seen(image, options),
             whole_image=whole_image,
             crops=crops,
             pooling=_choice("pooling", pooling, _POOLINGS),
@@ -450,6 +455,13 @@ class Requests:
             message.background = background
         return message
 
+    def _seen(self, image: ImageInput, options: HandlingOptions) -> common_pb2.Image:
+        """The image that the call is about, with its region."""
+        message = self._image(image, options)
+        if (region := options.get("region")) is not None:
+            message.region.CopyFrom(to_region(region))
+        return message
+
 
 def _described(
     name: str, task: TaskOf[Any], to_image: Callable[[ImageInput], common_pb2.Image]
@@ -477,12 +489,15 @@ def _described(
                 "max_objects": task.max_objects,
                 "spatial_refs": refs,
                 "min_score": task.min_score,
+                "tiles": to_tiles(task.tiles),
             }
         case DetectTask():
             return _DETECT, {
                 "object": task.object,
                 "max_objects": task.max_objects,
                 "min_score": task.min_score,
+                "max_overlap": task.max_overlap,
+                "tiles": to_tiles(task.tiles),
             }
         case SegmentTask():
             return _SEGMENT, {
@@ -504,6 +519,8 @@ def _task(key: str, task: Task) -> pb.AnalyzeTask:
     if isinstance(task, QueryTask) and task.images:
         refuse(task.images[0])
     skill, fields = _described(f"tasks[{key!r}]", task, refuse)
+    if fields.pop("tiles", None) is not None:
+        raise InvalidRequestError(f"tasks[{key!r}]: tiles are for point and detect alone")
     sampling = _sampling({name: getattr(task, name) for name in _SAMPLING})
     message = _build(skill.task, **fields, sampling=sampling)
     return _build(pb.AnalyzeTask, key=key, **{skill.field: message})

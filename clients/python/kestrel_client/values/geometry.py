@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -91,6 +92,62 @@ class Box:
 
 SpatialRef: TypeAlias = Point | Box | Sequence[float]
 """A point or a box, or its 2 or 4 numbers in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How ``point`` and ``detect`` cut an image into overlapping tiles: 2 to 16 of them.
+
+    ``overlap``: the part of a tile that it shares with its neighbour, in [0, 0.5]; default: the server's, 0.2.
+    ``whole_image``: False leaves out the look at the whole image.
+    """
+
+    rows: int
+    columns: int
+    overlap: float | None = None
+    whole_image: bool | None = None
+
+
+TilesInput: TypeAlias = Tiles | str | tuple[int, int]
+"""Tiles, or rows and columns only: "2x3" or (2, 3)."""
+
+_ROWS_BY_COLUMNS = re.compile(r"(\d{1,4})x(\d{1,4})", re.ASCII)
+
+
+def to_tiles(tiles: TilesInput | None) -> vision_service_pb2.Tiles | None:
+    """Raises InvalidRequestError. The server checks the ranges."""
+    if tiles is None:
+        return None
+    if isinstance(tiles, str) and (match := _ROWS_BY_COLUMNS.fullmatch(tiles)):
+        tiles = Tiles(int(match[1]), int(match[2]))
+    elif isinstance(tiles, tuple) and len(tiles) == 2:
+        tiles = Tiles(*tiles)
+    if not isinstance(tiles, Tiles):
+        raise InvalidRequestError(
+            f"tiles: {tiles!r} is not like '2x3' (rows x columns), (2, 3) or Tiles(2, 3)"
+        )
+    try:
+        return vision_service_pb2.Tiles(
+            rows=tiles.rows,
+            columns=tiles.columns,
+            overlap=tiles.overlap,
+            whole_image=tiles.whole_image,
+        )
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"tiles: {error}") from error
+
+
+def to_region(region: Box | Sequence[float]) -> common_pb2.Box:
+    """Raises InvalidRequestError for a value that is no box. The server checks the range."""
+    if isinstance(region, Box):
+        region = (region.x_min, region.y_min, region.x_max, region.y_max)
+    try:
+        x_min, y_min, x_max, y_max = region
+        return common_pb2.Box(x_min=x_min, y_min=y_min, x_max=x_max, y_max=y_max)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(
+            f"region: {region!r} is not a Box, nor x_min, y_min, x_max and y_max"
+        ) from error
 
 
 def to_spatial_refs(refs: Iterable[SpatialRef]) -> list[common_pb2.SpatialRef]:

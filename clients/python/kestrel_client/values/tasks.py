@@ -14,7 +14,7 @@ from ..errors import InvalidRequestError, RpcError, from_task_error
 from ..images.images import ImageInput
 from .constraint import Constraint
 from .events import Event, read_event
-from .geometry import ImageSize, SpatialRef
+from .geometry import ImageSize, SpatialRef, TilesInput
 from .results import (
     CaptionResult,
     DetectResult,
@@ -94,6 +94,8 @@ class PointTask(TaskOf[PointResult]):
     max_objects: int | None = None
     spatial_refs: Iterable[SpatialRef] = ()
     min_score: float | None = None
+    tiles: TilesInput | None = None
+    """Not in ``analyze``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,9 @@ class DetectTask(TaskOf[DetectResult]):
     object: str
     max_objects: int | None = None
     min_score: float | None = None
+    max_overlap: float | None = None
+    tiles: TilesInput | None = None
+    """Not in ``analyze``."""
 
 
 @dataclass(frozen=True, slots=True)

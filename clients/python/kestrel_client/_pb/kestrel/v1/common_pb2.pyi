@@ -133,6 +133,7 @@ class Image(_message.Message):
     RAW_FIELD_NUMBER: _builtins.int
     IMAGE_ID_FIELD_NUMBER: _builtins.int
     BACKGROUND_FIELD_NUMBER: _builtins.int
+    REGION_FIELD_NUMBER: _builtins.int
     encoded: _builtins.bytes
     """A whole encoded file: JPEG, PNG, WebP, TIFF, GIF (the first frame), and AVIF or HEIC if the server supports them
     (ServerCapabilities.image_formats). The server detects the format from the bytes, applies the EXIF orientation,
@@ -153,6 +154,14 @@ class Image(_message.Message):
     def raw(self) -> Global___RawImage:
         """Uncompressed pixels."""
 
+    @_builtins.property
+    def region(self) -> Global___Box:
+        """The part of the image that this request sees; its edges are moved outwards to the next pixels. At least 8 x 8 pixels.
+        Results and spatial references have coordinates of the whole image, and image_size is that of the whole image. In a
+        query with several images, coordinates are those of the region. PutImage and UploadImage store the whole image.
+        Default: the whole image.
+        """
+
     def __init__(
         self,
         *,
@@ -160,10 +169,11 @@ class Image(_message.Message):
         raw: Global___RawImage | None = ...,
         image_id: _builtins.str = ...,
         background: _builtins.str | None = ...,
+        region: Global___Box | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_background", b"_background", "background", b"background", "encoded", b"encoded", "image_id", b"image_id", "raw", b"raw", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_background", b"_background", "background", b"background", "encoded", b"encoded", "image_id", b"image_id", "raw", b"raw", "region", b"region", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_background", b"_background", "background", b"background", "encoded", b"encoded", "image_id", b"image_id", "raw", b"raw", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_background", b"_background", "background", b"background", "encoded", b"encoded", "image_id", b"image_id", "raw", b"raw", "region", b"region", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__background: _TypeAlias = _typing.Literal["background"]  # noqa: Y015
     _WhichOneofArgType__background: _TypeAlias = _typing.Literal["_background", b"_background"]  # noqa: Y015

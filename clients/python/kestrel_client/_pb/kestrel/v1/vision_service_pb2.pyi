@@ -587,6 +587,7 @@ class PointRequest(_message.Message):
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
     OBJECTS_FIELD_NUMBER: _builtins.int
     MIN_SCORE_FIELD_NUMBER: _builtins.int
+    TILES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     object: _builtins.str
@@ -616,6 +617,15 @@ class PointRequest(_message.Message):
         """
 
     @_builtins.property
+    def tiles(self) -> Global___Tiles:
+        """Cuts the image into overlapping tiles, and looks for the objects in each of them. This finds objects that are too small
+        in a look at the whole image. Each look is a sequence of its own, with max_objects, min_score and sampling of this
+        request, and takes a place in the queue. The result holds each object once, in coordinates of the image, in the order
+        of the scores, at most max_objects of them; `absence` is the least of all looks. A stream has the objects of all
+        looks as they are found; only `final` is merged. Not together with spatial_refs. Default: one look at the image.
+        """
+
+    @_builtins.property
     def sampling(self) -> _common_pb2.Sampling:
         """Settings of sampling. Default: the default of every field."""
 
@@ -632,12 +642,13 @@ class PointRequest(_message.Message):
         spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
         objects: _abc.Iterable[_builtins.str] | None = ...,
         min_score: _builtins.float | None = ...,
+        tiles: Global___Tiles | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
         options: _common_pb2.RequestOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_score", b"_min_score", "image", b"image", "max_objects", b"max_objects", "min_score", b"min_score", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_score", b"_min_score", "image", b"image", "max_objects", b"max_objects", "min_score", b"min_score", "options", b"options", "sampling", b"sampling", "tiles", b"tiles"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_score", b"_min_score", "image", b"image", "max_objects", b"max_objects", "min_score", b"min_score", "object", b"object", "objects", b"objects", "options", b"options", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_score", b"_min_score", "image", b"image", "max_objects", b"max_objects", "min_score", b"min_score", "object", b"object", "objects", b"objects", "options", b"options", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "tiles", b"tiles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_objects: _TypeAlias = _typing.Literal["max_objects"]  # noqa: Y015
     _WhichOneofArgType__max_objects: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects"]  # noqa: Y015
@@ -743,6 +754,8 @@ class DetectRequest(_message.Message):
     MAX_OBJECTS_FIELD_NUMBER: _builtins.int
     OBJECTS_FIELD_NUMBER: _builtins.int
     MIN_SCORE_FIELD_NUMBER: _builtins.int
+    MAX_OVERLAP_FIELD_NUMBER: _builtins.int
+    TILES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     object: _builtins.str
@@ -755,6 +768,11 @@ class DetectRequest(_message.Message):
     """Boxes with a lower score are omitted, in streams too. They count towards max_objects. In [0, 1].
     Default: ServerLimits.default_min_score.
     """
+    max_overlap: _builtins.float
+    """Of two boxes whose intersection exceeds this part of their union, the result holds only the one with the higher score
+    (non-maximum suppression); with `objects`, whatever their names are. In a stream, only `final` is suppressed. Above
+    0 and below 1. Default: no box is suppressed.
+    """
     @_builtins.property
     def image(self) -> _common_pb2.Image:
         """The image. Required."""
@@ -765,6 +783,15 @@ class DetectRequest(_message.Message):
         sent, decoded and encoded once. Each name is a request of its own with the same settings, and has its own result; a
         call has at most 32 of these requests in the queue and the batch at a time. A name that fails has an error as its
         result and does not affect the others. Default: none.
+        """
+
+    @_builtins.property
+    def tiles(self) -> Global___Tiles:
+        """Cuts the image into overlapping tiles, and looks for the objects in each of them. This finds objects that are too small
+        in a look at the whole image. Each look is a sequence of its own, with max_objects, min_score and sampling of this
+        request, and takes a place in the queue. The result holds each object once, in coordinates of the image, in the order
+        of the scores, at most max_objects of them; `absence` is the least of all looks. A stream has the objects of all
+        looks as they are found; only `final` is merged. Default: one look at the image.
         """
 
     @_builtins.property
@@ -783,23 +810,74 @@ class DetectRequest(_message.Message):
         max_objects: _builtins.int | None = ...,
         objects: _abc.Iterable[_builtins.str] | None = ...,
         min_score: _builtins.float | None = ...,
+        max_overlap: _builtins.float | None = ...,
+        tiles: Global___Tiles | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
         options: _common_pb2.RequestOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_score", b"_min_score", "image", b"image", "max_objects", b"max_objects", "min_score", b"min_score", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_max_overlap", b"_max_overlap", "_min_score", b"_min_score", "image", b"image", "max_objects", b"max_objects", "max_overlap", b"max_overlap", "min_score", b"min_score", "options", b"options", "sampling", b"sampling", "tiles", b"tiles"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_score", b"_min_score", "image", b"image", "max_objects", b"max_objects", "min_score", b"min_score", "object", b"object", "objects", b"objects", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_max_overlap", b"_max_overlap", "_min_score", b"_min_score", "image", b"image", "max_objects", b"max_objects", "max_overlap", b"max_overlap", "min_score", b"min_score", "object", b"object", "objects", b"objects", "options", b"options", "sampling", b"sampling", "tiles", b"tiles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_objects: _TypeAlias = _typing.Literal["max_objects"]  # noqa: Y015
     _WhichOneofArgType__max_objects: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects"]  # noqa: Y015
+    _WhichOneofReturnType__max_overlap: _TypeAlias = _typing.Literal["max_overlap"]  # noqa: Y015
+    _WhichOneofArgType__max_overlap: _TypeAlias = _typing.Literal["_max_overlap", b"_max_overlap"]  # noqa: Y015
     _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
     _WhichOneofArgType__min_score: _TypeAlias = _typing.Literal["_min_score", b"_min_score"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_objects) -> _WhichOneofReturnType__max_objects | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_overlap) -> _WhichOneofReturnType__max_overlap | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_score) -> _WhichOneofReturnType__min_score | None: ...
 
 Global___DetectRequest: _TypeAlias = DetectRequest  # noqa: Y015
+
+@_typing.final
+class Tiles(_message.Message):
+    """How to cut an image into tiles of one size, or a region of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    OVERLAP_FIELD_NUMBER: _builtins.int
+    WHOLE_IMAGE_FIELD_NUMBER: _builtins.int
+    rows: _builtins.int
+    """Number of rows, at least 1. There are 2 to 16 tiles. Required."""
+    columns: _builtins.int
+    """Number of columns, at least 1. Required."""
+    overlap: _builtins.float
+    """The part of a tile's width and height that it shares with its neighbour, in [0, 0.5]. It should exceed the size of
+    the objects. Default: 0.2.
+    """
+    whole_image: _builtins.bool
+    """Whether the request also looks at the whole image, or the whole region, which finds objects that are larger than a
+    tile. Default: true.
+    """
+    def __init__(
+        self,
+        *,
+        rows: _builtins.int = ...,
+        columns: _builtins.int = ...,
+        overlap: _builtins.float | None = ...,
+        whole_image: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_overlap", b"_overlap", "_whole_image", b"_whole_image", "overlap", b"overlap", "whole_image", b"whole_image"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_overlap", b"_overlap", "_whole_image", b"_whole_image", "columns", b"columns", "overlap", b"overlap", "rows", b"rows", "whole_image", b"whole_image"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__overlap: _TypeAlias = _typing.Literal["overlap"]  # noqa: Y015
+    _WhichOneofArgType__overlap: _TypeAlias = _typing.Literal["_overlap", b"_overlap"]  # noqa: Y015
+    _WhichOneofReturnType__whole_image: _TypeAlias = _typing.Literal["whole_image"]  # noqa: Y015
+    _WhichOneofArgType__whole_image: _TypeAlias = _typing.Literal["_whole_image", b"_whole_image"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__overlap) -> _WhichOneofReturnType__overlap | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__whole_image) -> _WhichOneofReturnType__whole_image | None: ...
+
+Global___Tiles: _TypeAlias = Tiles  # noqa: Y015
 
 @_typing.final
 class DetectResponse(_message.Message):
@@ -1905,6 +1983,7 @@ class DetectTask(_message.Message):
     OBJECT_FIELD_NUMBER: _builtins.int
     MAX_OBJECTS_FIELD_NUMBER: _builtins.int
     MIN_SCORE_FIELD_NUMBER: _builtins.int
+    MAX_OVERLAP_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     object: _builtins.str
     """The object to find, in any words ("the red circle"): 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes),
@@ -1916,6 +1995,11 @@ class DetectTask(_message.Message):
     """Boxes with a lower score are omitted, in streams too. They count towards max_objects. In [0, 1].
     Default: ServerLimits.default_min_score.
     """
+    max_overlap: _builtins.float
+    """Of two boxes whose intersection exceeds this part of their union, the result holds only the one with the higher score
+    (non-maximum suppression). In a stream, only `final` is suppressed. Above
+    0 and below 1. Default: no box is suppressed.
+    """
     @_builtins.property
     def sampling(self) -> _common_pb2.Sampling:
         """Settings of sampling. Default: the default of every field."""
@@ -1926,18 +2010,23 @@ class DetectTask(_message.Message):
         object: _builtins.str = ...,
         max_objects: _builtins.int | None = ...,
         min_score: _builtins.float | None = ...,
+        max_overlap: _builtins.float | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_score", b"_min_score", "max_objects", b"max_objects", "min_score", b"min_score", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_max_overlap", b"_max_overlap", "_min_score", b"_min_score", "max_objects", b"max_objects", "max_overlap", b"max_overlap", "min_score", b"min_score", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_score", b"_min_score", "max_objects", b"max_objects", "min_score", b"min_score", "object", b"object", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_max_overlap", b"_max_overlap", "_min_score", b"_min_score", "max_objects", b"max_objects", "max_overlap", b"max_overlap", "min_score", b"min_score", "object", b"object", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_objects: _TypeAlias = _typing.Literal["max_objects"]  # noqa: Y015
     _WhichOneofArgType__max_objects: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects"]  # noqa: Y015
+    _WhichOneofReturnType__max_overlap: _TypeAlias = _typing.Literal["max_overlap"]  # noqa: Y015
+    _WhichOneofArgType__max_overlap: _TypeAlias = _typing.Literal["_max_overlap", b"_max_overlap"]  # noqa: Y015
     _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
     _WhichOneofArgType__min_score: _TypeAlias = _typing.Literal["_min_score", b"_min_score"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_objects) -> _WhichOneofReturnType__max_objects | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_overlap) -> _WhichOneofReturnType__max_overlap | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_score) -> _WhichOneofReturnType__min_score | None: ...
 
