@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from starlette.applications import Starlette
@@ -61,7 +62,20 @@ def application(
         Route("/metrics", metrics(guard, telemetry), methods=["GET"]),
         *page_routes(),
     ]
-    return Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method})
+    app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method})
+    return _SingleSlashes(app)
+
+
+class _SingleSlashes:
+    """Takes ``/v1//query`` for ``/v1/query``: clients append their paths to an address that may end with a slash."""
+
+    def __init__(self, app: Starlette) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if "//" in scope.get("path", ""):
+            scope = {**scope, "path": re.sub("/+", "/", scope["path"])}
+        await self._app(scope, cast(Any, receive), cast(Any, send))
 
 
 def _health(served: ServedModel) -> Callable[[Request], Any]:

@@ -1,4 +1,4 @@
-"""OpenAI's interface: /v1/chat/completions and /v1/models.
+"""OpenAI's interface: /v1/chat/completions, /v1/models and /v1/models/NAME.
 
 A conversation becomes one Query: system text goes before the first question, and earlier turns become its history. A
 user message may hold images, which go before its text. A request for boxes or points (grounding.py) becomes one Detect
@@ -66,9 +66,22 @@ def endpoints(
     def listed(fields: Fields) -> Asked:
         return Asked(model_service_pb2.ListModelsRequest(), models.ListModels, _models_json)
 
+    def described(fields: Fields) -> Asked:
+        request = model_service_pb2.GetModelRequest(
+            name=served_name(fields.text("model"), served())
+        )
+        return Asked(request, models.GetModel, lambda response: _model_json(response.model))
+
     return {
         ("POST", "/v1/chat/completions"): Endpoint(f"{VISION_METHODS}Query", chat, json_name),
         ("GET", "/v1/models"): Endpoint(f"{MODEL_METHODS}ListModels", listed, takes_body=False),
+        ("GET", "/v1/models/{model:path}"): Endpoint(
+            f"{MODEL_METHODS}GetModel",
+            described,
+            lambda path: "model" if path == "name" else path,
+            takes_body=False,
+            parse=lambda scope, body: Fields(scope["path_params"]),
+        ),
     }
 
 
@@ -382,10 +395,8 @@ def usage_json(response: Any) -> dict[str, Any]:
 
 
 def _models_json(response: model_service_pb2.ListModelsResponse) -> dict[str, Any]:
-    return {
-        "object": "list",
-        "data": [
-            {"id": model.name, "object": "model", "created": 0, "owned_by": "kestrel"}
-            for model in response.models
-        ],
-    }
+    return {"object": "list", "data": [_model_json(model) for model in response.models]}
+
+
+def _model_json(model: model_service_pb2.Model) -> dict[str, Any]:
+    return {"id": model.name, "object": "model", "created": 0, "owned_by": "kestrel"}

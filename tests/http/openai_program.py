@@ -60,6 +60,7 @@ out = {
     "choices": [c.message.content for c in ask(question, n=3).choices],
     "boxes": json.loads(ask("Detect: green crescent").choices[0].message.content),
     "models": [model.id for model in client.models.list()],
+    "model": client.models.retrieve("kestrel-tiny").id,
 }
 try:
     ask(question, n=99)

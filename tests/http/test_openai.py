@@ -8,7 +8,11 @@ import logging
 from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_grpc.settings.security import CallLimits, SecurityConfig
+from tests.engine.fakes import never_ends
 from tests.http.conftest import data_url
+from tests.service.conftest import LIMITS
 
 
 def user(text: str, url: str | None = None) -> dict[str, Any]:
@@ -322,4 +326,30 @@ async def test_paths_that_are_not_supported_say_what_to_do(http):
 async def test_models_are_listed(http):
     served, client = await http()
     body = (await client.get("/v1/models")).json()
-    assert [model["id"] for model in body["data"]] == [served.engine.info.model]
+    name = served.engine.info.model
+    assert [model["id"] for model in body["data"]] == [name]
+    for asked in (name, "moondream"):
+        assert (await client.get(f"/v1/models/{asked}")).json() == body["data"][0]
+    unknown = await client.get("/v1/models/acme/gpt")
+    assert unknown.status_code == 404 and unknown.json()["error"]["param"] == "model"
+
+
+async def test_an_address_that_ends_with_a_slash(http):
+    _, client = await http()
+    asked = {**ASKED, "messages": [user("What?")]}
+    assert (await client.post("/v1//chat/completions", json=asked)).status_code == 200
+    assert (await client.get("/v1///models")).status_code == 200
+    assert (await client.get("/v1//made_up")).status_code == 404
+
+
+async def test_an_error_within_a_stream_is_its_last_event(http):
+    security = SecurityConfig(calls=CallLimits(deadline_s=0.4))
+    runtime = FakeRuntime(LIMITS, never_ends, cost=lambda plan: 0.02)
+    _, client = await http(runtime=runtime, server_config={"security": security})
+    asked = {**ASKED, "messages": [user("What?")], "max_tokens": 200, "stream": True}
+    response = await client.post("/v1/chat/completions", json=asked)
+    assert response.status_code == 200
+    *pieces, last = [json.loads(e[6:]) for e in response.text.splitlines() if e]
+    assert len(pieces) > 1 and all(piece["choices"] for piece in pieces)
+    assert last["error"].keys() == {"message", "type", "param", "code"}
+    assert last["error"]["code"] == "deadline_exceeded", last

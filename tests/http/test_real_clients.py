@@ -108,7 +108,7 @@ def test_openai(endpoint: str, tmp_path: Path):
     assert out["described"].partition("two")[0] == out["stopped"] != out["described"]
     assert out["choices"] == ["0", "0", "0"]
     assert [box["label"] for box in out["boxes"]] == ["green crescent"] * 2
-    assert out["models"] == ["kestrel-tiny"]
+    assert out["models"] == ["kestrel-tiny"] == [out["model"]]
     assert out["bad_request"] == ["n", 400] and out["wrong_key"] == "credentials_invalid"
     assert (
         example(tmp_path, endpoint, "import OpenAI\n\nclient", [tmp_path / "env/bin/python"]) == "2"
