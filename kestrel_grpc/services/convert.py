@@ -23,9 +23,11 @@ from kestrel_engine import (
     InvalidRequest,
     OnBackground,
     RequestError,
+    RuntimeConfig,
     StreamUpdate,
     Tiles,
     TokenLogprob,
+    settings_of,
 )
 
 from ..edge.failures.errors import LocatedError
@@ -35,8 +37,8 @@ _COLOUR = re.compile(r"#[0-9a-fA-F]{6}")
 _MAX_MODEL_NAME = 512
 _MAX_SALT_BYTES = 128
 _MAX_IMAGE_ID = 64
-MAX_IMAGES = 64
-"""The most that --max-images may be (kestrel_engine.config). The engine then applies the server's own limit."""
+MAX_IMAGES = settings_of(RuntimeConfig)["max_images"].high
+"""The most that --max-images may be. The engine then applies the server's own limit."""
 
 _BYTES_PER_PIXEL = {
     common_pb2.PIXEL_FORMAT_UNSPECIFIED: 3,

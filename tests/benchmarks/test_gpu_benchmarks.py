@@ -62,6 +62,7 @@ def test_trace(tmp_path: Path, in_flights: tuple[int, ...], tokens: tuple[int, .
     assert all(0 < row["busy"] < 1.05 and row["crops/s"] > 0 for row in phases)
 
 
+@pytest.mark.slow
 def test_trace_sampled_and_cut_short(tmp_path: Path) -> None:
     report = run(trace, tmp_path, *MODEL, "--in-flight", "1", "--sampled", "--limit", "0.001")
     assert report["tables"]["Trace through the engine (times in ms)"][0]["requests"] == 1
@@ -105,6 +106,7 @@ def test_prefill(tmp_path: Path) -> None:
     assert (moe[0]["tokens"], moe[0]["experts"]) == (650, "float32")
 
 
+@pytest.mark.slow
 def test_quality_of_float32_is_perfect(tmp_path: Path) -> None:
     report = run(quality, tmp_path, *MODEL, "--drift-only")
     assert [bar["value"] for bar in report["bars"]] == [0, 0]
@@ -124,6 +126,7 @@ def test_quality_fails_when_a_limit_is_passed() -> None:
     assert not quality.passed(report)
 
 
+@pytest.mark.slow
 def test_score(tmp_path: Path) -> None:
     path = tmp_path / "score.json"
     report = quality.main(["--quick", "--score-only", "--threads", "1", "--json", str(path)])

@@ -13,7 +13,7 @@ from kestrel_engine.preprocess.prompt import Tokenizer
 from kestrel_engine.skills.detokenize import StreamingText
 
 
-@pytest.mark.parametrize("vocab_size", [768, 51200])
+@pytest.mark.parametrize("vocab_size", [768, pytest.param(51200, marks=pytest.mark.slow)])
 def test_every_id_has_text(vocab_size: int, tmp_path: Path):
     codec = Tokenizer.from_file(tokenizer_file(vocab_size, tmp_path), vocab_size=vocab_size)
     assert codec.vocab_size == vocab_size

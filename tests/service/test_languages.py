@@ -136,5 +136,6 @@ def test_rust(address, tmp_path):
     (home / "config.toml").write_text(
         f'source.crates-io.replace-with = "debian"\nsource.debian.directory = "{DEBIAN_CRATES}"\n'
     )
-    shell("cargo build --offline", folder, 600, CARGO_HOME=str(home), PATH=f"/usr/bin:{PATH}")
+    variables = {"CARGO_HOME": str(home), "CARGO_PROFILE_DEV_DEBUG": "0", "CARGO_INCREMENTAL": "0"}
+    shell("cargo build --offline", folder, 600, PATH=f"/usr/bin:{PATH}", **variables)
     check("target/debug/ask", address, folder)

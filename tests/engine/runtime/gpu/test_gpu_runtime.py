@@ -185,7 +185,7 @@ def with_several_images(config, *, chunk=None):
 
 
 @pytest.mark.slow_with("moondream2")
-@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_prompts_with_several_images_among_others(both, chunk):
     wanted = compare(both, lambda config: with_several_images(config, chunk=chunk))
     assert len({tuple(t.id for t in tokens) for tokens in wanted.values()}) == 5
