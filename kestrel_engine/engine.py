@@ -43,6 +43,7 @@ from .front.request_options import check_timeout, check_weight, checked_priority
 from .front.stream import EngineStream
 from .front.watchdog import watch
 from .front.whole_image import prompt_in_region
+from .preprocess.crop_keys import with_crop_keys
 from .preprocess.crops import crop_boxes
 from .preprocess.looks import Tiled
 from .preprocess.pool import Preprocessed, PreprocessPool
@@ -144,7 +145,7 @@ class InferenceEngine(SkillCalls):
         self._loop = EngineLoop(
             built.runtime,
             self._delivery,
-            policy=_policy(config, self._sizes),
+            policy=_policy(config, self._sizes, built),
             observer=observer,
             depth=self._sizes.steps_out,
             check_rule=RuleCheck(built.model),
@@ -554,12 +555,12 @@ class InferenceEngine(SkillCalls):
     ) -> list[Preprocessed]:
         """Prepares the images at the same time. The error of an image names its place, if there are several."""
         if len(images) == 1:
-            return [await self._pool.prepare(images[0], cache_salt, principal=principal)]
+            return [await self._prepare_one(images[0], cache_salt, principal)]
 
         async def prepare(image: Any) -> Preprocessed:
             if ready := _looks_of(image):
                 return Preprocessed(ready, 0.0)
-            return await self._pool.prepare(image, cache_salt, principal=principal)
+            return await self._prepare_one(image, cache_salt, principal)
 
         tasks = [asyncio.create_task(prepare(image)) for image in images]
         try:
@@ -575,6 +576,16 @@ class InferenceEngine(SkillCalls):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _prepare_one(self, image: Any, cache_salt: str, principal: str) -> Preprocessed:
+        prepared = await self._pool.prepare(image, cache_salt, principal=principal)
+        if not self._config.crop_cache_bytes:
+            return prepared
+
+        def keyed() -> Looks:
+            return tuple(with_crop_keys(look, cache_salt) for look in prepared.looks)
+
+        return Preprocessed(await asyncio.to_thread(keyed), prepared.seconds)
 
     async def _compiled(
         self, request: SkillRequest, constraint: Constraint, timeout_s: float | None, place: Place
@@ -770,7 +781,9 @@ def _in_region(request: SkillRequest, images: Sequence[PreparedImage]) -> SkillR
     return dataclasses.replace(request, prompt_suffix=suffix)
 
 
-def _policy(config: RuntimeConfig, sizes: Sizes) -> SchedulerPolicy:
+def _policy(config: RuntimeConfig, sizes: Sizes, built: Built) -> SchedulerPolicy:
+    vision = built.model.vision
+    crop_bytes = vision.grid**2 * vision.enc_dim * (4 if built.info.dtype == "float32" else 2)
     return SchedulerPolicy(
         budget=StepBudget(
             prefill_positions=sizes.step_prefill_positions,
@@ -779,6 +792,7 @@ def _policy(config: RuntimeConfig, sizes: Sizes) -> SchedulerPolicy:
         ),
         prefix_cache=config.prefix_cache,
         kept_embeddings=config.kept_embeddings,
+        kept_crops=config.crop_cache_bytes // crop_bytes,
         aging_s=config.priority_aging_s,
         itl_target_s=config.itl_target_ms / 1e3,
     )

@@ -184,7 +184,9 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
         return Built(runtime, model, codec, info, compiling, calibration=calibration)
     from .runtime.gpu.footprint import DEVICE_PIXELS
 
-    return Built(runtime, model, codec, info, compiling, DEVICE_PIXELS, calibration)
+    # Crops are recognised by their bytes, which must be here for that.
+    device_pixels = 0 if config.crop_cache_bytes else DEVICE_PIXELS
+    return Built(runtime, model, codec, info, compiling, device_pixels, calibration)
 
 
 def read_calibration(asked: str | Path, weights: Sequence[Path], fingerprint: str) -> Calibration:
@@ -397,7 +399,7 @@ def _pool(plan: _Plan, reserve_bytes: int) -> Pool:
         torch.cuda.empty_cache()
     return plan_pool(
         device_available(plan.device),
-        reserve_bytes,
+        reserve_bytes + plan.config.crop_cache_bytes,
         plan.page_bytes,
         plan.config,
         plan.model,

@@ -77,6 +77,7 @@ def fit(
             f"the weights take {weights / GIB:.1f} GiB and the CUDA context {CONTEXT_BYTES / GIB:.1f} GiB"
         )
     reserve = reserve_of(model, dtype, sizes, fp8_gemms=config.fp8_gemms)
+    reserve += config.crop_cache_bytes
     pool = plan_pool(
         free,
         reserve,

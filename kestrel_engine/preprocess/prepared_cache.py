@@ -67,7 +67,9 @@ def in_namespace(image: PreparedImage, namespace: str) -> PreparedImage:
     key."""
     if not namespace:
         return image
-    key = hashlib.blake2b(image.key.encode(), key=_digest(namespace), digest_size=16).hexdigest()
+    key = hashlib.blake2b(
+        image.key.encode(), key=namespace_digest(namespace), digest_size=16
+    ).hexdigest()
     return dataclasses.replace(image, key=key)
 
 
@@ -108,13 +110,13 @@ def source_key(
 ) -> bytes:
     """Returns the key of prepared looks, made from the ``source_digest`` of their image, namespace, background and
     selection."""
-    key = hashlib.sha256(_digest(namespace) or bytes(32))
+    key = hashlib.sha256(namespace_digest(namespace) or bytes(32))
     key.update(b"" if background is None else b"on" + bytes(background))
     key.update(b"" if selection == WHOLE else repr(selection).encode())
     key.update(digest)
     return key.digest()
 
 
-def _digest(namespace: str) -> bytes:
+def namespace_digest(namespace: str) -> bytes:
     """Returns the namespace, of any length, as a key of BLAKE2b."""
     return hashlib.blake2b(namespace.encode(), digest_size=32).digest() if namespace else b""

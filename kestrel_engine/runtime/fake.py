@@ -74,6 +74,7 @@ class FakeRuntime:
         self.plans: list[StepPlan] = []
         self.fail_next: Exception | None = None
         self.fail_launch: Exception | None = None
+        self._kept_crops: set[str] = set()
         self._spoiled: set[str] = set()
         self._writes_bad = False
         self.bad_sequences: set[int] = set()
@@ -135,7 +136,14 @@ class FakeRuntime:
             self._spoiled.discard(key)
         for sequence_id in plan.ended:
             self._sampled.pop(sequence_id, None)
+        self._kept_crops -= set(plan.drop_crops)
         for piece in plan.encode:
+            keys = piece.image.crop_keys or ()
+            assert {keys[index] for index in piece.reused} <= self._kept_crops, (
+                f"crops that are not kept: {piece}"
+            )
+        for piece in plan.encode:
+            self._kept_crops |= set(piece.kept_keys)
             if piece.first == 0:
                 self._spoiled.discard(piece.image.key)
             done = self._crops.get(piece.image.key, 0) if piece.first else 0

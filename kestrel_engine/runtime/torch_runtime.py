@@ -22,7 +22,6 @@ from ..models.kv_format import Scales
 from ..models.moondream import Moondream
 from ..models.refiner import Refiner
 from ..models.region import coord_of_bin, size_of_bins
-from ..models.vision import num_distinct
 from ..types.model_config import ModelConfig
 from ..types.requests import Coord, Size, num_positions
 from ..types.step import (
@@ -40,6 +39,7 @@ from ..types.step import (
 )
 from .batch import Batch, build_batch, known
 from .embedding import FetchedEmbedding, fetch
+from .kept_crops import KeptCrops
 from .kv_cache import KvCache
 from .lost_work import LostWork
 from .out_of_memory import raise_as_memory_error
@@ -109,6 +109,7 @@ class TorchRuntime:
         )
         self._features: dict[str, list[Tensor]] = {}
         """Features of the encoded crops of images that are incomplete or keep them, by image key."""
+        self._crops = KeptCrops()
         self._images: dict[str, Tensor] = {}
         self._sampled: dict[int, StepToken] = {}
         """The token that each sequence sampled last. A row that is launched before this token is read refers to it."""
@@ -141,6 +142,7 @@ class TorchRuntime:
         self._device_thread.shutdown(wait=True)
         self._pending.clear()
         self._features.clear()
+        self._crops.clear()
         self._images.clear()
         self._sampled.clear()
         self._cache = None
@@ -159,6 +161,7 @@ class TorchRuntime:
         for key in plan.drop_images:
             self._features.pop(key, None)
             self._images.pop(key, None)
+        self._crops.drop(plan.drop_crops)
         for sequence_id in plan.ended:
             self._sampled.pop(sequence_id, None)
         began = time.perf_counter()
@@ -197,24 +200,22 @@ class TorchRuntime:
         """Encodes all crops of the step in one pass. Computes an image's embedding after its last crop."""
         crops = []
         for piece in pieces:
-            distinct = num_distinct(piece.image.num_crops, piece.image.tiling)
             assert piece.image.crops is not None, "this runtime makes no crops"
-            crops.append(
-                torch.from_numpy(piece.image.crops[piece.first : min(piece.last, distinct)])
-            )
+            encoded = [index for index in piece.distinct if index not in piece.reused]
+            crops.append(torch.from_numpy(piece.image.crops[encoded]))
         if not crops:
             return
         features = (
             self.model.vision.encode_crops(torch.cat(crops)) if sum(map(len, crops)) else None
         )
         begin = 0
-        for piece, own in zip(pieces, crops, strict=True):
+        for piece in pieces:
             key = piece.image.key
             if piece.first == 0:
                 self._features[key] = []
-            if features is not None and len(own):
-                self._features[key].append(features[begin : begin + len(own)])
-                begin += len(own)
+            own = features[begin : begin + piece.num_encoded] if features is not None else None
+            begin += piece.num_encoded
+            self._features[key] += self._crops.features(piece, own)
             if piece.last == piece.image.num_crops:
                 all_features = torch.cat(self._features.pop(key))
                 self._images[key] = self.model.vision.embed(all_features, piece.image.tiling)

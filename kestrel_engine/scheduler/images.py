@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ..types.requests import PreparedImage
 from ..types.step import EncodeSlice
+from .crop_features import CropFeatures
 
 
 @dataclass(slots=True)
@@ -28,8 +29,9 @@ class _Held:
 class Images:
     """acquire() when a prefix must be computed, release() when it is; encode() hands out crops in order of need."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, kept_crops: int = 0) -> None:
         self._capacity = capacity
+        self.crops = CropFeatures(kept_crops)
         self._held: OrderedDict[str, _Held] = OrderedDict()
         # Keys that the runtime has not dropped yet; True if it holds the whole embedding.
         self._dropped: dict[str, bool] = {}
@@ -61,12 +63,24 @@ class Images:
         return self._held[key].is_encoded
 
     def encode(self, key: str, max_crops: int) -> EncodeSlice:
-        """Schedules up to ``max_crops`` further crops of an image."""
+        """Schedules further crops of an image: up to ``max_crops`` to encode, and those between them that are kept."""
         held = self._held[key]
         first = held.num_scheduled
-        held.num_scheduled = min(first + max_crops, held.image.num_crops)
+        keys = held.image.crop_keys or ()
+        reused, kept = [], []
+        while held.num_scheduled < held.image.num_crops:
+            index = held.num_scheduled
+            crop_key = keys[index] if index < len(keys) else None
+            if crop_key is not None and crop_key in self.crops:
+                reused.append(index)
+            elif index - first - len(reused) == max_crops:
+                break
+            elif crop_key is not None and self.crops.begin(crop_key):
+                kept.append(index)
+            held.num_scheduled += 1
         assert held.num_scheduled > first, f"image {key} has no crop left"
-        return EncodeSlice(held.image, first, held.num_scheduled)
+        self.crops.use(keys[index] for index in reused)
+        return EncodeSlice(held.image, first, held.num_scheduled, tuple(reused), tuple(kept))
 
     def take_dropped(self) -> dict[str, bool]:
         """Keys that the runtime may drop, each with whether the runtime holds its whole embedding. Each key is returned
@@ -84,6 +98,7 @@ class Images:
 
     def reset(self) -> None:
         """After a failed step no embedding is trusted: images with users are encoded again, the others are dropped."""
+        self.crops.clear()
         for key in list(self._held):
             self._held[key].num_scheduled = 0
             if self._held[key].users == 0:
@@ -104,7 +119,8 @@ class Images:
         self._dropped[key] = False
 
     def flush(self) -> None:
-        """Drops the images without users."""
+        """Drops the images without users, and all kept crops."""
+        self.crops.clear()
         for key in [key for key, held in self._held.items() if not held.users]:
             self._drop(key)
 

@@ -15,6 +15,8 @@ class SchedulerPolicy:
     prefix_cache: bool = True
     kept_embeddings: int = 16
     """Number of image embeddings that are kept without a user."""
+    kept_crops: int = 0
+    """Number of crops whose features are kept, for equal crops of other images."""
     itl_target_s: float = 0.015
     """With two lanes: decoding waits for new work that takes no longer, and runs beside longer steps."""
     aging_s: float = 10.0

@@ -65,7 +65,7 @@ class Scheduler:
         self._policy = policy or SchedulerPolicy()
         self._pool = PagePool(limits.num_pages)
         self._cache = PrefixCache(self._pool)
-        self._images = Images(self._policy.kept_embeddings)
+        self._images = Images(self._policy.kept_embeddings, self._policy.kept_crops)
         self._shares = Shares(limits.max_batch_size)
         self._queue = WaitingQueue(self._policy.aging_s, self._shares)
         self._places = PlaceTaker(limits.max_batch_size, self._shares)
@@ -217,6 +217,7 @@ class Scheduler:
         plan = StepPlan(
             step_id=self._next_step_id,
             drop_images=tuple(dropped),
+            drop_crops=() if lane is Lane.DECODE else self._images.crops.take_dropped(),
             ended=ended,
             encode=tuple(encode),
             embed=tuple(embed),
@@ -250,6 +251,7 @@ class Scheduler:
         sampled: list[tuple[Sequence, StepToken]] = []
         if plan.lane is Lane.NEW_WORK:
             self._decode_lane.ended(plan.step_id, result.vision_s + result.prefill_s)
+        self._images.crops.came_back(plan.encode, failed=False)
         for item in self._pop_oldest(plan):
             sequence = item.sequence
             if sequence.phase is Phase.FINISHED:
@@ -282,6 +284,7 @@ class Scheduler:
         for piece in sequence.images.pieces:
             if piece.start >= shared * self._limits.page_size and piece not in sequence.needed:
                 self._images.spoil(piece.image.key)
+                self._images.crops.forget(piece.image.crop_keys or ())
         self._end(sequence, keep=False)
 
     def fail_step(self, plan: StepPlan) -> list[int]:
@@ -293,6 +296,13 @@ class Scheduler:
         if plan.lane is Lane.NEW_WORK:
             self._decode_lane.ended(plan.step_id, None)
         images = {piece.image.key for piece in plan.encode}
+        self._images.crops.came_back(plan.encode, failed=True)
+        # Later steps that are out do not encode the rest of these images.
+        for out in self._out.values():
+            for later, _, _ in out:
+                for piece in later.encode:
+                    if piece.image.key in images:
+                        self._images.crops.forget(piece.kept_keys)
         involved = [item.sequence for item in self._pop_oldest(plan)]
         involved += [
             s for s in self._running.values() if any(p.image.key in images for p in s.needed)
@@ -318,13 +328,15 @@ class Scheduler:
         """Drops cached prefixes and embeddings without users. The next step drops them in the runtime."""
         self._cache.flush()
         self._images.flush()
-        self._flushing = self._images.has_dropped
+        self._flushing = self._images.has_dropped or self._images.crops.has_dropped
 
     def check(self) -> None:
         """Raises AssertionError unless pages, tree, phases, shares and counts agree."""
         self._pool.check()
         self._cache.check()
         self._images.check()
+        plans = [plan for out in self._out.values() for plan, _, _ in out]
+        self._images.crops.check([k for p in plans for piece in p.encode for k in piece.kept_keys])
         self._shares.check()
         self._underway.check(self._running.keys() | self._leaving.keys())
         assert len(self._running) + len(self._leaving) <= self._limits.max_batch_size
@@ -434,7 +446,7 @@ class Scheduler:
         (piece,), spec = sequence.needed, sequence.submission.embedding
         assert spec is not None
         image = piece.image
-        if not self._encode(piece, allowance, encode):
+        if not self._encode(sequence, piece, allowance, encode):
             return
         allowance.take_crops(1)  # Embeddings that are there cost little, but not nothing.
         self._images.release(image.key)
@@ -460,7 +472,7 @@ class Scheduler:
         while (begin := sequence.cursor + count) < len(sequence.tokens):
             piece = sequence.needed[0] if sequence.needed else None
             if piece is not None and piece.first == begin:
-                if not self._encode(piece, allowance, encode):
+                if not self._encode(sequence, piece, allowance, encode):
                     break
                 if not allowance.allows_whole(piece.num_positions):
                     break
@@ -478,12 +490,20 @@ class Scheduler:
         if count:
             prefill.append(self._row(sequence, count, scheduled, tuple(computed), is_prefill=True))
 
-    def _encode(self, piece: ImagePiece, allowance: Allowance, encode: list[EncodeSlice]) -> bool:
+    def _encode(
+        self,
+        sequence: Sequence,
+        piece: ImagePiece,
+        allowance: Allowance,
+        encode: list[EncodeSlice],
+    ) -> bool:
         """Schedules crops of an image; True once all are."""
         key = piece.image.key
         while not self._images.is_encoded(key) and allowance.crops:
             part = self._images.encode(key, allowance.crops)
-            allowance.take_crops(part.last - part.first)
+            allowance.take_crops(part.last - part.first - len(part.reused))
+            sequence.num_encoded_crops += part.num_encoded
+            sequence.num_reused_crops += len(part.reused)
             encode.append(part)
         return self._images.is_encoded(key)
 

@@ -47,6 +47,8 @@ class Sequence:
         "node",
         "num_cached",
         "num_committed",
+        "num_encoded_crops",
+        "num_reused_crops",
         "num_sampled",
         "num_scheduled",
         "num_shared_pages",
@@ -90,6 +92,10 @@ class Sequence:
         """The instant of the first admission."""
         self.num_cached = 0
         """Positions that the first admission took from the prefix cache."""
+        self.num_encoded_crops = 0
+        """Crops that were encoded for this sequence. Another sequence with the same image did not need them again."""
+        self.num_reused_crops = 0
+        """Crops of its images that were equal to crops of earlier images."""
         self.needed: list[ImagePiece] = []
         """The images that the running sequence has yet to compute, in order. It needs their embeddings, for their
         positions or because it asks for the embeddings themselves."""

@@ -97,6 +97,8 @@ class _Active:
             last_token_at=self.last_token_at,
             finished_at=finished_at,
             cached_tokens=0 if sequence is None else sequence.num_cached,
+            encoded_crops=0 if sequence is None else sequence.num_encoded_crops,
+            reused_crops=0 if sequence is None else sequence.num_reused_crops,
         )
 
 
@@ -554,7 +556,8 @@ class EngineLoop:
             vision_s=result.vision_s,
             prefill_s=result.prefill_s,
             decode_s=result.decode_s,
-            num_crops=sum(piece.last - piece.first for piece in plan.encode),
+            num_crops=sum(piece.num_encoded for piece in plan.encode),
+            num_reused_crops=sum(len(piece.reused) for piece in plan.encode),
             num_prefill_positions=sum(
                 num_positions(tuple(t for t in row.tokens if t is not PREVIOUS))
                 for row in plan.prefill

@@ -61,6 +61,10 @@ class EngineMetrics:
     """Generated tokens, spatial ones included, stop id not."""
     cached_tokens: int = 0
     """KV positions reused from a cache."""
+    encoded_crops: int = 0
+    """Crops of the request's images that were encoded for it; 0 if another request had the image encoded."""
+    reused_crops: int = 0
+    """Crops that were not encoded, because an earlier image had an equal one (RuntimeConfig.crop_cache_bytes)."""
     queue_time_ms: float = 0.0
     """Accepted to first scheduled, less preprocessing."""
     preprocess_time_ms: float = 0.0

@@ -30,6 +30,8 @@ class StepEvent:
     failed: bool
     stats: SchedulerStats
     """The scheduler's counts when the step came back."""
+    num_reused_crops: int = 0
+    """Crops that skipped the tower, because an equal crop of another image had been encoded."""
     num_tokens: int = 0
     """Tokens that the step gave to requests."""
     token_gaps: tuple[tuple[float, int], ...] = ()

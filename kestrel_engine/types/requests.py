@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 
@@ -154,7 +154,8 @@ class PreparedImage:
     hash of the decoded pixels and the preprocessing version. ``width``, ``height``: of the upright image, or of the
     region. ``source_digest``: SHA-256 of what the caller gave, by which callers may recognise equal images.
     ``keeps_features``: the runtime keeps the features of the crops as long as the embedding, because embeddings of
-    crops are read. ``region``: None for a whole image.
+    crops are read. ``region``: None for a whole image. ``crop_keys``: a content key for each distinct crop, if equal
+    crops of other images may skip the tower.
     """
 
     key: str
@@ -166,6 +167,7 @@ class PreparedImage:
     source_digest: bytes | None = None
     keeps_features: bool = False
     region: ImageRegion | None = None
+    crop_keys: tuple[str, ...] | None = None
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -178,6 +180,24 @@ class PreparedImage:
     def num_crops(self) -> int:
         rows, columns = self.tiling
         return 1 + rows * columns
+
+    @property
+    def num_distinct(self) -> int:
+        """The number of crops to encode. A single tile equals the overview and is not encoded again."""
+        return 1 if self.tiling == (1, 1) else self.num_crops
+
+    def overview(self) -> PreparedImage:
+        """The image with its overview as the only crop, so that it costs one crop, and small objects may be missed.
+        Results have the same coordinates. An image with a single tile is returned as it is."""
+        if self.tiling == (1, 1):
+            return self
+        return replace(
+            self,
+            key=f"{self.key}/overview",
+            tiling=(1, 1),
+            crops=None if self.crops is None else self.crops[[0, 0]],
+            crop_keys=None if self.crop_keys is None else self.crop_keys[:1],
+        )
 
     @property
     def num_bytes(self) -> int:

@@ -114,11 +114,32 @@ PREVIOUS = Previous.TOKEN
 
 @dataclass(frozen=True, slots=True)
 class EncodeSlice:
-    """Crops ``first`` up to ``last`` of an image; an image's slices come in order, over one or more steps."""
+    """Crops ``first`` up to ``last`` of an image; an image's slices come in order, over one or more steps.
+
+    ``reused``: crops among these whose features the runtime keeps, under their crop keys. ``kept``: crops whose
+    features the runtime keeps from now on.
+    """
 
     image: PreparedImage
     first: int
     last: int
+    reused: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+
+    @property
+    def distinct(self) -> range:
+        """The crops of the slice that differ from one another: a single tile equals the overview."""
+        return range(self.first, min(self.last, self.image.num_distinct))
+
+    @property
+    def num_encoded(self) -> int:
+        """Crops that pass through the tower."""
+        return len(self.distinct) - len(self.reused)
+
+    @property
+    def kept_keys(self) -> tuple[str, ...]:
+        keys = self.image.crop_keys or ()
+        return tuple(keys[index] for index in self.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +208,8 @@ class StepPlan:
     step_id: int
     drop_images: tuple[str, ...] = ()
     """Keys of images whose crops and embeddings are no longer needed; a key may be unknown."""
+    drop_crops: tuple[str, ...] = ()
+    """Keys of crops whose features are no longer kept; a key may be unknown. Dropped before encoding."""
     ended: tuple[int, ...] = ()
     """Sequences that will have no further row. The runtime may drop their state. An id may be unknown."""
     encode: tuple[EncodeSlice, ...] = ()
@@ -206,7 +229,7 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         work = self.encode or self.embed or self.prefill or self.decode or self.refine
-        return not (work or self.drop_images or self.ended)
+        return not (work or self.drop_images or self.drop_crops or self.ended)
 
 
 @dataclass(frozen=True, slots=True)

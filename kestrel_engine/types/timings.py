@@ -28,6 +28,10 @@ class StepTimings:
     finished_at: float
     cached_tokens: int = 0
     """KV positions reused from a cache."""
+    encoded_crops: int = 0
+    """Crops that were encoded for the request."""
+    reused_crops: int = 0
+    """Crops whose features were kept from earlier images."""
 
 
 def metrics_of(
@@ -44,6 +48,8 @@ def metrics_of(
         input_tokens=input_tokens,
         output_tokens=output_tokens,
         cached_tokens=steps.cached_tokens,
+        encoded_crops=steps.encoded_crops,
+        reused_crops=steps.reused_crops,
         queue_time_ms=1e3 * queue,
         preprocess_time_ms=1e3 * front.preprocess_s,
         prefill_time_ms=1e3 * max(0.0, first - scheduled),

@@ -57,7 +57,7 @@ class ServiceMetrics:
         self._model: dict[str, str] = {}
         self._load_s = 0.0
         self._steps = {False: 0, True: 0}
-        self._crops = self._prefill_positions = self._step_tokens = 0
+        self._crops = self._reused_crops = self._prefill_positions = self._step_tokens = 0
         self.token_gap = DenseHistogram(names.TOKEN_GAP)
         """The readers add this histogram to their data."""
         self._tokens = {"input": 0, "output": 0}
@@ -103,6 +103,7 @@ class ServiceMetrics:
         )
         self._observe(names.STEP_TOKENS, lambda: [Observation(self._step_tokens)])
         self._observe(names.CROPS, lambda: [Observation(self._crops)])
+        self._observe(names.REUSED_CROPS, lambda: [Observation(self._reused_crops)])
         self._observe(names.PREFILL_POSITIONS, lambda: [Observation(self._prefill_positions)])
 
     def ready(self, engine: InferenceEngine, load_s: float) -> None:
@@ -146,6 +147,7 @@ class ServiceMetrics:
         if event.failed:
             return
         self._crops += event.num_crops
+        self._reused_crops += event.num_reused_crops
         self._prefill_positions += event.num_prefill_positions
         self._step_tokens += event.num_tokens
         for gap_s, count in event.token_gaps:

@@ -242,6 +242,9 @@ STEPS = Metric(
     "kestrel.steps", "counter", "{step}", "Steps that the device has finished", (FAILED,)
 )
 CROPS = Metric("kestrel.crops", "counter", "{crop}", "Crops of images that were encoded")
+REUSED_CROPS = Metric(
+    "kestrel.crops.reused", "counter", "{crop}", "Crops of images that were equal to earlier crops"
+)
 PREFILL_POSITIONS = Metric(
     "kestrel.prefill.positions", "counter", "{position}", "Prompt positions computed"
 )

@@ -130,7 +130,7 @@ async def test_an_observer_hears_of_every_step_and_request(fake_limits):
     event = next(e for e in listener.requests if e.request_id == "r1")
     assert event.accepted_at <= event.prepared_at <= event.scheduled_at
     assert event.scheduled_at <= event.first_token_at <= event.finished_at
-    assert sum(e.num_crops for e in listener.steps) == 2
+    assert sum(e.num_crops for e in listener.steps) == 1  # Its tile equals its overview.
     assert sum(e.num_decode for e in listener.steps if "r1" in e.request_ids) == 5
     assert {i for e in listener.steps for i in e.encoded_request_ids} == {"r1"}
     assert (event.num_crops, event.image_size) == (2, (IMAGE.shape[1], IMAGE.shape[0]))

@@ -371,7 +371,7 @@ class GpuRuntime:
         return event
 
     def _enqueue(self, plan: StepPlan) -> PendingStep:
-        self._images.drop(plan.drop_images)
+        self._images.drop(plan.drop_images, plan.drop_crops)
         for sequence_id in plan.ended:
             self._state.release(sequence_id)
         outputs: list[PassOutput] = []

@@ -59,7 +59,12 @@ class Spec:
 
     def prepared(self, key: str) -> PreparedImage:
         count = self.crops if key == self.image else CROPS[key]
-        image = PreparedImage(key, np.zeros((count, 2, 2, 3), np.uint8), (1, count - 1), 2, 2)
+        crops = np.zeros((count, 2, 2, 3), np.uint8)
+        tiling = (1, count - 1)
+        # Images share crops: "b" and "c" begin like "a".
+        distinct = 1 if tiling == (1, 1) else count
+        keys = tuple(f"crop {index % 4}" for index in range(distinct))
+        image = PreparedImage(key, crops, tiling, 2, 2, crop_keys=keys)
         if self.embeds is not None and self.embeds.crops:
             return replace(image, key=f"{key}/crops", keeps_features=True)
         return image

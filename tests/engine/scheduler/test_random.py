@@ -37,6 +37,7 @@ def random_simulation(rng, *, checked=True):
         budget=budget,
         prefix_cache=rng.random() < 0.7,
         kept_embeddings=rng.choice([0, 1, 4]),
+        kept_crops=rng.choice([0, 1, 3, 20]),
         aging_s=rng.choice([1.0, 100.0]),
         itl_target_s=rng.choice([-1.0, 1.0]),  # All steps of new work count as long, or as short.
     )
@@ -104,13 +105,15 @@ def test_no_page_is_lost_in_100_000_operations():
 
 def test_random_histories_preempt_and_hit_the_cache():
     """The histories above are of use only if they reach what they are about."""
-    preemptions = hits = spoiled = embedded = 0
+    preemptions = hits = spoiled = embedded = reused = 0
     for seed in range(20):
         simulation, _ = run(random.Random(seed), 200, checked=False)
         spoiled += len(simulation.not_finite - simulation.runtime.bad_sequences)
         preemptions += simulation.scheduler.stats.preemptions
         hits += simulation.scheduler.stats.cached_positions
         embedded += sum(simulation.specs[number].embeds is not None for number in simulation.ended)
+        reused += sum(len(p.reused) for plan in simulation.runtime.plans for p in plan.encode)
+    assert reused > 50
     assert preemptions > 10
     assert embedded > 10
     assert hits > 250

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ....exact_resize import passes
 from ....kernels.images.resample import BLOCK, JOB_WIDTH, Job, resample
-from ....models.vision import num_distinct
 from ....types.model_config import VisionConfig
 from ....types.requests import PreparedImage
 from ..footprint import ARENA_BYTES
@@ -92,7 +91,7 @@ class DeviceCrops:
 
     def _make(self, group: Sequence[tuple[PreparedImage, _Layout]]) -> list[Tensor]:
         side = self._vision.crop_size
-        counts = [num_distinct(image.num_crops, image.tiling) for image, _ in group]
+        counts = [image.num_distinct for image, _ in group]
         size = sum(layout.num_bytes for _, layout in group)
         arena = torch.empty(size, dtype=torch.uint8, device=self._device)
         crops = torch.empty((sum(counts), side, side, 3), dtype=torch.uint8, device=self._device)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ....models.vision import num_distinct
 from ....types.step import EmbedRead, EncodeSlice
 from ...embedding import FetchedEmbedding, fetch
+from ...kept_crops import KeptCrops
 from ..state.staging import ImageUploader, Uploader
 from .device_crops import DeviceCrops
 from .graphs import VisionGraphs
@@ -17,7 +17,8 @@ from .tower import FusedVision
 
 
 class EncodedImages:
-    """Owns the prefixes of images, and the features of images with crops that are not encoded yet, or that keep them.
+    """Owns the prefixes of images, the features of images with crops that are not encoded yet, or that keep them, and
+    the features of crops that later images may reuse.
     ``bos``: [dim], the embedding of BOS, which precedes an image."""
 
     def __init__(
@@ -31,10 +32,12 @@ class EncodedImages:
         self._crops: dict[str, Tensor] = {}
         """The crops of images that arrived as pixels, until the last crop is encoded."""
         self._features: dict[str, list[Tensor]] = {}
+        self._kept = KeptCrops()
         self._prefixes: dict[str, Tensor] = {}
 
-    def drop(self, keys: Iterable[str]) -> None:
-        """Drops images. An unknown key has no effect."""
+    def drop(self, keys: Iterable[str], crop_keys: Iterable[str] = ()) -> None:
+        """Drops images and kept crops. An unknown key has no effect."""
+        self._kept.drop(crop_keys)
         for key in keys:
             self._crops.pop(key, None)
             self._features.pop(key, None)
@@ -42,6 +45,7 @@ class EncodedImages:
 
     def clear(self) -> None:
         self._crops.clear()
+        self._kept.clear()
         self._features.clear()
         self._prefixes.clear()
 
@@ -60,13 +64,13 @@ class EncodedImages:
             features = self.encode_crops(crops[0] if len(crops) == 1 else torch.cat(crops))
         begin = 0
         complete: list[tuple[str, Tensor, tuple[int, int]]] = []
-        for piece, own in zip(pieces, crops, strict=True):
+        for piece in pieces:
             key = piece.image.key
             if piece.first == 0:
                 self._features[key] = []
-            if features is not None and len(own):
-                self._features[key].append(features[begin : begin + len(own)])
-                begin += len(own)
+            own = None if features is None else features[begin : begin + piece.num_encoded]
+            begin += piece.num_encoded
+            self._features[key] += self._kept.features(piece, own)
             if piece.last == piece.image.num_crops:
                 self._crops.pop(key, None)
                 parts = self._features.pop(key)
@@ -93,19 +97,21 @@ class EncodedImages:
         self._make_crops.warm_up()
 
     def _crops_of(self, pieces: Sequence[EncodeSlice]) -> list[Tensor]:
-        """Returns each piece's crops [n, S, S, 3] uint8 on the device; n may be 0."""
+        """Returns the crops [n, S, S, 3] uint8 of each piece that are encoded, on the device; n may be 0."""
         begun = [each.image for each in pieces if each.first == 0 and each.image.pixels is not None]
         for image, crops in zip(begun, self._make_crops(begun), strict=True):
             self._crops[image.key] = crops
         found = []
         for piece in pieces:
             image = piece.image
-            last = min(piece.last, num_distinct(image.num_crops, image.tiling))
             if image.pixels is not None:
-                found.append(self._crops[image.key][piece.first : last])
+                assert not piece.reused, "crops that the device makes have no keys"
+                found.append(self._crops[image.key][piece.distinct.start : piece.distinct.stop])
             else:
                 assert image.crops is not None, image
-                own = image.crops[piece.first : last]
+                own = image.crops[piece.distinct.start : piece.distinct.stop]
+                if piece.reused:
+                    own = image.crops[[i for i in piece.distinct if i not in piece.reused]]
                 target = torch.empty(own.shape, dtype=torch.uint8, device=self._bos.device)
                 if len(own):
                     self._upload(own, target)

@@ -1,0 +1,142 @@
+"""Crops that equal crops of an earlier image skip the tower, and nothing else changes: bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from kestrel_engine import InferenceEngine, RuntimeConfig, StepEvent
+from kestrel_engine.preprocess.crop_keys import with_crop_keys
+from kestrel_engine.runtime.gpu.runtime import GpuRuntime
+from kestrel_engine.types.requests import PreparedImage
+from kestrel_engine.types.step import EncodeSlice
+from tests.engine.fakes import Listener
+from tests.engine.runtime.gpu import small_models
+from tests.engine.runtime.test_torch_runtime import new_runtime, picture, step
+
+FRAME = np.random.default_rng(5).integers(0, 255, (400, 600, 3), dtype=np.uint8)
+NEXT = FRAME.copy()
+NEXT[:20, :20] = 0
+"""A change in one corner: the overview and one tile differ."""
+
+
+def keyed(image: PreparedImage) -> PreparedImage:
+    return with_crop_keys(image, "")
+
+
+def test_equal_crops_have_equal_keys():
+    image = keyed(picture(tiling=(1, 3)))
+    assert len(set(image.crop_keys)) == 4
+    crops = image.crops.copy()
+    crops[2, 0, 0, 0] ^= 1
+    other = keyed(dataclasses.replace(image, crops=crops))
+    assert [a == b for a, b in zip(image.crop_keys, other.crop_keys, strict=True)] == [
+        *(True, True, False, True)
+    ]
+    assert not set(with_crop_keys(image, "salt").crop_keys) & set(image.crop_keys)
+    assert len(keyed(picture(tiling=(1, 1))).crop_keys) == 1
+    on_device = dataclasses.replace(image, crops=None, crop_keys=None)
+    assert keyed(on_device).crop_keys is None
+
+
+def test_the_overview_of_an_image_is_one_crop():
+    image = keyed(picture(tiling=(1, 3)))
+    overview = image.overview()
+    assert (overview.tiling, overview.num_distinct, overview.crop_keys) == (
+        *((1, 1), 1),
+        image.crop_keys[:1],
+    )
+    assert overview.key != image.key and (overview.width, overview.height) == (60, 30)
+    np.testing.assert_array_equal(overview.crops, image.crops[[0, 0]])
+    assert overview.overview() is overview
+
+
+def two_frames(first: PreparedImage) -> tuple[PreparedImage, PreparedImage]:
+    """Two images with keys; crops 0 and 2 of the second are others."""
+    first = keyed(first)
+    crops = first.crops.copy()
+    crops[[0, 2]] ^= 255
+    return first, keyed(dataclasses.replace(first, key="second", crops=crops))
+
+
+@pytest.mark.parametrize("family", ["moondream2", "moondream3"])
+def test_the_runtime_reuses_features_bit_for_bit(family):
+    """25 patches a crop: rows of a product of matrices that do not fill its blocks."""
+    runtime = new_runtime(family)
+    first, second = two_frames(picture("first", (1, 3)))
+    step(runtime, encode=(EncodeSlice(first, 0, 4, kept=(1, 3)),))
+    step(runtime, encode=(EncodeSlice(second, 0, 4, reused=(1, 3)),))
+    fresh = dataclasses.replace(second, key="fresh")
+    step(runtime, encode=(EncodeSlice(fresh, 0, 4),))
+    assert runtime._images["second"].equal(runtime._images["fresh"])
+    assert not runtime._images["second"].equal(runtime._images["first"])
+    assert runtime._crops.num_bytes == 2 * 25 * runtime.model.config.vision.enc_dim * 4
+    step(runtime, drop_crops=(first.crop_keys[1], "unknown"))
+    assert len(runtime._crops) == 1
+
+
+@pytest.mark.parametrize("family", ["moondream2", "moondream3"])
+@torch.inference_mode()
+def test_the_gpu_runtime_reuses_features_bit_for_bit(family):
+    """The features of a reused crop are those of the step that encoded it, also when that step had other crops. The
+    others are those that the tower gives for the same pass."""
+    config, tensors = small_models.small_model(family)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    own = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
+    runtime = GpuRuntime(
+        config, own, num_pages=30, page_size=17, max_batch_size=3, max_seq_length=200
+    )
+    first, second = two_frames(small_models.picture("first", (1, 3), config, seed=1))
+    step(runtime, encode=(EncodeSlice(first, 0, 2, kept=(1,)),))
+    step(runtime, encode=(EncodeSlice(first, 2, 4, kept=(3,)),))
+    step(runtime, encode=(EncodeSlice(second, 0, 4, reused=(1, 3)),))
+    encode = runtime.encode_crops
+
+    def crops(image: PreparedImage, *indices: int) -> torch.Tensor:
+        return encode(torch.from_numpy(image.crops[list(indices)]).to(device))
+
+    new = crops(second, 0, 2)
+    kept = crops(first, 0, 1)[1], crops(first, 2, 3)[1]
+    features = torch.stack([new[0], kept[0], new[1], kept[1]])
+    (wanted,) = runtime.vision.embed_many([(features, (1, 3))])
+    assert runtime._images.prefix("second")[1:].equal(wanted)
+    fresh = dataclasses.replace(second, key="fresh", crop_keys=None)
+    step(runtime, encode=(EncodeSlice(fresh, 0, 4),))
+    torch.testing.assert_close(
+        runtime._images.prefix("fresh"), runtime._images.prefix("second"), atol=1e-5, rtol=1e-5
+    )
+    step(runtime, drop_crops=first.crop_keys)
+    assert not len(runtime._images._kept)
+    runtime.close()
+
+
+async def test_frames_of_a_fixed_camera():
+    """The bundled model: the second frame encodes the two crops that changed, and all results stay as they were."""
+    results, encoded, reused = [], [], []
+    for cache in (0, 64 * 2**20):
+        listener = Listener()
+        config = RuntimeConfig(device="cpu", crop_cache_bytes=cache)
+        async with await InferenceEngine.create(config, observer=listener) as engine:
+            begun = len(listener.steps)
+            found = []
+            for frame in (FRAME, NEXT):
+                embedded = await engine.embed(frame, crops=True, pooling="none")
+                boxes = await engine.detect(frame, "circle", settings={"max_objects": 3})
+                found.append((embedded.output, boxes.output, boxes.token_ids))
+                last = boxes.metrics
+            results.append(found)
+            steps: list[StepEvent] = listener.steps[begun:]
+            encoded.append(sum(event.num_crops for event in steps))
+            reused.append(sum(event.num_reused_crops for event in steps))
+    for plain, kept in zip(*results, strict=True):
+        np.testing.assert_array_equal(plain[0]["image"], kept[0]["image"])
+        np.testing.assert_array_equal(plain[0]["crops"], kept[0]["crops"])
+        assert plain[1:] == kept[1:]
+    count = len(results[0][0][0]["crops"])
+    # Without the cache: each frame once for its crops, and once for its answer.
+    assert (encoded[0], reused[0]) == (4 * count, 0)
+    assert (encoded[1], reused[1]) == (count + 2, 3 * count - 2)
+    assert (last.encoded_crops, last.reused_crops) == (0, count)
