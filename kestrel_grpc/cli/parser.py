@@ -38,6 +38,7 @@ COMMANDS = {
     "segment": ("requests.skills", "outline an object"),
     "analyze": ("requests.analyze", "run several tasks on an image in one call"),
     "embed": ("requests.embed", "compute embeddings of images, for search and comparison"),
+    "watch": ("requests.watch", "run tasks on the frames of a folder or of a camera's stream"),
     "run": ("requests.run_skill", "run any skill of the server by its name"),
     "put": ("requests.images", "store an image on the server and print its id, for later commands"),
     "forget": ("requests.images", "delete a stored image"),

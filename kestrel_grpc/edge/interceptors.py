@@ -16,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import grpc
@@ -39,7 +40,7 @@ from .lost_connections import silence_lost_connections
 from .messages.bounded_context import BoundedContext
 from .messages.incoming import Incoming
 from .messages.inner_request import inner_request
-from .request_streams import Refuse, RequestStreams
+from .request_streams import RequestStreams, StreamKind
 from .visitors import Visitors
 
 _INTERCEPTED = ("/kestrel.v1.", KSERVE_METHODS)
@@ -49,7 +50,7 @@ _ENTRY_BYTES = 32
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Wraps the handlers of all methods. ``end_call`` is called once at the end of every call. ``trailers`` returns
-    additional trailers for the calls of a method. ``refuse`` answers failed requests of streams that carry many."""
+    additional trailers for the calls of a method. ``streams``: the methods whose streams carry many requests."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         end_call: Callable[[Call], None],
         watcher: CallWatcher | None = None,
         trailers: Callable[[str], Trailers] | None = None,
-        refuse: Refuse = lambda request, complaint, metadata: None,
+        streams: Mapping[str, StreamKind] = MappingProxyType({}),
     ) -> None:
         silence_lost_connections()
         self._in_flight, self._guard = in_flight, guard
@@ -67,7 +68,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._limit = CallLimit(guard.limits.deadline_s)
         self._pulls = CallLimit(guard.limits.read_s, _too_slow)
         self._visitors = Visitors(guard, self._endings, self._end_visit)
-        self._streams = RequestStreams(guard, self._endings, in_flight, end_call, watcher, refuse)
+        self._streams = RequestStreams(guard, self._endings, in_flight, end_call, watcher, streams)
         self._most_metadata_bytes = guard.connections.most_metadata_bytes
         self._made: dict[int, tuple[Any, Any]] = {}
         """The handler of each method and its wrapped handler, by the identity of the handler."""

@@ -1,4 +1,5 @@
-"""The edge of a method whose stream carries many requests, each with responses of its own, such as ModelStreamInfer.
+"""The edge of a method whose stream carries many requests, each with responses of its own: ModelStreamInfer and
+StreamFrames.
 
 The caller is identified once. Each request is then a call of its own for limits, logs, metrics and traces, and runs
 beside the others of its stream. A request that fails is answered by a message, and the stream goes on; what concerns
@@ -13,15 +14,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from typing import Any, cast
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import grpc
 
+from kestrel_engine import EngineClosed, Quota
+
+from ..security.admission.admission import TooManyCalls
 from ..security.admission.guard import Guard
 from ..security.admission.message_limits import ADAPTED_COPIES
 from ..security.admission.message_room import Hold
-from ..security.identity.principal import needed_scopes
+from ..security.identity.principal import Principal, needed_scopes
 from .calls.call import Call, Context, Metadata, id_from_metadata, new_id
 from .calls.call_limit import CallLimit
 from .calls.call_watcher import CallWatcher
@@ -29,19 +35,54 @@ from .calls.current_call import current
 from .calls.in_flight import InFlight
 from .calls.request_ids import own_id
 from .failures.endings import Endings, forget_frames, note
-from .failures.errors import SlowReader, SlowSender
+from .failures.errors import ShuttingDown, SlowReader, SlowSender
 from .failures.statuses import Complaint, complaint
 from .messages.bounded_context import BoundedContext
 from .messages.incoming import Incoming
 
 _MOST_REQUESTS = 64
-"""Limit on the requests of one stream that run at the same time. The next one is read when one of them has ended."""
 _RETRY_S = 0.1
 """Seconds between two attempts to reserve spare memory."""
 
 Refuse = Callable[[Any, Complaint, Metadata], Any]
 """Makes the message that answers a failed request, from the request, the error and the metadata of the stream; None if
 the error must end the stream."""
+
+
+class StreamState(Protocol):
+    """What the requests of one stream share. Its behaviour finds it as ``context.state``."""
+
+    @property
+    def most_requests(self) -> int:
+        """Limit on the requests that run at the same time. The next one is read when one of them has ended."""
+        ...
+
+    def take(self, message: Any, principal: Principal) -> bool:
+        """Takes the next message, in the order of arrival. Returns whether it holds a request to answer. Raises the
+        error that ends the stream."""
+        ...
+
+
+class _Independent:
+    """The state of a stream whose messages are requests that have nothing in common."""
+
+    most_requests = _MOST_REQUESTS
+
+    def take(self, message: Any, principal: Principal) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class StreamKind:
+    """What distinguishes one such method from the others."""
+
+    refuse: Refuse = lambda request, complaint, metadata: None
+    state: Callable[[], StreamState] = _Independent
+    """Makes the state of a new stream."""
+    copies: int = ADAPTED_COPIES
+    """How often a message is in memory."""
+    most_streams: int | None = None
+    """Limit on the streams of one principal."""
 
 
 class _EndStream(Exception):
@@ -61,10 +102,13 @@ class RequestStreams:
         in_flight: InFlight,
         end_call: Callable[[Call], None],
         watcher: CallWatcher | None,
-        refuse: Refuse,
+        kinds: Mapping[str, StreamKind],
     ) -> None:
+        """``kinds``: by method. A method that is absent has the defaults of StreamKind."""
         self.guard, self.in_flight, self.end_call = guard, in_flight, end_call
-        self.watcher, self.refuse = watcher, refuse
+        self.watcher, self._kinds = watcher, kinds
+        self._open: Counter[tuple[str, str]] = Counter()
+        """The number of open streams by method and principal."""
         self.limit = CallLimit(guard.limits.deadline_s)
         self.pulls = CallLimit(None)
         """A stream limits the time for a message itself, because that time does not run while requests do."""
@@ -72,6 +116,7 @@ class RequestStreams:
 
     def edge(self, method: str, handler: Any) -> Any:
         """A handler that wraps ``handler``."""
+        kind = self._kinds.get(method, StreamKind())
 
         async def handle(_messages: Any, context: Context) -> None:
             metadata = tuple(context.invocation_metadata() or ())
@@ -91,11 +136,12 @@ class RequestStreams:
                     call.principal = principal = guard.principal(metadata, context)
                     principal.check(*needed_scopes(method))
                     use.is_known = True
+                    stack.enter_context(self._counted(kind, method, principal.name))
                     writer: Any = context
                     if limits.write_s is not None:
                         writer = BoundedContext(context, limits.write_s)
                         stack.callback(writer.close)
-                    stream = _RequestStream(self, handler, call, writer)
+                    stream = _RequestStream(self, kind, handler, call, writer)
                     await stream.run()
             except grpc.aio.InternalError:
                 # A message could not be sent, because the connection is lost.
@@ -117,12 +163,32 @@ class RequestStreams:
             handle, response_serializer=handler.response_serializer
         )
 
+    @contextlib.contextmanager
+    def _counted(self, kind: StreamKind, method: str, principal: str) -> Iterator[None]:
+        """Counts a stream while it is open. Raises TooManyCalls."""
+        key = (method, principal)
+        if kind.most_streams is not None and self._open[key] >= kind.most_streams:
+            raise TooManyCalls(
+                f"{self._open[key]} streams of this method are open; the limit is {kind.most_streams}",
+                quota=Quota(principal, "open streams", self._open[key], kind.most_streams),
+            )
+        self._open[key] += 1
+        try:
+            yield
+        finally:
+            self._open[key] -= 1
+            if not self._open[key]:
+                del self._open[key]
+
 
 class _RequestStream:
     """One stream. ``writer``: where its responses go."""
 
-    def __init__(self, edge: RequestStreams, handler: Any, call: Call, writer: Any) -> None:
-        self._edge, self._handler, self._call = edge, handler, call
+    def __init__(
+        self, edge: RequestStreams, kind: StreamKind, handler: Any, call: Call, writer: Any
+    ) -> None:
+        self._edge, self._kind, self._handler, self._call = edge, kind, handler, call
+        self.state = kind.state()
         self._writer, self._writing = writer, asyncio.Lock()
         self._is_stuck = False
         """Whether a write is in progress or was given up."""
@@ -140,7 +206,7 @@ class _RequestStream:
                     incoming = Incoming(
                         *(call.context, self._handler.request_deserializer, hold),
                         *(guard.messages, self._edge.pulls, guard.connections.use(call.peer)),
-                        copies=ADAPTED_COPIES,
+                        copies=self._kind.copies,
                     )
                     reading = asyncio.create_task(incoming.reserved())
                     request = await self._read(reading)
@@ -150,6 +216,15 @@ class _RequestStream:
                 if request is None:
                     hold.close()
                     break
+                try:
+                    is_request = self.state.take(request, call.principal)
+                except BaseException:
+                    hold.close()
+                    raise
+                if not is_request:
+                    hold.close()
+                    del request
+                    continue
                 task = asyncio.create_task(self._answer(request))
                 # The task may be cancelled before it begins.
                 task.add_done_callback(lambda _, hold=hold: hold.close())  # type: ignore[misc]
@@ -158,6 +233,11 @@ class _RequestStream:
                 reading = None
             while self._running:
                 await self._one_ends()
+        except _EndStream as end:
+            if isinstance(end.error, (ShuttingDown, EngineClosed)) and self._running:
+                # A stopping server refuses new requests and ends those that run.
+                await asyncio.wait(self._running)
+            raise
         finally:
             left = [*self._running, *([] if reading is None else [reading])]
             for task in left:
@@ -165,8 +245,8 @@ class _RequestStream:
             await asyncio.gather(*left, return_exceptions=True)
 
     async def _reserve(self, hold: Hold) -> None:
-        num_bytes = self._edge.guard.messages.reserved_for(ADAPTED_COPIES)
-        while len(self._running) >= _MOST_REQUESTS:
+        num_bytes = self._edge.guard.messages.reserved_for(self._kind.copies)
+        while len(self._running) >= self.state.most_requests:
             await self._one_ends()
         while self._running:
             if hold.reserve_spare(num_bytes):
@@ -246,7 +326,7 @@ class _RequestStream:
         """Raises _EndStream if the error must end the stream."""
         told = None
         if not isinstance(error, SlowReader):
-            told = self._edge.refuse(request, complaint(error, call.request_id), call.metadata)
+            told = self._kind.refuse(request, complaint(error, call.request_id), call.metadata)
         if told is None:
             raise _EndStream(error) from None
         await self.write(told)
@@ -267,6 +347,7 @@ class _RequestContext:
 
     def __init__(self, stream: _RequestStream, writer: Any) -> None:
         self._stream, self._writer = stream, writer
+        self.state = stream.state
 
     def time_remaining(self) -> float | None:
         left: float | None = self._writer.time_remaining()

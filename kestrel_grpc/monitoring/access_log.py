@@ -56,6 +56,7 @@ def _fields(call: Call) -> dict[str, Any]:
         **({"asked": call.asked} if call.asked else {}),
         "code": call.code.name,
         **({"reason": call.reason} if call.reason else {}),
+        **({"frame": call.frame} if call.frame else {}),
         "request_id": call.request_id,
         **({"trace_id": call.trace_id} if call.trace_id else {}),
         "ms": round(call.duration_ms, 1),

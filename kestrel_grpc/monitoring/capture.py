@@ -35,7 +35,7 @@ from kestrel_engine import EngineInfo
 from .. import __version__
 from ..edge.calls.call import Call
 from ..edge.failures.errors import CaptureError
-from ..edge.messages.inner_request import inner_request, request_images
+from ..edge.messages.inner_request import inner_request, request_images, request_options
 from ..images.upload import ReceivedParts
 from ..served_model import ServedModel
 from ..service_names import IMAGE_METHODS, KSERVE_METHODS, VISION_METHODS
@@ -190,8 +190,8 @@ def _describe_request(failed: _Failed) -> tuple[Any, dict[str, Any] | None]:
     request.CopyFrom(failed.message)
     inner = inner_request(request)
     images = request_images(inner)
-    if hasattr(inner, "options"):
-        inner.options.ClearField("cache_salt")
+    if (options := request_options(inner)) is not None:
+        options.ClearField("cache_salt")
     left_out: list[dict[str, Any]] = []
     for image in images:
         source = image.WhichOneof("source")

@@ -45,6 +45,7 @@ from ..edge.calls.call import Call
 from ..edge.calls.in_flight import InFlight
 from ..edge.generic_methods import GenericMethods
 from ..edge.interceptors import CallInterceptor
+from ..edge.request_streams import StreamKind
 from ..http.opening import open_http
 from ..images.request_images import RequestImages
 from ..images.store import ImageStore
@@ -65,13 +66,16 @@ from ..served_model import ServedModel, State
 from ..service_names import (
     ADMIN_SERVICE,
     IMAGE_SERVICE,
+    KSERVE_METHODS,
     KSERVE_SERVICE,
     MODEL_SERVICE,
     SERVICES,
+    VISION_METHODS,
     VISION_SERVICE,
 )
 from ..services import health
 from ..services.admin import AdminService
+from ..services.frames import FRAMES
 from ..services.image import ImageService
 from ..services.model import ModelService
 from ..services.reflection import add_reflection
@@ -196,7 +200,10 @@ class KestrelServer:
             end_call,
             self.telemetry,
             LoadTrailer(self.load_meter.read, VISION_SERVICE) if self._config.orca else None,
-            kserve.refuse,
+            {
+                f"{KSERVE_METHODS}ModelStreamInfer": StreamKind(kserve.refuse),
+                f"{VISION_METHODS}StreamFrames": FRAMES,
+            },
         )
         self._health.start()
         if http.http_listen:

@@ -29,7 +29,7 @@ from kestrel_engine import (
 
 from ..edge.calls.current_call import current_call
 from ..edge.failures.errors import LocatedError
-from ..edge.failures.statuses import complaint, row_of
+from ..edge.failures.statuses import Complaint, complaint, row_of
 from . import convert
 from .convert import CallOptions, ImageSource, SkillCall
 from .named_skill import skill_event
@@ -109,6 +109,8 @@ class _Shared:
     event: Event
     turns: asyncio.Semaphore
     """Limits the requests that wait or run at a time."""
+    prefix: str
+    """Precedes the paths of the tasks' fields."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -133,7 +135,7 @@ async def analyze(
     Raises an error if the image, the options or the list of tasks is invalid.
     """
     options, source = convert.call_options(request.options), convert.required_image(request)
-    tasks = _read_tasks(request.tasks)
+    tasks = read_tasks(request.tasks)
     done = await run_tasks(starter, options, source, tasks, send, skill_event)
     return pb.AnalyzeResponse(
         results=done.results,
@@ -155,23 +157,29 @@ async def run_tasks(
     event: Event,
     *,
     tiles: Tiles | None = None,
+    image: SharedImage | None = None,
+    prefix: str | None = None,
 ) -> Analysis:
     """Runs all tasks on an image and returns their results. With ``tiles``, all tasks are Point or Detect.
 
     Raises an error if the image or an option is invalid. The failure of one task is its result instead, unless all
     tasks fail for fields that belong to the call. Cancellation ends all tasks. ``send`` receives the events of a
-    stream, made by ``event``.
+    stream, made by ``event``. ``image``: the image, if it is prepared. ``prefix`` precedes the paths of the tasks'
+    fields; by default that of the call's request.
     """
+    if prefix is None:
+        prefix = "" if send is None else "request."
     began = time.monotonic()
     call = current_call()
     engine = starter.served.engine(options.model)
-    image = await starter.prepare(options, source, tiles)
+    if image is None:
+        image = await starter.prepare(options, source, tiles)
     await call.accept()
     if send is not None:
         begun = pb.StreamStarted(request_id=call.request_id, model=engine.info.model)
         await send("", {"started": begun})
     turns = asyncio.Semaphore(max(1, MAX_TASKS // image.num_looks))
-    shared = _Shared(engine, image, options, send, event, turns)
+    shared = _Shared(engine, image, options, send, event, turns, prefix)
     done = await _all([_run(task, shared) for task in tasks])
     faults = [each.call_fault for each in done if each.call_fault is not None]
     if len(faults) == len(done):
@@ -191,7 +199,7 @@ async def run_tasks(
     )
 
 
-def _read_tasks(tasks: Sequence[pb.AnalyzeTask]) -> list[Task]:
+def read_tasks(tasks: Sequence[pb.AnalyzeTask]) -> list[Task]:
     """The tasks of a request. Raises InvalidRequest if their number or a key is invalid, or if a task is empty."""
     if not 1 <= len(tasks) <= MAX_TASKS:
         raise InvalidRequest("tasks", f"has {len(tasks)} tasks; must have 1 to {MAX_TASKS}")
@@ -294,10 +302,14 @@ def _task_error(error: Exception, task: Task, shared: _Shared) -> pb.TaskError:
     request_id = current_call().request_id
     if not row_of(error).public:
         logger.error("request %s, task %s failed", request_id, task.key, exc_info=error)
-    prefix = "request." if shared.send is not None else ""
+    prefix = shared.prefix
     # A skill that the model does not have is a fault of options.model, not of the task's fields.
     path = prefix if isinstance(error, SkillUnavailable) else prefix + task.path
-    described = complaint(error, request_id, path)
+    return described_error(complaint(error, request_id, path))
+
+
+def described_error(described: Complaint) -> pb.TaskError:
+    """The error as a message."""
     return pb.TaskError(
         code=described.code.value[0],
         message=described.message,

@@ -79,10 +79,15 @@ class Starter:
         return Started(engine, stream, call, tuple(images))
 
     async def prepare(
-        self, options: CallOptions, source: ImageSource, tiles: Tiles | None = None
+        self,
+        options: CallOptions,
+        source: ImageSource,
+        tiles: Tiles | None = None,
+        *,
+        keep: bool = True,
     ) -> SharedImage:
-        """Prepares an image for several requests of the call, and stores it. Raises the errors of the engine's
-        ``prepare_image``, and ImageNotFound, ModelNotReady, ModelNotFoundError."""
+        """Prepares an image for several requests of the call, and stores it if ``keep``. Raises the errors of the
+        engine's ``prepare_image``, and ImageNotFound, ModelNotReady, ModelNotFoundError."""
         call, engine = current_call(), self.served.engine(options.model)
         image = self.images.find(call.owner, source)
         prepared: PreparedImage | PreparedTiles = await engine.prepare_image(
@@ -96,6 +101,8 @@ class Starter:
         )
         looks = prepared.looks if isinstance(prepared, PreparedTiles) else (prepared,)
         size, digest = looks[0].image_size, looks[0].source_digest
+        if not keep:
+            return SharedImage(prepared, size, "", len(looks))
         assert digest is not None, "bytes and pixels have a digest"
         weight = call.principal.weight
         image_id = self.images.keep(call.owner, image, size, digest, weight=weight)

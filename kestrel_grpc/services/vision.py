@@ -1,4 +1,4 @@
-"""VisionService: the five skills, RunSkill, Analyze and Embed, each as a unary call and as a stream.
+"""VisionService: the five skills, RunSkill, Analyze and Embed, each as a unary call and as a stream, and StreamFrames.
 
 A unary call runs the same request as a stream, without reading its updates. When a call ends by its result, an error,
 a cancellation or a deadline, ``finally`` closes the engine's stream, which frees the request's pages.
@@ -23,6 +23,7 @@ from . import convert
 from .analysis import Send, analyze
 from .convert import SkillCall
 from .embeddings import embed_call, embed_events, embed_final, embed_response
+from .frames import answer_frame
 from .named_skill import check_skill, located, skill_call, skill_event, skill_response
 from .several_objects import find_several
 from .several_samples import TextResponse, check_single, draw_samples, num_samples
@@ -137,6 +138,12 @@ class VisionService(VisionServiceServicer):
     ) -> None:
         call = embed_call(_inner(request), self._max_message_bytes, streamed=True)
         await self._stream(call, context, pb.StreamEmbedResponse, embed_final, rest=embed_events)
+
+    async def StreamFrames(  # type: ignore[override]
+        self, request: pb.StreamFramesRequest, context: Context
+    ) -> None:
+        """Answers one frame of the stream. edge/request_streams.py divides the stream."""
+        await answer_frame(self._starter, request, context)
 
     def _skill_call(self, request: pb.RunSkillRequest) -> SkillCall:
         call = skill_call(request)

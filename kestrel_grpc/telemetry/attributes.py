@@ -56,6 +56,8 @@ def of_call(call: Call) -> Attributes:
     }
     if call.principal.name:
         attributes[names.PRINCIPAL] = call.principal.name
+    if call.frame:
+        attributes[names.OUTCOME] = call.frame
     if call.code in SERVER_ERRORS:
         attributes[names.ERROR_TYPE] = call.code.name
     return attributes

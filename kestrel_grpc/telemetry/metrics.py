@@ -16,7 +16,7 @@ from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
 from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, StepEvent
 
-from ..edge.calls.call import Call
+from ..edge.calls.call import FRAME_OUTCOMES, Call
 from ..logs.records import lost_records
 from . import names
 from .attributes import SERVER_ERRORS, operation_of
@@ -64,6 +64,7 @@ class ServiceMetrics:
         self._requests: Counter[tuple[str, str, str]] = Counter()
         self._principals: dict[str, _Usage] = {}
         self._refused: Counter[str] = Counter()
+        self._frames = dict.fromkeys(FRAME_OUTCOMES, 0)
         self._call_duration = self._histogram(names.CALL_DURATION)
         self._request_duration = self._histogram(names.REQUEST_DURATION)
         self._first_token = self._histogram(names.FIRST_TOKEN)
@@ -94,6 +95,10 @@ class ServiceMetrics:
         self._observe(
             names.REFUSED_CALLS,
             lambda: [Observation(n, {names.REASON: k}) for k, n in self._refused.copy().items()],
+        )
+        self._observe(
+            names.FRAMES,
+            lambda: [Observation(n, {names.OUTCOME: k}) for k, n in self._frames.items()],
         )
         self._observe(names.PRINCIPAL_CALLS, self._read_principals)
         self._observe(names.PRINCIPAL_TOKENS, self._read_principal_tokens)
@@ -197,6 +202,8 @@ class ServiceMetrics:
         self._call_duration.record(call.duration_ms / 1e3, attributes)
         if call.code in _REFUSALS:
             self._refused[call.reason] += 1
+        if call.frame:
+            self._frames[call.frame] += 1
         usage = self._usage(call.principal.name)
         usage.calls += 1
         if call.result is not None:

@@ -84,6 +84,7 @@ PAGE_STATE = "kestrel.kv.state"
 FAILED = "kestrel.failed"
 CACHED = "kestrel.cached"
 REASON = "kestrel.reason"
+OUTCOME = "kestrel.outcome"
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +232,13 @@ REFUSED_CALLS = Metric(
     "{call}",
     "Calls that ended with UNAUTHENTICATED or PERMISSION_DENIED, by the reason in their error",
     (REASON,),
+)
+FRAMES = Metric(
+    "kestrel.frames",
+    "counter",
+    "{frame}",
+    "Frames of StreamFrames, by outcome: answered, overview (answered with the overview only), dropped or failed",
+    (OUTCOME,),
 )
 STEP_TOKENS = Metric(
     "kestrel.step.tokens",

@@ -106,6 +106,10 @@ VISION: dict[str, Message] = {
     "StreamAnalyze": pb.StreamAnalyzeRequest(request=ANALYZE),
     "StreamSkill": pb.StreamSkillRequest(request=SKILL),
     "StreamEmbed": pb.StreamEmbedRequest(request=EMBED),
+    "StreamFrames": pb.StreamFramesRequest(
+        config=pb.FramesConfig(tasks=ANALYZE.tasks, latency_budget_ms=1000, max_in_flight=3),
+        frame=pb.Frame(id=1, image=JPEG, captured_at_us=1),
+    ),
 }
 IMAGES: dict[str, Message] = {
     "PutImage": image_service_pb2.PutImageRequest(image=JPEG),
@@ -153,7 +157,9 @@ class Caller:
         path = f"/kestrel.v1.{service}/{name}"
         response = getattr(module, method.output_type.name)
         stream = method.server_streaming
-        if method.client_streaming:
+        if method.client_streaming and stream:
+            make, sent = self._channel.stream_stream, iter(requests)
+        elif method.client_streaming:
             make, sent = self._channel.stream_unary, iter(requests)
         else:
             make = self._channel.unary_stream if stream else self._channel.unary_unary
@@ -171,6 +177,12 @@ class Caller:
             assert code in CALLERS_FAULT, (code, error.details(), requests)
             _check_details(error)
             return code
+        if name == "StreamFrames":
+            assert len(answers) <= len(requests)
+            for answer in answers:
+                assert answer.WhichOneof("outcome")
+                assert not answer.HasField("error") or answer.error.code in NUMBERS, answer
+            return grpc.StatusCode.OK
         if len(answers) > 1:
             assert [a.sequence for a in answers] == list(range(len(answers)))
             assert answers[-1].HasField("final")

@@ -44,6 +44,7 @@ EXCEPTIONS = {
     '"""yes_no': "served by the fixture `address`",
     "engine = await InferenceEngine.create(skills=SkillRegistry(": "a fragment of an async function",
     "echo ": "grpcurl, run by tests/service/test_documented_calls.py",
+    "tracker = ObjectTracker()": "another package; tests/client/test_tracking.py runs ObjectTracker",
     "import ollama": "another package's client, run by tests/http/test_real_clients.py",
     "import moondream": "another package's client, run by tests/http/test_real_clients.py",
     "from base64 import": "another package's client, run by tests/http/test_real_clients.py",

@@ -158,10 +158,11 @@ def test_python_names_are_below_the_client() -> None:
 
 def test_all_methods_are_there() -> None:
     others = ["Analyze", "StreamAnalyze", "RunSkill", "StreamSkill", "Embed", "StreamEmbed"]
+    others += ["StreamFrames"]
     assert [m.name for m in VISION.methods] == [*SKILLS, *(f"Stream{s}" for s in SKILLS), *others]
     for method in VISION.methods:
         assert method.server_streaming == method.name.startswith("Stream")
-        assert not method.client_streaming
+        assert method.client_streaming == (method.name == "StreamFrames")
         assert method.input_type.name == f"{method.name}Request"
         assert method.output_type.name == f"{method.name}Response"
     models = model_service_pb2.DESCRIPTOR.services_by_name["ModelService"]

@@ -421,3 +421,27 @@ def test_a_replay_in_process(tmp_path, capsys):
     path.write_text(json.dumps(told))
     assert main(["replay", str(path), "--in-process"]) == 0
     assert "captured from another, repeated with kestrel-tiny" in capsys.readouterr().out
+
+
+async def test_a_frame_is_captured_as_a_stream_of_one_message(serve, tmp_path, replay):
+    """The image only if that is allowed, as for other requests, and never the salt."""
+    served = await serve(server_config=config(tmp_path))
+    admin = Admin(served)
+    await admin.StartCapture()
+    tasks = [{"caption": {"sampling": {"max_tokens": 2}}}]
+    frames = [
+        pb.StreamFramesRequest(config={"tasks": tasks, "options": {"cache_salt": SECRET}}),
+        pb.StreamFramesRequest(frame=pb.Frame(id=5, image=raw_image())),
+    ]
+    served.server.served.engine().prepare_image = broken_once(served)
+    responses = [r async for r in served.vision.StreamFrames(frames, metadata=METADATA)]
+    assert [r.error.code for r in responses] == [grpc.StatusCode.INTERNAL.value[0]]
+    [name] = await files(admin)
+    [told] = read(tmp_path)
+    assert told["request"]["frame"] == {"id": "5", "image": {}}
+    assert SECRET not in json.dumps(told) and told["picture_left_out"]["source"] == "raw"
+    picture = tmp_path / "picture.png"
+    Image.new("RGB", (60, 40)).save(picture)
+    status, lines = await replay(served, tmp_path / name, "--image", str(picture))
+    assert status == 0 and lines[-1] == "OK"
+    assert json.loads(lines[-2])["frame_id"] == "5" and "results" in json.loads(lines[-2])

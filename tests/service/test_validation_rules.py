@@ -68,6 +68,11 @@ STRICTER = [
         r"num_samples: must be 1 in a stream",
         # Only white space.
         r"(question|object): must not be empty",
+        # It depends on another field, or on another message.
+        r"config\.late: needs latency_budget_ms",
+        r"^(config|frame): ",
+        r"^frame\.image: ",
+        r"config\.options\.request_id: must not be set",
     )
 ]
 """Messages of the server for requests that the files' rules allow. The comments in the files state these limits."""
@@ -98,6 +103,7 @@ TEXT_SAMPLING = common_pb2.Sampling(
 )  # fmt: skip
 TEXT_SAMPLING.MergeFrom(SAMPLING)
 OPTIONS = common_pb2.RequestOptions(request_id="mine", priority="PRIORITY_LOW", model="fake")
+FRAME_OPTIONS = common_pb2.RequestOptions(priority="PRIORITY_LOW", model="fake")
 REFS = [
     common_pb2.SpatialRef(point=common_pb2.Point(x=0.5, y=0.5)),
     common_pb2.SpatialRef(box=common_pb2.Box(x_min=0.25, y_min=0.25, x_max=0.75, y_max=0.75)),
@@ -185,6 +191,18 @@ VALID: dict[str, list[Message]] = {
     "VisionService/StreamEmbed": [
         pb.StreamEmbedRequest(request=pb.EmbedRequest(**SHARED, **EMBED))
     ],
+    "VisionService/StreamFrames": [
+        pb.StreamFramesRequest(
+            config=pb.FramesConfig(
+                tasks=[pb.AnalyzeTask(key="mine", **TASKS[3])],
+                latency_budget_ms=1000,
+                late="LATE_FRAMES_OVERVIEW",
+                max_in_flight=2,
+                options=FRAME_OPTIONS,
+            ),
+            frame=pb.Frame(id=7, image=raw()),
+        )
+    ],
     "ImageService/PutImage": [image_service_pb2.PutImageRequest(image=raw())],
     "ImageService/DeleteImage": [image_service_pb2.DeleteImageRequest(image_id="img_0")],
     "ImageService/UploadImage": [
@@ -243,9 +261,17 @@ async def ask(served: Served, method: str, data: bytes) -> Refusal:
         response_deserializer=descriptor.output_type._concrete_class.FromString,
     )
     chunk = image_service_pb2.UploadImageRequest(chunk=FILE).SerializeToString()
-    sent = iter([data, chunk]) if descriptor.client_streaming else data
+    rest = [] if descriptor.server_streaming else [chunk]
+    sent = iter([data, *rest]) if descriptor.client_streaming else data
     try:
-        if descriptor.server_streaming:
+        if descriptor.name == "StreamFrames":
+            answers = [event async for event in call(sent, metadata=METADATA)]
+            answer = answers[0].results if answers else None
+            if answers and answers[0].error.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:
+                told = answers[0].error
+                fields = [violation.field for violation in told.field_violations]
+                return Refusal(fields, [told.message])
+        elif descriptor.server_streaming:
             *_, last = [event async for event in call(sent, metadata=METADATA)]
             answer = last.final
         else:

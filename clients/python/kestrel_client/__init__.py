@@ -11,7 +11,8 @@ from .administration.async_admin import AsyncKestrelAdmin
 from .administration.messages import Captures, LogLevel, MethodStatistics, Profile, ServerStatistics
 from .calls.async_client import AsyncKestrelClient
 from .calls.client import KestrelClient
-from .calls.requests import CallOptions, CaptionLength, HandlingOptions, Priority
+from .calls.frames import AsyncFrames, AsyncFrameSource, Frames, FrameSource
+from .calls.requests import CallOptions, CaptionLength, HandlingOptions, LateFrames, Priority
 from .calls.streams import AsyncStream, Stream
 from .connection import Metadata, Tls
 from .drawing.marks import Marks, Mask, MaskFormat
@@ -42,6 +43,7 @@ from .values.constraint import Constraint
 from .values.description import Model, ServerCapabilities, ServerInfo, ServerLimits, ServerLoad
 from .values.embeddings import Embedding, EmbedResult
 from .values.events import Event, PathPiece, ReasoningDelta, TextDelta
+from .values.frames import Dropped, FrameResult
 from .values.geometry import Box, ImageSize, Point, SpatialRef, Tiles
 from .values.results import (
     CaptionResult,
@@ -75,10 +77,13 @@ from .values.tasks import (
     Tasks,
     Turn,
 )
+from .values.tracking import ObjectTracker
 from .version import __version__
 
 __all__ = [
     "AnalyzeResult",
+    "AsyncFrameSource",
+    "AsyncFrames",
     "AsyncKestrelAdmin",
     "AsyncKestrelClient",
     "AsyncStream",
@@ -92,12 +97,16 @@ __all__ = [
     "DeadlineExceededError",
     "DetectResult",
     "DetectTask",
+    "Dropped",
     "EmbedResult",
     "Embedding",
     "Event",
     "FailedPreconditionError",
     "FieldViolation",
     "FinishReason",
+    "FrameResult",
+    "FrameSource",
+    "Frames",
     "GroundingSpan",
     "HandlingOptions",
     "ImageHandle",
@@ -110,6 +119,7 @@ __all__ = [
     "KestrelAdmin",
     "KestrelClient",
     "KestrelError",
+    "LateFrames",
     "LogLevel",
     "Logprobs",
     "Marks",
@@ -120,6 +130,7 @@ __all__ = [
     "MissingDependencyError",
     "Model",
     "NotFoundError",
+    "ObjectTracker",
     "Outcome",
     "OverloadedError",
     "PathPiece",

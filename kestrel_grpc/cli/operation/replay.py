@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 from kestrel_client._pb.kestrel.v1 import image_service_pb2, vision_service_pb2
 from kestrel_client.errors import from_rpc_error
 
-from ...edge.messages.inner_request import inner_request, request_images
+from ...edge.messages.inner_request import inner_request, request_images, request_options
 from ..connection import CallMetadata, add_connection_flags, open_channel
 from ..parser import EXIT_FAILED, CommandError
 
@@ -37,7 +37,7 @@ _SERVICES = (vision_service_pb2.DESCRIPTOR, image_service_pb2.DESCRIPTOR)
 class Captured:
     """The contents of a file.
 
-    ``request`` is a message, or a list of messages if the method takes a stream. ``left_out`` holds the facts about the
+    ``request`` is a message, or the list of the messages of an upload. ``left_out`` holds the facts about the
     image if the file does not hold the image, otherwise None.
     """
 
@@ -111,7 +111,7 @@ def read_captured(path: str) -> Captured:
             raise ValueError(f"there is no method {fields['method']!r}")
         make = message_factory.GetMessageClass(method.input_type)
         request: Any
-        if method.client_streaming:
+        if method.client_streaming and not method.server_streaming:
             request = [json_format.ParseDict(message, make()) for message in fields["request"]]
         else:
             request = json_format.ParseDict(fields["request"], make())
@@ -169,7 +169,7 @@ def _read(path: str) -> bytes:
 
 def _set_image(captured: Captured, path: str) -> None:
     data = _read(path)
-    if captured.method.client_streaming:
+    if isinstance(captured.request, list):
         # The captured size and hash belong to another image.
         upload = image_service_pb2.UploadImageRequest
         begin = upload(info=image_service_pb2.UploadInfo())
@@ -191,6 +191,7 @@ def _call(channel: grpc.Channel, metadata: CallMetadata, captured: Captured, tim
         (False, False): channel.unary_unary,
         (False, True): channel.unary_stream,
         (True, False): channel.stream_unary,
+        (True, True): channel.stream_stream,
     }[takes, gives]
     call = make(
         captured.path,
@@ -199,7 +200,9 @@ def _call(channel: grpc.Channel, metadata: CallMetadata, captured: Captured, tim
         ).SerializeToString,
         response_deserializer=response.FromString,
     )
-    sent = iter(captured.request) if takes else captured.request
+    sent = captured.request
+    if takes:
+        sent = iter(sent if isinstance(sent, list) else [sent])
     try:
         answered: Any = call(sent, metadata=metadata, timeout=timeout)
         for message in answered if captured.method.server_streaming else (answered,):
@@ -226,8 +229,9 @@ async def _in_process(args: argparse.Namespace, captured: Captured) -> int:
     from ...settings.server import ServerConfig
 
     runtime = runtime_config(args)
-    if hasattr(captured.inner, "options"):
-        captured.inner.options.ClearField("model")  # This server has only one model.
+    if not isinstance(captured.request, list):
+        if (options := request_options(captured.inner)) is not None:
+            options.ClearField("model")  # This server has only one model.
     with tempfile.TemporaryDirectory(prefix="kestrel-replay-") as folder:
         address = f"unix:{folder}/replay.sock"
         with LoadingProgress() as progress:

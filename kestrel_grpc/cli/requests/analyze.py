@@ -64,6 +64,19 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = "Each kind of task may be given several times. Exits with 1 if a task fails."
     parser.usage = f"{parser.prog} IMAGE [IMAGE ...] TASK [TASK ...] [flags]"
     parser.add_argument("words", metavar="IMAGE", nargs="*", help=IMAGE_HELP)
+    add_task_flags(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--stream", action="store_true", help="print results as they arrive")
+    output.add_argument(
+        "--json", action="store_true", help="print JSON; with --stream one object per line"
+    )
+    add_save_flags(output)
+    add_request_flags(parser)
+    add_connection_flags(parser)
+
+
+def add_task_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that `tasks_of` reads."""
     tasks = parser.add_argument_group("tasks")
     tasks.set_defaults(tasks=None)
     for kind, metavar, help in (
@@ -84,24 +97,21 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
     parser.add_argument("--max-tokens", type=whole(), help="limit on the tokens of each task")
     add_min_score_flag(parser)
-    output = parser.add_argument_group("output")
-    output.add_argument("--stream", action="store_true", help="print results as they arrive")
-    output.add_argument(
-        "--json", action="store_true", help="print JSON; with --stream one object per line"
-    )
-    add_save_flags(output)
-    add_request_flags(parser)
-    add_connection_flags(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def tasks_of(args: argparse.Namespace) -> list[Task]:
+    """The tasks of the command line, in order. Raises SettingsError if there is none."""
     if not args.tasks:
         raise SettingsError(
             "give at least one task: --query, --caption, --point, --detect, --segment"
         )
+    return [_task(kind, asked, args) for kind, asked in args.tasks]
+
+
+def run(args: argparse.Namespace) -> int:
+    tasks = tasks_of(args)
     if not args.words:
         raise SettingsError("no image is given: kestrel-grpc analyze IMAGE TASK ...")
-    tasks = [_task(kind, asked, args) for kind, asked in args.tasks]
     titles = {str(n): f"{kind} {asked!r}" for n, (kind, asked) in enumerate(args.tasks)}
     options = request_options(args)
     return run_several(

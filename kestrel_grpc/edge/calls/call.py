@@ -20,6 +20,8 @@ REQUEST_ID_KEY = "x-request-id"
 TRACE_ID_KEY = "x-trace-id"
 UNKNOWN_METHOD = "_OTHER"
 """The method's name in logs and metrics if no service has the method. It bounds the number of names."""
+FRAME_OUTCOMES = ("answered", "overview", "dropped", "failed")
+"""What may become of a frame. "overview": it was answered with its overview only."""
 _FOREVER_S = 10 * 365 * 86_400.0
 """grpc reports a deadline beyond this if there is none."""
 
@@ -55,6 +57,8 @@ class Call:
     result: EngineResult | None = None
     error: Exception | None = None
     """The exception that ended the call, if it is the server's fault."""
+    frame: str = ""
+    """What became of a frame of StreamFrames, one of FRAME_OUTCOMES; "" for other calls."""
     trace_id: str = ""
     trace: object = None
     """For the CallWatcher only."""

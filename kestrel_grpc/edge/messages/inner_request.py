@@ -15,11 +15,21 @@ def inner_request(message: Any) -> Any:
 def request_images(request: Any) -> list[Any]:
     """The Image messages that are set in a request, in the order of the prompt. ``request``: not that of a stream."""
     names = request.DESCRIPTOR.fields_by_name
+    if "frame" in names:
+        return [request.frame.image] if request.frame.HasField("image") else []
     images = [request.image] if "image" in names and request.HasField("image") else []
     if "images" in names:
         for each in (*request.history, request):
             images += each.images
     return images
+
+
+def request_options(request: Any) -> Any:
+    """The options of a request, to change them; None if its type has none. Those of a frame belong to its stream."""
+    names = request.DESCRIPTOR.fields_by_name
+    if "config" in names and "frame" in names:
+        return request.config.options if request.HasField("config") else None
+    return request.options if "options" in names else None
 
 
 @functools.cache

@@ -154,7 +154,7 @@ async def test_what_is_counted(measured):
     )
     loads = found.samples["kestrel_model_load_phase_duration_seconds"]
     assert {s.labels["kestrel_phase"] for s in loads} == {"weights", "build", "capture", "warm_up"}
-    assert found.value("kestrel_crops_total") == 2
+    assert found.value("kestrel_crops_total") == 1  # The only tile equals the overview.
     steps = found.value("kestrel_steps_total", kestrel_failed="false")
     assert found.value("kestrel_steps_total", kestrel_failed="true") == 1 and steps >= 9
     # The second image's prefix is that of the first: BOS and 81 positions.

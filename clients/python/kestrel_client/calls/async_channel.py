@@ -8,8 +8,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import grpc
 
+from .._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ..connection import Connection
 from ..errors import from_rpc_error
+from .frames import AsyncFrames, AsyncFrameSource, FrameCall
 from .prepared import Prepared, Stub
 from .streams import AsyncStream, Reading
 
@@ -52,6 +54,20 @@ class AsyncChannel:
             return prepared.open_stream(self._stub(prepared.method.stub)), prepared.reading
 
         return AsyncStream(start)
+
+    def frames(
+        self,
+        prepare: Callable[P, FrameCall],
+        source: AsyncFrameSource,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> AsyncFrames:
+        """Opens a stream of frames when it is first read. Raises InvalidRequestError; the stream raises the rest."""
+
+        def open_stream(messages: Any, **handling: Any) -> Any:
+            return self._stub(VisionServiceStub).StreamFrames(messages, **handling)
+
+        return AsyncFrames(open_stream, prepare(*args, **kwargs), source)
 
     async def aclose(self) -> None:
         """Closes the connection and cancels the calls that still run. May be called again."""

@@ -7,8 +7,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import grpc
 
+from .._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ..connection import Connection
 from ..errors import from_rpc_error
+from .frames import FrameCall, Frames, FrameSource
 from .prepared import Prepared, Stub
 from .streams import Stream
 
@@ -47,6 +49,17 @@ class Channel:
         """Prepares a call and opens its stream. Raises InvalidRequestError; the stream raises the other errors."""
         prepared = prepare(*args, **kwargs)
         return Stream(prepared.open_stream(self._stubs[prepared.method.stub]), prepared.reading)
+
+    def frames(
+        self,
+        prepare: Callable[P, FrameCall],
+        source: FrameSource,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Frames:
+        """Opens a stream of frames when it is first read. Raises InvalidRequestError; the stream raises the rest."""
+        open_stream = self._stubs[VisionServiceStub].StreamFrames
+        return Frames(open_stream, prepare(*args, **kwargs), source)
 
     def close(self) -> None:
         """Closes the connection and cancels the calls that still run. May be called again."""

@@ -49,7 +49,15 @@ from ..values.tasks import (
 )
 from .batches import Progress, run_bounded
 from .channel import Channel
-from .requests import STUBS, CallOptions, CaptionLength, HandlingOptions, Requests
+from .frames import Frames, FrameSource
+from .requests import (
+    STUBS,
+    CallOptions,
+    CaptionLength,
+    HandlingOptions,
+    LateFrames,
+    Requests,
+)
 from .streams import Stream
 
 T = TypeVar("T", bound=Result)
@@ -516,6 +524,38 @@ class KestrelClient:
             return self._channel.call(prepare, image, True, crops, pooling, dtype, options)
 
         return run_bounded(images, work, concurrency, progress)
+
+    def frames(
+        self,
+        tasks: Tasks,
+        source: FrameSource,
+        *,
+        latency_budget_ms: int | None = None,
+        late: LateFrames = "keep",
+        max_in_flight: int | None = None,
+        reconnect: bool = True,
+        **options: Unpack[HandlingOptions],
+    ) -> Frames:
+        """Runs the same tasks on every frame of ``source``, such as the images of a camera, and iterates over a
+        FrameResult for each frame: ``for frame in client.frames([task], source): print(frame[task].objects)``.
+
+        ``latency_budget_ms``: how long a frame may wait. With a budget, a newer frame takes the place of one that
+        waits; without one, no frame is dropped, and the source is read as fast as frames are answered. ``late``: what
+        becomes of a frame that would be answered after the budget: "keep" computes it like all others, "overview"
+        with its overview only. ``max_in_flight``: frames that are computed at the same time; default 2.
+        ``reconnect``: whether another stream continues after UnavailableError. Frames that were under way have
+        ``dropped="lost"``. ``timeout``: of the whole stream; default: none.
+        """
+        return self._channel.frames(
+            self._requests.frames,
+            source,
+            tasks,
+            latency_budget_ms,
+            late,
+            max_in_flight,
+            reconnect,
+            options,
+        )
 
     def list_models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
         """Returns the models of the server, the default model first."""

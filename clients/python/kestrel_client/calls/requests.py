@@ -51,11 +51,13 @@ from ..values.tasks import (
     several_result,
     to_turns,
 )
+from .frames import FrameCall
 from .prepared import Method, Prepared, prepare
 from .streams import Reading
 
 CaptionLength: TypeAlias = Literal["short", "normal", "long"]
 Priority: TypeAlias = Literal["low", "normal", "high"]
+LateFrames: TypeAlias = Literal["keep", "overview"]
 
 
 class HandlingOptions(TypedDict, total=False):
@@ -134,6 +136,7 @@ _MASK_FORMATS = {
     "rle": pb.MASK_FORMAT_RLE,
     "polygons": pb.MASK_FORMAT_POLYGONS,
 }
+_LATE_FRAMES = {"keep": pb.LATE_FRAMES_KEEP, "overview": pb.LATE_FRAMES_OVERVIEW}
 _POOLINGS = {"mean": pb.EMBEDDING_POOLING_MEAN, "none": pb.EMBEDDING_POOLING_NONE}
 _EMBEDDING_DTYPES = {
     "float32": pb.EMBEDDING_DTYPE_FLOAT32,
@@ -291,6 +294,34 @@ class Requests:
             lambda message, payload: read_task_event(message, payload, by_key, image),
         )
         return self._prepared(_ANALYZE, request, reading, options)
+
+    def frames(
+        self,
+        tasks: Tasks,
+        latency_budget_ms: int | None,
+        late: LateFrames,
+        max_in_flight: int | None,
+        reconnect: bool,
+        options: HandlingOptions,
+    ) -> FrameCall:
+        by_key = keyed(tasks)
+        config = _build(
+            pb.FramesConfig,
+            tasks=[_task(key, task) for key, task in by_key.items()],
+            latency_budget_ms=latency_budget_ms,
+            late=_choice("late", late, _LATE_FRAMES),
+            max_in_flight=max_in_flight,
+            options=_handling(options, HandlingOptions),
+        )
+        timeout, metadata = options.get("timeout"), options.get("metadata")
+        handling = {
+            "timeout": None if timeout is None else self._connection.call_timeout(timeout),
+            "metadata": self._connection.call_metadata(metadata),
+        }
+        to_image = self._to_image(options)
+        return FrameCall(
+            config, by_key, lambda image: to_image(self._loaded(image)), handling, reconnect
+        )
 
     def several(
         self,

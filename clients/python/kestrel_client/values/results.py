@@ -522,7 +522,9 @@ def read_timings(timings: common_pb2.Timings) -> Timings:
     return Timings(**{f.name: getattr(timings, f.name) for f in fields(Timings)})
 
 
-def read_image_size(response: _Response | vision_service_pb2.AnalyzeResponse) -> ImageSize | None:
+def read_image_size(
+    response: _Response | vision_service_pb2.AnalyzeResponse | vision_service_pb2.FrameResults,
+) -> ImageSize | None:
     size = response.image_size
     return ImageSize(size.width, size.height) if response.HasField("image_size") else None
 

@@ -116,6 +116,11 @@ class VisionServiceStub:
                 request_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedResponse.FromString,
                 _registered_method=True)
+        self.StreamFrames = channel.stream_stream(
+                '/kestrel.v1.VisionService/StreamFrames',
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamFramesRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamFramesResponse.FromString,
+                _registered_method=True)
 
 
 class VisionServiceServicer:
@@ -236,6 +241,18 @@ class VisionServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StreamFrames(self, request_iterator, context):
+        """Runs the same tasks on every frame of a stream, such as the frames of a camera or of a screen. Each frame has exactly
+        one response, in the order in which the frames end: its results, an error, or the reason why it was dropped. The
+        stream goes on after the error of a frame. It ends with a status if its first message is invalid, if a message cannot
+        be read, if no frame arrives within the time for a message while none is computed, if the client does not read, or if
+        the server stops. The server keeps nothing of a stream that has ended: to go on, open another one with
+        FramesConfig.last_frame.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VisionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -318,6 +335,11 @@ def add_VisionServiceServicer_to_server(servicer, server):
                     servicer.StreamEmbed,
                     request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedResponse.SerializeToString,
+            ),
+            'StreamFrames': grpc.stream_stream_rpc_method_handler(
+                    servicer.StreamFrames,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamFramesRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamFramesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -753,6 +775,33 @@ class VisionService:
             '/kestrel.v1.VisionService/StreamEmbed',
             kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedRequest.SerializeToString,
             kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamFrames(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kestrel.v1.VisionService/StreamFrames',
+            kestrel_dot_v1_dot_vision__service__pb2.StreamFramesRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.StreamFramesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,109 @@
+"""Measures frames/s on a stream in which most crops repeat, with and without the reuse of crops.
+
+python -m benchmarks.frames --model moondream2 --random-weights --device cuda --json F
+
+The frames are those of a fixed camera or a screen: some equal the frame before, and in each of the others one tile has
+changed, and with it the overview. So many frames have changed that 90 % of all crops of the stream are equal to those
+of the frame before. Frames come as pixels, one after the other. The task is Detect with one object at most, or Embed.
+
+Three engines are compared: "none" reuses nothing, "whole" reuses prefixes and embeddings of equal images
+(the default), and "crops" reuses equal crops too (--crop-cache-bytes).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kestrel_engine import InferenceEngine, RuntimeConfig
+from kestrel_engine.checkpoint.open import open_model
+from kestrel_engine.preprocess.crops import crop_boxes, select_tiling
+from kestrel_engine.types.model_config import VisionConfig
+
+from .models.opening import model_arguments, parse
+from .reports.report import Report, benchmark_parser
+
+UNCHANGED = 0.9
+CACHE_BYTES = 256 << 20
+
+
+def frames(vision: VisionConfig, count: int) -> tuple[list[np.ndarray], float, int]:
+    """Returns the frames [height, width, 3] uint8, the share of crops that equal those of the frame before, and the
+    number of crops of a frame."""
+    height, width = 3 * vision.crop_size, 4 * vision.crop_size
+    rows, columns = select_tiling(width, height, vision)
+    crops = 1 + rows * columns
+    # Of a changed frame, two crops have changed: its overview and one tile.
+    changed_share = (1 - UNCHANGED) * crops / 2
+    numbers = np.random.default_rng(7)
+    now = numbers.integers(0, 255, (height, width, 3), dtype=np.uint8)
+    boxes = crop_boxes((rows, columns), vision)[1:]
+    found, changes = [now], 0
+    while len(found) < count:
+        if math.floor(len(found) * changed_share) > changes:
+            changes += 1
+            now = now.copy()
+            x_min, y_min, _, _ = boxes[changes % len(boxes)]
+            # A patch in the middle of the tile, which no other tile overlaps.
+            top = int(y_min * height) + height // rows // 2
+            left = int(x_min * width) + width // columns // 2
+            now[top : top + 12, left : left + 12] = numbers.integers(0, 255, 3)
+        found.append(now)
+    return found, 1 - 2 * changes / (crops * (count - 1)), crops
+
+
+async def run(config: RuntimeConfig, given: Sequence[np.ndarray], skill: str) -> tuple[float, int]:
+    """Returns the seconds for all frames but the first, and the number of crops that were encoded for them."""
+    async with await InferenceEngine.create(config) as engine:
+        encoded, began = 0, 0.0
+        for index, frame in enumerate(given):
+            if index == 1:
+                encoded, began = 0, time.perf_counter()
+            if skill == "embed":
+                result = await engine.embed(frame)
+            else:
+                result = await engine.detect(frame, "person", settings={"max_objects": 1})
+            encoded += result.metrics.encoded_crops
+        return time.perf_counter() - began, encoded
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = benchmark_parser("frames", __doc__)
+    parser.add_argument("--frames", type=int, default=120, help="number of frames")
+    args, model_flags = parse(parser, arguments)
+    count = 12 if args.quick else args.frames
+    plain = model_arguments(model_flags, quick=args.quick)
+    engines = {
+        "none": replace(plain, prefix_cache=False, kept_embeddings=0),
+        "whole": plain,
+        "crops": replace(plain, crop_cache_bytes=CACHE_BYTES),
+    }
+    report = Report("frames", {"model": plain.model, "frames": count})
+    vision = open_model(plain).config.vision
+    given, unchanged, crops = frames(vision, count)
+    for skill in ("detect", "embed"):
+        rates = {}
+        for name, config in engines.items():
+            seconds, encoded = asyncio.run(run(config, given, skill))
+            rates[name] = (count - 1) / seconds
+            report.add(
+                f"{skill}, {crops} crops a frame, {100 * unchanged:.1f} % of all crops unchanged",
+                {
+                    "reuse": name,
+                    "frames/s": rates[name],
+                    "crops encoded": encoded,
+                    "times none": rates[name] / rates["none"],
+                    "times whole": rates[name] / rates.get("whole", math.nan),
+                },
+            )
+        report.bar(f"{skill}: crops against none", rates["crops"] / rates["none"], 4, at_least=True)
+    report.finish(args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""What became of a frame of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, TypeVar, overload
+
+from .._pb.kestrel.v1 import vision_service_pb2 as pb
+from ..errors import KestrelError, RpcError, from_task_error
+from ..images.images import ImageInput
+from .results import Result, read_image_size, read_usage
+from .tasks import AnalyzeResult, Task, TaskOf, read_outcome
+
+R = TypeVar("R", bound=Result)
+
+Dropped: TypeAlias = Literal["newer_frame", "stale", "lost"]
+"""A newer frame arrived while it waited, it waited longer than the latency budget, or the connection broke."""
+
+_DROPPED: Mapping[int, Dropped] = {
+    pb.DROP_REASON_NEWER_FRAME: "newer_frame",
+    pb.DROP_REASON_STALE: "stale",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameResult:
+    """One frame of a stream: exactly one of ``analysis``, ``dropped`` and ``error`` is set.
+
+    ``frame[task]`` is the result of a task, as that of an AnalyzeResult.
+    """
+
+    frame_id: int
+    """1 for the first frame of the source, 2 for the next."""
+    analysis: AnalyzeResult | None = None
+    """The results of all tasks, with ``draw()`` and ``save()``."""
+    dropped: Dropped | None = None
+    error: RpcError | None = None
+    source: ImageInput | None = None
+    """The image."""
+    crops: int = 0
+    """Crops of the frame that were computed."""
+    encoded_crops: int = 0
+    """Crops that passed through the vision tower."""
+    reused_crops: int = 0
+    """Crops that were equal to crops of earlier images. If both are 0, the frame was equal to an earlier image."""
+    overview_only: bool = False
+    """Whether the frame was computed with its overview only, because it was late."""
+    waited_ms: float = 0.0
+    total_ms: float = 0.0
+    """From the frame's arrival at the server to its response."""
+    request_id: str = ""
+
+    @overload
+    def __getitem__(self, key: TaskOf[R]) -> R: ...
+    @overload
+    def __getitem__(self, key: str | int) -> Any: ...
+    def __getitem__(self, key: TaskOf[Any] | str | int) -> Any:
+        """Returns a task's result by task, key or position. Raises the error of the frame or the task, and KestrelError
+        for a frame that was dropped."""
+        if self.error is not None:
+            raise self.error
+        if self.analysis is None:
+            raise KestrelError(f"frame {self.frame_id} was dropped ({self.dropped})")
+        return self.analysis[key]
+
+
+def frame_result(
+    response: pb.StreamFramesResponse, tasks: Mapping[str, Task], source: ImageInput
+) -> FrameResult:
+    """``tasks``: those of the stream, by key."""
+    work, results = response.work, response.results
+    outcome = response.WhichOneof("outcome")
+    analysis = error = None
+    dropped: Dropped | None = None
+    if outcome == "results":
+        analysis = AnalyzeResult(
+            outcomes={r.key: read_outcome(r, tasks, source) for r in results.results},
+            usage=read_usage(results.usage),
+            total_time_ms=work.total_ms,
+            model=results.model,
+            request_id=response.request_id,
+            image_size=read_image_size(results),
+            image_id="",
+            source=source,
+            tasks=tasks,
+        )
+    elif outcome == "dropped":
+        dropped = _DROPPED.get(response.dropped.reason, "stale")
+    else:
+        error = from_task_error(response.error)
+    return FrameResult(
+        frame_id=response.frame_id,
+        analysis=analysis,
+        dropped=dropped,
+        error=error,
+        source=source,
+        crops=work.crops,
+        encoded_crops=work.encoded_crops,
+        reused_crops=work.reused_crops,
+        overview_only=work.overview_only,
+        waited_ms=work.waited_ms,
+        total_ms=work.total_ms,
+        request_id=response.request_id,
+    )
