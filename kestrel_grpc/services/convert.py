@@ -533,13 +533,13 @@ def logprobs(result: EngineResult) -> common_pb2.Logprobs | None:
 
 
 def token_logprob(token: TokenLogprob) -> common_pb2.TokenLogprob:
-    return common_pb2.TokenLogprob(
-        text=token.text,
-        utf8=token.utf8,
-        id=token.id,
-        logprob=token.logprob,
-        top=map(token_logprob, token.top),
+    message = common_pb2.TokenLogprob(
+        text=token.text, utf8=token.utf8, id=token.id, logprob=token.logprob
     )
+    add = message.top.add  # Messages that are made elsewhere would be copied.
+    for each in token.top:
+        add(text=each.text, utf8=each.utf8, id=each.id, logprob=each.logprob)
+    return message
 
 
 def point(found: Mapping[str, float]) -> common_pb2.Point:
