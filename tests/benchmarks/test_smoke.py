@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import engine_host, serving_cpu
+from benchmarks import engine_host, frames, serving_cpu
 from benchmarks.service import workers
 
 
@@ -55,6 +55,14 @@ def test_serving_cpu(tmp_path: Path) -> None:
     assert repeated[0]["first"] > repeated[0]["second"] > 0
     assert mixed[0]["requests/s"] > 0
     assert len(report["bars"]) == 3
+
+
+@pytest.mark.slow
+def test_frames(tmp_path: Path) -> None:
+    tables = run(frames, tmp_path, "--device", "cpu")["tables"]
+    assert len(tables) == 2
+    for none, whole, crops in tables.values():
+        assert none["crops encoded"] > whole["crops encoded"] > crops["crops encoded"] > 0
 
 
 @pytest.mark.slow

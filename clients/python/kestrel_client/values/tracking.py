@@ -33,7 +33,8 @@ class ObjectTracker:
         detections.data["position"] = numpy.arange(count)
         tracked = self._tracker.update(detections)
         ids: list[int | None] = [None] * count
-        if tracked.tracker_id is not None:
+        # Without objects, a tracker may return detections without data. It still needs the update, to age its tracks.
+        if count and tracked.tracker_id is not None:
             for position, track in zip(tracked.data["position"], tracked.tracker_id, strict=True):
                 ids[position] = int(track) if track >= 0 else None
         return tuple(ids)
