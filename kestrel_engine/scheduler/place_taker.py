@@ -1,9 +1,10 @@
 """PlaceTaker: which running sequence gives its batch place to a waiting one. Owns how often that happens.
 
 When the batch is full, a place passes from a principal with more than its share of the batch to one with less. A
-sequence of the best priority may also take a place from its own principal's sequences of lesser priority. The sequence
-that loses its place waits again, ahead of the others of its principal. Its computed positions stay in the prefix cache,
-so it continues at little cost.
+sequence of the best priority may also take a place from its own principal's sequences of lesser priority, unless these
+were preempted a few times before: otherwise the best priority would starve them. The sequence that loses its place
+waits again, ahead of the others of its principal. Its computed positions stay in the prefix cache, so it continues at
+little cost.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from .shares import Shares
 _SPREAD_STEPS = 8
 """In this number of steps, at most one batch of sequences loses its places. Runtimes keep the state of a sequence for a
 few steps after its last row, for at most two batches."""
+
+_MOST_PREEMPTED = 3
+"""A sequence that was preempted so many times gives its place to no sequence of its own principal."""
 
 
 class PlaceTaker:
@@ -52,5 +56,5 @@ class PlaceTaker:
         if giver.steps_out:
             return False
         if taker.account is giver.account:
-            return taker.priority == 0 and giver.priority > 0
+            return taker.priority == 0 and 0 < giver.priority and giver.epoch < _MOST_PREEMPTED
         return self._shares.may_take_from(taker.account, giver.account)

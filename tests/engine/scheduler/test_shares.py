@@ -148,6 +148,23 @@ def test_the_best_priority_of_one_principal_does_not_starve_another():
     assert sum(n < 100 for n in simulation.ended) < 25
 
 
+def test_the_best_priority_of_a_principal_does_not_starve_its_other_requests():
+    """However many requests of the best priority there are, another one loses its place a few times only."""
+    simulation = Simulation(replace(ROOMY, max_batch_size=2), SchedulerPolicy(aging_s=1))
+    simulation.add(text(1, max_tokens=20))
+    number = 100
+    while 1 in simulation.live:
+        while len(simulation.live) < 5:
+            number += 1
+            at = simulation.now
+            simulation.add(text(number, max_tokens=5, priority=0, arrived_at=at))
+        simulation.turn()
+        simulation.now += 0.01
+        assert simulation.now < 10
+    assert simulation.tokens[1] == alone(text(1, max_tokens=20), ROOMY)
+    assert 1 <= simulation.scheduler.stats.preemptions <= 3
+
+
 def test_prompts_of_principals_are_computed_in_turns():
     policy = SchedulerPolicy(
         budget=StepBudget(prefill_positions=5, crops=9, idle_scale=1), prefix_cache=False

@@ -1,5 +1,6 @@
 """Steps for favoured sequences alone, on a device whose steps take as long as they have rows: 2 ms and 1 ms a row."""
 
+import itertools
 from dataclasses import dataclass, replace
 
 import pytest
@@ -88,3 +89,33 @@ def test_without_others_every_step_is_for_all():
     mixed.run([*flood(4), *[replace(s, number=100 + s.number, principal="b") for s in flood(4)]])
     alone = [plan for plan in mixed.runtime.plans[5:80] if len(plan.decode) == 4]
     assert not alone, "both keep within their shares"
+
+
+def test_the_best_priority_waits_for_no_step_of_the_others_who_computed_before_it():
+    """All of an answer's steps but those that were launched before it are for it alone."""
+    run = ByRows()
+    urgent = calls(6, "other", 0)
+    run.run(flood(100) + urgent, awaited=urgent)
+    for spec in urgent:
+        plans = [p for p in run.runtime.plans if spec.number in computed(p)]
+        assert [len(plan.decode) for plan in plans[1:]] == [1] * (len(plans) - 1)
+
+
+def test_the_best_priority_without_end_leaves_others_a_fifth_of_the_time():
+    """One principal always has more requests of the best priority than places, another one requests of its share."""
+    urgent = [
+        Spec(1000 + i, (5, 6, 7), max_tokens=50, arrived_at=0.3, principal="other", priority=0)
+        for i in range(200)
+    ]
+    run = ByRows()
+    run.run(flood(100) + urgent, awaited=urgent[:120])
+    begin, end = 2.0, max(run.times[spec.number][-1] for spec in urgent[:120])
+    own = [at for n in range(1, 101) for at in run.times.get(n, ()) if begin < at <= end]
+    full = (end - begin) * 8 / (2e-3 + 1e-3 * 16)
+    assert 0.15 * full <= len(own) <= 0.3 * full
+    pauses = [later - earlier for earlier, later in itertools.pairwise(sorted(own))]
+    assert max(pauses) < 0.4, "32 steps of 8 rows and one of all"
+
+
+def computed(plan):
+    return {row.sequence_id for row in (*plan.prefill, *plan.decode)}
