@@ -532,7 +532,7 @@ class InferenceEngine(SkillCalls):
         self._idle.clear()
         try:
             async with asyncio.timeout(timeout_s):
-                preparing = self._prepare_each(images, cache_salt, place.principal)
+                preparing = self._prepare_each(images, cache_salt, place)
                 prepared = await until_displaced(place, preparing)
         except TimeoutError:
             raise DeadlineExceeded(
@@ -551,16 +551,16 @@ class InferenceEngine(SkillCalls):
         return [each.looks for each in prepared], timings
 
     async def _prepare_each(
-        self, images: Sequence[Any], cache_salt: str, principal: str
+        self, images: Sequence[Any], cache_salt: str, place: Place
     ) -> list[Preprocessed]:
         """Prepares the images at the same time. The error of an image names its place, if there are several."""
         if len(images) == 1:
-            return [await self._prepare_one(images[0], cache_salt, principal)]
+            return [await self._prepare_one(images[0], cache_salt, place)]
 
         async def prepare(image: Any) -> Preprocessed:
             if ready := _looks_of(image):
                 return Preprocessed(ready, 0.0)
-            return await self._prepare_one(image, cache_salt, principal)
+            return await self._prepare_one(image, cache_salt, place)
 
         tasks = [asyncio.create_task(prepare(image)) for image in images]
         try:
@@ -577,8 +577,10 @@ class InferenceEngine(SkillCalls):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _prepare_one(self, image: Any, cache_salt: str, principal: str) -> Preprocessed:
-        prepared = await self._pool.prepare(image, cache_salt, principal=principal)
+    async def _prepare_one(self, image: Any, cache_salt: str, place: Place) -> Preprocessed:
+        prepared = await self._pool.prepare(
+            image, cache_salt, principal=place.principal, is_high=place.priority == 0
+        )
         if not self._config.crop_cache_bytes:
             return prepared
 

@@ -73,6 +73,10 @@ OVERTAKEN_PER_SECOND = 10.0
 """Cheaper images of the same principal may overtake an image that costs a second, if they arrive within this many
 seconds after it."""
 
+HIGH_OVERTAKES_S = 60.0
+"""An image of a request of the best priority overtakes those of the same principal's other requests, if they arrived at
+most this many seconds before it."""
+
 _NOTHING = Cost(0, 0, 0.0)
 _ERRORS = {
     name: each
@@ -112,13 +116,22 @@ class _Job:
     arrived: float = field(default_factory=time.monotonic)
     cost: Cost | None = None
     dear: bool = False
+    is_high: bool = False
+    """Whether a request of the best priority needs it."""
+    queue: FairQueue[_Job] | None = None
+    """The queue in which it waits. Other queues may hold entries for it, which count no more."""
     waiters: int = 0
     waits: bool = False
     """Whether its pixels count as waiting."""
 
     @property
     def rank(self) -> float:
-        return self.arrived + OVERTAKEN_PER_SECOND * (self.cost.seconds if self.cost else 0.0)
+        delay = OVERTAKEN_PER_SECOND * (self.cost.seconds if self.cost else 0.0)
+        return self.arrived + delay - (HIGH_OVERTAKES_S if self.is_high else 0.0)
+
+    def wait_in(self, queue: FairQueue[_Job]) -> None:
+        self.queue = queue
+        queue.push(self, self.principal, self.rank)
 
 
 @dataclass(slots=True, eq=False)
@@ -175,10 +188,15 @@ class PreprocessPool:
         template.start()
 
     async def prepare(
-        self, source: ImageSource, namespace: str = "", *, principal: str = ""
+        self,
+        source: ImageSource,
+        namespace: str = "",
+        *,
+        principal: str = "",
+        is_high: bool = False,
     ) -> Preprocessed:
         """Decodes and tiles one image, which may be an InRegion or Tiled. Requests of one namespace share repeated
-        images.
+        images. ``is_high``: the request has the best priority.
 
         If all callers of an image are cancelled, a waiting image is dropped, and the process of a dear image is killed.
         Raises the errors of ``begin_image``, ImageTooSlowError, PixelsWaiting, EngineOverloaded (no process can be
@@ -204,10 +222,15 @@ class PreprocessPool:
         if job is None:
             result = asyncio.get_running_loop().create_future()
             job = _Job(payload, principal, key, result, namespace, background, selection, digest)
+            job.is_high = is_high
             if key is not None:
                 self._making[key] = job
-            self._unknown.push(job, principal, job.rank)
+            job.wait_in(self._unknown)
             self._dispatch()
+        elif is_high and not job.is_high:
+            job.is_high = True
+            if job.queue is not None:
+                job.wait_in(job.queue)
         del payload, source
         job.waiters += 1
         try:
@@ -259,8 +282,8 @@ class PreprocessPool:
         return sum(not run.dear for run in self._runs.values())
 
     def _next(self, queue: FairQueue[_Job]) -> _Job | None:
-        """The first job of ``queue`` that still has a waiter."""
-        while (job := queue.peek()) is not None and job.result.done():
+        """The first job of ``queue`` that still waits in it."""
+        while (job := queue.peek()) is not None and (job.result.done() or job.queue is not queue):
             queue.pop()
         return job
 
@@ -429,12 +452,12 @@ class PreprocessPool:
         else:
             job.waits = True
             self._waiting_pixels += cost.pixels
-            (self._dear if job.dear else self._known).push(job, job.principal, job.rank)
+            job.wait_in(self._dear if job.dear else self._known)
 
     def _begin_run(self, job: _Job) -> None:
         """Notes that ``job`` has left its queue."""
         self._waiting_pixels -= job.cost.pixels if job.waits and job.cost else 0
-        job.waits = False
+        job.waits, job.queue = False, None
 
     def _end_run(self, decoder: DecoderProcess) -> None:
         """Frees the resources of a run."""

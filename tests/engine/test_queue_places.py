@@ -202,7 +202,7 @@ async def test_an_image_that_waits_gives_way_too(make_engine, fake_limits, monke
     """Its preparation is cancelled, and its caller hears why at once."""
     ended = []
 
-    async def never(self, source, namespace="", *, principal=""):
+    async def never(self, source, namespace="", *, principal="", is_high=False):
         try:
             await asyncio.Event().wait()
         finally:

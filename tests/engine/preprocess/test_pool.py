@@ -293,6 +293,32 @@ async def test_a_principal_with_one_image_does_not_wait_for_another_with_many(ma
     assert order.index("one") <= 2
 
 
+@pytest.mark.parametrize("is_second_request", [False, True])
+async def test_an_image_of_the_best_priority_overtakes_its_principals_others(
+    make_pool, is_second_request
+):
+    """Also if a request of lesser priority was the first to need it."""
+    pool = make_pool()
+    order = []
+
+    async def ask(seed: int, is_high: bool = False) -> None:
+        await pool.prepare(png(seed=seed), principal="a", is_high=is_high)
+        order.append(seed)
+
+    with held_up(await decoders_of(pool)):
+        jobs = [asyncio.create_task(ask(seed)) for seed in range(8)]
+        await asyncio.sleep(0.05)
+        if is_second_request:
+            jobs.append(asyncio.create_task(ask(50)))
+            await asyncio.sleep(0.05)
+        jobs.append(asyncio.create_task(ask(50, is_high=True)))
+        await asyncio.sleep(0.05)
+    await asyncio.gather(*jobs)
+    assert order.index(50) <= 2
+    assert order.count(50) == 1 + is_second_request
+    assert len(pool._unknown) == len(pool._known) == 0
+
+
 async def test_of_those_that_wait_the_cheap_go_first(make_pool):
     pool = make_pool()
     order = []

@@ -34,9 +34,9 @@ async def test_the_principal_and_its_weight_reach_engine_and_pool(serve, tmp_pat
     decoded, computed = [], []
     prepare, submit = PreprocessPool.prepare, EngineLoop.submit
 
-    async def spied_prepare(self, source, namespace="", *, principal=""):
+    async def spied_prepare(self, source, namespace="", *, principal="", is_high=False):
         decoded.append(principal)
-        return await prepare(self, source, namespace, principal=principal)
+        return await prepare(self, source, namespace, principal=principal, is_high=is_high)
 
     def spied_submit(self, work):
         computed.append((work.submission.principal, work.submission.weight))
