@@ -64,7 +64,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         silence_lost_connections()
         self._in_flight, self._guard = in_flight, guard
         self._end_call, self._watcher = end_call, watcher
-        self._trailers, self._endings = trailers, Endings(trailers)
+        self._trailers, self._endings = trailers, Endings(guard.refusals, trailers)
         self._limit = CallLimit(guard.limits.deadline_s)
         self._pulls = CallLimit(guard.limits.read_s, _too_slow)
         self._visitors = Visitors(guard, self._endings, self._end_visit)
@@ -185,6 +185,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     await self._endings.abort(call, "the connection was lost", ())
                 except Exception as error:  # This is the one place where errors become statuses.
                     failed = error
+                    incoming = request = response = options = None
                     await self._endings.fail(call, error, prefix)
                 finally:
                     self._end_call(call)

@@ -34,7 +34,7 @@ from .calls.call_watcher import CallWatcher
 from .calls.current_call import current
 from .calls.in_flight import InFlight
 from .calls.request_ids import own_id
-from .failures.endings import Endings, forget_frames, note
+from .failures.endings import Endings, delay_refusal, forget_frames, note
 from .failures.errors import ShuttingDown, SlowReader, SlowSender
 from .failures.statuses import Complaint, complaint
 from .messages.bounded_context import BoundedContext
@@ -312,6 +312,7 @@ class _RequestStream:
             except Exception as error:
                 failed = error.error if isinstance(error, _EndStream) else error
                 note(call, failed)
+                await delay_refusal(guard.refusals, call, failed)
                 await self._refuse(call, request, failed)
             finally:
                 edge.end_call(call)

@@ -23,7 +23,7 @@ from ..edge.calls.call_limit import CallLimit
 from ..edge.calls.call_watcher import CallWatcher
 from ..edge.calls.current_call import current
 from ..edge.calls.in_flight import InFlight
-from ..edge.failures.endings import forget_frames, note
+from ..edge.failures.endings import delay_refusal, forget_frames, note
 from ..edge.failures.errors import SlowReader, SlowSender
 from ..edge.failures.statuses import complaint
 from ..security.admission.admission import MessageTooLarge
@@ -174,6 +174,7 @@ class HttpEdge:
                 note(call, error)
                 told = refusal(error, complaint(error, call.request_id), endpoint.rename)
                 with contextlib.suppress(SlowReader, asyncio.CancelledError):
+                    await delay_refusal(self._guard.refusals, call, error)
                     await writer.refuse(told)
             finally:
                 self._end_call(call)

@@ -8,8 +8,10 @@ from collections.abc import Callable
 
 import grpc
 
-from kestrel_engine import RuntimeFailure
+from kestrel_engine import EngineOverloaded, RuntimeFailure
 
+from ...security.admission.refusal_pace import RefusalPace
+from ...security.identity.peers import address_of
 from ..calls.call import Call
 from .statuses import row_of, status_of
 
@@ -22,14 +24,19 @@ _LAST_WORD_S = 2.0
 
 
 class Endings:
-    """Ends calls with an error. ``trailers``: returns additional trailers for a method's calls."""
+    """Ends calls with an error. ``pace`` delays refusals of callers that get too many. ``trailers``: returns additional
+    trailers for a method's calls."""
 
-    def __init__(self, trailers: Callable[[str], Trailers] | None = None) -> None:
-        self._trailers = trailers
+    def __init__(
+        self, pace: RefusalPace, trailers: Callable[[str], Trailers] | None = None
+    ) -> None:
+        self._pace, self._trailers = pace, trailers
 
     async def fail(self, call: Call, error: Exception, prefix: str = "") -> None:
-        """Ends the call with the status of ``error``. Never returns. ``prefix``: as in statuses.status_of."""
+        """Ends the call with the status of ``error``. Never returns. The caller holds no reference to the call's
+        message. ``prefix``: as in statuses.status_of."""
         note(call, error)
+        await delay_refusal(self._pace, call, error)
         _, message, trailers = status_of(error, call.request_id, prefix)
         await self.abort(call, message, trailers)
 
@@ -56,6 +63,16 @@ def note(call: Call, error: Exception) -> None:
         logger.error("request %s failed", call.request_id, exc_info=error)
     if not row.public:
         call.error = error
+
+
+async def delay_refusal(pace: RefusalPace, call: Call, error: Exception) -> None:
+    """If ``error`` refuses the call because of a limit, drops the call's message and waits until the call may be
+    answered."""
+    if isinstance(error, EngineOverloaded):
+        forget_frames(error)
+        call.message = None
+        who = call.principal.name or address_of(call.peer)
+        await pace.delay(who, call.timeout_s)
 
 
 def forget_frames(error: BaseException) -> None:

@@ -19,6 +19,7 @@ from ..identity.principal import ANONYMOUS, Principal, Scope, needed_scopes
 from .admission import Admission
 from .message_limits import MessageLimits
 from .message_room import Hold, MessageRoom, copy_s_per_byte
+from .refusal_pace import RefusalPace
 from .visits import Visits
 
 _ROOM_WAIT_S = 5.0
@@ -53,6 +54,7 @@ class Guard:
         self.admission = Admission(security.calls)
         self.visits = Visits()
         """Calls of health and reflection."""
+        self.refusals = RefusalPace()
         self.connections = ConnectionGuard(
             security.connections,
             self.messages.received,

@@ -11,6 +11,7 @@ from kestrel_client import AsyncKestrelClient, OverloadedError
 from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_grpc.security.admission import refusal_pace
 from kestrel_grpc.security.admission.admission import (
     Admission,
     RateExceeded,
@@ -110,6 +111,41 @@ async def test_a_full_bucket_says_when_to_come_back(serve):
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "RATE_EXCEEDED")
     assert 0 < told.retry_after_s <= 0.2
     assert 0 < int(told.trailers["grpc-retry-pushback-ms"]) <= 200
+
+
+async def test_a_caller_that_is_refused_again_and_again_is_refused_later(serve, monkeypatch):
+    monkeypatch.setattr(refusal_pace, "AT_ONCE", 2)
+    monkeypatch.setattr(refusal_pace, "RATE", 10.0)
+    monkeypatch.setattr(refusal_pace, "LONGEST_S", 0.4)
+    served = await serve(slow(0.03), server_config=limited(calls=1))
+    guard = served.server.guard
+    running = asyncio.ensure_future(served.vision.Query(query(max_tokens=150)))
+    while not guard.admission.calls:
+        await asyncio.sleep(0.005)
+    began = time.monotonic()
+
+    async def refused(**options):
+        told = await failure(served.vision.Query(large(), **options))
+        assert told.reason == "TOO_MANY_CALLS" and told.retry_after_s == 1
+        return time.monotonic() - began
+
+    calls = [asyncio.ensure_future(refused()) for _ in range(12)]
+    while guard.refusals.num_delayed < 8:
+        await asyncio.sleep(0.005)
+    assert guard.admission.calls == 1, "they count no more"
+    took = await asyncio.gather(*calls)
+    assert max(took) >= 0.4
+    assert guard.refusals.num_delayed == 0
+    await asyncio.gather(*(refused(timeout=1) for _ in range(3)))  # Before the deadline.
+    left = [asyncio.ensure_future(refused()) for _ in range(3)]
+    while not guard.refusals.num_delayed:
+        await asyncio.sleep(0.005)
+    for call in left:
+        call.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    while guard.refusals.num_delayed:
+        await asyncio.sleep(0.005)
+    running.cancel()
 
 
 async def test_the_sdk_comes_back_when_told(serve):
