@@ -1,6 +1,6 @@
 """Measures how a flood of one principal's calls affects other principals, by default with kestrel-tiny on a CPU.
 
-python -m benchmarks.service.shares [--quick] [--in-flight N] [--json FILE]
+python -m benchmarks.service.shares [--quick] [--in-flight N] [--calls N] [--json FILE]
 python -m benchmarks.service.shares --max-batch-size 64 --model moondream2 --random-weights --device cuda
 
 One principal keeps many questions about a few images in flight, and repeats refused calls. Meanwhile another
@@ -79,7 +79,7 @@ class Ask:
 
 
 def measure(report: Report, address: str, tokens: dict[str, str], args: argparse.Namespace) -> None:
-    count = 3 if args.quick else 40
+    count = 3 if args.quick else args.calls
     seeds = itertools.count(10_000)
     ask = Ask([jpeg(seed, *SIZE) for seed in range(16)], tokens["flood"])
     with grpc.insecure_channel(address) as channel:
@@ -134,6 +134,7 @@ def measure(report: Report, address: str, tokens: dict[str, str], args: argparse
 def main(arguments: list[str] | None = None) -> Report:
     parser = benchmark_parser("service.shares", __doc__)
     parser.add_argument("--in-flight", type=int, default=700, help="calls of the flood [700]")
+    parser.add_argument("--calls", type=int, default=40, help="measured calls of each caller [40]")
     parser.add_argument("--max-batch-size", type=int, default=16, help="sequences a step [16]")
     args, of_server = parser.parse_known_args(arguments)
     report = Report("shares", vars(args))
