@@ -15,8 +15,9 @@ from kestrel_engine import (
     Tiled,
     Tiles,
 )
+from kestrel_engine.front.whole_image import output_in_image
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_engine.types.requests import Coord, Size
+from kestrel_engine.types.requests import Coord, ImageRegion, Size
 from tests.engine.fakes import GREEDY, Listener
 
 PIXELS = np.random.default_rng(5).integers(0, 256, (60, 100, 3), np.uint8)
@@ -84,7 +85,7 @@ async def test_spatial_references_are_mapped_into_the_region(make_engine, runtim
         assert caught.value.field == "spatial_refs[1]"
 
 
-async def test_grounds_and_outlines_are_mapped_too(make_engine, fake_limits):
+async def test_outlines_are_mapped_too(make_engine, fake_limits):
     path = [5, 5, 6, *(100 + letter for letter in b"M48L90"), 0]
     engine = make_engine(
         FakeRuntime(fake_limits, lambda fed: path[min(len(fed) - 1 - fed.index(3), 9)])
@@ -93,6 +94,24 @@ async def test_grounds_and_outlines_are_mapped_too(make_engine, fake_limits):
     assert 0.5 <= segment["bbox"]["x_min"] <= segment["bbox"]["x_max"] <= 1
     assert segment["coarse_bbox"] == segment["bbox"]
     assert all(0.5 <= point["x"] <= 1 for point in segment["points"])
+
+
+def test_every_kind_of_place_is_mapped():
+    region = ImageRegion(50, 0, 50, 30, 100, 60)
+    grounding = [{"start_idx": 1, "end_idx": 4, "points": [(0.5, 1.0), (0.0, 0.0)]}]
+    output = {
+        "answer": "(0.5, 0.5)",
+        "reasoning": {"text": "two", "grounding": grounding},
+        "segments": [{"sizes": [{"width": 0.5, "height": 1.0}], "token_ids": [5, 6], "score": 0.5}],
+        "boxes": [(-0.5, 0.0, 1.0, 1.0)],
+        "crops": None,
+    }
+    mapped = output_in_image(output, region)
+    assert mapped["reasoning"]["grounding"][0]["points"] == [(0.75, 0.5), (0.5, 0.0)]
+    assert mapped["segments"][0]["sizes"] == [{"width": 0.25, "height": 0.5}]
+    assert mapped["boxes"] == [(0.5, 0.0, 1.0, 0.5)]
+    assert (mapped["answer"], mapped["crops"]) == (output["answer"], None)
+    assert mapped["segments"][0]["token_ids"] == [5, 6]
 
 
 @pytest.mark.parametrize(
