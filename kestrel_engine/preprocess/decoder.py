@@ -50,6 +50,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SECONDS_PER_LOOK = 0.02
 """Seconds for a look, whose crops have the same size whatever the size of the look."""
 
+_MOST_COVERED = 4
+"""All looks together have less than this many times the pixels of the image: the image, and tiles that overlap by
+half."""
+
 _SWITCH_INTERVAL_S = 0.5e-3
 """Python's switch interval. Threads that share an image wait this long for the interpreter. Python's default of 5 ms is
 longer than the work on a band."""
@@ -90,6 +94,7 @@ class Work:
 
     def __init__(self, limits: ImageLimits, vision: VisionConfig) -> None:
         self._limits, self._vision = limits, vision
+        self._bytes_per_look = 3 * vision.crop_size**2 * (1 + vision.max_crops)
         self._threads: ThreadPoolExecutor | None = None
         self._crops = -1
         self._mapped: mmap.mmap | None = None
@@ -129,8 +134,9 @@ class Work:
             kept = 3 * min(cost.pixels, job["device_pixels"])
             selection = read_selection(job["selection"])
             if selection != WHOLE:
-                kept += 3 * cost.pixels  # The pixels of one look at a time.
                 num_looks = 1 if selection.tiles is None else selection.tiles.num_looks
+                # The crops or pixels of all looks, and the pixels of one look at a time.
+                kept = _MOST_COVERED * kept + num_looks * self._bytes_per_look + 3 * cost.pixels
                 cost = cost._replace(seconds=cost.seconds + num_looks * _SECONDS_PER_LOOK)
             cost = cost._replace(num_bytes=cost.num_bytes + kept)
             if (

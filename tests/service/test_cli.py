@@ -126,6 +126,15 @@ def test_a_image_may_come_from_standard_input(server):
     assert "two green crescents" in named.stdout
 
 
+def test_analyze_omits_what_has_a_low_score(server):
+    words = ["analyze", IMAGE, "--query", "How many shapes?", "--detect", "shape", "--json"]
+    every = json.loads(ask(server, *words).stdout)["tasks"]["1"]["objects"]
+    limit = sorted(box["score"] for box in every)[1]
+    kept = json.loads(ask(server, *words, "--min-score", limit).stdout)["tasks"]["1"]["objects"]
+    assert 0 < len(kept) < len(every)
+    assert kept == [box for box in every if box["score"] >= limit]
+
+
 def test_regions_and_tiles(server):
     whole = ask(server, "detect", IMAGE, "green crescent", "--json")
     boxes = json.loads(whole.stdout)["objects"]
