@@ -1,6 +1,6 @@
-"""Measure how tiles help the bundled model to find small objects, on held-out scenes of 0.5 to 1 megapixels.
+"""Measure how tiles help the bundled model to find small objects, on held-out scenes.
 
-    python -m training.small_objects --scenes 40
+    python -m training.small_objects --first 100 --scenes 20
 
 Each scene has three kinds of objects whose longer side is 12 to 20 pixels, and one kind that is larger than most tiles.
 The command asks for each kind with Detect and Point, in one look at the whole image and in tiles, and prints F1. A box
@@ -34,6 +34,7 @@ SMALL_PX = (12.0, 20.0)
 LARGE_SHARE = (0.35, 0.5)
 """Of the image's shorter side."""
 GAP_PX = 12.0
+WIDTHS = (800.0, 1100.0)
 KINDS, EACH, LARGE = 3, (2, 3), 1
 
 Box = tuple[float, float, float, float]
@@ -44,10 +45,13 @@ WAYS: dict[str, Tiles | None] = {
 }
 
 
-def small_scene(index: int) -> tuple[Scene, list[Phrase], list[Phrase]]:
-    """Scene ``index``, the phrases of its small objects, and that of its large one."""
+def small_scene(
+    index: int, widths: tuple[float, float] = WIDTHS
+) -> tuple[Scene, list[Phrase], list[Phrase]]:
+    """Scene ``index``, the phrases of its small objects, and that of its large one. ``widths``: the least and the
+    greatest width of the image in pixels."""
     rng = random.Random(f"kestrel-tiny/small/{index}")
-    width = round(math.exp(rng.uniform(math.log(800), math.log(1100))))
+    width = round(math.exp(rng.uniform(*map(math.log, widths))))
     height = round(width * rng.uniform(0.65, 0.85))
     background = draw_background(rng)
     wanted: dict[tuple[int, int], tuple[float, float, float]] = {}
@@ -121,11 +125,13 @@ def _matches(truth: Sequence[Box], found: Sequence[Any], fits: Callable[[Box, An
     return len(truth) - len(left)
 
 
-async def measure(engine: InferenceEngine, count: int) -> dict[tuple[str, str], Counter[str]]:
+async def measure(
+    engine: InferenceEngine, indices: range, widths: tuple[float, float]
+) -> dict[tuple[str, str], Counter[str]]:
     """The counts of right, found and true objects, and the seconds, by way and by size and skill."""
     counts: dict[tuple[str, str], Counter[str]] = {}
-    for index in range(count):
-        scene, small, large = small_scene(index)
+    for index in indices:
+        scene, small, large = small_scene(index, widths)
         pixels = render_scene(scene).permute(1, 2, 0).numpy()
         image = np.ascontiguousarray(np.clip(np.round(pixels), 0, 255).astype(np.uint8))
         for way, tiles in WAYS.items():
@@ -160,13 +166,16 @@ async def main() -> None:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--scenes", type=int, default=40)
+    p.add_argument("--first", type=int, default=0, help="number of the first scene")
+    p.add_argument("--scenes", type=int, default=20)
+    p.add_argument("--widths", type=float, nargs=2, default=WIDTHS, help="range of the widths")
     args = p.parse_args()
     config = dataclasses.replace(
         RuntimeConfig(), model="kestrel-tiny", device="cpu", dtype="float32"
     )
     async with await InferenceEngine.create(config) as engine:
-        counts = await measure(engine, args.scenes)
+        scenes = range(args.first, args.first + args.scenes)
+        counts = await measure(engine, scenes, tuple(args.widths))
     columns = [f"{size}, {skill}" for size in ("small", "large") for skill in ("detect", "point")]
     print("| | looks |", " | ".join(columns), "| ms a question |")
     print("|", " | ".join(["---"] * (len(columns) + 3)), "|")

@@ -72,6 +72,8 @@ class LookGroup:
             last_token_at=max(last_tokens, default=None),
             finished_at=max(t.finished_at for t in every),
             cached_tokens=sum(t.cached_tokens for t in every),
+            encoded_crops=sum(t.encoded_crops for t in every),
+            reused_crops=sum(t.reused_crops for t in every),
         )
 
     def merged(self) -> Finished:

@@ -183,6 +183,7 @@ async def test_a_tiled_request_is_one_request(make_engine, runtime):
     (event,) = [event for event in listener.requests if event.request_id == "mine"]
     assert (event.finish_reason, event.image_size) == ("length", (100, 60))
     assert event.metrics.output_tokens == 18
+    assert result.metrics.encoded_crops == 3
     keys = {piece.image.key for plan in runtime.plans for piece in plan.encode}
     assert len(keys) == 3, "the whole image is one of the looks"
 

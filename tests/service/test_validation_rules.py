@@ -56,7 +56,7 @@ STRICTER = [
         r"constraint\.(regex|grammar|json_schema): (?!has|must)",
         r"constraint: needs exactly one",
         # Settings that a skill does not have.
-        r"(stop|logit_bias|penalty): is not a setting of this skill",
+        r"(stop|top_logprobs|logit_bias|penalty): is not a setting of this skill",
         # The number and the size of tiles, and the size of a region.
         r"tiles: .* (tiles; must be|the least is)",
         r"image\.region: (needs|covers)",
