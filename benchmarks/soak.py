@@ -177,7 +177,7 @@ def soak(seconds: float, report: Report, folder: Path, start: type[subprocess.Po
                 began = time.monotonic()
                 while (left := seconds - (time.monotonic() - began)) > 1 or len(rests) < 4:
                     number = len(rests) + 1
-                    span_s = max(2.0, min(ROUND_S, left, seconds / 6))
+                    span_s = max(1.0, min(ROUND_S, left, seconds / 6))
                     outcome = callers.run(span_s, killed=number % 3 == 0)
                     came += outcome
                     held = rest(server, normal)

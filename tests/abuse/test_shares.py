@@ -15,7 +15,7 @@ from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
 from tests.abuse.process import ServerProcess
 
-NUM_CALLS = 10
+NUM_CALLS = 8
 SLACK_S = 0.1
 """For the flood's callers, which take a processor of the machine. Without shares, calls wait tens of seconds behind
 the flood's."""

@@ -1,7 +1,7 @@
 """The command line: a served checkpoint, exit statuses, nothing left behind.
 
-The server that most tests call is started as users start it, and so is a command of each kind. Other servers and
-commands are forks, which start within milliseconds, or run in this process.
+A command of each kind is started as users start it, and so are servers in slow tests. Other servers and commands are
+forks, which start within milliseconds, or run in this process.
 """
 
 import ast
@@ -74,7 +74,7 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     socket = f"unix:{folder}/kestrel.sock"
     arguments = ["--listen", "127.0.0.1:0", "--listen", socket, "--access-log", "json"]
-    process = Process(folder / "log", *arguments, start=subprocess.Popen).started()
+    process = Process(folder / "log", *arguments).started()
     name, addresses = READY.match(process.ready).groups()
     assert name == "kestrel-tiny"
     tcp, unix = addresses.split(", ")

@@ -8,6 +8,7 @@ import itertools
 import json
 from collections.abc import AsyncIterator, Iterator
 
+import grpc
 import numpy as np
 import pytest
 
@@ -194,3 +195,26 @@ async def test_watch(serve, tmp_path, capsys, monkeypatch):
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert sorted(line["frame"] for line in lines) == [1, 2]
     assert all("objects" in line["tasks"]["0"] and line["crops"] == 1 for line in lines)
+
+
+async def test_a_status_that_grpc_drops_is_asked_for_again(serve):
+    """Where a frame cannot be sent any more, because the server has just refused the stream."""
+    served = await serve()
+
+    class Broken:
+        async def read(self):
+            raise grpc.aio.AioRpcError(
+                grpc.StatusCode.INTERNAL,
+                grpc.aio.Metadata(),
+                grpc.aio.Metadata(),
+                details="Internal error from Core",
+            )
+
+    async with AsyncKestrelClient(served.server.addresses[0]) as client:
+        stream = client.frames([], [picture(1)])
+        # gRPC itself may drop the status, too.
+        streams = iter([lambda *_, **__: Broken(), *3 * [stream._open_stream]])
+        stream._open_stream = lambda *messages, **handling: next(streams)(*messages, **handling)
+        with pytest.raises(InvalidArgumentError, match=r"config\.tasks"):
+            [frame async for frame in stream]
+    assert len([*streams]) < 3, "another attempt was made"

@@ -22,7 +22,7 @@ def check(coarse: list[float], final: list[float], gain: float) -> None:
 
 
 async def test_refined_outlines_are_better_on_some_scenes() -> None:
-    coarse, final = await run(3, "auto", 1)
+    coarse, final = await run(2, "auto", 1)
     assert len(final) >= 2
     check(coarse, final, 0.0)
 

@@ -53,13 +53,14 @@ def png(width: int = 120, height: int = 90, seed: int = 0) -> bytes:
 
 @functools.cache
 def huge(seed: int = 0) -> bytes:
-    """A dear image: 13 megapixels of one colour in some 40 kB."""
-    image = pyvips.Image.black(4000, 3250, bands=3) + seed
+    """3 megapixels of one colour in some 10 kB, which are dear here: ``CHEAP_SECONDS`` is lower."""
+    image = pyvips.Image.black(2000, 1625, bands=3) + seed
     return image.cast("uchar").copy(interpretation="srgb").pngsave_buffer(compression=1)
 
 
 @pytest.fixture
-def make_pool():
+def make_pool(monkeypatch):
+    monkeypatch.setattr("kestrel_engine.preprocess.pool.CHEAP_SECONDS", 0.15)
     pools = []
 
     def make(processes: int = 1, limits: ImageLimits = LIMITS, **options) -> PreprocessPool:
@@ -232,12 +233,12 @@ async def test_a_dear_image_has_a_process_of_its_own_and_small_ones_overtake_it(
         second = asyncio.create_task(pool.prepare(huge(1)))
         await asyncio.sleep(0.1)
         assert decoders() == cheap | {own}, "one dear image at a time"
-    assert (await dear).image.width == 4000
+    assert (await dear).image.width == 2000
     await until(lambda: not state(own))
     await second
 
 
-@pytest.mark.parametrize(("decode_bytes", "together"), [(2**29, 2), (2**28, 1)])
+@pytest.mark.parametrize(("decode_bytes", "together"), [(2**27, 2), (2**26, 1)])
 async def test_dear_images_run_within_the_budget_only(make_pool, decode_bytes, together):
     """Eight processes may run two dear images, if there is memory for both."""
     pool = make_pool(8, decode_bytes=decode_bytes)
@@ -251,7 +252,7 @@ async def test_dear_images_run_within_the_budget_only(make_pool, decode_bytes, t
 
 
 async def test_an_image_beyond_the_whole_budget_is_refused(make_pool):
-    pool = make_pool(decode_bytes=64 * 2**20)
+    pool = make_pool(decode_bytes=32 * 2**20)
     with pytest.raises(ImageTooLargeError, match=r"takes \d+ bytes .* \(--decode-bytes\)"):
         await pool.prepare(huge())
 
@@ -459,7 +460,7 @@ async def test_pixels_that_wait_are_bounded(make_pool):
     with held_up(decoders() - cheap):
         first = asyncio.create_task(pool.prepare(huge(1)))
         await until(lambda: pool._waiting_pixels)
-        assert pool._waiting_pixels == 13_000_000, "more than the limit, but alone"
+        assert pool._waiting_pixels == 3_250_000, "more than the limit, but alone"
         with pytest.raises(PixelsWaiting, match="max_queued_pixels"):
             await pool.prepare(huge(2))
         await pool.prepare(png(1, 1))

@@ -29,6 +29,9 @@ AsyncFrameSource: TypeAlias = Iterable[ImageInput] | AsyncIterable[ImageInput]
 _MOST_ATTEMPTS = 6
 """Attempts to connect again, of which none gave a result, before the error is raised."""
 _FIRST_PAUSE_S = 0.2
+_NOT_SENT = "Internal error from Core"
+"""The message of gRPC itself if it could not send a frame because the stream had just ended. It drops the server's
+status, so only another attempt shows it."""
 
 
 _END: Any = object()
@@ -96,7 +99,7 @@ class _Frames:
     def _may_reconnect(self, error: RpcError) -> bool:
         return (
             self._frame_call.reconnect
-            and isinstance(error, UnavailableError)
+            and (isinstance(error, UnavailableError) or error.message == _NOT_SENT)
             and self._failures <= _MOST_ATTEMPTS
         )
 
@@ -176,6 +179,8 @@ class Frames(_Frames):
                 yield message
         except StopIteration:
             return
+        except GeneratorExit:
+            raise
         except BaseException as error:
             self._source_error = error
             raise
@@ -274,7 +279,7 @@ class AsyncFrames(_Frames):
                 yield message
         except _Ended:
             return
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:
             self._source_error = error

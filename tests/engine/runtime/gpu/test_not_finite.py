@@ -137,8 +137,12 @@ GREEDY = SamplingParams()
 
 @pytest.mark.parametrize(
     "kinds",
-    [((TEXT, GREEDY), (WIDE, HOT)), ((POINT_X, HOT), (SIDES, GREEDY))],
-    ids=["text and wide", "value and forced"],
+    [
+        pytest.param(((TEXT, GREEDY), (WIDE, HOT)), id="text and wide"),
+        pytest.param(
+            ((POINT_X, HOT), (SIDES, GREEDY)), id="value and forced", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_prompts(runtime, kinds):
     bad = [
