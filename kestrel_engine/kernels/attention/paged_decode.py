@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..e4m3 import as_bytes, has_units, stored, widened
-from .shared_prefix import SharedPrefixes, attend_shared
+from .shared_prefix import SPLITS, SharedPrefixes, attend_shared
 from .tau_factors import tau_factors
 
 
@@ -254,7 +254,7 @@ def paged_decode(
         AHEAD=chosen.ahead,
         MERGE=chosen.merge,
         PDL=pdl,
-        SHARED=shared is not None,
+        SHARED=0 if shared is None else SPLITS,
         UNITS=units,
         num_warps=chosen.num_warps,
         H=num_heads,
@@ -469,15 +469,21 @@ def _decode(
     if SHARED:
         # It continues with the softmax over the shared positions. Without any, the result is the same as below.
         there = known & first & (base > 0)
-        of_row = row.to(tl.int64) * H
-        before = tl.load(shared_stats + of_row * 2 + heads, mask=there, other=float("-inf"))
-        weight = tl.load(shared_stats + of_row * 2 + H + heads, mask=there, other=0.0)
-        attended = tl.load(shared_sums + of_row * D + hd, mask=known_hd & there[:, None], other=0.0)
-        higher = tl.maximum(score, before)
-        old, new = tl.exp2(before - higher), tl.exp2(score - higher)
-        most = tl.where(first, higher, float("-inf"))[None, :]
-        total = tl.where(first, weight * old + new, 0.0)[None, :]
-        acc = tl.where(first, attended * old[:, None] + v_seen * new[:, None], 0.0)[None, :, :]
+        highest, weight, attended = score, tl.full([HEADS], 1.0, tl.float32), v_seen
+        for part in tl.static_range(SHARED):
+            of_part = (row.to(tl.int64) * SHARED + part) * H
+            before = tl.load(shared_stats + of_part * 2 + heads, mask=there, other=float("-inf"))
+            weights = tl.load(shared_stats + of_part * 2 + H + heads, mask=there, other=0.0)
+            sums_there = known_hd & there[:, None]
+            some = tl.load(shared_sums + of_part * D + hd, mask=sums_there, other=0.0)
+            higher = tl.maximum(highest, before)
+            old, new = tl.exp2(before - higher), tl.exp2(highest - higher)
+            weight = weights * old + weight * new
+            attended = some * old[:, None] + attended * new[:, None]
+            highest = higher
+        most = tl.where(first, highest, float("-inf"))[None, :]
+        total = tl.where(first, weight, 0.0)[None, :]
+        acc = tl.where(first, attended, 0.0)[None, :, :]
     else:
         most = tl.where(first, score, float("-inf"))[None, :]
         total = tl.where(first, tl.full([1, HEADS], 1.0, tl.float32), 0.0)

@@ -21,6 +21,9 @@ from .tau_factors import tau_factors
 ROWS = 16
 """The most rows of a tile: the fewest that tensor cores support."""
 
+SPLITS = 4
+"""The programs that divide the positions of a tile. A program waits for memory most of the time."""
+
 TILE_WIDTH = 2 + ROWS
 """The number of int32 columns of a tile: number of rows (0: no tile), number of shared positions, the rows."""
 
@@ -30,7 +33,8 @@ class SharedPrefixes:
     """Which rows of a pass share positions, and the partial sums of their attention.
 
     ``tiles``: [N, TILE_WIDTH] int32. ``counts``: [M] int32, the shared positions of each row; 0 for a row in no tile.
-    ``sums``: [>= M, H*D] float32. ``stats``: [>= M, 2*H] float32, the largest scores and the sums of the weights.
+    ``sums``: [>= M, SPLITS, H*D] float32. ``stats``: [>= M, SPLITS, 2*H] float32, the largest scores and the sums of the
+    weights.
     """
 
     tiles: Tensor
@@ -43,10 +47,9 @@ class SharedPrefixes:
         cls, tiles: Tensor, counts: Tensor, num_heads: int, head_dim: int
     ) -> SharedPrefixes:
         """Allocates the sums for all rows of ``counts``."""
-        sums = torch.empty(
-            len(counts), num_heads * head_dim, dtype=torch.float32, device=counts.device
-        )
-        return cls(tiles, counts, sums, sums.new_empty(len(counts), 2 * num_heads))
+        shape = len(counts), SPLITS, num_heads * head_dim
+        sums = torch.empty(shape, dtype=torch.float32, device=counts.device)
+        return cls(tiles, counts, sums, sums.new_empty(len(counts), SPLITS, 2 * num_heads))
 
     def of(self, num_rows: int, num_tiles: int) -> SharedPrefixes:
         """Returns the part for a pass of ``num_rows`` rows."""
@@ -79,7 +82,7 @@ def attend_shared(
     content, alpha = tau if tau is not None else (qkv, cos)
     parts = 1 if content.dim() == 2 else len(content)
     exact = qkv.dtype == torch.float32
-    _attend[(num_heads, len(shared.tiles))](
+    _attend[(num_heads, SPLITS, len(shared.tiles))](
         qkv, as_bytes(key_pool), as_bytes(value_pool), page_table, row_seq, positions, cos, sin, content, alpha,
         shared.tiles, shared.sums, shared.stats,
         qkv.stride(0), page_table.stride(0), content.stride(-2), content.stride(0), scale,
@@ -106,10 +109,14 @@ def _attend(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, TAU: tl.constexpr, EXACT: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
-    tile = tiles + tl.program_id(1) * (2 + ROWS)
+    split = tl.program_id(1)
+    tile = tiles + tl.program_id(2) * (2 + ROWS)
     count = tl.load(tile)
     if count > 0:
-        end = tl.load(tile + 1)
+        shared = tl.load(tile + 1)
+        splits = tl.num_programs(1)
+        chunk = tl.cdiv(tl.cdiv(shared, splits), BLOCK) * BLOCK
+        end = tl.minimum((split + 1) * chunk, shared)
         index = tl.arange(0, ROWS)
         known = index < count
         row = tl.load(tile + 2 + index, mask=known, other=0)
@@ -139,7 +146,8 @@ def _attend(
         best = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, BD], tl.float32)
-        for begin in range(0, end, BLOCK):
+        # A split without positions stores a largest score of -inf and sums of 0.
+        for begin in range(split * chunk, end, BLOCK):
             at = begin + tl.arange(0, BLOCK)
             stored = at < end
             page = tl.load(table + at // PAGE, mask=stored, other=0).to(tl.int64)
@@ -147,7 +155,7 @@ def _attend(
             there = stored[:, None] & (d < D)[None, :]
             k = loaded(key_pool + place, there, own.dtype, UNITS)
             scores = tl.dot(own, tl.trans(k), input_precision=precision) * scale
-            # A tile has a shared position, so the largest score is never -inf.
+            # Every iteration has a position, so the largest score is never -inf.
             scores = tl.where(stored[None, :], scores, float("-inf"))
             larger = tl.maximum(best, tl.max(scores, 1))
             weights = tl.exp2(scores - larger[:, None])
@@ -156,7 +164,7 @@ def _attend(
             total = total * shrink + tl.sum(weights, 1)
             acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=precision)
             best = larger
-        of_row = row.to(tl.int64) * H
+        of_row = (row.to(tl.int64) * splits + split) * H
         tl.store(stats + of_row * 2 + head, best, mask=known)
         tl.store(stats + of_row * 2 + H + head, total, mask=known)
         tl.store(sums + of_row[:, None] * D + head * D + d[None, :], acc, mask=inside)
