@@ -15,8 +15,9 @@ import argparse
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -34,7 +35,7 @@ from .reports.gpu_report import GpuReport, command_line
 from .reports.report import benchmark_parser, median, quantile
 
 ROWS_A_PREFILL = 8
-TOP_ROUNDS = 9
+ROUNDS = 9
 FIRST_TEXT_ID = 10
 """Smaller ids are special in every family."""
 
@@ -141,10 +142,12 @@ def measure(
     sampled: bool = False,
     shared: int = 0,
     top: int = 0,
+    masked: int = 0,
 ) -> None:
     """Measures all batch sizes. ``rate``: copied bytes a second; None to measure it. ``sampled``: sample with the
     defaults of query. ``shared``: the first positions that all sequences have in common. ``top``: also measure steps
-    whose rows ask for that many of the likeliest tokens."""
+    whose rows ask for that many of the likeliest tokens. ``masked``: also measure steps of which that many rows have a
+    mask."""
     config, device = opened.built.model, opened.device
     model = opened.runtime.model
     rate = rate or copy_rate(device)
@@ -206,46 +209,52 @@ def measure(
         report.figure(
             name, 1e3 * step_s, "ms", at_least=False, floor=1e3 * floor, bar=bar, goal=goal
         )
+        clock = time.perf_counter if opened.on_cuda else time.process_time
+
+        plans = partial(
+            steps.decode_plans,
+            held,
+            prefilled.start,
+            total + 1,
+            vocab_size=config.text.vocab_size,
+        )
         if top:
-            _measure_tops(report, steps, held, prefilled.start, total, top, on_cuda=opened.on_cuda)
+            cost = _cost(steps, plans, partial(plans, top=top), clock)
+            what = f"Decode steps whose rows all ask for the {top} likeliest tokens"
+            report.add(f"{what}, {ROUNDS} rounds", {"batch": batch, **cost})
+        if 0 < masked <= batch:
+            cost = _cost(steps, plans, partial(plans, masked=masked), clock)
+            what = f"Decode steps with a mask for {masked} rows"
+            report.add(f"{what}, {ROUNDS} rounds", {"batch": batch, **cost})
     steps.end(prefilled.held)
 
 
-def _measure_tops(
-    report: GpuReport,
+def _cost(
     steps: HandMadeSteps,
-    held: Sequence[Held],
-    start: int,
-    total: int,
-    top: int,
-    *,
-    on_cuda: bool,
-) -> None:
-    """Measures steps with and without the likeliest tokens, in turn.
+    without: Callable[[], list[StepPlan]],
+    with_it: Callable[[], list[StepPlan]],
+    clock: Callable[[], float],
+) -> dict[str, float]:
+    """Measures steps without and with a feature, in turn. Returns the columns of a table.
 
-    On a CPU it counts the processor's time, which other programs change little.
+    ``clock``: wall time; on a CPU the processor's time, which other programs change little.
     """
-    clock = time.perf_counter if on_cuda else time.process_time
     off, on = list[float](), list[float]()
     with server_gc():
-        for _ in range(TOP_ROUNDS):
-            for means, asked in ((off, 0), (on, top)):
-                plans = steps.decode_plans(held, start, total + 1, top=asked)
+        for _ in range(ROUNDS):
+            for means, make in ((off, without), (on, with_it)):
+                plans = make()
                 began = clock()
                 run_pipelined(steps, plans, 0)
                 means.append((clock() - began) / len(plans))
     cost = [b / a - 1 for a, b in zip(off, on, strict=True)]
-    report.add(
-        f"Decode steps whose rows all ask for the {top} likeliest tokens, {TOP_ROUNDS} rounds",
-        {
-            "batch": len(held),
-            "off ms": 1e3 * median(off),
-            "on ms": 1e3 * median(on),
-            "cost": median(cost),
-            "least cost": min(cost),
-            "most cost": max(cost),
-        },
-    )
+    return {
+        "off ms": 1e3 * median(off),
+        "on ms": 1e3 * median(on),
+        "cost": median(cost),
+        "least cost": min(cost),
+        "most cost": max(cost),
+    }
 
 
 def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
@@ -279,6 +288,13 @@ def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="also measure the cost of this many likeliest tokens of every row, at most 20 [0]",
     )
+    parser.add_argument(
+        "--masked",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also measure the cost of masks for N rows, as of rows that follow a JSON Schema [0]",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> GpuReport:
@@ -300,6 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
             sampled=args.sampled,
             shared=args.shared,
             top=args.top_logprobs,
+            masked=args.masked,
         )
     finally:
         opened.runtime.close()

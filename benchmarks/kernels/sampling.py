@@ -98,7 +98,9 @@ class Rows:
             "top_k": torch.zeros(count, dtype=torch.int32),
             "uniforms": torch.zeros(count, dtype=torch.float64),
         }
-        odd = RuleEncoder().encode(specs, {name: t.numpy() for name, t in host.items()}, count)
+        odd = RuleEncoder(logits.shape[1]).encode(
+            specs, {name: t.numpy() for name, t in host.items()}, count
+        )
         assert not odd, odd
         self._columns = [column.to(device) for column in host.values()]
         self._logits, self._tiles, self._pdl = logits, tiles, pdl

@@ -89,18 +89,37 @@ class HandMadeSteps:
         return self.run(StepPlan(next(_ids), decode=tuple(rows)))
 
     def decode_plans(
-        self, held: Sequence[Held], start: int, count: int, *, top: int = 0
+        self,
+        held: Sequence[Held],
+        start: int,
+        count: int,
+        *,
+        top: int = 0,
+        masked: int = 0,
+        vocab_size: int = 0,
     ) -> list[StepPlan]:
         """Returns ``count`` steps from position ``start`` on. Each sequence's input is the token that it sampled last.
-        ``top``: how many of the likeliest ids each row asks for.
+        ``top``: how many of the likeliest ids each row asks for. ``masked``: the number of rows with a mask of
+        ``vocab_size`` ids, another one in each step, as rows that follow a JSON Schema have.
 
         Page tables are whole from the beginning, so that a sequence may start over from an earlier position.
         """
         plans = []
         rule = replace(self._rule, top=top)
+        rng = random.Random(0)
+        size = TokenRule.mask_bytes(vocab_size)
         for step in range(count):
             spec = SampleSpec(rule, self._sampling, 1 + step)
-            rows = [Row(h.sequence_id, (PREVIOUS,), start + step, h.pages, spec) for h in held]
+            specs = [
+                replace(spec, rule=replace(rule, mask=rng.randbytes(size)))
+                if index < masked
+                else spec
+                for index in range(len(held))
+            ]
+            rows = [
+                Row(h.sequence_id, (PREVIOUS,), start + step, h.pages, spec)
+                for h, spec in zip(held, specs, strict=True)
+            ]
             plans.append(StepPlan(next(_ids), decode=tuple(rows)))
         return plans
 

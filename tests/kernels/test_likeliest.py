@@ -12,7 +12,7 @@ import torch
 from kestrel_engine.runtime.sampler import sample
 from kestrel_engine.types.requests import SamplingParams
 from kestrel_engine.types.step import SampleSpec, TokenRule
-from tests.kernels.test_sample import DEVICE, SMALL, encoded, kernel, layout, random_spec
+from tests.kernels.test_sample import DEVICE, SMALL, encoded_rules, kernel, random_spec
 
 likeliest = pytest.importorskip("kestrel_engine.kernels.sampling.likeliest").likeliest
 MOST = 20
@@ -21,10 +21,7 @@ MOST = 20
 def by_kernel(logits, specs, tiles=SMALL):
     """The pairs of id and log-probability of each row."""
     rows = len(specs)
-    rules = [encoded(spec.rule) for spec in specs]
-    for row, spec in zip(rules, specs, strict=True):
-        row[layout.NUM_TOP] = spec.rule.top
-    rules = torch.tensor(rules, dtype=torch.int32, device=DEVICE)
+    rules, masks = encoded_rules(specs)
     work = kernel.allocate(rows, logits.shape[1], DEVICE, tiles)
     zeros = torch.zeros(rows, dtype=torch.float64, device=DEVICE)
     ints = torch.zeros(3, rows, dtype=torch.int32, device=DEVICE)
@@ -36,6 +33,7 @@ def by_kernel(logits, specs, tiles=SMALL):
     )  # fmt: skip
     out = torch.full((rows, 2, MOST), -7, dtype=torch.int32, device=DEVICE)
     likeliest(logits, rules, work, out, tiles=tiles)
+    del masks  # Only now, because the kernels read them.
     ids, values = out[:, 0].tolist(), out[:, 1].contiguous().view(torch.float32).tolist()
     for found, spec in zip(ids, specs, strict=True):
         assert all(token == -7 for token in found[spec.rule.top :])

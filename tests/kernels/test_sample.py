@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,16 +21,34 @@ SMALL = kernel.Tiles(chunk=64, edges=4, fine=4, short=4, listed=16, block=32, pi
 """Several chunks, stretches cut twice, short and long lists, and searched rows at a small vocabulary."""
 
 
-def encoded(rule: TokenRule) -> list[int]:
+def encoded(rule: TokenRule, mask: int = 0) -> list[int]:
+    """``mask``: the address of the rule's mask."""
     row = [0] * layout.RULE_WIDTH
     row[layout.FORCED] = -1 if rule.forced is None else rule.forced
     row[layout.OTHERWISE] = -1 if rule.otherwise is None else rule.otherwise
     row[layout.STOP] = rule.stop
+    row[layout.NUM_TOP] = rule.top
     allowed = rule.allowed or ()
     row[layout.NUM_SUPPRESSED], row[layout.NUM_ALLOWED] = len(rule.suppressed), len(allowed)
     row[layout.SUPPRESSED : layout.SUPPRESSED + len(rule.suppressed)] = rule.suppressed
     row[layout.ALLOWED : layout.ALLOWED + len(allowed)] = allowed
+    if mask:
+        row[layout.MASK : layout.MASK + 2] = np.array([mask], np.int64).view(np.int32).tolist()
     return row
+
+
+def encoded_rules(specs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rules [rows, RULE_WIDTH] int32 of ``specs``, and their masks, which the caller holds until they are read."""
+    masks = np.zeros((len(specs), layout.MASKED_AT_ONCE // 8), np.uint8)
+    for row, spec in zip(masks, specs, strict=True):
+        mask = spec.rule.mask or b""
+        row[: len(mask)] = np.frombuffer(mask, np.uint8)
+    held = torch.from_numpy(masks).to(DEVICE)
+    rows = [
+        encoded(spec.rule, mask.data_ptr() if spec.rule.mask else 0)
+        for spec, mask in zip(specs, held, strict=True)
+    ]
+    return torch.tensor(rows, dtype=torch.int32, device=DEVICE), held
 
 
 def by_kernel(logits, specs, tiles=SMALL, greedy=False, workspace=None):
@@ -41,9 +60,10 @@ def by_kernel(logits, specs, tiles=SMALL, greedy=False, workspace=None):
     ids = column([-7] * len(specs), torch.int32)
     logprobs = column([math.nan] * len(specs), torch.float32)
     bad = column([-7] * len(specs), torch.int32)
+    rules, masks = encoded_rules(specs)
     kernel.sample_rows(
         logits.to(DEVICE),
-        column([encoded(spec.rule) for spec in specs], torch.int32),
+        rules,
         column([spec.sampling.temperature for spec in specs]),
         column([spec.sampling.top_p for spec in specs]),
         column([min(spec.sampling.top_k, 2**31 - 1) for spec in specs], torch.int32),
@@ -55,7 +75,9 @@ def by_kernel(logits, specs, tiles=SMALL, greedy=False, workspace=None):
         tiles=tiles,
         workspace=workspace,
     )
-    return list(zip(ids.tolist(), logprobs.tolist(), bad.tolist(), strict=True))
+    found = list(zip(ids.tolist(), logprobs.tolist(), bad.tolist(), strict=True))
+    del masks  # Only now, because the kernels read them.
+    return found
 
 
 def check(logits, specs, tiles=SMALL, greedy=False, workspace=None):
@@ -72,6 +94,16 @@ def plain(**sampling) -> SampleSpec:
     return SampleSpec(TokenRule(), SamplingParams(**sampling), 0)
 
 
+def random_mask(rng: random.Random, vocab: int, left: set[int]) -> bytes | None:
+    """None, or a mask that allows at least one id of ``left``."""
+    if rng.random() < 0.6:
+        return None
+    share = rng.choice([0.02, 0.3, 0.9])
+    kept = np.array([rng.random() < share for _ in range(8 * TokenRule.mask_bytes(vocab))])
+    kept[rng.choice(sorted(left))] = True
+    return np.packbits(kept, bitorder="little").tobytes()
+
+
 def random_spec(rng: random.Random, vocab: int) -> SampleSpec:
     allowed = (
         tuple(rng.sample(range(vocab), rng.choice([2, 5, 16]))) if rng.random() < 0.3 else None
@@ -86,6 +118,7 @@ def random_spec(rng: random.Random, vocab: int) -> SampleSpec:
         suppressed=suppressed,
         otherwise=rng.randrange(vocab) if rng.random() < 0.2 else None,
         stop=rng.randrange(vocab),
+        mask=random_mask(rng, vocab, set(allowed or range(vocab)) - set(suppressed)),
     )
     # No top_p that a sum of few equal weights meets exactly: there the last bit of a sum decides.
     sampling = SamplingParams(

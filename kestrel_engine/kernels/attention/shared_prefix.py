@@ -33,8 +33,8 @@ class SharedPrefixes:
     """Which rows of a pass share positions, and the partial sums of their attention.
 
     ``tiles``: [N, TILE_WIDTH] int32. ``counts``: [M] int32, the shared positions of each row; 0 for a row in no tile.
-    ``sums``: [>= M, SPLITS, H*D] float32. ``stats``: [>= M, SPLITS, 2*H] float32, the largest scores and the sums of the
-    weights.
+    ``sums``: [>= M, SPLITS, H*D] float32. ``stats``: [>= M, SPLITS, 2*H] float32, the largest scores and the sums of
+    the weights.
     """
 
     tiles: Tensor

@@ -10,13 +10,21 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-RULE_WIDTH = 32
+RULE_WIDTH = 34
 """The number of int32 columns of a rule: forced id or -1, id for all but the stop id or -1, stop id, number of
 suppressed ids, number of allowed ids (0: all), a column that is not read here, the number of likeliest ids to find
-(likeliest.py), another column that is not read here, 8 suppressed ids, 16 allowed ids."""
+(likeliest.py), another column that is not read here, 8 suppressed ids, 16 allowed ids, the low and the high half of the
+device address of a mask (0: none).
+
+A mask is [ceil(vocab / 1024) * 32] int32, with a bit for each id as in TokenRule. A captured graph holds no address of
+it, so that each step may have masks of its own."""
 FORCED, OTHERWISE, STOP, NUM_SUPPRESSED, NUM_ALLOWED, NUM_TOP = 0, 1, 2, 3, 4, 6
 SUPPRESSED, MAX_SUPPRESSED = 8, 8
 ALLOWED, MAX_ALLOWED = 16, 16
+MASK = 32
+
+MASKED_AT_ONCE = 1024
+"""A mask is a multiple of this number of bits long, because the kernels read ids up to the next multiple."""
 
 LARGEST = tl.constexpr(3.4028234663852886e38)
 
@@ -33,6 +41,12 @@ def masked(x, rule, ids):
         for i in range(num_allowed):
             listed = tl.where(ids == tl.load(rule + 16 + i), x, listed)
         x = listed
+    low, high = tl.load(rule + 32), tl.load(rule + 33)
+    if (low != 0) | (high != 0):
+        address = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+        words = address.to(tl.pointer_type(tl.int32))
+        bits = tl.load(words + ids // 32) >> (ids % 32)
+        x = tl.where(bits & 1 != 0, x, float("-inf"))
     return x
 
 

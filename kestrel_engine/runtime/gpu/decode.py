@@ -86,10 +86,8 @@ class Decode:
         self._sampler.rows.send()
         if self._planned is not None:
             self._planned.plan(padded, rows)
-        if self._sampler.has_odd:
-            self._sampler(self._hidden(variant), variant)
-        else:
-            self._graphs.run(variant)
+        self._graphs.run(variant)
+        self._sampler.redraw(self._x[:padded], variant)
         return self._sampler.head.results[:count], self._sampler.tops(count)
 
     def capture(self, progress: Progress | None) -> None:
@@ -177,7 +175,8 @@ class Decode:
             region = self._model.region
             coords, sizes = region.embed_coords(values[:, 0]), region.embed_sizes(values)
             kind = kinds[:, None]
-            x = torch.where(kind == COORD, coords, torch.where(kind == SIZE, sizes, x))
+            # In place, because `redraw` reads the stream from the same buffer after a captured pass.
+            torch.where(kind == COORD, coords, torch.where(kind == SIZE, sizes, x), out=x)
         return self._text.decode(
             x,
             rows["positions"][:n],

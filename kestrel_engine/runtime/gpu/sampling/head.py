@@ -55,7 +55,8 @@ class SampleHead:
         self._text, self._region, self._sampled = text, region, sampled
         self._config = config
         vocab_size = config.text.vocab_size
-        self._logits = torch.empty(max_rows, vocab_size, dtype=text.dtype, device=device)
+        self.logits = torch.empty(max_rows, vocab_size, dtype=text.dtype, device=device)
+        """The logits of the last pass."""
         self._workspace = allocate(max_rows, vocab_size, device)
         self._ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._bad = torch.zeros(max_rows, dtype=torch.int32, device=device)
@@ -76,23 +77,9 @@ class SampleHead:
         ``hidden``: [num_rows, dim], the residual stream before ``post_ln``. ``normed``: the same after ``post_ln``, if
         the caller has it. ``rows``: the device arrays of a RowBuffers.
         """
-        self.sample(hidden, rows, variant, normed=normed)
-        self.keep(hidden, rows, variant)
-
-    def sample(
-        self,
-        hidden: Tensor,
-        rows: Mapping[str, Tensor],
-        variant: Variant,
-        *,
-        normed: Tensor | None = None,
-    ) -> Tensor:
-        """Samples ids and log-probabilities, and returns the logits [num_rows, vocab], which are valid until the next
-        pass."""
         n = variant.num_rows
-        logits = self._text.logits(hidden, normed=normed, out=self._logits[:n])
         sample_rows(
-            logits,
+            self._text.logits(hidden, normed=normed, out=self.logits[:n]),
             rows["rules"][:n],
             rows["temperature"][:n],
             rows["top_p"][:n],
@@ -105,10 +92,10 @@ class SampleHead:
             workspace=self._workspace,
             pdl=self._text.early,
         )
-        return logits
+        self.keep(hidden, rows, variant)
 
     def replace(self, row: int, drawn: Drawn) -> None:
-        """Replaces the token of one row, between `sample` and `keep`."""
+        """Replaces the token of one row of the last pass. `keep` must follow."""
         self._ids[row] = drawn.id
         self._logprobs[row] = drawn.logprob
         if drawn.top:
@@ -122,7 +109,7 @@ class SampleHead:
         """
         found = self._tops[:count]
         likeliest(
-            self._logits[:count],
+            self.logits[:count],
             rows["rules"][:count],
             self._workspace,
             found.view(count, 2, MAX_TOP),

@@ -1,7 +1,8 @@
 """RowSampler: encodes the rules of a pass's rows and samples their tokens.
 
-Decode and prefill have one each, because captured passes need fixed buffers. If a rule exceeds the limits of the
-sampling kernel, the reference sampler draws the token, and the host waits for it.
+Decode and prefill have one each, because captured passes need fixed buffers. Masks are sent before each pass, and the
+rule of a row holds the address of its mask. If a rule has edits, or a row draws with min-p, the reference sampler draws
+the token after the pass, and the host waits for it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....kernels.sampling.logits import MASKED_AT_ONCE
 from ....models.moondream import Moondream
 from ....types.model_config import ModelConfig
 from ....types.step import Row, SampleSpec
 from ...sampler import sample
 from ..graphs import Variant, ladder
 from ..state.sequence_state import SequenceState
-from ..state.staging import RowBuffers
+from ..state.staging import RowBuffers, Uploader
 from ..text.decoder import FusedText
 from .head import ROW_FIELDS, SampleHead
 from .rules import RuleEncoder
@@ -39,15 +41,15 @@ class RowSampler:
         self._text, self._state = text, state
         self.rows = RowBuffers(ROW_FIELDS, max_rows, device)
         self.head = SampleHead(text, model.region, config, state.sampled, max_rows, device)
-        self._rules = RuleEncoder()
+        vocab_size = config.text.vocab_size
+        self._rules = RuleEncoder(vocab_size)
+        self._mask_bytes = -(-vocab_size // MASKED_AT_ONCE) * MASKED_AT_ONCE // 8
+        self._upload = Uploader(device)
+        self._masks: Tensor | None = None
+        """The masks of the last `encode`, which must stay in memory until the pass has run."""
         self._odd: list[int] = []
         self._wants_tops = False
         """Whether a row of the last `encode` asks for its likeliest ids."""
-
-    @property
-    def has_odd(self) -> bool:
-        """Whether a row of the last `encode` has a rule that exceeds the limits of the kernel."""
-        return bool(self._odd)
 
     def encode(
         self, rows: Sequence[Row], host: dict[str, np.ndarray], padded: int, *, spatial: bool
@@ -59,6 +61,7 @@ class RowSampler:
         """
         specs = [spec_of(row) for row in rows]
         self._odd = self._rules.encode(specs, host, padded)
+        self._send_masks(host)
         self._wants_tops = any(spec.rule.top for spec in specs)
         reads = self._state.note_rules(host["seqs"][: len(rows)].tolist(), specs)
         greedy = all(spec.sampling.temperature == 0 for spec in specs)
@@ -72,6 +75,7 @@ class RowSampler:
         host["seqs"][:padded] = self._state.spare
         host["new_pages"][:padded] = -1
         self._odd = self._rules.encode([], host, padded)
+        self._send_masks(host)
         self._wants_tops = False
         self.rows.send()
 
@@ -88,11 +92,18 @@ class RowSampler:
     def __call__(self, hidden: Tensor, variant: Variant) -> None:
         """Samples from ``hidden`` [num_rows, dim], the residual stream before ``post_ln``, and fills
         ``head.results``."""
+        self.head(hidden, self.rows.device, variant)
+        self.redraw(hidden, variant)
+
+    def redraw(self, hidden: Tensor, variant: Variant) -> None:
+        """Replaces the tokens that the kernels cannot draw, after a pass that may have been captured.
+
+        ``hidden``, ``variant``: of that pass.
+        """
         if not self._odd:
-            self.head(hidden, self.rows.device, variant)
             return
-        logits = self.head.sample(hidden, self.rows.device, variant)
-        drawn = sample(logits[self._odd].float(), [self._rules.odd[row] for row in self._odd])
+        logits = self.head.logits[self._odd].float()
+        drawn = sample(logits, [self._rules.odd[row] for row in self._odd])
         for row, found in zip(self._odd, drawn, strict=True):
             if found is not None:  # If it is None, the kernel has flagged the row as well.
                 self.head.replace(row, found)
@@ -102,6 +113,19 @@ class RowSampler:
         """Returns the likeliest ids of the ``count`` rows of the last pass: [count, TOP_WIDTH] int32; None if no rule
         asks for them, which costs nothing. Runs after the pass, captured or not."""
         return self.head.tops(self.rows.device, count) if self._wants_tops else None
+
+    def _send_masks(self, host: dict[str, np.ndarray]) -> None:
+        """Sends the masks of the last `encode`, and writes their addresses into the rules of ``host``."""
+        masks = self._rules.masks
+        if not masks:
+            self._masks = None
+            return
+        padded = np.zeros((len(masks), self._mask_bytes), np.uint8)
+        for row, mask in zip(padded, masks.values(), strict=True):
+            row[: len(mask)] = np.frombuffer(mask, np.uint8)
+        self._masks = self._upload({"masks": padded})["masks"]
+        first = self._masks.data_ptr()
+        self._rules.point_to_masks(host, [first + i * self._mask_bytes for i in range(len(masks))])
 
 
 def spec_of(row: Row) -> SampleSpec:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -31,13 +32,36 @@ _MAX_CACHED = 4096
 
 
 def fits(rule: TokenRule) -> bool:
-    """Returns whether the rule's lists fit the kernel's limits. If not, `runtime.sampler` must draw."""
-    return (
-        rule.mask is None
-        and not rule.edits
-        and len(rule.suppressed) <= kernel.MAX_SUPPRESSED
-        and (rule.allowed is None or len(rule.allowed) <= kernel.MAX_ALLOWED)
+    """Returns whether the rule's lists fit into its row of numbers."""
+    return len(rule.suppressed) <= kernel.MAX_SUPPRESSED and (
+        rule.allowed is None or len(rule.allowed) <= kernel.MAX_ALLOWED
     )
+
+
+def with_mask(rule: TokenRule, vocab_size: int) -> tuple[TokenRule, bytes | None]:
+    """Returns a rule that fits and a mask, which together forbid what ``rule`` forbids. The mask may be None.
+
+    Raises AssertionError if the rule allows ids, but suppresses all of them.
+    """
+    if fits(rule):
+        return (rule, None) if rule.mask is None else (replace(rule, mask=None), rule.mask)
+    assert rule.allowed is None or set(rule.allowed) - set(rule.suppressed), (
+        f"{rule} forbids every id"
+    )
+    mask = _mask_of_lists(rule.allowed, rule.suppressed, vocab_size)
+    if rule.mask is not None:
+        mask = (np.frombuffer(mask, np.uint8) & np.frombuffer(rule.mask, np.uint8)).tobytes()
+    return replace(rule, mask=None, allowed=None, suppressed=()), mask
+
+
+@lru_cache(64)
+def _mask_of_lists(
+    allowed: tuple[int, ...] | None, suppressed: tuple[int, ...], vocab_size: int
+) -> bytes:
+    kept = np.zeros(8 * TokenRule.mask_bytes(vocab_size), bool)
+    kept[slice(vocab_size) if allowed is None else list(allowed)] = True
+    kept[list(suppressed)] = False
+    return np.packbits(kept, bitorder="little").tobytes()
 
 
 def encode_rule(rule: TokenRule) -> np.ndarray:
@@ -65,10 +89,13 @@ _GREEDY = SamplingParams()
 
 
 class RuleEncoder:
-    """Fills the host arrays of a pass. ``odd``: the specs of the last call that don't fit, by row."""
+    """Fills the host arrays of a pass. ``odd``: the specs of the last call for which `runtime.sampler` must draw, by
+    row: those with edits, and draws with min-p. ``masks``: the masks of the other rows of the last call, by row."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
         self.odd: dict[int, SampleSpec] = {}
+        self.masks: dict[int, bytes] = {}
         self._table = np.zeros((64, RULE_WIDTH), np.int32)
         self._places: dict[TokenRule, int] = {}
         self._by_identity: dict[int, tuple[TokenRule, int]] = {}
@@ -76,14 +103,14 @@ class RuleEncoder:
     def encode(
         self, specs: Sequence[SampleSpec], host: Mapping[str, np.ndarray], padded: int
     ) -> list[int]:
-        """Writes ``padded`` rows of ``host`` and returns the rows whose rules don't fit, in ascending order.
+        """Writes ``padded`` rows of ``host`` and returns the rows of ``odd``, in ascending order.
 
         ``host``: ``rules`` [rows, RULE_WIDTH] int32, ``temperature``, ``top_p`` and ``uniforms`` float64, and ``top_k``
-        int32. Rows after ``specs`` are forced to id 0. A row that doesn't fit becomes greedy and unrestricted, and
-        keeps its READS_ flags.
+        int32. Rows after ``specs`` are forced to id 0. An odd row becomes greedy and unrestricted, and keeps its READS_
+        flags. The caller sends the masks and calls `point_to_masks`.
         """
         count = len(specs)
-        self.odd = {}
+        self.odd, self.masks = {}, {}
         places = []
         temperatures, top_ps, top_ks, uniforms = [], [], [], []
         # The cache is cleared only between calls, because a call copies rows out of the table at its end.
@@ -95,12 +122,18 @@ class RuleEncoder:
             rule, sampling = spec.rule, spec.sampling
             # Look up by identity first: hashing a rule's eight fields takes longer than the rest of its row.
             found = known.get(id(rule))
-            place = found[1] if found is not None and found[0] is rule else self._place(rule)
+            if found is not None and found[0] is rule:
+                place = found[1]
+            elif rule.forced is None and (rule.mask is not None or rule.edits or not fits(rule)):
+                place = self._place_with_mask(index, rule)
+            else:
+                place = self._place(rule)
             if sampling.min_p > 0 and sampling.temperature > 0 and rule.forced is None:
                 place = -1
             places.append(place)
             if place < 0:
                 self.odd[index] = spec
+                self.masks.pop(index, None)
                 sampling = _GREEDY
             temperature = sampling.temperature
             temperatures.append(temperature)
@@ -133,10 +166,23 @@ class RuleEncoder:
             )
         return list(self.odd)
 
-    def _place(self, rule: TokenRule) -> int:
-        """Returns the rule's row in the table, which is added if it is new; -1 if the rule doesn't fit."""
-        if not fits(rule) and rule.forced is None:
+    def point_to_masks(self, host: Mapping[str, np.ndarray], addresses: Sequence[int]) -> None:
+        """Writes the device addresses of ``masks``, in their order, into the rows of the last call."""
+        rows = host["rules"][list(self.masks), kernel.MASK : kernel.MASK + 2]
+        rows.view(np.int64)[:, 0] = addresses
+        host["rules"][list(self.masks), kernel.MASK : kernel.MASK + 2] = rows
+
+    def _place_with_mask(self, index: int, rule: TokenRule) -> int:
+        """Notes the mask of row ``index``, and returns the place of the rest of its rule; -1 if it has edits."""
+        if rule.edits:
             return -1
+        rest, mask = with_mask(rule, self._vocab_size)
+        assert mask is not None, rule
+        self.masks[index] = mask
+        return self._place(rest)
+
+    def _place(self, rule: TokenRule) -> int:
+        """Returns the rule's row in the table, which is added if it is new."""
         place = self._places.get(rule)
         if place is None:
             place = len(self._places)

@@ -215,7 +215,7 @@ def test_sampled_rows_draw_what_the_reference_draws(both):
 
 
 @pytest.mark.slow_with("moondream2")
-def test_rules_with_long_lists_are_drawn_by_the_reference_sampler(both):
+def test_rules_with_long_lists(both):
     def make(config):
         hot = SamplingParams(temperature=1.0, seed=9)
         return [
@@ -228,8 +228,8 @@ def test_rules_with_long_lists_are_drawn_by_the_reference_sampler(both):
 
 
 @pytest.mark.slow_with("moondream2")
-def test_masks_edits_and_min_p_are_applied_by_the_reference_sampler(both):
-    """Rows with a constraint or a penalty, beside one without."""
+def test_masks_edits_and_min_p(both):
+    """Rows with a constraint or a penalty, beside one without. Edits and min-p need the reference sampler."""
 
     def make(config):
         mask = bytearray(TokenRule.mask_bytes(config.text.vocab_size))
@@ -251,13 +251,14 @@ def test_masks_edits_and_min_p_are_applied_by_the_reference_sampler(both):
 def test_the_likeliest_ids_of_rows_that_ask_for_them(both):
     """After a prompt and after captured passes, beside rows that do not ask; one is drawn by the reference sampler."""
     top = replace(TEXT, top=5)
+    edited = TokenRule(edits=(LogitEdit(9, bias=1.0),), top=4)
 
     def make(config):
         hot = SamplingParams(temperature=1.0, seed=9)
         return [
             Talk(0, [0, 20], [top] * 3),
             Talk(1, [0, 22], [TEXT] * 3),
-            Talk(2, [0, 24], [replace(TEXT, top=20), TEXT, top], hot),
+            Talk(2, [0, 24], [replace(TEXT, top=20), edited, top], hot),
             Talk(3, [0, 26], [top, replace(WIDE, top=7), TokenRule(forced=9, top=3)]),
         ]
 
@@ -265,7 +266,7 @@ def test_the_likeliest_ids_of_rows_that_ask_for_them(both):
     assert [[len(token.top) for token in wanted[number]] for number in range(4)] == [
         [5, 5, 5],
         [0, 0, 0],
-        [20, 0, 5],
+        [20, 4, 5],
         [5, 7, 0],
     ]
     assert all(token.top[0] == (token.id, token.logprob) for token in wanted[0])

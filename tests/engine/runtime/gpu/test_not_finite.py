@@ -13,7 +13,7 @@ from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.requests import SamplingParams
-from kestrel_engine.types.step import EncodeSlice, StepPlan, TokenRule
+from kestrel_engine.types.step import EncodeSlice, LogitEdit, StepPlan, TokenRule
 from tests.engine.runtime.gpu.small_models import picture, small_model
 from tests.engine.runtime.gpu.test_gpu_runtime import (
     DEVICE,
@@ -36,6 +36,8 @@ pytestmark = [
 BAD = 77
 """The id whose embedding is NaN."""
 HOT = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
+GREEDY = SamplingParams()
+EDITED = TokenRule(edits=(LogitEdit(9, bias=1.0),))
 
 
 @pytest.fixture(
@@ -110,12 +112,12 @@ def ask(runtime, talks):
 
 
 def fine():
-    """Neighbours of all kinds; a long list is drawn by the reference sampler."""
+    """Neighbours of all kinds: the reference sampler draws one with edits."""
     return [
         Talk(0, [0, 11, 12, 13], [TEXT] * 4),
         Talk(1, [0, 21, 22, 23, 24], [TEXT] * 3, HOT, chunk=3),
         Talk(2, [0, 31], [POINT_X, POINT_Y, SIDES, POINT_X]),
-        Talk(3, [0, 20], [WIDE] * 2),
+        Talk(3, [0, 20], [WIDE, EDITED]),
     ]
 
 
@@ -132,13 +134,10 @@ def check(runtime, *bad):
     return got
 
 
-GREEDY = SamplingParams()
-
-
 @pytest.mark.parametrize(
     "kinds",
     [
-        pytest.param(((TEXT, GREEDY), (WIDE, HOT)), id="text and wide"),
+        pytest.param(((EDITED, GREEDY), (WIDE, HOT)), id="edited and wide"),
         pytest.param(
             ((POINT_X, HOT), (SIDES, GREEDY)), id="value and forced", marks=pytest.mark.slow
         ),
@@ -160,7 +159,7 @@ def test_a_chunk_of_a_prompt_that_samples_nothing(runtime):
 
 
 @pytest.mark.parametrize(
-    ("after", "other"), [(TEXT, SIDES), pytest.param(WIDE, POINT_X, marks=pytest.mark.slow)]
+    ("after", "other"), [(TEXT, SIDES), pytest.param(EDITED, POINT_X, marks=pytest.mark.slow)]
 )
 def test_a_token_while_decoding(runtime, after, other):
     talks = [

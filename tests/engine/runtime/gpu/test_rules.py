@@ -56,8 +56,6 @@ def test_a_rule_that_forbids_everything_is_a_mistake():
         (TokenRule(suppressed=tuple(range(8)), allowed=tuple(range(16))), True),
         (TokenRule(suppressed=tuple(range(9))), False),
         (TokenRule(allowed=tuple(range(17))), False),
-        (TokenRule(mask=bytes([255] * 8)), False),
-        (TokenRule(edits=(LogitEdit(3, bias=1.0),)), False),
     ],
 )
 def test_what_fits(rule, expected):
@@ -65,7 +63,7 @@ def test_what_fits(rule, expected):
 
 
 def test_rows_are_filled_and_padding_is_forced():
-    encoder, host = rules.RuleEncoder(), host_arrays(5)
+    encoder, host = rules.RuleEncoder(64), host_arrays(5)
     first, second = TokenRule(suppressed=(3,)), TokenRule(stop=9, read_coord=True)
     specs = [
         spec(first),
@@ -82,21 +80,60 @@ def test_rows_are_filled_and_padding_is_forced():
     assert (host["rules"][4] == 77).all()
 
 
-def test_rules_that_do_not_fit_are_named_and_read_what_they_read():
-    encoder, host = rules.RuleEncoder(), host_arrays(3)
-    long = spec(TokenRule(allowed=tuple(range(40)), read_coord=True), temperature=1.0)
-    assert encoder.encode([spec(TokenRule()), long, long], host, 3) == [1, 2]
-    assert encoder.odd == {1: long, 2: long}
+def test_rows_that_the_kernels_cannot_draw_are_named_and_read_what_they_read():
+    encoder, host = rules.RuleEncoder(64), host_arrays(3)
+    edited = TokenRule(mask=bytes(8), edits=(LogitEdit(3, bias=1.0),), read_coord=True)
+    odd = spec(edited, temperature=1.0)
+    assert encoder.encode([spec(TokenRule()), odd, odd], host, 3) == [1, 2]
+    assert encoder.odd == {1: odd, 2: odd} and encoder.masks == {}
     assert np.array_equal(host["rules"][1], rules.encode_rule(TokenRule(read_coord=True)))
     assert host["temperature"].tolist() == [0.0, 0.0, 0.0]
     assert encoder.encode([spec(TokenRule())], host, 1) == [] and encoder.odd == {}
     # Min-p counts only where a row draws.
-    rows = [spec(TokenRule(), temperature=1.0, min_p=0.1), spec(TokenRule(), min_p=0.1)]
+    masked = TokenRule(mask=bytes([255] * 8))
+    rows = [spec(masked, temperature=1.0, min_p=0.1), spec(masked, min_p=0.1)]
     assert encoder.encode(rows, host, 2) == [0]
+    assert [*encoder.masks] == [1]
+
+
+def test_long_lists_and_masks_become_masks_with_an_address():
+    encoder, host = rules.RuleEncoder(60), host_arrays(4)
+    long = TokenRule(allowed=tuple(range(20, 60)), suppressed=(21, 59), otherwise=7, stop=59)
+    masked = TokenRule(mask=bytes([0b101] * 8), suppressed=(2,), read_coord=True)
+    both = TokenRule(mask=bytes([0b101] * 8), suppressed=tuple(range(10)))
+    many = [spec(long), spec(TokenRule()), spec(masked), spec(both, temperature=1.0)]
+    assert encoder.encode(many, host, 4) == []
+    assert host["temperature"].tolist() == [0.0, 0.0, 0.0, 1.0]
+    addresses = [0x7F00_8000_0040, 2**62 + 2**31, 0x1_0000_0000]
+    encoder.point_to_masks(host, addresses)
+    found = np.ascontiguousarray(host["rules"][:, 32:34]).view(np.int64)[:, 0].tolist()
+    assert found == [addresses[0], 0, addresses[1], addresses[2]]
+    assert [*encoder.masks] == [0, 2, 3]
+
+    def ids(mask: bytes) -> list[int]:
+        return np.flatnonzero(
+            np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+        ).tolist()
+
+    assert ids(encoder.masks[0]) == [20, *range(22, 59)]
+    assert encoder.masks[2] == masked.mask
+    assert ids(encoder.masks[3]) == [i for i in range(10, 64) if i % 8 in (0, 2)]
+    assert host["rules"][0, :6].tolist() == [-1, 7, 59, 0, 0, 0]
+    assert host["rules"][2, :6].tolist() == [-1, -1, masked.stop, 1, 0, rules.READS_COORD]
+    # Without masks, no address of the step before is left.
+    encoder.encode([spec(TokenRule())], host, 4)
+    assert not host["rules"][:, 32:].any()
+
+
+def test_a_long_list_that_forbids_everything_is_a_mistake():
+    encoder, host = rules.RuleEncoder(60), host_arrays(1)
+    rule = TokenRule(allowed=tuple(range(20)), suppressed=tuple(range(20)))
+    with pytest.raises(AssertionError, match="forbids every id"):
+        encoder.encode([spec(rule)], host, 1)
 
 
 def test_any_number_of_different_rules():
-    encoder, host = rules.RuleEncoder(), host_arrays(100)
+    encoder, host = rules.RuleEncoder(64), host_arrays(100)
     for begin in range(0, 9000, 100):
         specs = [spec(TokenRule(suppressed=(i,))) for i in range(begin, begin + 100)]
         encoder.encode(specs, host, 100)
