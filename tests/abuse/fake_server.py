@@ -3,7 +3,8 @@
 python -m tests.abuse.fake_server FLAGS OF SERVE…
 
 A step takes STEP_S; no step ends while the file named by HANG_FILE exists, or one with the process's number as its
-suffix. With FAIL set no engine can be made. Workers run this module too, as forks of the fork server.
+suffix. With FAIL set no engine can be made. MODEL names the model. Workers run this module too, as forks of the fork
+server.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from tests.forking.process import create_forked_process
 STEP_S = 0.005
 HANG_FILE = "ABUSE_HANG_FILE"
 FAIL = "ABUSE_FAIL"
+MODEL = "ABUSE_MODEL"
 WORKER = "--worker"
 LIMITS = RuntimeLimits(
     num_pages=4000, page_size=2, max_batch_size=4, max_seq_length=2000, vocab_size=400
@@ -52,6 +55,8 @@ def main() -> int:
         if os.environ.get(FAIL):
             raise ModelLoadError(os.environ[FAIL])
         built = fake_build(config, FakeRuntime(LIMITS, never_ends, cost=cost))
+        info = replace(built.info, model=os.environ.get(MODEL, built.info.model))
+        built = replace(built, info=info)
         return InferenceEngine(config, built, options["skills"], observer=options["observer"])
 
     InferenceEngine.create = create  # type: ignore[assignment, method-assign]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from kestrel_client import InvalidRequestError, KestrelAdmin, KestrelClient
-from kestrel_client.connection import Connection
+from kestrel_client import InvalidRequestError, KestrelAdmin, KestrelClient, Tls
+from kestrel_client.connection import SERVICE_CONFIG, Connection
 
 
 @pytest.mark.parametrize(
@@ -25,9 +27,12 @@ from kestrel_client.connection import Connection
         ("ipv4:127.0.0.1:7,127.0.0.2:7", "ipv4:127.0.0.1:7,127.0.0.2:7"),
         ("unix:/run/kestrel.sock", "unix:/run/kestrel.sock"),
         ("unix:///run/kestrel.sock", "unix:///run/kestrel.sock"),
+        (["10.0.0.1", "10.0.0.2:7"], "ipv4:10.0.0.1:50051,10.0.0.2:7"),
+        (("localhost:7",), "ipv4:127.0.0.1:7"),
+        (["::1", "[::1]:7"], "ipv6:[::1]:50051,[::1]:7"),
     ],
 )
-def test_the_default_port(target: str, address: str) -> None:
+def test_the_default_port(target: str | list[str], address: str) -> None:
     assert Connection(target=target).address == address
 
 
@@ -47,3 +52,44 @@ def test_an_impossible_port_is_refused(target: str) -> None:
 
 def test_a_number_in_a_path_is_no_port() -> None:
     assert Connection(target="unix:/run/kestrel:99999").address == "unix:/run/kestrel:99999"
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ([], "must not be empty"),
+        (["10.0.0.1", "vision.example"], "IP addresses .* not 'vision.example'; .* 'dns:///NAME"),
+        (["10.0.0.1", "::1"], "not both"),
+        (["http://10.0.0.1"], "takes HOST:PORT"),
+        (["10.0.0.1:0"], "has port 0"),
+        (["unix:/run/kestrel.sock"], "IP addresses"),
+    ],
+)
+def test_a_list_that_is_refused(target: list[str], words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        Connection(target=target)
+
+
+def test_several_servers_need_the_name_in_their_certificates() -> None:
+    with pytest.raises(InvalidRequestError, match="server_name"):
+        Connection(target=["10.0.0.1", "10.0.0.2"], tls=True)
+    with pytest.raises(InvalidRequestError, match="unencrypted"):
+        Connection(target=["127.0.0.1", "10.0.0.2"], token="secret")
+    Connection(target=["10.0.0.1"], tls=Tls(server_name="vision.example"), token="secret")
+
+
+@pytest.mark.parametrize(
+    ("target", "policy"),
+    [
+        ("127.0.0.1:7", "round_robin"),
+        ("vision.example", "round_robin"),
+        ("dns:///vision.example", "ring_hash_experimental"),
+        ("ipv4:127.0.0.1:7,127.0.0.2:7", "ring_hash_experimental"),
+        (["127.0.0.1:7"], "ring_hash_experimental"),
+    ],
+)
+def test_the_policy(target: str | list[str], policy: str) -> None:
+    options = dict(Connection(target=target).options)
+    config = json.loads(str(options["grpc.service_config"]))
+    assert list(config["loadBalancingConfig"][0]) == [policy]
+    assert config["methodConfig"] == SERVICE_CONFIG["methodConfig"]

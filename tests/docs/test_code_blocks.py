@@ -26,6 +26,7 @@ EXCEPTIONS = {
     "npm install ": "as tests/service/test_languages.py does",
     "pip install ": "installs packages",
     'KestrelClient("kestrel.example.org': "names servers that don't exist",
+    'KestrelClient(["10.0.0.7': "names servers that don't exist",
     "step thread ": "a drawing",
     "card = ": "a formula",
     "kestrel-grpc serve: error: ": "error messages",

@@ -39,6 +39,7 @@ from .errors import (
     UnimplementedError,
 )
 from .images.images import ImageHandle, ImageInput
+from .images.known import ImageSource
 from .values.constraint import Constraint
 from .values.description import Model, ServerCapabilities, ServerInfo, ServerLimits, ServerLoad
 from .values.embeddings import Embedding, EmbedResult
@@ -111,6 +112,7 @@ __all__ = [
     "HandlingOptions",
     "ImageHandle",
     "ImageInput",
+    "ImageSource",
     "ImageSize",
     "IncompleteStreamError",
     "InvalidArgumentError",

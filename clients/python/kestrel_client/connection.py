@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -34,6 +34,10 @@ ChannelOptions: TypeAlias = Sequence[tuple[str, str | int]]
 Metadata: TypeAlias = Mapping[str, str | bytes] | Sequence[tuple[str, str | bytes]]
 """Metadata of a call: bytes only under keys that end in ``-bin``."""
 
+IMAGE_HEADER = "x-kestrel-image"
+"""Names what a call is about: the digest or id of its image, or a session. Calls with the same value go to the same
+server of several."""
+
 SERVICE_CONFIG = {
     "loadBalancingConfig": [{"round_robin": {}}],
     "methodConfig": [
@@ -52,6 +56,23 @@ SERVICE_CONFIG = {
     ],
 }
 """gRPC's service config: retries, and calls distributed over all addresses that the name resolves to."""
+
+SEVERAL_SERVERS_CONFIG = {
+    **SERVICE_CONFIG,
+    # gRPC takes the first policy that it knows. A ring of 4096 places, gRPC's limit, makes the servers' shares as even
+    # as they can be.
+    "loadBalancingConfig": [
+        {"ring_hash_experimental": {"minRingSize": 4096, "requestHashHeader": IMAGE_HEADER}},
+        {"round_robin": {}},
+    ],
+    # A server that drains is left before it closes its connections.
+    "healthCheckConfig": {"serviceName": ""},
+}
+"""The service config for several servers: a call goes to the server that IMAGE_HEADER selects, or to the next one that
+serves."""
+
+_REQUEST_HASH_VARIABLE = "GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY"
+"""gRPC reads ``requestHashHeader`` only if this variable is true, when a channel reads its service config."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +96,7 @@ class Tls:
 class Connection:
     """The arguments of a client, checked. Raises InvalidRequestError, naming the argument that is invalid."""
 
-    target: str = DEFAULT_TARGET
+    target: str | Sequence[str] = DEFAULT_TARGET
     tls: Tls | bool = False
     token: str | None = field(default=None, repr=False)
     timeout: float | None = DEFAULT_TIMEOUT_S
@@ -86,15 +107,15 @@ class Connection:
     def __post_init__(self) -> None:
         if not self.target:
             raise InvalidRequestError("target: must not be empty")
-        if (scheme := _URL.match(self.target)) is not None:
-            tls = ", with TLS" if scheme[1].lower() == "https" else ""
-            raise InvalidRequestError(
-                f"target: {self.target} is a web address; gRPC takes HOST:PORT{tls}: {scheme[2]}"
-            )
-        if (port := _PORT.fullmatch(self.address)) and not 1 <= int(port[1]) <= 65535:
-            raise InvalidRequestError(
-                f"target: {self.target} has port {port[1]}; a port is 1 to 65535"
-            )
+        for target in (self.target,) if isinstance(self.target, str) else self.target:
+            _check_target(target)
+        if not isinstance(self.target, str):
+            _joined(self.target)
+            if self.tls and not (isinstance(self.tls, Tls) and self.tls.server_name):
+                raise InvalidRequestError(
+                    "tls: several addresses need Tls(server_name=...), the name that the certificate of each server "
+                    "contains"
+                )
         if self.max_message_bytes < 1:
             raise InvalidRequestError(
                 f"max_message_bytes={self.max_message_bytes}: must be at least 1"
@@ -110,21 +131,15 @@ class Connection:
 
     @property
     def address(self) -> str:
-        """``target`` in gRPC's form. A host without a port gets the server's default port; gRPC would use 443."""
-        if self.target.startswith(("unix:", "unix-abstract:", "vsock:")) or "," in self.target:
-            return self.target
-        scheme, slashes, host = self.target.rpartition("/")
-        if not slashes and (known := _SCHEME.match(host)) is not None:
-            scheme, host = known[0], host[known.end() :]
-        else:
-            scheme += slashes
-        if host.startswith("["):
-            bare = host.endswith("]")
-        elif host.count(":") > 1:  # an IPv6 address without brackets has no port
-            return f"{scheme}[{host}]:{DEFAULT_PORT}"
-        else:
-            bare = ":" not in host
-        return f"{self.target}:{DEFAULT_PORT}" if bare and host else self.target
+        """``target`` in gRPC's form, with a port. Several addresses become one target."""
+        return with_port(self.target) if isinstance(self.target, str) else _joined(self.target)
+
+    @property
+    def has_several_servers(self) -> bool:
+        """Whether the target may stand for several servers: a list, or a name whose addresses DNS gives."""
+        return not isinstance(self.target, str) or (
+            self.target.startswith("dns:") or "," in self.target
+        )
 
     @property
     def options(self) -> list[tuple[str, str | int]]:
@@ -135,14 +150,23 @@ class Connection:
             # gRPC retries a call only if the whole request fits this buffer. Its default, 256 KiB, is less than a
             # photograph.
             ("grpc.per_rpc_retry_buffer_size", self.max_message_bytes + 1024 * 1024),
-            ("grpc.service_config", json.dumps(SERVICE_CONFIG)),
+            ("grpc.service_config", json.dumps(self._service_config())),
             # gRPC's default, 1000, is longer than all pauses between attempts: no retry would get a new connection.
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.primary_user_agent", f"kestrel-client/{__version__}"),
         ]
         if isinstance(self.tls, Tls) and self.tls.server_name:
             options.append(("grpc.ssl_target_name_override", self.tls.server_name))
+        elif not isinstance(self.target, str):
+            # The default is the whole list, which is no valid authority.
+            options.append(("grpc.default_authority", with_port(self.target[0])))
         return [*options, *self.channel_options]
+
+    def _service_config(self) -> dict[str, Any]:
+        if not self.has_several_servers:
+            return SERVICE_CONFIG
+        os.environ[_REQUEST_HASH_VARIABLE] = "true"
+        return SEVERAL_SERVERS_CONFIG
 
     def credentials(self) -> grpc.ChannelCredentials | None:
         """Reads the certificates and keys. Returns None without TLS. Raises InvalidRequestError."""
@@ -168,12 +192,68 @@ class Connection:
             raise InvalidRequestError(f"timeout={timeout}: must be above 0, or None for no limit")
         return timeout if timeout < _FOREVER_S else None
 
-    def call_metadata(self, own: Metadata | None) -> tuple[tuple[str, str | bytes], ...]:
-        """The metadata of a call: the client's, the call's ``own``, and without TLS the token."""
+    def call_metadata(
+        self, own: Metadata | None, about: str = ""
+    ) -> tuple[tuple[str, str | bytes], ...]:
+        """The metadata of a call: the client's, the call's ``own``, and without TLS the token.
+
+        ``about``: the value of IMAGE_HEADER, unless the caller gives one; empty for none.
+        """
         pairs = (*_pairs(self.metadata), *_pairs(own))
+        if about and not any(key == IMAGE_HEADER for key, _ in pairs):
+            pairs = (*pairs, (IMAGE_HEADER, about))
         if self.token is not None and not self.tls:
             return (*pairs, ("authorization", f"Bearer {self.token}"))
         return pairs
+
+
+def with_port(target: str) -> str:
+    """A target in gRPC's form. A host without a port gets the server's default port; gRPC would use 443."""
+    if target.startswith(("unix:", "unix-abstract:", "vsock:")) or "," in target:
+        return target
+    scheme, slashes, host = target.rpartition("/")
+    if not slashes and (known := _SCHEME.match(host)) is not None:
+        scheme, host = known[0], host[known.end() :]
+    else:
+        scheme += slashes
+    if host.startswith("["):
+        bare = host.endswith("]")
+    elif host.count(":") > 1:  # an IPv6 address without brackets has no port
+        return f"{scheme}[{host}]:{DEFAULT_PORT}"
+    else:
+        bare = ":" not in host
+    return f"{target}:{DEFAULT_PORT}" if bare and host else target
+
+
+def _check_target(target: str) -> None:
+    """Raises InvalidRequestError."""
+    if (scheme := _URL.match(target)) is not None:
+        tls = ", with TLS" if scheme[1].lower() == "https" else ""
+        raise InvalidRequestError(
+            f"target: {target} is a web address; gRPC takes HOST:PORT{tls}: {scheme[2]}"
+        )
+    if (port := _PORT.fullmatch(with_port(target))) and not 1 <= int(port[1]) <= 65535:
+        raise InvalidRequestError(f"target: {target} has port {port[1]}; a port is 1 to 65535")
+
+
+def _joined(targets: Sequence[str]) -> str:
+    """Several addresses as one target. Raises InvalidRequestError: gRPC takes only literal addresses of one family."""
+    addresses, versions = [], set()
+    for target in targets:
+        address = with_port(target)
+        host = _host(address)
+        try:
+            parsed = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+        except ValueError:
+            raise InvalidRequestError(
+                f"target: a list takes IP addresses like 10.0.0.7:50051, not {target!r}; "
+                "for a name that DNS resolves to all servers, give 'dns:///NAME:PORT' alone"
+            ) from None
+        addresses.append(address.replace("localhost", "127.0.0.1"))
+        versions.add(parsed.version)
+    if len(versions) > 1:
+        raise InvalidRequestError("target: a list takes IPv4 or IPv6 addresses, not both")
+    return f"ipv{versions.pop()}:{','.join(addresses)}"
 
 
 def _pairs(metadata: Metadata | None) -> tuple[tuple[str, str | bytes], ...]:
@@ -194,8 +274,10 @@ def _key(key: str, value: str | bytes) -> str:
     return key
 
 
-def is_local(target: str) -> bool:
-    """Whether this gRPC target is on this machine."""
+def is_local(target: str | Sequence[str]) -> bool:
+    """Whether this gRPC target, or each of several, is on this machine."""
+    if not isinstance(target, str):
+        return all(map(is_local, target))
     scheme, _, rest = target.partition(":")
     if scheme in ("unix", "unix-abstract"):
         return True

@@ -10,17 +10,17 @@ import grpc
 
 from .._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ..connection import Connection
-from ..errors import from_rpc_error
+from ..errors import RpcError, from_rpc_error
 from .frames import AsyncFrames, AsyncFrameSource, FrameCall
 from .prepared import Prepared, Stub
-from .streams import AsyncStream, Reading
+from .streams import AsyncStream, OpenedStream
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class AsyncChannel:
-    """Sends prepared calls of the ``stubs`` to one server from one event loop."""
+    """Sends prepared calls of the ``stubs`` to one target from one event loop."""
 
     def __init__(self, connection: Connection, stubs: Iterable[Stub]) -> None:
         self._connection, self._kinds = connection, tuple(stubs)
@@ -37,7 +37,25 @@ class AsyncChannel:
         return await self.send(await asyncio.to_thread(prepare, *args, **kwargs))
 
     async def send(self, prepared: Prepared[R]) -> R:
-        """Sends a call and returns its result. Raises RpcError."""
+        """Sends a call and returns its result. Puts images again that the server does not know. Raises RpcError."""
+        while True:
+            try:
+                return await self._send(prepared)
+            except RpcError as error:
+                prepared = await self._restored(prepared, error)
+
+    async def _restored(self, prepared: Prepared[R], error: RpcError) -> Prepared[R]:
+        """The call to send after ``error``, with its images put again. Raises the error if nothing can be done."""
+        if (restoring := prepared.restoring) is None:
+            raise error
+        timeout = prepared.handling["timeout"]
+        # In a thread, because this may read files.
+        puts = await asyncio.to_thread(lambda: list(restoring.puts(error, timeout)))
+        for image_id, put in puts:
+            restoring.stored(image_id, await self._send(put))
+        return restoring.again(prepared)
+
+    async def _send(self, prepared: Prepared[R]) -> R:
         try:
             response = await prepared.send(self._stub(prepared.method.stub))
         except grpc.RpcError as error:
@@ -49,9 +67,16 @@ class AsyncChannel:
     ) -> AsyncStream[R, Any]:
         """A stream that prepares its call in a thread when it is first used, and raises all errors of the call."""
 
-        async def start() -> tuple[Any, Reading[R]]:
+        async def start() -> OpenedStream[R]:
             prepared = await asyncio.to_thread(prepare, *args, **kwargs)
-            return prepared.open_stream(self._stub(prepared.method.stub)), prepared.reading
+            stub = self._stub(prepared.method.stub)
+
+            async def reopen(error: RpcError) -> Any:
+                nonlocal prepared
+                prepared = await self._restored(prepared, error)
+                return prepared.open_stream(stub)
+
+            return OpenedStream(prepared.open_stream(stub), prepared.reading, reopen)
 
         return AsyncStream(start)
 

@@ -22,6 +22,7 @@ from ..connection import (
 from ..drawing.marks import MaskFormat
 from ..errors import DeadlineExceededError, KestrelError
 from ..images.images import ImageHandle, ImageInput
+from ..images.known import DEFAULT_KEPT_IMAGE_BYTES, ImageSource, KnownImages
 from ..values.description import Model, ServerInfo, ServerLoad
 from ..values.embeddings import Embedding, EmbeddingDtype, EmbedResult, Pooling
 from ..values.events import Event, PathPiece, ReasoningDelta, TextDelta
@@ -65,12 +66,16 @@ T = TypeVar("T", bound=Result)
 
 
 class AsyncKestrelClient:
-    """Talks to one Kestrel server from one event loop. Use it in ``async with``, or call ``await aclose()`` at the end.
+    """Talks to Kestrel servers from one event loop. Use it in ``async with``, or call ``await aclose()`` at the end.
 
-    ``target``: ``host:port``, ``unix:path`` or any gRPC target. ``tls``: True to trust public certificates, or a Tls.
-    ``token``: sent as a bearer token; without TLS only to this machine. ``timeout``: seconds that a call may take
-    unless it has its own ``timeout``; None for no limit. ``metadata``: sent with every call. ``max_message_bytes``:
-    limit of a message in either direction, checked before sending; the server has its own limit. ``channel_options``:
+    ``target``: ``host:port``, ``unix:path`` or any gRPC target; for several servers a list of addresses or
+    ``dns:///name:port``: calls about the same image then go to the same server as long as it serves. ``tls``: True to
+    trust public certificates, or a Tls. ``token``: sent as a bearer token; without TLS only to this machine.
+    ``timeout``: seconds that a call may take unless it has its own ``timeout``; None for no limit. ``metadata``: sent
+    with every call. ``max_message_bytes``: limit of a message in either direction, checked before sending; the server
+    has its own limit.
+    ``kept_image_bytes``: limit of the images that the client keeps, to put them again if a server does not know their
+    ids. ``image_source``: asked for an image that is not kept, with its id; returns it, or None. ``channel_options``:
     gRPC's; they take precedence over the client's.
 
     Every method raises the errors that errors.py lists. CallOptions describes the arguments that all skills take.
@@ -78,13 +83,15 @@ class AsyncKestrelClient:
 
     def __init__(
         self,
-        target: str = DEFAULT_TARGET,
+        target: str | Sequence[str] = DEFAULT_TARGET,
         *,
         tls: Tls | bool = False,
         token: str | None = None,
         timeout: float | None = DEFAULT_TIMEOUT_S,
         metadata: Metadata | None = None,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        kept_image_bytes: int = DEFAULT_KEPT_IMAGE_BYTES,
+        image_source: ImageSource | None = None,
         channel_options: ChannelOptions = (),
     ) -> None:
         self._connection = Connection(
@@ -96,7 +103,7 @@ class AsyncKestrelClient:
             max_message_bytes=max_message_bytes,
             channel_options=channel_options,
         )
-        self._requests = Requests(self._connection)
+        self._requests = Requests(self._connection, KnownImages(kept_image_bytes, image_source))
         self._channel = AsyncChannel(self._connection, STUBS)
 
     async def query(
@@ -390,12 +397,14 @@ class AsyncKestrelClient:
         *,
         timeout: float | None = None,
         metadata: Metadata | None = None,
+        session: str | None = None,
     ) -> ImageHandle:
         """Stores an image on the server. Later calls take the handle in place of the image.
 
-        Large files are uploaded in pieces.
+        Large files are uploaded in pieces. ``session``: as in HandlingOptions.
         """
-        return await self._channel.call(self._requests.put_image, image, timeout, metadata)
+        prepare = self._requests.put_image
+        return await self._channel.call(prepare, image, timeout, metadata, session)
 
     async def delete_image(
         self,
@@ -403,9 +412,11 @@ class AsyncKestrelClient:
         *,
         timeout: float | None = None,
         metadata: Metadata | None = None,
+        session: str | None = None,
     ) -> bool:
-        """Deletes an image from the server. Returns whether the server had stored it."""
-        return await self._channel.send(self._requests.delete_image(image, timeout, metadata))
+        """Deletes an image from its server. Returns whether it was stored there. ``session``: as in HandlingOptions."""
+        prepared = self._requests.delete_image(image, timeout, metadata, session)
+        return await self._channel.send(prepared)
 
     async def analyze(
         self, image: ImageInput, tasks: Tasks, **options: Unpack[HandlingOptions]

@@ -9,7 +9,7 @@ import grpc
 
 from .._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ..connection import Connection
-from ..errors import from_rpc_error
+from ..errors import RpcError, from_rpc_error
 from .frames import FrameCall, Frames, FrameSource
 from .prepared import Prepared, Stub
 from .streams import Stream
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 class Channel:
-    """Sends prepared calls of the ``stubs`` to one server. Safe to share between threads."""
+    """Sends prepared calls of the ``stubs`` to one target. Safe to share between threads."""
 
     def __init__(self, connection: Connection, stubs: Iterable[Stub]) -> None:
         credentials, options = connection.credentials(), connection.options
@@ -36,7 +36,22 @@ class Channel:
         return self.send(prepare(*args, **kwargs))
 
     def send(self, prepared: Prepared[R]) -> R:
-        """Sends a call and returns its result. Raises RpcError."""
+        """Sends a call and returns its result. Puts images again that the server does not know. Raises RpcError."""
+        while True:
+            try:
+                return self._send(prepared)
+            except RpcError as error:
+                prepared = self._restored(prepared, error)
+
+    def _restored(self, prepared: Prepared[R], error: RpcError) -> Prepared[R]:
+        """The call to send after ``error``, with its images put again. Raises the error if nothing can be done."""
+        if (restoring := prepared.restoring) is None:
+            raise error
+        for image_id, put in restoring.puts(error, prepared.handling["timeout"]):
+            restoring.stored(image_id, self._send(put))
+        return restoring.again(prepared)
+
+    def _send(self, prepared: Prepared[R]) -> R:
         try:
             response = prepared.send(self._stubs[prepared.method.stub])
         except grpc.RpcError as error:
@@ -48,7 +63,14 @@ class Channel:
     ) -> Stream[R, Any]:
         """Prepares a call and opens its stream. Raises InvalidRequestError; the stream raises the other errors."""
         prepared = prepare(*args, **kwargs)
-        return Stream(prepared.open_stream(self._stubs[prepared.method.stub]), prepared.reading)
+        stub = self._stubs[prepared.method.stub]
+
+        def reopen(error: RpcError) -> Any:
+            nonlocal prepared
+            prepared = self._restored(prepared, error)
+            return prepared.open_stream(stub)
+
+        return Stream(prepared.open_stream(stub), prepared.reading, reopen)
 
     def frames(
         self,

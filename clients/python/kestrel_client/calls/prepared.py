@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
 from ..connection import Connection, Metadata
 from ..errors import RequestTooLargeError
 from .streams import Reading
+
+if TYPE_CHECKING:
+    from .restoring import Restoring
 
 R_co = TypeVar("R_co", covariant=True)
 R = TypeVar("R")
@@ -39,6 +42,8 @@ class Prepared(Generic[R_co]):
     reading: Reading[R_co]
     handling: dict[str, Any]
     """Keyword arguments for gRPC: ``timeout`` and ``metadata``, and ``wait_for_ready`` where it is wanted."""
+    restoring: Restoring | None = None
+    """Puts the images of the call again; None for a call without images."""
 
     def send(self, stub: Any) -> Any:
         """Calls the unary method. Returns the response, or on an asyncio channel an awaitable of it."""
@@ -59,12 +64,14 @@ def prepare(
     *,
     timeout: float | None = None,
     metadata: Metadata | None = None,
+    about: str = "",
+    restoring: Restoring | None = None,
     **handling: Any,
 ) -> Prepared[R]:
     """Completes a call with the timeout and metadata of the connection.
 
-    ``read`` makes the result from the response. Raises RequestTooLargeError, or InvalidRequestError for an invalid
-    timeout or invalid metadata.
+    ``read`` makes the result from the response. ``about``: selects the server of the call, if there are several. Raises
+    RequestTooLargeError, or InvalidRequestError for an invalid timeout or invalid metadata.
     """
     limit = connection.max_message_bytes
     if isinstance(request, Message):
@@ -72,5 +79,6 @@ def prepare(
         if size > limit:
             raise RequestTooLargeError(size, limit)
     handling["timeout"] = connection.call_timeout(timeout)
-    handling["metadata"] = connection.call_metadata(metadata)
-    return Prepared(method, request, read if isinstance(read, Reading) else Reading(read), handling)
+    handling["metadata"] = connection.call_metadata(metadata, about)
+    reading = read if isinstance(read, Reading) else Reading(read)
+    return Prepared(method, request, reading, handling, restoring)

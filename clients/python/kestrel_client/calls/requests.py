@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar, cast
@@ -19,7 +20,8 @@ from .._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ..connection import HEALTH_CHECK_METHOD, Connection, Metadata
 from ..errors import InvalidRequestError
 from ..images.images import ImageHandle, ImageInput, loaded, to_image
-from ..images.stored import image_id_of, prepare_put, read_handle
+from ..images.known import KnownImages, images_of
+from ..images.stored import Put, image_id_of, prepare_put, prepare_stored, read_handle
 from ..values.constraint import Constraint, to_constraint
 from ..values.description import (
     Model,
@@ -53,6 +55,7 @@ from ..values.tasks import (
 )
 from .frames import FrameCall
 from .prepared import Method, Prepared, prepare
+from .restoring import Restoring
 from .streams import Reading
 
 CaptionLength: TypeAlias = Literal["short", "normal", "long"]
@@ -80,6 +83,9 @@ class HandlingOptions(TypedDict, total=False):
     """Seconds for the whole call; default: the client's. The server drops a request that still waits at its end."""
     metadata: Metadata | None
     """Sent with the call, after the client's own."""
+    session: str | None
+    """With several servers: calls with the same name go to the same server, whatever their images are. 1 to 128 visible
+    ASCII characters; default: calls about the same image go to the same server."""
 
 
 class CallOptions(HandlingOptions, total=False):
@@ -231,8 +237,8 @@ class Requests:
     The methods that take an image read files and fetch http(s) addresses; the others don't block.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, known: KnownImages) -> None:
+        self._connection, self._known = connection, known
 
     def task(
         self,
@@ -276,6 +282,8 @@ class Requests:
             request,
             lambda response: cast(_T, read_result(cast(Task, task), response, image)),
             given,
+            image,
+            *(task.images if isinstance(task, QueryTask) else ()),
         )
 
     def analyze(
@@ -293,7 +301,7 @@ class Requests:
             lambda response: analyze_result(response, by_key, image),
             lambda message, payload: read_task_event(message, payload, by_key, image),
         )
-        return self._prepared(_ANALYZE, request, reading, options)
+        return self._prepared(_ANALYZE, request, reading, options, image)
 
     def frames(
         self,
@@ -316,7 +324,7 @@ class Requests:
         timeout, metadata = options.get("timeout"), options.get("metadata")
         handling = {
             "timeout": None if timeout is None else self._connection.call_timeout(timeout),
-            "metadata": self._connection.call_metadata(metadata),
+            "metadata": self._connection.call_metadata(metadata, _session(options.get("session"))),
         }
         to_image = self._to_image(options)
         return FrameCall(
@@ -352,7 +360,7 @@ class Requests:
             lambda response: several_result(response, tasks, image),
             lambda message, payload: read_several_event(message, payload, tasks, image),
         )
-        return self._prepared(skill.method, request, reading, options)
+        return self._prepared(skill.method, request, reading, options, image)
 
     def run_skill(
         self,
@@ -373,7 +381,11 @@ class Requests:
             options=_handling(options, CallOptions),
         )
         return self._prepared(
-            _RUN_SKILL, request, lambda response: skill_result(response, image, skill), options
+            _RUN_SKILL,
+            request,
+            lambda response: skill_result(response, image, skill),
+            options,
+            image,
         )
 
     def embed(
@@ -401,31 +413,58 @@ class Requests:
         if streamed:
             stream = EmbedStream()
             reading = Reading(stream.result, stream.event)
-        return self._prepared(_EMBED, request, reading, options)
+        return self._prepared(_EMBED, request, reading, options, image)
 
     def put_image(
-        self, image: ImageInput, timeout: float | None, metadata: Metadata | None
+        self,
+        image: ImageInput,
+        timeout: float | None,
+        metadata: Metadata | None,
+        session: str | None = None,
     ) -> Prepared[ImageHandle]:
         put = prepare_put(image, self._connection.max_message_bytes)
+        return self._put(put, timeout, metadata, _session(session))
+
+    def _put(
+        self, put: Put, timeout: float | None, metadata: Metadata | None, about: str
+    ) -> Prepared[ImageHandle]:
+        """``about``: selects the server; empty for the image itself."""
+        image = common_pb2.Image(encoded=put.data) if put.data else put.request.image
+        digest = self._known.key(image)
+
+        def read(response: Any) -> ImageHandle:
+            self._known.learn(response.image.image_id, image, digest)
+            return read_handle(response.image, put.source)
+
         return prepare(
             self._connection,
             Method(ImageServiceStub, "UploadImage" if put.data else "PutImage"),
             put.pieces() if put.data else put.request,
-            lambda response: read_handle(response.image, put.source),
+            read,
             timeout=timeout,
             metadata=metadata,
+            about=about or digest,
         )
 
     def delete_image(
-        self, image: ImageHandle | str, timeout: float | None, metadata: Metadata | None
+        self,
+        image: ImageHandle | str,
+        timeout: float | None,
+        metadata: Metadata | None,
+        session: str | None = None,
     ) -> Prepared[bool]:
+        given = image_id_of(image)
+        current = self._known.current_id(given)
+        about = _session(session) or self._known.key(common_pb2.Image(image_id=given))
+        self._known.forget(given)
         return prepare(
             self._connection,
             Method(ImageServiceStub, "DeleteImage"),
-            image_pb.DeleteImageRequest(image_id=image_id_of(image)),
+            image_pb.DeleteImageRequest(image_id=current),
             lambda response: bool(response.existed),
             timeout=timeout,
             metadata=metadata,
+            about=about,
         )
 
     def list_models(self, timeout: float | None) -> Prepared[tuple[Model, ...]]:
@@ -468,9 +507,45 @@ class Requests:
         request: Message,
         read: Reading[_E] | Callable[[Any], _E],
         options: HandlingOptions,
+        *sources: ImageInput | None,
     ) -> Prepared[_E]:
-        handling = {"timeout": options.get("timeout"), "metadata": options.get("metadata")}
-        return prepare(self._connection, method, request, read, **handling)  # type: ignore[arg-type]
+        """Completes a call about images. ``sources``: those that the caller gave, or their handles."""
+        images = list(images_of(request))
+        digest = self._known.key(images[0]) if images else ""
+        about = _session(options.get("session")) or digest
+        reading = read if isinstance(read, Reading) else Reading(read)
+
+        def result(response: Any) -> _E:
+            ids = [seen.image_id for seen in getattr(response, "images", ())]
+            stored = zip(images, ids or [getattr(response, "image_id", "")], strict=False)
+            for place, (image, image_id) in enumerate(stored):
+                self._known.learn(image_id, image, digest if place == 0 else "")
+            return reading.result(response)
+
+        metadata = options.get("metadata")
+        held = {
+            source.image_id: source.source
+            for source in sources
+            if isinstance(source, ImageHandle) and source.source is not None
+        }
+
+        def put_again(image: common_pb2.Image, timeout: float | None) -> Prepared[ImageHandle]:
+            put = prepare_stored(image, self._connection.max_message_bytes)
+            return self._put(put, timeout, metadata, about)
+
+        restoring = None
+        if any(image.image_id for image in images):
+            restoring = Restoring(self._known, request, held, put_again)
+        return prepare(
+            self._connection,
+            method,
+            request,
+            Reading(result, reading.event) if images else reading,
+            timeout=options.get("timeout"),
+            metadata=metadata,
+            about=about,
+            restoring=restoring,
+        )
 
     def _loaded(self, image: ImageInput) -> ImageInput:
         return loaded(image, self._connection.max_message_bytes)
@@ -492,6 +567,15 @@ class Requests:
         if (region := options.get("region")) is not None:
             message.region.CopyFrom(to_region(region))
         return message
+
+
+def _session(name: str | None) -> str:
+    """The value of IMAGE_HEADER for a session; empty for None. Raises InvalidRequestError."""
+    if name is None:
+        return ""
+    if not isinstance(name, str) or not re.fullmatch(r"[!-~]{1,128}", name):
+        raise InvalidRequestError(f"session={name!r}: must be 1 to 128 visible ASCII characters")
+    return name
 
 
 def _described(

@@ -10,7 +10,13 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import grpc
 
 from .._pb.kestrel.v1 import vision_service_pb2
-from ..errors import IncompleteStreamError, KestrelError, RequestCancelledError, from_rpc_error
+from ..errors import (
+    IncompleteStreamError,
+    KestrelError,
+    RequestCancelledError,
+    RpcError,
+    from_rpc_error,
+)
 from ..values.events import read_event
 
 R = TypeVar("R")
@@ -24,6 +30,16 @@ class Reading(NamedTuple, Generic[R]):
     """Reads the response of a unary call, or the final payload of a stream."""
     event: Callable[[Any, Any], Any] = lambda message, payload: read_event(payload)
     """Reads a message of a stream and its payload. Returns None for a message without an event for the caller."""
+
+
+class OpenedStream(NamedTuple, Generic[R]):
+    """What an asynchronous stream needs once its call is open."""
+
+    call: Any
+    """gRPC's call object."""
+    reading: Reading[R]
+    reopen: Callable[[RpcError], Awaitable[Any]]
+    """Opens the call again after an error before its first message, if that can help. Raises the error if not."""
 
 
 class _Reader(Generic[R, E]):
@@ -89,8 +105,9 @@ class Stream(Generic[R, E]):
     skips the events that were not read.
     """
 
-    def __init__(self, call: Any, reading: Reading[R]) -> None:
-        self._call = call
+    def __init__(self, call: Any, reading: Reading[R], reopen: Callable[[RpcError], Any]) -> None:
+        """``reopen``: as in OpenedStream, but synchronous."""
+        self._call, self._reopen = call, reopen
         self._reader: _Reader[R, E] = _Reader()
         self._reader.reading = reading
 
@@ -105,7 +122,7 @@ class Stream(Generic[R, E]):
             except StopIteration:
                 self._reader.end()
             except grpc.RpcError as error:
-                self._reader.end(from_rpc_error(error))
+                self._take_error(from_rpc_error(error))
             else:
                 event = self._reader.take(message)
                 if event is not None:
@@ -113,6 +130,15 @@ class Stream(Generic[R, E]):
         if (failure := self._reader.failure()) is not None:
             raise failure
         raise StopIteration
+
+    def _take_error(self, error: RpcError) -> None:
+        """Opens the call again if that can help. Ends the stream if not."""
+        try:
+            if self._reader.started is not None:
+                raise error
+            self._call = self._reopen(error)
+        except KestrelError as final:
+            self._reader.end(final)
 
     def result(self) -> R:
         """Waits for the stream's end and returns the whole result. Raises the call's error."""
@@ -160,9 +186,10 @@ class AsyncStream(Generic[R, E]):
     the request.
     """
 
-    def __init__(self, start: Callable[[], Awaitable[tuple[Any, Reading[R]]]]) -> None:
+    def __init__(self, start: Callable[[], Awaitable[OpenedStream[R]]]) -> None:
         self._start = start
         self._call: Any = None
+        self._reopen: Callable[[RpcError], Awaitable[Any]]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reader: _Reader[R, E] = _Reader()
 
@@ -177,8 +204,8 @@ class AsyncStream(Generic[R, E]):
             try:
                 message = await self._call.read()
             except grpc.RpcError as error:
-                self._reader.end(from_rpc_error(error))
-                break
+                await self._take_error(from_rpc_error(error))
+                continue
             except asyncio.CancelledError:
                 if self._reader.given_up and not _task_is_cancelled():
                     break  # another task closed the stream
@@ -222,7 +249,22 @@ class AsyncStream(Generic[R, E]):
 
     async def _open(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._call, self._reader.reading = await self._start()
+        self._call, self._reader.reading, self._reopen = await self._start()
+
+    async def _take_error(self, error: RpcError) -> None:
+        """Opens the call again if that can help. Ends the stream if not."""
+        try:
+            if self._reader.started is not None:
+                raise error
+            self._call = await self._reopen(error)
+        except KestrelError as final:
+            if not self._reader.ended:
+                self._reader.end(final)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if self._reader.ended:  # Another task closed the stream in the meantime.
+            self._call.cancel()
 
     async def __aenter__(self) -> AsyncStream[R, E]:
         if self._call is None:

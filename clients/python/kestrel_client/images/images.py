@@ -54,15 +54,15 @@ class ImageHandle:
     """An image that the server stores: from ``put_image``, or made from a result's ``image_id``. All methods take
     it in place of an image.
 
-    If the server has dropped the image, calls raise NotFoundError with reason IMAGE_NOT_FOUND: put it again. On a
-    server with several workers, only the worker of this client's connection stores the image.
+    If the server does not know the id, because it dropped the image or another server answers, the client puts the
+    image again. If the client does not have the image, calls raise NotFoundError with reason IMAGE_NOT_FOUND.
     """
 
     image_id: str
     size: ImageSize | None = None
     """Width and height in pixels of the upright image, if known."""
     source: ImageInput | None = field(default=None, repr=False, compare=False)
-    """The image itself, if the client has it: ``draw()`` draws on it."""
+    """The image itself, if the client has it: ``draw()`` draws on it, and the client can put it again."""
 
 
 _ARRAY_FORMATS = {

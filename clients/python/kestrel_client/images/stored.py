@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from .._pb.kestrel.v1 import common_pb2
 from .._pb.kestrel.v1 import image_service_pb2 as pb
 from ..errors import InvalidImageError
 from ..values.geometry import ImageSize
@@ -26,8 +27,8 @@ class Put:
     """An image ready to be stored: in one message, or in pieces if ``data`` is set."""
 
     request: pb.PutImageRequest
-    source: ImageInput
-    """The image, in a form that can be read again."""
+    source: ImageInput | None
+    """The image, in a form that can be read again; None if the caller did not give it."""
     data: bytes = field(default=b"", repr=False)
     sha256: bytes = b""
 
@@ -51,7 +52,14 @@ def prepare_put(image: ImageInput, max_message_bytes: int) -> Put:
     return Put(pb.PutImageRequest(image=message), image)
 
 
-def read_handle(stored: pb.StoredImage, source: ImageInput) -> ImageHandle:
+def prepare_stored(image: common_pb2.Image, max_message_bytes: int) -> Put:
+    """As prepare_put, from the message of an image with its contents."""
+    if image.HasField("raw"):
+        return Put(pb.PutImageRequest(image=image), None)
+    return prepare_put(image.encoded, max_message_bytes)
+
+
+def read_handle(stored: pb.StoredImage, source: ImageInput | None) -> ImageHandle:
     """``source``: the image that was stored. A handle stands for its own source."""
     original = source.source if isinstance(source, ImageHandle) else source
     size = ImageSize(stored.size.width, stored.size.height)

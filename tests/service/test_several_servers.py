@@ -1,0 +1,225 @@
+"""The SDK against three server processes: calls about an image stay on its server, and no image is missed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import signal
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kestrel_client import (
+    AsyncKestrelClient,
+    ImageHandle,
+    KestrelClient,
+    NotFoundError,
+    QueryTask,
+)
+from tests.abuse.process import ServerProcess
+
+GREEDY = {"temperature": 0.0, "max_tokens": 2}
+BOTH = pytest.mark.parametrize("kind", ["sync", "async"])
+
+
+def file(seed):
+    pixels = np.random.default_rng(seed).integers(0, 256, (24, 32, 3), np.uint8)
+    Image.fromarray(pixels).save(written := io.BytesIO(), "PNG")
+    return written.getvalue()
+
+
+FILES = [file(seed) for seed in range(24)]
+
+
+class Threaded:
+    """The synchronous client, with every call in a thread."""
+
+    def __init__(self, client):
+        self._client = client
+
+    def __getattr__(self, name):
+        method = getattr(self._client, name)
+        return lambda *args, **options: asyncio.to_thread(method, *args, **options)
+
+    async def stream(self, *args, **options):
+        def drain():
+            with self._client.stream_query(*args, **options) as stream:
+                return stream.result()
+
+        return await asyncio.to_thread(drain)
+
+
+class Asynchronous:
+    def __init__(self, client):
+        self._client = client
+
+    def __getattr__(self, name):
+        return getattr(self._client, name)
+
+    async def stream(self, *args, **options):
+        async with self._client.stream_query(*args, **options) as stream:
+            return await stream.result()
+
+
+class Servers:
+    """Three servers. Each has a model of another name, so that a result tells which server made it."""
+
+    def __init__(self, folder):
+        self.folder, self.processes = folder, {}
+        for name in ("a", "b", "c"):
+            (folder / name).mkdir()
+            self.start(name, "127.0.0.1:0")
+        self.addresses = [process.address for process in self.processes.values()]
+
+    def start(self, name, listen):
+        self.processes[name] = ServerProcess(self.folder / name, listen=listen, ABUSE_MODEL=name)
+
+    def kill(self, name):
+        self.processes[name].popen.kill()
+        self.processes[name].popen.wait()
+
+    def restart(self, name):
+        self.processes[name].__exit__(None, None, None)
+        self.start(name, self.processes[name].address)
+
+    def close(self):
+        for process in self.processes.values():
+            process.__exit__(None, None, None)
+
+    @contextlib.asynccontextmanager
+    async def client(self, kind, **options):
+        options = {"timeout": 20, **options}
+        if kind == "sync":
+            with KestrelClient(self.addresses, **options) as client:
+                yield Threaded(client)
+        else:
+            async with AsyncKestrelClient(self.addresses, **options) as client:
+                yield Asynchronous(client)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    running = Servers(tmp_path_factory.mktemp("servers"))
+    yield running
+    running.close()
+
+
+async def places(client, **options):
+    """The server of each file."""
+    asked = (client.query(each, "?", **GREEDY, **options) for each in FILES)
+    return [result.model for result in await asyncio.gather(*asked)]
+
+
+@BOTH
+async def test_calls_about_an_image_stay_on_one_server(servers, kind):
+    async with servers.client(kind) as client:
+        before = await places(client)
+        assert len(set(before)) > 1, "the ports, which differ each time, decide"
+        assert await places(client) == before
+        for image, name in list(zip(FILES, before, strict=True))[:6]:
+            handle = await client.put_image(image)
+            by_id = ImageHandle(handle.image_id)
+            assert (await client.caption(handle, "short", **GREEDY)).model == name
+            assert (await client.stream(by_id, "?", **GREEDY)).model == name
+            result = await client.analyze(by_id, [QueryTask("?", **GREEDY)])
+            assert result.model == name and result.image_id == handle.image_id
+    # Of another client too: the digest of the image decides.
+    async with servers.client(kind) as client:
+        assert await places(client) == before
+        in_session = await places(client, session="of-one-user")
+        assert len(set(in_session)) == 1
+        assert await client.query(None, "?", **GREEDY)
+
+
+@BOTH
+async def test_a_server_that_is_killed_costs_no_call(servers, kind):
+    """Its images move to the others, and back. No other image moves."""
+    async with servers.client(kind) as client:
+        before = await places(client)
+        handles = [await client.put_image(each) for each in FILES]
+        ids = [ImageHandle(handle.image_id) for handle in handles]
+        servers.kill("a")
+        try:
+            after = [(await client.query(each, "?", **GREEDY)).model for each in ids]
+            assert "a" not in after
+            moved = [
+                n for n, (old, new) in enumerate(zip(before, after, strict=True)) if old != new
+            ]
+            assert moved == [n for n, name in enumerate(before) if name == "a"]
+            streamed = [(await client.stream(each, "?", **GREEDY)).model for each in ids]
+            assert streamed == after
+            assert await places(client) == after
+        finally:
+            servers.restart("a")
+        async with asyncio.timeout(20):
+            while await places(client) != before:
+                await asyncio.sleep(0.1)
+        # The server that was killed has lost its images, and the clients' ids.
+        again = [(await client.query(each, "?", **GREEDY)).model for each in handles]
+        assert again == before
+
+
+async def test_a_server_that_drains_is_left(servers):
+    async with servers.client("async") as client:
+        before = await places(client)
+        calls = [asyncio.create_task(client.query(each, "?", max_tokens=40)) for each in FILES]
+        await asyncio.sleep(0.05)
+        servers.processes["b"].popen.send_signal(signal.SIGTERM)
+        try:
+            assert all([(await call).usage.output_tokens == 40 for call in calls])
+            after = await places(client)
+            assert after == await places(client) and "b" not in after
+            pairs = zip(before, after, strict=True)
+            assert all(old == new for old, new in pairs if old != "b")
+            servers.processes["b"].popen.wait(20)
+        finally:
+            servers.restart("b")
+
+
+@BOTH
+async def test_an_image_that_no_server_knows(servers, kind, tmp_path):
+    unknown = ImageHandle("img_" + 32 * "0")
+    (path := tmp_path / "image.png").write_bytes(FILES[0])
+    async with servers.client(kind) as client:
+        with pytest.raises(NotFoundError, match="send the image again"):
+            await client.query(unknown, "?")
+        with pytest.raises(NotFoundError):
+            await client.stream(unknown, "?")
+        # The handle's own source.
+        held = ImageHandle(unknown.image_id, source=path)
+        assert (await client.query(held, "?", **GREEDY)).image_size == (32, 24)
+        # The id was replaced once and for all.
+        assert (await client.query(unknown, "?", **GREEDY)).image_size == (32, 24)
+        await client.delete_image(held)
+        for deleted in (unknown, held):
+            with pytest.raises(NotFoundError):
+                await client.query(deleted, "?")
+        several = await client.query(
+            FILES[1], "?", images=[ImageHandle("img_" + 32 * "1", source=FILES[2])], **GREEDY
+        )
+        assert len(several.images) == 2
+
+
+@BOTH
+async def test_the_caller_is_asked_for_what_the_client_does_not_keep(servers, kind):
+    asked = []
+
+    def source(image_id):
+        asked.append(image_id)
+        return FILES[3] if image_id == known else None
+
+    known = ""
+    async with servers.client(kind, kept_image_bytes=0, image_source=source) as client:
+        known = (await client.put_image(FILES[3])).image_id
+        # On the server of this session, which may be another one, and on all servers once they forget.
+        results = [
+            await client.query(ImageHandle(known), "?", session=f"s{n}", **GREEDY)
+            for n in range(12)
+        ]
+        assert len({result.model for result in results}) > 1
+        assert set(asked) == {known}
+        with pytest.raises(NotFoundError):
+            await client.query(ImageHandle("img_" + 32 * "2"), "?")
+        assert asked[-1] == "img_" + 32 * "2"
