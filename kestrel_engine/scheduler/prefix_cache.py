@@ -197,6 +197,9 @@ class PrefixCache:
                 assert all(self._pool.references(page) >= 1 for page in node.pages), (
                     "a cached page is free"
                 )
+                assert node.locks or all(self._pool.references(page) == 1 for page in node.pages), (
+                    "a page that counts as evictable has another owner"
+                )
                 assert node.locks >= sum(child.locks for child in node.children.values())
                 assert node.last_used >= max(
                     (c.last_used for c in node.children.values()), default=0

@@ -651,7 +651,11 @@ class Scheduler:
         return scheduled
 
     def _keep_prefix(self, sequence: Sequence) -> None:
-        """Adds the whole pages of committed positions to the prefix cache."""
+        """Adds the whole pages of committed positions to the prefix cache, unless the sequence shares pages that have
+        left it: these may hold numbers that are not finite, and other sequences may hold them, too."""
+        if sequence.node is not None and sequence.node.is_forgotten:
+            self._release_waiting(sequence)
+            return
         if self._policy.prefix_cache and sequence.num_committed:
             size = self._limits.page_size
             count = sequence.num_committed // size

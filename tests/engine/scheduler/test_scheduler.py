@@ -375,6 +375,28 @@ def test_one_who_has_taken_over_pages_that_leave_the_cache_keeps_them():
     simulation.turn()
     assert simulation.not_finite == {1}
     assert simulation.drain()[2] == alone(second)
+    assert simulation.scheduler.stats.pages_cached == 0
+
+
+def test_pages_that_left_the_cache_stay_out_while_several_sequences_hold_them():
+    limits = replace(LIMITS, num_pages=10)
+    simulation = Simulation(limits, depth=1)
+    # One prefix. The third sequence still holds it when the second one ends.
+    specs = [Spec(i, tuple(range(100, 112)), max_tokens=n) for i, n in ((1, 12), (2, 3), (3, 12))]
+    for spec in specs:
+        simulation.add(spec)
+        while not simulation.tokens.get(spec.number):
+            simulation.turn()
+    assert simulation.scheduler.stats.cached_positions == 20
+    simulation.runtime.bad_sequences.add(1)
+    while 2 not in simulation.ended:
+        simulation.turn()
+    assert simulation.not_finite == {1} and 3 not in simulation.ended
+    assert simulation.scheduler.stats.pages_cached == 0
+    # Pages that the third one holds don't count as free for the fourth one.
+    simulation.add(text(4, 30))
+    tokens = simulation.drain()
+    assert tokens[3] == alone(specs[2]) and tokens[4] == alone(simulation.specs[4])
 
 
 def test_an_image_whose_embedding_is_not_finite_fails_those_who_ask_about_it_and_is_encoded_anew():
