@@ -40,7 +40,7 @@ DEFAULT_TIMEOUT_S = 300.0
 CallMetadata = tuple[tuple[str, str | bytes], ...]
 
 
-_BUSY = ("QUEUE_FULL", "DISPLACED", "PIXELS_WAITING", "QUEUE_TIMEOUT")
+BUSY = ("QUEUE_FULL", "DISPLACED", "PIXELS_WAITING", "QUEUE_TIMEOUT")
 """Reasons for which a busy server refuses the requests of all callers. Its message addresses the operator."""
 _TOKENS = ("KESTREL_TOKEN", "KESTREL_API_KEY")
 """Variables that may hold the token. It has no flag, because every user of the machine can read processes' flags."""
@@ -177,7 +177,7 @@ def failure_text(error: KestrelError, server: str, timeout_s: float | None) -> s
             return f"server {server} is unavailable: {why}"
         case DeadlineExceededError() if timeout_s is not None and not error.reason:
             return f"no answer within {timeout_s:g} s; increase --timeout [DEADLINE_EXCEEDED]"
-        case OverloadedError() if error.reason in _BUSY:
+        case OverloadedError() if error.reason in BUSY:
             after = error.retry_after_s
             wait = "" if after is None else f" in {max(after, 0.1):.2g} s"
             return f"server {server} is busy; try again{wait} [RESOURCE_EXHAUSTED]"

@@ -7,13 +7,7 @@ in training.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +27,10 @@ from kestrel_client import (
     Task,
 )
 
+from .own_server import own_server
 from .parser import CommandError
 
 IMAGE = Path(__file__).with_name("demo.jpg")
-_CREDENTIALS = ("KESTREL_API_KEY", "KESTREL_AUTH_TOKENS", "KESTREL_CONFIG")
-_STOP_S = 15.0
 _SHOWN = 300
 """Number of characters of an answer that are printed."""
 
@@ -72,7 +65,9 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"there is no image {args.image!r}")
     # SIGTERM then ends the server too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with _server(args.model) as address:
+    print(f"$ kestrel-grpc serve --model {args.model}", flush=True)
+    with own_server(["--model", args.model]) as (address, ready):
+        print(ready, flush=True)
         try:
             with KestrelClient(address) as client:
                 bad = _call_everything(client, args, folder)
@@ -82,48 +77,6 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"empty or contradictory results: {', '.join(bad)}")
     print(f"\nThe drawn images are in {folder}/.")
     return 0
-
-
-@contextmanager
-def _server(model: str) -> Iterator[str]:
-    """Starts a server and yields its address. The server ends with the context, at the latest with this process."""
-    with tempfile.TemporaryDirectory(prefix="kestrel-demo-") as folder, _pipe() as watched:
-        command = [
-            *(sys.executable, "-m", "kestrel_grpc.cli.demo_server", str(watched)),
-            *("--model", model, "--listen", f"unix:{folder}/demo.sock", "--log-level", "warning"),
-            *("--drain-delay", "0"),
-        ]
-        print(f"$ kestrel-grpc serve --model {model}", flush=True)
-        # The demo's server must not ask for credentials that are configured for another server.
-        environ = {k: v for k, v in os.environ.items() if k not in _CREDENTIALS}
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=environ, pass_fds=(watched,)
-        )
-        try:
-            assert process.stdout is not None
-            ready = process.stdout.readline().strip()
-            if not ready:
-                raise CommandError(f"the server did not start (exit status {process.wait()})")
-            print(ready, flush=True)
-            yield f"unix:{folder}/demo.sock"
-        finally:
-            process.terminate()
-            try:
-                process.communicate(timeout=_STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.communicate()
-
-
-@contextmanager
-def _pipe() -> Iterator[int]:
-    """The read end of a pipe whose write end closes when this process ends."""
-    read_end, write_end = os.pipe()
-    try:
-        yield read_end
-    finally:
-        os.close(read_end)
-        os.close(write_end)
 
 
 def _call_everything(client: KestrelClient, args: argparse.Namespace, folder: Path) -> list[str]:

@@ -37,6 +37,7 @@ COMMANDS = {
     "detect": ("requests.skills", "find the bounding boxes of objects"),
     "segment": ("requests.skills", "outline an object"),
     "analyze": ("requests.analyze", "run several tasks on an image in one call"),
+    "batch": ("batch.command", "run tasks on many images, with a file of results that can go on"),
     "embed": ("requests.embed", "compute embeddings of images, for search and comparison"),
     "watch": ("requests.watch", "run tasks on the frames of a folder or of a camera's stream"),
     "run": ("requests.run_skill", "run any skill of the server by its name"),

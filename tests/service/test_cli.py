@@ -22,7 +22,7 @@ import pytest
 from PIL import Image
 
 from kestrel_grpc import __version__
-from kestrel_grpc.cli import demo
+from kestrel_grpc.cli import own_server
 from tests.forking.process import ForkedProcess
 from tests.service.command_line import PROGRAM, ROOT, environment, executed, here, kestrel
 
@@ -619,8 +619,9 @@ def test_a_demo_that_is_told_to_stop_takes_its_server_along(tmp_path):
 
 def test_the_server_of_a_demo_ends_when_nobody_holds_its_pipe(tmp_path):
     watched, held = os.pipe()
+    command = [sys.executable, "-m", "kestrel_grpc.cli.own_server_process"]
     server = ForkedProcess(
-        [sys.executable, "-m", "kestrel_grpc.cli.demo_server", str(watched), "--listen", f"unix:{tmp_path}/s.sock"],
+        [*command, str(watched), "--listen", f"unix:{tmp_path}/s.sock"],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -671,7 +672,7 @@ def demo_servers(monkeypatch):
         return servers[-1]
 
     monkeypatch.setattr(
-        demo, "subprocess", types.SimpleNamespace(**{**vars(subprocess), "Popen": start})
+        own_server, "subprocess", types.SimpleNamespace(**{**vars(subprocess), "Popen": start})
     )
     handler = signal.getsignal(signal.SIGTERM)
     yield servers

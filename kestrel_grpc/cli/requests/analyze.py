@@ -105,7 +105,7 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
         raise SettingsError(
             "give at least one task: --query, --caption, --point, --detect, --segment"
         )
-    return [_task(kind, asked, args) for kind, asked in args.tasks]
+    return [task_of(kind, asked, args) for kind, asked in args.tasks]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -122,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
     )
 
 
-def _task(kind: str, asked: Any, args: argparse.Namespace) -> Task:
+def task_of(kind: str, asked: Any, args: argparse.Namespace) -> Task:
+    """The task of one flag. ``asked``: its question, object or length."""
     scored = {} if kind in ("query", "caption") else {"min_score": args.min_score}
     return _KINDS[kind](asked, max_tokens=args.max_tokens, **scored)
 

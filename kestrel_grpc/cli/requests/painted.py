@@ -21,10 +21,12 @@ SAVE_HELP = (
 class Painter:
     """Writes images to ``target``: - for standard output, a folder (it exists, or its name ends with /), or a file."""
 
-    def __init__(self, target: str, inputs: list[Input], base: str | None = None) -> None:
-        """``base``: the image to draw on if an input is only an id. Raises CommandError if an image could not be
-        written."""
-        self._target, self._base = target, base
+    def __init__(
+        self, target: str, inputs: list[Input], base: str | None = None, *, report: bool = True
+    ) -> None:
+        """``base``: the image to draw on if an input is only an id. ``report``: print the name of each file. Raises
+        CommandError if an image could not be written."""
+        self._target, self._base, self._report = target, base, report
         if importlib.util.find_spec("PIL") is None:
             raise CommandError("--save needs Pillow: pip install 'kestrel-client[images]'")
         if not inputs:
@@ -65,7 +67,8 @@ class Painter:
         except (OSError, ValueError, KestrelError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CommandError(f"cannot write {self._target!r}: {why}") from None
-        print(f"wrote {file}", file=sys.stderr)
+        if self._report:
+            print(f"wrote {file}", file=sys.stderr)
 
     def _file(self, given: Input) -> Path:
         if not self._folder:

@@ -1,0 +1,250 @@
+"""The arguments of ``batch``, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kestrel_client import AnalyzeResult, Task
+
+from ...settings.flags import SettingsError
+from ..connection import add_connection_flags, open_async_client, sdk_errors
+from ..own_server import own_server
+from ..parser import EXIT_FAILED, CommandError
+from ..requests.analyze import add_task_flags, task_of
+from ..requests.inputs import IMAGE_HELP
+from ..requests.painted import Painter
+from ..requests.skills import add_request_flags, request_options
+from ..values import seconds, whole
+from .exports import Export, parse_export
+from .journal import Journal
+from .rows import Row, open_rows
+from .runner import Runner, Summary
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.usage = f"{parser.prog} [IMAGE ...] TASK [TASK ...] --output FILE [flags]"
+    parser.epilog = (
+        "Writes a line of JSON for each image, in the order in which they end. The same command goes on where an\n"
+        "interrupted one ended. In the tasks, {COLUMN} stands for a column of --rows:\n"
+        "  kestrel-grpc batch --rows questions.csv --query '{question}' --output answers.jsonl\n"
+        "  kestrel-grpc batch 'photos/**/*.jpg' --detect person --output found.jsonl --export coco:coco.json\n"
+        "Exits with 1 if an image or a task failed."
+    )
+    parser.add_argument("words", metavar="IMAGE", nargs="*", help=IMAGE_HELP)
+    parser.add_argument(
+        "--rows",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="CSV or JSONL file with a row for each image; paths of images are relative to the file",
+    )
+    parser.add_argument(
+        "--image-column",
+        default="image",
+        metavar="NAME",
+        help="column of --rows with the path or the http(s) address of the image [image]",
+    )
+    add_task_flags(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--output", metavar="FILE", required=True, help="file of results (JSONL)")
+    output.add_argument(
+        "--export",
+        action="append",
+        default=[],
+        metavar="TARGET",
+        help="also write FILE.csv, FILE.parquet, coco:FILE or yolo:FOLDER at the end; may be given several times",
+    )
+    output.add_argument(
+        "--overlays", metavar="FOLDER", help="draw each result on its image (needs Pillow)"
+    )
+    output.add_argument("--fresh", action="store_true", help="delete the results that there are")
+    output.add_argument(
+        "--retry-failed", action="store_true", help="run the images again that failed before"
+    )
+    output.add_argument("--quiet", action="store_true", help="show no progress")
+    output.add_argument("--json", action="store_true", help="print the summary as JSON")
+    running = parser.add_argument_group("running")
+    running.add_argument(
+        "--concurrency",
+        type=whole(1, 1024),
+        metavar="N",
+        help="the most requests in flight; fewer while the server is busy [the server's batch size]",
+    )
+    running.add_argument(
+        "--patience",
+        type=seconds(0, 86_400),
+        default=300.0,
+        metavar="SECONDS",
+        help="how long to wait for a server that is busy or away [300]",
+    )
+    running.add_argument(
+        "--in-process",
+        action="store_true",
+        help="start a server for this command instead of calling --server; --model names what it serves",
+    )
+    running.add_argument("--config", metavar="FILE", help="configuration of that server (TOML)")
+    add_request_flags(parser)
+    parser.set_defaults(priority="low")
+    add_connection_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.tasks:
+        raise SettingsError(
+            "give at least one task: --query, --caption, --point, --detect, --segment"
+        )
+    if args.request_id is not None:
+        raise SettingsError("--request-id names one request; a batch makes many")
+    if args.config is not None and not args.in_process:
+        raise SettingsError("--config: needs --in-process")
+    exports = [parse_export(text) for text in args.export]
+    rows = open_rows(args.words, args.rows, args.image_column)
+    if not rows:
+        raise SettingsError("no image is given: name images, or a file with --rows")
+    keys = _keys(args)
+    for row in rows:
+        _tasks(row, keys, args)  # Raises an error before the first request.
+    painter = None if args.overlays is None else _painter(args.overlays, rows)
+    options = {name: value for name, value in request_options(args).items() if value is not None}
+    described = {
+        "tasks": [[kind, asked] for kind, asked in args.tasks],
+        "max_tokens": args.max_tokens,
+        "min_score": args.min_score,
+        "options": {name: value for name, value in options.items() if name != "priority"},
+    }
+    with Journal(
+        Path(args.output), described, fresh=args.fresh, without_failed=args.retry_failed
+    ) as journal:
+        left = [row for row in rows if row.identity not in journal.done]
+        summary = Summary()
+        if left:
+            with _server(args):
+                summary = _ask(args, journal, rows, left, keys, options, painter)
+        _export(journal, exports)
+        _print(args, summary, journal, len(rows), len(rows) - len(left))
+        return EXIT_FAILED if journal.failed else 0
+
+
+def _keys(args: argparse.Namespace) -> list[str]:
+    """A name for each task: its kind, with a number from the second of a kind on."""
+    keys: list[str] = []
+    for kind, _ in args.tasks:
+        count = sum(each.partition("_")[0] == kind for each in keys)
+        keys.append(kind if count == 0 else f"{kind}_{count + 1}")
+    return keys
+
+
+def _tasks(row: Row, keys: list[str], args: argparse.Namespace) -> Mapping[str, Task]:
+    return {
+        key: task_of(kind, row.filled(asked), args)
+        for key, (kind, asked) in zip(keys, args.tasks, strict=True)
+    }
+
+
+def _painter(folder: str, rows: list[Row]) -> Painter:
+    target = folder if folder.endswith("/") else f"{folder}/"
+    return Painter(target, [row.input for row in rows], report=False)
+
+
+@contextmanager
+def _server(args: argparse.Namespace) -> Iterator[None]:
+    """Sets ``args.server`` to a server of this command, if it needs one."""
+    if not args.in_process:
+        yield
+        return
+    # SIGTERM then ends the server too, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    flags = [] if args.model is None else ["--model", args.model]
+    if args.config is not None:
+        flags += ["--config", args.config]
+    with own_server(flags) as (address, _):
+        args.server = address
+        yield
+
+
+def _ask(
+    args: argparse.Namespace,
+    journal: Journal,
+    rows: list[Row],
+    left: list[Row],
+    keys: list[str],
+    options: dict[str, Any],
+    painter: Painter | None,
+) -> Summary:
+    from tqdm import tqdm
+
+    bar = tqdm(
+        total=len(rows),
+        initial=len(rows) - len(left),
+        unit="image",
+        disable=args.quiet,
+        mininterval=0.2 if sys.stderr.isatty() else 10.0,
+        dynamic_ncols=True,
+    )
+
+    def on_result(row: Row, result: AnalyzeResult) -> None:
+        if painter is not None:
+            painter.write(result, row.input)
+
+    def on_done(summary: Summary, in_flight: int) -> None:
+        bar.update(len(rows) - len(left) + summary.rows - bar.n)
+        bar.set_postfix({"failed": summary.failed, "in flight": in_flight}, refresh=False)
+
+    async def ask() -> Summary:
+        async with open_async_client(args) as client:
+            most = args.concurrency
+            if most is None:
+                most = (await client.server_info()).limits.max_batch_size
+            return await Runner(
+                client,
+                journal,
+                lambda row: _tasks(row, keys, args),
+                options,
+                most,
+                args.patience,
+                on_result,
+                on_done,
+            ).run(left)
+
+    with bar, sdk_errors(args):
+        return asyncio.run(ask())
+
+
+def _export(journal: Journal, exports: list[Export]) -> None:
+    for export in exports:
+        try:
+            export.path.parent.mkdir(parents=True, exist_ok=True)
+            export.write(journal.lines(), export.path)
+        except OSError as error:
+            raise CommandError(
+                f"cannot write {str(export.path)!r}: {error.strerror or error}"
+            ) from None
+
+
+def _print(
+    args: argparse.Namespace, summary: Summary, journal: Journal, total: int, before: int
+) -> None:
+    if args.json:
+        plain = {**asdict(summary), "errors": dict(summary.errors), "failed": journal.failed}
+        print(json.dumps({**plain, "images": total, "done_before": before}))
+        return
+    rate = summary.rows / summary.seconds if summary.seconds else 0.0
+    print(
+        f"{summary.rows} images in {summary.seconds:.1f} s ({rate:.2f}/s), {before} were done before, "
+        f"{summary.output_tokens} tokens, at most {summary.most_in_flight} in flight; results in {args.output}"
+    )
+    if summary.refused:
+        print(f"{summary.refused} requests were asked again, because the server was busy or away")
+    for code, count in summary.errors.most_common():
+        print(f"{count} failed: {code}")
+    if journal.failed:
+        print(f"{journal.failed} of all images failed; --retry-failed runs them again")

@@ -1,0 +1,184 @@
+"""Writes the results of a batch in the formats of other tools: CSV, Parquet, COCO and YOLO.
+
+All of them are made from the lines of the journal when the batch ends, so they are whole after an interruption too.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kestrel_client import Box, ImageSize
+from kestrel_client.drawing.marks import Outline
+from kestrel_client.values.exports import outline_to_coco, to_coco
+
+from ..parser import CommandError
+
+Line = dict[str, Any]
+_PARQUET_ROWS = 10_000
+"""Rows that are written together."""
+
+
+class Export(NamedTuple):
+    """A format and the file or folder to write."""
+
+    write: Callable[[Iterable[Line], Path], None]
+    path: Path
+
+
+def parse_export(text: str) -> Export:
+    """Reads FILE.csv, FILE.parquet, coco:FILE or yolo:FOLDER. Raises CommandError."""
+    kind, colon, name = text.partition(":")
+    if colon and kind in ("coco", "yolo") and name:
+        return Export(write_coco if kind == "coco" else write_yolo, Path(name))
+    path = Path(text)
+    if path.suffix.lower() == ".csv":
+        return Export(write_csv, path)
+    if path.suffix.lower() == ".parquet":
+        if importlib.util.find_spec("pyarrow") is None:
+            raise CommandError(f"--export {text!r} needs pyarrow: pip install pyarrow")
+        return Export(write_parquet, path)
+    raise CommandError(
+        f"--export {text!r}: must be FILE.csv, FILE.parquet, coco:FILE or yolo:FOLDER"
+    )
+
+
+def write_csv(lines: Iterable[Line], path: Path) -> None:
+    """A row for each image. Texts are columns as they are; results with coordinates are JSON."""
+    flat = [_flat(line) for line in lines]
+    columns = list(dict.fromkeys(name for row in flat for name in row))
+    with path.open("w", encoding="utf-8", newline="") as opened:
+        writer = csv.DictWriter(opened, columns)
+        writer.writeheader()
+        writer.writerows(flat)
+
+
+def write_parquet(lines: Iterable[Line], path: Path) -> None:
+    """The same columns as `write_csv`, all texts but ``row``."""
+    import pyarrow
+    import pyarrow.parquet
+
+    flat = [_flat(line) for line in lines]
+    columns = list(dict.fromkeys(name for row in flat for name in row))
+    kinds = {"row": pyarrow.int64()}
+    schema = pyarrow.schema([(name, kinds.get(name, pyarrow.string())) for name in columns])
+    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+        for first in range(0, len(flat), _PARQUET_ROWS):
+            part = flat[first : first + _PARQUET_ROWS]
+            writer.write_table(pyarrow.Table.from_pylist(part, schema))
+
+
+def write_coco(lines: Iterable[Line], path: Path) -> None:
+    """The format of COCO's object detection: boxes in pixels, with scores; outlines as polygons; points as keypoints.
+
+    https://cocodataset.org/#format-data
+    """
+    images, annotations = list[Line](), list[Line]()
+    categories: dict[str, int] = {}
+    for line in lines:
+        size = _size(line)
+        if size is None:
+            continue
+        image_id = len(images) + 1
+        images.append(
+            {"id": image_id, "file_name": line["image"], "width": size.width, "height": size.height}
+        )
+        for name, found in _objects(line):
+            category = categories.setdefault(name, len(categories) + 1)
+            for annotation in _annotations(found, size, image_id, category):
+                annotations.append({**annotation, "id": len(annotations) + 1})
+    whole = {
+        "images": images,
+        "annotations": annotations,
+        "categories": [{"id": number, "name": name} for name, number in categories.items()],
+    }
+    path.write_text(json.dumps(whole, ensure_ascii=False), encoding="utf-8")
+
+
+def write_yolo(lines: Iterable[Line], path: Path) -> None:
+    """A folder as Ultralytics' YOLO reads it: ``labels/NAME.txt`` with a line ``class x y width height`` for each box,
+    centre and size as fractions of the image, and ``data.yaml`` with the names of the classes.
+
+    https://docs.ultralytics.com/datasets/detect/
+    """
+    labels = path / "labels"
+    labels.mkdir(parents=True, exist_ok=True)
+    classes: dict[str, int] = {}
+    files: dict[str, str] = {}
+    for line in lines:
+        if _size(line) is None:
+            continue
+        stem = Path(line["image"].partition("?")[0]).stem or "image"
+        if files.setdefault(stem, line["image"]) != line["image"]:
+            raise CommandError(
+                f"--export yolo:{path}: {files[stem]!r} and {line['image']!r} would have the same file of labels"
+            )
+        rows = []
+        for name, found in _objects(line):
+            number = classes.setdefault(name, len(classes))
+            for box in _boxes(found):
+                centre = (box.x_min + box.x_max) / 2, (box.y_min + box.y_max) / 2
+                values = (*centre, box.width, box.height)
+                rows.append(f"{number} " + " ".join(f"{value:.6f}" for value in values))
+        (labels / f"{stem}.txt").write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    names = "".join(
+        f"  {n}: {json.dumps(name, ensure_ascii=False)}\n" for name, n in classes.items()
+    )
+    (path / "data.yaml").write_text(f"path: .\nnames:\n{names}", encoding="utf-8")
+
+
+def _flat(line: Line) -> Line:
+    flat: Line = {name: line[name] for name in ("row", "image") if name in line}
+    flat["error"] = json.dumps(line["error"], ensure_ascii=False) if "error" in line else ""
+    for key, result in line.get("tasks", {}).items():
+        text = next((result[name] for name in ("answer", "caption") if name in result), None)
+        if text is None:
+            kept = ("error", "objects", "points", "box", "svg_path", "score")
+            shown = {name: result[name] for name in kept if name in result}
+            text = json.dumps(shown, ensure_ascii=False)
+        flat[key] = text
+    return flat
+
+
+def _size(line: Line) -> ImageSize | None:
+    size = line.get("image_size")
+    return None if size is None else ImageSize(size["width"], size["height"])
+
+
+def _objects(line: Line) -> Iterator[tuple[str, Line]]:
+    """The name and the result of each task that looks for an object."""
+    for result in line["tasks"].values():
+        if "object" in result:
+            yield result["object"], result
+
+
+def _boxes(result: Line) -> list[Box]:
+    found = result.get("objects") or ([result["box"]] if result.get("box") else [])
+    return [Box(**{name: box.get(name) for name in Box.__dataclass_fields__}) for box in found]
+
+
+def _annotations(result: Line, size: ImageSize, image_id: int, category: int) -> list[Line]:
+    if "svg_path" in result:
+        outlines = [Outline(result["svg_path"], box, None) for box in _boxes(result)]
+        return [a for each in outlines for a in outline_to_coco(each, size, image_id, category)]
+    if "points" in result:
+        return [_keypoint(point, size, image_id, category) for point in result["points"]]
+    return to_coco(_boxes(result), size, image_id, category)
+
+
+def _keypoint(point: Line, size: ImageSize, image_id: int, category: int) -> Line:
+    x, y = point["x"] * size.width, point["y"] * size.height
+    annotation: Line = {
+        "image_id": image_id,
+        "category_id": category,
+        "keypoints": [x, y, 2],
+        "num_keypoints": 1,
+        "bbox": [x, y, 0.0, 0.0],  # Many programs read the box of every annotation.
+        "area": 0.0,
+        "iscrowd": 0,
+    }
+    return annotation if point.get("score") is None else {**annotation, "score": point["score"]}
