@@ -30,4 +30,7 @@ INFERENCE_METHODS = (
 """Prefixes of the methods whose calls become requests of the engine."""
 HEALTH_METHODS = "/grpc.health."
 """Of every version of the health service, as the next of the reflection service."""
+LOAD_REPORT_SERVICE = "xds.service.orca.v3.OpenRcaService"
+"""Sends load reports to balancers, beside the calls."""
+LOAD_REPORT_METHODS = f"/{LOAD_REPORT_SERVICE}/"
 REFLECTION_METHODS = "/grpc.reflection."

@@ -1,7 +1,7 @@
 """The edge of every call: identifies the caller, sets the request's id, converts errors, and counts and reports calls.
 
-CallInterceptor wraps each method of kestrel.v1 and of KServe's protocol. visitors.py wraps the methods of health and
-reflection, and request_streams.py those whose stream carries many requests. A message is
+CallInterceptor wraps each method of kestrel.v1 and of KServe's protocol. visitors.py wraps those of health, reflection
+and load reports, and request_streams.py those whose stream carries many requests. A message is
 read after its caller is identified and admitted, and after memory is reserved for it. Handlers raise exceptions, and
 only this module converts them to statuses.
 

@@ -1,7 +1,7 @@
-"""The edge of calls to health, reflection and unknown methods, which may come from clients without credentials.
+"""The edge of calls to health, reflection, load reports and unknown methods. Most may come without credentials.
 
 Such a call has a line in the access log only if it is refused. It does not count among the calls in flight, because a
-stream that watches health never ends by itself.
+stream that watches health or load never ends by itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOGGED_CHARS = 100
 
 
 class Visitors:
-    """Wraps the handlers of health and reflection. ``end_call`` is called with every refused call."""
+    """Wraps the handlers of health, reflection and load reports. ``end_call`` is called with every refused call."""
 
     def __init__(self, guard: Guard, endings: Endings, end_call: Callable[[Call], None]) -> None:
         self._guard, self._endings, self._end_call = guard, endings, end_call

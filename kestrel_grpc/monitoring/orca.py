@@ -1,4 +1,6 @@
-"""The load report in a call's trailer: xds.data.orca.v3.OrcaLoadReport, as gRFC A51 and xDS define it.
+"""The load report for balancers: xds.data.orca.v3.OrcaLoadReport, as gRFC A51 and xDS define it.
+
+A report comes in the trailer of a call, or in the stream of services/load_reports.py.
 
 This module encodes the message itself. It has seven fields of two types, which do not justify a dependency for stubs.
 """
@@ -9,6 +11,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping
 
+from ..service_names import VISION_METHODS
 from .load import Load
 
 TRAILER = "endpoint-load-metrics-bin"
@@ -21,29 +24,28 @@ _CPU, _MEMORY, _UTILIZATION, _RPS, _EPS, _NAMED, _APPLICATION = 1, 2, 5, 6, 7, 8
 """Field numbers of the message."""
 
 
-class LoadTrailer:
-    """Makes the trailers of ``service``'s calls. The report in one is at most FRESH_S old. Runs on the event loop."""
+class LoadReports:
+    """Makes the encoded reports of this server. A report is at most FRESH_S old. Runs on the event loop."""
 
     def __init__(
-        self,
-        read: Callable[[], Load],
-        service: str,
-        clock: Callable[[], float] = time.monotonic,
+        self, read: Callable[[], Load], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._read, self._clock = read, clock
-        self._methods = f"/{service}/"
-        self._trailer: tuple[tuple[str, bytes], ...] = ()
+        self._report = b""
         self._stale_at = clock()
 
-    def __call__(self, method: str) -> tuple[tuple[str, bytes], ...]:
-        """The trailer of a call. It is empty for methods of other services, which cause no load."""
-        if not method.startswith(self._methods):
-            return ()
+    def current(self) -> bytes:
         now = self._clock()
         if now >= self._stale_at:
-            self._trailer = ((TRAILER, load_report(self._read())),)
+            self._report = load_report(self._read())
             self._stale_at = now + FRESH_S
-        return self._trailer
+        return self._report
+
+    def trailer(self, method: str) -> tuple[tuple[str, bytes], ...]:
+        """The trailer of a call. It is empty for methods of other services than VisionService, which cause no load."""
+        if not method.startswith(VISION_METHODS):
+            return ()
+        return ((TRAILER, self.current()),)
 
 
 def load_report(load: Load) -> bytes:

@@ -56,7 +56,7 @@ from ..monitoring.access_log import AccessLog
 from ..monitoring.call_statistics import CallStatistics
 from ..monitoring.capture import Capture
 from ..monitoring.load import LoadMeter
-from ..monitoring.orca import LoadTrailer
+from ..monitoring.orca import LoadReports
 from ..monitoring.profiles import Profiles
 from ..security.admission.guard import Guard
 from ..security.files.file_modes import exposures
@@ -77,6 +77,7 @@ from ..services import health
 from ..services.admin import AdminService
 from ..services.frames import FRAMES
 from ..services.image import ImageService
+from ..services.load_reports import add_load_reports
 from ..services.model import ModelService
 from ..services.reflection import add_reflection
 from ..services.vision import VisionService
@@ -133,6 +134,7 @@ class KestrelServer:
             config.security, config.max_message_bytes, self.served.check_room, self._ports
         )
         self.load_meter = LoadMeter(self.served)
+        self._load_reports = LoadReports(self.load_meter.read)
         self.call_statistics = CallStatistics()
         self.telemetry: Telemetry | None = None
         """Set by ``start``: receives events of calls, and must be the engine's observer. None without telemetry."""
@@ -199,7 +201,7 @@ class KestrelServer:
             self.guard,
             end_call,
             self.telemetry,
-            LoadTrailer(self.load_meter.read, VISION_SERVICE) if self._config.orca else None,
+            self._load_reports.trailer if self._config.orca else None,
             {
                 f"{KSERVE_METHODS}ModelStreamInfer": StreamKind(kserve.refuse),
                 f"{VISION_METHODS}StreamFrames": FRAMES,
@@ -261,6 +263,8 @@ class KestrelServer:
         )
         add_AdminServiceServicer_to_server(admin, methods)
         self._health.add_to(methods)
+        if self._config.orca:
+            add_load_reports(methods, self._load_reports.current)
         add_reflection(methods, (*SERVICES, health.SERVICE_NAME))
         bound: list[str] = []
         for address in addresses:

@@ -140,7 +140,11 @@ class ServerConfig:
         low=0,
         shown="5, or --grace if that is less; 0 in Kubernetes",
     )
-    orca: bool = setting(False, TELEMETRY, "send ORCA load reports to load balancers in trailers")
+    orca: bool = setting(
+        False,
+        TELEMETRY,
+        "send ORCA load reports to load balancers, in trailers and in a stream of their own",
+    )
     access_log: Literal["off", "text", "json"] = setting(
         "off",
         LOG,

@@ -6,24 +6,27 @@ import json
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf import descriptor_pb2, descriptor_pool, duration_pb2, message_factory
 
 from kestrel_client import AsyncKestrelClient
 from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_engine import RuntimeConfig
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.edge.calls.call import Call
 from kestrel_grpc.monitoring.load import WINDOW_S, LoadMeter
-from kestrel_grpc.monitoring.orca import FRESH_S, LoadTrailer
+from kestrel_grpc.monitoring.orca import FRESH_S, LoadReports
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
 from kestrel_grpc.served_model import ServedModel
+from kestrel_grpc.services import load_reports
 from kestrel_grpc.settings.security import SecurityConfig
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
@@ -188,14 +191,90 @@ def test_a_report_is_read_again_once_it_is_old():
         return meter.read()
 
     meter = LoadMeter(ServedModel(RuntimeConfig()))
-    trailer = LoadTrailer(read, "a.Service", lambda: now)
-    first = trailer("/a.Service/One")
-    assert first[0][0] == TRAILER and first[0][1]
+    reports = LoadReports(read, lambda: now)
+    first = reports.trailer("/kestrel.v1.VisionService/Query")
+    assert first == ((TRAILER, reports.current()),) and reports.current()
     now += 0.9 * FRESH_S
-    assert trailer("/a.Service/Two") is first and trailer("/another.Service/One") == ()
+    assert reports.trailer("/kestrel.v1.VisionService/Point") == first
+    assert reports.trailer("/kestrel.v1.ModelService/GetLoad") == ()
     now += 0.2 * FRESH_S
-    trailer("/a.Service/One")
+    reports.current()
     assert reads == [5.0, now]
+
+
+STREAM = "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics"
+
+
+def reports_of(channel, interval_s=0, metadata=None):
+    """A stream of reports. The request is OrcaLoadReportRequest, whose first field is the interval, a Duration."""
+    interval = duration_pb2.Duration()
+    interval.FromMilliseconds(round(1000 * interval_s))
+    encoded = interval.SerializeToString()
+    stream = channel.unary_stream(STREAM, response_deserializer=orca_message().FromString)
+    return stream(bytes((1 << 3 | 2, len(encoded))) + encoded, metadata=metadata)
+
+
+async def test_reports_in_a_stream(serve, monkeypatch):
+    monkeypatch.setattr(load_reports, "SHORTEST_INTERVAL_S", 0.2)
+    served = await serve(slow(LONG), server_config={"orca": True})
+    stream = reports_of(served.channel)
+    idle = await stream.read()
+    assert idle.application_utilization == 0
+    assert idle.named_metrics["kv_cache_pages"] == LONG.num_pages
+    busy = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(LONG.max_seq_length - 50)))
+    await busy.read()
+    began = time.monotonic()
+    while (await stream.read()).named_metrics["running_requests"] != 1:
+        assert time.monotonic() < began + 20
+    began = time.monotonic()
+    await stream.read()
+    await stream.read()
+    assert time.monotonic() - began > 0.2, "no faster than the shortest interval"
+    busy.cancel()
+    stream.cancel()
+    slower = reports_of(served.channel, interval_s=30)
+    await slower.read()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(slower.read(), 0.5)
+
+
+async def test_who_may_read_the_stream_and_how_many_of_them(serve, tmp_path):
+    tokens = {scope: new_token() for scope in Scope}
+    path = tmp_path / "tokens"
+    path.write_text("\n".join(line_of(s.value, [s], token) for s, token in tokens.items()))
+    security = SecurityConfig(auth_tokens=str(path))
+    served = await serve(server_config={"orca": True, "security": security})
+    served.server.guard.visits._most_of_one = 2
+
+    def opened(scope):
+        return reports_of(served.channel, metadata=(("authorization", f"Bearer {tokens[scope]}"),))
+
+    assert (await failure(reports_of(served.channel))).code is grpc.StatusCode.UNAUTHENTICATED
+    assert (await failure(opened(Scope.ADMIN))).reason == "SCOPE_MISSING"
+    held = [opened(Scope.METRICS), opened(Scope.METRICS)]
+    for stream in held:
+        assert await stream.read()
+    told = await failure(opened(Scope.METRICS))
+    assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS")
+    assert await opened(Scope.INFER).read(), "another principal"
+
+
+async def test_no_stream_unless_asked(serve):
+    told = await failure(reports_of((await serve()).channel))
+    assert told.code is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_grpcs_own_balancer_reads_the_stream(serve):
+    served = await serve(server_config={"orca": True})
+    policy = {"enableOobLoadReport": True, "oobReportingPeriod": "1s"}
+    config = json.dumps({"loadBalancingConfig": [{"weighted_round_robin": policy}]})
+    options = [("grpc.service_config", config), ("grpc.use_local_subchannel_pool", 1)]
+    address = served.server.addresses[0]
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        await VisionServiceStub(channel).Query(query())
+        async with asyncio.timeout(20):
+            while served.server.guard.visits.streams != 1:
+                await asyncio.sleep(0.01)
 
 
 def test_rates_are_of_the_last_seconds():

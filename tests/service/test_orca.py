@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -20,21 +19,35 @@ from kestrel_engine.types.info import SchedulerStats
 from kestrel_grpc.monitoring.load import Load
 from kestrel_grpc.monitoring.orca import load_report
 from kestrel_grpc.served_model import State
+from kestrel_grpc.service_names import LOAD_REPORT_METHODS
+from kestrel_grpc.services.load_reports import _request_class
 
-MODULE = "xds/data/orca/v3/orca_load_report_pb2.py"
+REPORT = "xds/data/orca/v3/orca_load_report_pb2.py"
+SERVICE = "xds/service/orca/v3/orca_pb2.py"
 
 
-def official_message(folder: Path) -> type[Message]:
-    """xds.data.orca.v3.OrcaLoadReport, from the package's serialized descriptor. Skips where there is no index."""
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The package. Skips where there is no index."""
+    folder = tmp_path_factory.mktemp("xds")
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
     done = subprocess.run([*pip, "xds-protos>=1.80"], capture_output=True, text=True, timeout=120)
     if done.returncode:
         pytest.skip("no package index is reachable")
-    (wheel,) = folder.glob("xds_protos-*.whl")
-    source = zipfile.ZipFile(wheel).read(MODULE).decode()
-    found = re.search(r"AddSerializedFile\((b'.*?')\)\n", source, re.DOTALL)
+    (found,) = folder.glob("xds_protos-*.whl")
+    return zipfile.ZipFile(found)
+
+
+def official_file(wheel: zipfile.ZipFile, module: str) -> descriptor_pb2.FileDescriptorProto:
+    """The serialized descriptor in a module of the package."""
+    found = re.search(r"AddSerializedFile\((b'.*?')\)\n", wheel.read(module).decode(), re.DOTALL)
     assert found is not None
-    file = descriptor_pb2.FileDescriptorProto.FromString(ast.literal_eval(found[1]))
+    return descriptor_pb2.FileDescriptorProto.FromString(ast.literal_eval(found[1]))
+
+
+def official_message(wheel: zipfile.ZipFile) -> type[Message]:
+    """xds.data.orca.v3.OrcaLoadReport."""
+    file = official_file(wheel, REPORT)
     # The rules of validation need another file, and change nothing of the encoding.
     del file.dependency[:]
     for field in file.message_type[0].field:
@@ -47,7 +60,7 @@ def official_message(folder: Path) -> type[Message]:
 
 
 @pytest.mark.slow
-def test_the_report_is_read_back_by_the_official_message(tmp_path: Path) -> None:
+def test_the_report_is_read_back_by_the_official_message(wheel: zipfile.ZipFile) -> None:
     stats = SchedulerStats(
         running=3, pages_free=5, pages_total=16, cached_positions=30, prompt_positions=40
     )
@@ -64,7 +77,7 @@ def test_the_report_is_read_back_by_the_official_message(tmp_path: Path) -> None
         memory=0.25,
     )
     encoded = load_report(load)
-    report = official_message(tmp_path).FromString(encoded)
+    report = official_message(wheel).FromString(encoded)
     assert {field.name: value for field, value in report.ListFields()} == {
         "cpu_utilization": 0.75,
         "mem_utilization": 0.25,
@@ -83,3 +96,27 @@ def test_the_report_is_read_back_by_the_official_message(tmp_path: Path) -> None
     }
     report.DiscardUnknownFields()
     assert sorted(report.SerializeToString()) == sorted(encoded), "no field is unknown"
+
+
+@pytest.mark.slow
+def test_the_stream_is_the_official_one(wheel: zipfile.ZipFile) -> None:
+    file = official_file(wheel, SERVICE)
+    (service,) = file.service
+    assert f"/{file.package}.{service.name}/" == LOAD_REPORT_METHODS
+    (method,) = service.method
+    assert (method.name, method.server_streaming, method.client_streaming) == (
+        "StreamCoreMetrics",
+        True,
+        False,
+    )
+    assert method.output_type == ".xds.data.orca.v3.OrcaLoadReport"
+    (request,) = file.message_type
+    assert method.input_type == f".{file.package}.{request.name}"
+    interval = request.field[0]
+    ours = _request_class().DESCRIPTOR.fields_by_name["report_interval"]
+    assert (interval.name, interval.number, interval.type_name) == (
+        ours.name,
+        ours.number,
+        ".google.protobuf.Duration",
+    )
+    assert ours.message_type.full_name == "google.protobuf.Duration"

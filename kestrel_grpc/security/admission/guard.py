@@ -9,7 +9,12 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ...service_names import HEALTH_METHODS, INFERENCE_METHODS, REFLECTION_METHODS
+from ...service_names import (
+    HEALTH_METHODS,
+    INFERENCE_METHODS,
+    LOAD_REPORT_METHODS,
+    REFLECTION_METHODS,
+)
 from ...settings.security import SecurityConfig
 from ..connections.accepted import AcceptedSockets
 from ..connections.connection_guard import ConnectionGuard
@@ -117,11 +122,17 @@ class Guard:
         return self._room.hold(principal.name or address_of(peer))
 
     def visitor(self, method: str, metadata: Metadata, context: Any) -> Principal:
-        """The principal of a call of health, reflection or an unknown method. Raises NotAuthenticated.
+        """The principal of a call of health, reflection, load reports or an unknown method. Raises NotAuthenticated,
+        ScopeMissing.
 
-        It is ANONYMOUS if the method needs no credentials, or if connections need a certificate, which was checked when
-        the connection was made.
+        Load reports need the credentials and the scope of GetLoad. For the other methods the principal is ANONYMOUS if
+        the method needs no credentials, or if connections need a certificate, which was checked when the connection
+        was made.
         """
+        if method.startswith(LOAD_REPORT_METHODS):
+            principal = self.principal(metadata, context)
+            principal.check(*needed_scopes(method))
+            return principal
         is_open = (method.startswith(HEALTH_METHODS) and self._security.open_health) or (
             method.startswith(REFLECTION_METHODS) and self._security.open_reflection
         )

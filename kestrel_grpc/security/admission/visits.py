@@ -1,4 +1,4 @@
-"""Visits: limits the calls of health and reflection in progress. Such a call may last as long as its connection."""
+"""Visits: limits the calls in progress of health, reflection and load reports. One may last as long as a connection."""
 
 from __future__ import annotations
 

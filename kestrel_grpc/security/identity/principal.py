@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kestrel_engine import KestrelError
 
-from ...service_names import ADMIN_METHODS, MODEL_METHODS
+from ...service_names import ADMIN_METHODS, LOAD_REPORT_METHODS, MODEL_METHODS
 
 
 class Scope(enum.StrEnum):
@@ -80,6 +80,6 @@ def needed_scopes(method: str) -> tuple[Scope, ...]:
     """The scopes for a method, of which one is enough. ``method``: for example "/kestrel.v1.VisionService/Query"."""
     if method == _STATISTICS:
         return (Scope.METRICS, Scope.ADMIN)
-    if method == _LOAD:
+    if method == _LOAD or method.startswith(LOAD_REPORT_METHODS):
         return (Scope.INFER, Scope.METRICS)
     return (Scope.ADMIN,) if method.startswith(ADMIN_METHODS) else (Scope.INFER,)
