@@ -1,4 +1,4 @@
-"""ObjectTracker, in an environment of its own with the package trackers."""
+"""ObjectTracker and to_supervision(), in an environment of their own with the packages trackers and supervision."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ import pytest
 from tests.environments import python_with
 
 CLIENT = Path(__file__).parents[2] / "clients/python"
-PROGRAM = """
-from kestrel_client import Box, DetectResult, ObjectTracker
+MADE = """
+from kestrel_client import Box, DetectResult, ObjectTracker, SegmentResult
 from kestrel_client.values.geometry import ImageSize
 import dataclasses
 
+def made(kind, **given):
+    fields = {f.name: None for f in dataclasses.fields(kind) if f.init}
+    return kind(**{**fields, "object": "cat", "image_size": ImageSize(400, 200), **given})
+"""
+TRACKED = """
 def found(*lefts):
-    fields = {f.name: None for f in dataclasses.fields(DetectResult) if f.init}
     boxes = tuple(Box(x, 0.2, x + 0.2, 0.6, score=0.9) for x in lefts)
-    return DetectResult(**{**fields, "object": "cat", "objects": boxes, "image_size": ImageSize(640, 480)})
+    return made(DetectResult, objects=boxes)
 
 tracker = ObjectTracker()
 seen = [tracker.update(found(0.1 + 0.01 * n, 0.7 - 0.01 * n)) for n in range(8)]
@@ -27,15 +31,45 @@ assert len(set(seen[-1])) == 2 and None not in seen[-1], seen
 assert seen[-2] == seen[-1], seen
 assert swapped == seen[-1][::-1], (swapped, seen)
 assert tracker.update(found()) == ()
-print("tracked")
+"""
+DETECTIONS = """
+import supervision
+import supervision.metrics
+
+boxes = (Box(0.25, 0.5, 0.5, 1, 0.75), Box(0, 0, 1, 0.5, 0.5))
+found = made(DetectResult, objects=boxes).to_supervision()
+assert isinstance(found, supervision.Detections)
+assert found.xyxy.tolist() == [[100, 100, 200, 200], [0, 0, 400, 100]]
+assert found.confidence.tolist() == [0.75, 0.5]
+assert found.data["class_name"].tolist() == ["cat", "cat"]
+assert found[found.confidence > 0.6].xyxy.tolist() == [[100, 100, 200, 200]]
+precision = supervision.metrics.MeanAveragePrecision().update(found, found).compute()
+assert precision.map50_95 == 1, precision.map50_95
+
+unscored = tuple(dataclasses.replace(box, score=None) for box in boxes)
+assert made(DetectResult, objects=unscored).to_supervision().confidence is None
+assert len(made(DetectResult, objects=()).to_supervision()) == 0
+
+box = Box(0.25, 0.25, 0.5, 0.75)
+outline = made(SegmentResult, svg_path="M 0 0 L 1 0 1 1 0 1 z", box=box).to_supervision()
+assert outline.xyxy.tolist() == [[100, 50, 200, 150]]
+assert outline.mask.shape == (1, 200, 400) and outline.mask.sum() == 100 * 100
+assert outline.mask[0, 50:150, 100:200].all()
 """
 
 
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    packages = ("trackers>=2.6", "supervision", str(CLIENT))
+    return python_with(tmp_path_factory.mktemp("packages"), *packages)
+
+
 @pytest.mark.slow
-def test_objects_keep_their_ids(tmp_path: Path) -> None:
-    python = python_with(tmp_path, "trackers>=2.6", str(CLIENT))
+@pytest.mark.parametrize("program", [TRACKED, DETECTIONS], ids=["tracked", "detections"])
+def test_with_the_real_packages(python: Path, program: str) -> None:
     done = subprocess.run(
-        [python, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False
+        [python, "-c", MADE + program], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "tracked\n"
+
+
