@@ -64,7 +64,7 @@ from .steps.refining import Refining
 from .types.constraint import Constraint
 from .types.embedding import EmbeddingSpec
 from .types.events import EngineMetrics, EngineResult, StreamUpdate
-from .types.info import CompileCounts, EngineInfo, PlaceCounts, SchedulerStats
+from .types.info import CompileCounts, EngineInfo, MaskCounts, PlaceCounts, SchedulerStats
 from .types.observer import ImageEvent, Observer
 from .types.progress import Progress
 from .types.requests import Coord, PreparedImage, PreparedTiles
@@ -224,6 +224,11 @@ class InferenceEngine(SkillCalls):
         """Kernels compiled or loaded so far. From any thread."""
         meter = self._built.compiling
         return CompileCounts() if meter is None else meter.counts
+
+    @property
+    def mask_counts(self) -> MaskCounts:
+        """The work of following constraints so far. From any thread."""
+        return self._grammars.counts
 
     async def submit(
         self,

@@ -30,7 +30,7 @@ from kestrel_engine import (
 from kestrel_engine.preprocess.prepared_cache import source_digest
 from kestrel_engine.steps import delivery
 from kestrel_engine.types.events import SeenImage
-from kestrel_engine.types.info import CompileCounts, SchedulerStats
+from kestrel_engine.types.info import CompileCounts, MaskCounts, SchedulerStats
 
 from .cpu_window import Window, WindowKeeper
 
@@ -79,6 +79,7 @@ class CannedEngine:
         self.is_ready = True
         self.stats = SchedulerStats(pages_free=1, pages_total=1)
         self.compiled = CompileCounts()
+        self.mask_counts = MaskCounts()
         self.num_requests = 0
         self._step_s, self._streams, self._observer = step_s, streams, observer
         self._loop = asyncio.get_running_loop()

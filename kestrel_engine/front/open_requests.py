@@ -140,12 +140,16 @@ class OpenRequests:
         self._streams.discard(request.stream)
         request.on_end()
         outcome = end.outcome
-        token_ids = () if isinstance(outcome, KestrelError) else outcome.token_ids
+        token_ids: tuple[int, ...] = ()
+        reasoning_tokens = 0
+        if isinstance(outcome, Finished):
+            token_ids, reasoning_tokens = outcome.token_ids, outcome.reasoning_tokens
         metrics = metrics_of(
             request.timings,
             end.timings,
             input_tokens=sum(num_positions(each.prompt) for each in submissions),
             output_tokens=len(token_ids),
+            reasoning_tokens=reasoning_tokens,
         )
         self._observe(request, submissions, end, metrics)
         if isinstance(outcome, KestrelError):

@@ -22,12 +22,14 @@ from .shared_beginning import SharedBeginning, find_groups
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The tokens of all rows, end to end. ``embeddings``: [num_tokens, dim]. ``positions``: [num_tokens] int64.
-    ``last``: [num_rows] int64, the index of each row's last token. ``attention``: valid for one forward pass."""
+    ``last``: [num_rows] int64, the index of each row's last token. ``attention``: valid for one forward pass.
+    ``shared_groups``: as in StepResult."""
 
     embeddings: Tensor
     positions: Tensor
     last: Tensor
     attention: PagedAttention
+    shared_groups: tuple[int, ...]
 
 
 def build_batch(
@@ -71,6 +73,7 @@ def build_batch(
             [_group(group, last, cache) for group in groups],
             cache.scales,
         ),
+        shared_groups=tuple(len(group.rows) for group in groups),
     )
 
 

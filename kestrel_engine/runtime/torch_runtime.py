@@ -169,13 +169,13 @@ class TorchRuntime:
         embeddings = {read.sequence_id: self._embedding(read) for read in plan.embed}
         refined = self._refine(plan.refine)
         encoded = self._now()
-        tokens, non_finite = self._run(plan.prefill)
+        tokens, non_finite, groups = self._run(plan.prefill)
         non_finite |= {i for i, found in embeddings.items() if not found.is_finite}
         prefilled = self._now()
         for row in plan.decode:
             assert len(row.tokens) == 1, f"{len(row.tokens)} tokens in a decode row"
         assert len(plan.decode) <= self._limits.max_batch_size, len(plan.decode)
-        decoded, also = self._run(plan.decode)
+        decoded, also, more_groups = self._run(plan.decode)
         tokens |= decoded
         non_finite |= also
         self._sampled.update(tokens)
@@ -186,6 +186,7 @@ class TorchRuntime:
             embeddings={i: e.embedding() for i, e in embeddings.items() if e.is_finite},
             non_finite=frozenset(non_finite),
             refined=refined,
+            shared_groups=groups + more_groups,
             vision_s=encoded - began,
             prefill_s=prefilled - encoded,
             decode_s=self._now() - prefilled,
@@ -239,17 +240,19 @@ class TorchRuntime:
         pixels, masks = (torch.from_numpy(a).to(self.model.device) for a in arrays_of(rows))
         return results_of(rows, self._refinement(pixels, masks).cpu().numpy())
 
-    def _run(self, rows: Sequence[Row]) -> tuple[dict[int, StepToken], set[int]]:
-        """Returns the sampled token of each sequence, and the sequences whose rows are not finite.
+    def _run(self, rows: Sequence[Row]) -> tuple[dict[int, StepToken], set[int], tuple[int, ...]]:
+        """Returns the sampled token of each sequence, the sequences whose rows are not finite, and the groups of rows
+        that share positions, as in StepResult.
 
         NaN or infinity at any position reaches the row's last position, which attends to all positions before it.
         """
         if not rows:
-            return {}, set()
+            return {}, set(), ()
         rows = [self._resolved(row) for row in rows]
         tokens: dict[int, StepToken] = {}
         with self._threads(sum(num_positions(known(row)) for row in rows)):
-            hidden = self.hidden(rows)
+            batch = self.batch(rows)
+            hidden = self._hidden(batch)
             finite = torch.isfinite(hidden).all(dim=-1).tolist()
             wanted = [i for i, row in enumerate(rows) if row.sample is not None and finite[i]]
             specs = [spec for i in wanted if (spec := rows[i].sample) is not None]
@@ -259,7 +262,8 @@ class TorchRuntime:
                 finite[i] = False
             else:
                 tokens[rows[i].sequence_id] = token
-        return tokens, {r.sequence_id for r, good in zip(rows, finite, strict=True) if not good}
+        bad = {row.sequence_id for row, good in zip(rows, finite, strict=True) if not good}
+        return tokens, bad, batch.shared_groups
 
     @contextmanager
     def _threads(self, count: int) -> Iterator[None]:
@@ -289,7 +293,9 @@ class TorchRuntime:
         Returns [num_rows, dim], the residual stream before ``post_ln`` at each row's last position, which
         ``model.text.logits`` and the region heads read.
         """
-        batch = self.batch(rows)
+        return self._hidden(self.batch(rows))
+
+    def _hidden(self, batch: Batch) -> Tensor:
         return self.model.text(batch.embeddings, batch.positions, batch.attention)[batch.last]
 
     def batch(self, rows: Sequence[Row]) -> Batch:

@@ -188,6 +188,12 @@ def logprobs_of(output: SkillOutput) -> tuple[TokenLogprob, ...] | None:
     return logprobs
 
 
+def num_reasoning_tokens(output: SkillOutput) -> int:
+    """How many of the generated ids are reasoning. An output with reasoning has an attribute ``num_reasoning_tokens``;
+    others need none."""
+    return int(getattr(output, "num_reasoning_tokens", 0))
+
+
 def outline_of(output: SkillOutput) -> Outline | None:
     """The SVG path and the box of a finished output's outline; None if it has none. An output with an outline has an
     attribute ``outline``."""

@@ -6,11 +6,13 @@ vocabulary.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import InvalidRequest, SkillUnavailable
 from ..types.constraint import Constraint
+from ..types.info import MaskCounts
 from ..types.step import TokenRule
 from .grammar_process import GrammarProcess
 from .grammar_text import AVAILABLE, first_line, lark_of, new_matcher, new_tokenizer
@@ -29,9 +31,10 @@ class _Codec(Protocol):
 class Matcher:
     """Follows one text. Belongs to one thread at a time."""
 
-    def __init__(self, inner: llguidance.LLMatcher, first: bytes) -> None:
-        """``first``: the mask at the beginning."""
+    def __init__(self, inner: llguidance.LLMatcher, first: bytes, counts: MaskCounts) -> None:
+        """``first``: the mask at the beginning. ``counts``: the work of the matcher is added to it."""
         self._inner = inner
+        self._counts = counts
         self._first: bytes | None = first
         self._size = len(first)
 
@@ -40,9 +43,12 @@ class Matcher:
 
         Raises InvalidRequest if the constraint takes too long to follow.
         """
+        self._counts.masks += 1
         if self._first is not None:
             return self._first
+        began = time.perf_counter()
         mask = self._inner.compute_bitmask()
+        self._counts.seconds += time.perf_counter() - began
         if self._inner.is_error():
             self._fail()
         return mask[: self._size]  # The library may add a word.
@@ -50,7 +56,10 @@ class Matcher:
     def take(self, token_id: int) -> None:
         """Takes a token that the last mask allows. Raises InvalidRequest as ``mask``."""
         self._first = None
-        if not self._inner.consume_token(token_id):
+        began = time.perf_counter()
+        taken = self._inner.consume_token(token_id)
+        self._counts.seconds += time.perf_counter() - began
+        if not taken:
             self._fail()
 
     def _fail(self) -> None:
@@ -62,20 +71,21 @@ class Matcher:
 class Grammar:
     """A compiled constraint. Safe to use from any thread."""
 
-    def __init__(self, template: llguidance.LLMatcher, vocab_size: int) -> None:
-        self._template = template
+    def __init__(self, template: llguidance.LLMatcher, vocab_size: int, counts: MaskCounts) -> None:
+        self._template, self._counts = template, counts
         self._first = template.compute_bitmask()[: TokenRule.mask_bytes(vocab_size)]
 
     def start(self) -> Matcher:
         """A matcher at the beginning of a text."""
-        return Matcher(self._template.deep_copy(), self._first)
+        return Matcher(self._template.deep_copy(), self._first, self._counts)
 
 
 class Grammars:
-    """Compiles constraints for one vocabulary. Belongs to one thread."""
+    """Compiles constraints for one vocabulary. Belongs to one thread, but for ``counts``: the work of all matchers."""
 
     def __init__(self, codec: _Codec, vocab_size: int, eos_id: int) -> None:
         self._codec, self._vocab_size, self._eos_id = codec, vocab_size, eos_id
+        self.counts = MaskCounts()
         self._process = GrammarProcess()
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._compiled: OrderedDict[Constraint, Grammar] = OrderedDict()
@@ -94,7 +104,7 @@ class Grammars:
             )
         grammar = self._compiled.get(constraint)
         if grammar is None:
-            grammar = Grammar(self._compile(constraint), self._vocab_size)
+            grammar = Grammar(self._compile(constraint), self._vocab_size, self.counts)
             if len(self._compiled) == MAX_CACHED:
                 self._compiled.popitem(last=False)
             self._compiled[constraint] = grammar

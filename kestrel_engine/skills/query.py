@@ -259,6 +259,10 @@ class ReasoningOutput:
         return (*self._reasoning_ids, *self._answer.token_ids)
 
     @property
+    def num_reasoning_tokens(self) -> int:
+        return len(self._reasoning_ids)
+
+    @property
     def logprobs(self) -> tuple[TokenLogprob, ...] | None:
         return self._answer.logprobs
 

@@ -20,7 +20,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import KestrelError, RuntimeFailure
-from ..skills.base import SkillOutput, absence_of, is_complete, logprobs_of, note_stop
+from ..skills.base import (
+    SkillOutput,
+    absence_of,
+    is_complete,
+    logprobs_of,
+    note_stop,
+    num_reasoning_tokens,
+)
 from ..skills.embed import EmbedOutput
 from ..types.embedding import Embedding
 from ..types.events import FinishReason, StreamUpdate, TokenLogprob
@@ -78,6 +85,8 @@ class Finished:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     absence: float | None = None
+    reasoning_tokens: int = 0
+    """Those of ``token_ids`` that were reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +251,12 @@ class DeliveryThread:
             reason = "stop"
         assert not isinstance(reason, KestrelError)
         finished = Finished(
-            output.output(), reason, output.token_ids, logprobs_of(output), absence_of(output)
+            output.output(),
+            reason,
+            output.token_ids,
+            logprobs_of(output),
+            absence_of(output),
+            num_reasoning_tokens(output),
         )
         return RequestEnd(finished, end.timings), updates
 

@@ -567,6 +567,11 @@ class EngineLoop:
             encoded_request_ids=self._about(encoded) if encoded else (),
             failed=failed,
             stats=self._scheduler.stats,
+            shared_groups=result.shared_groups,
+            num_masked=sum(
+                row.sample is not None and row.sample.rule.mask is not None
+                for row in plan.prefill + plan.decode
+            ),
             num_tokens=num_tokens,
             token_gaps=gaps,
         )

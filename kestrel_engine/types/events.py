@@ -59,6 +59,8 @@ class EngineMetrics:
     """Prompt positions, BOS and image included."""
     output_tokens: int = 0
     """Generated tokens, spatial ones included, stop id not."""
+    reasoning_tokens: int = 0
+    """Those of output_tokens that were reasoning."""
     cached_tokens: int = 0
     """KV positions reused from a cache."""
     encoded_crops: int = 0

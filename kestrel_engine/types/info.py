@@ -31,6 +31,16 @@ class CompileCounts:
     seconds: float = 0.0
 
 
+@dataclass(slots=True)
+class MaskCounts:
+    """The work of following constraints since the engine started. The step thread changes it, any thread reads it."""
+
+    masks: int = 0
+    """Masks of permitted tokens, one for each token of a constrained text."""
+    seconds: float = 0.0
+    """Of the step thread, to compute the masks and to follow the texts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
     """Sequences and KV pages at one instant, and counts since the engine started."""

@@ -32,6 +32,10 @@ class StepEvent:
     """The scheduler's counts when the step came back."""
     num_reused_crops: int = 0
     """Crops that skipped the tower, because an equal crop of another image had been encoded."""
+    shared_groups: tuple[int, ...] = ()
+    """For each group of rows whose common positions were read once for all of them, its number of rows."""
+    num_masked: int = 0
+    """Rows with a mask of the tokens that a constraint permits."""
     num_tokens: int = 0
     """Tokens that the step gave to requests."""
     token_gaps: tuple[tuple[float, int], ...] = ()

@@ -246,6 +246,8 @@ class StepResult:
     refined: dict[int, np.ndarray] = field(default_factory=dict)
     """By sequence id, the probability of each pixel to be inside, [crop_size, crop_size] float32. A mask whose values
     are not finite is missing."""
+    shared_groups: tuple[int, ...] = ()
+    """For each group of rows whose common positions were read once for all of them, its number of rows."""
     vision_s: float = 0.0
     """Crops of images and refined masks."""
     prefill_s: float = 0.0

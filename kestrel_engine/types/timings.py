@@ -35,7 +35,12 @@ class StepTimings:
 
 
 def metrics_of(
-    front: FrontTimings, steps: StepTimings, *, input_tokens: int, output_tokens: int
+    front: FrontTimings,
+    steps: StepTimings,
+    *,
+    input_tokens: int,
+    output_tokens: int,
+    reasoning_tokens: int = 0,
 ) -> EngineMetrics:
     """The request's metrics in milliseconds; phases that never began count 0."""
     end = steps.finished_at
@@ -47,6 +52,7 @@ def metrics_of(
     return EngineMetrics(
         input_tokens=input_tokens,
         output_tokens=output_tokens,
+        reasoning_tokens=reasoning_tokens,
         cached_tokens=steps.cached_tokens,
         encoded_crops=steps.encoded_crops,
         reused_crops=steps.reused_crops,

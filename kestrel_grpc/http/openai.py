@@ -391,6 +391,7 @@ def usage_json(response: Any) -> dict[str, Any]:
         "completion_tokens": used.output_tokens,
         "total_tokens": used.input_tokens + used.output_tokens,
         "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": used.reasoning_tokens},
     }
 
 

@@ -563,6 +563,7 @@ def usage(metrics: EngineMetrics, image_tokens: int) -> common_pb2.Usage:
         output_tokens=metrics.output_tokens,
         cached_tokens=metrics.cached_tokens,
         image_tokens=image_tokens,
+        reasoning_tokens=metrics.reasoning_tokens,
     )
 
 

@@ -87,6 +87,7 @@ def of_request(
         names.SKILL: event.skill,
         names.INPUT_TOKENS: metrics.input_tokens,
         names.OUTPUT_TOKENS: metrics.output_tokens,
+        names.REASONING_TOKENS: metrics.reasoning_tokens,
         names.CACHED_TOKENS: metrics.cached_tokens,
         **_of_sampling(message),
     }
@@ -102,6 +103,7 @@ def of_request(
         attributes[names.IMAGE_TOKENS] = image_positions if generates(event.skill) else 0
         attributes[names.IMAGE_WIDTH], attributes[names.IMAGE_HEIGHT] = event.image_size
         attributes[names.IMAGE_CROPS] = event.num_crops
+        attributes[names.IMAGE_REUSED_CROPS] = metrics.reused_crops
     return attributes
 
 
@@ -142,8 +144,12 @@ def of_step(event: StepEvent) -> Attributes:
         names.STEP_ID: event.step_id,
         names.STEP_REQUESTS: len(event.request_ids),
         names.STEP_CROPS: event.num_crops,
+        names.STEP_REUSED_CROPS: event.num_reused_crops,
         names.STEP_PREFILL: event.num_prefill_positions,
         names.STEP_DECODE: event.num_decode,
+        names.STEP_SHARED_ROWS: sum(event.shared_groups),
+        names.STEP_SHARED_GROUPS: len(event.shared_groups),
+        names.STEP_MASKED_ROWS: event.num_masked,
         names.STEP_VISION_S: event.vision_s,
         names.STEP_PREFILL_S: event.prefill_s,
         names.STEP_DECODE_S: event.decode_s,

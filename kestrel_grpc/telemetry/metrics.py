@@ -61,6 +61,7 @@ class ServiceMetrics:
         self.token_gap = DenseHistogram(names.TOKEN_GAP)
         """The readers add this histogram to their data."""
         self._tokens = {"input": 0, "output": 0}
+        self._reasoning = self._shared_rows = self._shared_groups = 0
         self._requests: Counter[tuple[str, str, str]] = Counter()
         self._principals: dict[str, _Usage] = {}
         self._refused: Counter[str] = Counter()
@@ -106,6 +107,9 @@ class ServiceMetrics:
             names.STEPS,
             lambda: [Observation(n, {names.FAILED: k}) for k, n in self._steps.items()],
         )
+        self._observe(names.REASONING, lambda: [Observation(self._reasoning)])
+        self._observe(names.SHARED_ROWS, lambda: [Observation(self._shared_rows)])
+        self._observe(names.SHARED_GROUPS, lambda: [Observation(self._shared_groups)])
         self._observe(names.STEP_TOKENS, lambda: [Observation(self._step_tokens)])
         self._observe(names.CROPS, lambda: [Observation(self._crops)])
         self._observe(names.REUSED_CROPS, lambda: [Observation(self._reused_crops)])
@@ -123,6 +127,8 @@ class ServiceMetrics:
         self._observe(names.LOAD_PHASE, lambda: _load_phases(engine))
         self._observe(names.KERNELS, lambda: _kernels(engine))
         self._observe(names.COMPILE_TIME, lambda: [Observation(engine.compiled.seconds)])
+        self._observe(names.MASKS, lambda: [Observation(engine.mask_counts.masks)])
+        self._observe(names.MASK_TIME, lambda: [Observation(engine.mask_counts.seconds)])
         self._observe(names.RUNNING, lambda: [Observation(engine.stats.running)])
         self._observe(names.WAITING, lambda: [Observation(_waiting(engine))])
         self._observe(names.PRINCIPALS, lambda: [Observation(engine.places.principals)])
@@ -155,6 +161,8 @@ class ServiceMetrics:
         self._reused_crops += event.num_reused_crops
         self._prefill_positions += event.num_prefill_positions
         self._step_tokens += event.num_tokens
+        self._shared_rows += sum(event.shared_groups)
+        self._shared_groups += len(event.shared_groups)
         for gap_s, count in event.token_gaps:
             self.token_gap.record(gap_s, count)
         if event.num_crops:
@@ -169,6 +177,7 @@ class ServiceMetrics:
         self._requests[event.skill, event.finish_reason or "error", event.error] += 1
         self._tokens["input"] += metrics.input_tokens
         self._tokens["output"] += metrics.output_tokens
+        self._reasoning += metrics.reasoning_tokens
         served = {**self._model, **skill, names.OPERATION: operation_of(event.skill)}
         failed = {**served, names.ERROR_TYPE: event.error} if event.error else served
         self._request_duration.record(metrics.total_time_ms / 1e3, failed)

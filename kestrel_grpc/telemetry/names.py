@@ -53,6 +53,7 @@ FINISH_REASONS = "gen_ai.response.finish_reasons"
 TIME_TO_FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
 INPUT_TOKENS = "gen_ai.usage.input_tokens"
 OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+REASONING_TOKENS = "gen_ai.usage.reasoning.output_tokens"
 CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
 IMAGE_TOKENS = "gen_ai.usage.image.input_tokens"
 OUTPUT_TYPE = "gen_ai.output.type"
@@ -68,12 +69,17 @@ FINISH_REASON = "kestrel.finish_reason"
 IMAGE_WIDTH = "kestrel.image.width"
 IMAGE_HEIGHT = "kestrel.image.height"
 IMAGE_CROPS = "kestrel.image.crops"
+IMAGE_REUSED_CROPS = "kestrel.image.reused_crops"
 PREPROCESS_SECONDS = "kestrel.image.preprocess_s"
 STEP_ID = "kestrel.step.id"
 STEP_REQUESTS = "kestrel.step.requests"
 STEP_CROPS = "kestrel.step.crops"
+STEP_REUSED_CROPS = "kestrel.step.reused_crops"
 STEP_PREFILL = "kestrel.step.prefill_positions"
 STEP_DECODE = "kestrel.step.decode_rows"
+STEP_SHARED_ROWS = "kestrel.step.shared_rows"
+STEP_SHARED_GROUPS = "kestrel.step.shared_groups"
+STEP_MASKED_ROWS = "kestrel.step.masked_rows"
 STEP_VISION_S = "kestrel.step.vision_s"
 STEP_PREFILL_S = "kestrel.step.prefill_s"
 STEP_DECODE_S = "kestrel.step.decode_s"
@@ -212,6 +218,12 @@ TOKENS = Metric(
     "Tokens of finished requests: input (positions, including images) and output",
     (TOKEN_TYPE,),
 )
+REASONING = Metric(
+    "kestrel.tokens.reasoning",
+    "counter",
+    "{token}",
+    "Output tokens of finished requests that were reasoning",
+)
 PRINCIPAL_CALLS = Metric(
     "kestrel.principal.calls",
     "counter",
@@ -245,6 +257,30 @@ STEP_TOKENS = Metric(
     "counter",
     "{token}",
     "Tokens that steps have sampled, for finished and unfinished requests",
+)
+SHARED_ROWS = Metric(
+    "kestrel.step.shared.rows",
+    "counter",
+    "{row}",
+    "Rows of steps whose positions in common with other rows, such as those of an image, were read once for all",
+)
+SHARED_GROUPS = Metric(
+    "kestrel.step.shared.groups",
+    "counter",
+    "{group}",
+    "Groups of such rows: their rows over their number is the mean size of a group",
+)
+MASKS = Metric(
+    "kestrel.masks",
+    "counter",
+    "{mask}",
+    "Masks of the tokens that constraints permit, one for each token of a constrained answer",
+)
+MASK_TIME = Metric(
+    "kestrel.masks.time",
+    "counter",
+    "s",
+    "Time of the step thread to follow constraints and to compute their masks",
 )
 STEPS = Metric(
     "kestrel.steps", "counter", "{step}", "Steps that the device has finished", (FAILED,)

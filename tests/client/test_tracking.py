@@ -71,5 +71,3 @@ def test_with_the_real_packages(python: Path, program: str) -> None:
         [python, "-c", MADE + program], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-
-

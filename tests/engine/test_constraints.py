@@ -40,7 +40,9 @@ def shared_grammars():
     """One for all engines here: each would start a process and build a tree of the vocabulary."""
     model = parse_model_config(SMALL, family="moondream3")
     grammars = Grammars(ByteCodec(), model.text.vocab_size, model.ids.eos_id)
-    yield types.SimpleNamespace(compile=grammars.compile, close=lambda: None)
+    yield types.SimpleNamespace(
+        compile=grammars.compile, close=lambda: None, counts=grammars.counts
+    )
     grammars.close()
 
 

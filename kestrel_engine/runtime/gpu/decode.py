@@ -51,6 +51,8 @@ class Decode:
         self._kinds = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._values = torch.zeros(max_rows, 2, dtype=torch.float32, device=device)
         config = text.config
+        self.shared_groups: tuple[int, ...] = ()
+        """Those of the last run, as in StepResult."""
         self._shared: SharedRows | None = None
         if planned is None and max_rows >= FEWEST_ROWS:
             self._shared = SharedRows(
@@ -71,7 +73,8 @@ class Decode:
         """
         count = len(rows)
         assert count <= self._max_rows, f"{count} decode rows, limit {self._max_rows}"
-        shared = self._shared is not None and self._shared.send(rows)
+        self.shared_groups = () if self._shared is None else self._shared.send(rows)
+        shared = bool(self.shared_groups)
         padded = self._graphs.padded(count, shared=shared)
         host = self._sampler.rows.host()
         host["new_pages"][:padded] = -1

@@ -76,14 +76,16 @@ class PassOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingStep:
-    """An enqueued step. ``outputs``: those of its passes. ``flags``: the prompt rows of
-    each pass that has rows without sampling, with flags [rows, 1] int32 that are 1 for rows that are not finite.
+    """An enqueued step. ``outputs``: those of its passes. ``shared_groups``: as in StepResult. ``flags``: the prompt
+    rows of each pass that has rows without sampling, with flags [rows, 1] int32 that are 1 for rows that are not
+    finite.
     ``embeddings``: by sequence id. All are valid after the last of ``marks``, which time the parts of the step. So are
     ``refined``, the masks of ``plan.refine``, [rows, crop_size, crop_size] float32; None without such rows."""
 
     plan: StepPlan
     embeddings: dict[int, FetchedEmbedding]
     outputs: list[PassOutput]
+    shared_groups: tuple[int, ...]
     flags: list[tuple[Sequence[Row], Tensor]]
     refined: Tensor | None
     marks: list[torch.cuda.Event | float]
@@ -312,6 +314,7 @@ class GpuRuntime:
             embeddings=embeddings,
             non_finite=frozenset(non_finite),
             refined=refined,
+            shared_groups=handle.shared_groups,
             vision_s=vision_s,
             prefill_s=prefill_s,
             decode_s=decode_s,
@@ -376,11 +379,13 @@ class GpuRuntime:
             self._state.release(sequence_id)
         outputs: list[PassOutput] = []
         flags: list[tuple[Sequence[Row], Tensor]] = []
+        groups: tuple[int, ...] = ()
         marks = [self._mark()]
         # The rows of a step don't depend on one another. Decode goes first, so the host prepares images while it runs.
         if plan.decode:
             sampled, tops = self._decode.run(plan.decode, plan.step_id)
             outputs.append(self._output(plan.decode, sampled, tops))
+            groups = self._decode.shared_groups
         marks.append(self._mark())
         self._images.encode(plan.encode)
         embeddings = {read.sequence_id: self._images.embedding(read) for read in plan.embed}
@@ -390,7 +395,7 @@ class GpuRuntime:
             self._prefill(rows, plan, outputs, flags)
         marks.append(self._mark())
         self._lanes.enqueued(plan, marks[-1])
-        return PendingStep(plan, embeddings, outputs, flags, refined, marks)
+        return PendingStep(plan, embeddings, outputs, groups, flags, refined, marks)
 
     def _output(self, rows: Sequence[Row], results: Tensor, tops: Tensor | None) -> PassOutput:
         """Enqueues the copy of a pass's results to the host."""

@@ -353,13 +353,13 @@ def test_pool_layout_and_size():
 def test_only_small_passes_run_on_one_thread(runtime, monkeypatch, small_pass, threads):
     monkeypatch.setattr(torch_runtime, "SMALL_PASS", small_pass)
     seen = []
-    hidden = runtime.hidden
+    batch = runtime.batch
 
     def noting(rows):
         seen.append(torch.get_num_threads())
-        return hidden(rows)
+        return batch(rows)
 
-    monkeypatch.setattr(runtime, "hidden", noting)
+    monkeypatch.setattr(runtime, "batch", noting)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

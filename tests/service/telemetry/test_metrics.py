@@ -45,6 +45,7 @@ class TimedRuntime(FakeRuntime):
         tokens = super().collect(handle).tokens
         return StepResult(
             tokens=tokens,
+            shared_groups=(3, 2) if handle.decode else (),
             vision_s=0.003 if handle.encode else 1e-6,
             prefill_s=0.002 if handle.prefill else 1e-6,
             decode_s=0.001 if handle.decode else 1e-6,
@@ -169,6 +170,25 @@ async def test_what_is_counted(measured):
     pages = {s.labels["kestrel_kv_state"]: s.value for s in found.samples["kestrel_kv_pages"]}
     assert sum(pages.values()) == LIMITS.num_pages
     assert pages["private"] == 0 and pages["cached"] > 0
+
+
+async def test_reasoning_masks_and_shared_reads_are_counted(measured):
+    served = await measured()
+    thinking = pb.QueryRequest(question="what?", reasoning=True, sampling=QUERY.sampling)
+    response = await served.vision.Query(thinking)
+    # The fourth token is the last of the reasoning; the fifth begins the answer.
+    assert (response.usage.reasoning_tokens, response.usage.output_tokens) == (4, 8)
+    choices = common_pb2.Constraint(choices=["red", "green"])
+    sampling = common_pb2.Sampling(max_tokens=9, constraint=choices)
+    answer = await served.vision.Query(pb.QueryRequest(question="what?", sampling=sampling))
+    assert answer.usage.reasoning_tokens == 0
+    found = await scrape(served)
+    assert found.value("kestrel_tokens_reasoning_total") == 4
+    # One for each token, and one for the end.
+    assert found.value("kestrel_masks_total") == answer.usage.output_tokens + 1
+    assert 0 < found.value("kestrel_masks_time_seconds_total") < 5
+    groups = found.value("kestrel_step_shared_groups_total")
+    assert groups > 0 and found.value("kestrel_step_shared_rows_total") == 2.5 * groups
 
 
 async def test_images_prepared_ahead_count_as_prepared(measured):

@@ -49,6 +49,8 @@ class Usage:
     """The part of input_tokens that was reused from a cache."""
     image_tokens: int = 0
     """The part of input_tokens that the image takes."""
+    reasoning_tokens: int = 0
+    """The part of output_tokens that is reasoning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

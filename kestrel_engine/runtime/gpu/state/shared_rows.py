@@ -34,32 +34,33 @@ class SharedRows:
             self._tiles.device["tiles"], self._counts.device["counts"], num_heads, head_dim
         )
 
-    def send(self, rows: Sequence[Row]) -> bool:
-        """Enqueues the copy of the tiles for ``rows``. Returns False, without a copy, if a step without shared reads
-        takes less time."""
+    def send(self, rows: Sequence[Row]) -> tuple[int, ...]:
+        """Enqueues the copy of the tiles for ``rows``. Returns the number of rows of each group; nothing, without a
+        copy, if a step without shared reads takes less time."""
         if len(rows) < FEWEST_ROWS:
-            return False
+            return ()
         groups = list(shared_beginnings(rows, self._page_size, at_least=FEWEST_OF_A_GROUP))
         saved = sum(
             (len(g.rows) - _tiles_of(len(g.rows))) * g.num_pages * self._page_size for g in groups
         )
         if 2 * saved < sum(row.start for row in rows):
-            return False
+            return ()
         counts, tiles = self._counts.host()["counts"], self._tiles.host()["tiles"]
         counts[:], tiles[:, 0] = 0, 0
-        place = 0
+        place, sizes = 0, []
         for group in groups:
             shared = group.num_pages * self._page_size
             if not shared:
                 continue
             counts[group.indices] = shared
+            sizes.append(len(group.indices))
             for first in range(0, len(group.indices), ROWS):
                 part = group.indices[first : first + ROWS]
                 tiles[place, : 2 + len(part)] = (len(part), shared, *part)
                 place += 1
         self._counts.send()
         self._tiles.send()
-        return True
+        return tuple(sizes)
 
     def send_nothing(self) -> None:
         """Enqueues the copy of tiles without rows."""

@@ -60,6 +60,15 @@ def test_captured_sizes_double():
     assert shared_ladder(8, 8) == (8,)
 
 
+def noting_groups(collect, kind, groups):
+    def observed(handle):
+        result = collect(handle)
+        groups.append((kind, result.shared_groups))
+        return result
+
+    return observed
+
+
 @pytest.mark.slow_with("moondream2")
 @pytest.mark.parametrize("family", ["moondream2", "moondream3"])
 def test_answers_about_one_image_are_those_of_the_reference(family, monkeypatch):
@@ -72,12 +81,7 @@ def test_answers_about_one_image_are_those_of_the_reference(family, monkeypatch)
     own = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
     tested = GpuRuntime(config, own, **sizes)
     image = picture("image", (1, 1), config, seed=2)
-    sent = []
-    send = SharedRows.send
-    monkeypatch.setattr(
-        SharedRows, "send", lambda self, rows: sent.append(send(self, rows)) or sent[-1]
-    )
-    said = []
+    said, groups = [], []
     for runtime in (reference, tested):
         prompt = (0, ImageBlock("image", config.image_positions))
         first = StepPlan(
@@ -91,9 +95,13 @@ def test_answers_about_one_image_are_those_of_the_reference(family, monkeypatch)
         ]
         for talk in talks[:8]:
             talk.pages, talk.position = (79, *talk.pages), page
+        monkeypatch.setattr(
+            runtime, "collect", noting_groups(runtime.collect, type(runtime), groups)
+        )
         said.append(answers(runtime, talks))
         runtime.close()
     wanted, got = ({n: [t.id for t in tokens] for n, tokens in each.items()} for each in said)
     assert got == wanted
     assert len({tuple(ids) for ids in got.values()}) > 3
-    assert True in sent
+    # Both runtimes tell which rows shared reads.
+    assert {(TorchRuntime, (8,)), (GpuRuntime, (8,))} <= set(groups)

@@ -747,6 +747,7 @@ class Usage(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     IMAGE_TOKENS_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     input_tokens: _builtins.int
     """Positions of the prompt: text, image and spatial references. At least 1."""
     output_tokens: _builtins.int
@@ -755,6 +756,8 @@ class Usage(_message.Message):
     """The part of input_tokens whose computation was reused from a cache. At least 0."""
     image_tokens: _builtins.int
     """The part of input_tokens that the image takes: Model.image_positions, or 0 without an image."""
+    reasoning_tokens: _builtins.int
+    """The part of output_tokens that is reasoning. The token that separates it from the answer does not count. At least 0."""
     def __init__(
         self,
         *,
@@ -762,10 +765,11 @@ class Usage(_message.Message):
         output_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         image_tokens: _builtins.int = ...,
+        reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "image_tokens", b"image_tokens", "input_tokens", b"input_tokens", "output_tokens", b"output_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "image_tokens", b"image_tokens", "input_tokens", b"input_tokens", "output_tokens", b"output_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
