@@ -652,7 +652,7 @@ def test_a_demo_that_is_killed_leaves_no_server(tmp_path):
         popen.stdout.readline()
         assert READY.match(popen.stdout.readline().strip())
         (server,) = psutil.Process(popen.pid).children()
-        assert "demo.sock" in _command_line(server)
+        assert "server.sock" in _command_line(server)
         popen.send_signal(signal.SIGKILL)
         assert popen.wait(60) == -signal.SIGKILL
     try:
@@ -697,7 +697,7 @@ def test_the_demo_calls_everything_and_ends_its_server(tmp_path, demo_servers):
 @pytest.mark.slow
 def test_the_demo_as_users_start_it_leaves_no_process(tmp_path):
     assert_complete(executed("demo", "--output", tmp_path / "out"), tmp_path / "out")
-    ours = [p for p in psutil.Process().children(recursive=True) if "demo.sock" in _command_line(p)]
+    ours = [p for p in psutil.Process().children(recursive=True) if "server.sock" in _command_line(p)]
     assert ours == []
 
 
