@@ -23,7 +23,7 @@ def own_server(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
 
     The server ends with the context, at the latest with this process. Raises CommandError if it does not start.
     """
-    with tempfile.TemporaryDirectory(prefix="kestrel-") as folder, _pipe() as watched:
+    with tempfile.TemporaryDirectory(prefix="kestrel-own-") as folder, _pipe() as watched:
         address = f"unix:{folder}/server.sock"
         command = [
             *(sys.executable, "-m", "kestrel_grpc.cli.own_server_process", str(watched)),

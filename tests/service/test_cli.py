@@ -613,7 +613,7 @@ def test_a_demo_that_is_told_to_stop_takes_its_server_along(tmp_path):
         popen.send_signal(signal.SIGTERM)
         # The folder of the socket is removed only after the server has ended.
         assert popen.wait(60) == 130
-    assert not list(short.glob("kestrel-demo-*"))
+    assert not list(short.glob("kestrel-own-*"))
     shutil.rmtree(short)
 
 
