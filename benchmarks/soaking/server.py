@@ -8,6 +8,7 @@ For each line "probe" on standard input, it collects garbage and writes one JSON
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import dataclasses
 import gc
 import json
@@ -24,10 +25,13 @@ from kestrel_grpc.process.server import KestrelServer
 
 @dataclass(frozen=True)
 class Held:
-    """The resources of the process. Memory in KiB: all resident memory, and the anonymous part of it."""
+    """The resources of the process."""
 
     rss_kib: int
-    anonymous_kib: int
+    in_use_kib: int
+    """Memory that the C library's allocator has given out. Unlike resident memory, it holds nothing that was freed."""
+    blocks: int
+    """Blocks that Python's own allocator has given out."""
     objects: int
     """The objects that the garbage collector tracks."""
     tasks: int
@@ -58,13 +62,13 @@ class ProbedServer(KestrelServer):
 
     async def _probe(self) -> Held:
         gc.collect()
-        memory = _memory()
         engine, admission = self.served.loaded, self.guard.admission
         assert engine is not None
         stats = engine.stats
         return Held(
-            rss_kib=memory["Rss"],
-            anonymous_kib=memory["Anonymous"],
+            rss_kib=_resident_kib(),
+            in_use_kib=_in_use_kib(),
+            blocks=sys.getallocatedblocks(),
             objects=len(gc.get_objects()),
             tasks=len(asyncio.all_tasks()) - 1,
             threads=threading.active_count(),
@@ -78,10 +82,30 @@ class ProbedServer(KestrelServer):
         )
 
 
-def _memory() -> dict[str, int]:
-    """Returns the memory of the process by kind, in KiB."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
-    return {name: int(value.split()[0]) for name, _, value in (x.partition(":") for x in lines)}
+def _resident_kib() -> int:
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Rss:"):
+            return int(line.split()[1])
+    raise AssertionError("no line Rss in smaps_rollup")
+
+
+class _AllocatorInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def _in_use_kib() -> int:
+    mallinfo2 = ctypes.CDLL(None).mallinfo2  # In glibc since 2.33, of 2021.
+    mallinfo2.restype = _AllocatorInfo
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd) // 1024
 
 
 def main(arguments: list[str] | None = None) -> Any:

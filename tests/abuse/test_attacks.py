@@ -1,5 +1,7 @@
 """Attacks of attacks.py on ``kestrel-grpc serve`` with default flags: memory stays within what the flags promise, the
-polite caller is answered, and the server lives. ``python -m tests.abuse.attacks`` measures how long he waits."""
+polite caller is answered, and the server lives. ``python -m tests.abuse.attacks`` measures how long he waits.
+
+All are slow. test_flood.py and test_connections.py try those of strangers on a server with the fake runtime."""
 
 import pytest
 
@@ -18,8 +20,9 @@ HELD = 1024
 DECODING = 1024 + 512
 """MiB of --decode-bytes, and of the decoders' processes."""
 
-QUICK = {"bombs_of_strangers": STRANGERS, "header_tables": STRANGERS}
-REST = {
+MOST_MIB = {
+    "bombs_of_strangers": STRANGERS,
+    "header_tables": STRANGERS,
     "bombs": HELD,
     "bombs_within_the_limit": HELD,
     "unfinished_messages": HELD,
@@ -47,26 +50,17 @@ def target(tmp_path_factory):
         yield running
 
 
-async def check(target, name, most_mib):
+def test_every_attack_is_tried():
+    assert {*MOST_MIB, *CONNECTIONS} == set(ATTACKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MOST_MIB)
+async def test_memory_stays_within_what_the_flags_promise(target, name):
     # "dear" alone takes longer: its images wait for the one process that decodes such. All are sent within a second.
     outcome = await run(target, name, settle_s=0.5, most_s=40.0, pause_s=0.1)
     print(outcome)
     assert target.popen.poll() is None, target.log.read_text()[-4000:]
-    assert outcome.peak_mib - outcome.rest_mib <= 1.1 * most_mib, str(outcome)
+    assert outcome.peak_mib - outcome.rest_mib <= 1.1 * MOST_MIB[name], str(outcome)
     assert outcome.problems == [], str(outcome)
     assert not outcome.polite.failed, str(outcome)
-
-
-def test_every_attack_is_tried():
-    assert {*QUICK, *REST, *CONNECTIONS} == set(ATTACKS)
-
-
-@pytest.mark.parametrize("name", QUICK)
-async def test_strangers_move_little(target, name):
-    await check(target, name, QUICK[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REST)
-async def test_memory_stays_within_what_the_flags_promise(target, name):
-    await check(target, name, REST[name])

@@ -19,11 +19,8 @@ from tests.forking.process import ForkedProcess
 pytestmark = pytest.mark.xdist_group("processes")
 
 SECONDS = float(os.environ.get("KESTREL_SOAK_SECONDS", "120"))
-TRENDS = (
-    "memory at the end over memory after warm-up",
-    "latency at the end over latency after warm-up",
-)
-"""Bars that mean something after minutes only: caches must have been filled first."""
+TRENDS = " after warm-up"
+"""How the names of bars end that mean something after minutes only: caches must have been filled first."""
 
 
 def missed(seconds: float, start: type[subprocess.Popen] = subprocess.Popen) -> list[Bar]:
@@ -31,8 +28,8 @@ def missed(seconds: float, start: type[subprocess.Popen] = subprocess.Popen) -> 
 
 
 def test_nothing_is_lost_in_seconds(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(soak, "TIMED_CALLS", 3)  # Their latency is one of TRENDS.
-    assert [bar for bar in missed(6, ForkedProcess) if bar.what not in TRENDS] == []
+    monkeypatch.setattr(soak, "TIMED_CALLS", 3)  # Their latency is a trend.
+    assert [bar for bar in missed(4, ForkedProcess) if not bar.what.endswith(TRENDS)] == []
 
 
 @pytest.mark.slow
