@@ -697,7 +697,9 @@ def test_the_demo_calls_everything_and_ends_its_server(tmp_path, demo_servers):
 @pytest.mark.slow
 def test_the_demo_as_users_start_it_leaves_no_process(tmp_path):
     assert_complete(executed("demo", "--output", tmp_path / "out"), tmp_path / "out")
-    ours = [p for p in psutil.Process().children(recursive=True) if "server.sock" in _command_line(p)]
+    ours = [
+        p for p in psutil.Process().children(recursive=True) if "server.sock" in _command_line(p)
+    ]
     assert ours == []
 
 
