@@ -8,9 +8,13 @@ Importing this package loads no torch; creating an engine does.
 """
 
 from . import errors, maintenance
+from .adapters.files import checked_adapter_name
 from .config import ImageLimits, RuntimeConfig
 from .engine import InferenceEngine
 from .errors import (
+    AdapterNotFound,
+    AdaptersFull,
+    AdapterUnfit,
     CheckpointError,
     ConfigError,
     ContextLengthError,
@@ -56,6 +60,9 @@ from .types.requests import PreparedImage, PreparedTiles
 
 __all__ = [
     "IMAGE_FORMATS",
+    "AdapterNotFound",
+    "AdapterUnfit",
+    "AdaptersFull",
     "CheckpointError",
     "ConfigError",
     "ContextLengthError",
@@ -112,6 +119,7 @@ __all__ = [
     "UnsupportedImageError",
     "best_boxes",
     "check_settings",
+    "checked_adapter_name",
     "default_of",
     "end_with_parent",
     "errors",

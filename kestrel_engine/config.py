@@ -214,6 +214,22 @@ class RuntimeConfig:
         "weights, if there is one; off: raw scores",
         metavar="FILE",
     )
+    adapters_dir: str | Path | None = setting(
+        None,
+        MODEL,
+        "folder of adapters (LoRA) that requests may name: NAME.safetensors, NAME.pt or a folder NAME each; files may "
+        "come, change and go while the server runs",
+        metavar="DIR",
+        shown="no adapters",
+    )
+    adapter_cache_bytes: int = setting(
+        1024 * 1024 * 1024,
+        MODEL,
+        "limit on the memory of all loaded adapters together; the least recently used ones are dropped",
+        kind="bytes",
+        metavar="SIZE",
+        low=1,
+    )
     offline: bool = setting(
         False, MODEL, "never contact the hub; use its cache and local files only", switch=True
     )
@@ -544,7 +560,7 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model.strip():
             raise ConfigError("model", self.model, "must be a model name, hub id or path")
-        for name in ("model_path", "tokenizer_path"):
+        for name in ("model_path", "tokenizer_path", "adapters_dir"):
             value = getattr(self, name)
             if value is not None and not str(value):
                 raise ConfigError(name, value, "must not be empty")

@@ -14,15 +14,19 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, overload
 
 import numpy as np
 
+from .adapters.files import checked_adapter_name
+from .adapters.library import AdapterLibrary, Lease
 from .config import RuntimeConfig, Sizes
 from .errors import (
+    AdapterNotFound,
     ContextLengthError,
     DeadlineExceeded,
     EngineClosed,
@@ -61,6 +65,7 @@ from .skills.rule_check import RuleCheck, check_prompt
 from .steps.delivery import Delivery, DeliveryThread
 from .steps.loop import EngineLoop, Work
 from .steps.refining import Refining
+from .types.adapter import Adapter
 from .types.constraint import Constraint
 from .types.embedding import EmbeddingSpec
 from .types.events import EngineMetrics, EngineResult, StreamUpdate
@@ -129,6 +134,7 @@ class InferenceEngine(SkillCalls):
             device_pixels=built.device_pixels,
         )
         self._limits = built.runtime.limits
+        self._adapters: AdapterLibrary | None = built.adapters
         self._grammars = Grammars(built.codec, built.model.text.vocab_size, built.model.ids.eos_id)
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="kestrel-grammars")
         self._compiling: dict[Constraint, asyncio.Future[Grammar]] = {}
@@ -257,17 +263,20 @@ class InferenceEngine(SkillCalls):
         request_id = checked_request_id(request_id)
         check_timeout(timeout_s)
         place = self._take_place(principal, weight, priority)
+        held = ExitStack()
+        held.callback(self._places.give_back, place)
         try:
             return await self._submit(
-                place, skill, image, arguments, settings, request_id, timeout_s, cache_salt
+                place, held, skill, image, arguments, settings, request_id, timeout_s, cache_salt
             )
         except BaseException:
-            self._places.give_back(place)
+            held.close()
             raise
 
     async def _submit(
         self,
         place: Place,
+        held: ExitStack,
         skill: str,
         image: Any,
         arguments: Mapping[str, Any] | None,
@@ -276,11 +285,12 @@ class InferenceEngine(SkillCalls):
         timeout_s: float | None,
         cache_salt: str,
     ) -> EngineStream:
-        """``submit`` for a request that has its place in the queue."""
+        """``submit`` for a request that has its place in the queue. ``held``: what it gives back at its end."""
         now = time.monotonic()
         timings = FrontTimings(accepted_at=now)
         spec = EmbedSkill() if skill == EMBED else self._skills.get(skill)
-        request = spec.build(arguments or {}, settings or {}, self._context)
+        adapter_name, settings = _without_adapter(settings or {})
+        request = spec.build(arguments or {}, settings, self._context)
         check_prompt(request.prompt_suffix, self._built.model)
         images = _as_list(image)
         num_looks = _check_tiled(images, request)
@@ -293,6 +303,12 @@ class InferenceEngine(SkillCalls):
             self._places.take_more(place, len(images) * num_looks - 1)
         if request.constraint is not None:
             request = await self._compiled(request, request.constraint, timeout_s, place)
+        adapter: Adapter | None = None
+        namespace: Hashable = cache_salt
+        if adapter_name is not None:
+            lease = await self._leased(adapter_name, timeout_s, place)
+            held.callback(lease.give_back)
+            adapter, namespace = lease.adapter, (cache_salt, lease.adapter.key)
         prepared: list[Looks] = []
         if images:
             prepared, timings = await self._prepare(images, now, timeout_s, cache_salt, place)
@@ -317,7 +333,6 @@ class InferenceEngine(SkillCalls):
         group, merging = None, request.merging
         if merging is not None and (is_tiled or merging.max_overlap is not None):
             group = LookGroup(len(looks), merging, abort)
-        give_back = partial(self._places.give_back, place)
         opened: list[OpenRequest] = []
         works: list[Work] = []
         for sequence_id, images_of_look in zip(ids, looks, strict=True):
@@ -330,18 +345,19 @@ class InferenceEngine(SkillCalls):
                 sampling=dataclasses.replace(request.sampling, seed=seed),
                 rule=control.rule(0),
                 max_tokens=max_tokens,
-                namespace=cache_salt,
+                namespace=namespace,
                 principal=place.principal,
                 weight=place.weight,
                 priority=place.priority,
                 arrived_at=now,
                 deadline_at=now + min(bounds) if bounds else None,
                 embedding=request.embedding,
+                adapter=adapter,
             )
             output = spec.new_output(seen, self._context)
             refines = request.refine and self._limits.refines and bool(images_of_look)
             works.append(Work(request_id, submission, control, output, queue_limited, refines))
-            opened.append(OpenRequest(skill, stream, timings, submission, give_back, group=group))
+            opened.append(OpenRequest(skill, stream, timings, submission, held.close, group=group))
         for each in opened:
             self._open.add(each.submission.sequence_id, each)
         place.is_waiting = lambda: all(each.admitted_at is None for each in opened)
@@ -470,6 +486,8 @@ class InferenceEngine(SkillCalls):
         await asyncio.sleep(0)  # Lets the last deliveries reach their streams.
         self._open.fail_all(EngineClosed("the engine was shut down"))
         self._pool.close()
+        if self._adapters is not None:
+            await self._adapters.close()
         await asyncio.to_thread(self._compiler.shutdown, cancel_futures=True)
         self._grammars.close()
 
@@ -533,19 +551,15 @@ class InferenceEngine(SkillCalls):
         ready = [_looks_of(image) for image in images]
         if all(ready):
             return ready, FrontTimings(accepted_at=accepted_at)
-        self._preparing += 1
-        self._idle.clear()
         try:
-            async with asyncio.timeout(timeout_s):
-                preparing = self._prepare_each(images, cache_salt, place)
-                prepared = await until_displaced(place, preparing)
+            with self._prepares():
+                async with asyncio.timeout(timeout_s):
+                    preparing = self._prepare_each(images, cache_salt, place)
+                    prepared = await until_displaced(place, preparing)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the deadline of {timeout_s} s passed in preprocessing"
             ) from None
-        finally:
-            self._preparing -= 1
-            self._note_idle()
         # Images of one request are prepared at the same time if decoders are free.
         now = time.monotonic()
         timings = FrontTimings(
@@ -603,12 +617,11 @@ class InferenceEngine(SkillCalls):
         compiled, and Displaced if the request loses its place meanwhile.
         """
         compiling = self._compile(constraint)
-        self._preparing += 1
-        self._idle.clear()
         try:
-            async with asyncio.timeout(timeout_s):
-                # Shielded, because other requests may wait for the same constraint.
-                grammar = await until_displaced(place, asyncio.shield(compiling))
+            with self._prepares():
+                async with asyncio.timeout(timeout_s):
+                    # Shielded, because other requests may wait for the same constraint.
+                    grammar = await until_displaced(place, asyncio.shield(compiling))
         except asyncio.CancelledError:
             if compiling.cancelled():
                 raise EngineClosed("the engine was shut down") from None
@@ -617,10 +630,35 @@ class InferenceEngine(SkillCalls):
             raise DeadlineExceeded(
                 f"the deadline of {timeout_s} s passed before the constraint was compiled"
             ) from None
+        return dataclasses.replace(request, grammar=grammar)
+
+    async def _leased(self, name: str, timeout_s: float | None, place: Place) -> Lease:
+        """The adapter ``name``, loaded. Raises the errors of ``AdapterLibrary.acquire``, and Displaced if the request
+        loses its place meanwhile."""
+        library = self._adapters
+        if library is None:
+            raise AdapterNotFound(
+                "adapter", f"there is no adapter {name!r}: this server has none (--adapters-dir)"
+            )
+        try:
+            with self._prepares():
+                async with asyncio.timeout(timeout_s):
+                    return await until_displaced(place, library.acquire(name))
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the deadline of {timeout_s} s passed before the adapter was loaded"
+            ) from None
+
+    @contextmanager
+    def _prepares(self) -> Iterator[None]:
+        """Counts a request that is not submitted yet."""
+        self._preparing += 1
+        self._idle.clear()
+        try:
+            yield
         finally:
             self._preparing -= 1
             self._note_idle()
-        return dataclasses.replace(request, grammar=grammar)
 
     def _compile(self, constraint: Constraint) -> asyncio.Future[Grammar]:
         """The compiled constraint, which several requests may await. Raises EngineOverloaded."""
@@ -736,6 +774,16 @@ class InferenceEngine(SkillCalls):
         side = self._built.model.vision.crop_size
         await self.query(question="ready?", settings=settings)
         await self.caption(np.zeros((side, side, 3), np.uint8), settings=settings)
+
+
+def _without_adapter(settings: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
+    """The name of the adapter, if there is one, and the settings for the skill. Raises InvalidRequest."""
+    if not isinstance(settings, Mapping) or "adapter" not in settings:
+        return None, settings
+    name = settings["adapter"]
+    if name is not None:
+        name = checked_adapter_name(name)
+    return name, {key: value for key, value in settings.items() if key != "adapter"}
 
 
 def _as_list(image: Any) -> list[Any]:

@@ -4,6 +4,8 @@
     ├── ConfigError              a RuntimeConfig field is invalid (field, value, limit)
     ├── RequestError             the caller's fault; names the field
     │   ├── InvalidRequest       a field is missing, malformed or out of range
+    │   │   └── AdapterUnfit            the adapter does not fit the model, or its files are broken
+    │   ├── AdapterNotFound      there is no adapter of this name
     │   ├── ContextLengthError   prompt plus max_tokens do not fit the context
     │   ├── ImageError
     │   │   ├── ImageDecodeError        broken or truncated image
@@ -17,6 +19,7 @@
     │   ├── DownloadError        the hub refuses access or is unreachable, or the file does not exist
     │   └── InsufficientMemoryError
     ├── EngineOverloaded         a bounded queue is full; retry later
+    │   ├── AdaptersFull         adapters in use leave no memory for another one
     │   ├── Displaced            the request waited and lost its place to a request with a stronger claim
     │   ├── PixelsWaiting        too many pixels wait to be decoded
     │   └── QueueTimeout         the request waited longer than max_queue_wait_s
@@ -61,6 +64,14 @@ class RequestError(KestrelError, ValueError):
 
 class InvalidRequest(RequestError):
     """A field is missing, malformed or out of range."""
+
+
+class AdapterUnfit(InvalidRequest):
+    """The adapter that the request names does not fit the served model, or its files can't be read."""
+
+
+class AdapterNotFound(RequestError):
+    """There is no adapter of the name that the request gives."""
 
 
 class ContextLengthError(RequestError):
@@ -147,6 +158,10 @@ class EngineOverloaded(KestrelError):
     ) -> None:
         super().__init__(message)
         self.retry_after_s, self.quota = retry_after_s, quota
+
+
+class AdaptersFull(EngineOverloaded):
+    """The adapters that requests use leave no memory for another one, or too many adapters wait to be loaded."""
 
 
 class Displaced(EngineOverloaded):

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .adapters.library import AdapterLibrary
 from .config import RuntimeConfig, Sizes
 from .errors import ConfigError
 from .runtime.protocol import Runtime
@@ -58,6 +59,7 @@ class Built:
     device_pixels: int = 0
     """Width times height of the largest image whose crops the runtime makes of its pixels; 0: it takes crops only."""
     calibration: Calibration = UNCALIBRATED
+    adapters: AdapterLibrary | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
     sizes = config.sizes(cuda=device.type == "cuda")
     kernels = _uses_kernels(config, device)
     _check_fp8_gemms(config, device, dtype, kernels)
+    adapters_dir = _adapters_dir(config, kernels)
     compiling = _compile_meter() if kernels else None
     if config.attention == "flashinfer" and dtype == torch.float32:
         raise ConfigError("attention", "flashinfer", "needs dtype bfloat16 or float16")
@@ -180,8 +183,15 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
             weights_s=read - began, build_s=built - read - capture_s, capture_s=capture_s
         ),
     )
+    adapters = None
+    if adapters_dir is not None:
+        adapters = AdapterLibrary(
+            adapters_dir, model, dtype=dtype, device=device, max_bytes=config.adapter_cache_bytes
+        )
     if not kernels:
-        return Built(runtime, model, codec, info, compiling, calibration=calibration)
+        return Built(
+            runtime, model, codec, info, compiling, calibration=calibration, adapters=adapters
+        )
     from .runtime.gpu.footprint import DEVICE_PIXELS
 
     # Crops are recognised by their bytes, which must be here for that.
@@ -205,6 +215,22 @@ def read_calibration(asked: str | Path, weights: Sequence[Path], fingerprint: st
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("calibration", str(path), f"cannot be read: {error}") from None
     return from_text(text, str(path), fingerprint)
+
+
+def _adapters_dir(config: RuntimeConfig, kernels: bool) -> Path | None:
+    """The folder of adapters. Raises ConfigError."""
+    if config.adapters_dir is None:
+        return None
+    folder = Path(config.adapters_dir).expanduser()
+    if not folder.is_dir():
+        raise ConfigError("adapters_dir", str(config.adapters_dir), "is not a folder")
+    if kernels:
+        raise ConfigError(
+            "adapters_dir",
+            str(config.adapters_dir),
+            "the GPU kernels do not compute adapters yet; set --no-compile, which is slower, or --device cpu",
+        )
+    return folder
 
 
 def _compile_meter() -> CompileMeter:

@@ -22,7 +22,15 @@ INDEX_SUFFIX = ".safetensors.index.json"
 PICKLE_SUFFIXES = (".pt", ".pth")
 _SHARD = re.compile(r"^(.+)-\d+-of-(\d+)\.safetensors$")
 # Keys under which training scripts store the weights in a saved dictionary.
-_NESTED_KEYS = ("state_dict", "model_state_dict", "model", "module", "weights", "head")
+_NESTED_KEYS = (
+    "lora_state_dict",
+    "state_dict",
+    "model_state_dict",
+    "model",
+    "module",
+    "weights",
+    "head",
+)
 
 
 @dataclass(frozen=True, slots=True)

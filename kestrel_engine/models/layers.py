@@ -13,6 +13,8 @@ from typing import TypeAlias
 import torch.nn.functional as F
 from torch import Tensor
 
+from .low_rank import TokenAdapters
+
 Tensors: TypeAlias = Mapping[str, Tensor]
 
 LAYER_NORM_EPS = 1e-5
@@ -20,17 +22,23 @@ LAYER_NORM_EPS = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """``x @ weight.T + bias``. ``weight``: [out, in]. ``bias``: [out] or None."""
+    """``x @ weight.T + bias``. ``weight``: [out, in]. ``bias``: [out] or None. ``name``: the module's canonical name,
+    by which adapters change it."""
 
     weight: Tensor
     bias: Tensor | None = None
+    name: str = ""
 
     @classmethod
     def load(cls, tensors: Tensors, name: str) -> Linear:
-        return cls(tensors[f"{name}.weight"], tensors[f"{name}.bias"])
+        return cls(tensors[f"{name}.weight"], tensors[f"{name}.bias"], name)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+        """``adapters``: those of the tokens of ``x``, which then is [num_tokens, in]."""
+        y = F.linear(x, self.weight, self.bias)
+        if adapters is not None:
+            adapters.add_(self.name, x, y)
+        return y
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +67,8 @@ class Mlp:
     def load(cls, tensors: Tensors, name: str) -> Mlp:
         return cls(Linear.load(tensors, f"{name}.fc1"), Linear.load(tensors, f"{name}.fc2"))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.fc2(gelu_tanh(self.fc1(x)))
+    def __call__(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+        return self.fc2(gelu_tanh(self.fc1(x, adapters)), adapters)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

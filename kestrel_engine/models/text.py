@@ -5,16 +5,17 @@ It works on a flat batch of tokens [num_tokens, dim] and has no notion of sequen
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..types.adapter import INPUT
 from ..types.model_config import TextConfig
 from .attention import Attention
 from .layers import LayerNorm, Linear, Mlp, Tensors, gelu_erf
+from .low_rank import TokenAdapters
 from .rope import RotaryTable, Rotation
 
 
@@ -64,6 +65,8 @@ class Moe:
     experts_per_token: int
     fc1_scale: Tensor | None = None
     fc2_scale: Tensor | None = None
+    name: str = ""
+    """The module's canonical name, by which adapters change it."""
 
     @classmethod
     def load(cls, tensors: Tensors, name: str, experts_per_token: int) -> Moe:
@@ -74,9 +77,10 @@ class Moe:
             experts_per_token,
             tensors.get(f"{name}.fc1.scale"),
             tensors.get(f"{name}.fc2.scale"),
+            name,
         )
 
-    def __call__(self, u: Tensor) -> Tensor:
+    def __call__(self, u: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         """Applies the experts to ``u`` [num_tokens, dim], in the same shape.
 
         Tokens are grouped by expert, so only the weights of chosen experts are read.
@@ -85,7 +89,7 @@ class Moe:
         weights = chosen_logits.float().softmax(dim=-1)
         if len(u) == 1:
             # For one token, sorting the experts takes longer than running small experts.
-            outputs = torch.cat([self.expert(index, u) for index in chosen[0].tolist()])
+            outputs = torch.cat([self.expert(index, u, adapters) for index in chosen[0].tolist()])
             return (weights @ outputs.float()).to(u.dtype)
         by_expert = chosen.flatten().argsort(stable=True)
         tokens = by_expert // self.experts_per_token
@@ -96,18 +100,26 @@ class Moe:
         for expert, count in enumerate(counts):
             if count:
                 end = begin + count
-                outputs[begin:end] = self.expert(expert, grouped[begin:end])
+                own = None if adapters is None else adapters.of(tokens[begin:end])
+                outputs[begin:end] = self.expert(expert, grouped[begin:end], own)
                 begin = end
         weighted = outputs.float() * weights.flatten()[by_expert, None]
         total = torch.zeros(u.shape, dtype=torch.float32, device=u.device)
         return total.index_add_(0, tokens, weighted).to(u.dtype)
 
-    def expert(self, index: int, u: Tensor) -> Tensor:
-        """Returns one expert's output for ``u`` [num_tokens, dim]."""
+    def expert(self, index: int, u: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+        """Returns one expert's output for ``u`` [num_tokens, dim]. ``adapters``: those of these tokens."""
         fc1 = _dequantised(self.fc1, self.fc1_scale, index, u.dtype)
         fc2 = _dequantised(self.fc2, self.fc2_scale, index, u.dtype)
-        h, g = F.linear(u, fc1).chunk(2, dim=-1)
-        return F.linear(gelu_erf(h) * (g + 1), fc2)
+        gated = F.linear(u, fc1)
+        if adapters is not None:
+            adapters.add_expert_(f"{self.name}.fc1", index, u, gated)
+        h, g = gated.chunk(2, dim=-1)
+        inner = gelu_erf(h) * (g + 1)
+        output = F.linear(inner, fc2)
+        if adapters is not None:
+            adapters.add_expert_(f"{self.name}.fc2", index, inner, output)
+        return output
 
 
 def _dequantised(weight: Tensor, scale: Tensor | None, index: int, dtype: torch.dtype) -> Tensor:
@@ -127,18 +139,26 @@ class TextBlock:
         self.qkv = Linear.load(tensors, f"{name}.attn.qkv")
         self.proj = Linear.load(tensors, f"{name}.attn.proj")
         self.tau = Tau.load(tensors, f"{name}.attn.tau") if config.tau_attn else None
-        self.mlp: Callable[[Tensor], Tensor]
+        self.mlp: Moe | Mlp
         if config.moe is not None and index >= config.moe.start_layer:
             self.mlp = Moe.load(tensors, f"{name}.mlp", config.moe.experts_per_token)
         else:
             self.mlp = Mlp.load(tensors, f"{name}.mlp")
 
-    def __call__(self, x: Tensor, placement: Placement, attention: Attention) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        placement: Placement,
+        attention: Attention,
+        adapters: TokenAdapters | None = None,
+    ) -> Tensor:
         u = self.ln(x)
-        return x + self._attend(u, placement, attention) + self.mlp(u)
+        return x + self._attend(u, placement, attention, adapters) + self.mlp(u, adapters)
 
-    def _attend(self, u: Tensor, placement: Placement, attention: Attention) -> Tensor:
-        qkv = self.qkv(u)
+    def _attend(
+        self, u: Tensor, placement: Placement, attention: Attention, adapters: TokenAdapters | None
+    ) -> Tensor:
+        qkv = self.qkv(u, adapters)
         heads = qkv.view(u.shape[0], 3 * self.n_heads, -1)
         q, k, v = heads.chunk(3, dim=1)
         if self.tau is not None:
@@ -146,7 +166,10 @@ class TextBlock:
             q.mul_(q_factors.unsqueeze(-1))
             v.mul_(v_factors.unsqueeze(-1))
         placement.rotation.apply_(heads[:, : 2 * self.n_heads])
-        return self.proj(attention(self.index, q, k, v).flatten(1))
+        attended = self.proj(attention(self.index, q, k, v).flatten(1), adapters)
+        if adapters is not None:
+            adapters.add_(f"{self.proj.name}{INPUT}", u, attended)
+        return attended
 
 
 class TextModel:
@@ -169,14 +192,21 @@ class TextModel:
         """Returns the placement of ``positions`` [num_tokens] int64, which are below the model's context length."""
         return Placement(self._rotary.at(positions), positions.float().log1p().unsqueeze(-1))
 
-    def __call__(self, x: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        adapters: TokenAdapters | None = None,
+    ) -> Tensor:
         """Returns the residual stream [num_tokens, dim] after the last block, before ``post_ln``.
 
-        ``x``: embeddings [num_tokens, dim]. ``positions``: [num_tokens] int64.
+        ``x``: embeddings [num_tokens, dim]. ``positions``: [num_tokens] int64. ``adapters``: those of the tokens; None
+        if no token has one.
         """
         placement = self.place(positions)
         for block in self.blocks:
-            x = block(x, placement, attention)
+            x = block(x, placement, attention, adapters)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..models.attention import Group, PagedAttention, Span
+from ..models.low_rank import TokenAdapters, token_adapters
 from ..models.moondream import Moondream
 from ..types.requests import Coord, ImageBlock, Size, Token, num_positions
 from ..types.step import Previous, Row
@@ -23,13 +24,14 @@ from .shared_beginning import SharedBeginning, find_groups
 class Batch:
     """The tokens of all rows, end to end. ``embeddings``: [num_tokens, dim]. ``positions``: [num_tokens] int64.
     ``last``: [num_rows] int64, the index of each row's last token. ``attention``: valid for one forward pass.
-    ``shared_groups``: as in StepResult."""
+    ``shared_groups``: as in StepResult. ``adapters``: None if no row has an adapter."""
 
     embeddings: Tensor
     positions: Tensor
     last: Tensor
     attention: PagedAttention
     shared_groups: tuple[int, ...]
+    adapters: TokenAdapters | None = None
 
 
 def build_batch(
@@ -74,6 +76,19 @@ def build_batch(
             cache.scales,
         ),
         shared_groups=tuple(len(group.rows) for group in groups),
+        adapters=_adapters(rows, device),
+    )
+
+
+def _adapters(rows: Sequence[Row], device: torch.device) -> TokenAdapters | None:
+    if all(row.adapter is None for row in rows):
+        return None
+    return token_adapters(
+        [
+            (num_positions(known(row)), None if row.adapter is None else row.adapter.weights)
+            for row in rows
+        ],
+        device,
     )
 
 

@@ -65,6 +65,8 @@ class FakeRuntime:
         self._cost, self._sleep = cost, sleep
         self._pages: dict[int, list[Token | None]] = {}
         """The tokens in the slots of each page that was written; None in slots that were not."""
+        self._adapters: dict[int, str | None] = {}
+        """The key of the adapter with which each page was written."""
         self._crops: dict[str, int] = {}
         self._sampled: dict[int, StepToken] = {}
         self._launched: dict[Lane, deque[StepPlan]] = {lane: deque() for lane in Lane}
@@ -221,6 +223,7 @@ class FakeRuntime:
             self._writes_bad |= is_bad
             for _ in range(num_positions((token,))):
                 page = row.page_table[position // size]
+                self._adapters[page] = None if row.adapter is None else row.adapter.key
                 if page not in self._pages:
                     self._pages[page] = [None] * size
                 self._pages[page][position % size] = NOT_FINITE if is_bad else token
@@ -234,6 +237,10 @@ class FakeRuntime:
         )
         table = row.page_table[: -(-length // self._limits.page_size)]
         fed = list(chain.from_iterable(self._pages[page] for page in table))[:length]
+        key = None if row.adapter is None else row.adapter.key
+        assert all(self._adapters[page] == key for page in table), (
+            f"sequence {row.sequence_id} reads a page of another adapter"
+        )
         assert None not in fed, f"sequence {row.sequence_id} reads a slot that was never written"
         return cast(tuple[Token, ...], tuple(fed))
 

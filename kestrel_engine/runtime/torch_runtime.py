@@ -296,7 +296,9 @@ class TorchRuntime:
         return self._hidden(self.batch(rows))
 
     def _hidden(self, batch: Batch) -> Tensor:
-        return self.model.text(batch.embeddings, batch.positions, batch.attention)[batch.last]
+        text = self.model.text
+        stream = text(batch.embeddings, batch.positions, batch.attention, batch.adapters)
+        return stream[batch.last]
 
     def batch(self, rows: Sequence[Row]) -> Batch:
         """Returns the rows as the input of one pass with this runtime's KV cache and images."""

@@ -634,7 +634,8 @@ class Scheduler:
             Scheduled(sequence, sequence.epoch, end, sample is not None, is_prefill, keys)
         )
         page_table = sequence.page_table(-(-end // self._limits.page_size))
-        return Row(sequence.sequence_id, tokens, start, page_table, sample)
+        adapter = sequence.submission.adapter
+        return Row(sequence.sequence_id, tokens, start, page_table, sample, adapter)
 
     def _pop_oldest(self, plan: StepPlan) -> list[Scheduled]:
         oldest, scheduled, alone = self._out[plan.lane].popleft()

@@ -62,9 +62,7 @@ def read_settings(
         raise InvalidRequest("settings", "must be a mapping of names to values")
     known = SAMPLING_KEYS | extra
     for key in settings:
-        if key == "adapter" and settings[key] is not None:
-            raise InvalidRequest("adapter", "adapters are not served by this engine")
-        if key not in known and key != "adapter":
+        if key not in known:
             raise InvalidRequest(
                 str(key), f"is not a setting of this skill; known: {', '.join(sorted(known))}"
             )

@@ -17,6 +17,8 @@ from .requests import Coord, PreparedImage, SamplingParams, Size, Token
 if TYPE_CHECKING:
     import numpy as np
 
+    from .adapter import Adapter
+
 
 class LogitEdit(NamedTuple):
     """A change of the logit of one id: ``bias`` is added; then a logit above 0 is divided by ``penalty`` and another is
@@ -166,6 +168,7 @@ class Row:
     start: int
     page_table: tuple[int, ...]
     sample: SampleSpec | None
+    adapter: Adapter | None = None
 
 
 MOST_REFINED = 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from .adapter import Adapter
 from .embedding import EmbeddingSpec
 from .requests import PreparedImage, Prompt, SamplingParams
 from .step import TokenRule
@@ -38,6 +39,8 @@ class Submission:
     """After this instant the scheduler does not admit the request."""
     embedding: EmbeddingSpec | None = None
     """The request asks for embeddings of its image. Its prompt is empty, and no token is sampled."""
+    adapter: Adapter | None = None
+    """Applies to all positions of the request. ``namespace`` must differ between adapters."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.priority < NUM_PRIORITIES, self.priority

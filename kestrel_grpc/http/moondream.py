@@ -29,7 +29,7 @@ from ..services.json_values import (
 from ..services.vision import VisionService
 from .edge import Asked, Endpoint
 from .fields import Fields, image_bytes, numbers
-from .models import served_name
+from .models import set_model
 
 _LENGTHS = {
     "short": pb.CAPTION_LENGTH_SHORT,
@@ -44,6 +44,7 @@ _NAMES = {
     "max_overlap": "settings.max_overlap",
     "image.region": "settings.region",
     "options.model": "model",
+    "options.adapter": "settings.adapter",
 }
 
 
@@ -138,11 +139,11 @@ def _fill(request: Any, fields: Fields, served: str, *, needs_image: bool = True
         request.max_overlap = max_overlap
     _fill_looks(request, settings, fields)
     request.sampling.stop.extend(settings.texts("stop"))
-    if settings.values.get("adapter") is not None:
-        raise InvalidRequest("settings.adapter", "this server has no adapters")
     model = fields.values.get("model")
     if model is not None:
-        request.options.model = served_name(fields.text("model"), served)
+        set_model(request.options, fields.text("model"), served)
+    if settings.values.get("adapter") is not None:
+        request.options.adapter = settings.text("adapter")
 
 
 def _fill_looks(request: Any, settings: Fields, fields: Fields) -> None:

@@ -21,7 +21,7 @@ from ..services.vision import VisionService
 from .conversation import Message, conversation
 from .edge import Asked, Endpoint, Form
 from .fields import ANY_OBJECT, Fields, image_bytes, json_text
-from .models import served_name
+from .models import served_name, set_model
 
 _QUERY = f"{VISION_METHODS}Query"
 _LIST = f"{MODEL_METHODS}ListModels"
@@ -35,6 +35,7 @@ _NAMES = {
     "sampling.max_tokens": "options.num_predict",
     "sampling.constraint.json_schema": "format",
     "options.model": "model",
+    "options.adapter": "model",
 }
 
 
@@ -170,7 +171,7 @@ def _ask(
     if schema is not None:
         request.sampling.constraint.json_schema = schema
     if fields.values.get("model") is not None:
-        request.options.model = served_name(fields.text("model"), served)
+        set_model(request.options, fields.text("model"), served)
 
     def final(response: pb.QueryResponse, text: str) -> dict[str, Any]:
         timings, usage = response.timings, response.usage

@@ -25,7 +25,7 @@ from .conversation import Conversation, Message, conversation
 from .edge import Asked, Endpoint
 from .fields import ANY_OBJECT, Fields, image_bytes, json_text
 from .grounding import Wanted, wanted_places
-from .models import served_name
+from .models import served_name, set_model
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ _NAMES = {
     "object": "messages",
     "num_samples": "n",
     "options.model": "model",
+    "options.adapter": "model",
     "constraint.json_schema": "response_format.json_schema.schema",
 }
 UNSUPPORTED_PATHS = {
@@ -255,7 +256,7 @@ def fill(request: Any, fields: Fields, served: str) -> None:
         sampling.seed = seed % 2**64
     sampling.stop.extend(fields.texts("stop"))
     if fields.values.get("model") is not None:
-        request.options.model = served_name(fields.text("model"), served)
+        set_model(request.options, fields.text("model"), served)
 
 
 def _fill_logprobs(sampling: common_pb2.Sampling, fields: Fields) -> None:

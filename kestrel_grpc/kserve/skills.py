@@ -154,8 +154,8 @@ class _Inputs:
                 setattr(request.sampling, name.lower(), self._found[name].only())
         if "THRESHOLD" in self._found and "min_score" in request.DESCRIPTOR.fields_by_name:
             request.min_score = self._found["THRESHOLD"].only()
-        if self.text("ADAPTER"):
-            raise InvalidRequest("ADAPTER", "must be empty: this server has no adapters")
+        if adapter := self.text("ADAPTER"):
+            request.options.adapter = adapter
         for name, holder in (("MAX_TOKENS", request.sampling), ("MAX_OBJECTS", request)):
             field = name.lower()
             if name in self._found and field in holder.DESCRIPTOR.fields_by_name:

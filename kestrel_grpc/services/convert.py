@@ -27,6 +27,7 @@ from kestrel_engine import (
     StreamUpdate,
     Tiles,
     TokenLogprob,
+    checked_adapter_name,
     settings_of,
 )
 
@@ -85,6 +86,7 @@ class CallOptions:
     model: str | None = None
     priority: str = "normal"
     cache_salt: str = ""
+    adapter: str | None = None
 
 
 _NO_OPTIONS = CallOptions()
@@ -388,7 +390,8 @@ def call_options(options: common_pb2.RequestOptions) -> CallOptions:
         raise InvalidRequest(
             "cache_salt", f"has {size} UTF-8 bytes; the limit is {_MAX_SALT_BYTES}"
         )
-    return CallOptions(model=model, priority=priority, cache_salt=salt)
+    adapter = checked_adapter_name(options.adapter) if options.HasField("adapter") else None
+    return CallOptions(model=model, priority=priority, cache_salt=salt, adapter=adapter)
 
 
 def sampling_settings(sampling: common_pb2.Sampling) -> dict[str, Any]:

@@ -139,13 +139,15 @@ def add_image_ids(
 
 async def submit(engine: InferenceEngine, call: SkillCall, images: Sequence[Any]) -> EngineStream:
     """Submits the call to the engine. If the deadline passes while the request waits, the engine computes nothing."""
-    options, edge = call.options, current_call()
+    options, edge, settings = call.options, current_call(), call.settings
+    if options.adapter is not None:
+        settings = {**settings, "adapter": options.adapter}
     try:
         return await engine.submit(
             call.skill,
             images if len(images) > 1 else next(iter(images), None),
             call.arguments,
-            call.settings,
+            settings,
             request_id=edge.request_id,
             priority=options.priority,
             timeout_s=edge.timeout_s,

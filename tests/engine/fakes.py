@@ -15,7 +15,7 @@ from PIL import Image
 from kestrel_engine import EngineInfo, ImageEvent, RequestEvent, RuntimeConfig, StepEvent
 from kestrel_engine.factory import Built
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_engine.types.model_config import parse_model_config
+from kestrel_engine.types.model_config import ModelConfig, parse_model_config
 from kestrel_engine.types.requests import Token
 
 IMAGE = np.full((40, 60, 3), 200, np.uint8)
@@ -42,8 +42,12 @@ class ByteCodec:
         return bytes([token_id - 100]) if 100 <= token_id < 356 else b""
 
 
+def fake_model(family: str) -> ModelConfig:
+    return parse_model_config(SMALL, family=family)  # type: ignore[arg-type]
+
+
 def fake_build(config: RuntimeConfig, runtime: FakeRuntime, family: str = "moondream3") -> Built:
-    model = parse_model_config(SMALL, family=family)  # type: ignore[arg-type]
+    model = fake_model(family)
     limits = runtime.limits
     info = EngineInfo(
         model="fake",

@@ -4,6 +4,7 @@ import pytest
 
 import kestrel_engine
 from kestrel_engine import (
+    AdapterNotFound,
     ConfigError,
     ContextLengthError,
     EngineResult,
@@ -193,7 +194,8 @@ async def test_objects_end_at_max_tokens_and_at_the_engines_limit(
         (lambda e: e.query(None, "q", request_id=""), InvalidRequest, "request_id"),
         (lambda e: e.query(None, "q", request_id="x" * 200), InvalidRequest, "request_id"),
         (lambda e: e.query(None, "q", settings={"top_p": 1.5}), InvalidRequest, "top_p"),
-        (lambda e: e.query(None, "q", settings={"adapter": "x@1"}), InvalidRequest, "adapter"),
+        (lambda e: e.query(None, "q", settings={"adapter": "x@1"}), AdapterNotFound, "adapter"),
+        (lambda e: e.query(None, "q", settings={"adapter": 1}), InvalidRequest, "adapter"),
         (lambda e: e.submit("paint"), SkillUnavailable, "skill"),
         (lambda e: e.submit("query", timeout_s=float("nan")), InvalidRequest, "timeout_s"),
         (lambda e: e.prepare_image(IMAGE, timeout_s="5"), InvalidRequest, "timeout_s"),

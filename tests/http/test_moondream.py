@@ -214,9 +214,9 @@ async def test_errors_name_the_json_field(http):
         (
             "point",
             {"image_url": url, "object": "x", "model": "moondream3-preview/ab@1"},
-            400,
-            "model",
-            "adapter",
+            404,
+            "settings.adapter",
+            "there is no adapter 'ab@1'",
         ),
         (
             "point",

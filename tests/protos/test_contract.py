@@ -295,19 +295,6 @@ def test_every_tunable_has_presence() -> None:
         assert field.has_presence, field.full_name
 
 
-@pytest.mark.parametrize(
-    ("message", "numbers", "name"),
-    [
-        ("RequestOptions", [4], "adapter"),
-    ],
-)
-def test_what_comes_later_is_reserved(message: str, numbers: list[int], name: str) -> None:
-    proto = descriptor_pb2.DescriptorProto()
-    MESSAGES[message].CopyToProto(proto)
-    reserved = [n for r in proto.reserved_range for n in range(r.start, r.end)]
-    assert reserved == numbers and list(proto.reserved_name) == [name]
-
-
 def test_durations_and_sizes_say_their_unit() -> None:
     for field in MESSAGES["Timings"].fields:
         assert field.name.endswith("_ms") and field.type == FieldDescriptor.TYPE_DOUBLE

@@ -71,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         request_id=None, priority="low", cache_salt=None, background=None, region=None
     )
     parser.add_argument("--model", help="name of the model that must answer")
+    parser.add_argument("--adapter", metavar="NAME", help="adapter to apply [none]")
     add_connection_flags(parser)
 
 

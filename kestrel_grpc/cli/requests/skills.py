@@ -44,7 +44,7 @@ _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop", "logprobs",
     "top_logprobs", *_PENALTIES
 )  # fmt: skip
-_OPTIONS = ("model", "request_id", "priority", "cache_salt", "background", "region")
+_OPTIONS = ("model", "adapter", "request_id", "priority", "cache_salt", "background", "region")
 _LENGTHS = ("short", "normal", "long")
 _TEXT_COMMANDS = ("query", "caption")
 _OWN_WORD = {"query": "QUESTION", "caption": "[short|normal|long]"}
@@ -225,6 +225,9 @@ def add_save_flags(output: Any) -> None:
 def add_request_flags(parser: argparse.ArgumentParser) -> None:
     request = parser.add_argument_group("request")
     request.add_argument("--model", help="name of the model that must answer")
+    request.add_argument(
+        "--adapter", metavar="NAME", help="adapter, a fine-tune of the model, to apply [none]"
+    )
     request.add_argument(
         "--request-id",
         help="id of the request, for logs and for 'admin cancel' [the server makes one]",

@@ -73,6 +73,8 @@ class _Row:
 _Code = grpc.StatusCode
 TABLE: dict[type[Exception], _Row] = {
     engine.InvalidRequest: _Row(_Code.INVALID_ARGUMENT, "INVALID_REQUEST"),
+    engine.AdapterUnfit: _Row(_Code.INVALID_ARGUMENT, "ADAPTER_UNFIT"),
+    engine.AdapterNotFound: _Row(_Code.NOT_FOUND, "ADAPTER_NOT_FOUND"),
     engine.ContextLengthError: _Row(_Code.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED"),
     engine.ImageDecodeError: _Row(_Code.INVALID_ARGUMENT, "IMAGE_BROKEN"),
     engine.UnsupportedImageError: _Row(_Code.INVALID_ARGUMENT, "IMAGE_FORMAT_UNSUPPORTED"),
@@ -86,6 +88,7 @@ TABLE: dict[type[Exception], _Row] = {
     ImagesNotKept: _Row(_Code.FAILED_PRECONDITION, "IMAGES_NOT_KEPT"),
     engine.RequestError: _Row(_Code.INVALID_ARGUMENT, "INVALID_REQUEST"),
     engine.EngineOverloaded: _Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+    engine.AdaptersFull: _Row(_Code.RESOURCE_EXHAUSTED, "ADAPTERS_FULL"),
     engine.Displaced: _Row(_Code.RESOURCE_EXHAUSTED, "DISPLACED"),
     engine.PixelsWaiting: _Row(_Code.RESOURCE_EXHAUSTED, "PIXELS_WAITING"),
     engine.QueueTimeout: _Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_TIMEOUT"),

@@ -68,6 +68,8 @@ class HandlingOptions(TypedDict, total=False):
 
     model: str | None
     """Name of the model that must answer."""
+    adapter: str | None
+    """Name of the adapter, a fine-tune of the model, to apply."""
     request_id: str | None
     """Your name for the request: 1 to 128 visible ASCII characters."""
     priority: Priority | None
@@ -164,7 +166,7 @@ _SAMPLING = (
     "frequency_penalty",
     "logit_bias",
 )
-_HANDLING = ("model", "request_id", "priority", "cache_salt")
+_HANDLING = ("model", "adapter", "request_id", "priority", "cache_salt")
 
 _Q = TypeVar("_Q", bound=Message)
 _T = TypeVar("_T", bound=Result)

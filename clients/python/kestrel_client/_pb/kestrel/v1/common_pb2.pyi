@@ -692,6 +692,7 @@ class RequestOptions(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's id for the request, for logs, traces and the result: 1 to 128 visible ASCII characters (! to ~).
@@ -705,6 +706,11 @@ class RequestOptions(_message.Message):
     """Name of the model that must answer (Model.name). 1 to 512 characters; a model that is not served gives NOT_FOUND.
     Default: the server's default model (GetServerInfoResponse.default_model).
     """
+    adapter: _builtins.str
+    """Name of the adapter (a fine-tune of the model) to apply, such as "scratches" or "01J5Z3NDEKTSV4RRFFQ69G5FAV@1000": 1 to
+    128 letters, digits and any of ". _ + -", then possibly "@" and a step. A name that the server does not know gives
+    NOT_FOUND, an adapter that does not fit the model INVALID_ARGUMENT. Default: none.
+    """
     cache_salt: _builtins.str
     """The computation of earlier images and prompts is reused only among requests with the same salt. With different salts,
     a caller cannot infer from timings what other callers request. At most 128 bytes of UTF-8. Default: empty, which is
@@ -716,18 +722,23 @@ class RequestOptions(_message.Message):
         request_id: _builtins.str | None = ...,
         priority: Global___Priority.ValueType = ...,
         model: _builtins.str | None = ...,
+        adapter: _builtins.str | None = ...,
         cache_salt: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "model", b"model", "request_id", b"request_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_model", b"_model", "_request_id", b"_request_id", "adapter", b"adapter", "cache_salt", b"cache_salt", "model", b"model", "request_id", b"request_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "model", b"model", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_model", b"_model", "_request_id", b"_request_id", "adapter", b"adapter", "cache_salt", b"cache_salt", "model", b"model", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__adapter: _TypeAlias = _typing.Literal["adapter"]  # noqa: Y015
+    _WhichOneofArgType__adapter: _TypeAlias = _typing.Literal["_adapter", b"_adapter"]  # noqa: Y015
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
     _WhichOneofReturnType__request_id: _TypeAlias = _typing.Literal["request_id"]  # noqa: Y015
     _WhichOneofArgType__request_id: _TypeAlias = _typing.Literal["_request_id", b"_request_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__adapter) -> _WhichOneofReturnType__adapter | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
     @_typing.overload

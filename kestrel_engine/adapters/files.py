@@ -1,0 +1,276 @@
+"""The files of one adapter: finds them, checks names and shapes against the model, and only then reads tensors.
+
+Reads headers of .safetensors files. A .pt file is loaded without running code from it (``weights_only``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint.files import (
+    PICKLE_SUFFIXES,
+    StoredTensor,
+    find_files,
+    is_pickle,
+    load_pickle,
+    read_headers,
+)
+from ..checkpoint.weights.expected import Shapes
+from ..errors import AdapterNotFound, AdapterUnfit, CheckpointError, InvalidRequest
+from ..types.adapter import Adapter
+from ..types.model_config import TextConfig
+from .names import Target, target_of
+from .targets import MAX_RANK
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG_NAME = "adapter_config.json"
+"""PEFT's description of an adapter, beside its tensors."""
+MAX_CONFIG_BYTES = 1 << 20
+SUFFIXES = (".safetensors", *PICKLE_SUFFIXES)
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}(?:@[0-9]{1,18})?")
+_TWICE = {"text_lora", "_text"}
+_UNKNOWN_KEYS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+"""Keys of PEFT's description that change the computation in ways that this engine does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The files of an adapter. ``stamps``: what changes when a file does."""
+
+    name: str
+    files: tuple[Path, ...]
+    stamps: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """An adapter that fits the model. ``pairs``: A and B of each module. ``scale``: B's factor. ``count``: elements."""
+
+    found: Found
+    pairs: Mapping[str, tuple[StoredTensor, StoredTensor]]
+    scale: float
+
+    @property
+    def count(self) -> int:
+        return sum(prod(side.shape) for pair in self.pairs.values() for side in pair)
+
+
+def checked_adapter_name(name: object) -> str:
+    """Returns ``name`` if an adapter may have it. Raises InvalidRequest."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidRequest(
+            "adapter",
+            f"{_short(name)} is not the name of an adapter: 1 to 128 letters, digits and any of . _ + -, and possibly "
+            "@ and the number of a step behind them",
+        )
+    return name
+
+
+def find(folder: Path, name: str) -> Found:
+    """Returns the files of the adapter ``name``, which is checked: the folder, or the .safetensors, .pt or .pth file,
+    of that name. Raises AdapterNotFound, and AdapterUnfit if there are several."""
+    entries = [folder / name, *(folder / f"{name}{suffix}" for suffix in SUFFIXES)]
+    there = [entry for entry in entries[1:] if entry.is_file()]
+    there += [entry for entry in entries[:1] if entry.is_dir()]
+    if not there:
+        raise AdapterNotFound("adapter", f"there is no adapter {name!r}")
+    if len(there) > 1:
+        names = ", ".join(sorted(entry.name for entry in there))
+        raise AdapterUnfit("adapter", f"{name!r} means several: {names}; keep one of them")
+    with _naming(name, there[0]):
+        files = find_files(there[0])
+        if (config := there[0] / CONFIG_NAME).is_file():
+            files = (*files, config)
+        stats = [file.stat() for file in files]
+    return Found(name, files, tuple((s.st_ino, s.st_size, s.st_mtime_ns) for s in stats))
+
+
+def check(found: Found, shapes: Shapes, text: TextConfig) -> Checked:
+    """Checks all names, shapes and types, and the scale. Reads headers only. Raises AdapterUnfit."""
+    with _naming(found.name, found.files[0].parent):
+        files = tuple(file for file in found.files if file.name != CONFIG_NAME)
+        headers = read_headers(files)
+        sides: dict[Target, StoredTensor] = {}
+        for stored in headers.values():
+            _place(stored, shapes, text, sides)
+        pairs = {}
+        for module in dict.fromkeys(target.module for target in sides):
+            a, b = (sides.get(Target(module, side)) for side in ("a", "b"))  # type: ignore[arg-type]
+            if a is None or b is None:
+                one, other = (b, "A") if a is None else (a, "B")
+                assert one is not None
+                raise CheckpointError(f"{one.name} has no {other} beside it for {module}")
+            _check_rank(a, b)
+            pairs[module] = (a, b)
+        if not pairs:
+            raise CheckpointError("holds no tensor")
+        described = _description(found)
+        return Checked(found, pairs, _scale(described, pairs))
+
+
+def read(checked: Checked, dtype: torch.dtype, device: torch.device) -> Adapter:
+    """Reads the tensors of a checked adapter. Raises AdapterUnfit if they are not finite or the files have changed."""
+    import torch
+
+    from ..models.low_rank import LowRank
+
+    found = checked.found
+    with _naming(found.name, found.files[0].parent):
+        weights: dict[str, LowRank] = {}
+        pickles = {file: load_pickle(file) for file in found.files if is_pickle(file)}
+        for module, pair in checked.pairs.items():
+            sides = []
+            for stored, factor in zip(pair, (1.0, checked.scale), strict=True):
+                tensor = _tensor(stored, pickles)
+                if tensor.shape != stored.shape:
+                    raise CheckpointError("the files have changed while they were read")
+                tensor = tensor.to(torch.float32) * factor
+                if not torch.isfinite(tensor).all():
+                    raise CheckpointError(f"{stored.name} holds values that are not finite")
+                sides.append(tensor.to(device, dtype).contiguous())
+            weights[module] = LowRank(*sides)
+        digest = hashlib.sha256()
+        for file in found.files:
+            with file.open("rb") as opened:
+                digest.update(hashlib.file_digest(opened, "sha256").digest())
+    num_bytes = sum(side.nbytes for pair in weights.values() for side in (pair.a, pair.b))
+    return Adapter(found.name, digest.hexdigest(), weights, num_bytes)
+
+
+def _place(
+    stored: StoredTensor, shapes: Shapes, text: TextConfig, sides: dict[Target, StoredTensor]
+) -> None:
+    """Adds a stored tensor to ``sides``. Raises CheckpointError if it does not fit."""
+    target = target_of(stored.name, text)
+    if target is None:
+        raise CheckpointError(f"{stored.name} is no name of an adapter's tensor")
+    weight = shapes.get(target.module)
+    if weight is None:
+        raise CheckpointError(
+            f"{stored.name} changes {target.module}, which adapters of this model can't change"
+        )
+    if not stored.is_float or stored.is_float8:
+        raise CheckpointError(f"{stored.name} is {stored.dtype}; expected F32, BF16 or F16")
+    shape = stored.shape
+    wanted: list[int | str] = list(weight)
+    rank_at = -2 if target.side == "a" else -1
+    wanted[rank_at] = "rank"
+    if len(shape) == len(weight):
+        wanted[rank_at] = shape[rank_at]
+    if list(shape) != wanted:
+        wanted[rank_at] = "rank"
+        raise CheckpointError(
+            f"{stored.name} has the shape {_shape(shape)}; expected {_shape(wanted)} for {target.module} of this model"
+        )
+    if not 1 <= shape[rank_at] <= MAX_RANK:
+        raise CheckpointError(f"{stored.name} has rank {shape[rank_at]}; a rank is 1 to {MAX_RANK}")
+    other = sides.setdefault(target, stored)
+    # Moondream registers the module of a fine-tune under two names, so a file may hold each tensor twice.
+    if other is not stored and {n.name.partition(".")[0] for n in (other, stored)} != _TWICE:
+        raise CheckpointError(f"{other.name} and {stored.name} mean the same tensor")
+
+
+def _shape(sizes: Sequence[int | str]) -> str:
+    return f"[{', '.join(map(str, sizes))}]"
+
+
+def _check_rank(a: StoredTensor, b: StoredTensor) -> None:
+    if a.shape[-2] != b.shape[-1]:
+        raise CheckpointError(
+            f"{a.name} has rank {a.shape[-2]}, and {b.name} has rank {b.shape[-1]}; they must be equal"
+        )
+
+
+def _description(found: Found) -> Mapping[str, Any]:
+    """What the adapter says about itself: PEFT's file beside it, else the metadata of its only safetensors file."""
+    config = found.files[-1]
+    if config.name == CONFIG_NAME:
+        with config.open("rb") as opened:
+            data = opened.read(MAX_CONFIG_BYTES + 1)
+        if len(data) > MAX_CONFIG_BYTES:
+            raise CheckpointError(f"{CONFIG_NAME} has more than {MAX_CONFIG_BYTES} bytes")
+        try:
+            described = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{CONFIG_NAME} is no JSON: {error}") from None
+        if not isinstance(described, dict):
+            raise CheckpointError(f"{CONFIG_NAME} must be a JSON object")
+        return described
+    if is_pickle(config):
+        return {}
+    from safetensors import safe_open
+
+    with safe_open(config, framework="np") as handle:
+        return handle.metadata() or {}
+
+
+def _scale(
+    described: Mapping[str, Any], pairs: Mapping[str, tuple[StoredTensor, StoredTensor]]
+) -> float:
+    """alpha / rank if the adapter has an alpha, else 1. Raises CheckpointError."""
+    for key in _UNKNOWN_KEYS:
+        if described.get(key):
+            raise CheckpointError(f"{CONFIG_NAME}: {key} is not supported")
+    if described.get("peft_type", "LORA") != "LORA":
+        raise CheckpointError(f"{CONFIG_NAME}: peft_type must be LORA")
+    given = described.get("lora_alpha", described.get("alpha"))
+    if given is None:
+        return 1.0
+    alpha = _number("alpha", given)
+    rank = described.get("r", described.get("rank"))
+    if rank is None:
+        ranks = sorted({a.shape[-2] for a, _ in pairs.values()})
+        if len(ranks) > 1:
+            raise CheckpointError(f"has an alpha and ranks {ranks}, but does not name its rank")
+        rank = ranks[0]
+    return alpha / _number("rank", rank)
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = 0.0
+    if not 0 < number < 1e6:
+        raise CheckpointError(f"{name} is {_short(value)}; expected a number above 0 and below 1e6")
+    return number
+
+
+def _tensor(
+    stored: StoredTensor, pickles: Mapping[Path, Mapping[str, torch.Tensor]]
+) -> torch.Tensor:
+    if stored.file in pickles:
+        return pickles[stored.file][stored.name]
+    from safetensors import safe_open
+
+    with safe_open(stored.file, framework="pt") as handle:
+        tensor: torch.Tensor = handle.get_tensor(stored.name)
+        return tensor
+
+
+@contextmanager
+def _naming(name: str, folder: Path) -> Iterator[None]:
+    """Raises errors of files as AdapterUnfit with the adapter's name. Callers do not learn the operator's folders."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (CheckpointError, SafetensorError, OSError, KeyError) as error:
+        what = str(error).replace(f"{folder}/", "").replace(str(folder), folder.name)
+        raise AdapterUnfit("adapter", f"{name!r} can't be loaded: {what}") from error
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"

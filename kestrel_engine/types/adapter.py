@@ -1,0 +1,24 @@
+"""Adapter: a fine-tune that is loaded beside a model's weights. Scheduler and skills pass it on and look at its key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..models.low_rank import LowRank
+
+INPUT = "@input"
+"""Ends the name of a change that reads the normalised input of the block, and not the input of its own layer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """A loaded adapter. ``key``: a hash of its content, by which prefixes are kept apart. ``weights``: its change of
+    each module, by the module's canonical name. ``num_bytes``: the memory of its tensors."""
+
+    name: str
+    key: str
+    weights: Mapping[str, LowRank] = field(repr=False)
+    num_bytes: int

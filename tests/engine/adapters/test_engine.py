@@ -1,0 +1,121 @@
+"""Adapters by name through the whole engine, on the bundled model: mixed requests, caches, errors of one request."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kestrel_engine import (
+    AdapterNotFound,
+    AdapterUnfit,
+    ConfigError,
+    EngineResult,
+    InferenceEngine,
+    RuntimeConfig,
+    factory,
+)
+from kestrel_engine.checkpoint.open import load_weights, open_model
+from tests.engine.adapters.random_adapters import merged, random_tensors
+
+IMAGE = np.random.default_rng(4).integers(0, 256, (70, 90, 3), dtype=np.uint8)
+ASKS: tuple[tuple[Any, str], ...] = ((None, "what is this?"), (IMAGE, "what is in the image?"))
+NAMES = (None, "one", "two@7")
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, Tensor]:
+    opened = open_model(RuntimeConfig())
+    loaded = load_weights(opened, dtype=torch.float32, device=torch.device("cpu"))
+    return dict(loaded.tensors)
+
+
+@pytest.fixture(scope="module")
+def tensors() -> Mapping[str, dict[str, Tensor]]:
+    model = open_model(RuntimeConfig()).config
+    return {
+        "one": random_tensors(model, 1, rank=4, size=0.3),
+        "two@7": random_tensors(model, 2, rank=8, size=0.3, only=".mlp."),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tensors: Mapping[str, dict[str, Tensor]]) -> Path:
+    for name, each in tensors.items():
+        save_file(each, tmp_path / f"{name}.safetensors")
+    return tmp_path
+
+
+async def ask(engine: InferenceEngine, index: int, adapter: str | None) -> EngineResult:
+    image, question = ASKS[index]
+    settings = {"temperature": 0.0, "max_tokens": 8, "adapter": adapter}
+    result = await engine.query(image, question, settings=settings)
+    assert isinstance(result, EngineResult)
+    return result
+
+
+async def test_mixed_requests_equal_merged_weights(
+    folder: Path, weights: dict[str, Tensor], tensors: Mapping[str, dict[str, Tensor]]
+) -> None:
+    expected = {}
+    whole = folder / "merged"
+    whole.mkdir()
+    opened = open_model(RuntimeConfig())
+    for file in (opened.files[0].parent / "config.json", opened.tokenizer_path):
+        shutil.copy(file, whole)
+    for name in NAMES:
+        made = weights if name is None else merged(weights, tensors[name])
+        save_file(made, whole / "model.safetensors")
+        async with await InferenceEngine.create(RuntimeConfig(model_path=whole)) as engine:
+            for index in range(len(ASKS)):
+                expected[name, index] = (await ask(engine, index, None)).token_ids
+    answers = {tuple(expected[name, index] for index in range(len(ASKS))) for name in NAMES}
+    assert len(answers) == len(NAMES), "the adapters change nothing"
+    async with await InferenceEngine.create(RuntimeConfig(adapters_dir=folder)) as engine:
+        order = [(name, index) for index in range(len(ASKS)) for name in (*NAMES, *NAMES)]
+        results = await asyncio.gather(*(ask(engine, index, name) for name, index in order))
+        for key, result in zip(order, results, strict=True):
+            assert result.token_ids == expected[key], key
+        for name, index in expected:
+            alone = await ask(engine, index, name)
+            assert alone.token_ids == expected[name, index]
+
+
+async def test_prefixes_are_kept_apart_and_images_shared(folder: Path) -> None:
+    async with await InferenceEngine.create(RuntimeConfig(adapters_dir=folder)) as engine:
+        plain, first, second, again = [
+            (await ask(engine, 1, name)).metrics for name in (None, "one", "two@7", "one")
+        ]
+        assert plain.encoded_crops > 0 and plain.cached_tokens == 0
+        for metrics in (first, second):
+            assert (metrics.cached_tokens, metrics.encoded_crops) == (0, 0)
+        assert again.cached_tokens > first.input_tokens // 2
+
+
+async def test_an_error_fails_its_request_alone(folder: Path) -> None:
+    save_file({"text.blocks.0.mlp.fc1.A": torch.ones(4, 5)}, folder / "unfit.safetensors")
+    async with await InferenceEngine.create(RuntimeConfig(adapters_dir=folder)) as engine:
+        results = await asyncio.gather(
+            *(ask(engine, 0, name) for name in ("one", "none@1", "unfit", None)),
+            return_exceptions=True,
+        )
+        assert isinstance(results[0], EngineResult) and isinstance(results[3], EngineResult)
+        assert isinstance(results[1], AdapterNotFound) and isinstance(results[2], AdapterUnfit)
+        assert "text.blocks.0.mlp.fc1.A has the shape [4, 5]; expected [rank, " in str(results[2])
+        assert engine.num_requests == 0 and engine.places.held == 0
+
+
+def test_settings_that_can_not_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="is not a folder"):
+        factory.build(RuntimeConfig(adapters_dir=tmp_path / "none"))
+    monkeypatch.setattr(factory, "_uses_kernels", lambda config, device: True)
+    with pytest.raises(ConfigError, match="set --no-compile"):
+        factory.build(RuntimeConfig(adapters_dir=tmp_path))

@@ -1,0 +1,218 @@
+"""The files of adapters: their forms, what is refused before a tensor is read, and the scale."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kestrel_engine.adapters.files import check, checked_adapter_name, find, read
+from kestrel_engine.adapters.targets import targets
+from kestrel_engine.errors import AdapterNotFound, AdapterUnfit, InvalidRequest
+from kestrel_engine.models.low_rank import Changes
+from kestrel_engine.types.model_config import Family
+from tests.engine.adapters.random_adapters import changes, random_tensors
+from tests.engine.models.small import small_config
+
+MD2, MD3 = small_config("moondream2"), small_config("moondream3")
+
+
+def load(folder: Path, name: str = "mine", family: Family = "moondream3") -> Changes:
+    model = small_config(family)
+    checked = check(find(folder, name), targets(model), model.text)
+    return read(checked, torch.float32, torch.device("cpu")).weights
+
+
+def assert_same(got: Changes, expected: Changes) -> None:
+    assert got.keys() == expected.keys()
+    for module, change in expected.items():
+        torch.testing.assert_close(got[module].a, change.a)
+        torch.testing.assert_close(got[module].b, change.b)
+
+
+def as_moondream(tensors: dict[str, Tensor], prefix: str = "text_lora") -> dict[str, Tensor]:
+    """The names of Moondream's fine-tunes, for the MLPs of the small Moondream 3: one dense layer, then experts."""
+    named = {}
+    for name, tensor in tensors.items():
+        _, _, layer, _, part, side = name.split(".")
+        kind = "dense.0" if layer == "0" else f"moe.{int(layer) - 1}"
+        way = "up" if part == "fc1" else "down"
+        named[f"{prefix}.{kind}.{way}_{side.lower()}"] = tensor
+    return named
+
+
+def as_variant(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    named = {}
+    for name, tensor in tensors.items():
+        module, _, side = name.removeprefix("text.blocks.").rpartition(".")
+        module = module.replace("attn.qkv", "mixer.Wqkv").replace("attn.proj", "mixer.out_proj")
+        named[f"text_model.transformer.h.{module}.parametrizations.weight.0.{side}"] = tensor
+    return named
+
+
+def as_peft(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        f"base_model.model.{name[:-2]}.lora_{name[-1]}.weight": tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def test_canonical_names_change_every_linear_layer_of_the_text(tmp_path: Path) -> None:
+    tensors = random_tensors(MD3, 1)
+    save_file(tensors, tmp_path / "mine.safetensors")
+    assert_same(load(tmp_path), changes(tensors))
+    assert len(changes(tensors)) == 4 * MD3.text.n_layers
+
+
+@pytest.mark.parametrize("prefix", ["text_lora", "_text"])
+def test_a_fine_tune_of_moondream(tmp_path: Path, prefix: str) -> None:
+    tensors = random_tensors(MD3, 1, only=".mlp.")
+    assert checked_adapter_name("01J5@1000") == "01J5@1000"
+    torch.save({"lora_state_dict": as_moondream(tensors, prefix)}, tmp_path / "01J5@1000.pt")
+    assert_same(load(tmp_path, "01J5@1000"), changes(tensors))
+
+
+def test_a_fine_tune_that_holds_each_tensor_under_both_names(tmp_path: Path) -> None:
+    tensors = random_tensors(MD3, 1, only=".mlp.")
+    both = as_moondream(tensors) | as_moondream(tensors, "_text")
+    torch.save({"lora_state_dict": both}, tmp_path / "mine.pt")
+    assert_same(load(tmp_path), changes(tensors))
+
+
+def test_a_variant_of_moondream_2(tmp_path: Path) -> None:
+    tensors = random_tensors(MD2, 1)
+    (tmp_path / "mine").mkdir()
+    torch.save(as_variant(tensors), tmp_path / "mine" / "final.pt")
+    renamed = {k.replace("proj.", "proj@input."): v for k, v in tensors.items()}
+    assert_same(load(tmp_path, family="moondream2"), changes(renamed))
+
+
+@pytest.mark.parametrize("where", ["folder", "metadata"])
+def test_the_scale_is_alpha_by_rank(tmp_path: Path, where: str) -> None:
+    tensors = random_tensors(MD2, 1, rank=4)
+    if where == "folder":
+        (tmp_path / "mine").mkdir()
+        save_file(as_peft(tensors), tmp_path / "mine" / "adapter_model.safetensors")
+        described = {"peft_type": "LORA", "r": 4, "lora_alpha": 10, "use_dora": False}
+        (tmp_path / "mine" / "adapter_config.json").write_text(json.dumps(described))
+    else:
+        save_file(tensors, tmp_path / "mine.safetensors", {"alpha": "10"})
+    assert_same(load(tmp_path, family="moondream2"), changes(tensors, 2.5))
+
+
+def test_the_key_is_the_content(tmp_path: Path) -> None:
+    keys = []
+    for name, seed in (("one", 1), ("same", 1), ("other", 2)):
+        save_file(random_tensors(MD3, seed, only=".proj"), tmp_path / f"{name}.safetensors")
+        checked = check(find(tmp_path, name), targets(MD3), MD3.text)
+        loaded = read(checked, torch.bfloat16, torch.device("cpu"))
+        assert loaded.num_bytes == 2 * checked.count
+        keys.append(loaded.key)
+    assert keys[0] == keys[1] != keys[2]
+
+
+FC1 = "text.blocks.0.mlp.fc1"
+Change = Callable[[dict[str, Tensor]], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: t.update({f"{FC1}.A": torch.ones(4, 33)}),
+            f"{FC1}.A has the shape [4, 33]; expected [rank, 32] for {FC1} of this model",
+        ),
+        (
+            lambda t: t.update({f"{FC1}.B": torch.ones(47, 4)}),
+            f"{FC1}.B has the shape [47, 4]; expected [48, rank]",
+        ),
+        (
+            lambda t: t.update({"text.blocks.1.mlp.fc1.A": torch.ones(4, 32)}),
+            "text.blocks.1.mlp.fc1.A has the shape [4, 32]; expected [6, rank, 32]",
+        ),
+        (lambda t: t.pop(f"{FC1}.B"), f"{FC1}.A has no B beside it"),
+        (lambda t: t.pop(f"{FC1}.A"), f"{FC1}.B has no A beside it"),
+        (lambda t: t.update({f"{FC1}.A": torch.ones(5, 32)}), "has rank 5, and"),
+        (lambda t: t.update({f"{FC1}.A": torch.ones(129, 32)}), "has rank 129; a rank is 1 to 128"),
+        (lambda t: t.update({f"{FC1}.A": torch.ones(0, 32)}), "has rank 0; a rank is 1 to 128"),
+        (
+            lambda t: t.update({f"{FC1}.A": torch.ones(4, 32, dtype=torch.int32)}),
+            "is I32; expected",
+        ),
+        (lambda t: t.update({"text.wte.A": torch.ones(1)}), "text.wte"),
+        (lambda t: t.update({"lm_head.bias": torch.ones(1)}), "lm_head.bias is no name of an ad"),
+        (
+            lambda t: t.update({"text.blocks.9.mlp.fc1.A": torch.ones(4, 32)}),
+            "text.blocks.9.mlp.fc1, which adapters of this model can't change",
+        ),
+        (
+            lambda t: t.update({f"model.{FC1}.A": torch.ones(4, 32)}),
+            "mean the same tensor",
+        ),
+        (lambda t: t.clear(), "holds no tensor"),
+        (lambda t: t.update({f"{FC1}.A": torch.full((4, 32), torch.nan)}), "not finite"),
+    ],
+)
+def test_what_does_not_fit(tmp_path: Path, change: Change, message: str) -> None:
+    tensors = random_tensors(MD3, 1, only=".mlp.fc1")
+    change(tensors)
+    save_file(tensors, tmp_path / "mine.safetensors")
+    with pytest.raises(AdapterUnfit) as error:
+        load(tmp_path)
+    assert message in str(error.value)
+    assert str(error.value).startswith("adapter: 'mine' can't be loaded: ")
+
+
+@pytest.mark.parametrize(
+    ("described", "message"),
+    [
+        ({"use_dora": True}, "use_dora is not supported"),
+        ({"rank_pattern": {"fc1": 8}}, "rank_pattern is not supported"),
+        ({"peft_type": "IA3"}, "peft_type must be LORA"),
+        ({"lora_alpha": "much"}, "alpha is 'much'; expected a number above 0"),
+        ({"lora_alpha": 8, "r": 0}, "rank is 0; expected a number above 0"),
+        ([], "must be a JSON object"),
+        ("{", "is no JSON"),
+    ],
+)
+def test_descriptions_that_are_not_served(tmp_path: Path, described: object, message: str) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    save_file(random_tensors(MD3, 1, only=".mlp.fc1"), folder / "adapter_model.safetensors")
+    text = described if isinstance(described, str) else json.dumps(described)
+    (folder / "adapter_config.json").write_text(text)
+    with pytest.raises(AdapterUnfit) as error:
+        load(tmp_path)
+    assert message in str(error.value) and str(tmp_path) not in str(error.value)
+
+
+def test_broken_files_are_named_without_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "cut.safetensors").write_bytes(b"\x08\x00")
+    (tmp_path / "code.pt").write_bytes(b"cposix\nsystem\n(S'true'\ntR.")
+    (tmp_path / "empty").mkdir()
+    for name in ("cut", "code", "empty"):
+        with pytest.raises(AdapterUnfit) as error:
+            load(tmp_path, name)
+        assert str(tmp_path) not in str(error.value), error.value
+
+
+@pytest.mark.parametrize(
+    "name", ["", "..", "../mine", "/etc/passwd", "a/b", ".hidden", "x" * 200, "a@b", "a\0b", "ä"]
+)
+def test_names_that_are_none(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="is not the name of an adapter"):
+        checked_adapter_name(name)
+
+
+def test_two_of_one_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.pt").touch()
+    (tmp_path / "mine.safetensors").touch()
+    with pytest.raises(AdapterUnfit, match=r"mine\.pt, mine\.safetensors; keep one"):
+        find(tmp_path, "mine")
+    with pytest.raises(AdapterNotFound, match="there is no adapter 'yours'"):
+        find(tmp_path, "yours")

@@ -1,0 +1,145 @@
+"""Loaded adapters: bounds, the order in which they go, one reading for many requests, files that change."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kestrel_engine.adapters import library
+from kestrel_engine.adapters.files import Checked
+from kestrel_engine.adapters.library import AdapterLibrary, Lease
+from kestrel_engine.errors import AdaptersFull, AdapterUnfit, EngineClosed
+from kestrel_engine.types.adapter import Adapter
+from tests.engine.adapters.random_adapters import random_tensors
+from tests.engine.models.small import small_config
+
+MODEL = small_config("moondream2")
+
+
+class Reader:
+    """Counts what is read, and waits with it while ``go`` is not set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        self.go = threading.Event()
+        self.go.set()
+        self._read = library.read
+        monkeypatch.setattr(library, "read", self)
+
+    def __call__(self, checked: Checked, dtype: torch.dtype, device: torch.device) -> Adapter:
+        self.names.append(checked.found.name)
+        assert self.go.wait(30)
+        return self._read(checked, dtype, device)
+
+
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch) -> Reader:
+    return Reader(monkeypatch)
+
+
+@pytest.fixture
+async def adapters(tmp_path: Path) -> AsyncIterator[AdapterLibrary]:
+    """Room for two of the adapters a, b and c."""
+    for seed, name in enumerate("abc"):
+        tensors = random_tensors(MODEL, seed, only=".mlp.")
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    size = sum(4 * tensor.numel() for tensor in tensors.values())
+    made = AdapterLibrary(
+        tmp_path, MODEL, dtype=torch.float32, device=torch.device("cpu"), max_bytes=5 * size // 2
+    )
+    yield made
+    await made.close()
+
+
+async def test_requests_share_one_reading(adapters: AdapterLibrary, reader: Reader) -> None:
+    reader.go.clear()
+    tasks = [asyncio.create_task(adapters.acquire("a")) for _ in range(5)]
+    await asyncio.sleep(0.05)
+    tasks.pop().cancel()  # One that ends early does not end the reading.
+    reader.go.set()
+    leases = await asyncio.gather(*tasks)
+    assert len({id(lease.adapter) for lease in leases}) == 1
+    assert reader.names == ["a"] and leases[0].adapter.name == "a"
+
+
+async def test_the_least_recently_used_one_without_users_goes(
+    adapters: AdapterLibrary, reader: Reader
+) -> None:
+    a = await adapters.acquire("a")
+    (await adapters.acquire("b")).give_back()
+    (await adapters.acquire("c")).give_back()  # b goes: a request uses a.
+    assert (await adapters.acquire("a")).adapter is a.adapter
+    (await adapters.acquire("b")).give_back()  # c goes.
+    assert reader.names == ["a", "b", "c", "b"]
+
+
+async def test_adapters_in_use_are_never_dropped(adapters: AdapterLibrary) -> None:
+    a, b = await adapters.acquire("a"), await adapters.acquire("b")
+    with pytest.raises(AdaptersFull, match="adapters in use take"):
+        await adapters.acquire("c")
+    a.give_back()
+    c = await adapters.acquire("c")
+    assert (b.adapter.name, c.adapter.name) == ("b", "c")
+
+
+async def test_one_that_never_fits(adapters: AdapterLibrary, tmp_path: Path) -> None:
+    save_file(random_tensors(MODEL, 9, rank=128), tmp_path / "large.safetensors")
+    with pytest.raises(AdapterUnfit, match="the limit of all loaded adapters"):
+        await adapters.acquire("large")
+    assert (await adapters.acquire("a")).adapter.name == "a"
+
+
+async def test_files_that_change_give_another_adapter(
+    adapters: AdapterLibrary, tmp_path: Path
+) -> None:
+    old = await adapters.acquire("a")
+    save_file(random_tensors(MODEL, 7, only=".mlp."), tmp_path / "new")
+    os.replace(tmp_path / "new", tmp_path / "a.safetensors")
+    new = await adapters.acquire("a")
+    assert new.adapter.key != old.adapter.key
+    with pytest.raises(AdaptersFull):  # The old one still takes its memory.
+        await adapters.acquire("b")
+    old.give_back()
+    assert (await adapters.acquire("b")).adapter.name == "b"
+
+
+async def test_a_failure_is_not_kept(adapters: AdapterLibrary, tmp_path: Path) -> None:
+    path = tmp_path / "late.safetensors"
+    path.write_bytes(b"half of it")
+    with pytest.raises(AdapterUnfit, match=r"'late' can't be loaded: late\.safetensors: damaged"):
+        await adapters.acquire("late")
+    save_file(random_tensors(MODEL, 5, only=".mlp."), path)
+    assert (await adapters.acquire("late")).adapter.name == "late"
+
+
+async def test_the_number_that_waits_is_bounded(
+    adapters: AdapterLibrary, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "MAX_LOADING", 1)
+    reader.go.clear()
+    first = asyncio.create_task(adapters.acquire("a"))
+    while not reader.names:
+        await asyncio.sleep(0.01)
+    with pytest.raises(AdaptersFull, match="1 adapters wait"):
+        await adapters.acquire("b")
+    reader.go.set()
+    assert isinstance(await first, Lease)
+
+
+async def test_close_fails_those_that_wait(adapters: AdapterLibrary, reader: Reader) -> None:
+    reader.go.clear()
+    waiting = asyncio.create_task(adapters.acquire("a"))
+    while not reader.names:
+        await asyncio.sleep(0.01)
+    closing = asyncio.create_task(adapters.close())
+    with pytest.raises(EngineClosed):
+        await waiting
+    reader.go.set()
+    await closing

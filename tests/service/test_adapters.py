@@ -1,0 +1,116 @@
+"""The name of an adapter from every client to the runtime's rows, and the statuses of one that can't be applied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kestrel_client import AsyncKestrelClient, QueryTask
+from kestrel_client._pb.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
+from kestrel_client._pb.kestrel.v1 import common_pb2, vision_service_pb2
+from kestrel_engine.adapters.library import AdapterLibrary
+from tests.engine.fakes import fake_model
+from tests.http.conftest import http  # noqa: F401  # A fixture.
+from tests.kserve.conftest import infer
+from tests.service.conftest import Served, raw_image
+from tests.service.statuses import failure
+
+NAME = "mine@3"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    text = fake_model("moondream3").text
+    proj = "text.blocks.0.attn.proj"
+    sides = {f"{proj}.A": torch.ones(1, text.dim), f"{proj}.B": torch.ones(text.dim, 1)}
+    save_file(sides, tmp_path / f"{NAME}.safetensors")
+    save_file({f"{proj}.A": torch.ones(1, 7)}, tmp_path / "unfit.safetensors")
+    return tmp_path
+
+
+def add_adapters(served: Served, folder: Path) -> None:
+    """Gives a server on the fake runtime, which has no folder of adapters, that of the test."""
+    served.engine._adapters = AdapterLibrary(
+        folder, fake_model("moondream3"), dtype=torch.float32, device=torch.device("cpu"),
+        max_bytes=1 << 20,
+    )  # fmt: skip
+
+
+def applied(served: Served) -> list[str | None]:
+    """The adapters of the prefill rows since the last call."""
+    rows = [row for plan in served.runtime.plans for row in plan.prefill]
+    served.runtime.plans.clear()
+    return [row.adapter and row.adapter.name for row in rows]
+
+
+def query(adapter: str) -> vision_service_pb2.QueryRequest:
+    options = common_pb2.RequestOptions(adapter=adapter)
+    return vision_service_pb2.QueryRequest(question="?", options=options)
+
+
+async def test_every_client_can_name_one(http, folder: Path) -> None:  # noqa: F811
+    served, client = await http()
+    add_adapters(served, folder)
+    await served.vision.Query(query(NAME))
+    assert applied(served) == [NAME]
+    async with AsyncKestrelClient(served.server.addresses[0], timeout=20) as sdk:
+        await sdk.query(None, "one?", adapter=NAME, max_tokens=2)
+        await sdk.query(None, "two?", max_tokens=2)
+        assert applied(served) == [NAME, None]
+        await sdk.run_skill("query", None, {"question": "three?"}, adapter=NAME, max_tokens=2)
+        await sdk.analyze(np.zeros((40, 60), np.uint8), [QueryTask("four?")], adapter=NAME)
+        assert set(applied(served)) == {NAME}
+    stub = GRPCInferenceServiceStub(served.channel)
+    await stub.ModelInfer(infer(SKILL="query", QUESTION="five?", ADAPTER=NAME, MAX_TOKENS=2))
+    assert applied(served) == [NAME]
+    body = {"messages": [{"role": "user", "content": "six?"}], "max_tokens": 2}
+    for number, model in enumerate((f"fake/{NAME}", f"moondream3-preview/{NAME}", "fake")):
+        body["messages"][0]["content"] = f"six {number}?"  # type: ignore[index]
+        response = await client.post("/v1/chat/completions", json=body | {"model": model})
+        assert response.status_code == 200, response.text
+    ollama = {"model": f"fake/{NAME}", "prompt": "seven?", "options": {"num_predict": 2}}
+    assert (await client.post("/api/generate", json=ollama)).status_code == 200
+    settings = {"adapter": NAME, "max_tokens": 2}
+    response = await client.post("/v1/query", json={"question": "eight?", "settings": settings})
+    assert response.status_code == 200, response.text
+    assert applied(served) == [NAME, NAME, None, NAME, NAME]
+
+
+async def test_prefixes_belong_to_an_adapter(serve, folder: Path) -> None:
+    """The fake runtime also checks that no row reads a page of another adapter."""
+    served = await serve()
+    add_adapters(served, folder)
+    sampling = common_pb2.Sampling(max_tokens=2)
+    cached = []
+    for adapter in (None, NAME, NAME, None):
+        request = vision_service_pb2.QueryRequest(
+            question="?", image=raw_image(), sampling=sampling
+        )
+        if adapter is not None:
+            request.options.adapter = adapter
+        cached.append((await served.vision.Query(request)).usage.cached_tokens > 80)
+    assert cached == [False, False, True, True]
+    assert len([piece for plan in served.runtime.plans for piece in plan.encode]) == 1
+
+
+async def test_what_can_not_be_applied(serve, folder: Path) -> None:
+    served = await serve()
+    told = await failure(served.vision.Query(query(NAME)))
+    assert told.code is grpc.StatusCode.NOT_FOUND and "--adapters-dir" in told.message
+    add_adapters(served, folder)
+    cases = (
+        ("none", grpc.StatusCode.NOT_FOUND, "ADAPTER_NOT_FOUND", "there is no adapter 'none'"),
+        ("unfit", grpc.StatusCode.INVALID_ARGUMENT, "ADAPTER_UNFIT", "has the shape [1, 7]"),
+        ("../x", grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", "is not the name"),
+        ("", grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", "is not the name"),
+    )
+    for name, code, reason, words in cases:
+        told = await failure(served.vision.Query(query(name)))
+        assert (told.code, told.reason, told.fields) == (code, reason, ["options.adapter"])
+        assert words in told.message and str(folder) not in told.message
+    assert (await served.vision.Query(query(NAME))).answer
