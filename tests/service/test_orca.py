@@ -1,18 +1,11 @@
-"""The hand-written encoder of load reports against the message that the package xds-protos defines.
-
-The package is read, not installed: it overwrites modules of googleapis-common-protos and OpenTelemetry.
-"""
+"""The hand-written encoder of load reports against the message that the package xds-protos defines."""
 
 from __future__ import annotations
 
-import ast
-import re
-import subprocess
-import sys
 import zipfile
 
 import pytest
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import Message
 
 from kestrel_engine.types.info import SchedulerStats
@@ -21,33 +14,20 @@ from kestrel_grpc.monitoring.orca import load_report
 from kestrel_grpc.served_model import State
 from kestrel_grpc.service_names import LOAD_REPORT_METHODS
 from kestrel_grpc.services.load_reports import _request_class
+from tests.xds import download, file_of
 
-REPORT = "xds/data/orca/v3/orca_load_report_pb2.py"
-SERVICE = "xds/service/orca/v3/orca_pb2.py"
+REPORT = "xds/data/orca/v3/orca_load_report.proto"
+SERVICE = "xds/service/orca/v3/orca.proto"
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The package. Skips where there is no index."""
-    folder = tmp_path_factory.mktemp("xds")
-    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
-    done = subprocess.run([*pip, "xds-protos>=1.80"], capture_output=True, text=True, timeout=120)
-    if done.returncode:
-        pytest.skip("no package index is reachable")
-    (found,) = folder.glob("xds_protos-*.whl")
-    return zipfile.ZipFile(found)
-
-
-def official_file(wheel: zipfile.ZipFile, module: str) -> descriptor_pb2.FileDescriptorProto:
-    """The serialized descriptor in a module of the package."""
-    found = re.search(r"AddSerializedFile\((b'.*?')\)\n", wheel.read(module).decode(), re.DOTALL)
-    assert found is not None
-    return descriptor_pb2.FileDescriptorProto.FromString(ast.literal_eval(found[1]))
+    return download(tmp_path_factory.mktemp("xds"))
 
 
 def official_message(wheel: zipfile.ZipFile) -> type[Message]:
     """xds.data.orca.v3.OrcaLoadReport."""
-    file = official_file(wheel, REPORT)
+    file = file_of(wheel, REPORT)
     # The rules of validation need another file, and change nothing of the encoding.
     del file.dependency[:]
     for field in file.message_type[0].field:
@@ -100,7 +80,7 @@ def test_the_report_is_read_back_by_the_official_message(wheel: zipfile.ZipFile)
 
 @pytest.mark.slow
 def test_the_stream_is_the_official_one(wheel: zipfile.ZipFile) -> None:
-    file = official_file(wheel, SERVICE)
+    file = file_of(wheel, SERVICE)
     (service,) = file.service
     assert f"/{file.package}.{service.name}/" == LOAD_REPORT_METHODS
     (method,) = service.method

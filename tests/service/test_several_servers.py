@@ -3,100 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import io
 import signal
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from kestrel_client import (
-    AsyncKestrelClient,
-    ImageHandle,
-    KestrelClient,
-    NotFoundError,
-    QueryTask,
-)
-from tests.abuse.process import ServerProcess
+from kestrel_client import ImageHandle, NotFoundError, QueryTask
+from tests.abuse.three_servers import FILES, GREEDY, Servers, places
 
-GREEDY = {"temperature": 0.0, "max_tokens": 2}
 BOTH = pytest.mark.parametrize("kind", ["sync", "async"])
-
-
-def file(seed):
-    pixels = np.random.default_rng(seed).integers(0, 256, (24, 32, 3), np.uint8)
-    Image.fromarray(pixels).save(written := io.BytesIO(), "PNG")
-    return written.getvalue()
-
-
-FILES = [file(seed) for seed in range(24)]
-
-
-class Threaded:
-    """The synchronous client, with every call in a thread."""
-
-    def __init__(self, client):
-        self._client = client
-
-    def __getattr__(self, name):
-        method = getattr(self._client, name)
-        return lambda *args, **options: asyncio.to_thread(method, *args, **options)
-
-    async def stream(self, *args, **options):
-        def drain():
-            with self._client.stream_query(*args, **options) as stream:
-                return stream.result()
-
-        return await asyncio.to_thread(drain)
-
-
-class Asynchronous:
-    def __init__(self, client):
-        self._client = client
-
-    def __getattr__(self, name):
-        return getattr(self._client, name)
-
-    async def stream(self, *args, **options):
-        async with self._client.stream_query(*args, **options) as stream:
-            return await stream.result()
-
-
-class Servers:
-    """Three servers. Each has a model of another name, so that a result tells which server made it."""
-
-    def __init__(self, folder):
-        self.folder, self.processes = folder, {}
-        for name in ("a", "b", "c"):
-            (folder / name).mkdir()
-            self.start(name, "127.0.0.1:0")
-        self.addresses = [process.address for process in self.processes.values()]
-
-    def start(self, name, listen):
-        self.processes[name] = ServerProcess(self.folder / name, listen=listen, ABUSE_MODEL=name)
-
-    def kill(self, name):
-        self.processes[name].popen.kill()
-        self.processes[name].popen.wait()
-
-    def restart(self, name):
-        self.processes[name].__exit__(None, None, None)
-        self.start(name, self.processes[name].address)
-
-    def close(self):
-        for process in self.processes.values():
-            process.__exit__(None, None, None)
-
-    @contextlib.asynccontextmanager
-    async def client(self, kind, **options):
-        options = {"timeout": 20, **options}
-        if kind == "sync":
-            with KestrelClient(self.addresses, **options) as client:
-                yield Threaded(client)
-        else:
-            async with AsyncKestrelClient(self.addresses, **options) as client:
-                yield Asynchronous(client)
 
 
 @pytest.fixture(scope="module")
@@ -104,12 +18,6 @@ def servers(tmp_path_factory):
     running = Servers(tmp_path_factory.mktemp("servers"))
     yield running
     running.close()
-
-
-async def places(client, **options):
-    """The server of each file."""
-    asked = (client.query(each, "?", **GREEDY, **options) for each in FILES)
-    return [result.model for result in await asyncio.gather(*asked)]
 
 
 @BOTH
@@ -159,6 +67,26 @@ async def test_a_server_that_is_killed_costs_no_call(servers, kind):
         # The server that was killed has lost its images, and the clients' ids.
         again = [(await client.query(each, "?", **GREEDY)).model for each in handles]
         assert again == before
+
+
+@BOTH
+async def test_a_server_that_is_killed_while_it_answers(servers, kind):
+    """gRPC does not repeat a call whose server has sent metadata. The client does."""
+    async with servers.client(kind) as client:
+        before = await places(client)
+        calls = [
+            asyncio.create_task(client.query(each, "?", temperature=0, max_tokens=60))
+            for each in FILES
+        ]
+        await asyncio.sleep(0.3)
+        servers.kill("c")
+        try:
+            results = [await call for call in calls]
+            assert all(result.usage.output_tokens == 60 for result in results)
+            pairs = zip(before, results, strict=True)
+            assert all(old == new.model for old, new in pairs if old != "c")
+        finally:
+            servers.restart("c")
 
 
 async def test_a_server_that_drains_is_left(servers):

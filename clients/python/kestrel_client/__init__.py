@@ -17,6 +17,7 @@ from .calls.streams import AsyncStream, Stream
 from .connection import Metadata, Tls
 from .drawing.marks import Marks, Mask, MaskFormat
 from .errors import (
+    ConnectionLostError,
     DeadlineExceededError,
     FailedPreconditionError,
     FieldViolation,
@@ -94,6 +95,7 @@ __all__ = [
     "CaptionResult",
     "CaptionTask",
     "Captures",
+    "ConnectionLostError",
     "Constraint",
     "DeadlineExceededError",
     "DetectResult",

@@ -14,6 +14,7 @@ KestrelError
     ├── PermissionDeniedError     PERMISSION_DENIED: the token does not allow this
     ├── OverloadedError           RESOURCE_EXHAUSTED: queue full, or message too large for the server
     ├── UnavailableError          UNAVAILABLE: the server is not reachable, starting or stopping
+    │   └── ConnectionLostError   the connection ended before the call
     ├── DeadlineExceededError     DEADLINE_EXCEEDED (also a TimeoutError)
     ├── RequestCancelledError     CANCELLED
     ├── UnimplementedError        UNIMPLEMENTED: an older server, or another kind of server
@@ -144,6 +145,10 @@ class UnavailableError(RpcError):
     """The server can't be reached, or is starting or stopping."""
 
 
+class ConnectionLostError(UnavailableError):
+    """The server, or its connection, ended while it answered. The client repeats unary calls before it raises this."""
+
+
 class DeadlineExceededError(RpcError, TimeoutError):
     """The timeout passed before the call ended."""
 
@@ -213,14 +218,24 @@ def from_status(
     )
 
 
+_STREAM_REMOVED = "Stream removed"
+"""gRPC's message if the connection ends before the call does. A balancer ends the call in place of the connection."""
+_CUT_OFF = (
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.INTERNAL,
+)
+
+
 def from_rpc_error(error: grpc.RpcError) -> RpcError:
     """Returns the error of a failed call, synchronous or asynchronous."""
     assert isinstance(error, (grpc.Call, grpc.aio.AioRpcError)), type(error)
     trailers: Any = error.trailing_metadata() or ()  # These are pairs; the type stubs don't say so.
     code, message = error.code(), error.details() or ""
-    if code is grpc.StatusCode.UNKNOWN and message == "Stream removed":
-        # gRPC reports this when the connection ends before it sends the call.
-        code, message = grpc.StatusCode.UNAVAILABLE, "the connection ended before an answer came"
+    if code in _CUT_OFF and message.startswith(_STREAM_REMOVED):
+        return ConnectionLostError(
+            grpc.StatusCode.UNAVAILABLE, "the connection ended before an answer came"
+        )
     return from_status(code, message, trailers)
 
 

@@ -13,6 +13,7 @@ from ..connection import Connection
 from ..errors import RpcError, from_rpc_error
 from .frames import AsyncFrames, AsyncFrameSource, FrameCall
 from .prepared import Prepared, Stub
+from .restoring import Repeats
 from .streams import AsyncStream, OpenedStream
 
 P = ParamSpec("P")
@@ -37,23 +38,28 @@ class AsyncChannel:
         return await self.send(await asyncio.to_thread(prepare, *args, **kwargs))
 
     async def send(self, prepared: Prepared[R]) -> R:
-        """Sends a call and returns its result. Puts images again that the server does not know. Raises RpcError."""
+        """Sends a call and returns its result. Raises RpcError.
+
+        Repeats a call whose connection was lost, and puts images again that the server does not know.
+        """
+        repeats = Repeats()
         while True:
             try:
                 return await self._send(prepared)
             except RpcError as error:
-                prepared = await self._restored(prepared, error)
+                if (pause_s := repeats.pause_s(prepared, error)) is None:
+                    await self._restore(prepared, error)
+                else:
+                    await asyncio.sleep(pause_s)
 
-    async def _restored(self, prepared: Prepared[R], error: RpcError) -> Prepared[R]:
-        """The call to send after ``error``, with its images put again. Raises the error if nothing can be done."""
+    async def _restore(self, prepared: Prepared[R], error: RpcError) -> None:
+        """Puts the images of a call again, so that it can be sent again. Raises ``error`` if that does not help."""
         if (restoring := prepared.restoring) is None:
             raise error
-        timeout = prepared.handling["timeout"]
         # In a thread, because this may read files.
-        puts = await asyncio.to_thread(lambda: list(restoring.puts(error, timeout)))
+        puts = await asyncio.to_thread(lambda: list(restoring.puts(error, prepared.left)))
         for image_id, put in puts:
             restoring.stored(image_id, await self._send(put))
-        return restoring.again(prepared)
 
     async def _send(self, prepared: Prepared[R]) -> R:
         try:
@@ -72,8 +78,7 @@ class AsyncChannel:
             stub = self._stub(prepared.method.stub)
 
             async def reopen(error: RpcError) -> Any:
-                nonlocal prepared
-                prepared = await self._restored(prepared, error)
+                await self._restore(prepared, error)
                 return prepared.open_stream(stub)
 
             return OpenedStream(prepared.open_stream(stub), prepared.reading, reopen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
@@ -12,6 +13,7 @@ from ..connection import Connection
 from ..errors import RpcError, from_rpc_error
 from .frames import FrameCall, Frames, FrameSource
 from .prepared import Prepared, Stub
+from .restoring import Repeats
 from .streams import Stream
 
 P = ParamSpec("P")
@@ -36,20 +38,26 @@ class Channel:
         return self.send(prepare(*args, **kwargs))
 
     def send(self, prepared: Prepared[R]) -> R:
-        """Sends a call and returns its result. Puts images again that the server does not know. Raises RpcError."""
+        """Sends a call and returns its result. Raises RpcError.
+
+        Repeats a call whose connection was lost, and puts images again that the server does not know.
+        """
+        repeats = Repeats()
         while True:
             try:
                 return self._send(prepared)
             except RpcError as error:
-                prepared = self._restored(prepared, error)
+                if (pause_s := repeats.pause_s(prepared, error)) is None:
+                    self._restore(prepared, error)
+                else:
+                    time.sleep(pause_s)
 
-    def _restored(self, prepared: Prepared[R], error: RpcError) -> Prepared[R]:
-        """The call to send after ``error``, with its images put again. Raises the error if nothing can be done."""
+    def _restore(self, prepared: Prepared[R], error: RpcError) -> None:
+        """Puts the images of a call again, so that it can be sent again. Raises ``error`` if that does not help."""
         if (restoring := prepared.restoring) is None:
             raise error
-        for image_id, put in restoring.puts(error, prepared.handling["timeout"]):
+        for image_id, put in restoring.puts(error, prepared.left):
             restoring.stored(image_id, self._send(put))
-        return restoring.again(prepared)
 
     def _send(self, prepared: Prepared[R]) -> R:
         try:
@@ -66,8 +74,7 @@ class Channel:
         stub = self._stubs[prepared.method.stub]
 
         def reopen(error: RpcError) -> Any:
-            nonlocal prepared
-            prepared = self._restored(prepared, error)
+            self._restore(prepared, error)
             return prepared.open_stream(stub)
 
         return Stream(prepared.open_stream(stub), prepared.reading, reopen)

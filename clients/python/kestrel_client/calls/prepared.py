@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
@@ -31,6 +32,8 @@ class Method(NamedTuple):
     unary: str
     stream: str = ""
     stream_request: type[Message] | None = None
+    repeatable: bool = False
+    """Whether the unary method may be called again if it is not known whether the server has answered it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +47,33 @@ class Prepared(Generic[R_co]):
     """Keyword arguments for gRPC: ``timeout`` and ``metadata``, and ``wait_for_ready`` where it is wanted."""
     restoring: Restoring | None = None
     """Puts the images of the call again; None for a call without images."""
+    started_at: float = field(default_factory=time.monotonic)
+    """The timeout begins here, and covers all attempts."""
+
+    @property
+    def may_be_repeated(self) -> bool:
+        """Whether the call can be sent again: its method is idempotent, and its request is one message."""
+        return self.method.repeatable and isinstance(self.request, Message)
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the end of the timeout; None without one."""
+        timeout: float | None = self.handling["timeout"]
+        if timeout is None:
+            return None
+        return max(timeout - (time.monotonic() - self.started_at), 0.001)
 
     def send(self, stub: Any) -> Any:
         """Calls the unary method. Returns the response, or on an asyncio channel an awaitable of it."""
-        return getattr(stub, self.method.unary)(self.request, **self.handling)
+        handling = {**self.handling, "timeout": self.left}
+        return getattr(stub, self.method.unary)(self.request, **handling)
 
     def open_stream(self, stub: Any) -> Any:
         """Calls the streaming method. Returns gRPC's call object."""
         assert self.method.stream_request is not None, f"{self.method.unary} has no stream"
         request = self.method.stream_request(request=self.request)
-        return getattr(stub, self.method.stream)(request, **self.handling)
+        handling = {**self.handling, "timeout": self.left}
+        return getattr(stub, self.method.stream)(request, **handling)
 
 
 def prepare(

@@ -189,7 +189,7 @@ STUBS = (VisionServiceStub, ImageServiceStub, ModelServiceStub, _HealthStub)
 
 
 def _vision(unary: str, stream: str, request: type[Message]) -> Method:
-    return Method(VisionServiceStub, unary, stream, request)
+    return Method(VisionServiceStub, unary, stream, request, repeatable=True)
 
 
 _ANALYZE = _vision("Analyze", "StreamAnalyze", pb.StreamAnalyzeRequest)
@@ -440,7 +440,7 @@ class Requests:
 
         return prepare(
             self._connection,
-            Method(ImageServiceStub, "UploadImage" if put.data else "PutImage"),
+            Method(ImageServiceStub, "UploadImage" if put.data else "PutImage", repeatable=True),
             put.pieces() if put.data else put.request,
             read,
             timeout=timeout,
@@ -461,7 +461,7 @@ class Requests:
         self._known.forget(given)
         return prepare(
             self._connection,
-            Method(ImageServiceStub, "DeleteImage"),
+            Method(ImageServiceStub, "DeleteImage", repeatable=True),
             image_pb.DeleteImageRequest(image_id=current),
             lambda response: bool(response.existed),
             timeout=timeout,
@@ -500,7 +500,7 @@ class Requests:
     def _model(
         self, name: str, request: Message, read: Callable[[Any], _E], timeout: float | None
     ) -> Prepared[_E]:
-        method = Method(ModelServiceStub, name)
+        method = Method(ModelServiceStub, name, repeatable=True)
         return prepare(self._connection, method, request, read, timeout=timeout)
 
     def _prepared(

@@ -1,16 +1,14 @@
-"""Restoring: puts the images of a call again if the call's server does not know them."""
+"""What the client does about a failed call: it repeats one whose connection was lost, and puts images again."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from google.protobuf.message import Message
 
 from .._pb.kestrel.v1 import common_pb2
-from ..errors import InvalidImageError, NotFoundError
+from ..errors import ConnectionLostError, InvalidImageError, NotFoundError, RpcError
 from ..images.images import ImageHandle, ImageInput
 from ..images.known import KnownImages, images_of
 from .prepared import Prepared
@@ -18,6 +16,29 @@ from .prepared import Prepared
 IMAGE_NOT_FOUND = "IMAGE_NOT_FOUND"
 _MOST_ATTEMPTS = 3
 """How often the images of one call are put again. Calls may move once more in the meantime."""
+
+
+_MOST_REPEATS = 3
+_FIRST_PAUSE_S = 0.05
+
+
+class Repeats:
+    """Counts the repeats of one unary call whose connection was lost while its server answered.
+
+    gRPC itself repeats a call only until its server begins to answer, and the server answers with metadata at once.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def pause_s(self, prepared: Prepared[Any], error: RpcError) -> float | None:
+        """Seconds until the call is sent again; None if it is not to be repeated."""
+        if not isinstance(error, ConnectionLostError) or not prepared.may_be_repeated:
+            return None
+        self._count += 1
+        if self._count > _MOST_REPEATS:
+            return None
+        return float(_FIRST_PAUSE_S * 2 ** (self._count - 1))
 
 
 class Restoring:
@@ -38,7 +59,6 @@ class Restoring:
         self._given = [(image, image.image_id) for image in images_of(request) if image.image_id]
         """The images of the request with the ids that the caller gave."""
         self._attempts = 0
-        self._started_at = time.monotonic()
         self.use_current_ids()
 
     def use_current_ids(self) -> None:
@@ -49,7 +69,7 @@ class Restoring:
     def puts(
         self, error: Exception, timeout: float | None
     ) -> Iterator[tuple[str, Prepared[ImageHandle]]]:
-        """The calls that put the images again, with the ids that the caller gave. Reads files.
+        """The calls that put the images again within ``timeout``, with the ids that the caller gave. Reads files.
 
         Raises ``error`` if it does not say that an image is missing, or if the client has none of the images.
         """
@@ -65,7 +85,7 @@ class Restoring:
                 raise error from unreadable
             if image is not None:
                 found = True
-                yield given, self._put(image, self.left(timeout))
+                yield given, self._put(image, timeout)
         if not found:
             raise error
 
@@ -73,14 +93,3 @@ class Restoring:
         """An image was put again."""
         self._known.replace(given, handle.image_id)
         self.use_current_ids()
-
-    def again(self, prepared: Prepared[Any]) -> Prepared[Any]:
-        """The call with the new ids, and with the time that is left."""
-        timeout = self.left(prepared.handling.get("timeout"))
-        return replace(prepared, handling={**prepared.handling, "timeout": timeout})
-
-    def left(self, timeout: float | None) -> float | None:
-        """The rest of ``timeout``, which began with the first attempt; in seconds."""
-        if timeout is None:
-            return None
-        return max(timeout - (time.monotonic() - self._started_at), 0.001)

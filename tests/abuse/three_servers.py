@@ -1,0 +1,98 @@
+"""Three server processes, and clients that say which of them answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+
+import numpy as np
+from PIL import Image
+
+from kestrel_client import AsyncKestrelClient, KestrelClient
+from tests.abuse.process import ServerProcess
+
+GREEDY = {"temperature": 0.0, "max_tokens": 2}
+
+
+def file(seed):
+    pixels = np.random.default_rng(seed).integers(0, 256, (24, 32, 3), np.uint8)
+    Image.fromarray(pixels).save(written := io.BytesIO(), "PNG")
+    return written.getvalue()
+
+
+FILES = [file(seed) for seed in range(24)]
+
+
+class Threaded:
+    """The synchronous client, with every call in a thread."""
+
+    def __init__(self, client):
+        self._client = client
+
+    def __getattr__(self, name):
+        method = getattr(self._client, name)
+        return lambda *args, **options: asyncio.to_thread(method, *args, **options)
+
+    async def stream(self, *args, **options):
+        def drain():
+            with self._client.stream_query(*args, **options) as stream:
+                return stream.result()
+
+        return await asyncio.to_thread(drain)
+
+
+class Asynchronous:
+    def __init__(self, client):
+        self._client = client
+
+    def __getattr__(self, name):
+        return getattr(self._client, name)
+
+    async def stream(self, *args, **options):
+        async with self._client.stream_query(*args, **options) as stream:
+            return await stream.result()
+
+
+class Servers:
+    """Three servers. Each has a model of another name, so that a result tells which server made it."""
+
+    def __init__(self, folder, **variables):
+        self.folder, self.processes, self._variables = folder, {}, variables
+        for name in ("a", "b", "c"):
+            (folder / name).mkdir()
+            self.start(name, "127.0.0.1:0")
+        self.addresses = [process.address for process in self.processes.values()]
+
+    def start(self, name, listen):
+        variables = {**self._variables, "ABUSE_MODEL": name}
+        self.processes[name] = ServerProcess(self.folder / name, listen=listen, **variables)
+
+    def kill(self, name):
+        self.processes[name].popen.kill()
+        self.processes[name].popen.wait()
+
+    def restart(self, name):
+        self.processes[name].__exit__(None, None, None)
+        self.start(name, self.processes[name].address)
+
+    def close(self):
+        for process in self.processes.values():
+            process.__exit__(None, None, None)
+
+    @contextlib.asynccontextmanager
+    async def client(self, kind="async", target=None, **options):
+        """A client of all servers, or of ``target``."""
+        options = {"timeout": 20, **options}
+        if kind == "sync":
+            with KestrelClient(target or self.addresses, **options) as client:
+                yield Threaded(client)
+        else:
+            async with AsyncKestrelClient(target or self.addresses, **options) as client:
+                yield Asynchronous(client)
+
+
+async def places(client, **options):
+    """The server of each file."""
+    asked = (client.query(each, "?", **GREEDY, **options) for each in FILES)
+    return [result.model for result in await asyncio.gather(*asked)]

@@ -1,0 +1,156 @@
+"""deploy/haproxy/balancer.cfg and deploy/nginx/balancer.conf, run by the real programs before three real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.abuse.three_servers import FILES, GREEDY, Servers, places
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def program(name):
+    return shutil.which(name) or f"/usr/sbin/{name}"
+
+
+def available(name):
+    return pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            not os.access(program(name), os.X_OK),
+            reason=f"needs {name} (Debian: apt-get install {name})",
+        ),
+    )
+
+
+def is_open(address):
+    host, _, port = address.partition(":")
+    with socket.socket() as tried:
+        return tried.connect_ex((host, int(port))) == 0
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    running = Servers(tmp_path_factory.mktemp("servers"), KESTREL_DRAIN_DELAY="5")
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module", params=[available("haproxy"), available("nginx")])
+def front(request, servers, tmp_path_factory):
+    """The address of a balancer."""
+    folder = tmp_path_factory.mktemp(request.param)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command, environ = COMMANDS[request.param](folder, address, servers.addresses)
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stderr=log, env={**os.environ, **environ})
+    try:
+        until = time.monotonic() + 10
+        while not is_open(address):
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        yield request.param, address
+        assert process.poll() is None, (folder / "log").read_text()
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def run_haproxy(folder, address, servers):
+    environ = {f"KESTREL_{n}": each for n, each in enumerate(servers, 1)}
+    environ |= {"KESTREL_FRONT": address, "KESTREL_STATS": f"{folder}/stats.sock"}
+    return [program("haproxy"), "-db", "-f", str(DEPLOY / "haproxy/balancer.cfg")], environ
+
+
+def run_nginx(folder, address, servers):
+    text = (DEPLOY / "nginx/balancer.conf").read_text().replace("127.0.0.1:50050", address)
+    for n, each in enumerate(servers, 1):
+        assert f"server 127.0.0.1:5005{n} " in text
+        text = text.replace(f"server 127.0.0.1:5005{n} ", f"server {each} ")
+    # Debian's package makes the folders of these, which only root may use.
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    paths = "".join(f"{kind}_temp_path {kind};" for kind in kinds)
+    text = text.replace("http {", f"http {{ {paths}")
+    (configuration := folder / "nginx.conf").write_text(text)
+    command = [program("nginx"), "-p", str(folder), "-e", "stderr", "-c", str(configuration)]
+    return [*command, "-g", "daemon off;"], {}
+
+
+COMMANDS = {"haproxy": run_haproxy, "nginx": run_nginx}
+
+
+async def one_by_one(client):
+    """The server of each file. No server has more calls in progress than another, so that none is full."""
+    return [(await client.query(each, "?", **GREEDY)).model for each in FILES]
+
+
+async def settled(client, wanted):
+    """Waits until all images are at the servers that ``wanted`` accepts."""
+    began = time.monotonic()
+    while not wanted(found := await one_by_one(client)):
+        assert time.monotonic() < began + 30, Counter(found)
+        await asyncio.sleep(0.1)
+    return found
+
+
+async def test_a_balancer_keeps_images_at_their_servers(front, servers):
+    name, address = front
+    async with servers.client(target=address) as client:
+        await client.wait_ready()
+        before = await settled(client, lambda found: len(set(found)) == 3)
+        assert await one_by_one(client) == before
+        handle = await client.put_image(FILES[0])
+        assert (await client.query(handle, "?", **GREEDY)).model == before[0]
+        assert (await client.stream(handle, "?", **GREEDY)).model == before[0]
+        without = [await client.query(None, "?", **GREEDY) for _ in range(24)]
+        assert len({result.model for result in without}) == 3
+        if (
+            name == "haproxy"
+        ):  # The bound of calls in progress moves some, and no server is flooded.
+            assert len(set(await places(client, session="all"))) > 1
+
+
+async def test_a_server_behind_a_balancer_is_killed(front, servers):
+    _, address = front
+    async with servers.client(target=address) as client:
+        before = await settled(client, lambda found: len(set(found)) == 3)
+        handles = [await client.put_image(each) for each in FILES]
+        servers.kill("b")
+        try:
+            after = [(await client.query(each, "?", **GREEDY)).model for each in handles]
+            assert "b" not in after
+            pairs = zip(before, after, strict=True)
+            assert all(old == new for old, new in pairs if old != "b")
+        finally:
+            servers.restart("b")
+        assert await settled(client, lambda found: found == before)
+
+
+async def test_haproxy_leaves_a_server_that_drains(front, servers):
+    name, address = front
+    if name != "haproxy":
+        pytest.skip("nginx does not ask for health")
+    async with servers.client(target=address) as client:
+        before = await settled(client, lambda found: len(set(found)) == 3)
+        servers.processes["c"].popen.send_signal(signal.SIGTERM)
+        try:
+            after = await settled(client, lambda found: "c" not in found)
+            pairs = zip(before, after, strict=True)
+            assert all(old == new for old, new in pairs if old != "c")
+            assert servers.processes["c"].popen.wait(20) == 0
+            assert await one_by_one(client) == after
+        finally:
+            servers.restart("c")
+        assert await settled(client, lambda found: found == before)
