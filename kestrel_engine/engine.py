@@ -313,6 +313,8 @@ class InferenceEngine(SkillCalls):
         if images:
             prepared, timings = await self._prepare(images, now, timeout_s, cache_salt, place)
         self._check_alive()
+        if adapter is not None and adapter.changes_vision:
+            prepared = [tuple(look.with_adapter(adapter) for look in each) for each in prepared]
         if request.embedding is not None:
             ((image,),) = prepared
             request, image = self._to_embed(request, request.embedding, image)

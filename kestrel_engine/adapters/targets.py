@@ -10,7 +10,9 @@ from ..types.model_config import ModelConfig
 
 MAX_RANK = 128
 
-_TARGET = re.compile(r"^(text\.blocks\.\d+\.(?:attn\.(?:qkv|proj)|mlp\.fc[12]))\.weight$")
+_TARGET = re.compile(
+    r"^((?:text|vision)\.blocks\.\d+\.(?:attn\.(?:qkv|proj)|mlp\.fc[12])|vision\.proj_mlp\.fc[12])\.weight$"
+)
 
 
 def targets(model: ModelConfig) -> Shapes:
@@ -20,5 +22,9 @@ def targets(model: ModelConfig) -> Shapes:
         for name, shape in expected_tensors(model).items()
         if (match := _TARGET.match(name))
     }
-    variants = {f"{name}{INPUT}": shape for name, shape in found.items() if name.endswith(".proj")}
+    variants = {
+        f"{name}{INPUT}": shape
+        for name, shape in found.items()
+        if name.startswith("text.") and name.endswith(".proj")
+    }
     return found | variants

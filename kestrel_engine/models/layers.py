@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch.nn.functional as F
 from torch import Tensor
 
-from .low_rank import TokenAdapters
+from .low_rank import Adapters
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 
@@ -33,8 +33,8 @@ class Linear:
     def load(cls, tensors: Tensors, name: str) -> Linear:
         return cls(tensors[f"{name}.weight"], tensors[f"{name}.bias"], name)
 
-    def __call__(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
-        """``adapters``: those of the tokens of ``x``, which then is [num_tokens, in]."""
+    def __call__(self, x: Tensor, adapters: Adapters | None = None) -> Tensor:
+        """``adapters``: those of the rows of ``x``."""
         y = F.linear(x, self.weight, self.bias)
         if adapters is not None:
             adapters.add_(self.name, x, y)
@@ -67,7 +67,7 @@ class Mlp:
     def load(cls, tensors: Tensors, name: str) -> Mlp:
         return cls(Linear.load(tensors, f"{name}.fc1"), Linear.load(tensors, f"{name}.fc2"))
 
-    def __call__(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+    def __call__(self, x: Tensor, adapters: Adapters | None = None) -> Tensor:
         return self.fc2(gelu_tanh(self.fc1(x, adapters)), adapters)
 
 

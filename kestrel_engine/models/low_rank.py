@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ class LowRank:
     b: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns the change [n, out] of a layer's result for ``x`` [n, in]."""
+        """Returns the change [..., out] of a layer's result for ``x`` [..., in]."""
         return F.linear(F.linear(x, self.a), self.b)
 
     def expert(self, index: int, x: Tensor) -> Tensor:
@@ -33,6 +33,27 @@ class LowRank:
 
 Changes: TypeAlias = Mapping[str, LowRank]
 """An adapter: the change of each module, by the module's canonical name."""
+
+
+class Adapters(Protocol):
+    """The adapters of a batch, for a linear layer."""
+
+    def add_(self, module: str, x: Tensor, y: Tensor) -> None:
+        """Adds the changes of ``module`` for its input ``x`` to its result ``y``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OneAdapter:
+    """One adapter for all rows of a batch, whatever its shape [..., in]."""
+
+    changes: Changes
+
+    def add_(self, module: str, x: Tensor, y: Tensor) -> None:
+        """As ``Adapters.add_``."""
+        change = self.changes.get(module)
+        if change is not None:
+            y.add_(change(x))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..types.model_config import VisionConfig
 from .layers import LayerNorm, Linear, Mlp, Tensors
+from .low_rank import Adapters
 
 CROPS_PER_PASS = 8
 """Crops of one pass through the tower on a GPU. Bounds the activations: about 30 MB a crop for a released model in
@@ -33,14 +34,15 @@ class VisionBlock:
         self.ln2 = LayerNorm.load(tensors, f"{name}.ln2")
         self.mlp = Mlp.load(tensors, f"{name}.mlp")
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapters: Adapters | None = None) -> Tensor:
         """Applies the block to ``x`` [num_crops, patches, enc_dim], in the same shape."""
         crops, patch_count, dim = x.shape
-        qkv = self.qkv(self.ln1(x)).view(crops, patch_count, 3, self.n_heads, dim // self.n_heads)
+        fused = self.qkv(self.ln1(x), adapters)
+        qkv = fused.view(crops, patch_count, 3, self.n_heads, dim // self.n_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v)
-        x = x + self.proj(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.ln2(x))
+        x = x + self.proj(attended.transpose(1, 2).flatten(2), adapters)
+        return x + self.mlp(self.ln2(x), adapters)
 
 
 class VisionModel:
@@ -65,23 +67,25 @@ class VisionModel:
         pieces = torch.split(features, [len(crops) for crops in needed])
         return [self.embed(p, tiling) for p, (_, tiling) in zip(pieces, images, strict=True)]
 
-    def embed(self, features: Tensor, tiling: tuple[int, int]) -> Tensor:
+    def embed(
+        self, features: Tensor, tiling: tuple[int, int], adapters: Adapters | None = None
+    ) -> Tensor:
         """Returns an image's embedding [grid * grid, proj_out_dim].
 
         ``features``: [n, patches, enc_dim] of the image's distinct crops.
         """
         local = features if tiling == (1, 1) else features[1:]
-        return self.project(features[0], self.pool(self.stitch(local, tiling)))
+        return self.project(features[0], self.pool(self.stitch(local, tiling)), adapters)
 
-    def encode_crops(self, crops: Tensor) -> Tensor:
-        """Encodes ``crops`` [n, crop_size, crop_size, 3] uint8 on any device.
+    def encode_crops(self, crops: Tensor, adapters: Adapters | None = None) -> Tensor:
+        """Encodes ``crops`` [n, crop_size, crop_size, 3] uint8 on any device, all with the same adapter.
 
         Returns [n, patches, enc_dim], the output of the last LayerNorm. On a CPU, the result for a crop has the same
         bits whatever the other crops are.
         """
         size = 1 if self.patch_emb.weight.device.type == "cpu" else CROPS_PER_PASS
         passes = range(0, len(crops), size)
-        return torch.cat([self._encode_pass(crops[i : i + size]) for i in passes])
+        return torch.cat([self._encode_pass(crops[i : i + size], adapters) for i in passes])
 
     def encode_two_depths(self, crops: Tensor, early: int) -> tuple[Tensor, Tensor]:
         """Encodes ``crops`` as `encode_crops` does, in one pass of at most `CROPS_PER_PASS`.
@@ -98,10 +102,10 @@ class VisionModel:
             x = block(x)
         return self.post_ln(x), stream
 
-    def _encode_pass(self, crops: Tensor) -> Tensor:
+    def _encode_pass(self, crops: Tensor, adapters: Adapters | None) -> Tensor:
         x = self._embed_patches(crops)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, adapters)
         return self.post_ln(x)
 
     def _embed_patches(self, crops: Tensor) -> Tensor:
@@ -138,12 +142,12 @@ class VisionModel:
         pooled = F.adaptive_avg_pool2d(stitched.float().permute(2, 0, 1), (grid, grid))
         return pooled.flatten(1).T.to(stitched.dtype)
 
-    def project(self, overview: Tensor, pooled: Tensor) -> Tensor:
+    def project(self, overview: Tensor, pooled: Tensor, adapters: Adapters | None = None) -> Tensor:
         """Projects the features of the overview crop and the pooled features of the tiles, both [patches, enc_dim].
 
         Returns the image's embedding [patches, proj_out_dim].
         """
-        return self.projector(torch.cat([overview, pooled], dim=-1))
+        return self.projector(torch.cat([overview, pooled], dim=-1), adapters)
 
 
 def num_distinct(num_crops: int, tiling: tuple[int, int]) -> int:

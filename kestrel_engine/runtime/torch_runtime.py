@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..models.kv_format import Scales
+from ..models.low_rank import OneAdapter
 from ..models.moondream import Moondream
 from ..models.refiner import Refiner
 from ..models.region import coord_of_bin, size_of_bins
@@ -198,17 +199,25 @@ class TorchRuntime:
         return time.perf_counter()
 
     def _encode(self, pieces: Sequence[EncodeSlice]) -> None:
-        """Encodes all crops of the step in one pass. Computes an image's embedding after its last crop."""
+        """Encodes all crops of the step, those with the same adapter in one pass."""
+        by_adapter: dict[int, list[EncodeSlice]] = {}
+        for piece in pieces:
+            by_adapter.setdefault(id(piece.image.adapter), []).append(piece)
+        for together in by_adapter.values():
+            self._encode_together(together)
+
+    def _encode_together(self, pieces: Sequence[EncodeSlice]) -> None:
+        """Encodes crops with the same adapter. Computes an image's embedding after its last crop."""
+        adapter = pieces[0].image.adapter
+        adapters = None if adapter is None else OneAdapter(adapter.weights)
         crops = []
         for piece in pieces:
             assert piece.image.crops is not None, "this runtime makes no crops"
             encoded = [index for index in piece.distinct if index not in piece.reused]
             crops.append(torch.from_numpy(piece.image.crops[encoded]))
-        if not crops:
-            return
-        features = (
-            self.model.vision.encode_crops(torch.cat(crops)) if sum(map(len, crops)) else None
-        )
+        vision = self.model.vision
+        count = sum(map(len, crops))
+        features = vision.encode_crops(torch.cat(crops), adapters) if count else None
         begin = 0
         for piece in pieces:
             key = piece.image.key
@@ -219,7 +228,7 @@ class TorchRuntime:
             self._features[key] += self._crops.features(piece, own)
             if piece.last == piece.image.num_crops:
                 all_features = torch.cat(self._features.pop(key))
-                self._images[key] = self.model.vision.embed(all_features, piece.image.tiling)
+                self._images[key] = vision.embed(all_features, piece.image.tiling, adapters)
                 if piece.image.keeps_features:
                     self._features[key] = [all_features]
 
@@ -229,7 +238,10 @@ class TorchRuntime:
         assert key in self._images, f"image {key} was not encoded"
         if spec.crops:
             (features,) = self._features[key]
-            crops = torch.stack([self.model.vision.embed(each[None], (1, 1)) for each in features])
+            adapter = read.image.adapter
+            adapters = None if adapter is None else OneAdapter(adapter.weights)
+            embed = self.model.vision.embed
+            crops = torch.stack([embed(each[None], (1, 1), adapters) for each in features])
         return fetch(spec, self._images[key] if spec.image else None, crops)
 
     def _refine(self, rows: Sequence[RefineRow]) -> dict[int, np.ndarray]:

@@ -22,3 +22,8 @@ class Adapter:
     key: str
     weights: Mapping[str, LowRank] = field(repr=False)
     num_bytes: int
+
+    @property
+    def changes_vision(self) -> bool:
+        """Whether images must be encoded with this adapter."""
+        return any(module.startswith("vision.") for module in self.weights)

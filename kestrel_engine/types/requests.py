@@ -17,6 +17,8 @@ from ..errors import InvalidRequest
 if TYPE_CHECKING:
     import numpy as np
 
+    from .adapter import Adapter
+
 
 @dataclass(frozen=True, slots=True)
 class Coord:
@@ -155,7 +157,7 @@ class PreparedImage:
     region. ``source_digest``: SHA-256 of what the caller gave, by which callers may recognise equal images.
     ``keeps_features``: the runtime keeps the features of the crops as long as the embedding, because embeddings of
     crops are read. ``region``: None for a whole image. ``crop_keys``: a content key for each distinct crop, if equal
-    crops of other images may skip the tower.
+    crops of other images may skip the tower. ``adapter``: the adapter of the request, if it changes the vision tower.
     """
 
     key: str
@@ -168,6 +170,7 @@ class PreparedImage:
     keeps_features: bool = False
     region: ImageRegion | None = None
     crop_keys: tuple[str, ...] | None = None
+    adapter: Adapter | None = None
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -185,6 +188,16 @@ class PreparedImage:
     def num_distinct(self) -> int:
         """The number of crops to encode. A single tile equals the overview and is not encoded again."""
         return 1 if self.tiling == (1, 1) else self.num_crops
+
+    def with_adapter(self, adapter: Adapter) -> PreparedImage:
+        """The image as an adapter encodes it that changes the vision tower. It shares no embedding with the image."""
+        keys = self.crop_keys
+        return replace(
+            self,
+            key=f"{self.key}/{adapter.key}",
+            crop_keys=None if keys is None else tuple(f"{key}/{adapter.key}" for key in keys),
+            adapter=adapter,
+        )
 
     def overview(self) -> PreparedImage:
         """The image with its overview as the only crop, so that it costs one crop, and small objects may be missed.

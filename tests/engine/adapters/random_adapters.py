@@ -14,13 +14,22 @@ from kestrel_engine.types.model_config import ModelConfig
 
 
 def random_tensors(
-    model: ModelConfig, seed: int, rank: int = 4, *, size: float = 1.0, only: str = ""
+    model: ModelConfig,
+    seed: int,
+    rank: int = 4,
+    *,
+    size: float = 1.0,
+    only: str = "",
+    vision: bool = False,
 ) -> dict[str, Tensor]:
-    """A and B of all modules whose name contains ``only``, by canonical name with ``.A`` and ``.B``. Their product has
-    about ``size`` times the spread of a weight."""
+    """A and B of the modules whose name contains ``only``, by canonical name with ``.A`` and ``.B``: those of the text
+    decoder, and with ``vision`` those of the tower, too. Their product has about ``size`` times the spread of a weight.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in targets(model).items():
+        if not vision and name.startswith("vision."):
+            continue
         if only in name and not name.endswith(INPUT):
             *experts, rows, columns = shape
             a, b = (*experts, rank, columns), (*experts, rows, rank)

@@ -24,11 +24,12 @@ from kestrel_engine import (
     factory,
 )
 from kestrel_engine.checkpoint.open import load_weights, open_model
+from kestrel_engine.models.moondream import Moondream
 from tests.engine.adapters.random_adapters import merged, random_tensors
 
 IMAGE = np.random.default_rng(4).integers(0, 256, (70, 90, 3), dtype=np.uint8)
 ASKS: tuple[tuple[Any, str], ...] = ((None, "what is this?"), (IMAGE, "what is in the image?"))
-NAMES = (None, "one", "two@7")
+NAMES = (None, "one", "two@7", "sight")
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,9 @@ def weights() -> dict[str, Tensor]:
 def tensors() -> Mapping[str, dict[str, Tensor]]:
     model = open_model(RuntimeConfig()).config
     return {
-        "one": random_tensors(model, 1, rank=4, size=0.3),
+        "one": random_tensors(model, 1, rank=4, size=0.3, vision=True),
         "two@7": random_tensors(model, 2, rank=8, size=0.3, only=".mlp."),
+        "sight": random_tensors(model, 3, rank=4, size=0.3, only="vision.", vision=True),
     }
 
 
@@ -89,15 +91,47 @@ async def test_mixed_requests_equal_merged_weights(
             assert alone.token_ids == expected[name, index]
 
 
-async def test_prefixes_are_kept_apart_and_images_shared(folder: Path) -> None:
-    async with await InferenceEngine.create(RuntimeConfig(adapters_dir=folder)) as engine:
-        plain, first, second, again = [
-            (await ask(engine, 1, name)).metrics for name in (None, "one", "two@7", "one")
+@pytest.mark.parametrize("crop_cache_bytes", [0, 1 << 24])
+async def test_what_is_reused(folder: Path, crop_cache_bytes: int) -> None:
+    """A prefix with the same adapter, and the embedding of an image with those that leave the tower as it is."""
+    config = RuntimeConfig(adapters_dir=folder, crop_cache_bytes=crop_cache_bytes)
+    async with await InferenceEngine.create(config) as engine:
+        order = (None, "two@7", "one", "sight", "two@7", "one")
+        plain, text, *vision, text_again, vision_again = [
+            (await ask(engine, 1, name)).metrics for name in order
         ]
-        assert plain.encoded_crops > 0 and plain.cached_tokens == 0
-        for metrics in (first, second):
-            assert (metrics.cached_tokens, metrics.encoded_crops) == (0, 0)
-        assert again.cached_tokens > first.input_tokens // 2
+        for metrics in (plain, *vision):
+            assert metrics.encoded_crops > 0
+            assert (metrics.cached_tokens, metrics.reused_crops) == (0, 0)
+        assert (text.cached_tokens, text.encoded_crops) == (0, 0)
+        for metrics in (text_again, vision_again):
+            assert metrics.cached_tokens > plain.input_tokens // 2
+            assert metrics.encoded_crops == 0
+
+
+async def test_embeddings_are_those_of_the_adapter(
+    folder: Path, weights: dict[str, Tensor], tensors: Mapping[str, dict[str, Tensor]]
+) -> None:
+    opened = open_model(RuntimeConfig())
+    model = Moondream(opened.config, merged(weights, tensors["sight"]))
+    config = RuntimeConfig(adapters_dir=folder)
+    async with await InferenceEngine.create(config) as engine:
+        prepared = await engine.prepare_image(IMAGE)
+        arguments = {"whole_image": True, "crops": True, "pooling": "none"}
+        results = []
+        for name in ("sight", "two@7", None):
+            stream = await engine.submit("embed", prepared, arguments, {"adapter": name})
+            results.append((await stream.result()).output)
+    count = prepared.num_distinct
+    with torch.inference_mode():
+        features = model.vision.encode_crops(torch.from_numpy(prepared.crops[:count]))
+        expected = model.vision.embed(features, prepared.tiling)
+        crops = torch.stack([model.vision.embed(each[None], (1, 1)) for each in features])
+    sight, text, plain = results
+    torch.testing.assert_close(torch.tensor(sight["image"]), expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(torch.tensor(sight["crops"]), crops, rtol=1e-3, atol=1e-4)
+    assert np.array_equal(text["image"], plain["image"])
+    assert not np.allclose(sight["image"], plain["image"], atol=1e-2)
 
 
 async def test_an_error_fails_its_request_alone(folder: Path) -> None:

@@ -62,11 +62,11 @@ def as_peft(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def test_canonical_names_change_every_linear_layer_of_the_text(tmp_path: Path) -> None:
-    tensors = random_tensors(MD3, 1)
+def test_canonical_names_change_every_linear_layer_of_text_and_tower(tmp_path: Path) -> None:
+    tensors = random_tensors(MD3, 1, vision=True)
     save_file(tensors, tmp_path / "mine.safetensors")
     assert_same(load(tmp_path), changes(tensors))
-    assert len(changes(tensors)) == 4 * MD3.text.n_layers
+    assert len(changes(tensors)) == 4 * MD3.text.n_layers + 4 * MD3.vision.enc_n_layers + 2
 
 
 @pytest.mark.parametrize("prefix", ["text_lora", "_text"])
