@@ -9,6 +9,7 @@ Importing this package loads no torch; creating an engine does.
 
 from . import errors, maintenance
 from .adapters.files import checked_adapter_name
+from .adapters.lora import LoRA, TextLoRAConfig
 from .config import ImageLimits, RuntimeConfig
 from .engine import InferenceEngine
 from .errors import (
@@ -87,6 +88,7 @@ __all__ = [
     "InsufficientMemoryError",
     "InvalidRequest",
     "KestrelError",
+    "LoRA",
     "LoadTimes",
     "ModelLoadError",
     "ModelNotFoundError",
@@ -113,6 +115,7 @@ __all__ = [
     "SkillUnavailable",
     "StepEvent",
     "StreamUpdate",
+    "TextLoRAConfig",
     "Tiled",
     "Tiles",
     "TokenLogprob",

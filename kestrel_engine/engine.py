@@ -24,6 +24,7 @@ import numpy as np
 
 from .adapters.files import checked_adapter_name
 from .adapters.library import AdapterLibrary, Lease
+from .adapters.lora import LoRA
 from .config import RuntimeConfig, Sizes
 from .errors import (
     AdapterNotFound,
@@ -65,7 +66,6 @@ from .skills.rule_check import RuleCheck, check_prompt
 from .steps.delivery import Delivery, DeliveryThread
 from .steps.loop import EngineLoop, Work
 from .steps.refining import Refining
-from .types.adapter import Adapter
 from .types.constraint import Constraint
 from .types.embedding import EmbeddingSpec
 from .types.events import EngineMetrics, EngineResult, StreamUpdate
@@ -179,14 +179,16 @@ class InferenceEngine(SkillCalls):
         api_key: str | None = None,
         progress: Progress | None = None,
         observer: Observer | None = None,
+        lora: LoRA | None = None,
     ) -> InferenceEngine:
         """Loads the model off the event loop and warms it up.
 
         ``api_key`` (or MOONDREAM_API_KEY) is accepted for callers of the vendor's engine and not needed. ``progress``
-        is called with (done bytes, total bytes, what). Raises ConfigError or ModelLoadError.
+        is called with (done bytes, total bytes, what). ``lora``: applies to all requests that name no adapter. Raises
+        ConfigError or ModelLoadError.
         """
         config = config or RuntimeConfig()
-        built = await asyncio.to_thread(build, config, progress)
+        built = await asyncio.to_thread(build, config, progress, lora)
         engine = cls(config, built, skills, observer=observer)
         began = time.monotonic()
         try:
@@ -303,12 +305,12 @@ class InferenceEngine(SkillCalls):
             self._places.take_more(place, len(images) * num_looks - 1)
         if request.constraint is not None:
             request = await self._compiled(request, request.constraint, timeout_s, place)
-        adapter: Adapter | None = None
-        namespace: Hashable = cache_salt
+        adapter = self._built.lora
         if adapter_name is not None:
             lease = await self._leased(adapter_name, timeout_s, place)
             held.callback(lease.give_back)
-            adapter, namespace = lease.adapter, (cache_salt, lease.adapter.key)
+            adapter = lease.adapter
+        namespace: Hashable = cache_salt if adapter is None else (cache_salt, adapter.key)
         prepared: list[Looks] = []
         if images:
             prepared, timings = await self._prepare(images, now, timeout_s, cache_salt, place)

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .adapters.library import AdapterLibrary
+from .adapters.lora import LoRA
 from .config import RuntimeConfig, Sizes
 from .errors import ConfigError
 from .runtime.protocol import Runtime
 from .skills.base import TextCodec
+from .types.adapter import Adapter
 from .types.calibration import FILE_NAME, UNCALIBRATED, Calibration, from_text
 from .types.info import EngineInfo, LoadTimes
 from .types.model_config import ModelConfig
@@ -42,6 +44,7 @@ CPU_POOL_SHARE = 0.5
 """On a CPU the KV pool's default takes at most this share of the memory left beside the weights."""
 
 
+_NO_ADAPTERS = "the GPU kernels do not compute adapters yet; set --no-compile, which is slower, or --device cpu"
 PLAIN_CROPS = 8
 """Crops that the plain vision tower encodes together."""
 
@@ -60,6 +63,8 @@ class Built:
     """Width times height of the largest image whose crops the runtime makes of its pixels; 0: it takes crops only."""
     calibration: Calibration = UNCALIBRATED
     adapters: AdapterLibrary | None = None
+    lora: Adapter | None = None
+    """The adapter of requests that name none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,9 @@ class _Plan:
         return refine_bytes(self.refiner.config, self.model.vision, self.dtype, MOST_REFINED)
 
 
-def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
+def build(
+    config: RuntimeConfig, progress: Progress | None = None, lora: LoRA | None = None
+) -> Built:
     """Resolves, checks, downloads if necessary, and loads the model. Blocks. Raises ConfigError or ModelLoadError."""
     import torch
 
@@ -103,6 +110,8 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
     kernels = _uses_kernels(config, device)
     _check_fp8_gemms(config, device, dtype, kernels)
     adapters_dir = _adapters_dir(config, kernels)
+    if lora is not None and kernels:
+        raise ConfigError("lora", "given", _NO_ADAPTERS)
     compiling = _compile_meter() if kernels else None
     if config.attention == "flashinfer" and dtype == torch.float32:
         raise ConfigError("attention", "flashinfer", "needs dtype bfloat16 or float16")
@@ -115,6 +124,7 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
     cache_dtype = kv_dtype(dtype, scales)
     page_bytes = bytes_per_page(model.text, page_size, cache_dtype)
     _check_pool(config, model, page_size, page_bytes)
+    adapter = None if lora is None else lora.adapter(model.text, dtype, device)
     codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=model.text.vocab_size)
     try:
         began = time.monotonic()
@@ -190,7 +200,14 @@ def build(config: RuntimeConfig, progress: Progress | None = None) -> Built:
         )
     if not kernels:
         return Built(
-            runtime, model, codec, info, compiling, calibration=calibration, adapters=adapters
+            runtime,
+            model,
+            codec,
+            info,
+            compiling,
+            calibration=calibration,
+            adapters=adapters,
+            lora=adapter,
         )
     from .runtime.gpu.footprint import DEVICE_PIXELS
 
@@ -228,7 +245,7 @@ def _adapters_dir(config: RuntimeConfig, kernels: bool) -> Path | None:
         raise ConfigError(
             "adapters_dir",
             str(config.adapters_dir),
-            "the GPU kernels do not compute adapters yet; set --no-compile, which is slower, or --device cpu",
+            _NO_ADAPTERS,
         )
     return folder
 

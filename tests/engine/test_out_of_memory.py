@@ -23,7 +23,7 @@ class FullDevice(FakeRuntime):
 async def test_a_warm_up_without_memory_says_what_to_lower(fake_limits, monkeypatch):
     monkeypatch.setattr(
         "kestrel_engine.engine.build",
-        lambda config, progress: fake_build(config, FullDevice(fake_limits)),
+        lambda config, progress, lora: fake_build(config, FullDevice(fake_limits)),
     )
     with pytest.raises(InsufficientMemoryError) as caught:
         await InferenceEngine.create(RuntimeConfig(max_batch_size=3, kv_cache_gib=2.0))

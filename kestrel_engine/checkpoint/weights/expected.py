@@ -17,7 +17,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 def expected_tensors(config: ModelConfig) -> Shapes:
     """Returns the shape of every tensor by canonical name, including those `OPTIONAL` ones that the model may have."""
-    return {**_text(config.text), **_vision(config.vision), **_region(config.region)}
+    return {**text_tensors(config.text), **_vision(config.vision), **_region(config.region)}
 
 
 def parameter_count(config: ModelConfig) -> int:
@@ -33,7 +33,8 @@ def _norm(name: str, width: int) -> Shapes:
     return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
 
 
-def _text(text: TextConfig) -> Shapes:
+def text_tensors(text: TextConfig) -> Shapes:
+    """Returns the shape of every tensor of the text decoder by canonical name."""
     out: Shapes = {"text.wte": (text.vocab_size, text.dim)}
     for layer in range(text.n_layers):
         block = f"text.blocks.{layer}"

@@ -20,12 +20,15 @@ from kestrel_engine import (
     ConfigError,
     EngineResult,
     InferenceEngine,
+    LoRA,
     RuntimeConfig,
+    TextLoRAConfig,
     factory,
 )
 from kestrel_engine.checkpoint.open import load_weights, open_model
 from kestrel_engine.models.moondream import Moondream
 from tests.engine.adapters.random_adapters import merged, random_tensors
+from tests.engine.models.small import small_config
 
 IMAGE = np.random.default_rng(4).integers(0, 256, (70, 90, 3), dtype=np.uint8)
 ASKS: tuple[tuple[Any, str], ...] = ((None, "what is this?"), (IMAGE, "what is in the image?"))
@@ -153,3 +156,49 @@ def test_settings_that_can_not_be_served(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(factory, "_uses_kernels", lambda config, device: True)
     with pytest.raises(ConfigError, match="set --no-compile"):
         factory.build(RuntimeConfig(adapters_dir=tmp_path))
+    lora = LoRA.create(small_config("moondream2").text, lora_config=TextLoRAConfig())
+    with pytest.raises(ConfigError, match="set --no-compile"):
+        factory.build(RuntimeConfig(), lora=lora)
+
+
+async def test_a_lora_applies_to_requests_that_name_no_adapter(folder: Path) -> None:
+    """A new one has no effect, and a changed one that of its tensors in a file."""
+    text = open_model(RuntimeConfig()).config.text
+    lora = LoRA.create(text, lora_config=TextLoRAConfig(rank=8, alpha=16.0))
+    config = RuntimeConfig(adapters_dir=folder)
+    async with await InferenceEngine.create(config, lora=lora) as engine:
+        new = (await ask(engine, 0, None)).token_ids
+        two = (await ask(engine, 0, "two@7")).token_ids
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in lora.tensors.items():
+        if name.endswith(".B"):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
+    save_file(lora.tensors, folder / "same.safetensors", {"alpha": "16", "rank": "8"})
+    async with await InferenceEngine.create(config, lora=lora) as engine:
+        changed = (await ask(engine, 0, None)).token_ids
+        assert (await ask(engine, 0, "same")).token_ids == changed != new
+        assert (await ask(engine, 0, "two@7")).token_ids == two
+    async with await InferenceEngine.create(config) as engine:
+        assert (await ask(engine, 0, None)).token_ids == new
+
+
+def test_a_lora_that_does_not_fit() -> None:
+    text = small_config("moondream3").text
+    with pytest.raises(ConfigError, match="rank=3: must be divisible by 2, the experts"):
+        LoRA.create(text, lora_config=TextLoRAConfig(rank=3))
+    with pytest.raises(ConfigError, match="from 1 to 128"):
+        TextLoRAConfig(rank=129)
+    with pytest.raises(ConfigError, match="alpha"):
+        TextLoRAConfig(alpha=0)
+    lora = LoRA.create(text, lora_config=TextLoRAConfig(rank=4, alpha=2.0))
+    cpu = torch.device("cpu")
+    assert lora.tensors["text.blocks.1.mlp.fc1.A"].shape == (6, 2, 32)
+    made = lora.adapter(text, torch.bfloat16, cpu)
+    assert made.num_bytes == 2 * sum(tensor.numel() for tensor in lora.tensors.values())
+    with pytest.raises(
+        ConfigError, match=r"text\.blocks\.1\.mlp\.fc1\.A.*the model needs \(4, 32\)"
+    ):
+        lora.adapter(small_config("moondream2").text, torch.float32, cpu)
+    lora.tensors["text.blocks.0.mlp.fc1.B"].fill_(torch.inf)
+    with pytest.raises(ConfigError, match="not finite"):
+        lora.adapter(text, torch.float32, cpu)

@@ -1,0 +1,107 @@
+"""LoRA: an adapter of the text MLPs that is made in this process, for the whole engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..checkpoint.weights.expected import Shapes
+from ..errors import ConfigError
+from ..types.adapter import Adapter
+from ..types.model_config import TextConfig
+from .targets import MAX_RANK, text_targets
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_NAME = "the engine's LoRA"
+"""No file has this name or content hash."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextLoRAConfig:
+    """``rank``: of dense layers, from 1 to 128. Experts have the rank divided by the number of experts of a token.
+    ``alpha``: the change is multiplied by alpha / rank; None stands for the factor 1. Raises ConfigError."""
+
+    rank: int = 16
+    alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not 1 <= self.rank <= MAX_RANK:
+            raise ConfigError("rank", self.rank, f"must be a whole number from 1 to {MAX_RANK}")
+        if self.alpha is not None and not 0 < self.alpha < 1e6:
+            raise ConfigError("alpha", self.alpha, "must be a number above 0 and below 1e6")
+
+    @property
+    def scale(self) -> float:
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoRA:
+    """The matrices A and B of each MLP's layers. ``tensors``: by the module's canonical name with ``.A`` and ``.B``, in
+    float32. They may be changed until an engine is created with them, which copies them."""
+
+    config: TextLoRAConfig
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def create(cls, text_config: TextConfig, *, lora_config: TextLoRAConfig, seed: int = 0) -> LoRA:
+        """Returns an adapter that changes nothing yet: A is random with a spread of 1 / sqrt(inputs), and B is 0.
+
+        Raises ConfigError if the model has experts and the rank is not divisible by the number of experts of a token.
+        """
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {
+            name: torch.zeros(shape)
+            if name.endswith(".B")
+            else torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+            for name, shape in _shapes(text_config, lora_config).items()
+        }
+        return cls(lora_config, tensors)
+
+    def adapter(self, text: TextConfig, dtype: torch.dtype, device: torch.device) -> Adapter:
+        """Returns the adapter for a model with the text decoder ``text``. Raises ConfigError if it does not fit."""
+        import torch
+
+        from ..models.low_rank import LowRank
+
+        shapes = _shapes(text, self.config)
+        for name in {**shapes, **self.tensors}:
+            given = tuple(self.tensors[name].shape) if name in self.tensors else "missing"
+            expected = shapes.get(name, "none")
+            if given != expected:
+                raise ConfigError("lora", f"{name} {given}", f"the model needs {expected}")
+            if not torch.isfinite(self.tensors[name]).all():
+                raise ConfigError("lora", name, "holds values that are not finite")
+        sides = {
+            name: (tensor * (self.config.scale if name.endswith(".B") else 1.0))
+            .detach()
+            .to(device, dtype, copy=True)
+            for name, tensor in self.tensors.items()
+        }
+        modules = dict.fromkeys(name[:-2] for name in sides)
+        weights = {
+            module: LowRank(sides[f"{module}.A"], sides[f"{module}.B"]) for module in modules
+        }
+        return Adapter(_NAME, _NAME, weights, sum(side.nbytes for side in sides.values()))
+
+
+def _shapes(text: TextConfig, config: TextLoRAConfig) -> Shapes:
+    """The shape of each tensor. Raises ConfigError."""
+    shapes: Shapes = {}
+    for module, (*experts, rows, columns) in text_targets(text).items():
+        if ".mlp." not in module:
+            continue
+        rank = config.rank
+        if experts and text.moe is not None:
+            rank, rest = divmod(rank, text.moe.experts_per_token)
+            if rest:
+                limit = f"must be divisible by {text.moe.experts_per_token}, the experts of a token"
+                raise ConfigError("rank", config.rank, limit)
+        shapes[f"{module}.A"] = (*experts, rank, columns)
+        shapes[f"{module}.B"] = (*experts, rows, rank)
+    return shapes
