@@ -19,7 +19,7 @@ from tests.abuse.served import METADATA, ServedInThread
 
 SIDE = 900
 IMAGE_BYTES = 3 * SIDE * SIDE
-CALLS = 30
+CALLS = 20
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.engine.fakes import Listener
 from tests.engine.runtime.gpu import small_models
 from tests.engine.runtime.test_torch_runtime import new_runtime, picture, step
 
-FRAME = np.random.default_rng(5).integers(0, 255, (400, 600, 3), dtype=np.uint8)
+FRAME = np.random.default_rng(5).integers(0, 255, (300, 600, 3), dtype=np.uint8)
 NEXT = FRAME.copy()
 NEXT[:20, :20] = 0
 """A change in one corner: the overview and one tile differ."""

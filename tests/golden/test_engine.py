@@ -85,7 +85,8 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("model", [pytest.param("md2", marks=pytest.mark.slow), "md3"])
+@pytest.mark.slow  # tests/service/test_sdk.py asks some of the cases in make test.
+@pytest.mark.parametrize("model", ["md2", "md3"])
 async def test_every_case_in_one_mixed_batch(model, golden_folder, golden_images):
     config = RuntimeConfig(
         model_path=golden_folder(model), device="cpu", dtype="float32", max_batch_size=8

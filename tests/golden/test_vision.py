@@ -19,6 +19,7 @@ def test_every_stage(golden: Golden, pictures: dict[str, PreparedImage], name: s
     check_vision(golden, name, pictures[name])
 
 
+@pytest.mark.slow_with("md2")
 def test_images_encoded_together_equal_images_encoded_alone(
     golden: Golden, pictures: dict[str, PreparedImage]
 ) -> None:

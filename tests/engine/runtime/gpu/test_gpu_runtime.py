@@ -191,7 +191,7 @@ def test_prompts_with_several_images_among_others(both, chunk):
     assert len({tuple(t.id for t in tokens) for tokens in wanted.values()}) == 5
 
 
-@pytest.mark.slow_with("moondream3")
+@pytest.mark.slow
 def test_a_prompt_with_several_images_alone_says_what_it_says_among_others(both):
     config, _, tested = both
     together = answers(tested, with_several_images(config))
