@@ -33,6 +33,8 @@ from .targets import MAX_RANK
 if TYPE_CHECKING:
     import torch
 
+    from ..models.low_rank import LowRank
+
 CONFIG_NAME = "adapter_config.json"
 """PEFT's description of an adapter, beside its tensors."""
 MAX_CONFIG_BYTES = 1 << 20
@@ -135,17 +137,28 @@ def read(checked: Checked, dtype: torch.dtype, device: torch.device) -> Adapter:
                 tensor = _tensor(stored, pickles)
                 if tensor.shape != stored.shape:
                     raise CheckpointError("the files have changed while they were read")
-                tensor = tensor.to(torch.float32) * factor
-                if not torch.isfinite(tensor).all():
-                    raise CheckpointError(f"{stored.name} holds values that are not finite")
-                sides.append(tensor.to(device, dtype).contiguous())
+                side = (tensor.to(torch.float32) * factor).to(device, dtype).contiguous()
+                if not torch.isfinite(side).all():
+                    name = str(dtype).removeprefix("torch.")
+                    raise CheckpointError(
+                        f"{stored.name} holds values that are not finite in {name}"
+                    )
+                sides.append(side)
             weights[module] = LowRank(*sides)
-        digest = hashlib.sha256()
-        for file in found.files:
-            with file.open("rb") as opened:
-                digest.update(hashlib.file_digest(opened, "sha256").digest())
     num_bytes = sum(side.nbytes for pair in weights.values() for side in (pair.a, pair.b))
-    return Adapter(found.name, digest.hexdigest(), weights, num_bytes)
+    return Adapter(found.name, _key(weights), weights, num_bytes)
+
+
+def _key(weights: Mapping[str, LowRank]) -> str:
+    """A hash of what was read. The files may be others by now."""
+    import torch
+
+    digest = hashlib.sha256()
+    for module, change in weights.items():
+        for side in (change.a, change.b):
+            digest.update(f"{module} {tuple(side.shape)} {side.dtype} ".encode())
+            digest.update(side.cpu().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _place(

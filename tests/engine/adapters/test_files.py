@@ -107,13 +107,14 @@ def test_the_scale_is_alpha_by_rank(tmp_path: Path, where: str) -> None:
 
 def test_the_key_is_the_content(tmp_path: Path) -> None:
     keys = []
-    for name, seed in (("one", 1), ("same", 1), ("other", 2)):
-        save_file(random_tensors(MD3, seed, only=".proj"), tmp_path / f"{name}.safetensors")
+    for name, seed, alpha in (("a", 1, "4"), ("same", 1, "4"), ("b", 2, "4"), ("c", 1, "2")):
+        tensors = random_tensors(MD3, seed, only=".proj")
+        save_file(tensors, tmp_path / f"{name}.safetensors", {"alpha": alpha})
         checked = check(find(tmp_path, name), targets(MD3), MD3.text)
         loaded = read(checked, torch.bfloat16, torch.device("cpu"))
         assert loaded.num_bytes == 2 * checked.count
         keys.append(loaded.key)
-    assert keys[0] == keys[1] != keys[2]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
 
 
 FC1 = "text.blocks.0.mlp.fc1"
@@ -156,6 +157,10 @@ Change = Callable[[dict[str, Tensor]], object]
         ),
         (lambda t: t.clear(), "holds no tensor"),
         (lambda t: t.update({f"{FC1}.A": torch.full((4, 32), torch.nan)}), "not finite"),
+        (
+            lambda t: t.update({f"{FC1}.A": torch.full((4, 32), 1e39, dtype=torch.float64)}),
+            f"{FC1}.A holds values that are not finite in float32",
+        ),
     ],
 )
 def test_what_does_not_fit(tmp_path: Path, change: Change, message: str) -> None:
