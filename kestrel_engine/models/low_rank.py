@@ -56,49 +56,62 @@ class OneAdapter:
             y.add_(change(x))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class TokenAdapters:
-    """The adapters of a batch. ``pieces``: for each adapter, the indices [n] int64 of its tokens. A token has one
-    adapter or none."""
+    """The adapters of a batch. A token has one adapter or none."""
 
-    pieces: tuple[tuple[Tensor, Changes], ...]
-
-    def add_(self, module: str, x: Tensor, y: Tensor) -> None:
-        """Adds the changes of ``module`` for its input ``x`` [num_tokens, in] to its result ``y`` [num_tokens, out]."""
-        for tokens, changes in self.pieces:
-            change = changes.get(module)
-            if change is not None:
-                y.index_add_(0, tokens, change(x[tokens]))
+    def __init__(
+        self, owners: Sequence[int], changes: Sequence[Changes], device: torch.device
+    ) -> None:
+        """``owners``: for each token the index of its adapter in ``changes``, or -1."""
+        self._owners, self._changes, self._device = owners, changes, device
+        places: dict[int, list[int]] = {}
+        for place, owner in enumerate(owners):
+            if owner >= 0:
+                places.setdefault(owner, []).append(place)
+        # With one adapter for all tokens, nothing is gathered.
+        self._pieces = [
+            (None if len(own) == len(owners) else torch.tensor(own, device=device), changes[owner])
+            for owner, own in places.items()
+        ]
 
     def of(self, tokens: Tensor) -> TokenAdapters:
         """The adapters of a batch that consists of ``tokens`` [n] int64 of this one. An index may occur repeatedly."""
-        pieces = []
-        for own, changes in self.pieces:
-            places = torch.isin(tokens, own).nonzero().flatten()
-            if len(places):
-                pieces.append((places, changes))
-        return TokenAdapters(tuple(pieces))
+        owners = [self._owners[token] for token in tokens.tolist()]
+        return TokenAdapters(owners, self._changes, self._device)
+
+    def add_(self, module: str, x: Tensor, y: Tensor) -> None:
+        """As ``Adapters.add_``. ``x``: [num_tokens, in]. ``y``: [num_tokens, out]."""
+        self._add(module, x, y, None)
 
     def add_expert_(self, module: str, index: int, x: Tensor, y: Tensor) -> None:
         """As ``add_``, for one of the experts of ``module``."""
-        for tokens, changes in self.pieces:
+        self._add(module, x, y, index)
+
+    def _add(self, module: str, x: Tensor, y: Tensor, expert: int | None) -> None:
+        for tokens, changes in self._pieces:
             change = changes.get(module)
-            if change is not None:
-                y.index_add_(0, tokens, change.expert(index, x[tokens]))
+            if change is None:
+                continue
+            own = x if tokens is None else x[tokens]
+            delta = change(own) if expert is None else change.expert(expert, own)
+            if tokens is None:
+                y.add_(delta)
+            else:
+                y.index_add_(0, tokens, delta)
 
 
 def token_adapters(
     rows: Sequence[tuple[int, Changes | None]], device: torch.device
 ) -> TokenAdapters | None:
     """Returns the adapters of a batch of ``rows``, each a number of tokens and an adapter; None if no row has one."""
-    tokens: dict[int, list[Tensor]] = {}
-    found: dict[int, Changes] = {}
-    begin = 0
-    for count, changes in rows:
-        if changes is not None:
-            found[id(changes)] = changes
-            tokens.setdefault(id(changes), []).append(torch.arange(begin, begin + count))
-        begin += count
-    if not found:
-        return None
-    return TokenAdapters(tuple((torch.cat(tokens[i]).to(device), found[i]) for i in found))
+    found: dict[int, int] = {}
+    changes: list[Changes] = []
+    owners: list[int] = []
+    for count, own in rows:
+        owner = -1
+        if own is not None:
+            owner = found.setdefault(id(own), len(changes))
+            if owner == len(changes):
+                changes.append(own)
+        owners += [owner] * count
+    return TokenAdapters(owners, changes, device) if changes else None
