@@ -93,3 +93,12 @@ def test_the_policy(target: str | list[str], policy: str) -> None:
     config = json.loads(str(options["grpc.service_config"]))
     assert list(config["loadBalancingConfig"][0]) == [policy]
     assert config["methodConfig"] == SERVICE_CONFIG["methodConfig"]
+
+
+def test_the_places_of_a_server_do_not_depend_on_the_others() -> None:
+    for servers in (2, 20):
+        options = dict(Connection(target=[f"10.0.0.{n + 1}" for n in range(servers)]).options)
+        (ring, _) = json.loads(str(options["grpc.service_config"]))["loadBalancingConfig"]
+        places = ring["ring_hash_experimental"]
+        assert places["minRingSize"] == places["maxRingSize"] == 256 * servers
+        assert options["grpc.lb.ring_hash.ring_size_cap"] == 256 * servers

@@ -57,19 +57,29 @@ SERVICE_CONFIG = {
 }
 """gRPC's service config: retries, and calls distributed over all addresses that the name resolves to."""
 
-SEVERAL_SERVERS_CONFIG = {
-    **SERVICE_CONFIG,
-    # gRPC takes the first policy that it knows. A ring of 4096 places, gRPC's limit, makes the servers' shares as even
-    # as they can be.
-    "loadBalancingConfig": [
-        {"ring_hash_experimental": {"minRingSize": 4096, "requestHashHeader": IMAGE_HEADER}},
-        {"round_robin": {}},
-    ],
-    # A server that drains is left before it closes its connections.
-    "healthCheckConfig": {"serviceName": ""},
-}
-"""The service config for several servers: a call goes to the server that IMAGE_HEADER selects, or to the next one that
-serves."""
+_LARGEST_RING = 4096
+"""gRPC's own limit on the places of a ring."""
+_PLACES_OF_A_SERVER = 256
+"""Places of a server on the ring, whatever the number of servers. A server that joins then takes over images, and moves
+no others."""
+
+
+def several_servers_config(ring_places: int = _LARGEST_RING) -> dict[str, Any]:
+    """The service config for several servers: a call goes to the server that IMAGE_HEADER selects, or to the next one
+    that serves."""
+    ring = {
+        "minRingSize": ring_places,
+        "maxRingSize": ring_places,
+        "requestHashHeader": IMAGE_HEADER,
+    }
+    return {
+        **SERVICE_CONFIG,
+        # gRPC takes the first policy that it knows.
+        "loadBalancingConfig": [{"ring_hash_experimental": ring}, {"round_robin": {}}],
+        # A server that drains is left before it closes its connections.
+        "healthCheckConfig": {"serviceName": ""},
+    }
+
 
 _REQUEST_HASH_VARIABLE = "GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY"
 """gRPC reads ``requestHashHeader`` only if this variable is true, when a channel reads its service config."""
@@ -160,13 +170,22 @@ class Connection:
         elif not isinstance(self.target, str):
             # The default is the whole list, which is no valid authority.
             options.append(("grpc.default_authority", with_port(self.target[0])))
+        if not isinstance(self.target, str):
+            options.append(("grpc.lb.ring_hash.ring_size_cap", self._ring_places))
         return [*options, *self.channel_options]
+
+    @property
+    def _ring_places(self) -> int:
+        """Only of a list it is known how many servers there are."""
+        if isinstance(self.target, str):
+            return _LARGEST_RING
+        return _PLACES_OF_A_SERVER * len(self.target)
 
     def _service_config(self) -> dict[str, Any]:
         if not self.has_several_servers:
             return SERVICE_CONFIG
         os.environ[_REQUEST_HASH_VARIABLE] = "true"
-        return SEVERAL_SERVERS_CONFIG
+        return several_servers_config(self._ring_places)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
         """Reads the certificates and keys. Returns None without TLS. Raises InvalidRequestError."""
