@@ -61,18 +61,19 @@ class ForcedQuery:
     def new_control(
         self, request: SkillRequest, max_tokens: int, context: SkillContext
     ) -> SkillControl:
-        return _NeverEnds(context)
+        return _NeverEnds(context, request.options["top_logprobs"])
 
     def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
-        return AnswerOutput("answer", context)
+        return AnswerOutput("answer", context, logprobs=request.options["logprobs"])
 
 
 class _NeverEnds:
     """The rule of an ordinary answer, so that it costs the same, but without the end token."""
 
-    def __init__(self, context: SkillContext) -> None:
+    def __init__(self, context: SkillContext, top: int = 0) -> None:
+        """``top``: how many alternatives each token has (TokenRule.top)."""
         ids = context.model.ids
-        self._rule = TokenRule(stop=ids.eos_id, suppressed=(ids.eos_id, ids.answer_id))
+        self._rule = TokenRule(stop=ids.eos_id, suppressed=(ids.eos_id, ids.answer_id), top=top)
 
     def rule(self, index: int) -> TokenRule:
         return self._rule

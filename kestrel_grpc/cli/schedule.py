@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from dataclasses import asdict
-from typing import Any
 
 from kestrel_engine import (
     ConfigError,
@@ -28,7 +27,7 @@ from ..settings.configuration import add_config_flag
 from ..settings.flags import SettingsError
 from ..settings.model import add_model_flags, config_error, runtime_config
 from .parser import EXIT_FAILED, CommandError
-from .values import number, whole
+from .requests.skills import add_logprobs_flags, add_sampling_flags, sampling
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -44,15 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument(
         "--reasoning", action="store_true", help="let the model reason before it answers"
     )
-    parser.add_argument("--temperature", type=number, help="0 always takes the most likely token")
-    parser.add_argument(
-        "--top-p",
-        type=number,
-        help="sample from the most likely tokens, up to this total probability",
-    )
-    parser.add_argument("--max-tokens", type=whole(), help="limit on the tokens of an answer")
-    parser.add_argument("--stream", action="store_true", help="print answers as they arrive")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    add_sampling_flags(parser, text=True, has_seed=True)
+    output = parser.add_argument_group("output")
+    add_logprobs_flags(output)
+    output.add_argument("--stream", action="store_true", help="print answers as they arrive")
+    output.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     add_config_flag(parser)
     add_model_flags(parser)
 
@@ -95,7 +90,8 @@ async def _schedule(args: argparse.Namespace, runtime: RuntimeConfig) -> int:
         seconds = time.monotonic() - started
     for prompt, result in zip(args.prompts, results, strict=True):
         if args.json:
-            print(json.dumps({"prompt": prompt, **asdict(result)}, ensure_ascii=False))
+            shown = {"prompt": prompt, **asdict(result)}
+            print(json.dumps(shown, ensure_ascii=False, default=_text))
         else:
             _print_answer(prompt, result)
     if not args.json:
@@ -111,11 +107,9 @@ async def _schedule(args: argparse.Namespace, runtime: RuntimeConfig) -> int:
 async def _ask(
     engine: InferenceEngine, args: argparse.Namespace, number: int, prompt: str, image: str | None
 ) -> EngineResult:
-    settings: dict[str, Any] = {
-        "temperature": args.temperature,
-        "top_p": args.top_p,
-        "max_tokens": args.max_tokens,
-    }
+    settings = sampling(args)
+    if settings["constraint"] is not None:
+        settings["constraint"] = asdict(settings["constraint"])
     arguments = {"question": prompt, "reasoning": args.reasoning}
     try:
         async with await engine.submit("query", image, arguments, settings) as stream:
@@ -143,17 +137,27 @@ def _print_answer(prompt: str, result: EngineResult) -> None:
     if "reasoning" in result.output:
         print(f"  ({result.output['reasoning']['text']})")
     print(f"  {result.output['answer']}")
+    for token in result.logprobs or ():
+        others = "".join(f"  {_text(each.utf8)!r} {each.logprob:.4f}" for each in token.top)
+        print(f"  {token.logprob:10.4f}  {_text(token.utf8)!r}{others}")
     # The prefill gives the first token, decode steps the others.
     decoded = metrics.output_tokens - 1
     rate = ""
     if decoded > 0 and metrics.decode_time_ms:
         rate = f" at {1e3 * decoded / metrics.decode_time_ms:.1f}/s"
+    thought = f" ({metrics.reasoning_tokens} of reasoning)" if metrics.reasoning_tokens else ""
     print(
         f"  first token {metrics.ttft_ms:.0f} ms (queue {metrics.queue_time_ms:.0f}, preprocess "
         f"{metrics.preprocess_time_ms:.0f}, prefill {metrics.prefill_time_ms:.0f} of {metrics.input_tokens} "
-        f"positions), decode {max(decoded, 0)} tokens{rate}, total {metrics.total_time_ms:.0f} ms, "
-        f"{result.finish_reason}"
+        f"positions, {metrics.cached_tokens} of them cached, {metrics.encoded_crops} crops encoded and "
+        f"{metrics.reused_crops} reused), decode {max(decoded, 0)} tokens{rate}{thought}, "
+        f"total {metrics.total_time_ms:.0f} ms, {result.finish_reason}"
     )
+
+
+def _text(utf8: bytes) -> str:
+    """A token may hold a part of a character."""
+    return utf8.decode("utf-8", "replace")
 
 
 def _print_total(results: list[EngineResult], seconds: float) -> None:

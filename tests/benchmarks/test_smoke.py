@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import engine_host, frames, serving_cpu
+from benchmarks import engine_host, features, frames, serving_cpu
 from benchmarks.service import workers
 
 
@@ -63,6 +63,15 @@ def test_frames(tmp_path: Path) -> None:
     assert len(tables) == 2
     for none, whole, crops in tables.values():
         assert none["crops encoded"] > whole["crops encoded"] > crops["crops encoded"] > 0
+
+
+@pytest.mark.slow
+def test_features(tmp_path: Path) -> None:
+    report = run(features, tmp_path, "--threads", "1")
+    for (row,) in report["tables"].values():
+        assert row["off ms"] > 0 and row["on ms"] > 0 and row["on / off"] > 0
+    limits = {bar["what"]: bar["limit"] for bar in report["bars"]}
+    assert [*limits.values()] == [1.02, 1.05, 1.05, 1.1]
 
 
 @pytest.mark.slow

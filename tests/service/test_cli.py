@@ -457,11 +457,13 @@ def test_client_commands_load_neither_torch_nor_the_engine():
 def test_schedule_answers_in_this_process():
     done = here(
         "schedule", "How many green crescents are there?", "What colour is the star?",
-        "--image", IMAGE, "--temperature", 0,
+        "--image", IMAGE, "--temperature", 0, "--regex", "[a-z]+|[0-9]", "--logprobs", "--top-logprobs", 1,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "green crescents are there?\n  2\n" in done.stdout
     assert "the star?\n  pink\n" in done.stdout
+    assert re.search(r"-0\.\d{4}  '2'  '2' -0\.\d{4}\n", done.stdout)
+    assert re.search(r"positions, [1-9]\d* of them cached, 0 crops encoded", done.stdout)
     assert re.search(
         r"first token \d+ ms .*prefill \d+ of \d+ positions.*decode \d+ tokens", done.stdout
     )
@@ -470,13 +472,14 @@ def test_schedule_answers_in_this_process():
 
 
 def test_schedule_streams_and_prints_json():
-    asked = ["schedule", "What do you see?", "--image", IMAGE, "--temperature", 0]
+    asked = ["schedule", "What do you see?", "--image", IMAGE, "--temperature", 0, "--logprobs"]
     streamed, whole = here(*asked, "--stream"), here(*asked, "--json")
     assert streamed.returncode == 0, streamed.stderr
     (line,) = whole.stdout.splitlines()
     result = json.loads(line)
     assert result["output"]["answer"] in streamed.stdout
     assert result["metrics"]["output_tokens"] == len(result["token_ids"])
+    assert "".join(token["utf8"] for token in result["logprobs"]) == result["output"]["answer"]
 
 
 def test_schedule_fails_on_an_empty_answer(golden_folder):

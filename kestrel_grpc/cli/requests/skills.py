@@ -66,18 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
             metavar="N",
             help="generate N answers, at most 16, with the seeds SEED, SEED+1 and so on",
         )
-        output.add_argument(
-            "--logprobs",
-            action="store_true",
-            default=None,
-            help="print the log-probability of each token too, and their sum and mean",
-        )
-        output.add_argument(
-            "--top-logprobs",
-            type=whole(0, 20),
-            metavar="N",
-            help="with --logprobs: print the N likeliest tokens beside each token, at most 20",
-        )
+        add_logprobs_flags(output)
     output.add_argument("--stream", action="store_true", help="print the answer as it arrives")
     output.add_argument(
         "--json",
@@ -89,8 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     add_connection_flags(parser)
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, *, text: bool) -> None:
-    """``text``: the skill writes text."""
+def add_sampling_flags(
+    parser: argparse.ArgumentParser, *, text: bool, has_seed: bool = False
+) -> None:
+    """``text``: the skill writes text. ``has_seed``: the command has a flag --seed of its own."""
     group = parser.add_argument_group("sampling (default: the server's)")
     group.add_argument("--temperature", type=number, help="0 always takes the most likely token")
     group.add_argument(
@@ -113,11 +104,12 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, text: bool) -> None:
         type=whole(),
         help="limit on the generated tokens; a point takes 2 tokens, a box 3",
     )
-    group.add_argument(
-        "--seed",
-        type=whole(0, MAX_UINT64),
-        help="seed of sampling; the same seed gives the same answer",
-    )
+    if not has_seed:
+        group.add_argument(
+            "--seed",
+            type=whole(0, MAX_UINT64),
+            help="seed of sampling; the same seed gives the same answer",
+        )
     if text:
         group.add_argument(
             "--stop",
@@ -148,6 +140,21 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, text: bool) -> None:
             help="add a number to the logit of a token; may be given several times",
         )
         _add_constraint_flags(parser)
+
+
+def add_logprobs_flags(output: Any) -> None:
+    output.add_argument(
+        "--logprobs",
+        action="store_true",
+        default=None,
+        help="print the log-probability of each token too, and their sum and mean",
+    )
+    output.add_argument(
+        "--top-logprobs",
+        type=whole(0, 20),
+        metavar="N",
+        help="with --logprobs: print the N likeliest tokens beside each token, at most 20",
+    )
 
 
 def _bias(text: str) -> tuple[int, float]:
