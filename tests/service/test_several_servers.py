@@ -10,6 +10,7 @@ import pytest
 from kestrel_client import ImageHandle, NotFoundError, QueryTask
 from tests.abuse.three_servers import FILES, GREEDY, Servers, places
 
+pytestmark = pytest.mark.xdist_group("three servers")
 BOTH = pytest.mark.parametrize("kind", ["sync", "async"])
 
 
