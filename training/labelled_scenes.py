@@ -23,8 +23,8 @@ from training.scoring.evaluation_set import Example, encode
 from training.texts.phrases import Phrase, draw_absent, draw_present
 from training.texts.prompts import object_words
 
-PRESENT = ABSENT = 2
-"""Phrases for each scene, at most."""
+PRESENT, ABSENT = 8, 2
+"""Phrases for each scene, at most. Outlines are asked for single objects only, so many phrases are needed."""
 
 
 def labelled_scene(index: int) -> tuple[Scene, dict[str, Phrase], bool]:

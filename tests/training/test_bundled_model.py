@@ -245,8 +245,7 @@ def test_the_calibration_is_that_of_the_weights(bundled: Path) -> None:
     calibration = read_calibration("auto", weights, stored["weights"])
     assert calibration.names == CURVES
     for name, facts in stored["fitted"]["curves"].items():
-        # docs/scores.md: the curve of outlines misses the bar.
-        assert facts["results"] > 300 and facts["error"] <= (0.05 if name == "segment" else 0.03)
+        assert facts["results"] > 1000 and facts["error"] <= 0.03, name
 
 
 def test_run_and_decode_agree(bundled: Path, writer: PromptWriter) -> None:
