@@ -27,7 +27,7 @@ from ..settings.configuration import add_config_flag
 from ..settings.flags import SettingsError
 from ..settings.model import add_model_flags, config_error, runtime_config
 from .parser import EXIT_FAILED, CommandError
-from .requests.skills import add_logprobs_flags, add_sampling_flags, sampling
+from .requests.flags import add_logprobs_flags, add_sampling_flags, sampling
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:

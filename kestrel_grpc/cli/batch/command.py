@@ -20,9 +20,9 @@ from ..connection import add_connection_flags, open_async_client, sdk_errors
 from ..own_server import own_server
 from ..parser import EXIT_FAILED, CommandError
 from ..requests.analyze import add_task_flags, task_of
+from ..requests.flags import add_request_flags, request_options
 from ..requests.inputs import IMAGE_HELP
 from ..requests.painted import Painter
-from ..requests.skills import add_request_flags, request_options
 from ..values import seconds, whole
 from .exports import Export, parse_export
 from .journal import Journal

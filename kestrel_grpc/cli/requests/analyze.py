@@ -30,16 +30,10 @@ from ..connection import add_connection_flags, connected, reported_failures
 from ..parser import EXIT_FAILED
 from ..terminal import styled
 from ..values import whole
+from .flags import add_min_score_flag, add_request_flags, add_save_flags, request_options
 from .inputs import IMAGE_HELP, Input, open_inputs
+from .output import event_dict, print_result
 from .painted import Painter
-from .skills import (
-    add_min_score_flag,
-    add_request_flags,
-    add_save_flags,
-    event_dict,
-    print_result,
-    request_options,
-)
 
 _KINDS: dict[str, type[Task]] = {
     "query": QueryTask,

@@ -20,8 +20,8 @@ from kestrel_client import AsyncKestrelClient, KestrelError, TextDelta
 from ..connection import add_connection_flags, open_async_client, sdk_errors
 from ..parser import CommandError
 from ..values import seconds, whole
+from .flags import request_options
 from .inputs import IMAGE_HELP, open_inputs
-from .skills import request_options
 
 
 @dataclass

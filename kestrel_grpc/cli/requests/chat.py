@@ -20,15 +20,9 @@ from kestrel_client import (
 
 from ..connection import add_connection_flags, connected, failure_text
 from ..terminal import styled
+from .flags import add_request_flags, add_sampling_flags, request_options, sampling
 from .inputs import IMAGE_HELP, open_input
-from .skills import (
-    add_request_flags,
-    add_sampling_flags,
-    print_event,
-    print_nothing,
-    request_options,
-    sampling,
-)
+from .output import print_event, print_nothing
 
 _MAX_TURNS = 64
 """Limit of QueryRequest.history."""

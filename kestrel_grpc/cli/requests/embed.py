@@ -12,8 +12,8 @@ from kestrel_client import EmbedResult
 from ...settings.flags import SettingsError
 from ..connection import add_connection_flags, connected, reported_failures
 from ..parser import EXIT_FAILED, CommandError
+from .flags import add_request_flags, request_options
 from .inputs import IMAGE_HELP, open_inputs
-from .skills import add_request_flags, request_options
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:

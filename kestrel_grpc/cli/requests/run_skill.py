@@ -8,9 +8,10 @@ from typing import Any
 
 from ...settings.flags import SettingsError
 from ..connection import add_connection_flags, connected
+from .flags import add_request_flags, add_save_flags, request_options
 from .inputs import IMAGE_HELP, open_input
+from .output import event_dict, print_event
 from .painted import Painter
-from .skills import add_request_flags, add_save_flags, event_dict, print_event, request_options
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:

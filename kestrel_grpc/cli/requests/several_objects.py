@@ -6,11 +6,11 @@ import argparse
 
 from ...settings.flags import SettingsError
 from .analyze import run_several
-from .skills import object_options, request_options, sampling
+from .flags import object_options, request_options, sampling
 
 
-def run(args: argparse.Namespace) -> int:
-    """Raises SettingsError."""
+def run_objects(args: argparse.Namespace) -> int:
+    """Runs the command for the objects of ``--object``. Raises SettingsError."""
     if not args.words:
         raise SettingsError(f"no image is given: kestrel-grpc {args.command} IMAGE --object NAME")
     names = args.objects

@@ -16,8 +16,8 @@ from ..connection import add_connection_flags, connected
 from ..parser import EXIT_FAILED, CommandError
 from ..values import whole
 from .analyze import add_task_flags, tasks_of
+from .flags import add_request_flags, request_options
 from .inputs import Source, open_inputs
-from .skills import add_request_flags, request_options
 
 _BEGIN, _END = b"\xff\xd8", b"\xff\xd9"
 """The first and the last bytes of a JPEG file."""
