@@ -17,6 +17,7 @@ help: ## Show the targets
 
 $(INSTALLED): pyproject.toml clients/python/pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with make PYTHON=..."; exit 1; }
+	@echo "Setting up $(VENV) with some 150 packages, torch among them. This takes minutes, and happens once."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e 'clients/python[images,numpy]' -e '.[dev,telemetry]'
 	@touch $@

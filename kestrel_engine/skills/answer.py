@@ -97,8 +97,9 @@ class AnswerOutput:
         self._ids.append(token.id)
         if self._logprobs is not None:
             assert token.logprob is not None, "the runtime gives log-probabilities"
-            top = tuple(self._logprob(*each) for each in token.top)
-            self._logprobs.append(self._logprob(token.id, token.logprob, top))
+            name = self._codec.token_bytes
+            top = tuple([TokenLogprob(each, name(each), logprob) for each, logprob in token.top])
+            self._logprobs.append(TokenLogprob(token.id, name(token.id), token.logprob, top))
         return self._emit(self._streaming.push(token.id))
 
     def finish(self) -> list[StreamUpdate]:
@@ -118,11 +119,6 @@ class AnswerOutput:
     @property
     def is_complete(self) -> bool:
         return self._stop is not None and self._stop.found
-
-    def _logprob(
-        self, token: int, logprob: float, top: tuple[TokenLogprob, ...] = ()
-    ) -> TokenLogprob:
-        return TokenLogprob(token, self._codec.token_bytes(token), logprob, top)
 
     def _emit(self, text: str, *, is_last: bool = False) -> list[StreamUpdate]:
         if self._stop is not None:

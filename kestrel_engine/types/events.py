@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A generated token and its probability.
+class TokenLogprob(NamedTuple):
+    """A generated token and its probability. A tuple, because one is made for each alternative of each token, in less
+    than half the time of a frozen dataclass.
 
     ``utf8``: the token's bytes, which may be a part of a character; joined, the bytes of all tokens are the text. Empty
     for a special token. ``logprob``: the natural logarithm of the probability that the model gave to the token among

@@ -67,7 +67,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> Flags:
         "--server",
         default=DEFAULT_ADDRESS,
         metavar="ADDRESS",
-        help="address of the server: HOST:PORT or unix:PATH",
+        help="address of the server: HOST:PORT or unix:PATH; several IP addresses separated by commas",
     )
     flags.add(
         "--tls",
@@ -93,17 +93,28 @@ def add_server_flags(parser: argparse.ArgumentParser) -> Flags:
 
 def open_client(args: argparse.Namespace, timeout: float | None) -> KestrelClient:
     """A client of ``args.server``. Raises the SDK's KestrelError if the arguments are invalid."""
-    return KestrelClient(args.server, tls=_tls(args), token=_token(), timeout=timeout)
+    return KestrelClient(_target(args), tls=_tls(args), token=_token(), timeout=timeout)
 
 
 def open_async_client(args: argparse.Namespace) -> AsyncKestrelClient:
     """Like ``open_client``, but asynchronous and with the timeout of ``args``."""
-    return AsyncKestrelClient(args.server, tls=_tls(args), token=_token(), timeout=args.timeout)
+    return AsyncKestrelClient(_target(args), tls=_tls(args), token=_token(), timeout=args.timeout)
+
+
+def servers_of(args: argparse.Namespace) -> list[str]:
+    """The addresses of ``--server``."""
+    return [address for each in args.server.split(",") if (address := each.strip())]
+
+
+def _target(args: argparse.Namespace) -> str | list[str]:
+    addresses = servers_of(args)
+    return addresses if len(addresses) > 1 else str(args.server)
 
 
 @contextmanager
 def open_channel(args: argparse.Namespace) -> Iterator[tuple[grpc.Channel, CallMetadata]]:
     """A channel for calls that the SDK has no methods for, and the metadata of calls. Errors as for ``connected``."""
+    _check_single(args)
     with sdk_errors(args):
         connection = Connection(target=args.server, tls=_tls(args), token=_token())
         credentials = connection.credentials()
@@ -122,8 +133,14 @@ def open_channel(args: argparse.Namespace) -> Iterator[tuple[grpc.Channel, CallM
 @contextmanager
 def connected_admin(args: argparse.Namespace) -> Iterator[KestrelAdmin]:
     """A client of AdminService at ``args.server``. The SDK's errors are raised as CommandErrors."""
+    _check_single(args)
     with sdk_errors(args), KestrelAdmin(args.server, tls=_tls(args), token=_token()) as admin:
         yield admin
+
+
+def _check_single(args: argparse.Namespace) -> None:
+    if len(servers_of(args)) > 1:
+        raise SettingsError(f"--server {args.server}: this command takes one server")
 
 
 def _token() -> str | None:

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from dataclasses import asdict
+from typing import Any
 
 from kestrel_engine import (
     ConfigError,
@@ -20,6 +21,7 @@ from kestrel_engine import (
     InferenceEngine,
     KestrelError,
     RuntimeConfig,
+    TokenLogprob,
 )
 
 from ..process.startup_progress import LoadingProgress
@@ -91,6 +93,8 @@ async def _schedule(args: argparse.Namespace, runtime: RuntimeConfig) -> int:
     for prompt, result in zip(args.prompts, results, strict=True):
         if args.json:
             shown = {"prompt": prompt, **asdict(result)}
+            if result.logprobs is not None:
+                shown["logprobs"] = [_token(each) for each in result.logprobs]
             print(json.dumps(shown, ensure_ascii=False, default=_text))
         else:
             _print_answer(prompt, result)
@@ -129,6 +133,10 @@ def _print_piece(text: str, number: int, num_prompts: int) -> None:
         print(text, end="", flush=True)
     else:
         print(f"[{number + 1}] {text!r}", flush=True)
+
+
+def _token(token: TokenLogprob) -> dict[str, Any]:
+    return {**token._asdict(), "top": [_token(each) for each in token.top]}
 
 
 def _print_answer(prompt: str, result: EngineResult) -> None:

@@ -223,6 +223,7 @@ def test_help(tool, capsys):
 
 
 @pytest.mark.parametrize("tool", [compare_reference, inspect_kv])
+@pytest.mark.slow
 def test_two_types_of_the_bundled_model(tool, tmp_path: Path):
     path = tmp_path / "report.json"
     flags = ["--device", "cpu", "--no-image", "--quick", "--json", str(path)]

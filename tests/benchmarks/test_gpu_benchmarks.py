@@ -75,6 +75,7 @@ def test_trace_saturated(tmp_path: Path) -> None:
     assert row["streams"] == 3 and row["tokens/s"] > 0 and row["mean batch"] == 3
 
 
+@pytest.mark.slow
 def test_decode(tmp_path: Path) -> None:
     report = run(decode, tmp_path, *MODEL)
     (rows,) = report["tables"].values()
@@ -84,6 +85,7 @@ def test_decode(tmp_path: Path) -> None:
     assert all(figure["floor"] and not figure["bar"] for figure in report["figures"])
 
 
+@pytest.mark.slow
 def test_floors(tmp_path: Path) -> None:
     report = run(floors, tmp_path, "--device", "cpu")
     names = {figure["name"] for figure in report["figures"]}
@@ -98,6 +100,7 @@ def test_vision(tmp_path: Path) -> None:
     assert step[0]["images"] == 6 and step[0]["crops/s"] > 0
 
 
+@pytest.mark.slow
 def test_prefill(tmp_path: Path) -> None:
     report = run(prefill, tmp_path, *MODEL)
     prefixes, questions, moe = report["tables"].values()

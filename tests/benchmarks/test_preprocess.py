@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from benchmarks import preprocess
 
 
+@pytest.mark.slow
 def test_it_reports_one_image_processes_over_threads_and_many(tmp_path):
     path = tmp_path / "report.json"
     preprocess.main(["--quick", "--json", str(path)])

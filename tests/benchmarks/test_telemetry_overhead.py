@@ -5,6 +5,7 @@ import json
 import pytest
 
 
+@pytest.mark.slow
 def test_it_reports_every_cost(tmp_path):
     pytest.importorskip("opentelemetry.sdk")
     from benchmarks.service import telemetry_overhead

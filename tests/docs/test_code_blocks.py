@@ -130,7 +130,14 @@ def address(folder):
         server.terminate()
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=str)
+@pytest.mark.parametrize(
+    "block",
+    [
+        block if block.page == "README.md" else pytest.param(block, marks=pytest.mark.slow)
+        for block in PYTHON
+    ],
+    ids=str,
+)
 def test_python_runs_as_written(block, request, folder, monkeypatch):
     """As a script: a block may neither await at its top nor lean on another block."""
     code = block.text

@@ -67,7 +67,7 @@ pieces = st.one_of(
 
 
 @given_examples(
-    25,
+    10,
     300,
     data=st.lists(pieces, max_size=12).map(b"".join),
     cuts=st.lists(st.integers(0, 60), max_size=6),

@@ -97,6 +97,7 @@ def test_chunks_equal_the_whole(model, case_id: str, size: int) -> None:
 
 
 @pytest.mark.slow_with("md2")
+@pytest.mark.slow
 def test_a_batch_says_what_each_says_alone(model) -> None:
     golden, runtime = model
     cases = [golden.case(name) for name in CASES]

@@ -82,6 +82,7 @@ NAMES = ("two at the beginning", "one in each turn", "one after text", "the same
 
 @pytest.mark.slow_with("md2")
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow_with("two at the beginning", "the same twice")
 def test_a_prompt_equals_the_plain_model(golden: Golden, name: str) -> None:
     runtime, prompt = golden.runtime, prompts(golden)[name]
     expected = plain_hidden(runtime.model, runtime._images, prompt)[-1]

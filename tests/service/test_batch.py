@@ -137,7 +137,8 @@ async def test_a_busy_server_is_asked_again_and_an_absent_one_is_given_up(
     assert "no request has succeeded" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [100])
 async def test_a_killed_batch_goes_on(serve, images, tmp_path, kills):
     """It is killed at any moment, with SIGKILL. No image is lost, and none is done twice."""
     (images / "broken.png").unlink()

@@ -63,6 +63,7 @@ def test_a_folder_that_is_of_no_use_is_named(flag, tmp_path, capsys):
         assert "may not write to the folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 async def test_the_command_records_and_waits(serve, tmp_path, monkeypatch, capsys):
     key = METADATA[0][1].removeprefix("Bearer ")
     monkeypatch.setenv("KESTREL_TOKEN", key)

@@ -34,6 +34,7 @@ def command(address: str, *flags: str) -> list[str]:
     return [sys.executable, "-m", "kestrel_grpc", "mcp", "--server", address, *flags]
 
 
+@pytest.mark.slow
 async def test_five_tools_answer_over_standard_input(serve, folder: Path):
     import mcp
     from mcp.client.stdio import stdio_client

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 
 import pytest
 
 from kestrel_client import ImageHandle, NotFoundError, QueryTask
+from kestrel_grpc.cli.parser import main
 from tests.abuse.three_servers import FILES, GREEDY, Servers, places
 
 pytestmark = pytest.mark.xdist_group("three servers")
@@ -43,6 +45,7 @@ async def test_calls_about_an_image_stay_on_one_server(servers, kind):
 
 
 @BOTH
+@pytest.mark.slow_with("async")
 async def test_a_server_that_is_killed_costs_no_call(servers, kind):
     """Its images move to the others, and back. No other image moves."""
     async with servers.client(kind) as client:
@@ -71,6 +74,7 @@ async def test_a_server_that_is_killed_costs_no_call(servers, kind):
 
 
 @BOTH
+@pytest.mark.slow_with("sync")
 async def test_a_server_that_is_killed_while_it_answers(servers, kind):
     """gRPC does not repeat a call whose server has sent metadata. The client does."""
     async with servers.client(kind) as client:
@@ -88,6 +92,17 @@ async def test_a_server_that_is_killed_while_it_answers(servers, kind):
             assert all(old == new.model for old, new in pairs if old != "c")
         finally:
             servers.restart("c")
+
+
+async def test_a_batch_uses_all_servers(servers, tmp_path):
+    for number, file in enumerate(FILES):
+        (tmp_path / f"{number}.png").write_bytes(file)
+    words = ["batch", tmp_path, "--query", "?", "--max-tokens", 2, "--output",
+             tmp_path / "results.jsonl", "--quiet", "--server", ",".join(servers.addresses)]  # fmt: skip
+    assert await asyncio.to_thread(main, [*map(str, words)]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert len(lines) == len(FILES) and len({line["model"] for line in lines}) > 1
+    assert main(["admin", "statistics", "--server", ",".join(servers.addresses)]) == 2
 
 
 async def test_a_server_that_drains_is_left(servers):

@@ -73,6 +73,7 @@ async def test_a_dead_engine_asks_for_a_restart(listener):
     assert told[-1] == ["WATCHDOG=trigger", "STATUS=the engine has died"]
 
 
+@pytest.mark.slow
 def test_a_server_tells_that_it_is_ready_alive_and_stopping(listener, tmp_path):
     environ = {
         "PATH": "/usr/bin:/bin",

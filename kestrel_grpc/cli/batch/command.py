@@ -16,7 +16,7 @@ from typing import Any
 from kestrel_client import AnalyzeResult, Task
 
 from ...settings.flags import SettingsError
-from ..connection import add_connection_flags, open_async_client, sdk_errors
+from ..connection import add_connection_flags, open_async_client, sdk_errors, servers_of
 from ..own_server import own_server
 from ..parser import EXIT_FAILED, CommandError
 from ..requests.analyze import add_task_flags, task_of
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "--concurrency",
         type=whole(1, 1024),
         metavar="N",
-        help="the most requests in flight; fewer while the server is busy [the server's batch size]",
+        help="the most requests in flight; fewer while the server is busy [the batch size of all servers]",
     )
     running.add_argument(
         "--patience",
@@ -203,7 +203,8 @@ def _ask(
         async with open_async_client(args) as client:
             most = args.concurrency
             if most is None:
-                most = (await client.server_info()).limits.max_batch_size
+                batch_size = (await client.server_info()).limits.max_batch_size
+                most = batch_size * len(servers_of(args))
             return await Runner(
                 client,
                 journal,

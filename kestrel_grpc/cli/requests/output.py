@@ -97,16 +97,22 @@ def print_nothing(result: Result) -> None:
     """Reports on standard error that nothing was found or that the result is incomplete."""
     match result:
         case PointResult(points=()) | DetectResult(objects=()):
-            absence = (
-                "" if result.absence is None else f"; absent with probability {result.absence:.3f}"
-            )
-            print(f"no {result.object} found{absence}", file=sys.stderr)
+            print(f"no {result.object} found{_absence(result)}", file=sys.stderr)
         case SegmentResult(box=None):
             print(f"no {result.object} found", file=sys.stderr)
         case SegmentResult(parse_error=str() as why):
             print(f"the outline cannot be parsed: {why}", file=sys.stderr)
     if result.finish_reason == "length":
         print("a limit was reached; the result may be incomplete", file=sys.stderr)
+
+
+def _absence(result: PointResult | DetectResult) -> str:
+    """What the model itself says about an object of which there is nothing in the result."""
+    if result.absence is None:
+        return ""
+    if result.absence < 0.5:  # The model found it, and a limit of the request left nothing.
+        return f"; present with probability {1 - result.absence:.3f}, but omitted by its score or overlap"
+    return f"; absent with probability {result.absence:.3f}"
 
 
 def _place(place: Point | Box, size: ImageSize | None) -> str:

@@ -67,6 +67,7 @@ async def ask(engine: InferenceEngine, index: int, adapter: str | None) -> Engin
     return result
 
 
+@pytest.mark.slow
 async def test_mixed_requests_equal_merged_weights(
     folder: Path, weights: dict[str, Tensor], tensors: Mapping[str, dict[str, Tensor]]
 ) -> None:

@@ -48,6 +48,7 @@ def generate(
 
 
 @pytest.mark.parametrize("family", ["moondream2", "moondream3"])
+@pytest.mark.slow_with("moondream2")
 def test_a_mixed_batch_equals_merged_weights(family: Family) -> None:
     config = small.small_config(family)
     weights = small.random_tensors(config)

@@ -172,6 +172,7 @@ def test_a_wrong_setting_costs_no_download(model: Stand, hub: Hub) -> None:
     assert not model.asked("GET", "model.safetensors")
 
 
+@pytest.mark.slow
 def test_the_librarys_environment_is_honoured(model: Stand, tmp_path: Path) -> None:
     """HF_ENDPOINT, HF_HOME and HF_TOKEN are read when the library is imported: a process of its own."""
     code = (

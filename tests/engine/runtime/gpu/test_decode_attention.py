@@ -144,8 +144,8 @@ def test_names_and_who_computes_then(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "family"),
     [
-        ("flashinfer", "moondream3"),
         ("torch", "moondream2"),
+        pytest.param("flashinfer", "moondream3", marks=pytest.mark.slow),
         pytest.param("flashinfer", "moondream2", marks=pytest.mark.slow),
         pytest.param("torch", "moondream3", marks=pytest.mark.slow),
     ],

@@ -161,6 +161,7 @@ def test_a_chunk_of_a_prompt_that_samples_nothing(runtime):
 @pytest.mark.parametrize(
     ("after", "other"), [(TEXT, SIDES), pytest.param(EDITED, POINT_X, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow_with("gpu moondream3")
 def test_a_token_while_decoding(runtime, after, other):
     talks = [
         Talk(4 + n, [0, 40 + n], [TEXT, TokenRule(forced=BAD), rule, TEXT], sampling)
@@ -219,6 +220,7 @@ def test_a_region_head(runtime, head, value):
     assert (len(tokens[0]), len(tokens[1]), len(tokens[2])) == (3, 3, 1)
 
 
+@pytest.mark.slow_with("gpu moondream3")
 def test_pages_that_hold_nan_go_from_hand_to_hand(runtime):
     """The next owner reads what it wrote itself, whatever lies beside it in its pages."""
     with torch.inference_mode():
