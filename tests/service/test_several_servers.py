@@ -102,7 +102,7 @@ async def test_a_batch_uses_all_servers(servers, tmp_path):
     assert await asyncio.to_thread(main, [*map(str, words)]) == 0
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert len(lines) == len(FILES) and len({line["model"] for line in lines}) > 1
-    assert main(["admin", "statistics", "--server", ",".join(servers.addresses)]) == 2
+    assert main(["admin", "--server", ",".join(servers.addresses), "statistics"]) == 2
 
 
 async def test_a_server_that_drains_is_left(servers):
