@@ -34,6 +34,9 @@ def config(tmp_path, **bounds):
 
 
 async def fail(served, request=None):
+    async with asyncio.timeout(10):  # A step that is still out would take the error.
+        while any(served.runtime._launched.values()):
+            await asyncio.sleep(0.001)
     served.runtime.fail_next = RuntimeError("x")
     request = request or query(raw_image(), request_id="the-id", cache_salt=SECRET)
     call = served.vision.Query
