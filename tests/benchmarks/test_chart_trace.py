@@ -94,6 +94,7 @@ def traces():
 
 
 @pytest.mark.parametrize("encode", [words, pytest.param(letters, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_questions_have_12_to_30_tokens_whatever_a_token_is(encode, traces):
     trace = traces(encode)
     assert len(trace.images) == NUM_IMAGES

@@ -46,9 +46,8 @@ def run(benchmark: ModuleType, folder: Path, *arguments: str) -> dict:
     return report
 
 
-@pytest.mark.parametrize(
-    ("in_flights", "tokens"), [((1,), (3,)), pytest.param((4, 1), (3, 5), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("in_flights", "tokens"), [((1,), (3,)), ((4, 1), (3, 5))])
+@pytest.mark.slow
 def test_trace(tmp_path: Path, in_flights: tuple[int, ...], tokens: tuple[int, ...]) -> None:
     flags = ["--in-flight", *map(str, in_flights), "--tokens", *map(str, tokens)]
     report = run(trace, tmp_path, *MODEL, *flags)

@@ -38,6 +38,7 @@ def run(benchmark: ModuleType, folder: Path, *arguments: str) -> dict:
     return report
 
 
+@pytest.mark.slow
 def test_engine_host(tmp_path: Path) -> None:
     report = run(engine_host, tmp_path)
     (rows,) = report["tables"].values()

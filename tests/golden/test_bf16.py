@@ -77,6 +77,7 @@ def compared(
     ],
     indirect=["golden"],
 )
+@pytest.mark.slow
 def test_errors_stay_within_the_manifest(
     golden: Golden, pictures: dict[str, PreparedImage], chosen: tuple[str, ...] | None
 ) -> None:

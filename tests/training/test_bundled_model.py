@@ -182,6 +182,7 @@ def _continue(model: TinyModel, image: torch.Tensor, ids: list[int], most: int) 
 
 
 @pytest.mark.parametrize("turns", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
 async def test_a_conversation_goes_on_as_the_reference_goes_on(
     bundled: Path, writer: PromptWriter, turns: int
 ) -> None:

@@ -21,6 +21,7 @@ def check(coarse: list[float], final: list[float], gain: float) -> None:
     assert np.mean(final) > np.mean(coarse) + gain, (np.mean(coarse), np.mean(final))
 
 
+@pytest.mark.slow
 async def test_refined_outlines_are_better_on_some_scenes() -> None:
     coarse, final = await run(2, "auto", 1)
     assert len(final) >= 2

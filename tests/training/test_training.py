@@ -81,6 +81,7 @@ def test_soft_labels_are_best_at_the_target() -> None:
     assert float(near) < float(far)
 
 
+@pytest.mark.slow
 def test_a_few_steps_lower_the_loss(writer: PromptWriter) -> None:
     torch.manual_seed(0)
     model, helper = TinyModel(SMALL), HelperHead(SMALL.dim)

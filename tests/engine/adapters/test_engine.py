@@ -96,6 +96,7 @@ async def test_mixed_requests_equal_merged_weights(
 
 
 @pytest.mark.parametrize("crop_cache_bytes", [0, 1 << 24])
+@pytest.mark.slow_with(0)
 async def test_what_is_reused(folder: Path, crop_cache_bytes: int) -> None:
     """A prefix with the same adapter, and the embedding of an image with those that leave the tower as it is."""
     config = RuntimeConfig(adapters_dir=folder, crop_cache_bytes=crop_cache_bytes)

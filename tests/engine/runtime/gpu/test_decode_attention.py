@@ -144,7 +144,7 @@ def test_names_and_who_computes_then(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "family"),
     [
-        ("torch", "moondream2"),
+        pytest.param("torch", "moondream2", marks=pytest.mark.slow),
         pytest.param("flashinfer", "moondream3", marks=pytest.mark.slow),
         pytest.param("flashinfer", "moondream2", marks=pytest.mark.slow),
         pytest.param("torch", "moondream3", marks=pytest.mark.slow),

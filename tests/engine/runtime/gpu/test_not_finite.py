@@ -172,6 +172,7 @@ def test_a_token_while_decoding(runtime, after, other):
         assert [t.id for t in got[number]][1:] == [BAD], "the last one before it was fed"
 
 
+@pytest.mark.slow_with("gpu moondream3")
 def test_an_image(runtime, images):
     config = runtime.test_config
     with torch.inference_mode():
