@@ -15,7 +15,7 @@ import pytest
 import pyvips
 
 from kestrel_grpc.cli.batch.journal import Journal
-from kestrel_grpc.cli.batch.rows import open_rows
+from kestrel_grpc.cli.batch.rows import file_names, open_rows
 from kestrel_grpc.cli.batch.runner import Pace
 from kestrel_grpc.cli.parser import CommandError, main
 from tests.forking.process import ForkedProcess
@@ -201,6 +201,16 @@ def test_an_incomplete_line_is_removed_and_a_full_disk_leaves_none(tmp_path, mon
         assert journal.done == {("a", None)} and journal.failed == 0
         journal.append({"image": "d", "tasks": {}})
     assert [line["image"] for line in read(file)] == ["a", "d"]
+
+
+def test_files_of_rows_keep_their_names(tmp_path):
+    """A run that goes on must not write over the overlays of the one before."""
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.png").write_bytes(b"")
+    rows = open_rows([str(tmp_path / "a"), str(tmp_path / "b")], [], "image")
+    assert [*file_names(rows).values()] == ["x", "x-2"]
+    assert file_names(rows)[rows[1].identity] == "x-2"
 
 
 def test_rows_are_distinct_and_errors_name_them(tmp_path):

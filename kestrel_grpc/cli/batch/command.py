@@ -26,7 +26,7 @@ from ..requests.painted import Painter
 from ..values import seconds, whole
 from .exports import Export, parse_export
 from .journal import Journal
-from .rows import Row, open_rows
+from .rows import Row, file_names, open_rows
 from .runner import Runner, Summary
 
 
@@ -191,9 +191,11 @@ def _ask(
         dynamic_ncols=True,
     )
 
+    names = file_names(rows)
+
     def on_result(row: Row, result: AnalyzeResult) -> None:
         if painter is not None:
-            painter.write(result, row.input)
+            painter.write(result, row.input, names[row.identity])
 
     def on_done(summary: Summary, in_flight: int) -> None:
         bar.update(len(rows) - len(left) + summary.rows - bar.n)

@@ -71,6 +71,19 @@ def open_rows(names: Sequence[str], files: Sequence[str], column: str) -> list[R
     return list({row.identity: row for row in rows}.values())
 
 
+def file_names(rows: Sequence[Row]) -> dict[tuple[str, int | None], str]:
+    """A file name without suffix for each row, by identity. The same rows have the same names in every run."""
+    names: dict[str, None] = {}
+    for row in rows:
+        stem, number = row.input.stem, 1
+        name = stem
+        while name in names:
+            number += 1
+            name = f"{stem}-{number}"
+        names[name] = None
+    return dict(zip((row.identity for row in rows), names, strict=True))
+
+
 def _rows_of(file: Path, column: str) -> Iterator[Row]:
     read = _READERS.get(file.suffix.lower())
     if read is None:

@@ -54,15 +54,16 @@ class Painter:
         """Whether images are written to standard output, so that the command must not print text there."""
         return self._target == "-"
 
-    def write(self, result: Result | AnalyzeResult, given: Input) -> None:
-        """Writes an image and prints its file on standard error. Raises CommandError."""
+    def write(self, result: Result | AnalyzeResult, given: Input, name: str | None = None) -> None:
+        """Writes an image and prints its file on standard error. ``name``: of the file in the folder, without its
+        suffix; None to choose one that was not written yet. Raises CommandError."""
         try:
             image = result.draw(self._base)
             if self.takes_output:
                 image.save(sys.stdout.buffer, "PNG")
                 sys.stdout.buffer.flush()
                 return
-            file = self._file(given)
+            file = self._file(given) if name is None else Path(self._target, f"{name}.png")
             image.save(file)
         except (OSError, ValueError, KestrelError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else error
