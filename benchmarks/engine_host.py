@@ -18,8 +18,8 @@ import numpy as np
 from kestrel_engine.runtime.protocol import StepHandle
 from kestrel_engine.scheduler.budget import StepBudget
 from kestrel_engine.scheduler.policy import SchedulerPolicy
-from kestrel_engine.skills.answer import AnswerControl, AnswerOutput
 from kestrel_engine.skills.base import SkillContext
+from kestrel_engine.skills.text.answer import AnswerControl, AnswerOutput
 from kestrel_engine.steps.delivery import Delivery, DeliveryThread
 from kestrel_engine.steps.loop import PIPELINE_DEPTH, EngineLoop, Work
 from kestrel_engine.types.events import StreamUpdate

@@ -79,7 +79,7 @@ def step_seconds(opened: Opened, rows: int, objects: int) -> float:
 
 
 def box_rules(config: ModelConfig) -> tuple[TokenRule, TokenRule, TokenRule]:
-    """The rules of a box, as those of skills.locate, but the model cannot end."""
+    """The rules of a box, as those of skills.objects.locate, but the model cannot end."""
     ids = config.ids
     return (
         TokenRule(allowed=(ids.coord_id,), stop=ids.eos_id, read_coord=True),

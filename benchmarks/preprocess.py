@@ -21,11 +21,11 @@ from typing import Any
 
 from kestrel_engine.config import ImageLimits
 from kestrel_engine.preprocess import crops
-from kestrel_engine.preprocess.decoded_image import DecodedImage
-from kestrel_engine.preprocess.decoder import Work
-from kestrel_engine.preprocess.images import begin_image, open_image
+from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
+from kestrel_engine.preprocess.decoding.images import begin_image, open_image
 from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.preprocess.prepared_cache import source_digest
+from kestrel_engine.preprocess.processes.decoder import Work
 from kestrel_engine.types.model_config import VisionConfig
 from kestrel_grpc.process.interpreter import SWITCH_INTERVAL_S
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from kestrel_client import AsyncKestrelClient
 from kestrel_engine.checkpoint.open import open_model
-from kestrel_engine.preprocess.prompt import Tokenizer
+from kestrel_engine.preprocess.tokenizer import Tokenizer
 
 from .models.opening import QUICK, model_arguments, parse, server_flags
 from .reports import bars

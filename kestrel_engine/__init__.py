@@ -47,8 +47,8 @@ from .front.merging import best_boxes
 from .front.profiling import ProfileRequest
 from .front.stream import EngineStream
 from .parent_death import end_with_parent
-from .preprocess.images import FORMATS as IMAGE_FORMATS
-from .preprocess.images import OnBackground
+from .preprocess.decoding.images import FORMATS as IMAGE_FORMATS
+from .preprocess.decoding.images import OnBackground
 from .preprocess.looks import InRegion, Tiled, Tiles
 from .runtime.profile import Profile
 from .settings import Setting, SettingGroup, check_settings, default_of, setting, settings_of

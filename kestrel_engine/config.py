@@ -122,7 +122,7 @@ class ImageLimits:
         metavar="N",
         low=1,
     )
-    """The limit of a format is lower than ``max_pixels`` if its pixels cost more (preprocess/costs.py)."""
+    """The limit of a format is lower than ``max_pixels`` if its pixels cost more (preprocess/decoding/costs.py)."""
 
     def __post_init__(self) -> None:
         check_settings(self, "image_limits.")

@@ -58,8 +58,8 @@ from .runtime.profile import Profile
 from .scheduler.budget import StepBudget
 from .scheduler.policy import SchedulerPolicy
 from .skills.base import SkillContext, SkillDefaults, SkillRequest
+from .skills.constraints.grammars import Grammar, Grammars
 from .skills.embed import EMBED, EmbedSkill
-from .skills.grammars import Grammar, Grammars
 from .skills.prompts import build_prompt, check_context, check_images
 from .skills.registry import SkillRegistry
 from .skills.rule_check import RuleCheck, check_prompt

@@ -101,7 +101,7 @@ def build(
 
     from .checkpoint.open import load_weights, open_model
     from .checkpoint.refiner import load_refiner
-    from .preprocess.prompt import Tokenizer
+    from .preprocess.tokenizer import Tokenizer
     from .runtime.gpu.memory import out_of_memory
     from .runtime.kv_cache import bytes_per_page, kv_dtype
 

@@ -1,4 +1,4 @@
-"""Measures memory and CPU time of decoding an image, by format, and compares them with preprocess/costs.py.
+"""Measures memory and CPU time of decoding an image, by format, and compares them with preprocess/decoding/costs.py.
 
 python -m benchmarks.diagnostics.image_costs [--quick] [--megapixels N] [--json FILE]
 
@@ -23,7 +23,7 @@ import pyvips
 
 from kestrel_engine.config import ImageLimits
 from kestrel_engine.preprocess.crops import prepare
-from kestrel_engine.preprocess.images import EncodedImage
+from kestrel_engine.preprocess.decoding.images import EncodedImage
 from kestrel_engine.types.model_config import VisionConfig
 
 from ..reports.report import Report, benchmark_parser

@@ -26,7 +26,7 @@ from benchmarks.device.rates import seconds_of, synchronize
 from benchmarks.reports.report import Report, benchmark_parser, median
 from kestrel_engine.models.vision import num_distinct
 from kestrel_engine.preprocess.crops import prepare
-from kestrel_engine.preprocess.decoded_image import DecodedImage
+from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
 from kestrel_engine.runtime.gpu.state.staging import ImageUploader, Uploader
 from kestrel_engine.runtime.gpu.vision import device_crops
 from kestrel_engine.runtime.gpu.vision.device_crops import DeviceCrops

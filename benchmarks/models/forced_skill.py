@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from kestrel_engine.errors import InvalidRequest
-from kestrel_engine.skills.answer import AnswerOutput
 from kestrel_engine.skills.base import SkillContext, SkillControl, SkillOutput, SkillRequest
 from kestrel_engine.skills.query import QuerySkill
+from kestrel_engine.skills.text.answer import AnswerOutput
 from kestrel_engine.types.events import FinishReason
 from kestrel_engine.types.requests import SamplingParams
 from kestrel_engine.types.step import StepToken, TokenRule

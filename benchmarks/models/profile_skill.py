@@ -13,8 +13,8 @@ from dataclasses import asdict
 from typing import Any
 
 from kestrel_engine.errors import InvalidRequest
-from kestrel_engine.skills.answer import AnswerControl, AnswerOutput
 from kestrel_engine.skills.base import SkillContext, SkillControl, SkillOutput, SkillRequest
+from kestrel_engine.skills.text.answer import AnswerControl, AnswerOutput
 from kestrel_engine.types.requests import SamplingParams
 
 LONGEST_S = 10.0

@@ -164,7 +164,7 @@ def open_side(flags: str, shared: Sequence[str]) -> Side:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     from kestrel_engine.checkpoint.open import load_weights, open_model
     from kestrel_engine.factory import kv_scales_of
-    from kestrel_engine.preprocess.prompt import Tokenizer
+    from kestrel_engine.preprocess.tokenizer import Tokenizer
     from kestrel_engine.runtime.torch_runtime import TorchRuntime
 
     config = model_arguments([*shared, *shlex.split(flags)])
@@ -209,7 +209,7 @@ def make_request(args: argparse.Namespace, side: Side) -> Request:
     """Returns the greedy request for the flags."""
     from kestrel_engine.config import ImageLimits
     from kestrel_engine.preprocess.crops import prepare
-    from kestrel_engine.preprocess.images import open_image
+    from kestrel_engine.preprocess.decoding.images import open_image
 
     config = side.config
     image = None

@@ -67,7 +67,7 @@ def check_images() -> Iterator[Finding]:
     """Checks which image formats can be decoded."""
     import pyvips
 
-    from ..preprocess.images import FORMATS
+    from ..preprocess.decoding.images import FORMATS
 
     version = ".".join(str(pyvips.version(part)) for part in range(3))
     missing = [name for name in _FORMATS if name not in FORMATS]

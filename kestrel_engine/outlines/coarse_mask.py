@@ -1,7 +1,7 @@
 """Draws the path of a segment as a square mask of a region.
 
-A path has the form that ``skills.svg_path`` writes: commands and pairs of numbers, separated by single spaces. The
-coordinates are relative to the segment's box.
+A path has the form that ``skills.objects.svg_path`` writes: commands and pairs of numbers, separated by single spaces.
+The coordinates are relative to the segment's box.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import pyvips
 from ..exact_resize import STRIP_ROWS, is_exact
 from ..types.model_config import VisionConfig
 from ..types.requests import ImageRegion, PreparedImage
-from .decoded_image import Allocate, DecodedImage, new_bytes
+from .decoding.decoded_image import Allocate, DecodedImage, new_bytes
 
 PREPROCESS_VERSION = 1
 """A part of every key. Increase it when the same image may give other crops than before."""

@@ -39,14 +39,14 @@ from ..errors import (
 )
 from ..types.model_config import VisionConfig
 from ..types.requests import PreparedImage
-from .costs import FIELD, Cost
 from .crops import KEY_LENGTH, select_tiling, stored_shape
-from .decoder_process import DecoderProcess, template
+from .decoding.costs import FIELD, Cost
+from .decoding.images import Colour, ImageSource, OnBackground, read_source
 from .fair_queue import FairQueue
-from .images import Colour, ImageSource, OnBackground, read_source
 from .looks import WHOLE, Selection, look_size, regions, selection_of, selection_values
 from .prepared_cache import Looks, PreparedCache, in_namespace, source_digest, source_key
-from .segments import map_segment, new_segment, write_segment
+from .processes.decoder_process import DecoderProcess, template
+from .processes.segments import map_segment, new_segment, write_segment
 
 HASHED_AT_ONCE_BYTES = 256 * 1024
 """Encoded bytes of up to this size are hashed on the event loop, so that a repeated image does not wait for a thread.

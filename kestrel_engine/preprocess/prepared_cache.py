@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..types.requests import PreparedImage
-from .images import Colour, OnBackground
+from .decoding.images import Colour, OnBackground
 from .looks import WHOLE, InRegion, Selection, Tiled
 
 Looks: TypeAlias = tuple[PreparedImage, ...]

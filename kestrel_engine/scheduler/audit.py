@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from .images import Images
-from .pages import PagePool
-from .prefix_cache import PrefixCache
+from .memory.images import Images
+from .memory.pages import PagePool
+from .memory.prefix_cache import PrefixCache
 from .sequence import Phase, Sequence
 
 

@@ -38,20 +38,20 @@ from ..types.step import (
 from ..types.submission import Submission
 from .audit import check_holdings, check_phases
 from .budget import Allowance, Pacer
-from .decode_lane import DecodeLane
-from .images import Images
-from .pages import PagePool
-from .place_taker import PlaceTaker
+from .memory.images import Images
+from .memory.pages import PagePool
+from .memory.prefix_cache import PrefixCache
+from .memory.prompt_images import ImagePiece
+from .order.decode_lane import DecodeLane
+from .order.place_taker import PlaceTaker
+from .order.prefill_order import PrefillOrder
+from .order.turns import Turns
+from .order.waiting import WaitingQueue
 from .policy import SchedulerPolicy
-from .prefill_order import PrefillOrder
-from .prefix_cache import PrefixCache
 from .prefixes_underway import PrefixesUnderway
-from .prompt_images import ImagePiece
 from .scheduled import Scheduled
 from .sequence import Phase, Sequence
 from .shares import Shares
-from .turns import Turns
-from .waiting import WaitingQueue
 
 CROPS_OF_A_MASK = 4
 """A mask to refine takes at most as long as this many crops of an image: one pass of the tower, and the refiner's."""

@@ -7,8 +7,8 @@ import enum
 from ..types.requests import Token
 from ..types.step import PREVIOUS, Previous, StepToken
 from ..types.submission import Submission
-from .prefix_cache import Atom, Node
-from .prompt_images import ImagePiece, PromptImages
+from .memory.prefix_cache import Atom, Node
+from .memory.prompt_images import ImagePiece, PromptImages
 from .shares import Account
 
 

@@ -4,7 +4,6 @@ from ..errors import InvalidRequest
 from ..types.events import FinishReason, StreamUpdate, TokenLogprob
 from ..types.requests import Coord, Prompt, SamplingParams, Size
 from ..types.step import StepToken, TokenRule
-from .answer import AnswerControl, AnswerOutput
 from .base import (
     Merging,
     SkillContext,
@@ -16,12 +15,13 @@ from .base import (
 )
 from .caption import CaptionSkill
 from .detect import DetectSkill
-from .locate import LocateControl, LocateOutput
+from .objects.locate import LocateControl, LocateOutput
 from .point import PointSkill
 from .query import QuerySkill
 from .registry import SkillRegistry
 from .segment import SegmentSkill
 from .settings import read_settings, reject_unknown
+from .text.answer import AnswerControl, AnswerOutput
 
 __all__ = [
     "AnswerControl",

@@ -17,9 +17,9 @@ from ..types.constraint import Constraint
 from ..types.embedding import EmbeddingSpec
 from ..types.events import EngineMetrics, EngineResult, FinishReason, StreamUpdate, TokenLogprob
 from ..types.model_config import ModelConfig
-from ..types.requests import ImagePlace, SamplingParams, Token
+from ..types.requests import ImagePlace, SamplingParams, Token, check_bytes
 from ..types.step import StepToken, TokenRule
-from .grammars import Grammar
+from .constraints.grammars import Grammar
 
 __all__ = [
     "EngineMetrics",
@@ -267,15 +267,3 @@ def checked_text(field_name: str, value: object, context: SkillContext) -> str:
 def check_size(field_name: str, text: str, context: SkillContext) -> None:
     """Raises InvalidRequest if ``text`` is too long or is not valid Unicode."""
     check_bytes(field_name, text, context.defaults.max_text_bytes)
-
-
-def check_bytes(field_name: str, text: str, limit: int) -> None:
-    """Raises InvalidRequest if ``text`` has more than ``limit`` UTF-8 bytes or is not valid Unicode."""
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(
-            field_name, "holds a lone surrogate and is not valid Unicode"
-        ) from error
-    if size > limit:
-        raise InvalidRequest(field_name, f"has {size} UTF-8 bytes, the limit is {limit}")

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidRequest
-from .answer import AnswerOutput, answer_control
 from .base import SkillContext, SkillControl, SkillOutput, SkillRequest
-from .penalties import read_penalties
 from .settings import TEXT_KEYS, read_settings, reject_unknown
+from .text.answer import AnswerOutput, answer_control
+from .text.penalties import read_penalties
 
 LENGTHS = ("short", "normal", "long")
 

@@ -13,7 +13,7 @@ from .base import (
     SkillRequest,
     checked_text,
 )
-from .locate import LocateControl, LocateOutput
+from .objects.locate import LocateControl, LocateOutput
 from .settings import BOX_KEYS, read_settings, reject_unknown
 
 

@@ -16,11 +16,11 @@ from ..types.requests import (
     spatial_tokens,
 )
 from ..types.step import StepToken, TokenRule
-from .answer import AnswerOutput, answer_control
 from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, check_size, checked_text
-from .detokenize import StreamingText
-from .penalties import read_penalties
 from .settings import TEXT_KEYS, read_settings, reject_unknown
+from .text.answer import AnswerOutput, answer_control
+from .text.detokenize import StreamingText
+from .text.penalties import read_penalties
 
 MAX_TURNS = 64
 _ARGUMENTS = frozenset({"question", "reasoning", "spatial_refs", "history", "image_turns"})

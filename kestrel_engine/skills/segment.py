@@ -11,9 +11,9 @@ from ..types.model_config import ModelConfig
 from ..types.requests import Coord, Size, check_spatial_refs, spatial_tokens
 from ..types.step import StepToken, TokenRule
 from .base import Outline, SkillContext, SkillControl, SkillOutput, SkillRequest, checked_text
-from .scores import raw_score, rounded
+from .objects.scores import raw_score, rounded
+from .objects.svg_path import PathError, SvgPathDecoder
 from .settings import read_settings, reject_unknown
-from .svg_path import PathError, SvgPathDecoder
 
 LAST_NON_TEXT_ID = 20
 """Ids up to here are no part of a path (moondream.md section 9.3)."""

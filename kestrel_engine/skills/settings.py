@@ -12,9 +12,9 @@ from ..types.constraint import Constraint
 from ..types.requests import SamplingParams, is_number
 from ..types.step import MAX_TOP
 from .base import SkillDefaults
-from .constraints import read_constraint
-from .penalties import KEYS as PENALTIES
-from .stop_strings import read_stop_strings
+from .constraints.setting import read_constraint
+from .text.penalties import KEYS as PENALTIES
+from .text.stop_strings import read_stop_strings
 
 SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
 TEXT_KEYS = frozenset({"max_tokens", "stop", "logprobs", "top_logprobs", "constraint"}) | PENALTIES

@@ -104,6 +104,18 @@ def is_number(value: object) -> TypeGuard[float]:
     return -math.inf < cast(float, value) < math.inf
 
 
+def check_bytes(field_name: str, text: str, limit: int) -> None:
+    """Raises InvalidRequest if ``text`` has more than ``limit`` UTF-8 bytes or is not valid Unicode."""
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            field_name, "holds a lone surrogate and is not valid Unicode"
+        ) from error
+    if size > limit:
+        raise InvalidRequest(field_name, f"has {size} UTF-8 bytes, the limit is {limit}")
+
+
 Edges: TypeAlias = tuple[float, float, float, float]
 """x_min, y_min, x_max, y_max as fractions of an image."""
 

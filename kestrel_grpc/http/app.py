@@ -18,7 +18,7 @@ from ..served_model import ServedModel, State
 from ..services.model import ModelService
 from ..services.vision import VisionService
 from ..telemetry.opening import Telemetry
-from . import completions, kserve, moondream, ollama, openai
+from .dialects import completions, kserve, moondream, ollama, openai
 from .edge import Endpoint, HttpEdge, Receive, Scope, Send
 from .files import page_routes
 from .metrics import metrics

@@ -15,7 +15,7 @@ from kestrel_engine import InvalidRequest, RequestError
 
 from ..edge.calls.call import Context
 from ..edge.failures.errors import LocatedError
-from ..services.json_values import (
+from ..services.messages.json_values import (
     absence_values,
     box_values,
     finish_reason,

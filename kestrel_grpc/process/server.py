@@ -75,7 +75,7 @@ from ..service_names import (
 )
 from ..services import health
 from ..services.admin import AdminService
-from ..services.frames import FRAMES
+from ..services.answers.frames import FRAMES
 from ..services.image import ImageService
 from ..services.load_reports import add_load_reports
 from ..services.model import ModelService

@@ -1,1 +1,1 @@
-"""The gRPC services, and the conversion between their messages and the engine's requests."""
+"""The gRPC services, one servicer a module. messages/ converts what they read and write; answers/ runs the skills."""

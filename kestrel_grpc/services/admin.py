@@ -31,7 +31,7 @@ from ..monitoring.profiles import (
 )
 from ..security.admission.guard import Guard
 from ..served_model import ServedModel
-from . import convert
+from .messages import convert
 
 logger = logging.getLogger(__name__)
 

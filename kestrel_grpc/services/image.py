@@ -18,7 +18,7 @@ from ..images.request_images import RequestImages
 from ..images.store import StoredImage
 from ..images.upload import Upload, UploadRoom
 from ..served_model import ServedModel
-from . import convert
+from .messages import convert
 
 _A_MOMENT_S = 0.05
 

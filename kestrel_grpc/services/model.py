@@ -18,7 +18,7 @@ from .. import __version__
 from ..edge.calls.call import Context
 from ..monitoring.load import LoadMeter
 from ..served_model import ServedModel, State
-from .analysis import MAX_TASKS
+from .answers.analysis import MAX_TASKS
 
 API_VERSION = "kestrel.v1"
 

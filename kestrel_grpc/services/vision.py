@@ -19,15 +19,15 @@ from ..edge.calls.current_call import current_call
 from ..edge.messages.inner_request import inner_request
 from ..images.request_images import RequestImages
 from ..served_model import ServedModel
-from . import convert
-from .analysis import Send, analyze
-from .convert import SkillCall
-from .embeddings import embed_call, embed_events, embed_final, embed_response
-from .frames import answer_frame
-from .named_skill import check_skill, located, skill_call, skill_event, skill_response
-from .several_objects import find_several
-from .several_samples import TextResponse, check_single, draw_samples, num_samples
-from .starting import Respond, Response, Starter
+from .answers.analysis import Send, analyze
+from .answers.frames import answer_frame
+from .answers.several_objects import find_several
+from .answers.several_samples import TextResponse, check_single, draw_samples, num_samples
+from .answers.starting import Respond, Response, Starter
+from .messages import convert
+from .messages.convert import SkillCall
+from .messages.embeddings import embed_call, embed_events, embed_final, embed_response
+from .messages.named_skill import check_skill, located, skill_call, skill_event, skill_response
 
 _Event = Callable[[StreamUpdate], dict[str, Any]]
 _Rest = Callable[[EngineResult], Iterable[Mapping[str, Any]]]

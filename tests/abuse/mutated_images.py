@@ -31,7 +31,7 @@ from PIL import Image
 from kestrel_engine.config import ImageLimits
 from kestrel_engine.errors import ImageError
 from kestrel_engine.preprocess.crops import prepare
-from kestrel_engine.preprocess.images import open_image
+from kestrel_engine.preprocess.decoding.images import open_image
 from kestrel_engine.types.model_config import VisionConfig
 
 LIMIT_S = 2.0

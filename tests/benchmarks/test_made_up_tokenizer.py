@@ -9,8 +9,8 @@ import pytest
 from benchmarks.models.made_up_tokenizer import NUM_SPECIAL, tokenizer_file
 from benchmarks.models.opening import model_arguments
 from benchmarks.traffic.chart_trace import WORDS, make_trace
-from kestrel_engine.preprocess.prompt import Tokenizer
-from kestrel_engine.skills.detokenize import StreamingText
+from kestrel_engine.preprocess.tokenizer import Tokenizer
+from kestrel_engine.skills.text.detokenize import StreamingText
 
 
 @pytest.mark.parametrize("vocab_size", [768, pytest.param(51200, marks=pytest.mark.slow)])

@@ -12,7 +12,7 @@ import pytest
 from kestrel_engine import EngineOverloaded, InvalidRequest
 from kestrel_engine import engine as engine_module
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_engine.skills.grammars import Grammars
+from kestrel_engine.skills.constraints.grammars import Grammars
 from kestrel_engine.types.model_config import parse_model_config
 from tests.engine.fakes import IMAGE, SMALL, ByteCodec
 from tests.engine.test_stop_strings import GREEDY, says, streamed

@@ -8,8 +8,8 @@ import tokenizers
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from kestrel_engine.preprocess.prompt import Tokenizer
-from kestrel_engine.skills.detokenize import StreamingText
+from kestrel_engine.preprocess.tokenizer import Tokenizer
+from kestrel_engine.skills.text.detokenize import StreamingText
 from tests.examples import given_examples
 
 GOLDENS = Path(__file__).parents[1] / "data" / "goldens"

@@ -6,7 +6,7 @@ import pyvips
 
 from kestrel_engine.exact_resize import ONE_BITS, AxisPass, is_exact, passes
 from kestrel_engine.preprocess.crops import prepare, select_tiling
-from kestrel_engine.preprocess.decoded_image import DecodedImage
+from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
 from kestrel_engine.types.model_config import VisionConfig
 
 FULL = VisionConfig()

@@ -7,7 +7,7 @@ import pytest
 
 from kestrel_engine import InferenceEngine, InvalidRequest, RuntimeConfig
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_engine.skills.scores import raw_score
+from kestrel_engine.skills.objects.scores import raw_score
 from kestrel_engine.types.calibration import Calibration, Curve
 from kestrel_engine.types.requests import Coord
 from kestrel_engine.types.step import StepToken

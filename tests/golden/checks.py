@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from kestrel_engine.models.text import Moe
-from kestrel_engine.skills.answer import AnswerControl, AnswerOutput
 from kestrel_engine.skills.base import SkillControl, SkillOutput
-from kestrel_engine.skills.locate import LocateControl, LocateOutput
+from kestrel_engine.skills.objects.locate import LocateControl, LocateOutput
 from kestrel_engine.skills.query import ReasoningControl, ReasoningOutput
 from kestrel_engine.skills.segment import SegmentControl, SegmentOutput
+from kestrel_engine.skills.text.answer import AnswerControl, AnswerOutput
 from kestrel_engine.types.requests import Coord, PreparedImage, Size, Token
 from kestrel_engine.types.step import MAX_TOP, Row, StepToken
 from tests.golden.driver import Feed, Job, pages_for, run_jobs

@@ -15,8 +15,8 @@ from kestrel_engine.checkpoint.weights.loader import load_checkpoint
 from kestrel_engine.config import ImageLimits
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.preprocess.crops import prepare
-from kestrel_engine.preprocess.images import open_image
-from kestrel_engine.preprocess.prompt import Tokenizer
+from kestrel_engine.preprocess.decoding.images import open_image
+from kestrel_engine.preprocess.tokenizer import Tokenizer
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.skills.base import SkillContext
 from kestrel_engine.types.model_config import ModelConfig

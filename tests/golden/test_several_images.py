@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kestrel_engine import InferenceEngine, RuntimeConfig
 from kestrel_engine.models.moondream import Moondream
-from kestrel_engine.skills.answer import AnswerControl
+from kestrel_engine.skills.text.answer import AnswerControl
 from kestrel_engine.types.requests import ImageBlock, Prompt, Token, num_positions
 from tests.golden.driver import Feed, pages_for
 from tests.golden.goldens import Golden

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kestrel_engine import InvalidRequest
+from kestrel_grpc.http.dialects.grounding import wanted_places
 from kestrel_grpc.http.fields import Fields
-from kestrel_grpc.http.grounding import wanted_places
 from tests.http.conftest import data_url
 from tests.http.test_openai import ASKED, chunks, user
 

@@ -305,7 +305,7 @@ async def test_errors_name_the_message(http, caplog):
         assert response.status_code == 400, error
         assert error["param"] == param and part in error["message"], error
         assert error["type"] == "invalid_request_error"
-    with caplog.at_level(logging.INFO, "kestrel_grpc.http.openai"):
+    with caplog.at_level(logging.INFO, "kestrel_grpc.http.dialects.openai"):
         for _ in range(2):
             asked = {**ASKED, "messages": [user("a")], "made_up_field": 1}
             assert (await client.post("/v1/chat/completions", json=asked)).status_code == 200

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from kestrel_grpc.services.masks import (
+from kestrel_grpc.services.answers.masks import (
     MAX_MASK_PIXELS,
     draw_mask,
     mask_png,

@@ -15,7 +15,7 @@ from kestrel_client import (
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_grpc.services.analysis import MAX_TASKS
+from kestrel_grpc.services.answers.analysis import MAX_TASKS
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
 

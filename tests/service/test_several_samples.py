@@ -9,7 +9,7 @@ from kestrel_client import AsyncKestrelClient, InvalidRequestError
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_grpc.services.several_samples import MAX_SAMPLES
+from kestrel_grpc.services.answers.several_samples import MAX_SAMPLES
 from tests.engine.fakes import IMAGE, never_ends
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure

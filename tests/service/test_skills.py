@@ -11,7 +11,7 @@ import pytest
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_grpc.services import masks
+from kestrel_grpc.services.answers import masks
 from tests.service.conftest import LIMITS, raw_image
 
 GREEDY = common_pb2.Sampling(temperature=0, max_tokens=8)

@@ -17,8 +17,8 @@ from kestrel_engine import ImageLimits
 from kestrel_engine.outlines import coarse_mask
 from kestrel_engine.outlines.region import Box, Region, crop
 from kestrel_engine.preprocess.crops import prepare
-from kestrel_engine.preprocess.images import open_image
-from kestrel_engine.skills.svg_path import format_number
+from kestrel_engine.preprocess.decoding.images import open_image
+from kestrel_engine.skills.objects.svg_path import format_number
 from kestrel_engine.types.model_config import VisionConfig
 from training.scenes.paths import GRID_STEP, outline, path_tokens
 from training.scenes.scenes import Scene, Shape, draw_scene, draw_size

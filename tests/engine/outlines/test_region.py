@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from kestrel_engine.outlines.region import Region, crop
 from kestrel_engine.preprocess.crops import prepare
-from kestrel_engine.preprocess.decoded_image import DecodedImage
+from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
 from kestrel_engine.types.model_config import parse_model_config
 
 VISION = parse_model_config(

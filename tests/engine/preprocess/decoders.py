@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kestrel_engine.preprocess.decoder_process import template
+from kestrel_engine.preprocess.processes.decoder_process import template
 
 
 def decoders() -> set[int]:

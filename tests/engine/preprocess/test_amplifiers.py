@@ -10,8 +10,13 @@ from PIL import Image
 
 from kestrel_engine.config import ImageLimits
 from kestrel_engine.errors import ImageError, ImageTooLargeError
-from kestrel_engine.preprocess.amplifiers import MOST_PAGES, MOST_SCANS, num_pages, num_scans
-from kestrel_engine.preprocess.images import open_image
+from kestrel_engine.preprocess.decoding.amplifiers import (
+    MOST_PAGES,
+    MOST_SCANS,
+    num_pages,
+    num_scans,
+)
+from kestrel_engine.preprocess.decoding.images import open_image
 
 LIMITS = ImageLimits()
 IMAGE = Image.fromarray(np.random.default_rng(1).integers(0, 256, (48, 64, 3), dtype=np.uint8))

@@ -12,8 +12,8 @@ from PIL import Image
 
 from kestrel_engine.config import ImageLimits
 from kestrel_engine.errors import ImageDecodeError, ImageTooLargeError, UnsupportedImageError
-from kestrel_engine.preprocess.bmp import BmpImage
-from kestrel_engine.preprocess.images import OnBackground, open_image
+from kestrel_engine.preprocess.decoding.bmp import BmpImage
+from kestrel_engine.preprocess.decoding.images import OnBackground, open_image
 
 LIMITS = ImageLimits()
 RNG = np.random.default_rng(7)

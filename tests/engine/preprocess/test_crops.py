@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from kestrel_engine.config import ImageLimits
 from kestrel_engine.preprocess.crops import prepare, select_tiling
-from kestrel_engine.preprocess.decoded_image import DecodedImage
-from kestrel_engine.preprocess.images import open_image
+from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
+from kestrel_engine.preprocess.decoding.images import open_image
 from kestrel_engine.types.model_config import VisionConfig
 from tests.examples import given_examples
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kestrel_engine.errors import ImageDecodeError
-from kestrel_engine.preprocess.decoded_image import DecodedImage
+from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
 
 
 def test_a_whole_image_is_waited_for_by_nobody():

@@ -21,7 +21,7 @@ from kestrel_engine.errors import (
     InvalidRequest,
     UnsupportedImageError,
 )
-from kestrel_engine.preprocess.images import FORMATS, open_image
+from kestrel_engine.preprocess.decoding.images import FORMATS, open_image
 
 LIMITS = ImageLimits()
 IMAGE = Image.fromarray(np.random.default_rng(1).integers(0, 256, (24, 32, 3), dtype=np.uint8))
@@ -306,7 +306,7 @@ from PIL import Image
 from kestrel_engine.config import ImageLimits
 from kestrel_engine.types.model_config import VisionConfig
 from kestrel_engine.preprocess.crops import prepare
-from kestrel_engine.preprocess.images import open_image
+from kestrel_engine.preprocess.decoding.images import open_image
 import pyvips
 
 pixels = np.zeros((900, 1200, 3), np.uint8)

@@ -15,10 +15,10 @@ from kestrel_engine.errors import (
     InvalidRequest,
     UnsupportedImageError,
 )
-from kestrel_engine.preprocess import images
 from kestrel_engine.preprocess.crops import prepare
-from kestrel_engine.preprocess.heif_probes import HEIF_PROBES
-from kestrel_engine.preprocess.images import FORMATS, open_image
+from kestrel_engine.preprocess.decoding import images
+from kestrel_engine.preprocess.decoding.heif_probes import HEIF_PROBES
+from kestrel_engine.preprocess.decoding.images import FORMATS, open_image
 from kestrel_engine.types.model_config import VisionConfig
 
 LIMITS = ImageLimits()

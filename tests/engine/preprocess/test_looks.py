@@ -10,8 +10,8 @@ from PIL import Image
 from kestrel_engine.config import ImageLimits
 from kestrel_engine.errors import ImageTooLargeError, InvalidRequest
 from kestrel_engine.preprocess.crops import prepare
-from kestrel_engine.preprocess.decoded_image import DecodedImage
-from kestrel_engine.preprocess.images import OnBackground
+from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
+from kestrel_engine.preprocess.decoding.images import OnBackground
 from kestrel_engine.preprocess.looks import InRegion, Selection, Tiled, Tiles, regions
 from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.types.model_config import VisionConfig

@@ -30,10 +30,10 @@ from kestrel_engine.errors import (
     UnsupportedImageError,
 )
 from kestrel_engine.preprocess.crops import prepare
-from kestrel_engine.preprocess.decoder_process import template
+from kestrel_engine.preprocess.decoding.images import open_image
 from kestrel_engine.preprocess.fair_queue import FairQueue
-from kestrel_engine.preprocess.images import open_image
 from kestrel_engine.preprocess.pool import DEAR_NICE, PreprocessPool
+from kestrel_engine.preprocess.processes.decoder_process import template
 from kestrel_engine.types.model_config import VisionConfig
 from tests.engine.preprocess.decoders import decoders, held_up, nice_of, state, until
 
@@ -476,7 +476,7 @@ import asyncio, sys
 import numpy as np
 from kestrel_engine.config import ImageLimits
 from kestrel_engine.types.model_config import VisionConfig
-from kestrel_engine.preprocess.decoder_process import template
+from kestrel_engine.preprocess.processes.decoder_process import template
 from kestrel_engine.preprocess.pool import DEAR_NICE, PreprocessPool
 
 async def main():
@@ -509,7 +509,7 @@ def test_a_decoder_has_neither_torch_nor_the_engine(make_pool):
     """What the template loads, all decoders have."""
     code = (
         "import sys, types; package = types.ModuleType('kestrel_engine'); package.__path__ = [sys.argv[1]];"
-        "sys.modules['kestrel_engine'] = package; import kestrel_engine.preprocess.template, os;"
+        "sys.modules['kestrel_engine'] = package; import kestrel_engine.preprocess.processes.template, os;"
         "print(*sys.modules); print(len(os.listdir('/proc/self/task')))"
     )
     done = subprocess.run(
@@ -527,7 +527,7 @@ def test_a_decoder_has_neither_torch_nor_the_engine(make_pool):
 def test_a_decoder_gets_no_more_memory_than_it_has_reserved():
     """The kernel refuses it, within the process that asks."""
     code = (
-        "import numpy as np; from kestrel_engine.preprocess.decoder import memory_bound\n"
+        "import numpy as np; from kestrel_engine.preprocess.processes.decoder import memory_bound\n"
         "with memory_bound(2**26): np.ones(2**25, np.uint8)\n"
         "try:\n"
         "    with memory_bound(2**26): np.ones(2**27, np.uint8)\n"

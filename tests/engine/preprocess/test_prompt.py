@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from kestrel_engine.errors import CheckpointError
-from kestrel_engine.preprocess.prompt import Tokenizer
+from kestrel_engine.preprocess.tokenizer import Tokenizer
 from kestrel_engine.skills.base import TextCodec
 
 GOLDENS = Path(__file__).parents[2] / "data" / "goldens"

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kestrel_engine.preprocess.segments import (
+from kestrel_engine.preprocess.processes.segments import (
     map_segment,
     new_segment,
     read_segment,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kestrel_engine.scheduler.decode_lane import DecodeLane
+from kestrel_engine.scheduler.order.decode_lane import DecodeLane
 from kestrel_engine.scheduler.policy import SchedulerPolicy
 from kestrel_engine.scheduler.sequence import Sequence
 from kestrel_engine.types.step import Lane

@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import strategies as st
 
-from kestrel_engine.scheduler.pages import PagePool
+from kestrel_engine.scheduler.memory.pages import PagePool
 from tests.examples import given_examples
 
 

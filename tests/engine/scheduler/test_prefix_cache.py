@@ -5,8 +5,8 @@ import time
 import pytest
 from hypothesis import strategies as st
 
-from kestrel_engine.scheduler.pages import PagePool
-from kestrel_engine.scheduler.prefix_cache import Atom, PrefixCache
+from kestrel_engine.scheduler.memory.pages import PagePool
+from kestrel_engine.scheduler.memory.prefix_cache import Atom, PrefixCache
 from tests.examples import given_examples
 
 

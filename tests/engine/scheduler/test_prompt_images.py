@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from kestrel_engine.scheduler.budget import StepBudget
+from kestrel_engine.scheduler.memory.prompt_images import PromptImages
 from kestrel_engine.scheduler.policy import SchedulerPolicy
-from kestrel_engine.scheduler.prompt_images import PromptImages
 from kestrel_engine.types.requests import ImageBlock
 from tests.engine.scheduler.simulation import IMAGE_POSITIONS, LIMITS, Simulation, Spec, alone
 

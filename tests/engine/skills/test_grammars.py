@@ -10,10 +10,10 @@ import time
 import pytest
 
 from kestrel_engine import InvalidRequest, SkillUnavailable
-from kestrel_engine.skills import grammars
-from kestrel_engine.skills.constraints import read_constraint
-from kestrel_engine.skills.grammar_process import GrammarProcess
-from kestrel_engine.skills.grammars import Grammars
+from kestrel_engine.skills.constraints import grammars
+from kestrel_engine.skills.constraints.grammar_process import GrammarProcess
+from kestrel_engine.skills.constraints.grammars import Grammars
+from kestrel_engine.skills.constraints.setting import read_constraint
 from kestrel_engine.types.constraint import Constraint
 from tests.engine.fakes import ByteCodec
 

@@ -6,7 +6,7 @@ import pytest
 
 from kestrel_engine.errors import InvalidRequest
 from kestrel_engine.skills import CaptionSkill, DetectSkill, QuerySkill
-from kestrel_engine.skills.stop_strings import StopStrings
+from kestrel_engine.skills.text.stop_strings import StopStrings
 from kestrel_engine.types.step import StepToken
 
 

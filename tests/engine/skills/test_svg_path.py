@@ -1,6 +1,6 @@
 import pytest
 
-from kestrel_engine.skills.svg_path import PathError, SvgPathDecoder, format_number
+from kestrel_engine.skills.objects.svg_path import PathError, SvgPathDecoder, format_number
 
 
 def decode(tokens: str) -> tuple[str, list[str]]:

@@ -15,7 +15,8 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.process import server
-from kestrel_grpc.services import analysis, convert
+from kestrel_grpc.services.answers import analysis
+from kestrel_grpc.services.messages import convert
 from kestrel_grpc.services.vision import VisionService
 from kestrel_grpc.settings.security import CallLimits, ConnectionLimits, SecurityConfig
 from tests.service.conftest import LIMITS, raw_image

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kestrel_engine.checkpoint.weights.expected import expected_tensors
 from kestrel_engine.preprocess.crops import prepare
-from kestrel_engine.preprocess.decoded_image import DecodedImage
+from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
 from kestrel_engine.types.model_config import ModelConfig, parse_model_config
 from kestrel_engine.types.requests import PreparedImage
 

@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 from kestrel_engine.config import ImageLimits
 from kestrel_engine.models.vision import num_distinct
 from kestrel_engine.preprocess.crops import prepare, select_tiling
-from kestrel_engine.preprocess.decoded_image import DecodedImage
-from kestrel_engine.preprocess.images import open_image
+from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
+from kestrel_engine.preprocess.decoding.images import open_image
 from kestrel_engine.runtime.gpu.state.staging import ImageUploader, Uploader
 from kestrel_engine.runtime.gpu.vision import device_crops
 from kestrel_engine.runtime.gpu.vision.device_crops import DeviceCrops

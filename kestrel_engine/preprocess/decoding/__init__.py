@@ -1,0 +1,1 @@
+"""Encoded images to pixels: formats, colours, limits and costs. Runs in a decoder process."""

@@ -1,0 +1,120 @@
+"""The cost of decoding: bytes and processor time by format. Owns the table and the rule which pixel limit applies.
+
+``python -m benchmarks.diagnostics.image_costs`` measures these figures again. For each format, the table has the
+figures of the most expensive of several images (noise and one colour, turned and not), rounded up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...config import ImageLimits
+from ...errors import ImageDecodeError, ImageTooLargeError
+from ...settings import settings_of
+
+FIELD = "image"
+"""The request's field that errors name."""
+
+
+class Cost(NamedTuple):
+    """The resources that one image may need: ``pixels``, ``num_bytes`` of memory, ``seconds`` of one processor."""
+
+    pixels: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Formats with the same costs of decoding.
+
+    ``bytes_per_pixel``: memory at the peak, as the kernel limits it, with 3 for the decoded pixels. ``ns_per_pixel``
+    and ``ns_per_byte`` (of the encoded image): time of one processor until the crops are made; ``ns_per_scan``: for a
+    pixel in each scan. ``limit``: the field of ImageLimits that bounds its pixels.
+    """
+
+    name: str
+    bytes_per_pixel: float
+    ns_per_pixel: float
+    ns_per_byte: float
+    ns_per_scan: float = 0.0
+    limit: str = "max_pixels"
+
+
+PIXELS = Kind("pixels", 6, 40, 0)
+"""Decoded pixels that a caller in this process gave."""
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("JPEG", 4.5, 35, 40),
+        Kind("progressive JPEG", 10.5, 60, 40, 0.5, "max_progressive_pixels"),
+        Kind("PNG", 4, 45, 10),
+        Kind("interlaced PNG", 7, 80, 10, 0, "max_interlaced_pixels"),
+        Kind("WebP", 20, 90, 100, 0, "max_webp_pixels"),
+        Kind("AVIF", 23, 90, 200, 0, "max_avif_pixels"),
+        Kind("HEIC", 23, 90, 200, 0, "max_heic_pixels"),
+        Kind("GIF", 9, 50, 40),
+        Kind("TIFF", 8, 50, 20),
+        Kind("BMP", 8, 45, 2),
+    )
+}
+
+_BASE_BYTES = 16 * 2**20
+"""Bytes for any image: the crops, and memory that libraries keep."""
+
+_BASE_SECONDS = 0.02
+"""Seconds for any image: the size of the crops does not depend on the image's size."""
+
+TURNED_BYTES_PER_PIXEL = 3
+"""Additional bytes for an image that its EXIF orientation turns: the image is decoded first, and then turned."""
+
+
+def cost_of(
+    kind: Kind,
+    width: int,
+    height: int,
+    encoded_bytes: int,
+    *,
+    scans: int = 1,
+    pixel_bytes: int = 3,
+    turned: bool = False,
+) -> Cost:
+    """Returns the cost of one image. ``pixel_bytes``: bytes of a stored pixel, all channels; the table is for 3.
+    ``scans``: the number of scans of a JPEG."""
+    pixels = width * height
+    each = kind.bytes_per_pixel * max(1.0, pixel_bytes / 3) + TURNED_BYTES_PER_PIXEL * turned
+    time_ns = pixels * (kind.ns_per_pixel * max(1.0, pixel_bytes / 3) + kind.ns_per_scan * scans)
+    return Cost(
+        pixels=pixels,
+        num_bytes=_BASE_BYTES + 2 * encoded_bytes + int(pixels * each),
+        seconds=_BASE_SECONDS + 1e-9 * (time_ns + encoded_bytes * kind.ns_per_byte),
+    )
+
+
+def check_pixels(kind: Kind, width: int, height: int, limits: ImageLimits) -> None:
+    """Raises ImageTooLargeError if an image of ``width`` x ``height`` has more pixels than its format's limit."""
+    pixels = width * height
+    for field in dict.fromkeys((kind.limit, "max_pixels")):
+        limit: int = getattr(limits, field)
+        if pixels > limit:
+            whose = "" if field == "max_pixels" else f" for {kind.name}"
+            flag = settings_of(ImageLimits)[field].flag
+            raise ImageTooLargeError(
+                FIELD,
+                f"has {width}x{height} = {pixels} pixels, the limit{whose} is {limit} ({flag})",
+            )
+
+
+def check_size(width: int, height: int, limits: ImageLimits, kind: Kind) -> None:
+    """Raises ImageDecodeError for an empty image, and ImageTooLargeError for one beyond the limits."""
+    if width < 1 or height < 1:
+        raise ImageDecodeError(FIELD, f"is empty: {width}x{height} pixels")
+    check_pixels(kind, width, height, limits)
+    ratio = max(width, height) / min(width, height)
+    if ratio > limits.max_aspect_ratio:
+        raise ImageTooLargeError(
+            FIELD,
+            f"of {width}x{height} has sides of {ratio:.4g}:1, the limit is {limits.max_aspect_ratio:g}:1",
+        )

@@ -1,0 +1,1 @@
+"""Decoder processes: their template, their code, and the memory that they share with the server."""

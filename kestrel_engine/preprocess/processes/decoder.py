@@ -1,0 +1,302 @@
+"""The code of a decoder process: it checks and decodes one image after the other, and makes crops and content key.
+
+A decoder is forked from the template (template.py) and may be killed at any time. It reads no environment variable and
+opens no file. Images and crops are passed in segments. A decoder ends when its link is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+import os
+import resource
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...config import ImageLimits
+from ...errors import RequestError
+from ...types.model_config import VisionConfig
+from ..crops import Piece, content_key, device_makes_crops, prepare, region_of, stored_shape
+from ..decoding.bmp import BmpImage
+from ..decoding.costs import PIXELS, Cost, check_size, cost_of
+from ..decoding.decoded_image import DecodedImage, new_bytes
+from ..decoding.images import EncodedImage, read_header
+from ..looks import WHOLE, Selection, look_size, read_selection, regions
+from .segments import send_message, take_message
+
+_SLACK_BYTES = 64 * 2**20
+"""Memory that an image may take beyond its cost before it fails. The table holds measured peaks, and allocators round
+up."""
+
+
+_KEPT_BYTES = 16 * 2**20
+"""Freed memory that a decoder keeps for its next image. The first write to a page costs as much as the work on its
+pixels, and libvips frees and allocates the same buffers repeatedly within one image."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of mallopt(3)."""
+
+_SECONDS_PER_LOOK = 0.02
+"""Seconds for a look, whose crops have the same size whatever the size of the look."""
+
+_MOST_COVERED = 4
+"""All looks together have less than this many times the pixels of the image: the image, and tiles that overlap by
+half."""
+
+_SWITCH_INTERVAL_S = 0.5e-3
+"""Python's switch interval. Threads that share an image wait this long for the interpreter. Python's default of 5 ms is
+longer than the work on a band."""
+
+
+def serve(link: socket.socket) -> None:
+    """Answers jobs until ``link`` is closed. The first message has the limits and the geometry. The others are a
+    segment for the crops of the next image, or an image."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    _keep_freed_memory()
+    received, descriptors = bytearray(), list[int]()
+
+    def next_message() -> dict[str, Any] | None:
+        while (message := take_message(received)) is None:
+            data, found, _, _ = socket.recv_fds(link, 64 * 1024, 2)
+            descriptors.extend(found)
+            if not data:
+                return None
+            received.extend(data)
+        return message
+
+    setup = next_message()
+    if setup is None:
+        return
+    work = Work(ImageLimits(**setup["limits"]), VisionConfig(**setup["vision"]))
+    while (message := next_message()) is not None:
+        descriptor = descriptors.pop(0)
+        if "crops" in message:
+            work.take_crops_segment(descriptor, message["crops"])
+        else:
+            reply = work.answer(message, descriptor)
+            os.close(descriptor)
+            send_message(link, reply, ())
+
+
+class Work:
+    """The work on one image after the other."""
+
+    def __init__(self, limits: ImageLimits, vision: VisionConfig) -> None:
+        self._limits, self._vision = limits, vision
+        self._bytes_per_look = 3 * vision.crop_size**2 * (1 + vision.max_crops)
+        self._threads: ThreadPoolExecutor | None = None
+        self._crops = -1
+        self._mapped: mmap.mmap | None = None
+
+    def take_crops_segment(self, descriptor: int, num_bytes: int) -> None:
+        """Accepts the segment for the crops of the next image, and prepares ``num_bytes`` of it for writing, because
+        the first write to a page costs as much as the work on its pixels."""
+        self._mapped = None
+        if self._crops >= 0:
+            os.close(self._crops)
+        self._crops = descriptor
+        if num_bytes:
+            os.ftruncate(descriptor, num_bytes)
+            self._mapped = _mapped(descriptor, num_bytes)
+
+    def answer(self, job: dict[str, Any], source: int) -> dict[str, Any]:
+        """Prepares one image. ``source``: the segment with the encoded bytes, or with pixels of ``job["shape"]``.
+        Writes the crops to their segment, or the decoded pixels if the device makes the crops.
+
+        Returns one of: "done", the prepared image; "cost", if the cost exceeds what the job grants; "error", the name,
+        field and message of a RequestError; "fault", the description of any other exception.
+        """
+        began = time.perf_counter()
+        try:
+            size = os.fstat(source).st_size
+            image: DecodedImage | EncodedImage | BmpImage
+            if job["shape"] is None:
+                background = job["background"] and tuple(job["background"])
+                image = read_header(os.pread(source, size, 0), self._limits, background)
+                cost = image.cost
+            else:
+                height, width, _ = shape = tuple(job["shape"])
+                pixels = np.frombuffer(mmap.mmap(source, size, access=mmap.ACCESS_READ), np.uint8)
+                image = DecodedImage(pixels.reshape(shape))
+                cost = cost_of(PIXELS, width, height, 0)
+            # Memory for the pixels that are kept for the device.
+            kept = 3 * min(cost.pixels, job["device_pixels"])
+            selection = read_selection(job["selection"])
+            if selection != WHOLE:
+                num_looks = 1 if selection.tiles is None else selection.tiles.num_looks
+                # The crops or pixels of all looks, and the pixels of one look at a time.
+                kept = _MOST_COVERED * kept + num_looks * self._bytes_per_look + 3 * cost.pixels
+                cost = cost._replace(seconds=cost.seconds + num_looks * _SECONDS_PER_LOOK)
+            cost = cost._replace(num_bytes=cost.num_bytes + kept)
+            if (
+                cost.num_bytes > job["granted"]["num_bytes"]
+                or cost.seconds > job["granted"]["seconds"]
+            ):
+                return {"cost": cost._asdict()}
+            if selection == WHOLE:
+                done = self._prepare(image, cost, job["threads"], job["device_pixels"])
+            else:
+                done = self._prepare_looks(
+                    image, selection, cost, job["threads"], job["device_pixels"]
+                )
+            return {"done": {**done, "seconds": time.perf_counter() - began}}
+        except RequestError as error:
+            return {"error": [type(error).__name__, error.field, error.message]}
+        except MemoryError:
+            return {"fault": "MemoryError"}
+        except Exception as error:
+            return {"fault": f"{type(error).__name__}: {error}"[:2000]}
+
+    def _prepare(
+        self,
+        image: DecodedImage | EncodedImage | BmpImage,
+        cost: Cost,
+        threads: int,
+        device_pixels: int,
+    ) -> dict[str, Any]:
+        vision = self._vision
+        in_place = False
+
+        def allocate_pixels(shape: tuple[int, ...]) -> np.ndarray:
+            """Pixels that the device turns into crops are decoded into the segment."""
+            nonlocal in_place
+            height, width, _ = shape
+            in_place = device_makes_crops(width, height, vision, device_pixels)
+            return self._allocate_crops(shape) if in_place else new_bytes(shape)
+
+        with memory_bound(cost.num_bytes + _SLACK_BYTES):
+            decoded = image if isinstance(image, DecodedImage) else image.begin(allocate_pixels)
+            # Decoding alone is the work of one thread.
+            run = partial(self.split, threads=threads) if threads > 1 and not in_place else None
+            prepared = prepare(
+                decoded,
+                vision,
+                run=run,
+                allocate=self._allocate_crops,
+                device_pixels=device_pixels,
+                in_place=in_place,
+            )
+        return {"keys": [prepared.key], "width": prepared.width, "height": prepared.height}
+
+    def _prepare_looks(
+        self,
+        image: DecodedImage | EncodedImage | BmpImage,
+        selection: Selection,
+        cost: Cost,
+        threads: int,
+        device_pixels: int,
+    ) -> dict[str, Any]:
+        """Decodes the image once, and writes the crops of all looks one after the other."""
+        vision = self._vision
+        keys: list[str] = []
+        with memory_bound(cost.num_bytes + _SLACK_BYTES):
+            decoded = image if isinstance(image, DecodedImage) else image.begin(new_bytes)
+            width, height = decoded.width, decoded.height
+            looks = regions(width, height, selection)
+            for look in looks:
+                check_size(*look_size(look, width, height), self._limits, PIXELS)
+            decoded.decode()
+            key = content_key(decoded, vision)
+            shapes = [
+                stored_shape(*look_size(look, width, height), vision, device_pixels)
+                for look in looks
+            ]
+            room = self._allocate_crops((sum(map(math.prod, shapes)),))
+            run = partial(self.split, threads=threads) if threads > 1 else None
+            for look, shape in zip(looks, shapes, strict=True):
+                part, room = room[: math.prod(shape)].reshape(shape), room[math.prod(shape) :]
+                prepared = prepare(
+                    decoded if look is None else region_of(decoded, key, look),
+                    vision,
+                    run=run,
+                    allocate=lambda _, part=part: part,  # type: ignore[misc]
+                    device_pixels=device_pixels,
+                )
+                keys.append(prepared.key)
+        return {"keys": keys, "width": width, "height": height}
+
+    def _allocate_crops(self, shape: tuple[int, ...]) -> np.ndarray:
+        size = math.prod(shape)
+        os.ftruncate(self._crops, size)
+        mapped, self._mapped = self._mapped, None
+        if mapped is None or len(mapped) < size:
+            mapped = mmap.mmap(self._crops, size)
+        return np.frombuffer(mapped, np.uint8, size).reshape(shape)
+
+    def split(self, pieces: Sequence[Piece], threads: int) -> None:
+        """Calls all ``pieces`` in ``threads`` threads, including this one. Raises the error of a piece."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(threads - 1)
+        left = deque(pieces)
+        lock = threading.Lock()
+
+        def work() -> None:
+            while True:
+                with lock:
+                    if not left:
+                        return
+                    piece = left.popleft()
+                piece()
+
+        helpers = [self._threads.submit(work) for _ in range(threads - 1)]
+        try:
+            work()
+        finally:
+            with lock:
+                left.clear()
+            wait(helpers)
+        for helper in helpers:
+            helper.result()
+
+
+def _keep_freed_memory() -> None:
+    """Sets how much freed memory glibc keeps. Other C libraries have no such setting."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        # If one threshold is set, glibc no longer adapts the other.
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+
+
+def _mapped(descriptor: int, num_bytes: int) -> mmap.mmap:
+    """Maps a segment. On Linux, the mapping allocates all pages at once."""
+    if sys.platform == "linux":
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        return mmap.mmap(descriptor, num_bytes, flags=flags)
+    return mmap.mmap(descriptor, num_bytes)
+
+
+@contextlib.contextmanager
+def memory_bound(num_bytes: int) -> Any:
+    """A context in which this process can allocate at most ``num_bytes`` of private memory beyond the present
+    amount."""
+    used = _data_bytes()
+    if used is None:  # RLIMIT_DATA has no effect on this system.
+        yield
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def _data_bytes() -> int | None:
+    """Returns the private memory of this process as RLIMIT_DATA counts it; None on a system without /proc."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[5]) * mmap.PAGESIZE
+    except OSError:
+        return None

@@ -1,0 +1,206 @@
+"""DecoderProcess: the event loop's side of one decoder. Owns the link to the decoder, and the template of this process.
+
+The template is started once for all pools and runs until the process ends, because it takes a third of a second to
+start. Then it forks a decoder in 3 ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ...config import ImageLimits
+from ...types.model_config import VisionConfig
+from .segments import new_segment, send_message, take_message
+from .template import FORK, KILL, REQUEST
+
+_START = """
+import sys, types
+sys.path[:] = sys.argv[2:]
+package = types.ModuleType("kestrel_engine")
+package.__path__ = [sys.argv[1]]
+sys.modules["kestrel_engine"] = package
+from kestrel_engine.preprocess.processes.template import main
+main(0)
+"""
+"""The package's own __init__ would import the whole engine, which a decoder does not need. The environment and the
+working directory have no effect: modules come from the search path of this process."""
+
+
+class _Template:
+    """The process that forks decoders. It starts at its first use, and again if it has been killed. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._link: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._numbers = itertools.count(1)
+
+    def fork(self, link: socket.socket, nice: int) -> int:
+        """Starts a decoder with ``link``. Returns its number. Raises OSError."""
+        with self._lock:
+            number = next(self._numbers)
+            request = REQUEST.pack(FORK, nice, number)
+            if self._link is not None:
+                with contextlib.suppress(OSError):
+                    socket.send_fds(self._link, [request], [link.fileno()])
+                    return number
+            self._start()
+            assert self._link is not None
+            socket.send_fds(self._link, [request], [link.fileno()])
+            return number
+
+    def kill(self, number: int) -> None:
+        """Kills a decoder that may have ended already."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._link is not None:
+                self._link.sendall(REQUEST.pack(KILL, 0, number))
+
+    def start(self) -> None:
+        """Starts the template if it does not run. Does not wait until it is ready. Raises OSError."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+
+    def forget(self) -> None:
+        """Releases the template in a process that was forked from this one. That process starts its own template."""
+        self._lock = threading.Lock()
+        if self._link is not None:
+            self._link.close()
+        self._link = self._process = None
+
+    def stop(self) -> None:
+        """Ends the template and all of its decoders."""
+        with self._lock:
+            if self._link is not None:
+                self._link.close()
+            if self._process is not None:
+                self._process.wait()
+            self._link = self._process = None
+
+    def _start(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        ours, theirs = socket.socketpair()
+        package = Path(__file__).parents[2]
+        # OpenBLAS would start more threads, and a process with several threads can't be forked safely.
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _START, str(package), *filter(None, sys.path)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+            )
+        self._link = ours
+
+
+template = _Template()
+os.register_at_fork(after_in_child=template.forget)
+atexit.register(template.stop)
+
+
+class DecoderProcess:
+    """One decoder. Belongs to one event loop. ``on_message`` gets each message of the decoder. The last one is
+    {"ended": status}, or {"ended": None} if the status is not known."""
+
+    def __init__(
+        self,
+        limits: ImageLimits,
+        vision: VisionConfig,
+        on_message: Callable[[DecoderProcess, dict[str, Any]], None],
+        *,
+        nice: int = 0,
+    ) -> None:
+        """Raises OSError if no process can be started."""
+        self._on_message = on_message
+        self._received = bytearray()
+        self._loop = asyncio.get_running_loop()
+        self._link, theirs = socket.socketpair()
+        self._crops = -1
+        try:
+            with theirs:
+                self._number = template.fork(theirs, nice)
+            self._link.setblocking(False)
+            send_message(self._link, {"limits": asdict(limits), "vision": asdict(vision)}, ())
+            self.renew_crops(0)
+        except OSError:
+            self._release()
+            raise
+        self._loop.add_reader(self._link, self._read)
+
+    @property
+    def crops(self) -> int:
+        """The descriptor of the segment with the crops of the image that was decoded last."""
+        return self._crops
+
+    def renew_crops(self, num_bytes: int) -> None:
+        """Gives the decoder an empty segment for the crops of the next image. The decoder prepares ``num_bytes`` of it
+        before that image arrives. Raises OSError if there is no segment, or if the decoder has ended."""
+        segment = new_segment()
+        if self._crops >= 0:
+            os.close(self._crops)
+        self._crops = segment
+        send_message(self._link, {"crops": num_bytes}, (segment,))
+
+    def send(self, message: dict[str, Any], source: int) -> None:
+        """Sends an image. Send the next one only after the answer. ``source``: the segment with the bytes. Raises
+        OSError if the decoder has ended."""
+        send_message(self._link, message, (source,))
+
+    def kill(self) -> None:
+        """Kills the decoder at once. May be called in any thread. ``on_message`` gets the end as for any other end."""
+        template.kill(self._number)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the decoder accepts messages, as far as this process knows."""
+        return self._link.fileno() >= 0
+
+    def close(self) -> None:
+        """Releases the decoder. It ends when it is idle, and ``on_message`` does not get its end. Idempotent."""
+        if self.is_open:
+            self._loop.remove_reader(self._link)
+            self._release()
+
+    def _release(self) -> None:
+        self._link.close()
+        if self._crops >= 0:
+            os.close(self._crops)
+            self._crops = -1
+
+    def _read(self) -> None:
+        try:
+            data = self._link.recv(64 * 1024)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        self._received.extend(data)
+        try:
+            while (message := take_message(self._received)) is not None:
+                if "ended" in message:
+                    self.close()
+                self._on_message(self, message)
+                if not self.is_open:
+                    return
+        except ValueError:  # The decoder was killed while it sent a message.
+            data = b""
+        if not data:
+            self.close()
+            self._on_message(self, {"ended": None})

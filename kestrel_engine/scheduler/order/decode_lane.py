@@ -1,0 +1,87 @@
+"""DecodeLane: which sequences a step of the lane DECODE computes, and for which step of NEW_WORK it waits.
+
+Beside new work, decode steps hold fewer rows than after it, and take nearly as long as with more rows. So with a small
+batch both together take longer than one after the other (H100, 4 requests of 30 tokens in flight: 29 instead of 41 a
+second). Therefore decoding waits for a step of NEW_WORK that takes less time than the target for the gap between
+tokens, or three times as long while few rows decode, and runs beside a longer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..sequence import Sequence
+
+_FEW_ROWS = 5
+_MORE_FOR_FEW = 3.0
+"""While fewer than _FEW_ROWS rows decode, they wait for steps that take so many times the target."""
+_NEW_SAMPLE = 0.2
+"""The weight of a new measurement in the mean of the seconds that new work takes."""
+
+
+@dataclass(slots=True)
+class _NewWork:
+    """A step of NEW_WORK that is out."""
+
+    used: float
+    """The share of a step's allowance."""
+    is_short: bool
+    beside: bool = False
+    """A decode step may have run at the same time, so that the device took longer."""
+
+
+class DecodeLane:
+    """Owns the steps of NEW_WORK that are out, as decode steps see them. Steps of NEW_WORK end in order.
+
+    ``itl_target_s``: seconds between two tokens that new work may cause.
+    """
+
+    def __init__(self, itl_target_s: float) -> None:
+        self._target_s = itl_target_s
+        self._out: dict[int, _NewWork] = {}
+        self._waited_for = -1
+        """The last step of NEW_WORK for which a decode step waits. Later decode steps run after it, too."""
+        self._s_per_allowance = 0.0
+        """The mean of the seconds of a step that uses its whole allowance; 0 until a step was measured."""
+
+    def launched_new_work(self, step_id: int, used: float, num_decoding: int) -> None:
+        """Notes a step of NEW_WORK that uses the share ``used`` of its allowance while ``num_decoding`` rows decode."""
+        limit_s = self._target_s * (_MORE_FOR_FEW if num_decoding < _FEW_ROWS else 1.0)
+        self._out[step_id] = _NewWork(used, self._s_per_allowance * used <= limit_s)
+
+    def launched(self, after: int | None) -> None:
+        """Notes a decode step that waits for the step ``after``."""
+        if after is not None:
+            self._waited_for = max(self._waited_for, after)
+        for step_id, work in self._out.items():
+            work.beside |= step_id > self._waited_for
+
+    def ended(self, step_id: int, seconds: float | None) -> None:
+        """Notes that a step of NEW_WORK has come back. ``seconds``: that the device took; None if it failed."""
+        work = self._out.pop(step_id)
+        if seconds is None or work.beside or work.used < 0.1:
+            return
+        found = seconds / work.used
+        old = self._s_per_allowance or found
+        self._s_per_allowance = old + _NEW_SAMPLE * (found - old)
+
+    def choose(
+        self, ready: list[Sequence], running: Iterable[Sequence]
+    ) -> tuple[list[Sequence], int | None]:
+        """Chooses from ``ready``, the sequences that can decode. Returns the chosen ones, and the step of NEW_WORK that
+        must run before their step, if any.
+
+        A sequence can decode while the step that computes its prompt is out. If its decode step waits for that one, the
+        device need not wait for the host between the two. But the lane waits as well. So this is done for a short step,
+        and for a longer one only while no other sequence of ``running`` decodes.
+        """
+        after = next((i for i, w in self._out.items() if w.is_short and i > self._waited_for), None)
+        last = max(self._waited_for, -1 if after is None else after)
+        free = [s for s in ready if not s.steps_out or s.steps_out[-1] <= last]
+        if free or any(not s.steps_out and not s.needs_prefill for s in running):
+            return free, after
+        if not ready:
+            return [], None
+        oldest = min(sequence.steps_out[-1] for sequence in ready)
+        return [sequence for sequence in ready if sequence.steps_out[-1] == oldest], oldest

@@ -1,0 +1,201 @@
+"""Constraints as texts for the library llguidance, and its messages as errors that name the place.
+
+A process of its own runs ``problem`` (grammar_process.py), so this module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...types.constraint import Constraint
+
+try:
+    import llguidance
+except ImportError:  # There are no wheels for some systems.
+    AVAILABLE = False
+else:
+    AVAILABLE = True
+_NO_FORCING = '%llguidance {"no_forcing": true}'
+"""Without this, the library looks for the longest text that must follow. A pattern may demand gigabytes."""
+_JSON_OPTIONS = {"whitespace_pattern": "[ ]?"}
+"""At most one blank where JSON permits white space. Otherwise a model could write blanks without end."""
+_PLACE_S = 0.2
+"""Seconds for the search for the place in an invalid schema."""
+
+_SUBSCHEMAS = ("items", "additionalProperties", "contains", "not", "if", "then", "else")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+
+
+@functools.cache
+def _limits() -> llguidance.LLParserLimits:
+    """Bounds on time and memory: some 10 ms for a token, and 16 MB for the states of one constraint."""
+    return llguidance.LLParserLimits(
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=100_000,
+        step_max_items=20_000,
+        max_lexer_states=8_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
+class Vocabulary:
+    """A vocabulary in the form that the library reads. It calls the object with a text to get its ids."""
+
+    def __init__(self, tokens: list[bytes], eos_id: int) -> None:
+        """``tokens``: the bytes of each id; empty for a special one."""
+        self.eos_token_id = self.bos_token_id = eos_id
+        self.special_token_ids = [token for token, text in enumerate(tokens) if not text]
+        self.tokens = [text or b"<|%d|>" % token for token, text in enumerate(tokens)]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        raise AssertionError("nothing is forced, so no text is encoded")
+
+
+def new_tokenizer(tokens: list[bytes], eos_id: int) -> llguidance.LLTokenizer:
+    """Raises errors of any type for a vocabulary that does not suit the library."""
+    wrapper = llguidance.TokenizerWrapper(Vocabulary(tokens, eos_id))
+    return llguidance.LLTokenizer(wrapper, n_vocab=len(tokens))
+
+
+def new_matcher(tokenizer: llguidance.LLTokenizer, lark: str) -> llguidance.LLMatcher:
+    """The matcher may be in its error state."""
+    return llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=_limits())
+
+
+def lark_of(constraint: Constraint) -> str:
+    """The constraint in llguidance's variant of Lark's notation. Raises ValueError for a schema that is not JSON."""
+    source = constraint.source
+    if constraint.kind == "choices":
+        return f"{_NO_FORCING}\nstart: {' | '.join(map(json.dumps, source))}"
+    assert isinstance(source, str)
+    if constraint.kind == "regex":
+        return f"{_NO_FORCING}\nstart: /{llguidance.regex_to_lark(source)}/"
+    if constraint.kind == "grammar":
+        # At the end, so that places in messages are those of the caller's text.
+        return f"{source}\n{_NO_FORCING}"
+    return _of_schema(_parsed(source))
+
+
+def problem(constraint: Constraint, tokenizer: llguidance.LLTokenizer) -> str:
+    """What is wrong with the constraint, with the place; "" if nothing is."""
+    try:
+        matcher = new_matcher(tokenizer, lark_of(constraint))
+    except ValueError as error:
+        return str(error)
+    if matcher.is_error():
+        message = matcher.get_error()
+        if constraint.kind == "regex":
+            return _regex_problem(message)
+        if constraint.kind == "json_schema":
+            assert isinstance(constraint.source, str)
+            where = _place(_parsed(constraint.source), tokenizer)
+            said = _schema_problem(message)
+            return f"at {where}: {said}" if where else said
+        return _grammar_problem(message)
+    first = matcher.compute_bitmask()
+    if matcher.is_error():
+        return f"is too complex: {first_line(matcher.get_error())}"
+    return "" if any(first) else "matches no text"
+
+
+def _place(schema: Mapping[str, Any], tokenizer: llguidance.LLTokenizer) -> str:
+    """The JSON pointer of the innermost part that is invalid by itself; "" for the whole schema."""
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    place, until = "", time.monotonic() + _PLACE_S
+    found: tuple[str, Any] | None = ("", schema)
+    while found is not None:
+        place += found[0]
+        parts = _parts(found[1]) if isinstance(found[1], Mapping) else iter(())
+        found = None
+        for pointer, inner in parts:
+            if time.monotonic() > until:
+                break
+            if _is_invalid(inner, shared, tokenizer):
+                found = (pointer, inner)
+                break
+    return place
+
+
+def _is_invalid(
+    schema: object, shared: Mapping[str, Any], tokenizer: llguidance.LLTokenizer
+) -> bool:
+    """``shared``: the definitions that references in ``schema`` may name."""
+    if not isinstance(schema, Mapping):
+        return not isinstance(schema, bool)
+    return bool(new_matcher(tokenizer, _of_schema({**shared, **schema})).is_error())
+
+
+def _of_schema(schema: Mapping[str, Any]) -> str:
+    text = json.dumps({**schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
+    return f"{_NO_FORCING}\nstart: %json {text}"
+
+
+def _parsed(text: str) -> Mapping[str, Any]:
+    """Raises ValueError."""
+    try:
+        schema = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    if not isinstance(schema, Mapping):
+        raise ValueError("must be a JSON object")
+    return schema
+
+
+def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The schemas directly inside ``schema``, each with its JSON pointer."""
+    for key in _SUBSCHEMAS:
+        if key in schema:
+            yield f"/{key}", schema[key]
+    for key in _LISTS:
+        if isinstance(schema.get(key), list):
+            for index, inner in enumerate(schema[key]):
+                yield f"/{key}/{index}", inner
+    for key in _MAPS:
+        if isinstance(schema.get(key), Mapping):
+            for name, inner in schema[key].items():
+                yield f"/{key}/{_escaped(name)}", inner
+
+
+def _escaped(name: str) -> str:
+    """RFC 6901."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _grammar_problem(message: str) -> str:
+    """``at 1(8): unknown name`` becomes ``unknown name at line 1, column 8``."""
+    head = first_line(message)
+    found = re.match(r"(?:at )?(\d+)\((\d+)\): (.*)", head)
+    return f"{found[3]} at line {found[1]}, column {found[2]}" if found else head
+
+
+def _regex_problem(message: str) -> str:
+    """The library draws the pattern, with carets below the place, and then ``error: what``."""
+    lines = message.splitlines()
+    what = next((line[7:] for line in lines if line.startswith("error: ")), None)
+    if what is None:
+        return _grammar_problem(message).partition(" at line ")[0]
+    for above, line in itertools.pairwise(lines):
+        if line.strip() and not line.strip("^ ") and above.startswith("    "):
+            return f"{what} at character {line.index('^') - 3}"
+    return what
+
+
+def _schema_problem(message: str) -> str:
+    head = first_line(message)
+    return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", head)
+
+
+def first_line(message: str) -> str:
+    return message.partition("\n")[0].strip()[:300]

@@ -1,0 +1,73 @@
+"""The ``constraint`` setting of a call, checked as far as this is possible without compiling it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from ...errors import InvalidRequest
+from ...types.constraint import Constraint, ConstraintKind
+from ...types.requests import check_bytes
+
+MAX_SOURCE_BYTES = 32 * 1024 - 1
+"""UTF-8 bytes of a regular expression, grammar or schema."""
+MAX_CHOICES = 256
+MAX_CHOICE_BYTES = 1024
+"""UTF-8 bytes of one choice."""
+
+_TEXT_KINDS: tuple[ConstraintKind, ...] = ("regex", "grammar", "json_schema")
+
+
+def read_constraint(value: object) -> Constraint | None:
+    """Reads a mapping with one of the keys ``choices`` (a list of texts), ``regex``, ``grammar`` and ``json_schema``
+    (texts; a schema may also be a mapping). None stays None. Raises InvalidRequest naming the part."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise InvalidRequest("constraint", "must be an object with one of its fields set")
+    given = {key: part for key, part in value.items() if part is not None}
+    unknown = given.keys() - {"choices", *_TEXT_KINDS}
+    if unknown:
+        raise InvalidRequest(
+            f"constraint.{min(map(str, unknown))}",
+            f"is not a kind of constraint; known: choices, {', '.join(_TEXT_KINDS)}",
+        )
+    if len(given) != 1:
+        raise InvalidRequest(
+            "constraint",
+            f"needs exactly one of choices, {', '.join(_TEXT_KINDS)}; {len(given)} are set",
+        )
+    if "choices" in given:
+        return Constraint("choices", _choices(given["choices"]))
+    [(kind, part)] = given.items()
+    if kind == "json_schema" and isinstance(part, Mapping):
+        part = _dumped(part)
+    _check_text(f"constraint.{kind}", part, MAX_SOURCE_BYTES)
+    return Constraint(kind, part)
+
+
+def _choices(value: object) -> tuple[str, ...]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise InvalidRequest("constraint.choices", "must be a list of texts")
+    if not 1 <= len(value) <= MAX_CHOICES:
+        raise InvalidRequest(
+            "constraint.choices", f"has {len(value)} texts; it must have 1 to {MAX_CHOICES}"
+        )
+    for index, choice in enumerate(value):
+        _check_text(f"constraint.choices[{index}]", choice, MAX_CHOICE_BYTES)
+    return tuple(value)
+
+
+def _check_text(field: str, text: object, limit: int) -> None:
+    if not isinstance(text, str):
+        raise InvalidRequest(field, "must be text")
+    if not text:
+        raise InvalidRequest(field, "must not be empty")
+    check_bytes(field, text, limit)
+
+
+def _dumped(schema: Mapping[object, object]) -> str:
+    try:
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest("constraint.json_schema", f"is not JSON: {error}") from error

@@ -1,0 +1,1 @@
+"""Text that a skill writes: its rules, its penalties, its stop strings, and ids to characters."""

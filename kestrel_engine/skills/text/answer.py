@@ -1,0 +1,133 @@
+"""Free text up to the end token. Caption uses it as it is, query after its reasoning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...types.events import FinishReason, StreamUpdate, TokenLogprob
+from ...types.step import StepToken, TokenRule
+from ..base import SkillContext, SkillControl, SkillRequest
+from ..constraints.grammars import Grammar
+from .detokenize import StreamingText
+from .penalties import PenalizingControl, Penalties
+from .stop_strings import StopStrings
+
+
+class AnswerControl:
+    """The answer id is suppressed from the second token on; the first is unmasked, as in the reference
+    (moondream.md section 15). Coordinate ids are ordinary tokens here."""
+
+    def __init__(self, context: SkillContext, top: int = 0) -> None:
+        """``top``: how many alternatives each token has (TokenRule.top)."""
+        ids = context.model.ids
+        self._eos = ids.eos_id
+        self._first = TokenRule(stop=ids.eos_id, top=top)
+        self._rest = TokenRule(stop=ids.eos_id, suppressed=(ids.answer_id,), top=top)
+
+    def rule(self, index: int) -> TokenRule:
+        return self._rest if index else self._first
+
+    def accept(self, token: StepToken) -> FinishReason | None:
+        return "stop" if token.id == self._eos else None
+
+
+class ConstrainedAnswerControl:
+    """An answer whose tokens a grammar restricts. It ends with the end token, which the grammar allows where the text
+    may end. No rule is known before the token ahead of it was accepted."""
+
+    def __init__(self, context: SkillContext, grammar: Grammar, top: int = 0) -> None:
+        """``top``: how many alternatives each token has (TokenRule.top)."""
+        ids = context.model.ids
+        self._eos, self._top = ids.eos_id, top
+        self._matcher = grammar.start()
+        self._num_accepted = 0
+        self._rule: TokenRule | None = None
+
+    def rule(self, index: int) -> TokenRule | None:
+        if index > self._num_accepted:
+            return None
+        if self._rule is None:
+            self._rule = TokenRule(stop=self._eos, mask=self._matcher.mask(), top=self._top)
+        return self._rule
+
+    def accept(self, token: StepToken) -> FinishReason | None:
+        self._num_accepted += 1
+        self._rule = None
+        if token.id == self._eos:
+            return "stop"
+        self._matcher.take(token.id)
+        return None
+
+
+def answer_control(request: SkillRequest, context: SkillContext) -> SkillControl:
+    """The control of an answer with the request's constraint, penalties and alternatives."""
+    top: int = request.options["top_logprobs"]
+    control: SkillControl
+    if request.grammar is None:
+        control = AnswerControl(context, top)
+    else:
+        control = ConstrainedAnswerControl(context, request.grammar, top)
+    penalties: Penalties | None = request.options["penalties"]
+    if penalties is None:
+        return control
+    return PenalizingControl(control, penalties, request.prompt_suffix, context)
+
+
+class AnswerOutput:
+    """Text under ``key``, streamed as it becomes certain. It ends before the first of the ``stop`` strings.
+
+    The token that completes a stop string is the last of ``token_ids``. ``logprobs``: whether to keep the tokens'
+    log-probabilities, with the alternatives for which their rules ask.
+    """
+
+    def __init__(
+        self, key: str, context: SkillContext, stop: tuple[str, ...] = (), *, logprobs: bool = False
+    ) -> None:
+        self._key = key
+        self._codec = context.codec
+        self._streaming = StreamingText(context.codec)
+        self._stop = StopStrings(stop) if stop else None
+        self._ids: list[int] = []
+        self._pieces: list[str] = []
+        self._logprobs: list[TokenLogprob] | None = [] if logprobs else None
+        self._num_sent = 0
+        """Tokens of ``_logprobs`` that updates have held."""
+
+    def push(self, token: StepToken) -> list[StreamUpdate]:
+        self._ids.append(token.id)
+        if self._logprobs is not None:
+            assert token.logprob is not None, "the runtime gives log-probabilities"
+            name = self._codec.token_bytes
+            top = tuple([TokenLogprob(each, name(each), logprob) for each, logprob in token.top])
+            self._logprobs.append(TokenLogprob(token.id, name(token.id), token.logprob, top))
+        return self._emit(self._streaming.push(token.id))
+
+    def finish(self) -> list[StreamUpdate]:
+        return self._emit(self._streaming.finish(), is_last=True)
+
+    def output(self) -> dict[str, Any]:
+        return {self._key: "".join(self._pieces)}
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(self._ids)
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        return None if self._logprobs is None else tuple(self._logprobs)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._stop is not None and self._stop.found
+
+    def _emit(self, text: str, *, is_last: bool = False) -> list[StreamUpdate]:
+        if self._stop is not None:
+            text = self._stop.push(text) + (self._stop.finish() if is_last else "")
+        if not text:
+            return []
+        self._pieces.append(text)
+        if self._logprobs is None:
+            return [StreamUpdate(text=text)]
+        tokens = tuple(self._logprobs[self._num_sent :])
+        self._num_sent = len(self._logprobs)
+        return [StreamUpdate(text=text, tokens=tokens)]

@@ -1,0 +1,1 @@
+"""The JSON of each kind of client: its routes, its fields, and its answers."""

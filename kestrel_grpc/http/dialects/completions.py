@@ -1,0 +1,238 @@
+"""OpenAI's older interface: /v1/completions. Each prompt is a question without an image, and its answer the completion.
+
+A list of prompts becomes as many Queries, of which a few run at once. They stand or fall together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine import EngineResult, InvalidRequest
+
+from ...edge.calls.call import Context
+from ...edge.calls.current_call import current, current_call
+from ...service_names import VISION_METHODS
+from ...services.answers.total_result import total_result
+from ...services.vision import VisionService
+from ..edge import Asked, Endpoint
+from ..fields import Fields
+from .openai import (
+    fill,
+    fill_top_logprobs,
+    finish_reason,
+    json_name,
+    refuse_unsupported,
+    samples,
+    usage_json,
+)
+
+MOST_PROMPTS = 256
+_AT_ONCE = 16
+"""Prompts of one request that the engine has at a time."""
+_KNOWN = frozenset({"prompt", "echo", "suffix", "best_of"})
+_Behaviour = Callable[[Any, Context], Awaitable[Any]]
+
+
+def endpoints(vision: VisionService, served: Callable[[], str]) -> dict[tuple[str, str], Endpoint]:
+    """By verb and path. ``served`` gives the model's name."""
+
+    def complete(fields: Fields) -> Asked:
+        return _complete(fields, vision, served())
+
+    return {("POST", "/v1/completions"): Endpoint(f"{VISION_METHODS}Query", complete, _json_name)}
+
+
+def _json_name(path: str) -> str:
+    name = json_name(path)
+    return "prompt" if name == "messages" else name
+
+
+def _complete(fields: Fields, service: VisionService, served: str) -> Asked:
+    """Raises InvalidRequest."""
+    _refuse(fields)
+    prompts = _prompts(fields)
+    streams = fields.flag("stream")
+    usage = fields.inner("stream_options").flag("include_usage")
+    if streams and len(prompts) > 1:
+        raise InvalidRequest("prompt", f"must be one text in a stream, got {len(prompts)}")
+    requests = []
+    for prompt in prompts:
+        request = pb.QueryRequest(question=prompt, num_samples=samples(fields))
+        fill(request, fields, served)
+        if fields.values.get("logprobs") is not None and fields.values["logprobs"] is not False:
+            fill_top_logprobs(request.sampling, fields, "logprobs")
+            request.sampling.logprobs = True
+        requests.append(request)
+    if streams:
+        stream = pb.StreamQueryRequest(request=requests[0])
+        return Asked(stream, service.StreamQuery, _completion, _chunks(usage))
+    return Asked(requests, _answer_all(service.Query), _completion)
+
+
+def _prompts(fields: Fields) -> Sequence[str]:
+    """Raises InvalidRequest."""
+    given = fields.values.get("prompt")
+    ids = given[0] if isinstance(given, list) and given and isinstance(given[0], list) else given
+    if isinstance(ids, list) and ids and isinstance(ids[0], int):
+        raise InvalidRequest("prompt", "must be text; the server takes no token ids")
+    prompts = fields.texts("prompt")
+    if not 1 <= len(prompts) <= MOST_PROMPTS:
+        raise InvalidRequest("prompt", f"must be 1 to {MOST_PROMPTS} texts, got {len(prompts)}")
+    for index, prompt in enumerate(prompts):
+        if not prompt.strip():
+            raise InvalidRequest(
+                "prompt" if isinstance(given, str) else f"prompt[{index}]", "must not be empty"
+            )
+    return prompts
+
+
+def _refuse(fields: Fields) -> None:
+    """Raises InvalidRequest for what would change the answer and is not supported."""
+    values = fields.values
+    refuse_unsupported(fields, _KNOWN)
+    if fields.flag("echo"):
+        raise InvalidRequest("echo", "must be false: the model scores and repeats no prompts")
+    for key in ("suffix", "response_format"):
+        if values.get(key):
+            raise InvalidRequest(key, "is not supported here; leave it out")
+    if fields.whole("best_of") not in (None, samples(fields)):
+        raise InvalidRequest("best_of", f"must be equal to n, got {values['best_of']}")
+
+
+def _answer_all(answer: _Behaviour) -> _Behaviour:
+    """A behaviour that answers a list of requests. The first error ends all."""
+
+    async def answer_all(requests: Sequence[Any], context: Context) -> list[Any]:
+        room = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(request: Any) -> tuple[Any, EngineResult | None]:
+            async with room:
+                call = replace(current_call())  # It holds the result of this request.
+                current.set(call)
+                return await answer(request, context), call.result
+
+        tasks = [asyncio.create_task(one(request)) for request in requests]
+        try:
+            done = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        call = current_call()
+        metrics = [result.metrics for _, result in done if result is not None]
+        call.result = total_result(call.request_id, metrics)
+        return [response for response, _ in done]
+
+    return answer_all
+
+
+def _completion(responses: Sequence[pb.QueryResponse]) -> dict[str, Any]:
+    texts = [sample for each in responses for sample in (each.samples or [each])]
+    total: dict[str, Any] = {}
+    for each in responses:
+        for key, value in usage_json(each).items():
+            if isinstance(value, int):
+                total[key] = total.get(key, 0) + value
+    return {
+        **_head(responses[0]),
+        "choices": [
+            _choice(index, each.answer, finish_reason(each), _TokenLists().of(each.logprobs.tokens))
+            for index, each in enumerate(texts)
+        ],
+        "usage": total,
+    }
+
+
+def _chunks(usage: bool) -> Callable[[Any], Iterable[bytes]]:
+    """The events of a streamed Query; ``usage``: whether a last chunk tells the tokens."""
+    head: dict[str, Any] = {}
+    lists, num_sent = _TokenLists(), 0
+
+    def events(message: Any) -> Iterable[bytes]:
+        nonlocal head, num_sent
+        kind = message.WhichOneof("event")
+        if kind == "started":
+            head = _head(message.started)
+        elif kind == "text_delta":
+            delta = message.text_delta
+            num_sent += len(delta.tokens)
+            choice = _choice(0, delta.text, None, lists.of(delta.tokens))
+            yield _event({**head, "choices": [choice]})
+        elif kind == "final":
+            final = message.final
+            rest = lists.of(final.logprobs.tokens[num_sent:])
+            yield _event({**head, "choices": [_choice(0, "", finish_reason(final), rest)]})
+            if usage:
+                yield _event({**head, "choices": [], "usage": usage_json(final)})
+            yield b"data: [DONE]\n\n"
+
+    return events
+
+
+def _head(source: Any) -> dict[str, Any]:
+    """``source`` has the request's id and the model's name."""
+    return {
+        "id": f"cmpl-{source.request_id}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": source.model,
+    }
+
+
+def _choice(
+    index: int, text: str, reason: str | None, logprobs: dict[str, Any] | None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+class _TokenLists:
+    """Converts the tokens of one completion to lists, part by part. ``text_offset`` counts characters from the
+    beginning of the completion."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0
+
+    def of(self, tokens: Sequence[common_pb2.TokenLogprob]) -> dict[str, Any] | None:
+        """None if there is no token. Alternatives include the token itself, as in OpenAI's interface."""
+        if not tokens:
+            return None
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._decoder.decode(token.utf8))
+        tops = [_top(token) for token in tokens]
+        return {
+            "tokens": [_name(token) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": tops if any(token.top for token in tokens) else None,
+            "text_offset": offsets,
+        }
+
+
+def _top(token: common_pb2.TokenLogprob) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for each in (*token.top, token):
+        found.setdefault(_name(each), each.logprob)  # Of equal texts, the likeliest counts.
+    return found
+
+
+def _name(token: common_pb2.TokenLogprob) -> str:
+    """The token's text. A part of a character is shown by its bytes, as in OpenAI's interface."""
+    try:
+        return token.utf8.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.utf8)
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(body) + b"\n\n"

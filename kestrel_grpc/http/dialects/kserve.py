@@ -1,0 +1,286 @@
+"""KServe's Open Inference Protocol by HTTP (/v2), with the binary tensor extension.
+
+A request becomes a message of ``inference`` and is answered by the service that answers it by gRPC (kserve/service.py).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import orjson
+
+from kestrel_client._pb.inference import grpc_service_pb2 as pb
+from kestrel_engine import InvalidRequest
+
+from ...edge.failures.errors import ModelNotReady
+from ...kserve.model import OUTPUT
+from ...kserve.service import InferenceService
+from ...kserve.tensors import BYTES, FORMATS, raw_bytes
+from ...security.admission.message_limits import ADAPTED_COPIES
+from ...service_names import KSERVE_METHODS
+from ..edge import Asked, Endpoint, Form, Scope, Whole
+from ..fields import Fields, json_fields
+
+_HEADER_LENGTH = b"inference-header-content-length"
+"""The header with the length of the JSON before binary tensors."""
+_FORM = Form(
+    stream_type=b"application/json",
+    error=lambda body: {"error": body["error"]["message"]},
+    error_event=lambda body: orjson.dumps({"error": body["error"]["message"]}),
+)
+_MODEL = "/v2/models/{model}"
+_VERSION = f"{_MODEL}/versions/{{version}}"
+_UNSERVED = (
+    *(
+        ("POST", f"/v2/repository/models/{{model}}/{verb}", f"RepositoryModel{verb.title()}")
+        for verb in ("load", "unload")
+    ),
+    *(
+        (verb, path, "TraceSetting")
+        for verb in ("GET", "POST")
+        for path in ("/v2/trace/setting", f"{_MODEL}/trace/setting")
+    ),
+    *((verb, "/v2/logging", "LogSettings") for verb in ("GET", "POST")),
+    *(
+        (
+            verb,
+            f"/v2/{kind.lower()}sharedmemory{region}/{what}",
+            f"{kind}SharedMemory{what.title()}",
+        )
+        for kind in ("System", "Cuda")
+        for region in ("", "/region/{region}")
+        for verb, what in (("GET", "status"), ("POST", "register"), ("POST", "unregister"))
+    ),
+)
+"""Verb, path and method of the requests that the service refuses with a reason."""
+_MOST_SIDE = 2**63 - 1
+_MOST_DEPTH = 8
+
+
+def endpoints(service: InferenceService) -> dict[tuple[str, str], Endpoint]:
+    """Returns the endpoints by verb and path."""
+
+    def get(
+        method: str, fill: Callable[[dict[str, str]], Any], answer: Callable[[Any], Any]
+    ) -> Endpoint:
+        behaviour = getattr(service, method)
+        return Endpoint(
+            f"{KSERVE_METHODS}{method}",
+            lambda fields: Asked(fill(fields.values), behaviour, answer),
+            takes_body=False,
+            form=_FORM,
+            parse=lambda scope, body: Fields(scope["path_params"]),
+        )
+
+    def named(kind: Any) -> Callable[[dict[str, str]], Any]:
+        return lambda path: kind(name=path.get("model", ""), version=path.get("version", ""))
+
+    def infer(fields: Fields) -> Asked:
+        assert isinstance(fields, _Body), "as parse gives them"
+        request, is_binary = _request(fields.scope, fields.body)
+        return Asked(request, service.ModelInfer, _binary if is_binary else _as_json)
+
+    made = {
+        ("GET", "/v2"): get("ServerMetadata", lambda path: pb.ServerMetadataRequest(), plain),
+        ("GET", "/v2/health/live"): get("ServerLive", lambda path: pb.ServerLiveRequest(), plain),
+        ("GET", "/v2/health/ready"): get(
+            "ServerReady", lambda path: pb.ServerReadyRequest(), _ready
+        ),
+        ("GET", "/v2/models/stats"): get(
+            "ModelStatistics", named(pb.ModelStatisticsRequest), plain
+        ),
+        ("POST", "/v2/repository/index"): get(
+            "RepositoryIndex",
+            lambda path: pb.RepositoryIndexRequest(),
+            lambda found: plain(found)["models"],
+        ),
+    }
+    for path in (_MODEL, _VERSION):
+        made |= {
+            ("GET", path): get("ModelMetadata", named(pb.ModelMetadataRequest), plain),
+            ("GET", f"{path}/ready"): get("ModelReady", named(pb.ModelReadyRequest), _ready),
+            ("GET", f"{path}/config"): get(
+                "ModelConfig", named(pb.ModelConfigRequest), lambda found: plain(found.config)
+            ),
+            ("GET", f"{path}/stats"): get(
+                "ModelStatistics", named(pb.ModelStatisticsRequest), plain
+            ),
+            ("POST", f"{path}/infer"): Endpoint(
+                f"{KSERVE_METHODS}ModelInfer",
+                infer,
+                form=_FORM,
+                copies=ADAPTED_COPIES,
+                parse=_Body,
+            ),
+        }
+    for verb, path, method in _UNSERVED:
+        kind = getattr(pb, f"{method}Request")
+        made[verb, path] = get(method, lambda path, kind=kind: kind(), plain)  # type: ignore[misc]
+    return made
+
+
+class _Body(Fields):
+    """Parses a request whose body may hold binary tensors after its JSON."""
+
+    def __init__(self, scope: Scope, body: bytes | bytearray) -> None:
+        super().__init__({})
+        self.scope, self.body = scope, body
+
+
+def plain(message: Any) -> dict[str, Any]:
+    """Returns a message as values for JSON. 64-bit integers are numbers, as clients expect, unlike in protobuf's own
+    JSON."""
+    values: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            values[field.name] = {key: plain(each) for key, each in value.items()}
+        elif field.is_repeated:
+            values[field.name] = [_value(field, each) for each in value]
+        elif field.message_type is None or message.HasField(field.name):
+            values[field.name] = _value(field, value)
+    return values
+
+
+def _value(field: Any, value: Any) -> Any:
+    if field.message_type is not None:
+        return plain(value)
+    return value if field.enum_type is None else field.enum_type.values_by_number[value].name
+
+
+def _ready(response: Any) -> dict[str, Any]:
+    if not response.ready:
+        raise ModelNotReady("the model is not ready")
+    return plain(response)
+
+
+def _request(scope: Scope, body: bytes | bytearray) -> tuple[pb.ModelInferRequest, bool]:
+    """Returns the request, and whether the client requests its output in binary form. Raises InvalidRequest."""
+    headers = dict(scope["headers"])
+    length = len(body)
+    if _HEADER_LENGTH in headers:
+        text = headers[_HEADER_LENGTH]
+        if not text.isdigit() or len(text) > 12 or int(text) > length:
+            raise InvalidRequest("", f"Inference-Header-Content-Length must be in [0, {length}]")
+        length = int(text)
+    with memoryview(body) as view:
+        fields = json_fields(bytes(view[:length]))
+        rest = bytes(view[length:])
+    path = scope["path_params"]
+    request = pb.ModelInferRequest(
+        model_name=path["model"], model_version=path.get("version", ""), id=fields.text("id", "")
+    )
+    at = 0
+    for index, item in enumerate(fields.items("inputs")):
+        given = _object(item, f"inputs[{index}]")
+        name = given.text("name")
+        tensor = request.inputs.add(
+            name=name, datatype=given.text("datatype"), shape=_shape(given, name)
+        )
+        parameters = given.inner("parameters")
+        if "shared_memory_region" in parameters.values:
+            tensor.parameters["shared_memory_region"].bool_param = True  # The service refuses it.
+        size = parameters.whole("binary_data_size")
+        if size is None:
+            request.raw_input_contents.append(_packed(name, tensor.datatype, given))
+            continue
+        if not 0 <= size <= len(rest) - at:
+            raise InvalidRequest(
+                name, f"has binary_data_size {size}, but {len(rest) - at} bytes follow"
+            )
+        request.raw_input_contents.append(rest[at : at + size])
+        at += size
+    if at != len(rest):
+        raise InvalidRequest("", f"{len(rest) - at} bytes follow the last binary tensor")
+    _parameters(request, fields.inner("parameters"))
+    return request, _wants_binary(request, fields)
+
+
+def _object(item: Any, name: str) -> Fields:
+    if not isinstance(item, dict):
+        raise InvalidRequest(name, "must be an object")
+    return Fields(item, f"{name}.")
+
+
+def _shape(given: Fields, name: str) -> list[int]:
+    shape = given.items("shape")
+    for side in shape:
+        if not isinstance(side, int) or isinstance(side, bool) or not 0 <= side <= _MOST_SIDE:
+            raise InvalidRequest(name, "shape must be a list of whole numbers of at least 0")
+    return shape
+
+
+def _packed(name: str, datatype: str, given: Fields) -> bytes:
+    """Returns the elements in ``data`` in raw form."""
+    elements = list(_flat(given.items("data"), name, _MOST_DEPTH))
+    if datatype == BYTES:
+        if not all(isinstance(each, str) for each in elements):
+            raise InvalidRequest(name, "data must be strings")
+        return raw_bytes([each.encode() for each in elements])
+    if datatype not in FORMATS:
+        return b""  # The service refuses the datatype.
+    try:
+        return struct.pack(f"<{len(elements)}{FORMATS[datatype]}", *elements)
+    except (struct.error, OverflowError):
+        raise InvalidRequest(name, f"data must be numbers that {datatype} can hold") from None
+
+
+def _flat(items: Iterable[Any], name: str, depth: int) -> Iterator[Any]:
+    for item in items:
+        if not isinstance(item, list):
+            yield item
+        elif depth:
+            yield from _flat(item, name, depth - 1)
+        else:
+            raise InvalidRequest(name, f"data must have at most {_MOST_DEPTH} dimensions")
+
+
+def _parameters(request: pb.ModelInferRequest, parameters: Fields) -> None:
+    for name, value in parameters.values.items():
+        if isinstance(value, bool):
+            request.parameters[name].bool_param = value
+        elif isinstance(value, int) and abs(value) <= _MOST_SIDE:
+            request.parameters[name].int64_param = value
+        elif isinstance(value, float):
+            request.parameters[name].double_param = value
+        elif isinstance(value, str):
+            request.parameters[name].string_param = value
+        else:
+            raise InvalidRequest(f"parameters.{name}", "must be a string, a number, true or false")
+
+
+def _wants_binary(request: pb.ModelInferRequest, fields: Fields) -> bool:
+    is_binary = fields.inner("parameters").flag("binary_data_output")
+    for index, item in enumerate(fields.items("outputs")):
+        given = _object(item, f"outputs[{index}]")
+        output = request.outputs.add(name=given.text("name"))
+        parameters = given.inner("parameters")
+        for name in ("classification", "shared_memory_region"):
+            if name in parameters.values:
+                output.parameters[name].bool_param = True
+        if "binary_data" in parameters.values:
+            is_binary = parameters.flag("binary_data")
+    return is_binary
+
+
+def _answer(response: pb.ModelInferResponse, **output: Any) -> dict[str, Any]:
+    return {
+        **({"id": response.id} if response.id else {}),
+        "model_name": response.model_name,
+        "model_version": response.model_version,
+        "outputs": [{"name": OUTPUT, "datatype": BYTES, "shape": [1], **output}],
+    }
+
+
+def _as_json(response: pb.ModelInferResponse) -> dict[str, Any]:
+    (raw,) = response.raw_output_contents
+    return _answer(response, data=[raw[4:].decode()])
+
+
+def _binary(response: pb.ModelInferResponse) -> Whole:
+    (raw,) = response.raw_output_contents
+    head = orjson.dumps(_answer(response, parameters={"binary_data_size": len(raw)}))
+    length = (_HEADER_LENGTH, str(len(head)).encode())
+    return Whole(head + raw, b"application/octet-stream", (length,))

@@ -1,0 +1,277 @@
+"""Ollama's interface: /api/generate, /api/chat, /api/tags, /api/ps, /api/show and /api/version.
+
+Images are plain base64. A stream is one JSON object a line, and is the default, as Ollama's clients expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+
+from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine import InvalidRequest
+
+from ...service_names import MODEL_METHODS, VISION_METHODS
+from ...services.model import ModelService
+from ...services.vision import VisionService
+from ..edge import Asked, Endpoint, Form
+from ..fields import ANY_OBJECT, Fields, image_bytes, json_text
+from .conversation import Message, conversation
+from .models import served_name, set_model
+
+_QUERY = f"{VISION_METHODS}Query"
+_LIST = f"{MODEL_METHODS}ListModels"
+_VERSION = "0.12.0"
+"""The version of Ollama whose interface this is. Clients query it to learn which fields they may send."""
+_NS_PER_MS = 1_000_000
+_NAMES = {
+    "image": "images",
+    "image.encoded": "images",
+    "question": "prompt",
+    "sampling.max_tokens": "options.num_predict",
+    "sampling.constraint.json_schema": "format",
+    "options.model": "model",
+    "options.adapter": "model",
+}
+
+
+def _line(body: dict[str, Any]) -> bytes:
+    return orjson.dumps(body) + b"\n"
+
+
+FORM = Form(
+    stream_type=b"application/x-ndjson",
+    error=lambda body: {"error": body["error"]["message"]},
+    error_event=lambda body: _line({"error": body["error"]["message"]}),
+)
+
+
+def endpoints(
+    vision: VisionService, models: ModelService, served: Callable[[], str]
+) -> dict[tuple[str, str], Endpoint]:
+    """Returns the endpoints by verb and path. ``served`` returns the model's name."""
+
+    def generate(fields: Fields) -> Asked:
+        prompt, system = fields.text("prompt", ""), fields.text("system", "")
+        images = _images(fields)
+        if not prompt.strip() and not images:
+            return _loaded(models, served(), {"response": ""})
+        messages = [Message("user", prompt, images, "prompt")]
+        if system:
+            messages.insert(0, Message("system", system, (), "system"))
+        return _ask(fields, vision, served(), messages, lambda text: {"response": text})
+
+    def chat(fields: Fields) -> Asked:
+        def part(text: str) -> dict[str, Any]:
+            return {"message": {"role": "assistant", "content": text}}
+
+        messages = [
+            _message(item, f"messages[{index}]")
+            for index, item in enumerate(fields.items("messages"))
+        ]
+        if not messages:
+            return _loaded(models, served(), part(""))
+        return _ask(fields, vision, served(), messages, part)
+
+    def tags(fields: Fields) -> Asked:
+        request = model_service_pb2.ListModelsRequest()
+        return Asked(
+            request, models.ListModels, lambda response: {"models": _tags(response.models)}
+        )
+
+    def loaded(fields: Fields) -> Asked:
+        request = model_service_pb2.ListModelsRequest()
+        return Asked(
+            request, models.ListModels, lambda response: {"models": _loaded_tags(response.models)}
+        )
+
+    def show(fields: Fields) -> Asked:
+        name = fields.values.get("model") or fields.values.get("name") or served()
+        if not isinstance(name, str):
+            raise InvalidRequest("model", "must be a string")
+        request = model_service_pb2.GetModelRequest(name=served_name(name, served()))
+        return Asked(request, models.GetModel, lambda response: _shown(response.model))
+
+    return {
+        ("POST", "/api/generate"): Endpoint(_QUERY, generate, json_name, form=FORM),
+        ("POST", "/api/chat"): Endpoint(_QUERY, chat, json_name, form=FORM),
+        ("GET", "/api/tags"): Endpoint(_LIST, tags, takes_body=False, form=FORM),
+        ("GET", "/api/ps"): Endpoint(_LIST, loaded, takes_body=False, form=FORM),
+        ("POST", "/api/show"): Endpoint(f"{MODEL_METHODS}GetModel", show, _show_name, form=FORM),
+    }
+
+
+def version() -> dict[str, str]:
+    """The answer of /api/version, which needs no model."""
+    return {"version": _VERSION}
+
+
+def json_name(path: str) -> str:
+    """Returns the field of Ollama's JSON for a field of kestrel.v1."""
+    path = path.removeprefix("request.")
+    if path.startswith("history"):
+        return "messages"
+    if path.startswith("sampling.") and path not in _NAMES:
+        return f"options.{path.removeprefix('sampling.')}"
+    return _NAMES.get(path, path)
+
+
+def _show_name(path: str) -> str:
+    return "model" if path == "name" else json_name(path)
+
+
+def _message(item: Any, name: str) -> Message:
+    if not isinstance(item, dict):
+        raise InvalidRequest(name, "must be an object with role and content")
+    fields = Fields(item, f"{name}.")
+    return Message(fields.text("role"), fields.text("content", ""), _images(fields), name)
+
+
+def _images(fields: Fields) -> list[bytes]:
+    """Raises InvalidRequest."""
+    images: list[bytes] = []
+    for index, item in enumerate(fields.items("images")):
+        name = fields.name(f"images[{index}]")
+        if not isinstance(item, str):
+            raise InvalidRequest(name, "must be base64 text")
+        images.append(image_bytes(item, name))
+    return images
+
+
+def _schema(fields: Fields) -> str | None:
+    """The JSON Schema that ``format`` asks for: "json", or a schema. Raises InvalidRequest."""
+    form = fields.values.get("format")
+    if not form:
+        return None
+    if isinstance(form, dict):
+        return json_text(fields.inner("format"))
+    if form == "json":
+        return ANY_OBJECT
+    raise InvalidRequest("format", 'must be "json" or a JSON Schema')
+
+
+def _ask(
+    fields: Fields,
+    vision: VisionService,
+    served: str,
+    messages: list[Message],
+    part: Callable[[str], dict[str, Any]],
+) -> Asked:
+    """``part`` converts text to the form of the path. Raises InvalidRequest."""
+    if fields.values.get("tools"):
+        raise InvalidRequest("tools", "the models call no tools; leave it out")
+    talk = conversation(messages)
+    request = talk.request(reasoning=fields.values.get("think") is True)
+    _sample(request.sampling, fields.inner("options"))
+    schema = _schema(fields)
+    if schema is not None:
+        request.sampling.constraint.json_schema = schema
+    if fields.values.get("model") is not None:
+        set_model(request.options, fields.text("model"), served)
+
+    def final(response: pb.QueryResponse, text: str) -> dict[str, Any]:
+        timings, usage = response.timings, response.usage
+        is_cut = response.finish_reason == common_pb2.FINISH_REASON_LENGTH
+        return {
+            **_begin(response.model),
+            **part(text),
+            "done": True,
+            "done_reason": "length" if is_cut else "stop",
+            "total_duration": round(timings.total_time_ms * _NS_PER_MS),
+            "load_duration": 0,
+            "prompt_eval_count": usage.input_tokens,
+            "prompt_eval_duration": round(timings.prefill_time_ms * _NS_PER_MS),
+            "eval_count": usage.output_tokens,
+            "eval_duration": round(timings.decode_time_ms * _NS_PER_MS),
+        }
+
+    def events(message: Any) -> Iterable[bytes]:
+        kind = message.WhichOneof("event")
+        if kind == "text_delta":
+            yield _line({**_begin(served), **part(message.text_delta.text), "done": False})
+        elif kind == "final":
+            yield _line(final(message.final, ""))
+
+    def whole(response: pb.QueryResponse) -> dict[str, Any]:
+        return final(response, response.answer)
+
+    if fields.values.get("stream") is False:
+        return Asked(request, vision.Query, whole)
+    stream = pb.StreamQueryRequest(request=request)
+    return Asked(stream, vision.StreamQuery, whole, events)
+
+
+def _sample(sampling: common_pb2.Sampling, options: Fields) -> None:
+    for key in ("temperature", "top_p"):
+        number = options.number(key)
+        if number is not None:
+            setattr(sampling, key, number)
+    max_tokens = options.whole("num_predict")
+    if max_tokens is not None and max_tokens > 0:  # -1 and -2 ask for no limit.
+        sampling.max_tokens = min(max_tokens, 2**31 - 1)
+    seed = options.whole("seed")
+    if seed is not None:
+        sampling.seed = seed % 2**64
+    sampling.stop.extend(options.texts("stop"))
+
+
+def _loaded(models: ModelService, served: str, part: dict[str, Any]) -> Asked:
+    """Answers a request without a prompt, which asks the server to load the model. The model is already loaded."""
+    request = model_service_pb2.ListModelsRequest()
+    body = {**_begin(served), **part, "done": True, "done_reason": "load"}
+    return Asked(request, models.ListModels, lambda response: body)
+
+
+def _begin(model: str) -> dict[str, Any]:
+    return {"model": model, "created_at": _now()}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _tags(models: Iterable[model_service_pb2.Model]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": model.name,
+            "model": model.name,
+            "modified_at": "1970-01-01T00:00:00Z",
+            "size": 0,
+            "digest": "",
+            "details": _details(model),
+        }
+        for model in models
+    ]
+
+
+def _loaded_tags(models: Iterable[model_service_pb2.Model]) -> list[dict[str, Any]]:
+    """The model is never unloaded, which Ollama's own programs show as a time far away."""
+    never = {"expires_at": "2318-01-01T00:00:00Z", "size_vram": 0}
+    return [{**tag, **never} for tag in _tags(models)]
+
+
+def _shown(model: model_service_pb2.Model) -> dict[str, Any]:
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": "",
+        "details": _details(model),
+        "model_info": {"general.architecture": "moondream"},
+        "capabilities": ["completion", "vision"],
+        "modified_at": "1970-01-01T00:00:00Z",
+    }
+
+
+def _details(model: model_service_pb2.Model) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": "moondream",
+        "families": ["moondream"],
+        "parameter_size": "",
+        "quantization_level": "",
+    }

@@ -1,0 +1,404 @@
+"""OpenAI's interface: /v1/chat/completions, /v1/models and /v1/models/NAME.
+
+A conversation becomes one Query: system text goes before the first question, and earlier turns become its history. A
+user message may hold images, which go before its text. A request for boxes or points (grounding.py) becomes one Detect
+or Point.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import orjson
+
+from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine import InvalidRequest
+
+from ...service_names import MODEL_METHODS, VISION_METHODS
+from ...services.model import ModelService
+from ...services.vision import VisionService
+from ..edge import Asked, Endpoint
+from ..fields import ANY_OBJECT, Fields, image_bytes, json_text
+from .conversation import Conversation, Message, conversation
+from .grounding import Wanted, wanted_places
+from .models import served_name, set_model
+
+logger = logging.getLogger(__name__)
+
+_KNOWN = frozenset(
+    {
+        "model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens",
+        "temperature", "top_p", "seed", "n", "stop", "logprobs", "top_logprobs", "user",
+        "frequency_penalty", "presence_penalty", "logit_bias", "response_format", "reasoning", "tools",
+        "tool_choice", "functions", "modalities", "store", "metadata",
+    }
+)  # fmt: skip
+_NAMES = {
+    "image": "messages",
+    "image.encoded": "messages",
+    "question": "messages",
+    "object": "messages",
+    "num_samples": "n",
+    "options.model": "model",
+    "options.adapter": "model",
+    "constraint.json_schema": "response_format.json_schema.schema",
+}
+UNSUPPORTED_PATHS = {
+    "/v1/responses": "use /v1/chat/completions",
+    "/v1/embeddings": "the models make no embeddings of texts",
+}
+"""Paths of OpenAI's interface that this one does not have, and what to do instead."""
+_unknown_logged: set[str] = set()
+_MOST_TOP = 20
+
+
+def endpoints(
+    vision: VisionService, models: ModelService, served: Callable[[], str]
+) -> dict[tuple[str, str], Endpoint]:
+    """By verb and path. ``served`` gives the model's name."""
+
+    def chat(fields: Fields) -> Asked:
+        return _chat(fields, vision, served())
+
+    def listed(fields: Fields) -> Asked:
+        return Asked(model_service_pb2.ListModelsRequest(), models.ListModels, _models_json)
+
+    def described(fields: Fields) -> Asked:
+        request = model_service_pb2.GetModelRequest(
+            name=served_name(fields.text("model"), served())
+        )
+        return Asked(request, models.GetModel, lambda response: _model_json(response.model))
+
+    return {
+        ("POST", "/v1/chat/completions"): Endpoint(f"{VISION_METHODS}Query", chat, json_name),
+        ("GET", "/v1/models"): Endpoint(f"{MODEL_METHODS}ListModels", listed, takes_body=False),
+        ("GET", "/v1/models/{model:path}"): Endpoint(
+            f"{MODEL_METHODS}GetModel",
+            described,
+            lambda path: "model" if path == "name" else path,
+            takes_body=False,
+            parse=lambda scope, body: Fields(scope["path_params"]),
+        ),
+    }
+
+
+def json_name(path: str) -> str:
+    """The field of OpenAI's JSON that stands for a field of kestrel.v1."""
+    path = path.removeprefix("request.").removeprefix("sampling.")
+    return "messages" if path.startswith(("history", "images")) else _NAMES.get(path, path)
+
+
+def _chat(fields: Fields, service: VisionService, served: str) -> Asked:
+    """Raises InvalidRequest, UnsupportedImageError."""
+    refuse_unsupported(fields)
+    talk = conversation(_messages(fields))
+    form = fields.inner("response_format")
+    wanted = wanted_places(talk.text, form) if talk.images else None
+    streams = fields.flag("stream")
+    usage = fields.inner("stream_options").flag("include_usage")
+    if wanted is not None:
+        return _grounded(fields, service, served, talk, wanted, usage if streams else None)
+    request = talk.request(reasoning=fields.flag("reasoning"))
+    fill(request, fields, served)
+    _fill_logprobs(request.sampling, fields)
+    schema = _schema(fields)
+    if schema is not None:
+        request.sampling.constraint.json_schema = schema
+    request.num_samples = samples(fields)
+    if not streams:
+        return Asked(request, service.Query, _completion)
+    stream = pb.StreamQueryRequest(request=request)
+    return Asked(stream, service.StreamQuery, _completion, _chunks(usage))
+
+
+def _grounded(
+    fields: Fields,
+    service: VisionService,
+    served: str,
+    talk: Conversation,
+    wanted: Wanted,
+    usage: bool | None,
+) -> Asked:
+    """Boxes or points as JSON. ``usage``: None unless the request streams."""
+    if len(talk.images) > 1:
+        raise InvalidRequest(
+            "messages", f"hold {len(talk.images)} images; boxes and points are found in one"
+        )
+    if fields.whole("n") not in (None, 1):
+        raise InvalidRequest("n", f"must be 1 for boxes and points, got {fields.values['n']}")
+    request = wanted.request()
+    behaviour = service.Detect if wanted.skill == "detect" else service.Point
+    request.image.encoded = talk.images[0]
+    fill(request, fields, served)
+    _fill_logprobs(request.sampling, fields)
+
+    def answer(response: Any) -> dict[str, Any]:
+        return _completion(response, wanted.text(response))
+
+    if usage is None:
+        return Asked(request, behaviour, answer)
+
+    async def stream(message: Any, context: Any) -> None:
+        await context.write(await behaviour(message, context))
+
+    def events(response: Any) -> Iterable[bytes]:
+        yield _chunk(response, {"role": "assistant", "content": ""})
+        yield _chunk(response, {"content": wanted.text(response)})
+        yield from _last(response, usage)
+
+    return Asked(request, stream, answer, events)
+
+
+def refuse_unsupported(fields: Fields, known: frozenset[str] = frozenset()) -> None:
+    """Raises InvalidRequest for what would change the answer and is not supported. Logs each other unknown field once.
+    ``known``: fields of this path in addition to those of chat completions."""
+    values = fields.values
+    for key in ("tools", "functions"):
+        if values.get(key):
+            raise InvalidRequest(key, "the models call no tools; leave it out")
+    for key in values.keys() - _KNOWN - known - _unknown_logged:
+        if len(_unknown_logged) < 100:
+            _unknown_logged.add(key)
+            logger.info("the field %r of completions is ignored", key[:50])
+
+
+def samples(fields: Fields) -> int:
+    """How many answers to give. Raises InvalidRequest."""
+    wanted = fields.whole("n")
+    if wanted is None:
+        return 1
+    if not 1 <= wanted < 2**31:
+        raise InvalidRequest("n", f"must be at least 1, got {wanted}")
+    return wanted
+
+
+def _schema(fields: Fields) -> str | None:
+    """The JSON Schema that ``response_format`` asks for. Raises InvalidRequest."""
+    form = fields.inner("response_format")
+    kind = form.text("type", "text")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return ANY_OBJECT
+    if kind == "json_schema":
+        return json_text(form.inner("json_schema").inner("schema"))
+    raise InvalidRequest(
+        "response_format.type", f"must be text, json_object or json_schema, got {kind!r}"
+    )
+
+
+def _messages(fields: Fields) -> Iterator[Message]:
+    """Raises InvalidRequest, UnsupportedImageError."""
+    for index, item in enumerate(fields.items("messages")):
+        name = f"messages[{index}]"
+        if not isinstance(item, dict):
+            raise InvalidRequest(name, "must be an object with role and content")
+        text, images = _content(item.get("content"), f"{name}.content")
+        yield Message(str(item.get("role")), text, images, name)
+
+
+def _content(content: Any, name: str) -> tuple[str, list[bytes]]:
+    """The text of a message, and its images. Raises InvalidRequest, UnsupportedImageError."""
+    if content is None or isinstance(content, str):
+        return content or "", []
+    if not isinstance(content, list):
+        raise InvalidRequest(name, "must be a string or a list of parts")
+    texts: list[str] = []
+    images: list[bytes] = []
+    for index, item in enumerate(content):
+        where = f"{name}[{index}]"
+        if not isinstance(item, dict):
+            raise InvalidRequest(where, "must be an object with a type")
+        part = Fields(item, f"{where}.")
+        kind = part.text("type")
+        if kind == "text":
+            texts.append(part.text("text"))
+        elif kind == "image_url":
+            given = item.get("image_url")
+            url = given if isinstance(given, str) else part.inner("image_url").text("url")
+            images.append(image_bytes(url, f"{where}.image_url"))
+        else:
+            raise InvalidRequest(f"{where}.type", f"must be text or image_url, got {kind!r}")
+    return "\n".join(texts), images
+
+
+def fill(request: Any, fields: Fields, served: str) -> None:
+    """Fills in what all requests share. Raises InvalidRequest."""
+    sampling = request.sampling
+    for key in ("temperature", "top_p"):
+        number = fields.number(key)
+        if number is not None:
+            setattr(sampling, key, number)
+    for key in ("frequency_penalty", "presence_penalty"):
+        number = fields.number(key)
+        if number:
+            setattr(sampling, key, number)
+    biases = fields.inner("logit_bias")
+    for token in biases.values:
+        bias = biases.number(token)
+        if not (token.isascii() and token.isdigit() and len(token) < 10) or bias is None:
+            raise InvalidRequest(biases.name(token), "must be a number for the id of a token")
+        sampling.logit_bias.add(id=int(token), bias=bias)
+    key = "max_completion_tokens"
+    if fields.values.get(key) is None:
+        key = "max_tokens"
+    max_tokens = fields.whole(key)
+    if max_tokens is not None:
+        if not 1 <= max_tokens < 2**31:
+            raise InvalidRequest(key, f"must be at least 1, got {max_tokens}")
+        sampling.max_tokens = max_tokens
+    seed = fields.whole("seed")
+    if seed is not None:
+        sampling.seed = seed % 2**64
+    sampling.stop.extend(fields.texts("stop"))
+    if fields.values.get("model") is not None:
+        set_model(request.options, fields.text("model"), served)
+
+
+def _fill_logprobs(sampling: common_pb2.Sampling, fields: Fields) -> None:
+    """Raises InvalidRequest."""
+    if fields.flag("logprobs"):
+        sampling.logprobs = True
+    fill_top_logprobs(sampling, fields, "top_logprobs")
+
+
+def fill_top_logprobs(sampling: common_pb2.Sampling, fields: Fields, key: str) -> None:
+    """Raises InvalidRequest."""
+    wanted = fields.whole(key)
+    if wanted is not None:
+        if not 0 <= wanted <= _MOST_TOP:
+            raise InvalidRequest(key, f"must be from 0 to {_MOST_TOP}, got {wanted}")
+        sampling.top_logprobs = wanted
+
+
+def _completion(response: Any, content: str | None = None) -> dict[str, Any]:
+    """``content``: that of a response which is no QueryResponse."""
+    given = [response] if content is not None else response.samples or [response]
+    return {
+        "id": f"chatcmpl-{response.request_id}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": response.model,
+        "choices": [_choice(index, each, content) for index, each in enumerate(given)],
+        "usage": usage_json(response),
+    }
+
+
+def _choice(index: int, response: Any, content: str | None) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": response.answer if content is None else content,
+    }
+    if content is None and response.HasField("reasoning"):
+        message["reasoning_content"] = response.reasoning.text
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": _logprobs(_tokens(response)),
+        "finish_reason": finish_reason(response),
+    }
+
+
+def _tokens(response: Any) -> Sequence[common_pb2.TokenLogprob] | None:
+    """None unless the request asked for log-probabilities."""
+    has_them = isinstance(response, pb.QueryResponse) and response.HasField("logprobs")
+    return response.logprobs.tokens if has_them else None
+
+
+def _logprobs(tokens: Sequence[common_pb2.TokenLogprob] | None) -> dict[str, Any] | None:
+    if tokens is None:
+        return None
+    content = [
+        {**_token(token), "top_logprobs": [_token(each) for each in token.top]} for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(token: common_pb2.TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.utf8)}
+
+
+def _chunks(usage: bool) -> Callable[[Any], Iterable[bytes]]:
+    """The events of a streamed Query; ``usage``: whether a last chunk tells the tokens."""
+    begun: Any = None
+    num_sent = 0
+
+    def events(message: Any) -> Iterable[bytes]:
+        nonlocal begun, num_sent
+        kind = message.WhichOneof("event")
+        if kind == "started":
+            begun = message.started
+            yield _chunk(begun, {"role": "assistant", "content": ""})
+        elif kind == "text_delta":
+            delta = message.text_delta
+            num_sent += len(delta.tokens)
+            yield _chunk(begun, {"content": delta.text}, tokens=delta.tokens or None)
+        elif kind == "reasoning_delta":
+            yield _chunk(begun, {"reasoning_content": message.reasoning_delta.text})
+        elif kind == "final":
+            tokens = _tokens(message.final)
+            yield from _last(message.final, usage, tokens and tokens[num_sent:])
+
+    return events
+
+
+def _last(
+    response: Any, usage: bool, tokens: Sequence[common_pb2.TokenLogprob] | None = None
+) -> Iterable[bytes]:
+    """``tokens``: those after the last delta, with their log-probabilities."""
+    yield _chunk(response, {}, finish_reason=finish_reason(response), tokens=tokens or None)
+    if usage:
+        yield _chunk(response, None, usage=usage_json(response))
+    yield b"data: [DONE]\n\n"
+
+
+def _chunk(
+    source: Any,
+    delta: dict[str, Any] | None,
+    finish_reason: str | None = None,
+    usage: dict[str, Any] | None = None,
+    tokens: Sequence[common_pb2.TokenLogprob] | None = None,
+) -> bytes:
+    """``source`` has the request's id and the model's name. ``delta`` None: no choices."""
+    choice = {
+        "index": 0,
+        "delta": delta,
+        "logprobs": _logprobs(tokens),
+        "finish_reason": finish_reason,
+    }
+    body = {
+        "id": f"chatcmpl-{source.request_id}",
+        "object": "chat.completion.chunk",
+        "created": int(time.time()),
+        "model": source.model,
+        "choices": [] if delta is None else [choice],
+        **({} if usage is None else {"usage": usage}),
+    }
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def finish_reason(response: Any) -> str:
+    return "length" if response.finish_reason == common_pb2.FINISH_REASON_LENGTH else "stop"
+
+
+def usage_json(response: Any) -> dict[str, Any]:
+    used = response.usage
+    return {
+        "prompt_tokens": used.input_tokens,
+        "completion_tokens": used.output_tokens,
+        "total_tokens": used.input_tokens + used.output_tokens,
+        "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": used.reasoning_tokens},
+    }
+
+
+def _models_json(response: model_service_pb2.ListModelsResponse) -> dict[str, Any]:
+    return {"object": "list", "data": [_model_json(model) for model in response.models]}
+
+
+def _model_json(model: model_service_pb2.Model) -> dict[str, Any]:
+    return {"id": model.name, "object": "model", "created": 0, "owned_by": "kestrel"}

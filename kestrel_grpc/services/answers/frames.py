@@ -1,0 +1,277 @@
+"""StreamFrames: the same tasks on every frame of a stream, and what becomes of frames that are late.
+
+edge/request_streams.py reads the stream and makes each frame a call of its own. FrameStream is what the calls of one
+stream share: the config, the frames that are computed, and the one that waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine import InvalidRequest, PreparedImage, RequestError
+
+from ...edge.calls.call import Metadata
+from ...edge.calls.current_call import current_call
+from ...edge.failures.errors import LocatedError
+from ...edge.failures.statuses import Complaint, field_path
+from ...edge.request_streams import StreamKind
+from ...security.admission.message_limits import COPIES
+from ...security.identity.principal import Principal, Scope
+from ..messages import convert
+from ..messages.convert import CallOptions
+from ..messages.named_skill import skill_event
+from .analysis import Task, described_error, read_tasks, run_tasks
+from .starting import Starter
+
+MOST_STREAMS = 32
+"""Limit on the open streams of one principal."""
+_MOST_IN_FLIGHT, _IN_FLIGHT = 16, 2
+_MOST_BUDGET_MS = 60_000
+_FADING = 0.9
+"""A frame that is computed with its overview only shortens the expected time of a whole one by this factor."""
+
+_LATE = {
+    pb.LATE_FRAMES_UNSPECIFIED: False,
+    pb.LATE_FRAMES_KEEP: False,
+    pb.LATE_FRAMES_OVERVIEW: True,
+}
+_ENDS_THE_STREAM = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+    }
+)
+"""Statuses that all further frames would have too."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Config:
+    """A checked FramesConfig."""
+
+    message: pb.FramesConfig
+    tasks: list[Task]
+    options: CallOptions
+    budget_s: float | None
+    overview_if_late: bool
+    in_flight: int
+
+
+class FrameStream:
+    """The state of one stream. Its frames begin in the order of their arrival."""
+
+    def __init__(self) -> None:
+        self._config: _Config | None = None
+        self._last_id = 0
+        self._num_running = 0
+        self._waiting: asyncio.Future[pb.DropReason.ValueType] | None = None
+        """Of the frame that waits. Its result is DROP_REASON_UNSPECIFIED when the frame may begin."""
+        self._whole_frame_s = 0.0
+        """The time that a frame with all crops is expected to take."""
+
+    @property
+    def config(self) -> _Config:
+        assert self._config is not None, "take() comes first"
+        return self._config
+
+    @property
+    def most_requests(self) -> int:
+        """As in StreamState. With a budget, one frame waits beside those that run, and one may replace it."""
+        if self._config is None:
+            return 1
+        return self._config.in_flight + (0 if self._config.budget_s is None else 2)
+
+    def take(self, message: pb.StreamFramesRequest, principal: Principal) -> bool:
+        """As in StreamState. A later message gets the config, so that each holds all that its call needs. Raises
+        InvalidRequest, ScopeMissing."""
+        if self._config is None:
+            self._config = _checked(message, principal)
+            self._last_id = message.config.last_frame
+            if not message.HasField("frame"):
+                return False
+        elif message.HasField("config"):
+            raise InvalidRequest("config", "must be in the first message only")
+        elif not message.HasField("frame"):
+            raise InvalidRequest("frame", "is required in every message after the first")
+        if message.frame.id < 1:
+            raise InvalidRequest("frame.id", "must be at least 1")
+        if message.frame.id <= self._last_id:
+            raise InvalidRequest(
+                "frame.id",
+                f"is {message.frame.id}, but must be above {self._last_id}, the id of the frame before it",
+            )
+        self._last_id = message.frame.id
+        if not message.HasField("config"):
+            message.config.CopyFrom(self._config.message)
+        return True
+
+    async def begin(self) -> pb.DropReason.ValueType:
+        """Waits until the frame may be computed, and returns DROP_REASON_UNSPECIFIED; ``end`` must follow. Or returns
+        why the frame is dropped."""
+        config = self.config
+        if self._num_running < config.in_flight:
+            self._num_running += 1
+            return pb.DROP_REASON_UNSPECIFIED
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(pb.DROP_REASON_NEWER_FRAME)
+        self._waiting = told = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait({told}, timeout=config.budget_s)
+        except asyncio.CancelledError:
+            if told.done() and told.result() == pb.DROP_REASON_UNSPECIFIED:
+                self._pass_on()
+            raise
+        finally:
+            if self._waiting is told:
+                self._waiting = None
+        return told.result() if told.done() else pb.DROP_REASON_STALE
+
+    def end(self, took_s: float | None, *, is_whole: bool) -> None:
+        """A frame has ended, which took ``took_s``, or None if it failed. ``is_whole``: it had all of its crops."""
+        if took_s is not None:
+            self._whole_frame_s = took_s if is_whole else _FADING * self._whole_frame_s
+        self._pass_on()
+
+    def is_late(self, waited_s: float) -> bool:
+        """Whether a frame would have its results after the budget."""
+        budget_s = self.config.budget_s
+        return budget_s is not None and waited_s + self._whole_frame_s > budget_s
+
+    def _pass_on(self) -> None:
+        """Gives the place of a frame that has ended to the one that waits."""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(pb.DROP_REASON_UNSPECIFIED)
+        else:
+            self._num_running -= 1
+
+
+async def answer_frame(starter: Starter, request: pb.StreamFramesRequest, context: Any) -> None:
+    """Writes the response of one frame. Raises an error that is about the frame, or about the whole stream."""
+    stream: FrameStream = context.state
+    call, config = current_call(), stream.config
+    reason = await stream.begin()
+    waited_ms = convert.milliseconds(call.duration_ms)
+    if reason != pb.DROP_REASON_UNSPECIFIED:
+        call.frame = "dropped"
+        await context.write(
+            _response(
+                request.frame, {"waited_ms": waited_ms}, dropped=pb.FrameDropped(reason=reason)
+            )
+        )
+        return
+    took_s: float | None = None
+    is_whole = True
+    began = time.monotonic()
+    try:
+        with _located():
+            source = convert.required_image(request.frame)
+            image = await starter.prepare(config.options, source, keep=False)
+            prepared = image.prepared
+            assert isinstance(prepared, PreparedImage), "frames have no tiles"
+            if config.overview_if_late and stream.is_late(call.duration_ms / 1e3):
+                is_whole = prepared.num_distinct == 1
+                prepared = prepared.overview()
+                image = replace(image, prepared=prepared)
+            done = await run_tasks(
+                *(starter, config.options, source, config.tasks, None, skill_event),
+                image=image,
+                prefix="config.",
+            )
+        took_s = time.monotonic() - began
+    finally:
+        stream.end(took_s, is_whole=is_whole)
+    call.frame = "answered" if is_whole else "overview"
+    work = {
+        "crops": prepared.num_distinct,
+        "encoded_crops": done.metrics.encoded_crops,
+        "reused_crops": done.metrics.reused_crops,
+        "overview_only": not is_whole,
+        "waited_ms": waited_ms,
+    }
+    results = pb.FrameResults(
+        results=done.results, image_size=done.image_size, usage=done.usage, model=done.model
+    )
+    await context.write(_response(request.frame, work, results=results))
+
+
+def refuse(
+    request: pb.StreamFramesRequest, complaint: Complaint, metadata: Metadata
+) -> pb.StreamFramesResponse | None:
+    """Returns the response of a frame that failed; None if the error must end the stream."""
+    if complaint.code in _ENDS_THE_STREAM or complaint.reason == "MODEL_NOT_FOUND":
+        return None
+    current_call().frame = "failed"
+    return _response(request.frame, {}, error=described_error(complaint))
+
+
+FRAMES = StreamKind(refuse, FrameStream, COPIES, MOST_STREAMS)
+"""The edge of StreamFrames."""
+
+
+def _response(frame: pb.Frame, work: dict[str, Any], **outcome: Any) -> pb.StreamFramesResponse:
+    """``work``: the fields of FrameWork but the last. ``outcome``: the field of the response that holds it."""
+    call = current_call()
+    return pb.StreamFramesResponse(
+        frame_id=frame.id,
+        captured_at_us=frame.captured_at_us if frame.HasField("captured_at_us") else None,
+        work=pb.FrameWork(**work, total_ms=convert.milliseconds(call.duration_ms)),
+        request_id=call.request_id,
+        **outcome,
+    )
+
+
+def _checked(message: pb.StreamFramesRequest, principal: Principal) -> _Config:
+    """Raises InvalidRequest, ScopeMissing."""
+    if not message.HasField("config"):
+        raise InvalidRequest("config", "is required in the first message")
+    config = message.config
+    # The message of a frame is released at the frame's end.
+    kept = pb.FramesConfig()
+    kept.CopyFrom(config)
+    with _located():
+        tasks = read_tasks(kept.tasks)
+        if config.options.HasField("request_id"):
+            raise InvalidRequest("request_id", "must not be set: each frame has an id of its own")
+        options = convert.call_options(config.options)
+        overview = convert.known("late", config.late, pb.LateFrames, _LATE)
+        _check_range("latency_budget_ms", config, _MOST_BUDGET_MS)
+        _check_range("max_in_flight", config, _MOST_IN_FLIGHT)
+        has_budget = config.HasField("latency_budget_ms")
+        if overview and not has_budget:
+            raise InvalidRequest("late", "needs latency_budget_ms")
+    if config.options.priority == common_pb2.PRIORITY_HIGH:
+        principal.check(Scope.HIGH)
+    return _Config(
+        message=kept,
+        tasks=tasks,
+        options=options,
+        budget_s=config.latency_budget_ms / 1e3 if has_budget else None,
+        overview_if_late=overview,
+        in_flight=config.max_in_flight if config.HasField("max_in_flight") else _IN_FLIGHT,
+    )
+
+
+def _check_range(name: str, config: pb.FramesConfig, most: int) -> None:
+    """Raises InvalidRequest."""
+    value = getattr(config, name)
+    if config.HasField(name) and not 1 <= value <= most:  # type: ignore[arg-type]
+        raise InvalidRequest(name, f"is {value}; must be 1 to {most}")
+
+
+@contextmanager
+def _located() -> Iterator[None]:
+    """Raises an error of a field with its path in the message: an image is in the frame, the rest in the config."""
+    try:
+        yield
+    except RequestError as error:
+        root = "frame." if error.field.startswith("image") else "config."
+        raise LocatedError(error, field_path(error.field, root)) from error

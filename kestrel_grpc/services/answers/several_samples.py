@@ -1,0 +1,84 @@
+"""Query and Caption with several samples (``num_samples``): each is a request of the engine with a seed of its own.
+
+The images are prepared once, and the requests share their prefix. Unlike the tasks of Analyze, the samples stand or
+fall together: the first that fails ends the others and is the error of the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import TypeVar
+
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine import EngineStream, InvalidRequest
+
+from ...edge.calls.current_call import current_call
+from ..messages import convert
+from ..messages.convert import SkillCall, at_image
+from .starting import Respond, SharedImage, Starter, add_image_ids, submit
+from .total_result import total_result
+
+MAX_SAMPLES = 16
+
+TextResponse = TypeVar("TextResponse", pb.QueryResponse, pb.CaptionResponse)
+
+
+def num_samples(request: pb.QueryRequest | pb.CaptionRequest) -> int:
+    """Raises InvalidRequest."""
+    wanted = request.num_samples if request.HasField("num_samples") else 1
+    if not 1 <= wanted <= MAX_SAMPLES:
+        raise InvalidRequest("num_samples", f"{wanted} is not in [1, {MAX_SAMPLES}]")
+    return wanted
+
+
+def check_single(request: pb.QueryRequest | pb.CaptionRequest) -> None:
+    """Raises InvalidRequest if a stream is asked for several samples."""
+    wanted = num_samples(request)
+    if wanted > 1:
+        raise InvalidRequest(
+            "num_samples",
+            f"must be 1 in a stream, got {wanted}; open a stream for each sample, with seeds of your choice",
+        )
+
+
+async def draw_samples(
+    starter: Starter, call: SkillCall, count: int, respond: Respond[TextResponse]
+) -> TextResponse:
+    """The response that holds ``count`` samples. Raises the error of the first sample that fails."""
+    began = time.monotonic()
+    edge, engine = current_call(), starter.served.engine(call.options.model)
+    images: list[SharedImage] = []
+    for path, source in call.images:
+        with at_image(path):
+            images.append(await starter.prepare(call.options, source))
+    given = call.settings.get("seed")
+    seed = engine.draw_seed(count) if given is None else given
+    streams: list[EngineStream] = []
+    try:
+        for index in range(count):
+            settings = {**call.settings, "seed": (seed + index) % 2**64}
+            sample = replace(call, settings=settings)
+            streams.append(await submit(engine, sample, [image.prepared for image in images]))
+        await edge.accept()
+        results = await asyncio.gather(*(stream.result() for stream in streams))
+    finally:
+        await asyncio.gather(*(stream.aclose() for stream in streams))
+    edge.result = total_result(edge.request_id, [result.metrics for result in results])
+    samples = []
+    for result in results:
+        samples.append(respond(result, engine.info.image_positions))
+        # Log-probabilities with alternatives take some 50 us a token, so other calls get their turn.
+        await asyncio.sleep(0)
+    if images:
+        for each, result in zip(samples, results, strict=True):
+            add_image_ids(each, call, result, [image.image_id for image in images])
+    response = type(samples[0])()
+    response.CopyFrom(samples[0])
+    response.samples.extend(samples)
+    used, total_time_ms = edge.result.metrics, 1e3 * (time.monotonic() - began)
+    image_tokens = engine.info.image_positions * len(images) * count
+    response.usage.CopyFrom(convert.usage(used, image_tokens))
+    response.timings.CopyFrom(convert.timings_of_several(used, total_time_ms))
+    return response
