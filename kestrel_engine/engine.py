@@ -28,7 +28,6 @@ from .adapters.lora import LoRA
 from .config import RuntimeConfig, Sizes
 from .errors import (
     AdapterNotFound,
-    ContextLengthError,
     DeadlineExceeded,
     EngineClosed,
     EngineOverloaded,
@@ -46,6 +45,7 @@ from .front.profiling import ProfileRequest, take_profile
 from .front.queue_places import Place, QueuePlaces, until_displaced
 from .front.request_options import check_timeout, check_weight, checked_priority, checked_request_id
 from .front.stream import EngineStream
+from .front.token_limit import token_limit
 from .front.watchdog import watch
 from .front.whole_image import prompt_in_region
 from .preprocess.crop_keys import with_crop_keys
@@ -300,7 +300,14 @@ class InferenceEngine(SkillCalls):
         model, context = self._built.model, self._limits.max_seq_length
         embeds = request.embedding is not None
         positions = 0 if embeds else check_context(request, len(images), model, context)
-        max_tokens = self._token_limit(request, positions)
+        max_tokens = token_limit(
+            request,
+            positions,
+            context=context,
+            most=self._config.max_new_tokens,
+            default=self._context.defaults.max_tokens,
+        )
+        request = dataclasses.replace(request, token_limit=max_tokens)
         if len(images) * num_looks > 1:
             self._places.take_more(place, len(images) * num_looks - 1)
         if request.constraint is not None:
@@ -724,23 +731,6 @@ class InferenceEngine(SkillCalls):
             key = f"{image.key}/crops"
             image = dataclasses.replace(image, key=key, keeps_features=True)
         return dataclasses.replace(request, options={"boxes": boxes}), image
-
-    def _token_limit(self, request: SkillRequest, prompt_positions: int) -> int:
-        """Most tokens to sample. An explicit max_tokens that exceeds the room is an error; a default shrinks."""
-        room = self._limits.max_seq_length - prompt_positions
-        if request.max_tokens is not None and request.max_tokens > room:
-            raise ContextLengthError(
-                "max_tokens",
-                f"{request.max_tokens} exceeds the {room} positions left after a prompt of {prompt_positions} "
-                f"in a context of {self._limits.max_seq_length}",
-            )
-        most = self._config.max_new_tokens
-        if most is not None and (request.max_tokens or 0) > most:
-            raise InvalidRequest(
-                "max_tokens", f"{request.max_tokens} exceeds this engine's limit of {most}"
-            )
-        wanted = request.token_budget or request.max_tokens or self._context.defaults.max_tokens
-        return min(wanted, room, most or room)
 
     def draw_seed(self, count: int = 1) -> int:
         """The first of ``count`` seeds in a row, for requests that name none."""

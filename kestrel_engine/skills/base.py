@@ -106,10 +106,14 @@ class SkillRequest:
     num_images: int | None = None
     """The number of images that ``prompt_suffix`` is made for; None: any."""
     max_tokens: int | None = None
+    max_reasoning_tokens: int | None = None
+    """The caller's limit on the reasoning. Then ``max_tokens`` bounds the answer alone."""
     seed: int | None = None
     token_budget: int | None = None
-    """Most tokens that may be sampled, if that differs from max_tokens: 3 a box, or a reasoning phase and an answer
-    of max_tokens each. Shrinks to the room left in the context."""
+    """Most tokens that may be sampled, if that differs from max_tokens: 3 a box, or a reasoning phase and an answer.
+    Shrinks to the room left in the context."""
+    token_limit: int | None = None
+    """The budget after that. The engine sets it before it asks for a control and an output."""
     options: Mapping[str, Any] = field(default_factory=dict)
     prompt_field: str = "arguments"
     embedding: EmbeddingSpec | None = None

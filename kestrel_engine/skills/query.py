@@ -23,12 +23,18 @@ from .text.detokenize import StreamingText
 from .text.penalties import read_penalties
 
 MAX_TURNS = 64
-_ARGUMENTS = frozenset({"question", "reasoning", "spatial_refs", "history", "image_turns"})
+_SETTINGS = TEXT_KEYS | {"max_reasoning_tokens"}
+_ARGUMENTS = frozenset(
+    {"question", "reasoning", "spatial_refs", "history", "image_turns", "system"}
+)
 
 
 class QuerySkill:
-    """Arguments: question, reasoning (default False), spatial_refs, history, image_turns. Output: {"answer",
+    """Arguments: question, reasoning (default False), spatial_refs, history, image_turns, system. Output: {"answer",
     "reasoning"?}.
+
+    ``system``: instructions for the whole conversation. They precede the first question, with a blank line between
+    (moondream.md section 14).
 
     ``history``: earlier turns as pairs of question and answer, oldest first. Each is rendered as it was asked and
     answered directly (moondream.md section 14).
@@ -36,8 +42,9 @@ class QuerySkill:
     ``image_turns``: for each image of the request, in order, the turn that shows it: 0 is the first turn, and
     ``len(history)`` the question. The images of a turn precede its text. Without it, the first turn shows all images.
 
-    max_tokens bounds the reasoning and the answer separately, as in the reference. Stop strings and a constraint
-    apply to the answer only; in the reasoning stop strings are ordinary text.
+    max_tokens bounds the reasoning and the answer separately, as in the reference, unless max_reasoning_tokens bounds
+    the reasoning. Stop strings and a constraint apply to the answer only; in the reasoning stop strings are ordinary
+    text.
     """
 
     name = "query"
@@ -51,21 +58,27 @@ class QuerySkill:
         if not isinstance(reasoning, bool):
             raise InvalidRequest("reasoning", f"{reasoning!r} is not true or false")
         refs = check_spatial_refs(arguments.get("spatial_refs"))
-        read = read_settings(settings, context.defaults, greedy=False, extra=TEXT_KEYS)
+        read = read_settings(settings, context.defaults, greedy=False, extra=_SETTINGS)
+        if read.max_reasoning_tokens is not None and not reasoning:
+            raise InvalidRequest(
+                "max_reasoning_tokens", "is set without reasoning; set reasoning to true"
+            )
         penalties = read_penalties(settings, context.model.text.vocab_size)
         templates = context.model.templates
         suffix = templates.query_reasoning_suffix if reasoning else templates.query_suffix
-        turns = _earlier_turns(arguments.get("history"), context)
+        before = _system_text(arguments.get("system"), context)
+        turns = _earlier_turns(arguments.get("history"), context, before)
         shown = _image_turns(arguments.get("image_turns"), len(turns))
         prompt = (
             *_rendered(turns, shown),
             *templates.query_prefix,
             *spatial_tokens(refs),
-            *context.codec.encode(question),
+            *context.codec.encode(question if turns else before + question),
             *suffix,
         )
         # A reasoning phase, the answer id after it, and an answer.
         wanted = read.max_tokens or context.defaults.max_tokens
+        most_reasoning = read.max_reasoning_tokens or wanted
         return SkillRequest(
             skill=self.name,
             prompt_suffix=prompt,
@@ -76,7 +89,8 @@ class QuerySkill:
             max_images=None,
             num_images=None if shown is None else len(shown),
             max_tokens=read.max_tokens,
-            token_budget=2 * wanted + 1 if reasoning else None,
+            max_reasoning_tokens=read.max_reasoning_tokens,
+            token_budget=most_reasoning + 1 + wanted if reasoning else None,
             constraint=read.constraint,
             options={
                 "reasoning": reasoning,
@@ -93,19 +107,44 @@ class QuerySkill:
         if not request.options["reasoning"]:
             return answer_control(request, context)
         wanted = request.max_tokens or context.defaults.max_tokens
-        # Where the context is too short for both, reasoning may take half of what there is.
-        most = min(wanted, max(1, (max_tokens - 1) // 2))
-        return ReasoningControl(most, wanted, context, answer_control(request, context))
+        return ReasoningControl(
+            _most_reasoning(request, max_tokens, context),
+            wanted,
+            context,
+            answer_control(request, context),
+            has_own_limit=request.max_reasoning_tokens is not None,
+        )
 
     def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
         stop, logprobs = request.options["stop"], request.options["logprobs"]
         if request.options["reasoning"]:
-            return ReasoningOutput(context, stop, logprobs=logprobs)
+            most = _most_reasoning(request, request.token_limit, context)
+            return ReasoningOutput(context, most, stop, logprobs=logprobs)
         return AnswerOutput("answer", context, stop, logprobs=logprobs)
 
 
-def _earlier_turns(history: Any, context: SkillContext) -> list[list[int]]:
-    """The ids of each turn of ``history``. Raises InvalidRequest."""
+def _most_reasoning(request: SkillRequest, token_limit: int | None, context: SkillContext) -> int:
+    """The limit on the tokens of the reasoning. ``token_limit``: that on all tokens; None: no other than the wanted."""
+    if request.max_reasoning_tokens is not None:
+        return request.max_reasoning_tokens
+    wanted = request.max_tokens or context.defaults.max_tokens
+    # Where the context is too short for both, reasoning may take half of what there is.
+    return wanted if token_limit is None else min(wanted, max(1, (token_limit - 1) // 2))
+
+
+def _system_text(system: Any, context: SkillContext) -> str:
+    """The text that precedes the first question; empty for none. Raises InvalidRequest."""
+    if system is None:
+        return ""
+    if not isinstance(system, str):
+        raise InvalidRequest("system", "must be text")
+    check_size("system", system, context)
+    text = system.strip()
+    return f"{text}\n\n" if text else ""
+
+
+def _earlier_turns(history: Any, context: SkillContext, before: str) -> list[list[int]]:
+    """The ids of each turn of ``history``. ``before``: precedes the first question. Raises InvalidRequest."""
     turns = () if history is None else history
     if isinstance(turns, (str, bytes)) or not isinstance(turns, Sequence):
         raise InvalidRequest("history", "must be a list of pairs of question and answer")
@@ -124,7 +163,7 @@ def _earlier_turns(history: Any, context: SkillContext) -> list[list[int]]:
         found.append(
             [
                 *templates.query_prefix,
-                *context.codec.encode(question),
+                *context.codec.encode(question if index else before + question),
                 *templates.query_suffix,
                 *context.codec.encode(answer),
             ]
@@ -162,7 +201,8 @@ def _rendered(
 
 
 class ReasoningControl:
-    """Reasoning up to the answer id, then the answer. It ends by "length" if either was cut.
+    """Reasoning up to the answer id, then the answer. It ends by "length" if either was cut. A reasoning that ended at
+    a limit of its own (``has_own_limit``) does not count as cut: the caller asked for that.
 
     Any token may be the answer id, so a rule is known only once the token before it was seen. End-of-text is no stop
     here: as the first token it is fed, later it is suppressed. When reasoning runs out of tokens the answer id is
@@ -170,12 +210,19 @@ class ReasoningControl:
     """
 
     def __init__(
-        self, max_reasoning: int, max_answer: int, context: SkillContext, answer: SkillControl
+        self,
+        max_reasoning: int,
+        max_answer: int,
+        context: SkillContext,
+        answer: SkillControl,
+        *,
+        has_own_limit: bool = False,
     ) -> None:
         """``answer``: the control of the answer."""
         ids = context.model.ids
         self._answer_id = ids.answer_id
         self._max_reasoning, self._max_answer = max_reasoning, max_answer
+        self._has_own_limit = has_own_limit
         self._first = TokenRule(read_coord=True)
         self._rest = TokenRule(suppressed=(ids.eos_id, ids.size_id), read_coord=True)
         self._answer = answer
@@ -183,7 +230,7 @@ class ReasoningControl:
         self._answer_from: int | None = None
         """Index of the answer's first token."""
         self._was_cut = False
-        """The reasoning had no end of its own."""
+        """The reasoning had no end of its own, and no limit of its own."""
 
     def rule(self, index: int) -> TokenRule | None:
         if self._answer_from is not None and index >= self._answer_from:
@@ -199,7 +246,8 @@ class ReasoningControl:
         if self._answer_from is None:
             if token.id == self._answer_id:
                 self._answer_from = self._num_accepted
-                self._was_cut = self._num_accepted > self._max_reasoning
+                is_forced = self._num_accepted > self._max_reasoning
+                self._was_cut = is_forced and not self._has_own_limit
             return None
         finish = self._answer.accept(token)
         if finish is None and self._num_accepted - self._answer_from == self._max_answer:
@@ -211,14 +259,20 @@ class ReasoningOutput:
     """Reasoning text with the points that ground it, then the answer.
 
     A coordinate id carries its value; pairs of them ground the chunk of text in which they occur; the ids that start
-    and end a ground open a new chunk (moondream.md section 8).
+    and end a ground open a new chunk (moondream.md section 8). The reasoning has a finish_reason: "stop" if the model
+    ended it, "length" if ``max_reasoning`` did, None if it did not end, because the request ended within it.
     """
 
     def __init__(
-        self, context: SkillContext, stop: tuple[str, ...] = (), *, logprobs: bool = False
+        self,
+        context: SkillContext,
+        max_reasoning: int,
+        stop: tuple[str, ...] = (),
+        *,
+        logprobs: bool = False,
     ) -> None:
         """``stop``, ``logprobs``: of the answer."""
-        self._context = context
+        self._context, self._max_reasoning = context, max_reasoning
         self._ids = context.model.ids
         self._reasoning_ids: list[int] = []
         self._chunks: list[_Chunk] = [_Chunk(context)]
@@ -251,8 +305,13 @@ class ReasoningOutput:
             if chunk.points:
                 grounding.append({"start_idx": start, "end_idx": end, "points": chunk.points})
             start = end
+        reason: FinishReason | None = None
+        if self._is_answering:
+            was_cut = len(self._reasoning_ids) == self._max_reasoning
+            reason = "length" if was_cut else "stop"
         text = "".join(chunk.text for chunk in self._chunks)
-        return {**self._answer.output(), "reasoning": {"text": text, "grounding": grounding}}
+        reasoning = {"text": text, "grounding": grounding, "finish_reason": reason}
+        return {**self._answer.output(), "reasoning": reasoning}
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -28,7 +28,8 @@ _MAX_SEED = 2**64 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """``seed``, ``max_tokens`` and ``max_objects`` are None where the caller set none; ``stop`` is empty.
+    """``seed``, ``max_tokens``, ``max_reasoning_tokens`` and ``max_objects`` are None where the caller set none;
+    ``stop`` is empty.
 
     ``min_score``: the least score of an object that is returned, in [0, 1]. ``max_overlap``: of two boxes that overlap
     more, the better one is returned; None returns both.
@@ -37,6 +38,7 @@ class Settings:
     sampling: SamplingParams
     seed: int | None
     max_tokens: int | None
+    max_reasoning_tokens: int | None = None
     max_objects: int | None
     min_score: float = 0.0
     max_overlap: float | None = None
@@ -87,6 +89,7 @@ def read_settings(
         sampling=sampling,
         seed=seed,
         max_tokens=_positive("max_tokens", given.get("max_tokens")),
+        max_reasoning_tokens=_positive("max_reasoning_tokens", given.get("max_reasoning_tokens")),
         max_objects=_positive("max_objects", given.get("max_objects")),
         min_score=_share("min_score", given.get("min_score", defaults.min_score)),
         max_overlap=_inner_share("max_overlap", given.get("max_overlap")),

@@ -29,7 +29,13 @@ from ..settings.configuration import add_config_flag
 from ..settings.flags import SettingsError
 from ..settings.model import add_model_flags, config_error, runtime_config
 from .parser import EXIT_FAILED, CommandError
-from .requests.flags import add_logprobs_flags, add_sampling_flags, sampling
+from .requests.flags import (
+    add_logprobs_flags,
+    add_reasoning_flags,
+    add_sampling_flags,
+    add_system_flag,
+    sampling,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -42,9 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         metavar="FILE",
         help="image that the prompts are about: given once for all prompts, or once for each, in order",
     )
-    parser.add_argument(
-        "--reasoning", action="store_true", help="let the model reason before it answers"
-    )
+    add_reasoning_flags(parser)
+    add_system_flag(parser)
     add_sampling_flags(parser, text=True, has_seed=True)
     output = parser.add_argument_group("output")
     add_logprobs_flags(output)
@@ -114,7 +119,7 @@ async def _ask(
     settings = sampling(args)
     if settings["constraint"] is not None:
         settings["constraint"] = asdict(settings["constraint"])
-    arguments = {"question": prompt, "reasoning": args.reasoning}
+    arguments = {"question": prompt, "reasoning": args.reasoning, "system": args.system}
     try:
         async with await engine.submit("query", image, arguments, settings) as stream:
             if args.stream and not args.json:

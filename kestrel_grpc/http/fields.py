@@ -95,6 +95,14 @@ class Fields:
         return value
 
 
+def positive(fields: Fields, key: str) -> int | None:
+    """A whole number from 1 to 2^31 - 1; None if the field is missing or null. Raises InvalidRequest."""
+    value = fields.whole(key)
+    if value is not None and not 1 <= value < 2**31:
+        raise InvalidRequest(fields.name(key), f"must be at least 1, got {value}")
+    return value
+
+
 def json_fields(body: bytes | bytearray) -> Fields:
     """The fields of a request's body. Raises InvalidRequest."""
     if sum(map(body.count, (b",", b"[", b"{"))) > _MOST_VALUES:

@@ -170,7 +170,7 @@ def new_job(golden: Golden, case: Case) -> Job:
         case "query_reasoning":
             control, output = (
                 ReasoningControl(most, most, context, control),
-                ReasoningOutput(context),
+                ReasoningOutput(context, most),
             )
             most = 2 * most + 1
         case "point" | "detect" as skill:
@@ -190,6 +190,8 @@ def check_job(case: Case, job: Job) -> None:
     was_cut = case.get("reasoning_stop") == "max_tokens"
     assert job.finish == ("length" if was_cut else reasons[ending["stop"]])
     output = job.output.output()
+    if "reasoning" in output:
+        assert output["reasoning"]["finish_reason"] == ("length" if was_cut else "stop")
     match case["skill"]:
         case "point" | "detect" as skill:
             assert len(output[skill]) == len(case["objects"])

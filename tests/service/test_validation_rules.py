@@ -56,7 +56,7 @@ STRICTER = [
         r"constraint\.(regex|grammar|json_schema): (?!has|must)",
         r"constraint: needs exactly one",
         # Settings that a skill does not have.
-        r"(stop|top_logprobs|logit_bias|penalty): is not a setting of this skill",
+        r"(stop|top_logprobs|logit_bias|penalty|max_reasoning_tokens): is not a setting of this skill",
         # The number and the size of tiles, and the size of a region.
         r"tiles: .* (tiles; must be|the least is)",
         r"image\.region: (needs|covers)",
@@ -64,6 +64,7 @@ STRICTER = [
         r"objects: is set beside object",
         # One field needs another.
         r"top_logprobs: is \d+ without logprobs",
+        r"max_reasoning_tokens: is set without reasoning",
         # A stream has one sample.
         r"num_samples: must be 1 in a stream",
         # Only white space.
@@ -109,7 +110,12 @@ REFS = [
     common_pb2.SpatialRef(box=common_pb2.Box(x_min=0.25, y_min=0.25, x_max=0.75, y_max=0.75)),
 ]
 TURNS = [pb.Turn(question="which?", answer="this")]
-QUERY = {"question": "what?", "spatial_refs": REFS, "history": TURNS, "sampling": TEXT_SAMPLING}
+THINKING = common_pb2.Sampling(max_reasoning_tokens=5)
+THINKING.MergeFrom(TEXT_SAMPLING)
+QUERY = {
+    "question": "what?", "spatial_refs": REFS, "history": TURNS, "reasoning": True, "system": "Be brief.",
+    "sampling": THINKING,
+}  # fmt: skip
 POINT = {"object": "cat", "spatial_refs": REFS, "max_objects": 1, "sampling": SAMPLING}
 DETECT = {"object": "cat", "max_objects": 1, "sampling": SAMPLING}
 SEGMENT = {"object": "cat", "spatial_refs": REFS, "sampling": SAMPLING}

@@ -20,7 +20,14 @@ from kestrel_client import (
 
 from ..connection import add_connection_flags, connected, failure_text
 from ..terminal import styled
-from .flags import add_request_flags, add_sampling_flags, request_options, sampling
+from .flags import (
+    add_reasoning_flags,
+    add_request_flags,
+    add_sampling_flags,
+    add_system_flag,
+    request_options,
+    sampling,
+)
 from .inputs import IMAGE_HELP, open_input
 from .output import print_event, print_nothing
 
@@ -32,9 +39,8 @@ _TOO_LONG = "CONTEXT_LENGTH_EXCEEDED"
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = "An empty line, 'exit' or Ctrl-D ends the chat."
     parser.add_argument("image", metavar="IMAGE", help=IMAGE_HELP)
-    parser.add_argument(
-        "--reasoning", action="store_true", help="let the model reason before it answers"
-    )
+    add_reasoning_flags(parser)
+    add_system_flag(parser)
     parser.add_argument(
         "--independent",
         action="store_true",
@@ -86,7 +92,8 @@ def _answer(
 
     Raises an error only if the server is unavailable; prints other errors and returns None.
     """
-    options = {**sampling(args), **request_options(args), "reasoning": args.reasoning or None}
+    asked = {"reasoning": args.reasoning or None, "system": args.system}
+    options = {**sampling(args), **request_options(args), **asked}
     del history[:-_MAX_TURNS]
     while True:
         try:

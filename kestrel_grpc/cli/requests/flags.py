@@ -18,8 +18,8 @@ from .painted import SAVE_HELP
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop", "logprobs",
-    "top_logprobs", *_PENALTIES
+    "temperature", "top_p", "top_k", "min_p", "max_tokens", "max_reasoning_tokens", "seed", "stop",
+    "logprobs", "top_logprobs", *_PENALTIES
 )  # fmt: skip
 _OPTIONS = ("model", "adapter", "request_id", "priority", "cache_salt", "background", "region")
 
@@ -86,6 +86,24 @@ def add_sampling_flags(
             help="add a number to the logit of a token; may be given several times",
         )
         _add_constraint_flags(parser)
+
+
+def add_reasoning_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--reasoning", action="store_true", help="let the model reason before it answers"
+    )
+    parser.add_argument(
+        "--max-reasoning-tokens",
+        type=whole(),
+        metavar="N",
+        help="with --reasoning: limit on the tokens of the reasoning [that of --max-tokens]",
+    )
+
+
+def add_system_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--system", metavar="TEXT", default="", help="instructions that precede the first question"
+    )
 
 
 def add_logprobs_flags(output: Any) -> None:

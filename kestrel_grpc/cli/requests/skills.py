@@ -26,9 +26,11 @@ from ..values import number, whole
 from .flags import (
     add_logprobs_flags,
     add_min_score_flag,
+    add_reasoning_flags,
     add_request_flags,
     add_sampling_flags,
     add_save_flags,
+    add_system_flag,
     object_options,
     request_options,
     sampling,
@@ -83,9 +85,8 @@ _EPILOGS = {
 
 def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
     if command == "query":
-        parser.add_argument(
-            "--reasoning", action="store_true", help="let the model reason before it answers"
-        )
+        add_reasoning_flags(parser)
+        add_system_flag(parser)
         parser.add_argument(
             "--together",
             action="store_true",
@@ -224,7 +225,7 @@ def _arguments(args: argparse.Namespace, word: str) -> tuple[list[Any], dict[str
     if args.command in _TEXT_COMMANDS and (args.samples or 1) > 1:
         options["num_samples"] = args.samples
     if args.command == "query":
-        return [word], {**options, "reasoning": args.reasoning or None}
+        return [word], {**options, "reasoning": args.reasoning or None, "system": args.system}
     if args.command == "caption":
         return [word], options
     if args.command == "segment":

@@ -138,6 +138,7 @@ _SAMPLING_FIELDS = frozenset(
         "top_k",
         "min_p",
         "max_tokens",
+        "max_reasoning_tokens",
         "seed",
         "stop",
         "logprobs",

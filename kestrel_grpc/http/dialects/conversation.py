@@ -29,12 +29,12 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """``last``: the question to answer. ``history``: earlier questions with their answers, oldest first. ``text``: the
-    question without system texts."""
+    """``last``: the question to answer. ``history``: earlier questions with their answers, oldest first. ``system``:
+    all system texts."""
 
     last: Asked
     history: list[tuple[Asked, str]]
-    text: str
+    system: str
 
     @property
     def images(self) -> list[bytes]:
@@ -44,7 +44,9 @@ class Conversation:
 
     def request(self, *, reasoning: bool) -> pb.QueryRequest:
         """The request that asks the question. Its ``image`` is that of the first turn, if this has one image."""
-        request = pb.QueryRequest(question=self.last.question, reasoning=reasoning)
+        request = pb.QueryRequest(
+            question=self.last.question, reasoning=reasoning, system=self.system
+        )
         fields = [
             (asked.images, request.history.add(question=asked.question, answer=answer).images)
             for asked, answer in self.history
@@ -60,8 +62,8 @@ class Conversation:
 
 
 def conversation(messages: Iterable[Message]) -> Conversation:
-    """Converts messages. System texts precede the first question, and consecutive user messages are joined, with a
-    blank line between them. Raises InvalidRequest."""
+    """Converts messages. System texts are joined, and so are consecutive user messages, with a blank line between them.
+    Raises InvalidRequest."""
     system: list[str] = []
     turns: list[tuple[Asked, str]] = []
     asked: Asked | None = None
@@ -90,8 +92,7 @@ def conversation(messages: Iterable[Message]) -> Conversation:
             )
     if asked is None:
         raise InvalidRequest("messages", "must end with a user message")
-    text = asked.question
-    before = "".join(f"{text}\n\n" for text in system)
-    first = turns[0][0] if turns else asked
-    first.question = before + first.question
-    return Conversation(asked, turns, text)
+    before, first = "\n\n".join(system), turns[0][0] if turns else asked
+    if not first.question.strip():  # A question needs text.
+        before, first.question = "", before
+    return Conversation(asked, turns, before)

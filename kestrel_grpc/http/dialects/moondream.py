@@ -28,7 +28,7 @@ from ...services.messages.json_values import (
 )
 from ...services.vision import VisionService
 from ..edge import Asked, Endpoint
-from ..fields import Fields, image_bytes, numbers
+from ..fields import Fields, image_bytes, numbers, positive
 from .models import set_model
 
 _LENGTHS = {
@@ -56,6 +56,7 @@ def endpoints(service: VisionService, served: Callable[[], str]) -> dict[tuple[s
             question=fields.text("question"),
             reasoning=fields.flag("reasoning"),
             spatial_refs=_spatial_refs(fields),
+            system=fields.text("system", ""),
         )
         _fill(request, fields, served(), needs_image=False)
         if not fields.flag("stream"):
@@ -125,10 +126,11 @@ def _fill(request: Any, fields: Fields, served: str, *, needs_image: bool = True
         number = settings.number(key)
         if number is not None:
             setattr(request.sampling, key, number)
-    max_tokens = _positive(settings, "max_tokens")
-    if max_tokens is not None:
-        request.sampling.max_tokens = max_tokens
-    max_objects = _positive(settings, "max_objects")
+    for key in ("max_tokens", "max_reasoning_tokens"):
+        most = positive(settings, key)
+        if most is not None:
+            setattr(request.sampling, key, most)
+    max_objects = positive(settings, "max_objects")
     if max_objects is not None and "max_objects" in request.DESCRIPTOR.fields_by_name:
         request.max_objects = max_objects
     min_score = settings.number("min_score")
@@ -162,19 +164,12 @@ def _fill_looks(request: Any, settings: Fields, fields: Fields) -> None:
     if not tiles.values or "tiles" not in request.DESCRIPTOR.fields_by_name:
         return
     for key in ("rows", "columns"):
-        setattr(request.tiles, key, _positive(tiles, key) or 1)
+        setattr(request.tiles, key, positive(tiles, key) or 1)
     overlap = tiles.number("overlap")
     if overlap is not None:
         request.tiles.overlap = overlap
     if tiles.values.get("whole_image") is not None:
         request.tiles.whole_image = tiles.flag("whole_image")
-
-
-def _positive(settings: Fields, key: str) -> int | None:
-    value = settings.whole(key)
-    if value is not None and not 1 <= value < 2**31:
-        raise InvalidRequest(settings.name(key), f"must be at least 1, got {value}")
-    return value
 
 
 def _spatial_refs(fields: Fields) -> list[common_pb2.SpatialRef]:

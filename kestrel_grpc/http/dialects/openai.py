@@ -22,7 +22,7 @@ from ...service_names import MODEL_METHODS, VISION_METHODS
 from ...services.model import ModelService
 from ...services.vision import VisionService
 from ..edge import Asked, Endpoint
-from ..fields import ANY_OBJECT, Fields, image_bytes, json_text
+from ..fields import ANY_OBJECT, Fields, image_bytes, json_text, positive
 from .conversation import Conversation, Message, conversation
 from .grounding import Wanted, wanted_places
 from .models import served_name, set_model
@@ -33,14 +33,15 @@ _KNOWN = frozenset(
     {
         "model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens",
         "temperature", "top_p", "seed", "n", "stop", "logprobs", "top_logprobs", "user",
-        "frequency_penalty", "presence_penalty", "logit_bias", "response_format", "reasoning", "tools",
-        "tool_choice", "functions", "modalities", "store", "metadata",
+        "frequency_penalty", "presence_penalty", "logit_bias", "response_format", "reasoning",
+        "max_reasoning_tokens", "tools", "tool_choice", "functions", "modalities", "store", "metadata",
     }
 )  # fmt: skip
 _NAMES = {
     "image": "messages",
     "image.encoded": "messages",
     "question": "messages",
+    "system": "messages",
     "object": "messages",
     "num_samples": "n",
     "options.model": "model",
@@ -97,13 +98,16 @@ def _chat(fields: Fields, service: VisionService, served: str) -> Asked:
     refuse_unsupported(fields)
     talk = conversation(_messages(fields))
     form = fields.inner("response_format")
-    wanted = wanted_places(talk.text, form) if talk.images else None
+    wanted = wanted_places(talk.last.question, form) if talk.images else None
     streams = fields.flag("stream")
     usage = fields.inner("stream_options").flag("include_usage")
     if wanted is not None:
         return _grounded(fields, service, served, talk, wanted, usage if streams else None)
     request = talk.request(reasoning=fields.flag("reasoning"))
     fill(request, fields, served)
+    most = positive(fields, "max_reasoning_tokens")
+    if most is not None:
+        request.sampling.max_reasoning_tokens = most
     _fill_logprobs(request.sampling, fields)
     schema = _schema(fields)
     if schema is not None:
@@ -168,12 +172,7 @@ def refuse_unsupported(fields: Fields, known: frozenset[str] = frozenset()) -> N
 
 def samples(fields: Fields) -> int:
     """How many answers to give. Raises InvalidRequest."""
-    wanted = fields.whole("n")
-    if wanted is None:
-        return 1
-    if not 1 <= wanted < 2**31:
-        raise InvalidRequest("n", f"must be at least 1, got {wanted}")
-    return wanted
+    return positive(fields, "n") or 1
 
 
 def _schema(fields: Fields) -> str | None:
@@ -246,10 +245,8 @@ def fill(request: Any, fields: Fields, served: str) -> None:
     key = "max_completion_tokens"
     if fields.values.get(key) is None:
         key = "max_tokens"
-    max_tokens = fields.whole(key)
+    max_tokens = positive(fields, key)
     if max_tokens is not None:
-        if not 1 <= max_tokens < 2**31:
-            raise InvalidRequest(key, f"must be at least 1, got {max_tokens}")
         sampling.max_tokens = max_tokens
     seed = fields.whole("seed")
     if seed is not None:

@@ -178,6 +178,7 @@ def query_arguments(
     return {
         "question": fields.question,
         "reasoning": fields.reasoning,
+        **({"system": fields.system} if fields.system else {}),
         "spatial_refs": spatial_refs(fields.spatial_refs),
         **(
             {"history": [(turn.question, turn.answer) for turn in fields.history]}
@@ -452,6 +453,10 @@ def query_response(result: EngineResult, image_positions: int) -> vision_service
                     points=[point({"x": x, "y": y}) for x, y in span["points"]],
                 )
                 for span in output["reasoning"]["grounding"]
+            ],
+            # A reasoning that did not end was ended with the request.
+            finish_reason=_FINISH_REASONS[
+                output["reasoning"]["finish_reason"] or result.finish_reason
             ],
         )
     return vision_service_pb2.QueryResponse(

@@ -114,6 +114,7 @@ class KestrelClient:
         spatial_refs: Iterable[SpatialRef] = (),
         history: Iterable[Turn] = (),
         images: Sequence[ImageInput] = (),
+        system: str = "",
         num_samples: int | None = None,
         **options: Unpack[CallOptions],
     ) -> QueryResult:
@@ -122,10 +123,11 @@ class KestrelClient:
         ``reasoning``: whether the model reasons before it answers. ``spatial_refs``: points and boxes that the question
         refers to. ``history``: earlier turns of the conversation, oldest first: results of ``query`` about the same
         image, or pairs of question and answer. ``images``: more images that the question is about; with a history,
-        ``image`` belongs to the first turn, and these to the question. ``num_samples``: how many answers to generate,
-        at most 16: ``result.samples``. Sample i, counted from 0, has the seed ``seed + i``.
+        ``image`` belongs to the first turn, and these to the question. ``system``: instructions that precede the first
+        question. ``num_samples``: how many answers to generate, at most 16: ``result.samples``. Sample i, counted from
+        0, has the seed ``seed + i``.
         """
-        task = QueryTask(question, reasoning, spatial_refs, history, images)
+        task = QueryTask(question, reasoning, spatial_refs, history, images, system)
         return self._channel.call(
             self._requests.task, image, task, options, num_samples=num_samples
         )
@@ -272,10 +274,11 @@ class KestrelClient:
         spatial_refs: Iterable[SpatialRef] = (),
         history: Iterable[Turn] = (),
         images: Sequence[ImageInput] = (),
+        system: str = "",
         **options: Unpack[CallOptions],
     ) -> Stream[QueryResult, TextDelta | ReasoningDelta]:
         """As ``query``; the stream gives the text as it is generated."""
-        task = QueryTask(question, reasoning, spatial_refs, history, images)
+        task = QueryTask(question, reasoning, spatial_refs, history, images, system)
         return self._channel.stream(self._requests.task, image, task, options)
 
     def stream_caption(

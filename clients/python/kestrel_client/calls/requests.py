@@ -102,6 +102,9 @@ class CallOptions(HandlingOptions, total=False):
     max_tokens: int | None
     """Largest number of tokens to generate, at least 1. Reasoning and answer each have this limit. A point takes 2
     tokens and a box 3; an incomplete object is dropped."""
+    max_reasoning_tokens: int | None
+    """For ``query`` with reasoning: largest number of tokens of the reasoning, at least 1; ``max_tokens`` then limits
+    the answer alone. ``result.reasoning.finish_reason`` tells whether the reasoning was cut."""
     seed: int | None
     """In [0, 2^64): the same seed and request give the same result."""
     stop: str | Sequence[str] | None
@@ -155,6 +158,7 @@ _SAMPLING = (
     "top_p",
     "top_k",
     "max_tokens",
+    "max_reasoning_tokens",
     "seed",
     "stop",
     "logprobs",
@@ -596,6 +600,7 @@ def _described(
                 "reasoning": task.reasoning,
                 "spatial_refs": refs,
                 "history": to_turns(task.history, to_image),
+                "system": task.system or None,
             }
         case CaptionTask():
             return _CAPTION, {"length": _choice("length", task.length, _CAPTION_LENGTHS)}

@@ -175,6 +175,8 @@ class Reasoning:
 
     text: str
     grounding: tuple[GroundingSpan, ...] = ()
+    finish_reason: FinishReason = "unknown"
+    """Why the reasoning ended. An older server gives "unknown"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -559,6 +561,7 @@ def query_result(
                 GroundingSpan(span.start, span.end, tuple(map(from_point, span.points)))
                 for span in response.reasoning.grounding
             ),
+            _FINISH_REASONS.get(response.reasoning.finish_reason, "unknown"),
         )
     return QueryResult(
         question=question,

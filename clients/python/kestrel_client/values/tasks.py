@@ -50,6 +50,7 @@ class TaskOf(Generic[R_co]):
     top_p: float | None = None
     top_k: int | None = None
     max_tokens: int | None = None
+    max_reasoning_tokens: int | None = None
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     logprobs: bool | None = None
@@ -77,6 +78,7 @@ class QueryTask(TaskOf[QueryResult]):
     history: Iterable[Turn] = ()
     images: Sequence[ImageInput] = ()
     """Not in ``analyze``."""
+    system: str = ""
 
 
 @dataclass(frozen=True, slots=True)

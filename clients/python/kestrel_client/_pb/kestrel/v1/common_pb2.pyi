@@ -103,7 +103,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """The model ended its answer, or a stop string did (Sampling.stop)."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """A limit was reached: max_tokens, the context, the server's own limit, or max_objects. The answer or its reasoning
-    may be incomplete.
+    may be incomplete. A reasoning that max_reasoning_tokens cut does not count: see Reasoning.finish_reason.
     """
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 3
     """The request was cancelled before its end. The result holds what was generated until then."""
@@ -117,7 +117,7 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """The model ended its answer, or a stop string did (Sampling.stop)."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """A limit was reached: max_tokens, the context, the server's own limit, or max_objects. The answer or its reasoning
-may be incomplete.
+may be incomplete. A reasoning that max_reasoning_tokens cut does not count: see Reasoning.finish_reason.
 """
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 3
 """The request was cancelled before its end. The result holds what was generated until then."""
@@ -378,6 +378,7 @@ class Sampling(_message.Message):
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    MAX_REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Divides the logits before sampling; 0 is greedy (always the most probable token). Finite, in [0, 100].
     Default: ServerLimits.default_temperature for query and caption, 0 for other skills.
@@ -390,7 +391,7 @@ class Sampling(_message.Message):
     """Samples from this many of the most probable tokens, before top_p. Any value from 0 up; 0 keeps all. Default 0."""
     max_tokens: _builtins.int
     """Limit on the generated tokens, including spatial ones. With reasoning, it applies to the reasoning and to the answer
-    separately. A point takes 2 tokens, a box 3; an object that is incomplete at the limit is omitted.
+    separately, unless max_reasoning_tokens limits the reasoning. A point takes 2 tokens, a box 3; an object that is incomplete at the limit is omitted.
     At least 1. Prompt and max_tokens together must fit the model's context (Model.context_positions), and max_tokens
     must not exceed the server's limit (its flag --max-new-tokens); otherwise INVALID_ARGUMENT.
     Default: the least of ServerLimits.default_max_tokens, the room that the prompt leaves, and the server's limit. For
@@ -425,6 +426,13 @@ class Sampling(_message.Message):
     top_logprobs: _builtins.int
     """With `logprobs`: how many of the likeliest tokens the result gives at the place of each token (TokenLogprob.top). In
     [0, 20]. Without `logprobs` only 0 is valid. It changes nothing else. Default: 0.
+    """
+    max_reasoning_tokens: _builtins.int
+    """Limit on the tokens of the reasoning; max_tokens then limits the answer alone. At the limit the reasoning is cut, and
+    the answer follows. Reasoning.finish_reason then is LENGTH, and finish_reason of the response is that of the answer.
+    At least 1. Prompt, max_reasoning_tokens, 1 token between, and max_tokens must together fit the model's context, and
+    without the prompt the server's limit; otherwise INVALID_ARGUMENT. For queries with reasoning only; without
+    reasoning it is INVALID_ARGUMENT. Default: max_tokens, or less where the context has no room for both.
     """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -464,15 +472,18 @@ class Sampling(_message.Message):
         frequency_penalty: _builtins.float | None = ...,
         logit_bias: _abc.Iterable[Global___LogitBias] | None = ...,
         top_logprobs: _builtins.int | None = ...,
+        max_reasoning_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_reasoning_tokens", b"_max_reasoning_tokens", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_reasoning_tokens", b"max_reasoning_tokens", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_reasoning_tokens", b"_max_reasoning_tokens", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_reasoning_tokens", b"max_reasoning_tokens", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__max_reasoning_tokens: _TypeAlias = _typing.Literal["max_reasoning_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_reasoning_tokens: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
@@ -495,6 +506,8 @@ class Sampling(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_reasoning_tokens) -> _WhichOneofReturnType__max_reasoning_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload

@@ -214,6 +214,7 @@ class QueryRequest(_message.Message):
     HISTORY_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    SYSTEM_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     question: _builtins.str
@@ -228,6 +229,11 @@ class QueryRequest(_message.Message):
     and equals the result of a request with this seed and one sample. Without a seed the server draws one for all. With
     temperature 0 all samples are equal. If a sample fails, the call fails. A stream has one sample: it refuses more,
     because streams with these seeds, one for each sample, show the same and can be read side by side. Default: 1.
+    """
+    system: _builtins.str
+    """Instructions for the whole conversation: at most 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes). They precede the
+    first question, with a blank line between; white space before and after them is removed. The models were not trained
+    on instructions, so they may not follow them. Default: none.
     """
     @_builtins.property
     def image(self) -> _common_pb2.Image:
@@ -271,21 +277,26 @@ class QueryRequest(_message.Message):
         history: _abc.Iterable[Global___Turn] | None = ...,
         images: _abc.Iterable[_common_pb2.Image] | None = ...,
         num_samples: _builtins.int | None = ...,
+        system: _builtins.str | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
         options: _common_pb2.RequestOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "_reasoning", b"_reasoning", "image", b"image", "num_samples", b"num_samples", "options", b"options", "reasoning", b"reasoning", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "_reasoning", b"_reasoning", "_system", b"_system", "image", b"image", "num_samples", b"num_samples", "options", b"options", "reasoning", b"reasoning", "sampling", b"sampling", "system", b"system"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "_reasoning", b"_reasoning", "history", b"history", "image", b"image", "images", b"images", "num_samples", b"num_samples", "options", b"options", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "_reasoning", b"_reasoning", "_system", b"_system", "history", b"history", "image", b"image", "images", b"images", "num_samples", b"num_samples", "options", b"options", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "system", b"system"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_samples: _TypeAlias = _typing.Literal["num_samples"]  # noqa: Y015
     _WhichOneofArgType__num_samples: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples"]  # noqa: Y015
     _WhichOneofReturnType__reasoning: _TypeAlias = _typing.Literal["reasoning"]  # noqa: Y015
     _WhichOneofArgType__reasoning: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning"]  # noqa: Y015
+    _WhichOneofReturnType__system: _TypeAlias = _typing.Literal["system"]  # noqa: Y015
+    _WhichOneofArgType__system: _TypeAlias = _typing.Literal["_system", b"_system"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_samples) -> _WhichOneofReturnType__num_samples | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning) -> _WhichOneofReturnType__reasoning | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__system) -> _WhichOneofReturnType__system | None: ...
 
 Global___QueryRequest: _TypeAlias = QueryRequest  # noqa: Y015
 
@@ -450,8 +461,13 @@ class Reasoning(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     GROUNDING_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """The whole text."""
+    finish_reason: _common_pb2.FinishReason.ValueType
+    """The reason why the reasoning ended: STOP if the model ended it, LENGTH if a limit did (max_reasoning_tokens,
+    max_tokens or the context), CANCELLED if the request was cancelled within it.
+    """
     @_builtins.property
     def grounding(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroundingSpan]:
         """Spans of the text that refer to places in the image, in order of the text."""
@@ -461,10 +477,11 @@ class Reasoning(_message.Message):
         *,
         text: _builtins.str = ...,
         grounding: _abc.Iterable[Global___GroundingSpan] | None = ...,
+        finish_reason: _common_pb2.FinishReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grounding", b"grounding", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "grounding", b"grounding", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1908,6 +1925,7 @@ class QueryTask(_message.Message):
     REASONING_FIELD_NUMBER: _builtins.int
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
+    SYSTEM_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     question: _builtins.str
     """The question, in any words: 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes), not only white space. White
@@ -1915,6 +1933,11 @@ class QueryTask(_message.Message):
     """
     reasoning: _builtins.bool
     """Whether the model reasons before it answers, which takes time and may improve the answer. Default: false."""
+    system: _builtins.str
+    """Instructions for the whole conversation: at most 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes). They precede the
+    first question, with a blank line between; white space before and after them is removed. The models were not trained
+    on instructions, so they may not follow them. Default: none.
+    """
     @_builtins.property
     def spatial_refs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SpatialRef]:
         """Places in the image that the question refers to, in order. Default: none."""
@@ -1936,15 +1959,21 @@ class QueryTask(_message.Message):
         reasoning: _builtins.bool | None = ...,
         spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
         history: _abc.Iterable[Global___Turn] | None = ...,
+        system: _builtins.str | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "reasoning", b"reasoning", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "_system", b"_system", "reasoning", b"reasoning", "sampling", b"sampling", "system", b"system"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "history", b"history", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "_system", b"_system", "history", b"history", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "system", b"system"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reasoning: _TypeAlias = _typing.Literal["reasoning"]  # noqa: Y015
     _WhichOneofArgType__reasoning: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning"]  # noqa: Y015
+    _WhichOneofReturnType__system: _TypeAlias = _typing.Literal["system"]  # noqa: Y015
+    _WhichOneofArgType__system: _TypeAlias = _typing.Literal["_system", b"_system"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning) -> _WhichOneofReturnType__reasoning | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__system) -> _WhichOneofReturnType__system | None: ...
 
 Global___QueryTask: _TypeAlias = QueryTask  # noqa: Y015
 
